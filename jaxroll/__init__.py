@@ -1,0 +1,3 @@
+"""Asynchronous reinforcement learning for language models in JAX."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,32 @@
+"""Clocks as arguments: nothing below the shells reads the time by itself."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Monotonic seconds; only differences mean anything."""
+
+    def now_s(self) -> float: ...
+
+
+class MonotonicClock:
+    """The machine's monotonic clock."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock that moves only when told to: for tests and simulation."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance(self, by_s: float) -> None:
+        self._now_s += by_s

@@ -1,0 +1,185 @@
+"""Mappings and strings to frozen dataclasses, strictly: knows types and keys, nothing of what they mean.
+
+`build` makes a dataclass of a nested mapping; `assign` puts one `--config.a.b=text` override into such a mapping.
+Every refusal is a ConfigError that names the key and the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from jaxroll.errors import ConfigError
+
+T = TypeVar("T")
+
+_TRUE, _FALSE = ("true", "True", "1"), ("false", "False", "0")
+
+
+def nearest(word: str, words: tuple[str, ...]) -> str:
+    """The sentence that names the word of `words` most like `word`, or lists a few when none is."""
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"Valid: {', '.join(sorted(words))}."
+
+
+def build(kind: type[T], values: Any, prefix: str = "", root: type | None = None) -> T:
+    """The dataclass `kind` made of the mapping `values`; keys that are absent keep their defaults.
+
+    `root` is the dataclass whose keys may be proposed in place of an unknown one.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            prefix or "config", values, f"a section, not {_type_name(values)}", "Set its keys one by one."
+        )
+    hints = get_type_hints(kind)
+    names = tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
+    made = {}
+    for name, value in values.items():
+        if name not in names:
+            raise _unknown(prefix, str(name), value, names, root or kind)
+        key, hint = _join(prefix, name), hints[name]
+        made[name] = build(hint, value, key, root or kind) if is_dataclass(hint) else coerce(hint, value, key)
+    return kind(**made)
+
+
+def coerce(kind: Any, value: Any, key: str) -> Any:
+    """`value` as the field type `kind`, converting only what loses nothing (int to float, list to tuple)."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        choices = get_args(kind)
+        if value not in choices:
+            raise ConfigError(key, value, f"not one of {', '.join(map(repr, choices))}", nearest(str(value), choices))
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise _wrong_type(key, value, "a tuple of whole numbers", f"Write ({value!r},).")
+        return tuple(coerce(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+    if kind is dict:
+        if not isinstance(value, Mapping):
+            raise _wrong_type(key, value, "a dict", "Write dict(name=value).")
+        return plain(value, key)
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ConfigError(key, value, "not a finite number", "Give a number.")
+        return float(value)
+    if kind is not float and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    names = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
+    raise _wrong_type(key, value, names[kind], f"Give {names[kind]}.")
+
+
+def plain(value: Any, key: str) -> Any:
+    """`value` in JSON's own types (dict, list, str, int, float, bool, None), so that it can be written to run.json."""
+    if isinstance(value, Mapping):
+        return {str(name): plain(item, _join(key, str(name))) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    raise _wrong_type(key, value, "something JSON can hold", "Use dicts, lists, strings and numbers.")
+
+
+def assign(kind: type, values: dict, path: str, text: str) -> None:
+    """Put the override `--config.{path}={text}` into the nested dict `values`, typed by the dataclass `kind`."""
+    names = path.split(".")
+    here, hint = values, kind
+    for depth, name in enumerate(names):
+        prefix = ".".join(names[:depth])
+        if is_dataclass(hint):
+            known = tuple(field.name for field in fields(hint))
+            if name not in known:
+                raise _unknown(prefix, name, text, known, kind)
+            hint = get_type_hints(hint)[name]
+        elif hint is not dict:
+            raise ConfigError(path, text, f"{prefix} has no keys of its own", f"Set --config.{prefix}=VALUE.")
+        if depth < len(names) - 1:
+            here = here.setdefault(name, {})
+    if is_dataclass(hint):
+        example = fields(hint)[0].name  # type: ignore[arg-type]
+        raise ConfigError(path, text, "a section, not a value", f"Set its keys, as in --config.{path}.{example}=VALUE.")
+    inside_dict = hint is dict and len(names) > 2
+    here[names[-1]] = _any_from_text(text) if inside_dict else from_text(hint, text, path)
+
+
+def from_text(kind: Any, text: str, key: str) -> Any:
+    """The value of field type `kind` that `text` (from a command line) spells."""
+    origin = get_origin(kind)
+    if kind is str or origin is Literal:
+        return text
+    if kind is bool:
+        if text not in _TRUE + _FALSE:
+            raise _wrong_type(key, text, "true or false", "Write true or false.")
+        return text in _TRUE
+    if origin is tuple:
+        items = [item.strip() for item in text.strip("()[] ").split(",")]
+        return [from_text(get_args(kind)[0], item, key) for item in items if item]
+    if kind is dict:
+        return _dict_from_text(text, key)
+    try:
+        return kind(text.replace("_", "")) if kind in (int, float) else text
+    except ValueError:
+        name = "a whole number" if kind is int else "a number"
+        raise _wrong_type(key, text, name, f"Give {name}.") from None
+
+
+def _dict_from_text(text: str, key: str) -> dict:
+    value = _any_from_text(text)
+    if not isinstance(value, dict):
+        raise _wrong_type(key, text, "a dict", 'Write it as JSON: {"name": 1}.')
+    return value
+
+
+def _any_from_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _unknown(prefix: str, name: str, value: Any, names: tuple[str, ...], root: type) -> ConfigError:
+    """The refusal of a key nobody reads, with the likeliest full path.
+
+    In this order: a sibling with these initials (lr), the same word elsewhere, a sibling or another word spelled alike.
+    """
+    paths = leaves(root)
+    last = {path: path.rsplit(".", 1)[-1] for path in paths}
+    initials = [_join(prefix, known) for known in names if "".join(word[:1] for word in known.split("_")) == name]
+    same = [path for path in paths if last[path] == name]
+    near = [_join(prefix, known) for known in difflib.get_close_matches(name, names, n=1, cutoff=0.6)]
+    spelled = difflib.get_close_matches(name, tuple(dict.fromkeys(last.values())), n=1, cutoff=0.7)
+    likely = initials or same or near or [path for path in paths if last[path] in spelled]
+    if likely:
+        remedy = f"Did you mean {' or '.join(map(repr, likely[:3]))}?"
+    else:
+        remedy = f"Valid: {', '.join(_join(prefix, known) for known in sorted(names))}."
+    return ConfigError(_join(prefix, name), value, "unknown key", remedy)
+
+
+def leaves(kind: type, prefix: str = "") -> list[str]:
+    """The dotted paths of all values of the dataclass `kind`."""
+    hints = get_type_hints(kind)
+    found = []
+    for field in fields(kind):  # type: ignore[arg-type]
+        path, hint = _join(prefix, field.name), hints[field.name]
+        found += leaves(hint, path) if is_dataclass(hint) else [path]
+    return found
+
+
+def _wrong_type(key: str, value: Any, wanted: str, remedy: str) -> ConfigError:
+    return ConfigError(key, value, f"{_type_name(value)} where {wanted} is needed", remedy)
+
+
+def _type_name(value: Any) -> str:
+    return {"str": "a string", "int": "a whole number", "float": "a number", "bool": "a bool", "NoneType": "None"}.get(
+        type(value).__name__, f"a {type(value).__name__}"
+    )
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

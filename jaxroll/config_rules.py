@@ -1,0 +1,278 @@
+"""The combinations of settings that must not run, each with its reason and remedy.
+
+`check` judges a config by itself; `check_inventory` judges it against the devices of one machine. Both raise the first
+ConfigError they find. Rules come in groups of one topic, so that a new rule has an obvious place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxroll.config_parse import nearest
+from jaxroll.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxroll.config import Config
+
+MODEL_SIZES = ("nano", "tiny", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
+
+GPU_CONTEXT_MB = 512
+GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and whoever else is there
+
+_AT_LEAST: tuple[tuple[str, float], ...] = (
+    ("run.seed", 0),
+    *((f"{role}.mesh.{axis}", 1) for role in ("sampler", "learner", "evaluator")
+      for axis in ("data", "fsdp", "tensor")),
+    ("task.max_prompt_tokens", 1), ("task.train_start", 0), ("task.heldout_start", 0), ("task.heldout_items", 0),
+    ("sft.steps", 0), ("sft.batch", 1), ("sft.start", 0),
+    ("schedule.alpha", 0), ("schedule.steps", 1), ("schedule.groups_per_step", 1), ("schedule.group_size", 1),
+    ("schedule.buffer_groups", 0), ("schedule.redundant_groups", 0), ("schedule.publish_every", 1),
+    ("sampling.max_tokens", 1),
+    ("sampler.count", 1), ("sampler.slots", 1), ("sampler.prefill_rows", 1), ("sampler.decode_chunk", 1),
+    ("sampler.scoring_workers", 1),
+    ("learner.correction_cap", 1), ("learner.warmup_steps", 0), ("learner.decay_steps", 0),
+    ("learner.weight_decay", 0), ("learner.substeps", 1), ("learner.micro_rows", 1), ("learner.row_tokens", 2),
+    ("learner.checkpoint_every", 1), ("learner.checkpoints_kept", 1),
+    ("store.retention_mb", 1), ("store.infra_retries", 0), ("store.data_retries", 0), ("store.reissues", 0),
+    ("store.max_message_mb", 1),
+    ("evaluator.every", 0), ("evaluator.slots", 1),
+    ("supervisor.max_restarts", 0),
+)  # fmt: skip
+
+_POSITIVE = (
+    "sft.learning_rate", "schedule.straggler_deadline_s", "learner.clip_low", "learner.clip_high",
+    "learner.learning_rate", "learner.max_grad_norm", "store.lease_s", "store.rpc_deadline_s", "store.stall_s",
+    "store.stall_abort_s", "transfer.deadline_s", "supervisor.backoff_s", "supervisor.backoff_max_s",
+    "supervisor.stop_s", "supervisor.finish_s", "placement.sampler_memory_fraction",
+    "placement.learner_memory_fraction", "placement.evaluator_memory_fraction",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The devices of one machine, as found without starting JAX. Memory is of the smallest GPU."""
+
+    platform: str  # cpu | gpu | tpu
+    gpus: int = 0
+    gpu_memory_mb: int = 0
+    chips: int = 0
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for the first rule that `config` breaks."""
+    for rule in (_check_numbers, _check_names, _check_schedule, _check_shapes, _check_learner, _check_ranges,
+                 _check_deadlines, _check_fractions):  # fmt: skip
+        rule(config)
+
+
+def check_inventory(config: Config, inventory: Inventory) -> None:
+    """Raise ConfigError when the roles of `config` do not fit the devices of `inventory`."""
+    if inventory.platform == "tpu":
+        _check_chips(config, inventory.chips)
+    elif inventory.platform == "gpu":
+        _check_gpus(config, inventory)
+
+
+def roles_with_devices(config: Config) -> dict[str, int]:
+    """Devices by process name, in the order in which they are handed out: learner, samplers, evaluator."""
+    wanted = {"learner": config.learner.mesh.devices}
+    wanted |= {f"sampler:{index}": config.sampler.mesh.devices for index in range(config.sampler.count)}
+    if config.evaluator.every:
+        wanted["evaluator"] = config.evaluator.mesh.devices
+    return wanted
+
+
+def memory_fractions(config: Config) -> dict[str, float]:
+    """Share of one GPU's memory by process name, when all roles live on it."""
+    shares = {"learner": config.placement.learner_memory_fraction,
+              "evaluator": config.placement.evaluator_memory_fraction}  # fmt: skip
+    return {name: shares.get(name, config.placement.sampler_memory_fraction) for name in roles_with_devices(config)}
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value under the dotted `key`."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _check_numbers(config: Config) -> None:
+    for key, least in _AT_LEAST:
+        value = value_at(config, key)
+        if value < least:
+            raise ConfigError(key, value, f"must be at least {least}", f"Set {key} to {least} or more.")
+    for key in _POSITIVE:
+        value = value_at(config, key)
+        if value <= 0:
+            raise ConfigError(key, value, "must be greater than 0", f"Set {key} to a positive number.")
+    if config.learner.clip_low >= 1:
+        raise ConfigError("learner.clip_low", config.learner.clip_low, "a ratio cannot fall below 0",
+                          "Set it below 1 (0.2 is usual).")  # fmt: skip
+
+
+def _check_names(config: Config) -> None:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", config.run.name):
+        raise ConfigError("run.name", config.run.name, "not a name", "Use 1 to 64 letters, digits, '-' and '_'.")
+    if config.model.size not in MODEL_SIZES and not config.model.path:
+        raise ConfigError(
+            "model.size", config.model.size, "unknown model size", nearest(config.model.size, MODEL_SIZES)
+        )
+    if config.tokenizer.kind == "hf" and not config.tokenizer.path:
+        raise ConfigError("tokenizer.path", "", "tokenizer.kind is 'hf' but there is no folder to read",
+                          "Set tokenizer.path to a folder with tokenizer.json, or kind to 'char'.")  # fmt: skip
+    if config.task.source != "reasoning_gym" and not config.task.path:
+        raise ConfigError("task.path", "", f"task.source is {config.task.source!r} but there is no file to read",
+                          "Set task.path to the file.")  # fmt: skip
+    if config.task.source == "reasoning_gym" and not config.task.name:
+        raise ConfigError("task.name", "", "no reasoning-gym task named", "Name one, as 'spell_backward'.")
+
+
+def _check_schedule(config: Config) -> None:
+    schedule = config.schedule
+    if schedule.alpha > 0 and config.learner.correction == "none":
+        raise ConfigError("learner.correction", "none", f"alpha = {schedule.alpha:g} would train on stale samples",
+                          "Set learner.correction to 'decoupled' or 'tis', or schedule.alpha to 0.")  # fmt: skip
+    needed = math.ceil((schedule.alpha + 1) * schedule.groups_per_step) + schedule.redundant_groups
+    if 0 < schedule.buffer_groups < needed:
+        raise ConfigError("schedule.buffer_groups", schedule.buffer_groups,
+                          f"less than (alpha + 1) * groups_per_step + redundant_groups = {needed}, which deadlocks",
+                          f"Set it to {needed} or more, or to 0 for exactly that.")  # fmt: skip
+    window = math.floor(schedule.alpha + 1)
+    if schedule.publish_every > window:
+        raise ConfigError("schedule.publish_every", schedule.publish_every,
+                          f"more than alpha + 1 = {window} claims between publications deadlocks",
+                          f"Set it to {window} or less, or raise schedule.alpha.")  # fmt: skip
+    if schedule.group_size < 2:
+        raise ConfigError("schedule.group_size", schedule.group_size,
+                          f"advantage {config.learner.advantage!r} compares the members of a group",
+                          "Set it to 2 or more.")  # fmt: skip
+    sampling = config.sampling
+    if sampling.temperature <= 0:
+        raise ConfigError("sampling.temperature", sampling.temperature, "training needs samples, not one greedy answer",
+                          "Set it to a positive number; `generate` has a temperature of its own.")  # fmt: skip
+    for key, value, off in (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0)):
+        if value != off:
+            raise ConfigError(f"sampling.{key}", value, "training on truncated samples biases the log-probs",
+                              f"Set it to {off}; `generate` may truncate.")  # fmt: skip
+
+
+def _check_shapes(config: Config) -> None:
+    task, sampler, learner = config.task, config.sampler, config.learner
+    budget = task.max_prompt_tokens + config.sampling.max_tokens
+    if budget > learner.row_tokens:
+        raise ConfigError("learner.row_tokens", learner.row_tokens,
+                          f"a sequence may have task.max_prompt_tokens + sampling.max_tokens = {budget} tokens",
+                          f"Set it to {budget} or more.")  # fmt: skip
+    buckets = sampler.prefill_buckets
+    if not buckets or any(a >= b for a, b in itertools.pairwise(buckets)) or buckets[0] < 1:
+        raise ConfigError("sampler.prefill_buckets", buckets, "bucket lengths must be positive and increasing",
+                          "Write for example (16, 32).")  # fmt: skip
+    if buckets[-1] < task.max_prompt_tokens:
+        raise ConfigError("sampler.prefill_buckets", buckets,
+                          f"no bucket holds a prompt of task.max_prompt_tokens = {task.max_prompt_tokens}",
+                          f"Add a bucket of {task.max_prompt_tokens} or more.")  # fmt: skip
+    for key, rows, mesh in (("learner.micro_rows", learner.micro_rows, learner.mesh),
+                            ("sampler.slots", sampler.slots, sampler.mesh),
+                            ("evaluator.slots", config.evaluator.slots, config.evaluator.mesh)):  # fmt: skip
+        shards = mesh.data * mesh.fsdp
+        if rows % shards:
+            up = math.ceil(rows / shards) * shards
+            raise ConfigError(key, rows, f"not divisible by the mesh's data * fsdp = {shards}", f"Set it to {up}.")
+
+
+def _check_learner(config: Config) -> None:
+    learner, groups = config.learner, config.schedule.groups_per_step
+    if groups % learner.substeps:
+        raise ConfigError("learner.substeps", learner.substeps,
+                          f"does not divide schedule.groups_per_step = {groups}",
+                          "Set it to a divisor (1 is one optimizer step per claim).")  # fmt: skip
+    if 0 < learner.decay_steps <= learner.warmup_steps:
+        raise ConfigError("learner.decay_steps", learner.decay_steps,
+                          f"ends before the warm-up of {learner.warmup_steps} steps",
+                          f"Set it above {learner.warmup_steps}, or to 0 for a constant rate.")  # fmt: skip
+
+
+def _check_ranges(config: Config) -> None:
+    """Procedural items are numbered; train, warm start and held-out ranges must not touch (DESIGN.md, 16)."""
+    if config.evaluator.every and config.task.heldout_items == 0:
+        raise ConfigError("task.heldout_items", 0, "the evaluator has nothing to evaluate on",
+                          "Set it to 512, or evaluator.every to 0.")  # fmt: skip
+    if config.task.source != "reasoning_gym":
+        return
+    spans = item_ranges(config)
+    for a, b in (("task.heldout_start", "task.train_start"), ("task.heldout_start", "sft.start"),
+                 ("sft.start", "task.train_start")):  # fmt: skip
+        (a0, a1), (b0, b1) = spans[a], spans[b]
+        if a0 < b1 and b0 < a1:
+            raise ConfigError(a, a0, f"its items {a0}..{a1 - 1} overlap those of {b} ({b0}..{b1 - 1})",
+                              "Move them apart, as in the defaults.")  # fmt: skip
+
+
+def item_ranges(config: Config) -> dict[str, tuple[int, int]]:
+    """First and one past the last item that each purpose may touch, by the key of its start.
+
+    Held-out and training items are drawn with a factor to spare, because repeated questions are skipped.
+    """
+    train = 4 * (config.schedule.steps + 2) * (config.schedule.groups_per_step + config.schedule.redundant_groups)
+    sizes = {"task.train_start": train, "task.heldout_start": 4 * config.task.heldout_items,
+             "sft.start": config.sft.steps * config.sft.batch}  # fmt: skip
+    return {key: (value_at(config, key), value_at(config, key) + size) for key, size in sizes.items()}
+
+
+def _check_deadlines(config: Config) -> None:
+    store, supervisor = config.store, config.supervisor
+    if store.stall_abort_s <= store.stall_s:
+        raise ConfigError("store.stall_abort_s", store.stall_abort_s,
+                          f"not longer than store.stall_s = {store.stall_s:g}",
+                          "Raise it: a stall is named before it ends a run.")  # fmt: skip
+    if supervisor.backoff_max_s < supervisor.backoff_s:
+        raise ConfigError("supervisor.backoff_max_s", supervisor.backoff_max_s,
+                          f"less than supervisor.backoff_s = {supervisor.backoff_s:g}", "Raise it.")  # fmt: skip
+
+
+def _check_fractions(config: Config) -> None:
+    for name, share in memory_fractions(config).items():
+        if share >= 1:
+            key = f"placement.{name.partition(':')[0]}_memory_fraction"
+            raise ConfigError(key, share, "a fraction of one GPU's memory", "Set it below 1.")
+
+
+def _check_chips(config: Config, chips: int) -> None:
+    wanted = roles_with_devices(config)
+    total = sum(wanted.values())
+    if chips < total:
+        spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
+        reason = (
+            f"{chips} TPU chip{'s' * (chips != 1)} here, {total} needed ({spelled}), and a chip cannot hold two roles"
+        )
+        raise ConfigError("placement.platform", "tpu", reason,
+                          "Use smaller meshes, evaluator.every = 0, a larger slice, or one slice per role "
+                          "(launch/tpu_vm.sh); `--config.placement.platform=cpu` runs on the CPU.")  # fmt: skip
+    for name, count in wanted.items():
+        if count not in (1, 2, 4, 8):
+            raise ConfigError(f"{name.partition(':')[0]}.mesh", count, "TPU chips of one host are split by rectangles",
+                              "Use 1, 2, 4 or 8 devices per role.")  # fmt: skip
+
+
+def _check_gpus(config: Config, inventory: Inventory) -> None:
+    wanted = roles_with_devices(config)
+    if inventory.gpus >= sum(wanted.values()):
+        return
+    spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
+    if inventory.gpus != 1 or any(count > 1 for count in wanted.values()):
+        raise ConfigError("placement.platform", "gpu",
+                          f"{inventory.gpus} GPUs here, {sum(wanted.values())} needed ({spelled})",
+                          "Use smaller meshes (1 device each: one GPU does), or evaluator.every = 0.")  # fmt: skip
+    shares = memory_fractions(config)
+    contexts = GPU_CONTEXT_MB * len(shares) / inventory.gpu_memory_mb if inventory.gpu_memory_mb else 0.0
+    total, limit = sum(shares.values()), GPU_SHARE - contexts
+    if total > limit + 1e-9:
+        raise ConfigError("placement.learner_memory_fraction", config.placement.learner_memory_fraction,
+                          f"the fractions of {', '.join(shares)} sum to {total:.2f}; one GPU of "
+                          f"{inventory.gpu_memory_mb} MB leaves {limit:.2f} after {len(shares)} contexts",
+                          "Lower placement.*_memory_fraction, sampler.count, or set evaluator.every = 0.")  # fmt: skip

@@ -1,0 +1,145 @@
+"""The words of a run (DESIGN.md, "The words"): immutable records that every process understands.
+
+Array fields are numpy arrays; `jaxroll.wire` carries them as raw little-endian buffers with declared dtype and shape.
+T is the number of tokens of a segment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+
+
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A parameter version. `step` counts claims trained; `lineage` grows when a learner resumes from an older step."""
+
+    lineage: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+
+class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+    """`count` consecutive sampled tokens that were drawn at `version`."""
+
+    version: Version
+    count: int
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One chat message; `role` is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One dataset item. `env_args` is a JSON object for the environment; `question_hash` identifies the question."""
+
+    index: int
+    messages: tuple[Message, ...]
+    env: str
+    env_args: str
+    seed: int
+    question_hash: str
+
+    def args(self) -> dict[str, Any]:
+        """The environment's arguments, decoded."""
+        return json.loads(self.env_args)
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A run of tokens with one role. Sampled tokens have loss_mask 1 and the log-prob they were drawn with."""
+
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # uint8 [T]
+    logprobs: np.ndarray  # float32 [T], 0 where loss_mask is 0
+
+
+class Finished(msgspec.Struct, frozen=True, tag="finished"):
+    """A rollout that ended by itself. `versions` run-length encodes the version of every sampled token, in order."""
+
+    segments: tuple[Segment, ...]
+    finish: str  # stop | length | done
+    reward: float
+    reward_parts: dict[str, float]
+    versions: tuple[VersionRun, ...]
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """A rollout that broke. It has no reward, so it cannot be trained on. `kind` is INFRA or DATA."""
+
+    kind: str
+    error: str
+
+
+Outcome = Finished | Failed
+
+
+class Member(msgspec.Struct, frozen=True):
+    """Member `member` of group `group`, as produced by lease attempt `attempt`."""
+
+    group: int
+    member: int
+    attempt: int
+    outcome: Outcome
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """A lease: produce these members of this group. `members` lists (member, attempt); `ttl_s` is the time to renew."""
+
+    group: int
+    task: Task
+    members: tuple[tuple[int, int], ...]
+    ttl_s: float
+    key_salt: int = 0
+
+
+class ClaimedGroup(msgspec.Struct, frozen=True):
+    """A complete group handed to the learner: only members that finished."""
+
+    group: int
+    task: Task
+    members: tuple[Member, ...]
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """The batch of step `step`: same groups in the same order however often it is asked for."""
+
+    step: int
+    lineage: int
+    groups: tuple[ClaimedGroup, ...]
+    shuffle_seed: int
+    replayed: bool
+    checkpoint_wanted: bool = False
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Where the parameters of one version can be fetched. `manifest_digest` names the exact bytes."""
+
+    version: Version
+    channel: str
+    address: str
+    manifest_digest: str
+
+
+def question_hash(text: str) -> str:
+    """The identity of a question: 16 hex digits of its blake2b, blanks normalised."""
+    return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).hexdigest()
+
+
+def ages(versions: tuple[VersionRun, ...], trained_at: int) -> np.ndarray:
+    """int32 [sampled tokens]: trained step minus sampled step of every sampled token.
+
+    Steps are comparable across lineages only along one line of ancestry, which the store guarantees for what it hands
+    out.
+    """
+    if not versions:
+        return np.zeros(0, np.int32)
+    steps = np.repeat([run.version.step for run in versions], [run.count for run in versions])
+    return (trained_at - steps).astype(np.int32)

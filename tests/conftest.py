@@ -1,0 +1,206 @@
+"""Sets JAX up for the tests before anything imports it, and fails a `process` test that leaves something behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hypothesis
+import psutil
+import pytest
+
+if "jax" in sys.modules:
+    raise pytest.UsageError("jax was imported before tests/conftest.py could set its environment")
+
+_ROOT = Path(__file__).resolve().parent.parent
+# Eight devices share few cores: one that waits longer than XLA's default 40 s for the others is slow, not stuck, and
+# XLA would abort the whole run. The deadlines stay below pytest's own (300 s), so that XLA names the collective.
+# An unknown flag aborts the process; these are known to jaxlib 0.10.2 and 0.12.
+_XLA_FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=240",
+    "--xla_cpu_collective_timeout_seconds=240",
+)
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["NPROC"] = "1"
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]).strip()
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# The first example of a property often compiles, so a deadline per example would measure the compiler.
+_SLOW_IS_FINE = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=_SLOW_IS_FINE)
+hypothesis.settings.register_profile(
+    "ci", deadline=None, max_examples=30, derandomize=True, print_blob=True, suppress_health_check=_SLOW_IS_FINE
+)
+hypothesis.settings.register_profile("soak", deadline=None, max_examples=1000, suppress_health_check=_SLOW_IS_FINE)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+@pytest.fixture
+def free_run_dir(tmp_path: Path) -> Path:
+    """A path for a run's directory that does not exist yet."""
+    return tmp_path / "run"
+
+
+# --- what is left behind
+
+TEST_ID_VARIABLE = "JAXROLL_TEST_ID"
+_SHM = Path("/dev/shm")
+_GRACE_S = 5.0  # what has been told to stop may take this long to be gone
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What outlived a test."""
+
+    processes: tuple[psutil.Process, ...] = ()
+    listeners: tuple[tuple[int, str], ...] = ()  # (file descriptor in this process, address)
+    shm_blocks: tuple[Path, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.processes or self.listeners or self.shm_blocks)
+
+    def lines(self) -> list[str]:
+        """One line for each thing, for a person."""
+        return [
+            *(f"process {process.pid}: {_command_line(process)}" for process in self.processes),
+            *(f"listening socket {address} (descriptor {fd})" for fd, address in self.listeners),
+            *(f"shared memory {path}" for path in self.shm_blocks),
+        ]
+
+    def end(self) -> None:
+        """Kills the processes, stops the sockets from listening, removes the blocks."""
+        for process in self.processes:
+            _kill(process)
+        psutil.wait_procs(self.processes, timeout=10)
+        for fd, _ in self.listeners:
+            _stop_listening(fd)
+        for path in self.shm_blocks:
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Before:
+    """What stood when a test began, so that only the test's own leftovers count."""
+
+    test_id: str
+    children: frozenset[psutil.Process] = field(default_factory=lambda: frozenset(_children()))
+    listeners: frozenset[tuple[int, str]] = field(default_factory=lambda: frozenset(_listeners()))
+    shm_blocks: frozenset[Path] = field(default_factory=lambda: frozenset(_shm_blocks()))
+
+    def leftovers(self) -> Leftovers:
+        """What stands now, stood not then, and is this test's doing."""
+        processes = (set(_children()) - self.children) | set(_marked(self.test_id))
+        blocks = _shm_blocks() - self.shm_blocks
+        return Leftovers(
+            processes=tuple(sorted((p for p in processes if _counts(p)), key=lambda process: process.pid)),
+            listeners=tuple(sorted(_listeners() - self.listeners)),
+            shm_blocks=tuple(sorted(blocks - _mapped_by_others(blocks, processes))) if blocks else (),
+        )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test marked `process` that leaves a process, a listening socket or a shared-memory block, and ends them.
+
+    Children are found by kinship and, when they cut it, by JAXROLL_TEST_ID in their environment. Being automatic, this
+    fixture is set up before the test's own and torn down after them: what a fixture stops does not count.
+    """
+    if request.node.get_closest_marker("process") is None:
+        yield
+        return
+    test_id = uuid.uuid4().hex
+    monkeypatch.setenv(TEST_ID_VARIABLE, test_id)
+    before = Before(test_id)
+    yield
+    deadline = time.monotonic() + _GRACE_S
+    while (left := before.leftovers()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if left:
+        lines = left.lines()
+        left.end()
+        pytest.fail(f"left behind {_GRACE_S:g} s after the test (now ended):\n  " + "\n  ".join(lines), pytrace=False)
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _marked(test_id: str) -> set[psutil.Process]:
+    """Processes that were started with the test's id in their environment, whoever their parent is now."""
+    marked = set()
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(TEST_ID_VARIABLE) == test_id:
+                marked.add(process)
+        except (psutil.Error, OSError):  # gone, or another user's
+            continue
+    return marked - {psutil.Process()}
+
+
+def _counts(process: psutil.Process) -> bool:
+    """Whether a live process is the test's doing: a zombie is over, and multiprocessing's helpers live with pytest."""
+    try:
+        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        helper = any(word in _command_line(process) for word in ("multiprocessing.resource_tracker", ".forkserver "))
+        return not (helper and process.ppid() == os.getpid())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:300] or process.name()
+    except psutil.Error:
+        return "(gone)"
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGKILL)
+
+
+def _listeners() -> set[tuple[int, str]]:
+    """Sockets on which this process listens; other processes' end with them."""
+    listening = (c for c in psutil.Process().net_connections(kind="inet") if c.status == psutil.CONN_LISTEN)
+    return {(c.fd, f"{c.laddr.ip}:{c.laddr.port}") for c in listening}
+
+
+def _stop_listening(fd: int) -> None:
+    """Ends the listening without closing a descriptor that some object still believes to own."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
+    except OSError:  # closed meanwhile
+        pass
+
+
+def _shm_blocks() -> set[Path]:
+    return set(_SHM.iterdir()) if _SHM.is_dir() else set()
+
+
+def _mapped_by_others(blocks: set[Path], ours: set[psutil.Process]) -> set[Path]:
+    """Those of the blocks that a stranger has mapped: another run of the tests on this machine may make some too."""
+    mapped: set[Path] = set()
+    own = {os.getpid(), *(process.pid for process in ours)}
+    for process in psutil.process_iter():
+        if process.pid in own:
+            continue
+        try:
+            mapped |= blocks & {Path(region.path) for region in process.memory_maps()}
+        except (psutil.Error, OSError):
+            continue
+    return mapped
