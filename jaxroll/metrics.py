@@ -70,7 +70,8 @@ class Follower:
 
     def rows(self, *, closed: bool = False) -> list[Row]:
         """The rows that were completed since the last call; `closed` also takes a last line without a newline."""
-        lines = (self._pending + self._new_bytes()).split(b"\n")
+        data = self._new_bytes()  # may drop what is pending
+        lines = (self._pending + data).split(b"\n")
         self._pending = b"" if closed else lines.pop()
         rows = []
         for line in lines:

@@ -36,8 +36,6 @@ class Room:
 
 ROOMS: Mapping[str, Room] = {
     "config": Room(0, "none"),
-    "config_parse": Room(0, "none"),  # plain values into the dataclasses of config
-    "config_rules": Room(0, "none"),  # which configs must not run
     "lifeline": Room(0, "none"),  # a process dies with its parent
     "records": Room(0, "none"),
     "protocols": Room(0, "none"),

@@ -10,15 +10,11 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxroll.config_parse import nearest
+from jaxroll.config.parsing import nearest
+from jaxroll.config.schema import MODEL_SIZES, Config
 from jaxroll.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxroll.config import Config
-
-MODEL_SIZES = ("nano", "tiny", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
 
 GPU_CONTEXT_MB = 512
 GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and whoever else is there
@@ -208,7 +204,7 @@ def _check_ranges(config: Config) -> None:
     for a, b in (("task.heldout_start", "task.train_start"), ("task.heldout_start", "sft.start"),
                  ("sft.start", "task.train_start")):  # fmt: skip
         (a0, a1), (b0, b1) = spans[a], spans[b]
-        if a0 < b1 and b0 < a1:
+        if max(a0, b0) < min(a1, b1):
             raise ConfigError(a, a0, f"its items {a0}..{a1 - 1} overlap those of {b} ({b0}..{b1 - 1})",
                               "Move them apart, as in the defaults.")  # fmt: skip
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from jaxroll.errors import ConfigError
 
@@ -43,7 +43,7 @@ def build(kind: type[T], values: Any, prefix: str = "", root: type | None = None
     for name, value in values.items():
         if name not in names:
             raise _unknown(prefix, str(name), value, names, root or kind)
-        key, hint = _join(prefix, name), hints[name]
+        key, hint = _join(prefix, name), cast(type, hints[name])
         made[name] = build(hint, value, key, root or kind) if is_dataclass(hint) else coerce(hint, value, key)
     return kind(**made)
 
@@ -166,7 +166,7 @@ def leaves(kind: type, prefix: str = "") -> list[str]:
     hints = get_type_hints(kind)
     found = []
     for field in fields(kind):  # type: ignore[arg-type]
-        path, hint = _join(prefix, field.name), hints[field.name]
+        path, hint = _join(prefix, field.name), cast(type, hints[field.name])
         found += leaves(hint, path) if is_dataclass(hint) else [path]
     return found
 

@@ -1,0 +1,23 @@
+"""The demo: a 0.5M-parameter model learns to spell words backward, by asynchronous RL on the CPU.
+
+Command   make demo   (or: jaxroll demo --seed=0)
+Hardware  two CPU cores; learner and sampler have two forced devices each, on different mesh axes
+Setting   warm start on worked answers, then GRPO with decoupled correction at alpha = 1
+Result    see the report of the run; CHANGELOG.md records the measured runs
+"""
+
+from ml_collections import ConfigDict
+
+from jaxroll.config import defaults
+
+
+def get_config() -> ConfigDict:
+    """The demo's settings."""
+    config = defaults()
+    config.run.name = "demo"
+    config.placement.platform = "cpu"
+    config.schedule.alpha = 1.0
+    config.schedule.steps = 120
+    config.learner.mesh.fsdp = 2
+    config.sampler.mesh.tensor = 2
+    return config

@@ -1,0 +1,37 @@
+"""Qwen3-0.6B on arithmetic, learner on four devices by fsdp, sampler on four by tensor.
+
+Command   jaxroll train --config=configs/qwen3_0p6b.py
+Needs     models/Qwen3-0.6B with the weights and tokenizer.json; eight TPU chips or GPUs
+State     a starting point: it never ran on the hardware
+"""
+
+from ml_collections import ConfigDict
+
+from jaxroll.config import defaults
+
+
+def get_config() -> ConfigDict:
+    """No warm start: the model comes trained."""
+    config = defaults()
+    config.run.name = "qwen3_0p6b"
+    config.model.size = "qwen3_0p6b"
+    config.model.path = "models/Qwen3-0.6B"
+    config.model.dtype = "bfloat16"
+    config.tokenizer.kind = "hf"
+    config.tokenizer.path = "models/Qwen3-0.6B"
+    config.task.name = "chain_sum"
+    config.task.args = {"min_terms": 2, "max_terms": 4}
+    config.task.prompt = "full"
+    config.task.max_prompt_tokens = 256
+    config.sft.steps = 0
+    config.sampling.max_tokens = 512
+    config.sampler.mesh.tensor = 4
+    config.sampler.slots = 64
+    config.sampler.prefill_buckets = (128, 256)
+    config.sampler.decode_chunk = 8
+    config.learner.mesh.fsdp = 4
+    config.learner.row_tokens = 1024
+    config.learner.learning_rate = 1e-6
+    config.evaluator.every = 0  # it would need devices of its own
+    config.transfer.dtype = "bfloat16"
+    return config

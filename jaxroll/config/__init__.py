@@ -1,0 +1,56 @@
+"""The configuration: what can be set (`schema`), how text becomes typed values (`parsing`), what must not run together
+(`rules`), and how files are read (`files`). Everybody imports from here.
+"""
+
+from jaxroll.config.files import canonical_json, defaults, digest, load, override, parse, read, to_dict
+from jaxroll.config.role_args import RoleArgs
+from jaxroll.config.rules import check
+from jaxroll.config.schema import (
+    MODEL_SIZES,
+    Config,
+    EvaluatorConfig,
+    LearnerConfig,
+    MeshConfig,
+    ModelConfig,
+    PlacementConfig,
+    RunConfig,
+    SamplerConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    SftConfig,
+    StoreConfig,
+    SupervisorConfig,
+    TaskConfig,
+    TokenizerConfig,
+    TransferConfig,
+)
+
+__all__ = [
+    "MODEL_SIZES",
+    "Config",
+    "EvaluatorConfig",
+    "LearnerConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "PlacementConfig",
+    "RoleArgs",
+    "RunConfig",
+    "SamplerConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "SftConfig",
+    "StoreConfig",
+    "SupervisorConfig",
+    "TaskConfig",
+    "TokenizerConfig",
+    "TransferConfig",
+    "canonical_json",
+    "check",
+    "defaults",
+    "digest",
+    "load",
+    "override",
+    "parse",
+    "read",
+    "to_dict",
+]

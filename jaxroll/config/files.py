@@ -1,0 +1,87 @@
+"""Config files to checked Configs, and Configs to text: reading, overriding, writing, digesting."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+
+from jaxroll.config.parsing import assign, build, plain
+from jaxroll.config.rules import check
+from jaxroll.config.schema import Config
+from jaxroll.errors import ConfigError
+
+
+def defaults() -> ml_collections.ConfigDict:
+    """Every key with its default, as what a `get_config()` starts from.
+
+    ml_collections' own type checks are off, because `parse` makes the same checks with better messages.
+    """
+    return ml_collections.ConfigDict(to_dict(Config()), type_safe=False)
+
+
+def read(path: str | Path) -> ml_collections.ConfigDict:
+    """What `get_config()` of the config file `path` returns, unchecked."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            "--config", str(path), "no such file", "Give a Python file with get_config(), as in configs/."
+        )
+    spec = importlib.util.spec_from_file_location(f"jaxroll_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError("--config", str(path), "not a Python file", "Config files end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config()
+    except (AttributeError, ImportError, KeyError, NameError, SyntaxError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise ConfigError("--config", str(path), reason, "Its get_config() must run.") from error
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise ConfigError("--config", str(path), "get_config() returned no ConfigDict", "Start from config.defaults().")
+    return config
+
+
+def parse(values: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:
+    """The checked Config that `values` describe; keys that are absent keep their defaults."""
+    if isinstance(values, ml_collections.ConfigDict):
+        values = values.to_dict()
+    config = build(Config, values)
+    check(config)
+    return config
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The checked Config of file `path` with `--config.key=value` overrides (the leading `--config.` may be absent)."""
+    return parse(override(read(path).to_dict(), overrides))
+
+
+def override(values: dict, overrides: Sequence[str]) -> dict:
+    """`values` (changed in place) with the overrides put in, each typed by its key."""
+    for text in overrides:
+        path, equals, value = text.removeprefix("--").removeprefix("config.").partition("=")
+        if not equals:
+            raise ConfigError(path, "", "an override without a value", f"Write --config.{path}=VALUE.")
+        assign(Config, values, path, value)
+    return values
+
+
+def to_dict(config: Config) -> dict:
+    """Plain nested dicts, lists and scalars: what JSON holds."""
+    return plain(dataclasses.asdict(config), "")
+
+
+def canonical_json(config: Config) -> str:
+    """The one JSON text of a config: keys sorted, no blanks."""
+    return json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest(config: Config) -> str:
+    """32 hex digits that identify the config between processes."""
+    return hashlib.blake2b(canonical_json(config).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,32 @@
+"""What the command line hands to a role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxroll.config.files import digest
+from jaxroll.config.schema import Config
+
+
+@dataclass(frozen=True)
+class RoleArgs:
+    """What a role's `main` is given. Without `store_address` the address stands in `run_dir/store.addr`.
+
+    For the store itself `store_address` is where it listens (default: any free port of the loopback). `host` is the
+    name under which other machines reach this process. `rest` holds the words of the command line that are not options
+    of the command itself (the prompt of `generate`, for one).
+    """
+
+    config: Config
+    run_dir: Path
+    store_address: str | None = None
+    index: int = 0
+    resume: bool = False
+    host: str = "127.0.0.1"
+    rest: tuple[str, ...] = ()
+
+    @property
+    def config_digest(self) -> str:
+        """The digest every role shows to the store."""
+        return digest(self.config)

@@ -1,0 +1,130 @@
+"""Configs that must not run: each is refused before a device is touched, with key, value and a remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxroll import config
+from jaxroll.config.rules import Inventory, check_inventory
+from jaxroll.errors import ConfigError
+
+# overrides, the key that is blamed, the value as shown, words of reason or remedy
+BAD = [
+    pytest.param(["learner.lr=1e-3"], "learner.lr", "1e-3", "learner.learning_rate", id="unknown key, initials"),
+    pytest.param(["learner.learning_rat=1"], "learner.learning_rat", "1", "learner.learning_rate", id="unknown key"),
+    pytest.param(["learner.alpha=1"], "learner.alpha", "1", "schedule.alpha", id="key of another section"),
+    pytest.param(["batch=1"], "batch", "1", "sft.batch", id="key without its section"),
+    pytest.param(["lerner.substeps=1"], "lerner", "1", "learner", id="unknown section"),
+    pytest.param(["learner=1"], "learner", "1", "a section", id="a section set"),
+    pytest.param(["model.size.x=1"], "model.size.x", "1", "model.size", id="a value with keys"),
+    pytest.param(["schedule.alpha=much"], "schedule.alpha", "much", "a number", id="not a number"),
+    pytest.param(["schedule.steps=1.5"], "schedule.steps", "1.5", "a whole number", id="not whole"),
+    pytest.param(["learner.shuffle_rewards=maybe"], "learner.shuffle_rewards", "maybe", "true or false", id="no bool"),
+    pytest.param(["task.args=5"], "task.args", "5", "dict", id="not a dict"),
+    pytest.param(["schedule.alpha=inf"], "schedule.alpha", "inf", "finite", id="infinite"),
+    pytest.param(["sampler.prefill_buckets=8,x"], "sampler.prefill_buckets", "x", "whole number", id="bad tuple"),
+    pytest.param(["model.size=tinny"], "model.size", "tinny", "'tiny'", id="unknown model"),
+    pytest.param(["task.source=reasoning-gym"], "task.source", "reasoning-gym", "reasoning_gym", id="unknown source"),
+    pytest.param(["learner.algorithm=grop"], "learner.algorithm", "grop", "'grpo'", id="unknown algorithm"),
+    pytest.param(["tokenizer.kind=hf"], "tokenizer.path", "", "tokenizer.json", id="hf without a path"),
+    pytest.param(["task.source=jsonl"], "task.path", "", "task.path", id="jsonl without a file"),
+    pytest.param(["run.name=a/b"], "run.name", "a/b", "letters", id="bad name"),
+    pytest.param(["learner.correction=none"], "learner.correction", "none", "schedule.alpha", id="uncorrected"),
+    pytest.param(["schedule.buffer_groups=47"], "schedule.buffer_groups", "47", "48", id="buffer too small"),
+    pytest.param(
+        ["schedule.buffer_groups=50", "schedule.redundant_groups=3"], "schedule.buffer_groups", "50", "51",
+        id="buffer without redundancy",
+    ),
+    pytest.param(["schedule.publish_every=3"], "schedule.publish_every", "3", "deadlock", id="published too rarely"),
+    pytest.param(["schedule.group_size=1"], "schedule.group_size", "1", "2 or more", id="group of one"),
+    pytest.param(["schedule.steps=0"], "schedule.steps", "0", "at least 1", id="no steps"),
+    pytest.param(["schedule.alpha=-1"], "schedule.alpha", "-1.0", "at least 0", id="negative alpha"),
+    pytest.param(["sampler.slots=-4"], "sampler.slots", "-4", "at least 1", id="negative count"),
+    pytest.param(["learner.mesh.fsdp=0"], "learner.mesh.fsdp", "0", "at least 1", id="empty mesh"),
+    pytest.param(["sampling.temperature=0"], "sampling.temperature", "0.0", "positive", id="greedy training"),
+    pytest.param(["sampling.top_k=40"], "sampling.top_k", "40", "generate", id="top-k in training"),
+    pytest.param(["sampling.top_p=0.9"], "sampling.top_p", "0.9", "generate", id="top-p in training"),
+    pytest.param(["learner.mesh.fsdp=3"], "learner.micro_rows", "8", "9", id="rows do not divide"),
+    pytest.param(["sampler.mesh.data=3"], "sampler.slots", "32", "33", id="slots do not divide"),
+    pytest.param(["evaluator.mesh.data=3"], "evaluator.slots", "64", "66", id="evaluator's slots do not divide"),
+    pytest.param(["learner.row_tokens=20"], "learner.row_tokens", "20", "28", id="sequence budget"),
+    pytest.param(["sampler.prefill_buckets=8"], "sampler.prefill_buckets", "(8,)", "16", id="bucket too small"),
+    pytest.param(["sampler.prefill_buckets=32,16"], "sampler.prefill_buckets", "(32, 16)", "increasing", id="order"),
+    pytest.param(["sampler.prefill_buckets=()"], "sampler.prefill_buckets", "()", "(16, 32)", id="no bucket"),
+    pytest.param(["learner.learning_rate=0"], "learner.learning_rate", "0.0", "positive", id="no learning"),
+    pytest.param(["learner.clip_low=1.0"], "learner.clip_low", "1.0", "below 1", id="clip to nothing"),
+    pytest.param(["learner.substeps=5"], "learner.substeps", "5", "24", id="substeps do not divide"),
+    pytest.param(["learner.decay_steps=3"], "learner.decay_steps", "3", "above 5", id="decay before warm-up"),
+    pytest.param(["task.heldout_start=100"], "task.heldout_start", "100", "train_start", id="held-out in training"),
+    pytest.param(["sft.start=10000100"], "task.heldout_start", "10000000", "sft.start", id="held-out in warm start"),
+    pytest.param(["sft.start=50"], "sft.start", "50", "train_start", id="warm start in training"),
+    pytest.param(["task.heldout_items=0"], "task.heldout_items", "0", "evaluator.every", id="nothing held out"),
+    pytest.param(["store.stall_abort_s=5"], "store.stall_abort_s", "5.0", "Raise", id="abort before the stall"),
+    pytest.param(["supervisor.backoff_max_s=0.1"], "supervisor.backoff_max_s", "0.1", "backoff_s", id="back-off"),
+    pytest.param(
+        ["placement.sampler_memory_fraction=1.5"], "placement.sampler_memory_fraction", "1.5", "below 1", id="fraction"
+    ),
+]  # fmt: skip
+
+BAD_HERE = [
+    pytest.param([], Inventory("tpu", chips=1), "placement.platform", "cannot hold two roles", id="one chip"),
+    pytest.param([], Inventory("tpu", chips=2), "placement.platform", "3 needed", id="two chips, three roles"),
+    pytest.param(
+        ["learner.mesh.data=3", "learner.micro_rows=9"], Inventory("tpu", chips=8), "learner.mesh", "1, 2, 4 or 8",
+        id="no rectangle",
+    ),
+    pytest.param(["sampler.count=3"], Inventory("gpu", 1, 80_000), "placement.learner_memory_fraction", "1.40",
+                 id="memory fractions of one GPU"),
+    pytest.param([], Inventory("gpu", 1, 8_000), "placement.learner_memory_fraction", "3 contexts", id="small GPU"),
+    pytest.param(["learner.mesh.fsdp=2"], Inventory("gpu", 1, 80_000), "placement.platform", "4 needed",
+                 id="one GPU, a mesh of two"),
+    pytest.param([], Inventory("gpu", 2, 80_000), "placement.platform", "2 GPUs here", id="two GPUs, three roles"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "key", "value", "words"), BAD)
+def test_bad_config_is_refused(overrides: list[str], key: str, value: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.parse(config.override(config.defaults().to_dict(), overrides))
+    error = caught.value
+    assert error.key.partition("[")[0] == key
+    assert str(error.value) == value
+    assert words in str(error) and value in str(error)
+    assert error.remedy.endswith((".", "?"))
+
+
+@pytest.mark.parametrize(("overrides", "inventory", "key", "words"), BAD_HERE)
+def test_config_that_does_not_fit_the_machine_is_refused(
+    overrides: list[str], inventory: Inventory, key: str, words: str
+) -> None:
+    parsed = config.parse(config.override(config.defaults().to_dict(), overrides))
+    with pytest.raises(ConfigError) as caught:
+        check_inventory(parsed, inventory)
+    assert caught.value.key == key and words in str(caught.value) and caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "inventory",
+    [Inventory("cpu"), Inventory("tpu", chips=4), Inventory("gpu", 1, 16_000), Inventory("gpu", 3, 16_000)],
+    ids=str,
+)
+def test_the_defaults_fit(inventory: Inventory) -> None:
+    check_inventory(config.Config(), inventory)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["schedule.alpha=0", "learner.correction=none"],
+        ["schedule.buffer_groups=48"],
+        ["schedule.publish_every=2"],
+        ["schedule.alpha=0.5", "schedule.buffer_groups=36"],
+        ["learner.mesh.data=2", "learner.mesh.fsdp=4", "learner.mesh.tensor=3"],
+        ["task.heldout_items=0", "evaluator.every=0"],
+        ["learner.row_tokens=28"],
+        ["sft.steps=0", "sft.start=5"],
+    ],
+    ids=" ".join,
+)
+def test_what_just_fits_is_accepted(overrides: list[str]) -> None:
+    config.parse(config.override(config.defaults().to_dict(), overrides))

@@ -1,0 +1,163 @@
+"""Config files, overrides and the canonical text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxroll import config
+from jaxroll.config.parsing import leaves
+from jaxroll.config.rules import value_at
+from jaxroll.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_every_config_file_is_a_valid_experiment_with_a_docstring(path: Path) -> None:
+    loaded = config.load(path)
+    assert loaded.run.name == path.stem
+    first = path.read_text().split('"""')[1]
+    assert "Command" in first
+
+
+def test_defaults_are_the_dataclass_defaults() -> None:
+    assert config.parse(config.defaults()) == config.Config()
+    assert config.parse({}) == config.Config()
+
+
+def test_the_demo_has_unequal_meshes_and_its_control_differs_in_the_rewards_alone() -> None:
+    demo, control = config.load(CONFIGS / "demo.py"), config.load(CONFIGS / "demo_shuffled.py")
+    assert demo.learner.mesh != demo.sampler.mesh
+    assert demo.learner.mesh.devices == demo.sampler.mesh.devices == 2
+    assert demo.schedule.alpha == 1
+    renamed = dataclasses.replace(
+        demo, run=control.run, learner=dataclasses.replace(demo.learner, shuffle_rewards=True)
+    )
+    assert renamed == control
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("schedule.alpha=2", 2.0),
+        ("learner.learning_rate=1e-4", 1e-4),
+        ("schedule.steps=1_000", 1000),
+        ("learner.shuffle_rewards=true", True),
+        ("sampler.prefill_buckets=(16,32)", (16, 32)),
+        ("sampler.prefill_buckets=[16, 32]", (16, 32)),
+        ("sampler.prefill_buckets=64", (64,)),
+        ("model.path=a=b", "a=b"),
+        ("task.args.max_word_len=6", 6),
+        ("task.args.words=[1,2]", [1, 2]),
+        ("task.args.word=abc", "abc"),
+        ('task.args={"n": 1}', {"n": 1}),
+        ("learner.mesh.fsdp=2", 2),
+    ],
+)
+def test_override_is_typed_by_its_key(text: str, value: object) -> None:
+    key = text.partition("=")[0]
+    parsed = config.parse(config.override(config.defaults().to_dict(), [f"--config.{text}"]))
+    found = parsed.task.args[key.split(".")[2]] if key.startswith("task.args.") else value_at(parsed, key)
+    assert found == value and type(found) is type(value)
+
+
+def test_override_without_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="without a value"):
+        config.override({}, ["--config.run.seed"])
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(
+        "from jaxroll.config import defaults\n\n\ndef get_config():\n    c = defaults()\n    c.run.seed = 3\n"
+        "    c.task.args = {'min_word_len': 4}\n    return c\n"
+    )
+    assert config.load(file).run.seed == 3
+    assert config.load(file).task.args == {"min_word_len": 4}
+    assert config.load(file, ["run.seed=5"]).run.seed == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return None", "no ConfigDict"),
+        ("return undefined", "NameError"),
+        ("import not_there", "ModuleNotFoundError"),
+        ("c = defaults()\n    c.lerner.substeps = 2\n    return c", "lerner"),
+        ("c = defaults()\n    c.learner.lr = 2\n    return c", "learner.learning_rate"),
+        ("c = defaults()\n    c.learner.substeps = 'two'\n    return c", "a whole number"),
+        ("c = defaults()\n    c.learner.substeps = True\n    return c", "a whole number"),
+        ("c = defaults()\n    c.learner.mesh = 2\n    return c", "a section"),
+        ("c = defaults()\n    c.task.args.x = {1, 2}\n    return c", "JSON"),
+    ],
+)
+def test_broken_file_is_a_config_error(tmp_path: Path, body: str, words: str) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(f"from jaxroll.config import defaults\n\n\ndef get_config():\n    {body}\n")
+    with pytest.raises(ConfigError, match=words):
+        config.load(file)
+
+
+@pytest.mark.parametrize("text", ["", "def get_config(:\n", "x = 1\n"])
+def test_file_without_a_working_get_config_is_a_config_error(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "x.py"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="get_config"):
+        config.load(file)
+    with pytest.raises(ConfigError, match="no such file"):
+        config.load(tmp_path / "y.py")
+
+
+CHANGED = st.fixed_dictionaries(
+    {},
+    optional={
+        "run": st.fixed_dictionaries({"seed": st.integers(0, 2**31)}),
+        "schedule": st.fixed_dictionaries({"alpha": st.floats(0, 8), "steps": st.integers(1, 10**6)}),
+        "task": st.fixed_dictionaries({"args": st.dictionaries(st.text(max_size=5), st.integers() | st.text())}),
+        "sampler": st.fixed_dictionaries({"prefill_buckets": st.sets(st.integers(16, 999), min_size=1).map(sorted)}),
+        "evaluator": st.fixed_dictionaries({"every": st.integers(0, 99)}),
+    },
+)
+
+
+@given(CHANGED)
+def test_canonical_json_holds_the_whole_config(values: dict) -> None:
+    values.get("schedule", {})["steps"] = min(values.get("schedule", {}).get("steps", 1), 1000)
+    made = config.parse(values)
+    text = config.canonical_json(made)
+    again = config.parse(json.loads(text))
+    assert again == made and config.digest(again) == config.digest(made)
+
+
+def test_digest_tells_every_key_apart() -> None:
+    plain = config.to_dict(config.Config())
+    digests = {config.digest(config.Config())}
+    for path in leaves(config.Config):
+        section, values, *deeper = path.split("."), json.loads(json.dumps(plain))
+        here = values
+        for name in section[:-1]:
+            here = here[name]
+        here[section[-1]] = {int: 7777, float: 0.8125, bool: True, str: "other", list: [9], dict: {"q": 1}}[
+            type(here[section[-1]])
+        ]
+        assert not deeper
+        digests.add(config.digest(_unchecked(values)))
+    assert len(digests) == len(leaves(config.Config)) + 1
+
+
+def _unchecked(values: dict) -> config.Config:
+    """The Config as it stands, rules and choices aside."""
+    parts = {}
+    for field in dataclasses.fields(config.Config):
+        part = dict(values[field.name])
+        for name in ("mesh",):
+            if name in part:
+                part[name] = config.MeshConfig(**part[name])
+        parts[field.name] = type(getattr(config.Config(), field.name))(**part)
+    return config.Config(**parts)

@@ -1,0 +1,147 @@
+"""Rows of metrics: written whole, read while they grow, whatever a killed writer left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxroll import metrics
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=8,
+)
+ROWS = st.lists(st.dictionaries(st.text(max_size=4), VALUES, max_size=4), max_size=6)
+
+
+@given(ROWS)
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows: list[dict]) -> None:
+    path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
+    tracker = metrics.JsonlTracker(path)
+    tracker.log_all(rows)
+    tracker.close()
+    assert metrics.read(path) == rows
+
+
+@given(ROWS, st.lists(st.integers(1, 40), max_size=30))
+def test_follower_sees_every_row_once_whatever_the_pieces(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict], cuts: list[int]
+) -> None:
+    path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
+    data = "".join(metrics.dumps(row) + "\n" for row in rows).encode()
+    follower, seen = metrics.Follower(path), []
+    seen += follower.rows()  # no file yet
+    while data:
+        size = cuts.pop() if cuts else len(data)
+        with path.open("ab") as file:
+            file.write(data[:size])
+        data = data[size:]
+        seen += follower.rows()
+    assert seen == rows and follower.skipped == 0
+
+
+def test_numbers_json_has_no_word_for_become_null_and_numpy_becomes_plain() -> None:
+    row = {"loss": float("nan"), "best": np.float32("inf"), "n": np.int64(3), "hist": np.arange(2), "b": np.bool_(True)}
+    assert json.loads(metrics.dumps(row)) == {"loss": None, "best": None, "n": 3, "hist": [0, 1], "b": True}
+
+
+def test_next_writer_starts_on_a_fresh_line_after_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": 2, "b')
+    tracker = metrics.JsonlTracker(path)
+    tracker.log({"a": 3})
+    tracker.close()
+    follower = metrics.Follower(path)
+    assert follower.rows() == [{"a": 1}, {"a": 3}]
+    assert follower.skipped == 1
+
+
+def test_reader_skips_what_is_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'[1]\n\n\xff\xfe\n{"a": 1}\nnull\n{"a": 2}')
+    assert metrics.read(path) == [{"a": 1}, {"a": 2}]  # a closed file's last line may lack its newline
+    assert metrics.Follower(path).rows() == [{"a": 1}]  # a growing file's may not
+
+
+def test_follower_starts_again_when_the_file_shrinks_or_is_replaced(tmp_path: Path) -> None:
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"to')
+    follower = metrics.Follower(path)
+    assert len(follower.rows()) == 2
+    path.write_text('{"a": 3}\n')
+    assert follower.rows() == [{"a": 3}]
+    other.write_text('{"a": 4}\n{"a": 5}\n')
+    other.replace(path)
+    assert follower.rows() == [{"a": 4}, {"a": 5}]
+
+
+def test_follower_at_the_end_sees_only_what_comes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"a": 1}\n')
+    follower = metrics.Follower(path, at_end=True)
+    assert follower.rows() == []
+    with path.open("a") as file:
+        file.write('{"a": 2}\n')
+    assert follower.rows() == [{"a": 2}]
+
+
+@pytest.mark.process
+def test_writers_in_several_processes_never_split_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    code = (
+        "import sys; from jaxroll.metrics import JsonlTracker; t = JsonlTracker(sys.argv[1])\n"
+        "for i in range(200): t.log({'who': sys.argv[2], 'i': i, 'text': 'x' * (i * 37 % 5000)})"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(path), who]) for who in "abc"]
+    assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0]
+    follower = metrics.Follower(path)
+    rows = follower.rows()
+    assert follower.skipped == 0
+    for who in "abc":
+        assert [row["i"] for row in rows if row["who"] == who] == list(range(200))
+
+
+def test_fanout_gives_every_row_to_all(tmp_path: Path) -> None:
+    seen: list[dict] = []
+    path = tmp_path / "metrics.jsonl"
+    both = metrics.Fanout([metrics.CallTracker(seen.append), metrics.JsonlTracker(path)])
+    both.log({"a": 1})
+    both.close()
+    assert seen == metrics.read(path) == [{"a": 1}]
+
+
+def test_tensorboard_events_hold_the_scalars_of_known_kinds(tmp_path: Path) -> None:
+    tracker = metrics.TensorBoardTracker(tmp_path / "tb")
+    tracker.log({"role": "learner", "kind": "step", "step": 7, "t": 12.0, "loss": 0.5, "note": "x", "ok": True})
+    tracker.log({"role": "sampler:0", "kind": "stats", "t": 13.0, "tokens_per_s": 100})
+    tracker.log({"role": "sampler:0", "kind": "span", "t0": 1.0, "t1": 2.0, "tokens": 5})
+    tracker.close()
+    (file,) = (tmp_path / "tb").iterdir()
+    assert _scalars(file) == {("learner/step/loss", 7): 0.5, ("sampler_0/stats/tokens_per_s", 1): 100.0}
+
+
+def _scalars(file: Path) -> dict[tuple[str, int], float]:
+    """The scalars of an event file, read by tensorboardX's own record format and protocol buffers."""
+    import struct
+
+    from tensorboardX.proto.event_pb2 import Event
+
+    found, data = {}, file.read_bytes()
+    while data:
+        (size,) = struct.unpack_from("<Q", data)
+        event = Event.FromString(data[12 : 12 + size])
+        data = data[12 + size + 4 :]
+        found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+    return found
