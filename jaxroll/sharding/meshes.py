@@ -1,0 +1,35 @@
+"""Device meshes: the axes are always ("data", "fsdp", "tensor"), in that order, of Auto type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jaxroll.config import MeshConfig
+from jaxroll.errors import ConfigError
+
+AXES = ("data", "fsdp", "tensor")
+
+
+def build(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh of the first `cfg.devices` of `devices` (default: all that this process sees).
+
+    Auto axes: the compiler propagates shardings from the arguments, and a PartitionSpec is a hint, not a type.
+    Raises ConfigError for a size below one or for too few devices.
+    """
+    shape = (cfg.data, cfg.fsdp, cfg.tensor)
+    for axis, size in zip(AXES, shape, strict=True):
+        if size < 1:
+            raise ConfigError(f"mesh.{axis}", size, "an axis has at least one device", "Use 1 to leave it out.")
+    available = list(jax.devices() if devices is None else devices)
+    if len(available) < cfg.devices:
+        raise ConfigError(
+            "mesh",
+            dict(zip(AXES, shape, strict=True)),
+            f"needs {cfg.devices} devices, {len(available)} are here",
+            "Make the axes smaller, or on a CPU force more devices with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={cfg.devices}.",
+        )
+    return jax.make_mesh(shape, AXES, devices=available[: cfg.devices], axis_types=(AxisType.Auto,) * len(AXES))

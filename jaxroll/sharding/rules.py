@@ -1,0 +1,106 @@
+"""Logical axes to mesh axes. A parameter or activation names what its axes mean; a rules table says where they lie.
+
+Learner and sampler run the same model and differ only in this table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxroll.errors import ConfigError
+
+Rules = Mapping[str, tuple[str, ...] | None]
+Logical = tuple[str | None, ...]
+
+# Axes of arrays whose names mean the same on both sides: heads, hidden units and words are split by tensor
+# parallelism; norms, head dimensions, layers and token positions are never split.
+_SHARED: dict[str, tuple[str, ...] | None] = {
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "head_dim": None,
+    "layers": None,
+    "tokens": None,
+    "norm": None,
+    "width": None,  # the residual stream of an activation; of a parameter the same axis is called "embed"
+    "rows": ("data", "fsdp"),
+    "slots": ("data", "fsdp"),
+}
+
+LEARNER: Rules = MappingProxyType(_SHARED | {"embed": ("fsdp",)})
+"""Parameters split over fsdp and tensor, rows of a batch over data and fsdp."""
+
+SAMPLER: Rules = MappingProxyType(_SHARED | {"embed": None})
+"""Parameters split over tensor only (no gather in a decode step), slots over data and fsdp."""
+
+
+def spec(logical: Logical, rules: Rules) -> PartitionSpec:
+    """The PartitionSpec of an array with these logical axes; ConfigError for an unknown axis or a collision.
+
+    A collision is one mesh axis claimed by two axes of the same array.
+    """
+    parts = tuple(_mesh_axes(name, rules) for name in logical)
+    claimed = [axis for part in parts for axis in part]
+    for axis in claimed:
+        if claimed.count(axis) > 1:
+            raise ConfigError("sharding.rules", logical, f"mesh axis {axis!r} is claimed twice", "Unmap one of them.")
+    return PartitionSpec(*(part or None for part in parts))
+
+
+def sharding(mesh: Mesh, logical: Logical, rules: Rules, shape: tuple[int, ...]) -> NamedSharding:
+    """The NamedSharding of an array of this shape; an axis that its mesh axes do not divide is left unsharded."""
+    if len(logical) != len(shape):
+        raise ConfigError("sharding.logical", logical, f"names {len(logical)} axes, the array has shape {shape}")
+    parts = spec(logical, rules)
+    sized = zip(tuple(parts), shape, strict=True)
+    return NamedSharding(
+        mesh, PartitionSpec(*(part if size % _extent(mesh, part) == 0 else None for part, size in sized))
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding that gives every device a whole copy."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_spec(rules: Rules) -> PartitionSpec:
+    """The PartitionSpec of [rows, tokens] batches."""
+    return spec(("rows", "tokens"), rules)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh with its rules: where the arrays of one program lie."""
+
+    mesh: Mesh
+    rules: Rules
+
+    def sharding(self, logical: Logical, shape: tuple[int, ...]) -> NamedSharding:
+        """The NamedSharding of an array with these logical axes."""
+        return sharding(self.mesh, logical, self.rules, shape)
+
+    def constrain(self, array: jax.Array, logical: Logical) -> jax.Array:
+        """`array`, with its sharding inside a jitted program pinned to the rules."""
+        return jax.lax.with_sharding_constraint(array, self.sharding(logical, array.shape))
+
+
+def _mesh_axes(name: str | None, rules: Rules) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    if name not in rules:
+        raise ConfigError(
+            "sharding.rules", name, "no rule for this logical axis", f"Known: {', '.join(sorted(rules))}."
+        )
+    return rules[name] or ()
+
+
+def _extent(mesh: Mesh, part: str | tuple[str, ...] | None) -> int:
+    axes = (part,) if isinstance(part, str) else part or ()
+    return math.prod(mesh.shape[axis] for axis in axes)

@@ -1,0 +1,66 @@
+"""Rules turn logical axes into shardings: collisions and unknown names are errors, uneven axes stay whole."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from jaxroll.config import MeshConfig
+from jaxroll.errors import ConfigError
+from jaxroll.sharding import meshes, rules
+
+MESH = meshes.build(MeshConfig(data=2, fsdp=2, tensor=2))
+
+
+@pytest.mark.parametrize(
+    ("logical", "learner", "sampler"),
+    [
+        (("vocab", "embed"), P("tensor", "fsdp"), P("tensor", None)),
+        (("embed", "heads", "head_dim"), P("fsdp", "tensor", None), P(None, "tensor", None)),
+        (("mlp", "embed"), P("tensor", "fsdp"), P("tensor", None)),
+        (("norm",), P(None), P(None)),
+        (("layers", "slots", "tokens", "kv_heads", "head_dim"),)
+        + (P(None, ("data", "fsdp"), None, "tensor", None),) * 2,
+    ],
+)
+def test_the_tables_say_where_arrays_lie(logical, learner, sampler):
+    assert rules.spec(logical, rules.LEARNER) == learner
+    assert rules.spec(logical, rules.SAMPLER) == sampler
+
+
+def test_batches_are_split_over_data_and_fsdp():
+    for table in (rules.LEARNER, rules.SAMPLER):
+        assert rules.batch_spec(table) == P(("data", "fsdp"), None)
+
+
+def test_one_mesh_axis_cannot_split_two_axes_of_an_array():
+    with pytest.raises(ConfigError, match=r"'tensor' is claimed twice"):
+        rules.spec(("heads", "mlp"), rules.LEARNER)
+    with pytest.raises(ConfigError, match=r"'fsdp' is claimed twice"):
+        rules.spec(("rows", "embed"), rules.LEARNER)
+
+
+def test_an_unknown_logical_axis_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"hedas.*heads"):
+        rules.spec(("hedas",), rules.LEARNER)
+
+
+def test_a_sharding_has_an_axis_name_for_every_axis():
+    with pytest.raises(ConfigError, match="names 1 axes"):
+        rules.sharding(MESH, ("mlp",), rules.LEARNER, (4, 4))
+
+
+@given(size=st.integers(1, 12), rows=st.integers(1, 12))
+def test_an_axis_is_split_exactly_when_its_devices_divide_it(size, rows):
+    placed = rules.sharding(MESH, ("rows", "mlp"), rules.LEARNER, (rows, size))
+    shard = placed.shard_shape((rows, size))
+    assert shard == (rows // 4 if rows % 4 == 0 else rows, size // 2 if size % 2 == 0 else size)
+
+
+def test_a_layout_pins_an_activation():
+    layout = rules.Layout(MESH, rules.LEARNER)
+    x = jax.jit(lambda: layout.constrain(jnp.ones((8, 4, 6)), ("rows", "tokens", "mlp")))()
+    assert x.sharding.is_equivalent_to(layout.sharding(("rows", "tokens", "mlp"), x.shape), 3)
+    assert x.addressable_shards[0].data.shape == (2, 4, 3)
