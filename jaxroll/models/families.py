@@ -1,0 +1,136 @@
+"""Model sizes as data: what distinguishes one decoder of the Qwen3 architecture from another. No JAX here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxroll.config import MeshConfig
+from jaxroll.errors import ConfigError
+
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One decoder. Query head n reads key-value head n // (heads / kv_heads); `hidden` is the SwiGLU's inner width."""
+
+    name: str
+    vocab_size: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    rope_theta: float = 1e6
+    norm_eps: float = 1e-6
+    tied_embeddings: bool = True
+    qk_norm: bool = True
+    compute_dtype: str = "float32"
+    remat: bool = False  # recompute a layer's activations in the backward pass instead of keeping them
+
+    def __post_init__(self) -> None:
+        for key in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "hidden"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"model.{key}", getattr(self, key), "must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ConfigError("model.kv_heads", self.kv_heads, f"does not divide the {self.heads} query heads")
+        if self.head_dim % 2:
+            raise ConfigError("model.head_dim", self.head_dim, "rotary embedding rotates pairs", "Use an even number.")
+        if self.compute_dtype not in _DTYPES:
+            raise ConfigError("model.dtype", self.compute_dtype, "unknown dtype", f"Known: {', '.join(_DTYPES)}.")
+
+
+_FAMILIES = {
+    "nano": ModelSpec("nano", 64, 2, 32, 4, 2, 8, 96, rope_theta=1e4),
+    "tiny": ModelSpec("tiny", 96, 3, 128, 4, 2, 32, 320, rope_theta=1e4),
+    "qwen3_0p6b": ModelSpec("qwen3_0p6b", 151_936, 28, 1024, 16, 8, 128, 3072, remat=True),
+    "qwen3_1p7b": ModelSpec("qwen3_1p7b", 151_936, 28, 2048, 16, 8, 128, 6144, remat=True),
+    "qwen3_8b": ModelSpec("qwen3_8b", 151_936, 36, 4096, 32, 8, 128, 12_288, tied_embeddings=False, remat=True),
+}
+
+
+def names() -> tuple[str, ...]:
+    """The sizes that `spec` knows."""
+    return tuple(_FAMILIES)
+
+
+def spec(size: str, *, vocab_size: int | None = None, compute_dtype: str = "float32") -> ModelSpec:
+    """The named size, with the vocabulary of the tokenizer at hand; ConfigError for an unknown name."""
+    if size not in _FAMILIES:
+        raise ConfigError("model.size", size, "unknown size", f"Known: {', '.join(_FAMILIES)}.")
+    family = _FAMILIES[size]
+    return dataclasses.replace(family, vocab_size=vocab_size or family.vocab_size, compute_dtype=compute_dtype)
+
+
+def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32") -> ModelSpec:
+    """The spec of a Qwen3 checkpoint from its parsed config.json; ConfigError for what this decoder does not cover."""
+    for key, covered in _COVERED.items():
+        if config.get(key, covered[0]) not in covered:
+            raise ConfigError(f"config.json {key}", config[key], "not covered by this decoder", f"Covered: {covered}.")
+    missing = [key for key in _FROM_HUGGINGFACE.values() if key not in config]
+    if missing:
+        raise ConfigError("config.json", sorted(config), f"lacks {', '.join(missing)}", "Is this a Qwen3 checkpoint?")
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ConfigError(
+            "config.json rope_type", rope["rope_type"], "not covered by this decoder", "Covered: default."
+        )
+    return ModelSpec(
+        name=str(config.get("_name_or_path") or config.get("model_type", "qwen3")),
+        rope_theta=float(config.get("rope_theta", rope.get("rope_theta", 1e4))),
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        compute_dtype=compute_dtype,
+        remat=True,
+        **{ours: int(config[theirs]) for ours, theirs in _FROM_HUGGINGFACE.items()},
+    )
+
+
+_FROM_HUGGINGFACE = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "hidden": "intermediate_size",
+}
+
+# What a config.json may say under these keys (the first is the default where it says nothing).
+_COVERED: dict[str, tuple[Any, ...]] = {
+    "model_type": ("qwen3",),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "use_sliding_window": (False,),
+    "rope_scaling": (None,),
+}
+
+
+def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:
+    """Nothing, or ConfigError when tensor parallelism cannot split the model evenly.
+
+    The rules would leave such an axis whole on every device: correct, but not what a mesh is asked for. Key-value
+    heads and vocabulary may stay whole (fewer key-value heads than devices is common), query heads and hidden not.
+    """
+    for axis, size, what, count in (
+        ("tensor", mesh.tensor, "query heads", spec.heads),
+        ("tensor", mesh.tensor, "hidden units", spec.hidden),
+        ("fsdp", mesh.fsdp, "of width", spec.width),
+    ):
+        if count % size:
+            fits = [n for n in range(1, size) if count % n == 0]
+            raise ConfigError(
+                f"{key}.{axis}", size, f"does not divide the {count} {what} of {spec.name}", f"Use one of {fits}."
+            )
+
+
+def parameter_count(spec: ModelSpec) -> int:
+    """Number of parameters, by arithmetic (a check on the module, and an answer without JAX)."""
+    attention = spec.width * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads) + 2 * spec.head_dim * spec.qk_norm
+    layer = attention + 3 * spec.width * spec.hidden + 2 * spec.width
+    embeddings = spec.vocab_size * spec.width * (1 if spec.tied_embeddings else 2)
+    return spec.layers * layer + embeddings + spec.width

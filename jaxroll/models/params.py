@@ -1,0 +1,88 @@
+"""Parameters as a flat dict of dotted names ("layers.00.attn.q"), derived from the module's abstract state.
+
+Everything here follows from `layers.Decoder`: shapes, dtypes and logical axes are declared there once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PRNGKeyArray
+
+from jaxroll.models.families import ModelSpec
+from jaxroll.models.layers import Decoder
+from jaxroll.sharding.rules import Rules, sharding
+
+Params = dict[str, jax.Array]
+
+
+def abstract(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name to shape and dtype (float32), sorted by name; nothing is allocated."""
+    _, variables = _blueprint(spec)
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in variables.items()}
+
+
+def logical_axes(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Name to the logical axes that the module declares."""
+    _, variables = _blueprint(spec)
+    return {name: variable.get_metadata("logical") for name, variable in variables.items()}
+
+
+def shardings(spec: ModelSpec, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
+    """Name to where the parameter lies on this mesh under these rules."""
+    axes = logical_axes(spec)
+    return {name: sharding(mesh, axes[name], rules, leaf.shape) for name, leaf in abstract(spec).items()}
+
+
+def init(spec: ModelSpec, key: PRNGKeyArray, mesh: Mesh, rules: Rules) -> Params:
+    """Fresh parameters, sharded at birth: no device holds more than its part, and the mesh does not change them."""
+    create = jax.jit(functools.partial(_created, spec), out_shardings=shardings(spec, mesh, rules))
+    return create(key)
+
+
+def module(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Decoder:
+    """The decoder holding `params`; ValueError names what is missing, unknown or of another shape."""
+    graph, variables = _blueprint(spec)
+    _check(variables, params)
+    filled = {name: variable.replace(params[name]) for name, variable in variables.items()}
+    state = nnx.from_flat_state([(_path(name), variable) for name, variable in filled.items()])
+    return nnx.merge(graph, state)
+
+
+def _created(spec: ModelSpec, key: PRNGKeyArray) -> Params:
+    variables = _named(nnx.state(Decoder(spec, nnx.Rngs(params=key)), nnx.Param))
+    return {name: variable[...] for name, variable in variables.items()}
+
+
+@functools.lru_cache(maxsize=32)
+def _blueprint(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(spec, nnx.Rngs(params=0))), nnx.Param)
+    return graph, _named(state)
+
+
+def _named(state: nnx.State) -> dict[str, nnx.Variable]:
+    return dict(sorted((_name(path), variable) for path, variable in nnx.to_flat_state(state)))
+
+
+def _name(path: tuple[str | int, ...]) -> str:
+    """ "layers.00.attn.q" of ("layers", 0, "attn", "q"); a norm is named for itself, not for its scale."""
+    parts = path[:-1] if path[-1] == "scale" else path
+    return ".".join(f"{part:02d}" if isinstance(part, int) else part for part in parts)
+
+
+def _path(name: str) -> tuple[str | int, ...]:
+    parts = tuple(int(part) if part.isdigit() else part for part in name.split("."))
+    return (*parts, "scale") if str(parts[-1]).endswith("norm") else parts
+
+
+def _check(variables: Mapping[str, nnx.Variable], params: Mapping[str, jax.Array]) -> None:
+    missing, unknown = sorted(variables.keys() - params.keys()), sorted(params.keys() - variables.keys())
+    if missing or unknown:
+        raise ValueError(f"parameters do not fit the model: missing {missing}, unknown {unknown}")
+    for name, variable in variables.items():
+        if params[name].shape != variable.shape:
+            raise ValueError(f"parameter {name} has shape {params[name].shape}, the model declares {variable.shape}")

@@ -1,0 +1,95 @@
+"""Parameters by name: derived from the module, sharded at birth, the same on every mesh."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxroll.config import MeshConfig
+from jaxroll.errors import DataError
+from jaxroll.models import families, huggingface, params
+from jaxroll.sharding import meshes, rules
+
+NANO = families.spec("nano")
+UNTIED = dataclasses.replace(NANO, tied_embeddings=False)
+ONE = meshes.build(MeshConfig())
+EIGHT = meshes.build(MeshConfig(data=2, fsdp=2, tensor=2))
+
+
+def test_names_are_dotted_and_sorted():
+    names = list(params.abstract(UNTIED))
+    assert names == sorted(names)
+    assert {"embed", "head", "final_norm", "layers.00.attn.q", "layers.01.mlp.down", "layers.01.attn.k_norm"} <= set(
+        names
+    )
+    assert "head" not in params.abstract(NANO)
+
+
+def test_every_parameter_declares_its_axes():
+    shapes, axes = params.abstract(UNTIED), params.logical_axes(UNTIED)
+    assert shapes.keys() == axes.keys()
+    assert all(len(axes[name]) == len(shapes[name].shape) for name in shapes)
+    assert axes["layers.00.attn.o"] == ("heads", "head_dim", "embed")
+
+
+@pytest.mark.parametrize("size", families.names())
+def test_at_least_nine_tenths_of_the_bytes_are_sharded(size):
+    spec = families.spec(size)
+    leaves, placed = params.abstract(spec), params.shardings(spec, EIGHT, rules.LEARNER)
+    split = sum(leaf.size for name, leaf in leaves.items() if not placed[name].is_fully_replicated)
+    assert split >= 0.9 * sum(leaf.size for leaf in leaves.values())
+    per_device = sum(math.prod(placed[name].shard_shape(leaf.shape)) for name, leaf in leaves.items())
+    assert per_device <= 0.3 * sum(leaf.size for leaf in leaves.values())  # a quarter, and the norms
+
+
+def test_init_is_sharded_at_birth_and_equal_on_every_mesh():
+    here = params.init(NANO, jax.random.key(3), ONE, rules.LEARNER)
+    for table in (rules.LEARNER, rules.SAMPLER):
+        there = params.init(NANO, jax.random.key(3), EIGHT, table)
+        for name, sharding in params.shardings(NANO, EIGHT, table).items():
+            assert there[name].sharding.is_equivalent_to(sharding, there[name].ndim)
+            np.testing.assert_array_equal(here[name], there[name])
+
+
+def test_init_differs_between_keys_and_between_layers():
+    first, second = (params.init(NANO, jax.random.key(seed), ONE, rules.LEARNER) for seed in (0, 1))
+    assert not np.array_equal(first["layers.00.attn.q"], second["layers.00.attn.q"])
+    assert not np.array_equal(first["layers.00.attn.q"], first["layers.01.attn.q"])
+    np.testing.assert_allclose(np.std(first["layers.00.mlp.gate"]), 1 / math.sqrt(NANO.width), rtol=0.1)
+
+
+def test_parameters_that_do_not_fit_the_model_are_named():
+    values = params.init(NANO, jax.random.key(0), ONE, rules.LEARNER)
+    with pytest.raises(ValueError, match=r"missing \['head'\]"):
+        params.module(UNTIED, values)
+    with pytest.raises(ValueError, match=r"unknown \['heda'\]"):
+        params.module(NANO, values | {"heda": values["embed"]})
+    with pytest.raises(ValueError, match=r"final_norm has shape \(31,\)"):
+        params.module(NANO, values | {"final_norm": jnp.ones(31)})
+
+
+def test_hugging_face_tensors_come_back_unchanged():
+    values = {
+        name: np.asarray(leaf) for name, leaf in params.init(UNTIED, jax.random.key(1), ONE, rules.LEARNER).items()
+    }
+    theirs = huggingface.exported(UNTIED, values)
+    assert theirs["model.layers.1.self_attn.q_proj.weight"].shape == (4 * 8, 32)
+    assert theirs["model.layers.0.self_attn.o_proj.weight"].shape == (32, 4 * 8)
+    assert theirs["model.layers.0.mlp.down_proj.weight"].shape == (32, 96)
+    assert theirs["lm_head.weight"].shape == (64, 32)
+    back = huggingface.imported(UNTIED, theirs.__getitem__)
+    assert back.keys() == values.keys()
+    for name in values:
+        np.testing.assert_array_equal(back[name], values[name])
+
+
+def test_a_checkpoint_of_another_model_says_what_is_wrong():
+    values = params.init(NANO, jax.random.key(1), ONE, rules.LEARNER)
+    theirs = huggingface.exported(NANO, values)
+    with pytest.raises(DataError, match=r"no tensor 'lm_head\.weight'"):
+        huggingface.imported(UNTIED, theirs.__getitem__)
+    with pytest.raises(DataError, match=r"embed_tokens\.weight' has shape \(64, 32\).*needs \(72, 32\)"):
+        huggingface.imported(dataclasses.replace(NANO, vocab_size=72), theirs.__getitem__)

@@ -1,0 +1,87 @@
+"""On data×fsdp×tensor = 2×2×2 the loss, its gradients and a decode step are those of one device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxroll.config import MeshConfig
+from jaxroll.math.logprob import token_logprobs
+from jaxroll.models import cache, families, params, transformer
+from jaxroll.sharding import meshes, rules
+from jaxroll.sharding.rules import Layout
+
+ONE, CUBE = MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)
+ROWS, TOKENS = 8, 24
+
+
+def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, size=(ROWS, TOKENS)).astype(np.int32)
+    segments = np.tile(np.repeat([1, 2, 0], [10, 11, 3]).astype(np.int32), (ROWS, 1))
+    positions = np.tile(np.concatenate([np.arange(10), np.arange(11), np.arange(3)]).astype(np.int32), (ROWS, 1))
+    return tokens, positions, segments
+
+
+def loss_and_gradients(spec, mesh_config: MeshConfig, pinned: str):
+    mesh = meshes.build(mesh_config)
+    layout = Layout(mesh, rules.LEARNER) if pinned == "pinned" else None
+    placed = jax.NamedSharding(mesh, rules.batch_spec(rules.LEARNER))
+    weights = params.shardings(spec, mesh, rules.LEARNER)
+
+    def loss(values, tokens, positions, segments):
+        hidden = transformer.forward(spec, values, tokens, positions, segments, layout=layout)
+        logprobs = token_logprobs(transformer.logits(spec, values, hidden[:, :-1]), tokens[:, 1:], 1.0)
+        trained = (segments[:, 1:] > 0) & (segments[:, 1:] == segments[:, :-1])
+        return -jnp.sum(logprobs * trained) / jnp.sum(trained)
+
+    step = jax.jit(
+        jax.value_and_grad(loss), in_shardings=(weights, placed, placed, placed), out_shardings=(None, weights)
+    )
+    return step(params.init(spec, jax.random.key(0), mesh, rules.LEARNER), *batch())
+
+
+@functools.cache
+def alone():
+    return loss_and_gradients(families.spec("nano"), ONE, "propagated")
+
+
+@pytest.mark.parametrize(("pinned", "remat"), [("propagated", False), ("pinned", True)])
+def test_loss_and_gradients_equal_one_device(pinned, remat):
+    spec = dataclasses.replace(families.spec("nano"), remat=remat)
+    expected_loss, expected = alone()
+    loss, gradients = loss_and_gradients(spec, CUBE, pinned)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for name in expected:
+        np.testing.assert_allclose(gradients[name], expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("config", [CUBE, MeshConfig(tensor=8)])
+def test_a_decode_step_equals_one_device(config):
+    """tensor=8 divides neither the heads nor the key-value heads: they stay whole, and the answer stays right."""
+    spec = families.spec("nano")
+    rng = np.random.default_rng(1)
+    tokens, positions = rng.integers(0, 64, 8).astype(np.int32), rng.integers(0, 12, 8).astype(np.int32)
+    prompts, lengths, slots = rng.integers(0, 64, (4, 6)).astype(np.int32), np.full(4, 6, np.int32), np.arange(4) * 2
+
+    def run(mesh_config: MeshConfig):
+        mesh = meshes.build(mesh_config)
+        layout = Layout(mesh, rules.SAMPLER)
+        values = params.init(spec, jax.random.key(0), mesh, rules.SAMPLER)
+        held = cache.empty(spec, 8, 12, mesh, rules.SAMPLER)
+
+        @jax.jit
+        def steps(values, held):
+            _, keys, held_values = transformer.prefill(spec, values, prompts, lengths, layout=layout)
+            return transformer.decode(
+                spec, values, cache.insert(held, keys, held_values, slots), tokens, positions, layout=layout
+            )
+
+        return steps(values, held)
+
+    (alone, alone_cache), (spread, spread_cache) = run(ONE), run(config)
+    np.testing.assert_allclose(spread, alone, atol=1e-5)
+    np.testing.assert_allclose(spread_cache.keys, alone_cache.keys, atol=1e-5)

@@ -1,0 +1,208 @@
+"""The decoder against a slow numpy one in Hugging Face's layout, and its entry points against one another."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxroll.config import MeshConfig
+from jaxroll.models import cache, families, huggingface, params, transformer
+from jaxroll.sharding import meshes, rules
+
+ONE = meshes.build(MeshConfig())
+NANO = families.spec("nano")
+VARIANTS = {
+    "tied": NANO,
+    "untied": dataclasses.replace(NANO, tied_embeddings=False),
+    "no_qk_norm": dataclasses.replace(NANO, qk_norm=False),
+    "one_kv_head": dataclasses.replace(NANO, kv_heads=1, layers=1),
+    "theta_1e6": dataclasses.replace(NANO, rope_theta=1e6, norm_eps=1e-2, remat=True),
+}
+
+
+@functools.cache
+def initialised(spec: families.ModelSpec) -> params.Params:
+    """Parameters whose norms are no longer ones, so that a forgotten scale shows."""
+    values = params.init(spec, jax.random.key(0), ONE, rules.LEARNER)
+    rng = np.random.default_rng(0)
+    return {
+        name: jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32) if name.endswith("norm") else leaf
+        for name, leaf in values.items()
+    }
+
+
+# --- an independent decoder: one sequence, float64, torch's names and [out, in] weights, loops over heads
+
+
+def numpy_norm(x: np.ndarray, scale: np.ndarray, eps: float) -> np.ndarray:
+    return scale * (x / np.sqrt((x**2).mean(-1, keepdims=True) + eps))
+
+
+def numpy_rotated(x: np.ndarray, position: int, theta: float) -> np.ndarray:
+    """Complex rotation of the pairs (i, i + H/2), rather than the half-swap that the model writes."""
+    half = len(x) // 2
+    angles = position / theta ** (2 * np.arange(half) / len(x))
+    turned = (x[:half] + 1j * x[half:]) * np.exp(1j * angles)
+    return np.concatenate([turned.real, turned.imag])
+
+
+def numpy_attention(spec, weights: dict, prefix: str, x: np.ndarray) -> np.ndarray:
+    H, T = spec.head_dim, len(x)
+    q, k, v = (x @ weights[f"{prefix}.{name}_proj.weight"].T for name in "qkv")
+    out = np.zeros((T, spec.heads * H))
+    for head in range(spec.heads):
+        kv_head = head // (spec.heads // spec.kv_heads)
+        queries, keys = q[:, head * H : (head + 1) * H], k[:, kv_head * H : (kv_head + 1) * H]
+        if spec.qk_norm:
+            queries = numpy_norm(queries, weights[f"{prefix}.q_norm.weight"], spec.norm_eps)
+            keys = numpy_norm(keys, weights[f"{prefix}.k_norm.weight"], spec.norm_eps)
+        queries = np.stack([numpy_rotated(row, t, spec.rope_theta) for t, row in enumerate(queries)])
+        keys = np.stack([numpy_rotated(row, t, spec.rope_theta) for t, row in enumerate(keys)])
+        for t in range(T):
+            scores = keys[: t + 1] @ queries[t] / np.sqrt(H)
+            shares = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+            out[t, head * H : (head + 1) * H] = shares @ v[: t + 1, kv_head * H : (kv_head + 1) * H]
+    return out @ weights[f"{prefix}.o_proj.weight"].T
+
+
+def numpy_logits(spec, weights: dict, tokens: np.ndarray) -> np.ndarray:
+    """float64 [T, V] of one sequence that starts at position 0."""
+    weights = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+    x = weights["model.embed_tokens.weight"][tokens]
+    for index in range(spec.layers):
+        layer = f"model.layers.{index}"
+        normed = numpy_norm(x, weights[f"{layer}.input_layernorm.weight"], spec.norm_eps)
+        x = x + numpy_attention(spec, weights, f"{layer}.self_attn", normed)
+        normed = numpy_norm(x, weights[f"{layer}.post_attention_layernorm.weight"], spec.norm_eps)
+        gate = normed @ weights[f"{layer}.mlp.gate_proj.weight"].T
+        up = normed @ weights[f"{layer}.mlp.up_proj.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[f"{layer}.mlp.down_proj.weight"].T
+    x = numpy_norm(x, weights["model.norm.weight"], spec.norm_eps)
+    head = "model.embed_tokens.weight" if spec.tied_embeddings else "lm_head.weight"
+    return x @ weights[head].T
+
+
+# --- the entry points, jitted
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward_logits(spec, values, tokens, positions, segments):
+    return transformer.logits(spec, values, transformer.forward(spec, values, tokens, positions, segments))
+
+
+prefill = jax.jit(transformer.prefill, static_argnums=0)
+decode = jax.jit(transformer.decode, static_argnums=0)
+
+
+def random_tokens(rows: int, length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 64, size=(rows, length)).astype(np.int32)
+
+
+def whole_rows(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return tokens, np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape), np.ones_like(tokens)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_the_numpy_decoder(variant):
+    spec = VARIANTS[variant]
+    tokens = random_tokens(2, 11)
+    got = forward_logits(spec, initialised(spec), *whole_rows(tokens))
+    weights = huggingface.exported(spec, initialised(spec))
+    for row in range(2):
+        np.testing.assert_allclose(got[row], numpy_logits(spec, weights, tokens[row]), atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", ["tied", "one_kv_head"])
+def test_prefill_then_decode_equals_forward(variant):
+    spec, values = VARIANTS[variant], initialised(VARIANTS[variant])
+    tokens, lengths, length = random_tokens(4, 14), np.array([5, 1, 8, 3], np.int32), 14
+    expected = forward_logits(spec, values, *whole_rows(tokens))
+    padded = np.where(np.arange(8) < lengths[:, None], tokens[:, :8], 63)
+    logits, keys, values_ = prefill(spec, values, padded, lengths)
+    np.testing.assert_allclose(logits, expected[np.arange(4), lengths - 1], atol=1e-4)
+    slots = np.array([2, 5, 0, 3], np.int32)
+    held = cache.insert(cache.empty(spec, 6, length, ONE, rules.SAMPLER), keys, values_, slots)
+    for step in range(length - int(lengths.max())):
+        positions = np.zeros(6, np.int32)
+        positions[slots] = lengths + step
+        fed = np.zeros(6, np.int32)
+        fed[slots] = tokens[np.arange(4), lengths + step]
+        logits, held = decode(spec, values, held, fed, positions)
+        np.testing.assert_allclose(logits[slots], expected[np.arange(4), lengths + step], atol=1e-4)
+
+
+def test_packed_segments_do_not_see_one_another():
+    values = initialised(NANO)
+    first, second, third = (random_tokens(1, n, seed)[0] for n, seed in ((5, 1), (7, 2), (3, 3)))
+    row = np.concatenate([first, second, third, np.full(3, 9)])[None].astype(np.int32)
+    positions = np.concatenate([np.arange(n) for n in (5, 7, 3, 3)])[None].astype(np.int32)
+    segments = np.repeat([1, 2, 3, 0], [5, 7, 3, 3])[None].astype(np.int32)
+    packed = forward_logits(NANO, values, row, positions, segments)[0]
+    weights = huggingface.exported(NANO, values)
+    for part, start in ((first, 0), (second, 5), (third, 12)):
+        np.testing.assert_allclose(packed[start : start + len(part)], numpy_logits(NANO, weights, part), atol=2e-5)
+    assert np.isfinite(packed).all()
+    other = np.where(segments == 2, row, (row + 17) % 64)
+    again = forward_logits(NANO, values, other, positions, segments)[0]
+    np.testing.assert_array_equal(again[5:12], packed[5:12])
+
+
+def test_padding_gives_no_gradient_to_anything():
+    values = initialised(NANO)
+    tokens, positions, segments = (x.copy() for x in whole_rows(random_tokens(1, 8)))
+    segments[:, 5:] = 0
+
+    @jax.jit
+    @jax.grad
+    def gradients(values, tokens):
+        hidden = transformer.forward(NANO, values, tokens, positions, segments)
+        return jnp.sum(hidden * (segments > 0)[..., None])
+
+    gradient = gradients(values, tokens)
+    changed = gradients(values, np.where(segments > 0, tokens, (tokens + 1) % 64))
+    assert all(np.isfinite(leaf).all() for leaf in gradient.values())
+    for name in gradient:
+        np.testing.assert_array_equal(gradient[name], changed[name])
+
+
+def test_a_slot_gets_the_same_bits_wherever_it_stands():
+    values = initialised(NANO)
+    S, T = 16, 12
+    rng = np.random.default_rng(4)
+    shape = (NANO.layers, S, T, NANO.kv_heads, NANO.head_dim)
+    keys, held_values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+    tokens, positions = random_tokens(1, S)[0], rng.integers(0, T, S).astype(np.int32)
+    here, here_cache = decode(NANO, values, cache.KVCache(keys, held_values), tokens, positions)
+    order = rng.permutation(S)
+    moved = cache.KVCache(keys[:, order], held_values[:, order])
+    there, there_cache = decode(NANO, values, moved, tokens[order], positions[order])
+    np.testing.assert_array_equal(np.asarray(here)[order], there)
+    np.testing.assert_array_equal(np.asarray(here_cache.keys)[:, order], there_cache.keys)
+
+
+def test_decode_looks_at_nothing_beyond_its_position_and_writes_only_there():
+    values = initialised(NANO)
+    shape = (NANO.layers, 2, 8, NANO.kv_heads, NANO.head_dim)
+    held = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
+    positions = np.array([3, 8], np.int32)  # 8 lies beyond the cache
+    logits, after = decode(NANO, values, cache.KVCache(held, held), np.array([5, 6], np.int32), positions)
+    stale = held.at[:, 0, 4:].set(50.0)
+    again, _ = decode(NANO, values, cache.KVCache(stale, stale), np.array([5, 6], np.int32), positions)
+    np.testing.assert_array_equal(logits[0], again[0])
+    changed = np.asarray(after.keys != held).any(axis=(0, 3, 4))
+    assert changed.tolist() == [[False, False, False, True] + 4 * [False], 8 * [False]]
+
+
+def test_bfloat16_computes_in_bfloat16_and_scores_in_float32():
+    spec = dataclasses.replace(NANO, compute_dtype="bfloat16")
+    values, tokens = initialised(NANO), random_tokens(2, 9)
+    hidden = jax.jit(transformer.forward, static_argnums=0)(spec, values, *whole_rows(tokens))
+    logits = forward_logits(spec, values, *whole_rows(tokens))
+    assert (hidden.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+    exact = forward_logits(NANO, values, *whole_rows(tokens))
+    assert 0 < np.abs(logits - exact).max() < 0.1
+    _, keys, _ = prefill(spec, values, tokens, np.array([9, 4], np.int32))
+    assert keys.dtype == cache.empty(spec, 2, 9, ONE, rules.SAMPLER).keys.dtype == jnp.bfloat16
