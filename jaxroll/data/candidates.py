@@ -1,0 +1,55 @@
+"""One item of the config's source as a task: prompt text, identity, and whether the prompt fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from jaxroll.config import Config
+from jaxroll.data import ranges
+from jaxroll.data.sources import open_source
+from jaxroll.errors import DataError
+from jaxroll.records import Message, Task, question_hash
+from jaxroll.text import tokenizers
+
+MAX_SKIPPED_IN_A_ROW = 10_000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A task and its answer (None where the source has none)."""
+
+    task: Task
+    answer: str | None
+
+
+class Candidates:
+    """Items of the config's source by index, as tasks; knows the source's ranges."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config.task
+        self._source = open_source(config.task)
+        self.ranges = ranges.of(config, self._source.size)
+        self._tokenizer = tokenizers.build(config.tokenizer, self._source.alphabet())
+        self.identity = self._source.identity
+
+    def at(self, index: int) -> Candidate:
+        """Item `index`. Raises DataError where the source cannot make it or its prompt is too long."""
+        item = self._source.item(index)
+        text = item.compact if self._config.prompt == "compact" else item.question
+        messages = (Message("user", text),)
+        tokens = len(self._tokenizer.render(messages))
+        if tokens > self._config.max_prompt_tokens:
+            limit = self._config.max_prompt_tokens
+            raise DataError(f"item {index} has {tokens} prompt tokens, task.max_prompt_tokens is {limit}")
+        task = Task(
+            index=index,
+            messages=messages,
+            env=self._config.env,
+            env_args=msgspec.json.encode(item.env_args).decode(),
+            seed=index,
+            # Over the compact form in lower case: a question is the same however it is dressed.
+            question_hash=question_hash(item.compact.lower()),
+        )
+        return Candidate(task, item.answer)

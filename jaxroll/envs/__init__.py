@@ -1,0 +1,1 @@
+"""Worlds that a model's words act on, and the processes that judge its answers. Works without JAX."""

@@ -1,0 +1,63 @@
+"""Environments by name.
+
+A new one is one file: a class with `reset`, `step` and `close` under `@register("name")`, beside a scorer under
+`@scorers.register(…)` if it needs its own. A config names it `package.module:name`; both this process and the scoring
+workers then import that module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from jaxroll.config import TaskConfig
+from jaxroll.envs.scoring import ScoringPool
+from jaxroll.errors import ConfigError
+from jaxroll.protocols import Environment
+
+Factory = Callable[[ScoringPool, TaskConfig], Environment]
+
+_BUILT_IN = ("jaxroll.envs.single_turn",)
+_FACTORIES: dict[str, Factory] = {}
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """A decorator that makes a class or function of (pool, config) the environment `name`."""
+
+    def add(factory: Factory) -> Factory:
+        if _FACTORIES.get(name, factory) is not factory:
+            raise ValueError(f"there is an environment {name!r} already")
+        _FACTORIES[name] = factory
+        return factory
+
+    return add
+
+
+def create(name: str, pool: ScoringPool, config: TaskConfig) -> Environment:
+    """A fresh environment for one episode. An unknown name raises ConfigError."""
+    for module in (*_BUILT_IN, *scorer_modules(name)):
+        _load(module, name)
+    short = name.rpartition(":")[2]
+    if short not in _FACTORIES:
+        raise ConfigError(
+            "task.env",
+            name,
+            "there is no such environment",
+            f"Known are {', '.join(sorted(_FACTORIES))}; others are named package.module:name.",
+        )
+    return _FACTORIES[short](pool, config)
+
+
+def scorer_modules(name: str) -> tuple[str, ...]:
+    """The modules a scoring pool must load for the environment `name` (`ScoringPool(modules=…)`)."""
+    module = name.rpartition(":")[0]
+    return (module,) if module else ()
+
+
+def _load(module: str, name: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            "task.env", name, f"its module cannot be imported: {error}", "Install it, or run where it can be found."
+        ) from error

@@ -1,0 +1,1 @@
+"""Episodes and groups: from a lease to finished members. Works without JAX."""

@@ -1,0 +1,93 @@
+"""Members from leases: many episodes at once, each of which can fail alone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from jaxroll.errors import InfraError
+from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer
+from jaxroll.records import Failed, Grant, Member, Outcome
+from jaxroll.rollout import episode
+
+_LOG = logging.getLogger(__name__)
+_MAX_ERROR_CHARS = 1000
+_CLOSE_LIMIT_S = 10.0
+
+
+class RolloutManager:
+    """Runs episodes of granted members. Holds no state of its own between calls; all methods run on one event loop."""
+
+    def __init__(
+        self,
+        proxy: LLMProxy,
+        make_env: Callable[[str], Environment],
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        *,
+        max_turns: int = episode.MAX_TURNS,
+        generation_limit_s: float = episode.GENERATION_LIMIT_S,
+    ) -> None:
+        self._proxy, self._make_env, self._tokenizer, self._sampling = proxy, make_env, tokenizer, sampling
+        self._max_turns, self._generation_limit_s = max_turns, generation_limit_s
+
+    async def run_member(self, grant: Grant, member: int, attempt: int) -> Member:
+        """Member `member`, finished or failed: INFRA where the machinery broke, DATA for whatever else went wrong.
+
+        Never raises for an episode's sake. Cancelling aborts the episode and raises CancelledError.
+        """
+        return Member(grant.group, member, attempt, await self._outcome(grant, member))
+
+    async def run_group(self, grant: Grant, put: Callable[[Member], Awaitable[object]]) -> None:
+        """Runs all members of the grant at once and puts each the moment it ends, rewarded.
+
+        What `put` raises for one member does not stop the others; the first such error is raised at the end.
+        """
+
+        async def run_and_put(member: int, attempt: int) -> None:
+            await put(await self.run_member(grant, member, attempt))
+
+        members = [asyncio.create_task(run_and_put(member, attempt)) for member, attempt in grant.members]
+        try:
+            results = await asyncio.gather(*members, return_exceptions=True)
+        finally:
+            for task in members:  # only a cancellation from outside finds one unfinished
+                task.cancel()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _outcome(self, grant: Grant, member: int) -> Outcome:
+        try:
+            env = self._make_env(grant.task.env)
+            try:
+                return await episode.run(
+                    grant.task,
+                    GenerationKey(grant.group, member, grant.key_salt),
+                    env=env,
+                    proxy=self._proxy,
+                    tokenizer=self._tokenizer,
+                    sampling=self._sampling,
+                    max_turns=self._max_turns,
+                    generation_limit_s=self._generation_limit_s,
+                )
+            finally:
+                await _closed(env)
+        except InfraError as error:
+            return Failed("INFRA", _text(error))
+        except Exception as error:  # noqa: BLE001 - an environment may raise anything; it costs its member, no other
+            return Failed("DATA", _text(error))
+
+
+async def _closed(env: Environment) -> None:
+    """Closes the environment; how that goes does not change what the episode was."""
+    try:
+        async with asyncio.timeout(_CLOSE_LIMIT_S):
+            await env.close()
+    except Exception as error:  # noqa: BLE001 - foreign code, and the outcome stands already
+        _LOG.warning("closing an environment failed: %s", _text(error))
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]

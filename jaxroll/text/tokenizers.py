@@ -1,0 +1,92 @@
+"""The tokenizer a config asks for, and the small one built from a task's alphabet.
+
+Both kinds keep one rule: `decode` drops the end-of-sequence token and shows everything else. A model that samples
+padding or another special token in the middle of an answer has not given that answer, and the text says so.
+"""
+
+from __future__ import annotations
+
+from jaxroll.config import TokenizerConfig
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.protocols import Tokenizer
+from jaxroll.records import Message
+from jaxroll.text.hf import HFTokenizer
+
+__all__ = ["CharTokenizer", "HFTokenizer", "build"]
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+_VOCAB_MULTIPLE = 8  # so that the embedding table splits over small meshes
+
+
+class CharTokenizer:
+    """One token per character of `alphabet`, after pad 0, bos 1, eos 2 and turn 3 (the assistant speaks after it).
+
+    `vocab_size` is rounded up to a multiple of 8; the ids that stand for nothing decode to the replacement character.
+    """
+
+    pad_id = 0
+    bos_id = 1
+    eos_id = 2
+    turn_id = 3
+    _first_char_id = 4
+
+    def __init__(self, alphabet: str) -> None:
+        if not alphabet:
+            raise ConfigError("tokenizer.kind", "char", "the alphabet is empty", "Give the characters it must encode.")
+        if UNKNOWN in alphabet:
+            raise ConfigError(
+                "tokenizer.kind",
+                "char",
+                f"{UNKNOWN!r} stands for what no character stands for",
+                "Leave it out of the alphabet.",
+            )
+        self.alphabet = "".join(sorted(set(alphabet)))
+        self._id_of = {char: self._first_char_id + i for i, char in enumerate(self.alphabet)}
+        used = self._first_char_id + len(self.alphabet)
+        self.vocab_size = -(-used // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+        # One entry per id; eos is dropped and every other special or unused id shows as unknown.
+        self._text_of = [UNKNOWN] * self.vocab_size
+        self._text_of[self.eos_id] = ""
+        self._text_of[self._first_char_id : used] = self.alphabet
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without special tokens. A character outside the alphabet raises DataError."""
+        try:
+            return [self._id_of[char] for char in text]
+        except KeyError as error:
+            raise DataError(
+                f"{text[:80]!r} holds {error.args[0]!r}, which is not in the alphabet {self.alphabet!r}; "
+                "use a prompt form whose characters the task declares, or tokenizer.kind='hf'"
+            ) from error
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of `ids`: eos vanishes, any other id that is no character shows as the replacement character."""
+        size = self.vocab_size
+        return "".join([self._text_of[i] if 0 <= i < size else UNKNOWN for i in ids])
+
+    def render(self, messages: tuple[Message, ...], *, first: bool = True) -> list[int]:
+        """Ids of `messages`, ending where the assistant is to speak.
+
+        A conversation opens with bos, which also separates two messages in a row that are not the assistant's. Turn
+        hands the word to the assistant and eos ends what it said: bos question turn answer eos question turn.
+        """
+        ids = [self.bos_id] if first else []
+        unanswered = False
+        for message in messages:
+            if message.role == "assistant":
+                ids += [self.turn_id, *self.encode(message.content), self.eos_id]
+            else:
+                ids += [self.bos_id] if unanswered else []
+                ids += self.encode(message.content)
+            unanswered = message.role != "assistant"
+        ids.append(self.turn_id)
+        return ids
+
+
+def build(cfg: TokenizerConfig, alphabet: str) -> Tokenizer:
+    """The tokenizer that `cfg` names; `alphabet` (all characters the task can produce) is used by kind 'char' only."""
+    if cfg.kind == "char":
+        return CharTokenizer(alphabet)
+    if cfg.kind == "hf":
+        return HFTokenizer(cfg.path)
+    raise ConfigError("tokenizer.kind", cfg.kind, "there is no such kind", "Use 'char' or 'hf'.")

@@ -1,0 +1,185 @@
+"""reasoning-gym as a source: what is allowed, how it is asked, and the traps around it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from jaxroll.config import TaskConfig
+from jaxroll.data import sources
+from jaxroll.data.gym_tasks import REFUSED, TASKS
+from jaxroll.envs import scorers
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.text.tokenizers import CharTokenizer
+
+COMPACT = sorted(name for name, task in TASKS.items() if task.compact is not None)
+SPELL = TaskConfig()
+
+
+def cfg(name: str, prompt: Any = "compact", **args: Any) -> TaskConfig:
+    return TaskConfig(name=name, args=args, prompt=prompt)
+
+
+@pytest.mark.parametrize("name", COMPACT)
+def test_the_declared_alphabet_covers_prompts_and_answers(name: str) -> None:
+    source = sources.open_source(cfg(name))
+    alphabet = set(source.alphabet())
+    for index in range(200):
+        item = source.item(index)
+        assert set(item.compact) | set(item.answer or "") <= alphabet, item
+        assert len(item.compact) < len(item.question)
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_full_prompts_are_covered_too(name: str) -> None:
+    source = sources.open_source(cfg(name, "full"))
+    alphabet = set(source.alphabet())
+    for index in range(50):
+        item = source.item(index)
+        assert set(item.question) | set(item.answer or "") <= alphabet, item
+
+
+def scored(item: sources.Item, answer: str) -> float:
+    return scorers.score(msgspec.json.encode(item.env_args).decode(), answer)
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_the_worked_answer_scores_exactly_one_after_a_trip_through_json(name: str) -> None:
+    for prompt in ("compact", "full") if name in COMPACT else ("full",):
+        source = sources.open_source(cfg(name, prompt))
+        for index in range(20):
+            item = source.item(index)
+            assert scored(item, item.answer) == 1.0, item
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_garbage_around_the_worked_answer_never_scores_exactly_one(name: str) -> None:
+    source = sources.open_source(cfg(name, "full"))
+    for index in range(20):
+        item = source.item(index)
+        for answer in ("", "?", f"{item.answer}x", f"x{item.answer}", f"{item.answer} or not"):
+            assert scored(item, answer) != 1.0, (item, answer)
+
+
+def test_what_data_offers_is_what_the_scorers_allow() -> None:
+    assert set(TASKS) == set(scorers.COMPARE_ONLY)
+    assert not set(TASKS) & set(REFUSED)
+
+
+def test_spell_backward_compact_is_the_word_alone_in_lower_case() -> None:
+    source = sources.open_source(SPELL)
+    full = sources.open_source(dataclasses.replace(SPELL, prompt="full"))
+    words = set()
+    for index in range(2000):
+        item, long = source.item(index), full.item(index)
+        assert item.compact == item.compact.lower() == item.answer[::-1]
+        assert item.question.endswith(long.answer[::-1]) and item.compact == long.answer[::-1].lower()
+        assert 3 <= len(item.compact) <= 10
+        words.add(item.compact)
+    assert len(words) > 1900
+    assert source.alphabet() == "abcdefghijklmnopqrstuvwxyz"
+    assert CharTokenizer(source.alphabet()).vocab_size == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "prompt", "answer"),
+    [
+        ("basic_arithmetic", {"min_terms": 2, "max_terms": 2}, r"^[-+*/()\d]+$", r"^-?\d+$"),
+        ("chain_sum", {}, r"^\d+([-+]\d+)+$", r"^-?\d+$"),
+        ("mini_sudoku", {}, r"^([1-4_]{4}\n){3}[1-4_]{4}$", r"^([1-4 ]{7}\n){3}[1-4 ]{7}$"),
+        ("count_bits", {}, r"^\d+$", r"^\d+$"),
+        ("gcd", {}, r"^\d+,\d+$", r"^\d+$"),
+        ("letter_counting", {}, r"^\w:[\w ]+$", r"^\d+$"),
+    ],
+)
+def test_compact_prompts_hold_the_bare_problem(name: str, args: dict, prompt: str, answer: str) -> None:
+    item = sources.open_source(cfg(name, **args)).item(7)
+    assert re.match(prompt, item.compact)
+    assert re.match(answer, item.answer)
+
+
+def test_items_are_virtual_and_always_the_same() -> None:
+    source, again = sources.open_source(SPELL), sources.open_source(SPELL)
+    assert source.size is None
+    assert source.item(10**12) == again.item(10**12)
+
+
+@pytest.mark.parametrize("name", ["countdown", "puzzle24", "n_queens", "prime_factorization", "game_of_life_halting"])
+def test_dangerous_tasks_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"task\.name.*scorer"):
+        sources.open_source(cfg(name))
+
+
+def test_unread_tasks_are_refused_and_a_typo_gets_a_hint() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'spell_backward'"):
+        sources.open_source(cfg("spell_backwards"))
+    with pytest.raises(ConfigError, match="only compare"):
+        sources.open_source(cfg("zebra_puzzles"))
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        ({"seed": 3}, r"task\.args\.seed"),
+        ({"size": 3}, r"task\.args\.size"),
+        ({"min_wrd_len": 3}, r"task\.args "),
+        ({"min_word_len": 5, "max_word_len": 3}, r"task\.args "),
+    ],
+)
+def test_settings_that_the_task_does_not_know_are_config_errors(args: dict, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        sources.open_source(cfg("spell_backward", **args))
+
+
+def test_a_task_without_a_compact_form_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"task\.prompt.*'full'"):
+        sources.open_source(cfg("leg_counting"))
+    assert sources.open_source(cfg("leg_counting", "full")).item(0).answer
+
+
+def test_an_item_that_cannot_be_generated_is_a_data_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = sources.open_source(SPELL)
+
+    def fails(_self: object, _index: int) -> dict:
+        raise RuntimeError("no such maze")
+
+    monkeypatch.setattr(type(source._dataset), "__getitem__", fails)
+    with pytest.raises(DataError, match="no such maze"):
+        source.item(3)
+
+
+def test_what_a_dataset_prints_does_not_reach_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    import reasoning_gym
+
+    original = reasoning_gym.create_dataset
+
+    def talks(*args: Any, **kwargs: Any) -> Any:
+        print("Loading…")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(reasoning_gym, "create_dataset", talks)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        sources.open_source(SPELL)
+    assert printed.getvalue() == ""
+
+
+def test_without_reasoning_gym_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"jaxroll\[envs\]"):
+        sources.open_source(SPELL)
+
+
+def test_neighbouring_seeds_share_items_which_is_why_ranges_are_indices() -> None:
+    """The trap: item i of seed s is Random(s + i). If this stops being so, the ranges may be simplified."""
+    import reasoning_gym
+
+    zero = reasoning_gym.create_dataset("spell_backward", seed=0, size=100)
+    one = reasoning_gym.create_dataset("spell_backward", seed=1, size=100)
+    assert [zero[i]["question"] for i in range(1, 100)] == [one[i]["question"] for i in range(99)]

@@ -1,0 +1,132 @@
+"""Scorers and their guard, without processes: the reward hacks that exact comparison must withstand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxroll.envs import scorers
+from jaxroll.errors import DataError
+
+
+def gym(dataset: str, answer: str, **metadata: object) -> str:
+    entry = {"answer": answer, "metadata": metadata}
+    return json.dumps({"scorer": "reasoning_gym", "dataset": dataset, "entry": entry})
+
+
+@pytest.fixture
+def own_scorer() -> Iterator[None]:
+    before = dict(scorers._SCORERS)
+    yield
+    scorers._SCORERS.clear()
+    scorers._SCORERS.update(before)
+
+
+def test_spell_backward_pays_the_right_word_in_any_case() -> None:
+    assert scorers.score(gym("spell_backward", "tac"), "tac") == 1.0
+    assert scorers.score(gym("spell_backward", "taC"), "tac") == 1.0
+
+
+@pytest.mark.parametrize("length", range(2, 15))
+def test_a_right_word_with_garbage_behind_it_is_not_exactly_one(length: int) -> None:
+    """The trap: partial credit sums 1/len per letter, to 0.9999999999999999 or even 1.0000000000000002."""
+    word = "abcdefghijklmno"[:length]
+    raw = scorers.score(gym("spell_backward", word), word + "zz")
+    assert raw > 0.7
+    assert raw != 1.0
+
+
+def test_the_partial_sum_really_leaves_the_unit_interval() -> None:
+    """If this stops being so, `score == 1.0` may still stay, but its reason in SingleTurn is out of date."""
+    words = ("abcdefghijklmno"[:n] for n in range(2, 15))
+    assert max(scorers.score(gym("spell_backward", word), word + "zz") for word in words) > 1.0
+
+
+SOLUTION = [[2, 4, 3, 1], [1, 3, 4, 2], [4, 1, 2, 3], [3, 2, 1, 4]]
+BOARD = "\n".join(" ".join(map(str, row)) for row in SOLUTION)
+
+
+def test_a_mini_sudoku_pays_only_when_it_is_whole() -> None:
+    args = gym("mini_sudoku", BOARD, solution=SOLUTION)
+    assert scorers.score(args, BOARD) == 1.0
+    assert scorers.score(args, BOARD.replace(" ", "")) < 1.0
+    assert 0.5 < scorers.score(args, BOARD[:-1] + "1") < 1.0
+
+
+def test_a_gold_answer_inside_prose_is_partial_credit() -> None:
+    assert scorers.score(gym("basic_arithmetic", "-14282"), "it is -14282") == 0.5
+
+
+def test_digits_of_other_scripts_are_not_numbers_here() -> None:
+    """Decimal('١٢') is 12: the scorer would pay for text that no gold answer holds."""
+    assert scorers.score(gym("chain_sum", "12"), "12") == 1.0
+    assert scorers.score(gym("chain_sum", "12"), "١٢") == 0.0
+
+
+@pytest.mark.parametrize("dataset", ["countdown", "puzzle24", "n_queens", "string_insertion", "nonesuch"])
+def test_scorers_that_execute_answers_are_refused_here_too(dataset: str) -> None:
+    with pytest.raises(DataError, match="only compare"):
+        scorers.score(gym(dataset, "x"), "__import__('os').system('echo PWNED')")
+
+
+def test_exact_is_letter_by_letter() -> None:
+    args = json.dumps({"scorer": "exact", "answer": "Größe"})
+    assert scorers.score(args, "Größe") == 1.0
+    assert [scorers.score(args, wrong) for wrong in ("größe", "Größe ", "Größ", "")] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("tac", True),
+        ("two\nlines\tand a tab", True),
+        ("Größe", True),
+        ("", True),
+        ("a\x00b", False),
+        ("\x1b[2J", False),
+        ("\N{REPLACEMENT CHARACTER}", True),  # printable, and never part of a gold answer
+        ("\N{RIGHT-TO-LEFT OVERRIDE}cat", False),
+        ("x" * scorers.MAX_ANSWER_CHARS, True),
+        ("x" * (scorers.MAX_ANSWER_CHARS + 1), False),
+    ],
+)
+def test_the_guard(answer: str, expected: bool) -> None:
+    assert scorers.admissible(answer) is expected
+
+
+def test_what_fails_the_guard_is_wrong_without_asking(own_scorer: None) -> None:
+    asked = []
+
+    @scorers.register("listening")
+    def listening(_args: object, answer: str) -> float:
+        asked.append(answer)
+        return 1.0
+
+    assert scorers.score('{"scorer": "listening"}', "a\x00") == 0.0
+    assert scorers.score('{"scorer": "listening"}', "a") == 1.0
+    assert asked == ["a"]
+
+
+@given(st.text(max_size=60))
+def test_no_text_but_the_answer_scores_exactly_one(answer: str) -> None:
+    for args in (gym("spell_backward", "tac"), gym("gcd", "12"), json.dumps({"scorer": "exact", "answer": "ok"})):
+        right = {"tac", "12", "ok"}
+        assert (scorers.score(args, answer) == 1.0) <= (answer.lower() in right)
+
+
+@pytest.mark.parametrize("returned", [None, "1.0", True, float("nan"), float("inf")])
+def test_a_score_is_a_finite_number(own_scorer: None, returned: object) -> None:
+    scorers.register("odd")(lambda _args, _answer: returned)
+    with pytest.raises(DataError, match="not a finite number"):
+        scorers.score('{"scorer": "odd"}', "a")
+
+
+def test_an_unknown_scorer_is_named_and_a_name_is_taken_once(own_scorer: None) -> None:
+    with pytest.raises(DataError, match=r"'nope'.*exact"):
+        scorers.score('{"scorer": "nope"}', "a")
+    with pytest.raises(ValueError, match="already"):
+        scorers.register("exact")(lambda _args, _answer: 1.0)

@@ -1,0 +1,333 @@
+"""The scoring pool with real processes: throughput, and scorers that hang, die, take too much, or say nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jaxroll.envs.scoring import ScoringPool
+from jaxroll.errors import DataError, InfraError
+
+pytestmark = pytest.mark.process
+
+DEADLINE_S = 120.0
+SPELL = json.dumps(
+    {"scorer": "reasoning_gym", "dataset": "spell_backward", "entry": {"answer": "reyornac", "metadata": {}}}
+)
+EXACT = '{"scorer": "exact", "answer": "ok"}'
+
+MISBEHAVING = """
+import os, signal, subprocess, sys, threading, time
+from jaxroll.envs.scorers import register
+
+@register("misbehave")
+def misbehave(args, answer):
+    what = args["what"]
+    if what == "loop":
+        while True:
+            try:
+                while True: pass
+            except BaseException: pass
+    elif what == "sleep": time.sleep(3600)
+    elif what == "die": os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "die once":
+        try: os.mkdir(args["mark"])
+        except FileExistsError: return 0.25
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "exit": sys.exit(3)
+    elif what == "allocate": return float(len(bytearray(16 << 30)))
+    elif what == "raise": raise ZeroDivisionError("of mine")
+    elif what == "recurse": return misbehave(args, answer)
+    elif what == "print":
+        print("x" * 100000); sys.stderr.write("y" * 100000); os.write(1, b"junk" * 1000); return 0.5
+    elif what == "read": return float(len(sys.stdin.read()))
+    elif what == "write":
+        with open(args["path"], "w") as file: file.write("x" * 100)
+    elif what == "environment": return float("SECRET_TOKEN" in os.environ)
+    elif what == "nan": return float("nan")
+    raise AssertionError(what)
+"""
+
+Score = Callable[[str], str]
+
+
+def misbehave(what: str, **more: str) -> str:
+    return json.dumps({"scorer": "misbehave", "what": what, **more})
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "misbehaving_scorers.py").write_text(MISBEHAVING)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "misbehaving_scorers"
+
+
+@pytest.fixture
+def pool(module: str) -> Iterator[ScoringPool]:
+    pool = ScoringPool(1, time_limit_s=1.0, libraries=(), modules=(module,))
+    pool.start()
+    yield pool
+    pool.close()
+
+
+def run(coroutine):
+    async def within_deadline():
+        async with asyncio.timeout(DEADLINE_S):
+            return await coroutine
+
+    return asyncio.run(within_deadline())
+
+
+def test_scores_arrive_and_none_is_lost_or_swapped(pool: ScoringPool) -> None:
+    async def many() -> list[float]:
+        answers = ["ok" if i % 3 else "no" for i in range(1000)]
+        return await asyncio.gather(*(pool.score(EXACT, answer) for answer in answers))
+
+    assert run(many()) == [1.0 if i % 3 else 0.0 for i in range(1000)]
+    assert run(pool.score(EXACT, "ok")) == 1.0, "the pool serves the next event loop, too"
+    assert pool.restarts == 0
+
+
+def test_a_worker_gives_two_thousand_scores_a_second_of_reasoning_gym() -> None:
+    pool = ScoringPool(1)
+    pool.start()
+
+    async def rate() -> float:
+        await pool.score(SPELL, "reyornac")  # it has started
+        started = time.perf_counter()
+        await asyncio.gather(*(pool.score(SPELL, "reyornac") for _ in range(4000)))
+        return 4000 / (time.perf_counter() - started)
+
+    try:
+        assert max(run(rate()) for _ in range(3)) > 2000
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (misbehave("loop"), "longer than 1 s"),
+        (misbehave("sleep"), "longer than 1 s"),
+        (misbehave("die"), "signal 9"),
+        (misbehave("exit"), "exit status 3"),
+        (misbehave("allocate"), "MemoryError"),
+    ],
+    ids=["loop", "sleep", "die", "exit", "allocate"],
+)
+def test_a_scorer_that_takes_its_worker_down_costs_its_own_item_only(
+    pool: ScoringPool, bad: str, complaint: str
+) -> None:
+    async def mixed() -> list[object]:
+        jobs = [pool.score(EXACT, "ok") for _ in range(20)] + [pool.score(bad, "ok")]
+        jobs += [pool.score(EXACT, "no") for _ in range(100)]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    before = pool.pids
+    results = run(mixed())
+    assert results[:20] == [1.0] * 20
+    assert results[21:] == [0.0] * 100
+    assert isinstance(results[20], DataError) and complaint in str(results[20])
+    assert pool.pids != before
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).ppid() == os.getpid() for pid in before)
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (misbehave("raise"), "ZeroDivisionError: of mine"),
+        (misbehave("recurse"), "RecursionError"),
+        (misbehave("nan"), "not a finite number"),
+        (misbehave("write", path="{tmp}/file"), "OSError"),
+        ("{", "DecodeError"),
+        ('{"scorer": "nope"}', "no scorer 'nope'"),
+        (SPELL.replace("spell_backward", "countdown"), "only compare"),
+    ],
+)
+def test_a_scorer_that_raises_costs_its_item_and_not_its_worker(
+    pool: ScoringPool, tmp_path: Path, bad: str, complaint: str
+) -> None:
+    before = pool.pids
+    with pytest.raises(DataError, match=complaint):
+        run(pool.score(bad.replace("{tmp}", str(tmp_path)), "ok"))
+    assert run(pool.score(EXACT, "ok")) == 1.0
+    assert pool.pids == before
+    written = tmp_path / "file"
+    assert not written.exists() or written.stat().st_size == 0
+
+
+def test_what_a_scorer_prints_or_reads_does_not_meet_the_protocol(
+    pool: ScoringPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(pool.score(misbehave("print"), "ok")) == 0.5
+    assert run(pool.score(misbehave("read"), "ok")) == 0.0
+    assert pool.restarts == 0
+
+
+def test_secrets_of_the_parent_do_not_reach_a_scorer(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "s3cr3t")
+    pool = ScoringPool(1, libraries=(), modules=(module,))
+    pool.start()
+    try:
+        assert run(pool.score(misbehave("environment"), "ok")) == 0.0
+    finally:
+        pool.close()
+
+
+def test_an_item_whose_worker_was_killed_by_something_else_is_scored_again(pool: ScoringPool, tmp_path: Path) -> None:
+    assert run(pool.score(misbehave("die once", mark=str(tmp_path / "mark")), "ok")) == 0.25
+    assert pool.restarts == 1
+
+
+def test_an_idle_worker_that_is_killed_is_replaced(pool: ScoringPool) -> None:
+    async def killed() -> float:
+        await pool.score(EXACT, "ok")
+        os.kill(pool.pids[0], signal.SIGKILL)
+        return await pool.score(EXACT, "ok")
+
+    assert run(killed()) == 1.0
+    assert pool.restarts == 1
+
+
+def test_with_two_workers_a_hang_does_not_delay_the_other(module: str) -> None:
+    pool = ScoringPool(2, time_limit_s=30.0, libraries=(), modules=(module,))
+    pool.start()
+
+    async def around_a_hang() -> bool:
+        await asyncio.gather(*(pool.score(EXACT, "ok") for _ in range(200)))  # both have started
+        hung = asyncio.create_task(pool.score(misbehave("sleep"), "ok"))
+        scores = [await pool.score(EXACT, "ok") for _ in range(200)]
+        assert scores == [1.0] * 200
+        done = hung.done()
+        hung.cancel()
+        return done
+
+    try:
+        assert not run(around_a_hang())
+    finally:
+        pool.close()
+
+
+def test_a_busy_loop_is_not_taken_for_a_hanging_worker(pool: ScoringPool) -> None:
+    """The loop's thread also runs JAX: when it comes back after seconds, the replies are waiting in the pipe."""
+
+    async def busy() -> list[float]:
+        await pool.score(EXACT, "ok")
+        jobs = [asyncio.create_task(pool.score(EXACT, "ok")) for _ in range(10)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the items are on their way
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            pass
+        return await asyncio.gather(*jobs)
+
+    assert run(busy()) == [1.0] * 10
+    assert pool.restarts == 0
+
+
+def test_a_caller_that_is_cancelled_leaves_nothing_wrong_behind(pool: ScoringPool) -> None:
+    async def cancelled() -> list[float]:
+        jobs = [asyncio.create_task(pool.score(EXACT, "ok")) for _ in range(50)]
+        await asyncio.sleep(0)
+        for job in jobs[::2]:
+            job.cancel()
+        await asyncio.gather(*jobs[::2], return_exceptions=True)
+        return await asyncio.gather(*jobs[1::2], pool.score(EXACT, "no"))
+
+    assert run(cancelled()) == [1.0] * 25 + [0.0]
+
+
+def test_large_arguments_pass_through_a_small_pipe(pool: ScoringPool) -> None:
+    big = json.dumps({"scorer": "exact", "answer": "ok", "padding": "x" * 1_000_000})
+
+    async def many() -> list[float]:
+        return await asyncio.gather(*(pool.score(big, "ok") for _ in range(40)))
+
+    assert run(many()) == [1.0] * 40
+
+
+def test_text_that_fails_the_guard_starts_nothing() -> None:
+    pool = ScoringPool(1)  # never started
+    assert run(pool.score(EXACT, "a\x00")) == 0.0
+    with pytest.raises(InfraError, match="not started"):
+        run(pool.score(EXACT, "a"))
+
+
+def test_closing_ends_the_processes_and_tells_who_waits(pool: ScoringPool) -> None:
+    async def closed() -> None:
+        await pool.score(EXACT, "ok")
+        waiting = asyncio.create_task(pool.score(misbehave("sleep"), "ok"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        pool.close()
+        with pytest.raises(InfraError, match="closed"):
+            await waiting
+
+    pids = pool.pids
+    run(closed())
+    pool.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(InfraError, match="closed"):
+        run(pool.score(EXACT, "ok"))
+
+
+def test_workers_that_cannot_start_end_the_pool_with_their_last_words() -> None:
+    pool = ScoringPool(1, libraries=(), modules=("no_such_module_anywhere",))
+    pool.start()
+    with pytest.raises(InfraError, match="no_such_module_anywhere"):
+        run(pool.score(EXACT, "ok"))
+    with pytest.raises(InfraError, match="do not start"):
+        run(pool.score(EXACT, "ok"))
+    pool.close()
+
+
+def test_a_pool_started_on_a_thread_that_has_ended_still_scores() -> None:
+    """The trap: the kernel's death signal follows the thread that started the worker, not the process."""
+    pool = ScoringPool(1, libraries=())
+    thread = threading.Thread(target=pool.start)
+    thread.start()
+    thread.join()
+    try:
+        assert run(pool.score(EXACT, "ok")) == 1.0
+    finally:
+        pool.close()
+
+
+PARENT = """
+import asyncio, sys
+from jaxroll.envs.scoring import ScoringPool
+
+async def main():
+    pool = ScoringPool(2, time_limit_s=1000.0, libraries=(), modules=("misbehaving_scorers",))
+    pool.start()
+    await asyncio.gather(*(pool.score('{"scorer": "exact", "answer": "ok"}', "ok") for _ in range(100)))
+    hung = [asyncio.create_task(pool.score('{"scorer": "misbehave", "what": "loop"}', "ok")) for _ in range(2)]
+    await asyncio.sleep(0.2)
+    print(*pool.pids, flush=True)
+    await asyncio.gather(*hung)
+
+asyncio.run(main())
+"""
+
+
+def test_workers_end_when_their_parent_is_killed_even_inside_a_scorer(module: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, env=environment) as parent:
+        workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        assert all(worker.is_running() for worker in workers)
+        parent.kill()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    alive = [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
+    assert not alive

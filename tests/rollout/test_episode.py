@@ -1,0 +1,232 @@
+"""One episode: token truth, masks, versions, rewards, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxroll.errors import DataError, DeadlineExceeded, InfraError
+from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
+from jaxroll.records import Finished, Message, Task, Version, VersionRun
+from jaxroll.rollout import episode
+from jaxroll.text.tokenizers import CharTokenizer
+
+TOKENIZER = CharTokenizer("abcdefghij")
+TASK = Task(0, (Message("user", "abc"),), "single_turn", "{}", 7, "h")
+KEY = GenerationKey(group=4, member=2, salt=1)
+SAMPLING = SamplingParams(max_tokens=6)
+V3, V4 = Version(0, 3), Version(0, 4)
+BOS, EOS, TURN = TOKENIZER.bos_id, TOKENIZER.eos_id, TOKENIZER.turn_id
+
+
+def completion(text: str, finish: str = "stop", versions: tuple[VersionRun, ...] | None = None) -> Completion:
+    ids = TOKENIZER.encode(text) + ([EOS] if finish == "stop" else [])
+    logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+    return Completion(np.array(ids, np.int32), logprobs, versions or (VersionRun(V3, len(ids)),), finish)
+
+
+@dataclass
+class FakeProxy:
+    """Gives the listed completions one after the other and remembers what it was asked."""
+
+    completions: list[Completion | BaseException]
+    asked: list[tuple[list[int], GenerationKey, SamplingParams]] = field(default_factory=list)
+
+    async def generate(self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams) -> Completion:
+        assert prompt.dtype == np.int32
+        self.asked.append((prompt.tolist(), key, params))
+        found = self.completions[len(self.asked) - 1]
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+@dataclass
+class FakeEnv:
+    """Answers with the listed results one after the other."""
+
+    results: list[StepResult | BaseException]
+    step_limit_s: float = 10.0
+    heard: list[str] = field(default_factory=list)
+    seed: int | None = None
+    closed: int = 0
+
+    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+        self.seed = seed
+        return task.messages
+
+    async def step(self, answer: str) -> StepResult:
+        self.heard.append(answer)
+        found = self.results[len(self.heard) - 1]
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+RIGHT = StepResult(done=True, reward=1.0, reward_parts={"raw_score": 1.0})
+
+
+def run(env: FakeEnv, proxy: FakeProxy, **more: object) -> Finished:
+    return asyncio.run(
+        episode.run(TASK, KEY, env=env, proxy=proxy, tokenizer=TOKENIZER, sampling=SAMPLING, **more)  # type: ignore[arg-type]
+    )
+
+
+def test_one_turn() -> None:
+    env, proxy = FakeEnv([RIGHT]), FakeProxy([completion("cba")])
+    finished = run(env, proxy)
+    question, answer = finished.segments
+    assert question.tokens.tolist() == [BOS, 4, 5, 6, TURN]
+    assert answer.tokens.tolist() == [6, 5, 4, EOS]
+    assert question.loss_mask.tolist() == [0] * 5 and answer.loss_mask.tolist() == [1] * 4
+    assert question.logprobs.tolist() == [0.0] * 5 and answer.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert (finished.finish, finished.reward) == ("stop", 1.0)
+    assert finished.reward_parts == {"raw_score": 1.0, "truncated": 0.0}
+    assert finished.versions == (VersionRun(V3, 4),)
+    assert env.heard == ["cba"], "the stop token is no part of the answer"
+    assert env.seed == TASK.seed
+    asked = [([BOS, 4, 5, 6, TURN], KEY, SamplingParams(max_tokens=6, stop_tokens=(EOS,)))]
+    assert proxy.asked == asked
+
+
+def test_arrays_have_their_declared_types() -> None:
+    for segment in run(FakeEnv([RIGHT]), FakeProxy([completion("cba")])).segments:
+        assert (segment.tokens.dtype, segment.loss_mask.dtype, segment.logprobs.dtype) == (
+            np.dtype(np.int32),
+            np.dtype(np.uint8),
+            np.dtype(np.float32),
+        )
+
+
+def test_a_right_answer_that_does_not_end_gets_nothing_and_is_not_scored() -> None:
+    env = FakeEnv([RIGHT])
+    finished = run(env, FakeProxy([completion("cba", finish="length")]))
+    assert (finished.finish, finished.reward) == ("length", 0.0)
+    assert finished.reward_parts == {"truncated": 1.0}
+    assert finished.segments[1].tokens.tolist() == [6, 5, 4]
+    assert env.heard == []
+
+
+def test_special_tokens_inside_an_answer_are_part_of_what_the_environment_hears() -> None:
+    ids = [6, TOKENIZER.pad_id, 5, 4, EOS]
+    odd = Completion(np.array(ids, np.int32), np.zeros(5, np.float32), (VersionRun(V3, 5),), "stop")
+    env = FakeEnv([StepResult(done=True)])
+    run(env, FakeProxy([odd]))
+    assert env.heard[0] != "cba" and len(env.heard[0]) == 4
+
+
+def test_several_turns_are_one_unbroken_context() -> None:
+    env = FakeEnv([StepResult(done=False, messages=(Message("tool", "de"),)), RIGHT])
+    proxy = FakeProxy(
+        [
+            completion("a", versions=(VersionRun(V3, 2),)),
+            completion("bc", versions=(VersionRun(V3, 1), VersionRun(V4, 2))),
+        ]
+    )
+    finished = run(env, proxy)
+    first, second = [BOS, 4, 5, 6, TURN], [7, 8, TURN]
+    assert [s.tokens.tolist() for s in finished.segments] == [first, [4, EOS], second, [5, 6, EOS]]
+    assert [s.loss_mask.max() for s in finished.segments] == [0, 1, 0, 1]
+    assert [asked[0] for asked in proxy.asked] == [first, [*first, 4, EOS, *second]]
+    assert finished.versions == (VersionRun(V3, 3), VersionRun(V4, 2)), "runs of one version are joined"
+    assert (finished.finish, finished.reward) == ("done", 1.0)
+
+
+@given(st.lists(st.integers(0, 15), max_size=20))
+def test_sampled_ids_are_never_tokenised_again(ids: list[int]) -> None:
+    """Whatever was sampled, also what no text encodes to, comes out as it was and is what the next turn sees."""
+    ids = [*[i for i in ids if i != EOS], EOS]
+    odd = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), (VersionRun(V3, len(ids)),), "stop")
+    proxy = FakeProxy([odd, completion("a")])
+    finished = run(FakeEnv([StepResult(done=False, messages=(Message("user", "b"),)), RIGHT]), proxy)
+    assert finished.segments[1].tokens.tolist() == ids
+    assert proxy.asked[1][0][5 : 5 + len(ids)] == ids
+
+
+def test_an_endless_conversation_is_cut_and_unpaid() -> None:
+    more = StepResult(done=False, messages=(Message("user", "b"),), reward=0.7)
+    finished = run(FakeEnv([more] * 3), FakeProxy([completion("a")] * 3), max_turns=3)
+    assert (finished.finish, finished.reward, finished.reward_parts["truncated"]) == ("length", 0.0, 1.0)
+    assert len(finished.segments) == 6
+
+
+def test_other_stop_tokens_are_kept() -> None:
+    proxy = FakeProxy([Completion(np.array([4, 9], np.int32), np.zeros(2, np.float32), (VersionRun(V3, 2),), "stop")])
+    env = FakeEnv([RIGHT])
+    sampling = SamplingParams(max_tokens=6, stop_tokens=(9,))
+    asyncio.run(episode.run(TASK, KEY, env=env, proxy=proxy, tokenizer=TOKENIZER, sampling=sampling))
+    assert proxy.asked[0][2].stop_tokens == (9, EOS)
+    assert env.heard == ["a"]
+
+
+BROKEN = {
+    "aborted": Completion(np.array([4], np.int32), np.zeros(1, np.float32), (VersionRun(V3, 1),), "abort"),
+    "log-probs missing": Completion(
+        np.array([4, EOS], np.int32), np.zeros(1, np.float32), (VersionRun(V3, 2),), "stop"
+    ),
+    "versions missing": Completion(np.array([4, EOS], np.int32), np.zeros(2, np.float32), (VersionRun(V3, 1),), "stop"),
+    "nan": Completion(np.array([4, EOS], np.int32), np.full(2, np.nan, np.float32), (VersionRun(V3, 2),), "stop"),
+    "no stop token": Completion(np.array([4, 5], np.int32), np.zeros(2, np.float32), (VersionRun(V3, 2),), "stop"),
+    "stop and empty": Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), "stop"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_completion_that_does_not_hold_together_is_the_machines_fault(what: str) -> None:
+    env = FakeEnv([RIGHT])
+    with pytest.raises(InfraError):
+        run(env, FakeProxy([BROKEN[what]]))
+    assert env.heard == []
+
+
+class Hangs(FakeEnv):
+    """An environment that never comes back from one of its calls."""
+
+    where = "step"
+
+    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+        if self.where == "reset":
+            await asyncio.Event().wait()
+        return await super().reset(task, seed)
+
+    async def step(self, answer: str) -> StepResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_a_hanging_environment_is_a_data_error_within_its_limit(where: str) -> None:
+    env = Hangs([], step_limit_s=0.05)
+    env.where = where
+    with pytest.raises(DataError, match=f"{where} took longer than 0.05 s"):
+        run(env, FakeProxy([completion("a")]))
+
+
+def test_a_hanging_proxy_is_the_machines_fault() -> None:
+    class Silent(FakeProxy):
+        async def generate(self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams) -> Completion:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
+        run(FakeEnv([]), Silent([]), generation_limit_s=0.05)
+    with pytest.raises(InfraError, match="timed out"):
+        run(FakeEnv([]), FakeProxy([TimeoutError("of its own")]))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [StepResult(done=False), StepResult(done=True, reward=float("nan")), StepResult(done=True, reward=float("inf"))],
+    ids=["not done, nothing to say", "nan", "inf"],
+)
+def test_an_environment_that_makes_no_sense_is_a_data_error(result: StepResult) -> None:
+    with pytest.raises(DataError):
+        run(FakeEnv([result]), FakeProxy([completion("a"), completion("a")]))

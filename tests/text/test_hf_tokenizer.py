@@ -1,0 +1,171 @@
+"""Tokenizers read from a Hugging Face folder: round trips, chat templates, and folders that are not right."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.records import Message
+from jaxroll.text.hf import HFTokenizer
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# The shape of the ChatML templates that most open models use.
+CHATML = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+
+MakeFolder = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A byte-level BPE trained here on a few words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat", "Spell this word backward: sun"] * 10, trainer)
+    return tokenizer.to_str()
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path, tokenizer_json: str) -> MakeFolder:
+    def make(template: str | None = None, **settings: Any) -> Path:
+        (tmp_path / "tokenizer.json").write_text(tokenizer_json)
+        settings = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}, **settings}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        if template is not None:
+            (tmp_path / "chat_template.jinja").write_text(template)
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, tokenizer_json: str) -> HFTokenizer:
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "tokenizer.json").write_text(tokenizer_json)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    return HFTokenizer(folder)
+
+
+@given(text=st.text(max_size=80))
+def test_decoding_gives_back_what_was_encoded(plain: HFTokenizer, text: str) -> None:
+    if not any(token in text for token in SPECIAL):
+        ids = plain.encode(text)
+        assert plain.decode(ids) == plain.decode([*ids, plain.eos_id]) == text
+
+
+def test_ids_of_the_special_tokens(make_folder: MakeFolder) -> None:
+    tokenizer = HFTokenizer(make_folder())
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (2, 0)
+    assert tokenizer.vocab_size == Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json")).get_vocab_size()
+    assert "<|im_start|>" in tokenizer.decode([1]), "a special token inside an answer must be seen"
+
+
+def test_ids_with_holes_still_index_the_embedding_table(make_folder: MakeFolder) -> None:
+    folder = make_folder()
+    described = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    vocabulary["x"] = 999
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    tokenizer = HFTokenizer(folder)
+    assert tokenizer.encode("x") == [999]
+    assert tokenizer.vocab_size == 1000
+
+
+def test_without_a_template_the_format_is_plain(make_folder: MakeFolder) -> None:
+    tokenizer = HFTokenizer(make_folder())
+    text = tokenizer.decode(tokenizer.render((Message("user", "sun"),)))
+    assert text == "User: sun\nAssistant:"
+
+
+@pytest.mark.parametrize("kept_in", ["file", "settings", "named"])
+def test_a_chat_template_is_found_wherever_models_keep_it(make_folder: MakeFolder, kept_in: str) -> None:
+    if kept_in == "file":
+        folder = make_folder(CHATML)
+    elif kept_in == "settings":
+        folder = make_folder(chat_template=CHATML)
+    else:
+        folder = make_folder(chat_template=[{"name": "tool", "template": "x"}, {"name": "default", "template": CHATML}])
+    tokenizer = HFTokenizer(folder)
+    ids = tokenizer.render((Message("user", "sun"),))
+    assert tokenizer.encode("<|im_start|>user\nsun<|im_end|>\n<|im_start|>assistant\n") == ids
+    assert ids.count(tokenizer.eos_id) == 1, "special tokens of the template are single ids"
+
+
+def test_later_turns_continue_the_conversation_as_the_template_would(make_folder: MakeFolder) -> None:
+    tokenizer = HFTokenizer(make_folder(CHATML))
+    question, answer, remark = Message("user", "sun"), Message("assistant", "nus"), Message("user", "again")
+    sampled = [*tokenizer.encode("nus"), tokenizer.eos_id]
+    joined = tokenizer.render((question,)) + sampled + tokenizer.render((remark,), first=False)
+    assert joined == tokenizer.render((question, answer, remark))
+
+
+def test_a_template_cannot_reach_into_python(make_folder: MakeFolder) -> None:
+    tokenizer = HFTokenizer(make_folder("{{ ''.__class__.__mro__[1].__subclasses__() }}"))
+    with pytest.raises(DataError, match="refused"):
+        tokenizer.render((Message("user", "x"),))
+
+
+def test_a_template_that_forbids_a_conversation_says_why(make_folder: MakeFolder) -> None:
+    tokenizer = HFTokenizer(make_folder("{{ raise_exception('users only') }}"))
+    with pytest.raises(DataError, match="users only"):
+        tokenizer.render((Message("system", "x"),))
+
+
+def test_the_date_in_a_template_does_not_change(make_folder: MakeFolder) -> None:
+    tokenizer = HFTokenizer(make_folder("{{ strftime_now('%Y-%m-%d') }}"))
+    assert tokenizer.decode(tokenizer.render((Message("user", "x"),))) == "2025-01-01"
+
+
+def test_a_template_without_jinja2_says_what_to_install(
+    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ConfigError, match=r"jaxroll\[hf\]"):
+        HFTokenizer(make_folder(CHATML))
+    (make_folder() / "chat_template.jinja").unlink()
+    HFTokenizer(make_folder())  # no template, no need
+
+
+def test_eos_may_stand_in_the_generation_config(make_folder: MakeFolder) -> None:
+    folder = make_folder(eos_token=None)
+    with pytest.raises(ConfigError, match="ends a sequence"):
+        HFTokenizer(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
+    assert HFTokenizer(folder).eos_id == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", None),
+        ("tokenizer.json", "{"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("chat_template.jinja", "{% if %}"),
+    ],
+)
+def test_a_broken_folder_is_a_config_error_that_names_the_file(
+    make_folder: MakeFolder, name: str, text: str | None
+) -> None:
+    folder = make_folder()
+    (folder / name).unlink() if text is None else (folder / name).write_text(text)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json|" + name):
+        HFTokenizer(folder)
