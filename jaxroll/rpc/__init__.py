@@ -1,0 +1,1 @@
+"""How processes call one another: raw MessagePack bytes over grpc.aio, a token per run and role, limits, deadlines."""

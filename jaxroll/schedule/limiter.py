@@ -1,0 +1,77 @@
+"""The age limiter: one inequality admits work, one inequality bounds what is trained (STORE.md, promise 7).
+
+Notation: B groups per claim, R redundant groups, v the published version, u the version a sampler serves, α the bound.
+
+(a) admission: a group with `ahead` groups to be trained before it may be leased while
+
+        ahead < ⌊(α + 1 − max(0, v − u))·B⌋ + R
+
+    For a new prompt `ahead` is everything outstanding (leased + ready + claimed and not yet published + to be
+    replayed), which is the form of the contract. A member that is leased again stands earlier in the order and is
+    asked with the smaller number: it is not refused credit that its own group already holds.
+
+(b) delivery: no token with  trained step − sampled step > ⌈α⌉  is trained.
+
+With `lease_order`, (a) implies (b): a < x·B + R groups ahead are consumed in ⌈x⌉ − 1 further claims at most.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxroll.errors import ConfigError
+
+_ROUNDING = 1e-9  # (0.1 + 1) * 30 is 33.000000000000004, and (0.7 + 1) * 10 may be one ulp short of 17
+
+
+@dataclass(frozen=True)
+class AgeLimiter:
+    """Both guards of one run. The constructor refuses settings that must deadlock."""
+
+    alpha: float
+    batch_groups: int
+    redundant_groups: int = 0
+    publish_every: int = 1
+    buffer_groups: int = 0  # 0: exactly what the window needs
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise ConfigError("schedule.alpha", self.alpha, "the age bound must be a number ≥ 0", "0 is synchronous.")
+        if self.batch_groups < 1:
+            raise ConfigError("schedule.groups_per_step", self.batch_groups, "a claim needs at least one group")
+        if self.redundant_groups < 0:
+            raise ConfigError("schedule.redundant_groups", self.redundant_groups, "cannot be negative")
+        if not 1 <= self.publish_every <= math.floor(self.alpha + 1 + _ROUNDING):
+            raise ConfigError(
+                "schedule.publish_every",
+                self.publish_every,
+                f"must be between 1 and ⌊alpha + 1⌋ = {math.floor(self.alpha + 1 + _ROUNDING)}, else no lease can ever "
+                "be granted again",
+                "Publish more often or raise schedule.alpha.",
+            )
+        if self.buffer_groups and self.buffer_groups < self.window(0):
+            raise ConfigError(
+                "schedule.buffer_groups",
+                self.buffer_groups,
+                f"is below (alpha + 1)·groups_per_step + redundant_groups = {self.window(0)}",
+                "Use 0 to let it follow from alpha.",
+            )
+
+    @property
+    def max_age(self) -> int:
+        """⌈α⌉, the greatest age of a trained token, in steps."""
+        return math.ceil(self.alpha - _ROUNDING)
+
+    def window(self, lag: int) -> int:
+        """Groups that may be outstanding for a sampler `lag` ≥ 0 versions behind the published one."""
+        groups = math.floor((self.alpha + 1 - max(0, lag)) * self.batch_groups + _ROUNDING)
+        return groups + self.redundant_groups if groups > 0 else 0
+
+    def admits(self, ahead: int, published_step: int, sampler_step: int) -> bool:
+        """Whether a group with `ahead` groups before it may be sampled at `sampler_step` now."""
+        return ahead < self.window(published_step - sampler_step)
+
+    def too_old(self, sampled_step: int, trained_step: int) -> bool:
+        """Whether a token sampled at `sampled_step` must not be trained at `trained_step`."""
+        return trained_step - sampled_step > self.max_age

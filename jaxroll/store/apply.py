@@ -1,0 +1,214 @@
+"""What every event does to the state. Total and free of choices: replaying the log gives the same state again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxroll.store import events as ev
+from jaxroll.store.state import DONE, DROPPED, FREE, LEASED, Batch, Group, LeaseReceipt, Lineage, Slot, State, base_step
+
+
+def apply(state: State, event: ev.Event, now_s: float) -> None:
+    """Change `state` by `event`, which happened now."""
+    _EFFECTS[type(event)](state, event, now_s)
+    if not isinstance(event, ev.NOT_LOGGED):
+        state.position += 1
+
+
+def replay(state: State, events: Iterable[ev.Event], now_s: float) -> State:
+    """`state` after `events`; every lease in them counts from `now_s`."""
+    for event in events:
+        apply(state, event, now_s)
+    return state
+
+
+def _issued(state: State, e: ev.Issued, now_s: float) -> None:
+    state.open[e.group] = Group(e.group, e.task, [Slot() for _ in range(e.size)], e.reissue_of, e.reissues)
+    state.next_group = e.group + 1
+    state.issued += 1
+    if e.reissue_of is None:
+        state.cursor = e.cursor
+        state.prompts_issued += 1
+
+
+def _leased(state: State, e: ev.Leased, now_s: float) -> None:
+    group = state.open[e.group]
+    if group.leased_at_s is None:
+        group.leased_at_s = now_s
+    for member, attempt in e.members:
+        slot = group.slots[member]
+        slot.status, slot.attempt, slot.holder, slot.session = LEASED, attempt, e.holder, e.session
+        slot.deadline_s, slot.rests_until_s = now_s + e.ttl_s, 0.0
+    receipt = state.receipts.get(e.session)
+    if receipt is None or receipt.request != e.request:
+        receipt = state.receipts[e.session] = LeaseReceipt(e.request, ())
+    receipt.members += tuple((e.group, member, attempt) for member, attempt in e.members)
+
+
+def _lease_ended(state: State, e: ev.LeaseEnded, now_s: float) -> None:
+    for member in e.members:
+        state.open[e.group].slots[member].status = FREE
+
+
+def _put(state: State, e: ev.Put, now_s: float) -> None:
+    group = state.open[e.group]
+    slot = group.slots[e.member]
+    slot.status, slot.digest, slot.size_bytes, slot.runs = DONE, e.digest, e.size_bytes, e.runs
+    slot.rests_until_s = 0.0
+    state.tokens_put += slot.tokens
+    state.member_bytes = max(state.member_bytes, e.size_bytes)
+    state.moved_at_s = now_s
+    _note_ready(state, group)
+
+
+def _note_ready(state: State, group: Group) -> None:
+    if not any(True for _ in group.missing()):
+        group.ready_place = state.ready_places
+        state.ready_places += 1
+
+
+def _member_failed(state: State, e: ev.MemberFailed, now_s: float) -> None:
+    slot = state.open[e.group].slots[e.member]
+    slot.status, slot.failed_attempt, slot.failed_digest = FREE, e.attempt, e.digest
+    slot.rests_until_s = now_s + e.rest_s if e.rest_s > 0 else 0.0
+    if e.kind == "DATA":
+        slot.data_failures += 1
+    else:
+        slot.infra_failures += 1
+
+
+def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
+    group = state.open[e.group]
+    for member in e.dropped:
+        group.slots[member].status = DROPPED
+    group.note = e.reason
+    state.shrunk += 1
+    _note_ready(state, group)
+
+
+def _expired(state: State, e: ev.Expired, now_s: float) -> None:
+    group = state.open.pop(e.group)
+    state.expired[e.reason] = state.expired.get(e.reason, 0) + 1
+    state.tokens_expired[e.reason] = state.tokens_expired.get(e.reason, 0) + group.tokens
+
+
+def _died(state: State, e: ev.Died, now_s: float) -> None:
+    group = state.open.pop(e.group)
+    state.dead += 1
+    state.tokens_expired["dead"] = state.tokens_expired.get("dead", 0) + group.tokens
+
+
+def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
+    for gid in e.groups:
+        group = state.held[gid] = state.open.pop(gid)
+        group.step = e.step
+    state.batches[e.step] = Batch(e.step, e.groups, e.shuffle_seed)
+    state.next_claim = e.step + 1
+    state.tokens_masked += e.masked_tokens
+    state.moved_at_s = now_s
+
+
+def _acked(state: State, e: ev.Acked, now_s: float) -> None:
+    for gid in state.batches[e.version.step].groups:
+        state.held[gid].acked = True
+    state.acked = e.version.step + 1
+    state.moved_at_s = now_s
+
+
+def _made_durable(state: State, e: ev.MadeDurable, now_s: float) -> None:
+    for step in range(state.durable, e.version.step):
+        for gid in state.batches[step].groups:
+            del state.held[gid]
+            state.trimmed += 1
+    state.durable = e.version.step
+    state.moved_at_s = now_s
+    _forget_batches(state)
+
+
+def _forget_batches(state: State) -> None:
+    """Batches that are trimmed and published are nobody's business any more."""
+    keep_from = min(state.durable, base_step(state))
+    for step in [step for step in state.batches if step < keep_from]:
+        del state.batches[step]
+
+
+def _published(state: State, e: ev.Published, now_s: float) -> None:
+    state.published = e.snapshot
+    line = state.lineages[e.snapshot.version.lineage]
+    line.newest = max(e.snapshot.version.step, -1 if line.newest is None else line.newest)
+    state.moved_at_s = now_s
+    _forget_batches(state)
+
+
+def _began(state: State, e: ev.Began, now_s: float) -> None:
+    state.learner = e.learner
+    state.replay_until = state.next_claim
+    state.moved_at_s = now_s
+    if e.parent is None:
+        return
+    state.lineages.append(Lineage(e.parent, e.version.step))
+    state.published = None
+    state.acked = e.version.step
+    for group in state.held.values():
+        group.acked = group.step is not None and group.step < e.version.step
+    for group in state.open.values():
+        for _, slot in group.missing():  # whoever holds it samples in a lineage that ended
+            slot.status, slot.attempt = FREE, slot.attempt + (slot.attempt > 0)
+    state.receipts.clear()
+
+
+def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
+    state.receipts.pop(state.sessions.get(e.name, ""), None)
+    state.sessions[e.name] = e.session
+
+
+def _data_ended(state: State, e: ev.DataEnded, now_s: float) -> None:
+    state.data_ended = True
+
+
+def _run_closed(state: State, e: ev.RunClosed, now_s: float) -> None:
+    state.closed = e.reason
+
+
+def _run_opened(state: State, e: ev.RunOpened, now_s: float) -> None:
+    state.closed = ""
+    state.moved_at_s = now_s
+
+
+def _renewed(state: State, e: ev.Renewed, now_s: float) -> None:
+    for group, member in e.members:
+        state.open[group].slots[member].deadline_s = now_s + e.ttl_s
+
+
+def _extended(state: State, e: ev.Extended, now_s: float) -> None:
+    for group in state.open.values():
+        if group.leased_at_s is not None:
+            group.leased_at_s += e.by_s
+        for slot in group.slots:
+            if slot.status == LEASED:
+                slot.deadline_s += e.by_s
+    state.moved_at_s += e.by_s
+
+
+_EFFECTS: dict[type, Callable[[State, Any, float], None]] = {
+    ev.Issued: _issued,
+    ev.Leased: _leased,
+    ev.LeaseEnded: _lease_ended,
+    ev.Put: _put,
+    ev.MemberFailed: _member_failed,
+    ev.Shrunk: _shrunk,
+    ev.Expired: _expired,
+    ev.Died: _died,
+    ev.Claimed: _claimed,
+    ev.Acked: _acked,
+    ev.MadeDurable: _made_durable,
+    ev.Published: _published,
+    ev.Began: _began,
+    ev.Arrived: _arrived,
+    ev.DataEnded: _data_ended,
+    ev.RunClosed: _run_closed,
+    ev.RunOpened: _run_opened,
+    ev.Renewed: _renewed,
+    ev.Extended: _extended,
+}

@@ -1,0 +1,288 @@
+"""What the other roles hold of the store: `StoreClient` for asyncio, `BlockingStore` for a thread.
+
+Every call may be made again without harm, and is, across restarts of the store, for `patience_s`. Answers that are
+refusals are raised: NoCredit, NotReady, StaleClient, Fenced, Conflict, Closed, Unauthorized; a store that stays away
+is an InfraError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxroll import metrics, wire
+from jaxroll.errors import InfraError, NoCredit, NotReady
+from jaxroll.records import Claim, ClaimedGroup, Grant, Member, Snapshot, Version
+from jaxroll.rpc import auth, limits
+from jaxroll.rpc.client import RawClient
+from jaxroll.store import messages as msg
+from jaxroll.store.messages import Key, Welcome
+
+MAX_MESSAGE_BYTES = 2**30  # of what the store may send; the store has its own, smaller limit on what it takes
+_CALL_S = 10.0  # deadline of one attempt, beyond what a long poll waits
+
+T = TypeVar("T")
+
+
+class StoreClient:
+    """A connection to the store, for one event loop. Make it with `connect`."""
+
+    welcome: Welcome
+
+    def __init__(self, raw: RawClient, config_digest: str) -> None:
+        self._raw, self._config_digest = raw, config_digest
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str | Path,
+        *,
+        role: str,
+        name: str,
+        config_digest: str = "",
+        token: str | None = None,
+        patience_s: float = 60.0,
+    ) -> StoreClient:
+        """A client that the store has welcomed. `address` is host:port, or the file (RUN/store.addr) that holds it.
+
+        Without `token` it is taken from JAXROLL_TOKEN, or from the token file beside the address file.
+        """
+        run_dir = address.parent if isinstance(address, Path) else None
+        raw = RawClient(
+            msg.SERVICE, address, role=role, name=name, token=token or auth.load(run_dir), patience_s=patience_s,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+        )  # fmt: skip
+        client = cls(raw, config_digest)
+        async with contextlib.AsyncExitStack() as unless_welcome:
+            unless_welcome.push_async_callback(raw.close)
+            client.welcome = await client._call("Hello", msg.Hello(wire.PROTOCOL_VERSION, config_digest), Welcome)
+            unless_welcome.pop_all()
+        raw.run_id = client.welcome.run_id
+        return client
+
+    @property
+    def position(self) -> int:
+        """The newest position of the store's log that an answer showed."""
+        return self._raw.position
+
+    async def lease(self, version: Version, max_members: int, wait_s: float = 0.0) -> list[Grant]:
+        """Work for at most `max_members` members. Raises NoCredit when there was none within `wait_s`."""
+        request = uuid.uuid4().hex
+
+        async def ask(left_s: float) -> list[Grant]:
+            call = msg.LeaseCall(version, max_members, left_s, request)
+            return list((await self._call("Lease", call, msg.LeaseReply, left_s)).grants)
+
+        return await _until(ask, wait_s, NoCredit)
+
+    async def renew(self, grants: Sequence[Key]) -> list[Key]:
+        """Those of (group, member, attempt) that are lost; the others have their full time again."""
+        call = msg.Members(tuple((g, m, a) for g, m, a in grants))
+        return list((await self._call("Renew", call, msg.Members)).members)
+
+    async def put(self, member: Member) -> str:
+        """OK, or SURPLUS when its group ended without it. Raises Conflict, Fenced."""
+        return wire.decode(await self._raw.call("Put", wire.encode(member), _CALL_S), msg.PutReply).result
+
+    async def release(self, grants: Sequence[Key]) -> None:
+        """Give leases back."""
+        await self._call("Release", msg.Members(tuple((g, m, a) for g, m, a in grants)), msg.Members)
+
+    async def claim(self, lineage: int, step: int, wait_s: float = 0.0) -> Claim:
+        """The batch of `step`. Raises NotReady when it is not complete within `wait_s`."""
+
+        async def ask(left_s: float) -> msg.ClaimPage:
+            return await self._call("Claim", msg.ClaimCall(lineage, step, left_s), msg.ClaimPage, left_s)
+
+        first = page = await _until(ask, wait_s, NotReady)
+        parts = list(page.parts)
+        while page.next_start is not None:
+            page = await self._call("Claim", msg.ClaimCall(lineage, step, 0.0, page.next_start), msg.ClaimPage)
+            parts += page.parts
+        return Claim(
+            first.step, first.lineage, _joined(parts), first.shuffle_seed, first.replayed, first.checkpoint_wanted
+        )
+
+    async def begin(self, durable: Version | None) -> Version:
+        """The version to train from, after restoring the checkpoint `durable` (None: nothing was restored)."""
+        return (await self._call("Begin", msg.BeginCall(durable), msg.VersionCall)).version
+
+    async def publish(self, snapshot: Snapshot) -> None:
+        """Samplers may fetch these weights."""
+        await self._call("Publish", snapshot, msg.PutReply)
+
+    async def published(self, known: Version | None, wait_s: float = 0.0) -> Snapshot | None:
+        """A snapshot of another version than `known`, if there is one within `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            left_s = min(max(0.0, deadline - time.monotonic()), limits.MAX_WAIT_S)
+            reply = await self._call("Published", msg.PublishedCall(known, left_s), msg.PublishedReply, left_s)
+            if reply.snapshot is not None or time.monotonic() >= deadline:
+                return reply.snapshot
+
+    async def ack(self, version: Version) -> None:
+        """The claim of version.step was trained at `version`."""
+        await self._call("Ack", msg.VersionCall(version), msg.PutReply)
+
+    async def durable(self, version: Version) -> None:
+        """A checkpoint of `version` is on disk: it holds the effect of every claim below version.step."""
+        await self._call("Durable", msg.VersionCall(version), msg.PutReply)
+
+    async def report(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append metrics rows to the run's metrics.jsonl."""
+        lines = tuple(metrics.dumps(row).encode() for row in rows)
+        if lines:
+            await self._call("Report", msg.ReportCall(lines, uuid.uuid4().hex), msg.PutReply)
+
+    async def status(self) -> dict[str, Any]:
+        """The run in numbers."""
+        return json.loads((await self._call("Status", None, msg.StatusReply)).body)
+
+    async def close_run(self, reason: str) -> None:
+        """End the run: leases and new claims answer Closed."""
+        await self._call("Close", msg.CloseCall(reason), msg.PutReply)
+
+    async def aclose(self) -> None:
+        """Let go of the connection."""
+        await self._raw.close()
+
+    async def _call(self, method: str, message: Any, kind: type[T], held_s: float = 0.0) -> T:
+        """The answer of type `kind`; the store may hold the call for `held_s`."""
+        return wire.decode(await self._raw.call(method, wire.encode(message), held_s + _CALL_S), kind)
+
+
+async def _until(ask, wait_s: float, not_yet: type[Exception]):
+    """The answer of `ask(seconds to wait)`, asked in pieces the store allows, until `wait_s` is over."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        left_s = min(max(0.0, deadline - time.monotonic()), limits.MAX_WAIT_S)
+        try:
+            return await ask(left_s)
+        except not_yet as refusal:
+            retry_s = getattr(refusal, "retry_after_s", 0.0)
+            if time.monotonic() + retry_s >= deadline or left_s < limits.MAX_WAIT_S:
+                raise
+
+
+def _joined(parts: Sequence[msg.ClaimPart]) -> tuple[ClaimedGroup, ...]:
+    """Whole groups out of the parts that pages cut them into."""
+    groups: dict[int, tuple[Any, list[Member]]] = {}
+    for part in parts:
+        members = groups.setdefault(part.group, (part.task, []))[1]
+        members += [wire.decode(body, Member) for body in part.members]
+    return tuple(ClaimedGroup(group, task, tuple(members)) for group, (task, members) in groups.items())
+
+
+class BlockingStore:
+    """StoreClient's methods for ordinary threads: one loop thread of its own does the talking."""
+
+    def __init__(
+        self,
+        address: str | Path,
+        *,
+        role: str,
+        name: str,
+        config_digest: str = "",
+        token: str | None = None,
+        patience_s: float = 60.0,
+    ) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="store-client", daemon=True)
+        self._thread.start()
+        self._client: StoreClient | None = None
+        with contextlib.ExitStack() as unless_connected:
+            unless_connected.callback(self.close)
+            job = StoreClient.connect(
+                address, role=role, name=name, config_digest=config_digest, token=token, patience_s=patience_s
+            )
+            self._client = self._run(job)
+            unless_connected.pop_all()
+
+    @property
+    def welcome(self) -> Welcome:
+        """The store's answer to the first message."""
+        return self._held().welcome
+
+    @property
+    def position(self) -> int:
+        """The newest position of the store's log that an answer showed."""
+        return self._held().position
+
+    def lease(self, version: Version, max_members: int, wait_s: float = 0.0) -> list[Grant]:
+        """See StoreClient.lease."""
+        return self._run(self._held().lease(version, max_members, wait_s))
+
+    def renew(self, grants: Sequence[Key]) -> list[Key]:
+        """See StoreClient.renew."""
+        return self._run(self._held().renew(grants))
+
+    def put(self, member: Member) -> str:
+        """See StoreClient.put."""
+        return self._run(self._held().put(member))
+
+    def release(self, grants: Sequence[Key]) -> None:
+        """See StoreClient.release."""
+        self._run(self._held().release(grants))
+
+    def claim(self, lineage: int, step: int, wait_s: float = 0.0) -> Claim:
+        """See StoreClient.claim."""
+        return self._run(self._held().claim(lineage, step, wait_s))
+
+    def begin(self, durable: Version | None) -> Version:
+        """See StoreClient.begin."""
+        return self._run(self._held().begin(durable))
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """See StoreClient.publish."""
+        self._run(self._held().publish(snapshot))
+
+    def published(self, known: Version | None, wait_s: float = 0.0) -> Snapshot | None:
+        """See StoreClient.published."""
+        return self._run(self._held().published(known, wait_s))
+
+    def ack(self, version: Version) -> None:
+        """See StoreClient.ack."""
+        self._run(self._held().ack(version))
+
+    def durable(self, version: Version) -> None:
+        """See StoreClient.durable."""
+        self._run(self._held().durable(version))
+
+    def report(self, rows: Sequence[dict[str, Any]]) -> None:
+        """See StoreClient.report."""
+        self._run(self._held().report(rows))
+
+    def status(self) -> dict[str, Any]:
+        """See StoreClient.status."""
+        return self._run(self._held().status())
+
+    def close_run(self, reason: str) -> None:
+        """See StoreClient.close_run."""
+        self._run(self._held().close_run(reason))
+
+    def close(self) -> None:
+        """Let go of the connection and the thread; again without effect."""
+        client, self._client = self._client, None
+        if client is not None:
+            self._run(client.aclose())
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    aclose = close
+
+    def _held(self) -> StoreClient:
+        if self._client is None:
+            raise InfraError("this client of the store is closed")
+        return self._client
+
+    def _run(self, job: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(job, self._loop).result()

@@ -1,0 +1,164 @@
+"""The records of the log: every transition of the run, as facts. `apply` says what they do.
+
+Durations, never clock readings, stand in them. `Renewed` and `Extended` move deadlines only and are not logged, for a
+restart renews every open lease anyway.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxroll.records import Snapshot, Task, Version, VersionRun
+
+
+class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
+    """A prompt became a group. `cursor` is the prompt pipeline's state after it (None for a re-issue)."""
+
+    group: int
+    task: Task
+    size: int
+    reissue_of: int | None = None
+    reissues: int = 0
+    cursor: bytes | None = None
+
+
+class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
+    """Members (member, attempt) of a group went to a holder."""
+
+    group: int
+    members: tuple[tuple[int, int], ...]
+    holder: str
+    session: str
+    request: str
+    ttl_s: float
+
+
+class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"):
+    """Leases ended without a put: expired, released, or their holder came back as another process."""
+
+    group: int
+    members: tuple[int, ...]
+    reason: str
+
+
+class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
+    """A member is there; its payload is in the same transaction."""
+
+    group: int
+    member: int
+    attempt: int
+    digest: str
+    size_bytes: int
+    runs: tuple[VersionRun, ...]
+
+
+class MemberFailed(msgspec.Struct, frozen=True, array_like=True, tag="member_failed"):
+    """A member broke (kind INFRA or DATA) and may be leased again after `rest_s`."""
+
+    group: int
+    member: int
+    attempt: int
+    digest: str
+    kind: str
+    error: str
+    rest_s: float
+
+
+class Shrunk(msgspec.Struct, frozen=True, array_like=True, tag="shrunk"):
+    """A group was closed without these members."""
+
+    group: int
+    dropped: tuple[int, ...]
+    reason: str
+
+
+class Expired(msgspec.Struct, frozen=True, array_like=True, tag="expired"):
+    """A group ended untrained: stale, lineage, surplus."""
+
+    group: int
+    reason: str
+
+
+class Died(msgspec.Struct, frozen=True, array_like=True, tag="died"):
+    """A group ended because one of its members cannot be produced."""
+
+    group: int
+    reason: str
+
+
+class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
+    """The batch of `step` is these groups in this order. `masked_tokens` are too old and get loss mask 0."""
+
+    step: int
+    lineage: int
+    groups: tuple[int, ...]
+    shuffle_seed: int
+    masked_tokens: int = 0
+
+
+class Acked(msgspec.Struct, frozen=True, array_like=True, tag="acked"):
+    """The claim of version.step was trained in version.lineage."""
+
+    version: Version
+
+
+class MadeDurable(msgspec.Struct, frozen=True, array_like=True, tag="durable"):
+    """A durable checkpoint holds the effect of all claims below version.step; their groups are trimmed."""
+
+    version: Version
+
+
+class Published(msgspec.Struct, frozen=True, array_like=True, tag="published"):
+    """Samplers can fetch these weights."""
+
+    snapshot: Snapshot
+
+
+class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
+    """A learner began at `version`; `parent` is the lineage it left, None when it stayed in its own."""
+
+    version: Version
+    learner: str
+    parent: int | None = None
+
+
+class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
+    """`name` is now this session."""
+
+    name: str
+    session: str
+
+
+class DataEnded(msgspec.Struct, frozen=True, array_like=True, tag="data_ended"):
+    """No further prompts will come."""
+
+
+class RunClosed(msgspec.Struct, frozen=True, array_like=True, tag="run_closed"):
+    """The run is over."""
+
+    reason: str
+
+
+class RunOpened(msgspec.Struct, frozen=True, array_like=True, tag="run_opened"):
+    """A run that was closed before its end goes on."""
+
+
+class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
+    """Leases (group, member) last another `ttl_s` from now. Not logged."""
+
+    members: tuple[tuple[int, int], ...]
+    ttl_s: float
+
+
+class Extended(msgspec.Struct, frozen=True, array_like=True, tag="extended"):
+    """The store itself stood still for `by_s`: nobody's lease suffers for it. Not logged."""
+
+    by_s: float
+
+
+Event = (
+    Issued | Leased | LeaseEnded | Put | MemberFailed | Shrunk | Expired | Died | Claimed | Acked | MadeDurable
+    | Published | Began | Arrived | DataEnded | RunClosed | RunOpened | Renewed | Extended
+)  # fmt: skip
+
+NOT_LOGGED = (Renewed, Extended)

@@ -1,0 +1,112 @@
+"""Core and log together: every decision's events go to the log, its waiters wake, its answer waits for the disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxroll.clock import Clock
+from jaxroll.errors import NoCredit, NotReady, StoreRefusal
+from jaxroll.store import events as ev
+from jaxroll.store import requests as rq
+from jaxroll.store import schema
+from jaxroll.store.core import Core
+from jaxroll.store.log import Log
+from jaxroll.store.settings import Settings
+from jaxroll.store.state import State
+from jaxroll.store.wakeups import CLAIM, LEASE, PUBLISHED, Wakeups
+from jaxroll.store.work import LAGGING
+
+COMPACT_EVERY = 50_000  # log records
+_LAGGING_WAIT_S = 0.25  # a sampler whose weights are old should come back with new ones rather than wait here
+_QUIET = (ev.Leased, ev.Renewed, ev.Extended, ev.Arrived)
+
+
+class Keeper:
+    """The run's history, kept. Belongs to one event loop's thread; deciding and logging happen without an await."""
+
+    def __init__(self, settings: Settings, log: Log, clock: Clock) -> None:
+        self.settings, self.log, self._clock = settings, log, clock
+        known = log.recovered
+        self.core = Core.recovered(settings, known.state, known.events, clock.now_s())
+        self.wakeups = Wakeups()
+        self._compacted_at = known.state.position if known.state else 0
+        self.on_acked: Callable[[], None] = lambda: None
+
+    @property
+    def state(self) -> State:
+        """The state; read only."""
+        return self.core.state
+
+    def now_s(self) -> float:
+        """The clock that leases live by."""
+        return self._clock.now_s()
+
+    def decide(self, request: rq.Request, payload: schema.Statement | None = None) -> Any:
+        """The answer to `request`, already decided, applied and handed to the log, but not yet on disk.
+
+        `payload` is committed with the events, if there are any that put it.
+        """
+        before = self.state.position
+        decision = self.core.handle(request, self._clock.now_s())
+        self._log(decision.events, before, payload)
+        self._wake(decision.events)
+        return decision.reply
+
+    async def answer(self, request: rq.Request, payload: schema.Statement | None = None) -> Any:
+        """The answer to `request` once it is on disk; raises it when it is a refusal."""
+        reply = self.decide(request, payload)
+        await self.log.committed()
+        if isinstance(reply, StoreRefusal):
+            raise reply
+        return reply
+
+    async def answer_when_ready(self, ask: Callable[[], Any], topic: str, wait_s: float) -> Any:
+        """The answer of `ask` (which decides), asked again at every change while it is "not yet" and time is left."""
+        started = self._clock.now_s()
+        while True:
+            reply = ask()
+            patience_s = _LAGGING_WAIT_S if _is_lagging(reply) else wait_s
+            left_s = started + patience_s - self._clock.now_s()
+            if not isinstance(reply, (NoCredit, NotReady)) or left_s <= 0:
+                break
+            await self.wakeups.wait(topic, left_s)
+        await self.log.committed()
+        if isinstance(reply, StoreRefusal):
+            raise reply
+        return reply
+
+    def _log(self, events: list[ev.Event], position: int, payload: schema.Statement | None) -> None:
+        statements: list[schema.Statement] = []
+        unix_s = time.time()
+        for event in events:
+            if isinstance(event, ev.NOT_LOGGED):
+                continue
+            position += 1
+            statements += schema.statements(event, self.state, position, unix_s)
+            if isinstance(event, ev.Put) and payload is not None:
+                statements.append(payload)
+        if position - self._compacted_at >= COMPACT_EVERY:
+            statements += schema.compaction(self.state)
+            self._compacted_at = position
+        self.log.append(statements)
+
+    def _wake(self, events: list[ev.Event]) -> None:
+        for event in events:
+            if isinstance(event, _QUIET):
+                continue
+            if isinstance(event, ev.Put):
+                group = self.state.open.get(event.group)
+                if group is not None and group.ready:
+                    self.wakeups.notify(CLAIM)
+                continue
+            self.wakeups.notify(LEASE, CLAIM)
+            if isinstance(event, (ev.Published, ev.Began, ev.RunClosed)):
+                self.wakeups.notify(PUBLISHED)
+            if isinstance(event, ev.Acked):
+                self.on_acked()
+
+
+def _is_lagging(reply: Any) -> bool:
+    return isinstance(reply, NoCredit) and reply.reason.startswith(LAGGING)

@@ -1,0 +1,76 @@
+"""Members as bytes: checked when they come in, masked where a token is too old when they go out."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from jaxroll import wire
+from jaxroll.errors import StoreRefusal
+from jaxroll.records import Finished, Member, Segment, ages
+from jaxroll.store.requests import PutMember, Recorded
+
+FAILURE_KINDS = ("INFRA", "DATA")
+_ERROR_CHARS = 2000
+_LARGEST_ID = 2**53  # of a group: what every table and JSON reader can hold
+
+
+def check_key(member: Member) -> None:
+    """StoreRefusal unless group, member and attempt are numbers the log can hold."""
+    key = (member.group, member.member, member.attempt)
+    if not all(0 <= number < _LARGEST_ID for number in key):
+        raise StoreRefusal(f"put {key}: not a member of any group")
+
+
+def put_request(body: bytes, member: Member, recorded: Recorded | None = None) -> PutMember:
+    """The request that `body` (the bytes of `member`) makes; StoreRefusal when the member contradicts itself."""
+    outcome = member.outcome
+    key, digest = (member.group, member.member, member.attempt), wire.digest(body)
+    if isinstance(outcome, Finished):
+        _check(outcome, key)
+        return PutMember(*key, digest, len(body), outcome.versions, None, recorded)
+    if outcome.kind not in FAILURE_KINDS:
+        raise StoreRefusal(f"put {key}: a failure is {' or '.join(FAILURE_KINDS)}, not {outcome.kind!r}")
+    return PutMember(*key, digest, len(body), (), (outcome.kind, outcome.error[:_ERROR_CHARS]), recorded)
+
+
+def _check(outcome: Finished, key: tuple[int, int, int]) -> None:
+    """Raises unless the arrays fit one another and the versions cover the sampled tokens."""
+    sampled = 0
+    for i, segment in enumerate(outcome.segments):
+        kinds = (segment.tokens.dtype.name, segment.loss_mask.dtype.name, segment.logprobs.dtype.name)
+        if kinds != ("int32", "uint8", "float32"):
+            raise StoreRefusal(
+                f"put {key}: segment {i} is {kinds}; tokens, loss mask, log-probs are int32 uint8 float32"
+            )
+        shapes = {segment.tokens.shape, segment.loss_mask.shape, segment.logprobs.shape}
+        if len(shapes) != 1 or segment.tokens.ndim != 1:
+            raise StoreRefusal(f"put {key}: segment {i} has shapes {sorted(shapes)}; all must be [T]")
+        if segment.loss_mask.size and int(segment.loss_mask.max()) > 1:
+            raise StoreRefusal(f"put {key}: segment {i} has a loss mask beside 0 and 1")
+        sampled += int(segment.loss_mask.sum())
+    covered = sum(run.count for run in outcome.versions)
+    if covered != sampled:
+        raise StoreRefusal(f"put {key}: versions cover {covered} tokens, {sampled} were sampled")
+    if not np.isfinite(outcome.reward):
+        raise StoreRefusal(f"put {key}: reward {outcome.reward} is not a finite number")
+
+
+def masked(body: bytes, step: int, max_age: int) -> bytes:
+    """`body` with loss mask 0 wherever a token is older than `max_age` at `step`; unchanged when none is."""
+    member = wire.decode(body, Member)
+    outcome = member.outcome
+    if not isinstance(outcome, Finished):
+        return body
+    stale = ages(outcome.versions, step) > max_age
+    if not stale.any():
+        return body
+    segments, start = [], 0
+    for segment in outcome.segments:
+        mask = segment.loss_mask.copy()
+        sampled = np.flatnonzero(mask)
+        mask[sampled[stale[start : start + sampled.size]]] = 0
+        start += sampled.size
+        segments.append(Segment(segment.tokens, mask, segment.logprobs))
+    kept = msgspec.structs.replace(outcome, segments=tuple(segments))
+    return wire.encode(msgspec.structs.replace(member, outcome=kept))

@@ -1,0 +1,190 @@
+"""The store as a running server: log, machine, prompts, calls, and the clock that ends what ran out.
+
+One event loop decides; one thread commits. RUN/store.addr holds the address; a store that starts again tries the port
+it had, so that most callers come back without reading it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxroll.clock import Clock, MonotonicClock
+from jaxroll.config import Config, digest
+from jaxroll.metrics import JsonlTracker
+from jaxroll.rpc import auth, limits
+from jaxroll.rpc.server import RawServer
+from jaxroll.store import messages as msg
+from jaxroll.store import requests as rq
+from jaxroll.store.keeper import Keeper
+from jaxroll.store.log import Log
+from jaxroll.store.prompts import Feeder, PromptBuffer
+from jaxroll.store.service import PAGE_BYTES, StoreService
+from jaxroll.store.settings import Settings
+from jaxroll.store.state import next_deadline_s, straggler_due
+from jaxroll.store.waits import status
+from jaxroll.store.wakeups import CLAIM, LEASE
+
+ADDRESS_FILE, METRICS_FILE = "store.addr", "metrics.jsonl"
+ROW_EVERY_S = 2.0
+LINGER_S = 30.0  # a closed run is still answered for this long after the last call
+_GRACE_S = 0.5
+_TICK_S = 1.0
+_STOOD_STILL_S = 1.0  # a tick this much late was the machine's fault, and no holder's
+_PROMPTS_AHEAD = 256
+
+
+async def serve(
+    config: Config,
+    run_dir: Path,
+    feeder: Feeder,
+    *,
+    host: str,
+    port: int,
+    ready: Callable[[str], None],
+    insecure: bool = False,
+    clock: Clock | None = None,
+    linger_s: float = LINGER_S,
+) -> None:
+    """Serve the run in `run_dir` until it is closed and nobody calls any more, or until cancelled.
+
+    InfraError when the log fails, the feeder fails, or another store has the run open.
+    """
+    settings = Settings.of(config)
+    secret = auth.load(run_dir)
+    log = Log(run_dir)
+    try:
+        keeper = Keeper(settings, log, clock or MonotonicClock())
+        metrics = JsonlTracker(run_dir / METRICS_FILE)
+        try:
+            store = _Store(config, keeper, metrics, feeder, linger_s)
+            server = RawServer(
+                msg.SERVICE, store.service.methods(), secret=secret,
+                max_message_bytes=config.store.max_message_mb * 2**20, position=lambda: keeper.state.position,
+            )  # fmt: skip
+            taken = server.bind(host, port or _port_before(run_dir), insecure=insecure)
+            await server.start()
+            try:
+                address = limits.address(host, taken)
+                _write_address(run_dir, address)
+                ready(address)
+                await store.run()
+            finally:
+                await server.stop(_GRACE_S)
+        finally:
+            metrics.close()
+    finally:
+        await log.close()
+
+
+class _Store:
+    """The jobs beside the calls."""
+
+    def __init__(self, config: Config, keeper: Keeper, metrics: JsonlTracker, feeder: Feeder, linger_s: float) -> None:
+        self._config, self._keeper, self._metrics, self._linger_s = config.store, keeper, metrics, linger_s
+        keeper.decide(rq.Open())
+        keeper.on_acked = self._write_row
+        ahead = min(keeper.settings.limiter.window(0), _PROMPTS_AHEAD)
+        self._prompts = PromptBuffer(
+            feeder, ahead, lambda: keeper.wakeups.notify(LEASE), lambda: keeper.decide(rq.EndData())
+        )
+        page_bytes = min(PAGE_BYTES, config.store.max_message_mb * 2**20 // 4)
+        self.service = StoreService(keeper, self._prompts, metrics, config_digest=digest(config), page_bytes=page_bytes)
+        self._row_at_s = self._named_at_s = keeper.now_s()
+
+    async def run(self) -> None:
+        """Until the run is over; the first failure of any job ends all."""
+        jobs = [asyncio.ensure_future(self._tick_for_ever())]
+        if not self._keeper.state.data_ended:
+            jobs.append(asyncio.ensure_future(self._prompts.fill(self._keeper.state.cursor)))
+        try:
+            await self._until_over(jobs)
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            self._write_row()
+
+    async def _until_over(self, jobs: Sequence[asyncio.Future]) -> None:
+        """The ticker returns when the run is over; the feeding job may end before, with the data."""
+        pending = set(jobs)
+        while jobs[0] in pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for job in done:
+                job.result()
+
+    async def _tick_for_ever(self) -> None:
+        keeper, last_s = self._keeper, self._keeper.now_s()
+        longest_s = min(_TICK_S, keeper.settings.lease_s / 4)
+        while not self._is_over():
+            due_s = next_deadline_s(keeper.state)
+            pause_s = longest_s if due_s is None else min(longest_s, max(0.005, due_s - keeper.now_s()))
+            await asyncio.sleep(pause_s)
+            if keeper.log.failure is not None:
+                raise keeper.log.failure
+            now_s = keeper.now_s()
+            if (late_s := now_s - last_s - pause_s) > _STOOD_STILL_S:
+                keeper.decide(rq.Tick(stalled_s=late_s))
+            keeper.decide(rq.Tick())
+            self._wake_for_time(last_s, now_s)
+            self._watch(now_s)
+            last_s = now_s
+
+    def _wake_for_time(self, last_s: float, now_s: float) -> None:
+        """Those who wait for time itself: resting members, stragglers."""
+        state, settings = self._keeper.state, self._keeper.settings
+        if any(last_s < s.rests_until_s <= now_s for g in state.open.values() for s in g.slots):
+            self._keeper.wakeups.notify(LEASE)
+        if straggler_due(state, settings.limiter.batch_groups, settings.straggler_deadline_s, now_s):
+            self._keeper.wakeups.notify(CLAIM)
+
+    def _watch(self, now_s: float) -> None:
+        """The store's row, and the word about a run that does not move."""
+        if now_s - self._row_at_s >= ROW_EVERY_S:
+            self._row_at_s = now_s
+            self._write_row()
+        report = status(self._keeper.settings, self._keeper.state) if self._is_stalled(now_s) else None
+        if report is None or report["closed"]:
+            return
+        still_s = now_s - self._keeper.state.moved_at_s
+        waited_for = "; ".join(f"{who} {why}" for who, why in report["waits"].items()) or "nobody in particular"
+        if now_s - self._named_at_s >= self._config.stall_s:
+            self._named_at_s = now_s
+            self._event(f"nothing moved for {still_s:.0f} s; waiting for: {waited_for}")
+        if still_s >= self._config.stall_abort_s:
+            self._keeper.decide(rq.Close(f"stalled for {still_s:.0f} s; waited for: {waited_for}"))
+
+    def _is_stalled(self, now_s: float) -> bool:
+        return now_s - self._keeper.state.moved_at_s >= min(self._config.stall_s, self._config.stall_abort_s)
+
+    def _is_over(self) -> bool:
+        quiet_s = self._keeper.now_s() - self.service.last_call_s
+        return bool(self._keeper.state.closed) and quiet_s >= self._linger_s
+
+    def _write_row(self) -> None:
+        report = status(self._keeper.settings, self._keeper.state)
+        self._metrics.log({"t": time.time(), "role": "store", "kind": "store", **report})
+
+    def _event(self, text: str) -> None:
+        self._metrics.log({"t": time.time(), "role": "store", "kind": "event", "text": text})
+
+
+def _port_before(run_dir: Path) -> int:
+    """The port this run's store had last; 0 when there was none."""
+    try:
+        text = (run_dir / ADDRESS_FILE).read_text()
+    except FileNotFoundError:
+        return 0
+    port = text.strip().rpartition(":")[2]
+    return int(port) if port.isdecimal() and int(port) < 65536 else 0
+
+
+def _write_address(run_dir: Path, address: str) -> None:
+    """Readers see the old address or the new one, never half of it."""
+    path = run_dir / ADDRESS_FILE
+    draft = path.with_suffix(".addr.tmp")
+    draft.write_text(address + "\n")
+    os.replace(draft, path)

@@ -1,0 +1,218 @@
+"""The store's methods: bytes to requests, answers to bytes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from jaxroll import wire
+from jaxroll.errors import NoCredit, StaleClient, StoreRefusal, Unauthorized
+from jaxroll.metrics import JsonlTracker
+from jaxroll.records import Member, Snapshot, Version
+from jaxroll.rpc import limits
+from jaxroll.rpc.server import Caller, Method
+from jaxroll.store import messages as msg
+from jaxroll.store import requests as rq
+from jaxroll.store import schema
+from jaxroll.store.keeper import Keeper
+from jaxroll.store.payload import check_key, masked, put_request
+from jaxroll.store.prompts import PromptBuffer
+from jaxroll.store.settings import CHECKPOINT_WANTED_AT
+from jaxroll.store.state import Batch, held_bytes
+from jaxroll.store.waits import status
+from jaxroll.store.wakeups import CLAIM, LEASE, PUBLISHED
+
+PAGE_BYTES = 8 * 2**20
+_REPLY_MARGIN_S = 0.5  # an answer leaves this long before its caller's deadline
+
+WORKERS = frozenset({"sampler", "admin"})
+LEARNERS = frozenset({"learner", "admin"})
+EVERYONE = frozenset({"sampler", "learner", "admin", "observer"})
+_WITH_LEASES = frozenset({"sampler", "learner"})  # whose former process must be forgotten when a new one arrives
+
+
+class StoreService:
+    """Answers calls about one run."""
+
+    def __init__(
+        self, keeper: Keeper, prompts: PromptBuffer, metrics: JsonlTracker, *, config_digest: str, page_bytes: int
+    ) -> None:
+        self._keeper, self._prompts, self._metrics = keeper, prompts, metrics
+        self._config_digest, self._page_bytes = config_digest, page_bytes
+        self._run_id = keeper.log.recovered.run_id
+        self._last_report: dict[str, str] = {}
+        self.holders: dict[str, str] = {}  # caller: the version it says it holds
+        self.last_call_s = keeper.now_s()
+
+    def methods(self) -> dict[str, Method]:
+        """Every method with who may call it."""
+        table: dict[str, tuple[Callable[[Caller, bytes], Awaitable[Any]], frozenset[str]]] = {
+            "Hello": (self._hello, EVERYONE),
+            "Lease": (self._lease, WORKERS),
+            "Renew": (self._renew, WORKERS),
+            "Put": (self._put, WORKERS),
+            "Release": (self._release, WORKERS),
+            "Claim": (self._claim, LEARNERS),
+            "Begin": (self._begin, LEARNERS),
+            "Publish": (self._publish, LEARNERS),
+            "Ack": (self._ack, LEARNERS),
+            "Durable": (self._durable, LEARNERS),
+            "Published": (self._published, EVERYONE),
+            "Report": (self._report, EVERYONE),
+            "Status": (self._status, EVERYONE),
+            "Close": (self._close, LEARNERS),
+        }
+        return {name: Method(self._answering(name, handler), rights) for name, (handler, rights) in table.items()}
+
+    def _answering(self, name: str, handler: Callable[[Caller, bytes], Awaitable[Any]]):
+        async def answer(caller: Caller, body: bytes) -> bytes:
+            self.last_call_s = self._keeper.now_s()
+            if name != "Hello" and caller.run_id != self._run_id:
+                raise StaleClient(f"this is run {self._run_id}, the caller belongs to {caller.run_id or 'none yet'}")
+            return wire.encode(await handler(caller, body))
+
+        return answer
+
+    def _wait_s(self, caller: Caller, wanted_s: float) -> float:
+        """How long a call may be held: what it asked for, within limits and its deadline."""
+        return max(0.0, min(wanted_s, limits.MAX_WAIT_S, caller.deadline_s - _REPLY_MARGIN_S))
+
+    async def _hello(self, caller: Caller, body: bytes) -> msg.Welcome:
+        hello = wire.decode(body, msg.Hello)
+        if hello.protocol != wire.PROTOCOL_VERSION:
+            raise Unauthorized(f"the store speaks protocol {wire.PROTOCOL_VERSION}, the caller {hello.protocol}")
+        observer = caller.right in ("observer", "admin") and not hello.config_digest
+        if hello.config_digest != self._config_digest and not observer:
+            raise Unauthorized(
+                f"the store runs config {self._config_digest[:12]}, the caller {hello.config_digest[:12] or 'none'}: "
+                "start both from the same config"
+            )
+        if caller.right in _WITH_LEASES:
+            await self._keeper.answer(rq.Arrive(caller.name, caller.session))
+        state = self._keeper.state
+        return msg.Welcome(self._run_id, state.lineage, state.published, wire.PROTOCOL_VERSION)
+
+    async def _lease(self, caller: Caller, body: bytes) -> msg.LeaseReply:
+        call = wire.decode(body, msg.LeaseCall)
+        if not limits.is_name(call.request):
+            raise StoreRefusal("a lease request must match [A-Za-z0-9_:.-]{1,64}")
+        count = -(-max(call.max_members, 1) // self._keeper.settings.group_size) + 1
+
+        def ask() -> Any:
+            offered = tuple(itertools.islice(self._prompts.ready, count))
+            request = rq.Lease(caller.name, caller.session, call.version, call.max_members, call.request, offered)
+            reply = self._keeper.decide(request)
+            if isinstance(reply, rq.Leases):
+                self._prompts.take(reply.prompts_used)
+            elif isinstance(reply, NoCredit):
+                self._prompts.want(count)
+            return reply
+
+        leases = await self._keeper.answer_when_ready(ask, LEASE, self._wait_s(caller, call.wait_s))
+        return msg.LeaseReply(leases.grants)
+
+    async def _renew(self, caller: Caller, body: bytes) -> msg.Members:
+        members = wire.decode(body, msg.Members).members
+        return msg.Members(await self._keeper.answer(rq.Renew(caller.session, members)))
+
+    async def _release(self, caller: Caller, body: bytes) -> msg.Members:
+        await self._keeper.answer(rq.Release(wire.decode(body, msg.Members).members))
+        return msg.Members(())
+
+    async def _put(self, caller: Caller, body: bytes) -> msg.PutReply:
+        member = wire.decode(body, Member)
+        check_key(member)
+        recorded = None
+        if self._keeper.state.find(member.group) is None:
+            recorded = await self._keeper.log.recorded(member.group, member.member)
+        request = put_request(body, member, recorded)
+        payload = schema.payload(member.group, member.member, body)
+        return msg.PutReply(await self._keeper.answer(request, payload))
+
+    async def _claim(self, caller: Caller, body: bytes) -> msg.ClaimPage:
+        call = wire.decode(body, msg.ClaimCall)
+        request = rq.ClaimStep(caller.session, call.lineage, call.step)
+        wait_s = self._wait_s(caller, call.wait_s) if call.start == 0 else 0.0
+        batch = await self._keeper.answer_when_ready(lambda: self._keeper.decide(request), CLAIM, wait_s)
+        return await self._page(call, batch)
+
+    async def _page(self, call: msg.ClaimCall, batch: Batch) -> msg.ClaimPage:
+        state, settings = self._keeper.state, self._keeper.settings
+        mask = settings.on_stale == "mask"
+        groups = [state.held[gid] for gid in batch.groups]
+        parts: list[msg.ClaimPart] = []
+        position, size = 0, 0
+        next_start: int | None = None
+        for group in groups:
+            numbers = [m for m, _ in group.done()]
+            if position + len(numbers) <= call.start:
+                position += len(numbers)
+                continue
+            bodies = await self._keeper.log.payloads(group.id)
+            taken: list[bytes] = []
+            for number in numbers:
+                data = bodies[number]
+                if position >= call.start and next_start is None:
+                    if size and size + len(data) > self._page_bytes:
+                        next_start = position
+                    else:
+                        taken.append(masked(data, batch.step, settings.limiter.max_age) if mask else data)
+                        size += len(data)
+                position += 1
+            if taken:
+                parts.append(msg.ClaimPart(group.id, group.task, tuple(taken)))
+            if next_start is not None:
+                break
+        wanted = held_bytes(state) >= CHECKPOINT_WANTED_AT * settings.retention_bytes
+        replayed = batch.step < state.replay_until
+        return msg.ClaimPage(batch.step, call.lineage, batch.shuffle_seed, replayed, wanted, tuple(parts), next_start)
+
+    async def _begin(self, caller: Caller, body: bytes) -> msg.VersionCall:
+        call = wire.decode(body, msg.BeginCall)
+        return msg.VersionCall(await self._keeper.answer(rq.Begin(caller.session, call.durable)))
+
+    async def _publish(self, caller: Caller, body: bytes) -> msg.PutReply:
+        await self._keeper.answer(rq.Publish(caller.session, wire.decode(body, Snapshot)))
+        return msg.PutReply("OK")
+
+    async def _ack(self, caller: Caller, body: bytes) -> msg.PutReply:
+        await self._keeper.answer(rq.Ack(caller.session, wire.decode(body, msg.VersionCall).version))
+        return msg.PutReply("OK")
+
+    async def _durable(self, caller: Caller, body: bytes) -> msg.PutReply:
+        await self._keeper.answer(rq.Durable(caller.session, wire.decode(body, msg.VersionCall).version))
+        return msg.PutReply("OK")
+
+    async def _published(self, caller: Caller, body: bytes) -> msg.PublishedReply:
+        call = wire.decode(body, msg.PublishedCall)
+        self.holders[caller.name] = str(call.known)
+        deadline_s = self._keeper.now_s() + self._wait_s(caller, call.wait_s)
+        while not self._is_news(call.known) and (left_s := deadline_s - self._keeper.now_s()) > 0:
+            await self._keeper.wakeups.wait(PUBLISHED, left_s)
+        await self._keeper.log.committed()
+        return msg.PublishedReply(self._keeper.state.published if self._is_news(call.known) else None)
+
+    def _is_news(self, known: Version | None) -> bool:
+        snapshot = self._keeper.state.published
+        return snapshot is not None and snapshot.version != known
+
+    async def _report(self, caller: Caller, body: bytes) -> msg.PutReply:
+        """Appends the rows; a report sent again (same request) is not written again."""
+        call = wire.decode(body, msg.ReportCall)
+        if self._last_report.get(caller.session) != call.request:
+            rows = [msgspec.json.decode(row, type=dict) for row in call.rows]
+            self._metrics.log_all(rows)
+            self._last_report[caller.session] = call.request
+        return msg.PutReply("OK")
+
+    async def _status(self, caller: Caller, body: bytes) -> msg.StatusReply:
+        report = status(self._keeper.settings, self._keeper.state) | {"holders": self.holders}
+        return msg.StatusReply(json.dumps(report).encode())
+
+    async def _close(self, caller: Caller, body: bytes) -> msg.PutReply:
+        await self._keeper.answer(rq.Close(wire.decode(body, msg.CloseCall).reason[:500]))
+        return msg.PutReply("OK")

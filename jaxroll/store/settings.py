@@ -1,0 +1,60 @@
+"""What the state machine needs to know of a config."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from jaxroll.config import Config
+from jaxroll.errors import ConfigError
+from jaxroll.schedule.limiter import AgeLimiter
+
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 30.0
+CHECKPOINT_WANTED_AT = 0.8  # of the retention budget
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The rules of one run. Units are in the names; `steps` is the number of claims the run trains."""
+
+    limiter: AgeLimiter
+    group_size: int
+    steps: int
+    seed: int = 0
+    order: str = "lease_order"
+    on_stale: str = "expire"
+    straggler: str = "shrink"
+    straggler_deadline_s: float = 300.0
+    lease_s: float = 30.0
+    infra_retries: int = 5
+    data_retries: int = 2
+    reissues: int = 3
+    retention_bytes: int = 512 * 2**20
+
+    def __post_init__(self) -> None:
+        for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
+            if value < 1:
+                raise ConfigError(key, value, "must be at least 1")
+        for key, value in (("store.lease_s", self.lease_s), ("store.retention_mb", self.retention_bytes)):
+            if value <= 0:
+                raise ConfigError(key, value, "must be greater than 0")
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        """The settings that `config` asks for; ConfigError where they must deadlock."""
+        s, store = config.schedule, config.store
+        limiter = AgeLimiter(s.alpha, s.groups_per_step, s.redundant_groups, s.publish_every, s.buffer_groups)
+        return cls(
+            limiter, s.group_size, s.steps, config.run.seed, s.order, s.on_stale, s.straggler, s.straggler_deadline_s,
+            store.lease_s, store.infra_retries, store.data_retries, store.reissues, store.retention_mb * 2**20,
+        )  # fmt: skip
+
+    def backoff_s(self, failures: int) -> float:
+        """How long a member rests after its `failures`-th INFRA failure."""
+        return min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (failures - 1))
+
+    def shuffle_seed(self, step: int) -> int:
+        """The seed of the order inside the claim of `step`, in [0, 2³¹)."""
+        data = hashlib.blake2b(f"{self.seed}/{step}".encode(), digest_size=4).digest()
+        return int.from_bytes(data, "little") >> 1

@@ -1,0 +1,256 @@
+"""What the store knows: plain records and questions about them. Only `apply` changes them.
+
+The whole `State` encodes to MessagePack, which is how the log is compacted. Times are seconds of the store's monotonic
+clock and mean nothing in another process: `rebased` gives every open lease its full time again after a restart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import msgspec
+
+from jaxroll.records import Snapshot, Task, Version, VersionRun
+
+FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
+
+
+class Slot(msgspec.Struct):
+    """One member of a group. `attempt` counts its leases; a put must carry the current one.
+
+    `digest` is that of the put that finished it, `failed_digest` that of the last failure, put by `failed_attempt`.
+    """
+
+    status: str = FREE
+    attempt: int = 0
+    holder: str = ""
+    session: str = ""
+    deadline_s: float = 0.0
+    rests_until_s: float = 0.0
+    digest: str = ""
+    size_bytes: int = 0
+    runs: tuple[VersionRun, ...] = ()
+    failed_attempt: int = 0
+    failed_digest: str = ""
+    infra_failures: int = 0
+    data_failures: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of the finished member."""
+        return sum(run.count for run in self.runs)
+
+
+class Group(msgspec.Struct):
+    """G members of one task. `step` is the claim that took it; `leased_at_s` its first lease, None before."""
+
+    id: int
+    task: Task
+    slots: list[Slot]
+    reissue_of: int | None = None
+    reissues: int = 0
+    leased_at_s: float | None = None
+    ready_place: int | None = None
+    step: int | None = None
+    acked: bool = False
+    note: str = ""
+
+    @property
+    def state(self) -> str:
+        """The name of its state in the contract."""
+        if self.acked:
+            return "ACKED"
+        if self.step is not None:
+            return "CLAIMED"
+        if self.ready:
+            return "READY"
+        return "LEASED" if any(s.status == LEASED for s in self.slots) else "PENDING"
+
+    @property
+    def ready(self) -> bool:
+        """Whether every member that still counts is there (and one at least)."""
+        return self.ready_place is not None
+
+    def done(self) -> Iterator[tuple[int, Slot]]:
+        """The finished members, with their numbers."""
+        return ((m, s) for m, s in enumerate(self.slots) if s.status == DONE)
+
+    def missing(self) -> Iterator[tuple[int, Slot]]:
+        """The members that must still be put."""
+        return ((m, s) for m, s in enumerate(self.slots) if s.status in (FREE, LEASED))
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens of its finished members."""
+        return sum(s.tokens for s in self.slots)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its finished members."""
+        return sum(s.size_bytes for s in self.slots)
+
+    @property
+    def oldest_step(self) -> int:
+        """The step of its oldest token; 0 when there is none."""
+        return min((run.version.step for s in self.slots for run in s.runs), default=0)
+
+    @property
+    def newest_step(self) -> int:
+        """The step of its newest token; 0 when there is none."""
+        return max((run.version.step for s in self.slots for run in s.runs), default=0)
+
+
+class Batch(msgspec.Struct):
+    """The logged claim of one step: these groups, in this order."""
+
+    step: int
+    groups: tuple[int, ...]
+    shuffle_seed: int
+
+
+class Lineage(msgspec.Struct):
+    """A line of parameter versions that left `parent` at `fork_step`; `newest` is its last published step."""
+
+    parent: int | None = None
+    fork_step: int = 0
+    newest: int | None = None
+
+
+class LeaseReceipt(msgspec.Struct):
+    """What a session was granted last, so that a repeated request gets the same answer."""
+
+    request: str
+    members: tuple[tuple[int, int, int], ...]  # (group, member, attempt)
+
+
+class State(msgspec.Struct):
+    """The run. `open` are the groups that no claim took yet, in the order of issue; `held` the others alive."""
+
+    position: int = 0  # records in the log
+    next_group: int = 0
+    issued: int = 0
+    open: dict[int, Group] = {}
+    held: dict[int, Group] = {}
+    batches: dict[int, Batch] = {}
+    next_claim: int = 0  # claims logged are 0 … next_claim − 1
+    acked: int = 0  # claims trained along this line are 0 … acked − 1
+    durable: int = 0  # a durable checkpoint holds the effect of claims 0 … durable − 1
+    replay_until: int = 0  # claims below were logged before the learner began
+    lineages: list[Lineage] = msgspec.field(default_factory=lambda: [Lineage()])
+    learner: str = ""  # the session that may claim and publish
+    published: Snapshot | None = None  # in the current lineage
+    cursor: bytes | None = None
+    prompts_issued: int = 0
+    data_ended: bool = False
+    closed: str = ""
+    receipts: dict[str, LeaseReceipt] = {}
+    sessions: dict[str, str] = {}  # name → its newest session
+    ready_places: int = 0
+    trimmed: int = 0
+    expired: dict[str, int] = {}
+    dead: int = 0
+    shrunk: int = 0
+    tokens_put: int = 0
+    tokens_expired: dict[str, int] = {}
+    tokens_masked: int = 0
+    member_bytes: int = 4096  # the largest member seen: what an open lease reserves
+    moved_at_s: float = 0.0  # when something last came forward
+
+    @property
+    def lineage(self) -> int:
+        """The current lineage."""
+        return len(self.lineages) - 1
+
+    @property
+    def published_step(self) -> int | None:
+        """The step samplers should be at; None before the first publication in this lineage."""
+        return None if self.published is None else self.published.version.step
+
+    def find(self, group: int) -> Group | None:
+        """The group, if it is alive."""
+        return self.open.get(group) or self.held.get(group)
+
+
+def base_step(state: State) -> int:
+    """The step samplers are (or, before the first publication in this lineage, will be) at."""
+    return state.lineages[-1].fork_step if state.published is None else state.published.version.step
+
+
+def unpublished_groups(state: State) -> int:
+    """Groups of logged claims whose effect is not in the published version: claimed or to be replayed."""
+    return sum(len(state.batches[step].groups) for step in range(base_step(state), state.next_claim))
+
+
+def outstanding(state: State) -> int:
+    """Leased + ready + claimed and not yet published + to be replayed: what admission counts."""
+    working = sum(g.state != "PENDING" for g in state.open.values())
+    return working + unpublished_groups(state)
+
+
+def counts(state: State) -> dict[str, int]:
+    """Groups by state, terminal ones included."""
+    found: dict[str, int] = {"PENDING": 0, "LEASED": 0, "READY": 0, "CLAIMED": 0, "ACKED": 0}
+    for group in (*state.open.values(), *state.held.values()):
+        found[group.state] += 1
+    return found | {"TRIMMED": state.trimmed, "EXPIRED": sum(state.expired.values()), "DEAD": state.dead}
+
+
+def conservation_residual(state: State) -> int:
+    """Groups issued less groups accounted for: 0, or something was lost."""
+    return state.issued - sum(counts(state).values())
+
+
+def held_bytes(state: State) -> int:
+    """Payload bytes on disk, and what the open leases reserve."""
+    total = 0
+    for group in (*state.open.values(), *state.held.values()):
+        total += sum(
+            s.size_bytes if s.status == DONE else state.member_bytes * (s.status == LEASED) for s in group.slots
+        )
+    return total
+
+
+def on_line(lineages: list[Lineage], version: Version, lineage: int | None = None) -> bool:
+    """Whether `version` is an ancestor of (or in) `lineage`, by default the newest."""
+    here: int | None = len(lineages) - 1 if lineage is None else lineage
+    limit: int | None = None
+    while here is not None and here > version.lineage:
+        fork = lineages[here].fork_step
+        limit = fork if limit is None else min(limit, fork)
+        here = lineages[here].parent
+    return here == version.lineage and (limit is None or version.step <= limit)
+
+
+def was_published(lineages: list[Lineage], version: Version) -> bool:
+    """Whether weights of `version` may exist in a sampler: its lineage published that step or a later one."""
+    if not 0 <= version.lineage < len(lineages):
+        return False
+    newest = lineages[version.lineage].newest
+    return newest is not None and 0 <= version.step <= newest
+
+
+def next_deadline_s(state: State) -> float | None:
+    """When the next lease ends or the next resting member may be leased; None when nothing is due."""
+    due = [s.deadline_s for g in state.open.values() for s in g.slots if s.status == LEASED]
+    due += [s.rests_until_s for g in state.open.values() for s in g.slots if s.status == FREE and s.rests_until_s > 0]
+    return min(due, default=None)
+
+
+def rebased(state: State, now_s: float, lease_s: float) -> State:
+    """`state` on a clock that shows `now_s`: open leases are renewed once, rests and waits start again."""
+    for group in state.open.values():
+        if group.leased_at_s is not None:
+            group.leased_at_s = now_s
+        for slot in group.slots:
+            slot.rests_until_s = 0.0
+            if slot.status == LEASED:
+                slot.deadline_s = now_s + lease_s
+    state.moved_at_s = now_s
+    return state
+
+
+def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:
+    """Whether an unfinished group among the next `batch` is in work for longer than `deadline_s`."""
+    head = itertools.islice(state.open.values(), batch)
+    return any(not g.ready and g.leased_at_s is not None and now_s - g.leased_at_s >= deadline_s for g in head)

@@ -1,0 +1,80 @@
+"""Who is being waited for, and what for: derived from the state alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxroll.store.settings import Settings
+from jaxroll.store.state import (
+    LEASED,
+    Group,
+    State,
+    conservation_residual,
+    counts,
+    held_bytes,
+    outstanding,
+)
+
+
+def waits(settings: Settings, state: State) -> dict[str, str]:
+    """Who → why, as far as the state shows it; empty when the run is over."""
+    if state.closed or state.acked >= settings.steps:
+        return {}
+    if not state.learner:
+        return {"learner": "has not begun"}
+    if state.published is None:
+        return {"learner": f"has not published weights in lineage {state.lineage}"}
+    found = {}
+    if state.acked < state.next_claim:
+        found["learner"] = f"is training claim {state.acked}"
+    found |= _head(settings, state)
+    return found
+
+
+def _head(settings: Settings, state: State) -> dict[str, str]:
+    batch = settings.limiter.batch_groups
+    head = list(state.open.values())[:batch]
+    unfinished = [group for group in head if not group.ready]
+    if unfinished:
+        return _unfinished(unfinished[0])
+    if len(head) == batch and state.acked == state.next_claim:
+        return {"learner": f"has not claimed step {state.next_claim}, which is ready"}
+    if len(head) < batch and outstanding(state) < settings.limiter.window(0) and not state.data_ended:
+        return {"samplers": f"have leased {len(head)} of the {batch} groups of step {state.next_claim}"}
+    return {}
+
+
+def _unfinished(group: Group) -> dict[str, str]:
+    holders: dict[str, list[int]] = {}
+    for member, slot in group.missing():
+        holders.setdefault(slot.holder if slot.status == LEASED else "samplers", []).append(member)
+    return {holder: f"group {group.id} misses members {members}" for holder, members in holders.items()}
+
+
+def status(settings: Settings, state: State) -> dict[str, Any]:
+    """The run in numbers, ready for JSON."""
+    wasted = sum(state.tokens_expired.values()) + state.tokens_masked
+    return {
+        "counts": counts(state),
+        "issued": state.issued,
+        "prompts_issued": state.prompts_issued,
+        "outstanding": outstanding(state),
+        "window": settings.limiter.window(0),
+        "lineage": state.lineage,
+        "published": None if state.published is None else str(state.published.version),
+        "claims": state.next_claim,
+        "acked": state.acked,
+        "durable": state.durable,
+        "waits": waits(settings, state),
+        "conservation_residual": conservation_residual(state),
+        "expired": dict(state.expired),
+        "shrunk": state.shrunk,
+        "wasted_tokens": wasted / state.tokens_put if state.tokens_put else 0.0,
+        "tokens_put": state.tokens_put,
+        "tokens_expired": dict(state.tokens_expired),
+        "tokens_masked": state.tokens_masked,
+        "retained_bytes": held_bytes(state),
+        "data_ended": state.data_ended,
+        "closed": state.closed or ("finished" if state.acked >= settings.steps else ""),
+        "position": state.position,
+    }

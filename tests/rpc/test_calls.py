@@ -1,0 +1,177 @@
+"""Raw calls over real gRPC: patience, deadlines, typed ends, restarts on the same port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from jaxroll.errors import ConfigError, DeadlineExceeded, Fenced, InfraError, StoreRefusal, Unauthorized
+from jaxroll.rpc.client import RawClient
+from jaxroll.rpc.server import Caller, Method, RawServer
+
+ALL = frozenset({"sampler", "learner"})
+
+
+class Service:
+    """Answers, refuses, breaks, hangs."""
+
+    def __init__(self) -> None:
+        self.calls: list[Caller] = []
+        self.failures_left = 0
+
+    async def echo(self, caller: Caller, body: bytes) -> bytes:
+        self.calls.append(caller)
+        return body
+
+    async def refuse(self, caller: Caller, body: bytes) -> bytes:
+        raise Fenced("somebody else has it")
+
+    async def malformed(self, caller: Caller, body: bytes) -> bytes:
+        return msgspec.msgpack.decode(body, type=bytes)
+
+    async def flaky(self, caller: Caller, body: bytes) -> bytes:
+        self.failures_left -= 1
+        if self.failures_left >= 0:
+            raise InfraError("not now")
+        return b"at last"
+
+    async def hang(self, caller: Caller, body: bytes) -> bytes:
+        await asyncio.Event().wait()
+        return b""
+
+    def methods(self) -> dict[str, Method]:
+        names = ("echo", "refuse", "malformed", "flaky", "hang")
+        return {name: Method(getattr(self, name), ALL) for name in names} | {
+            "learners": Method(self.echo, frozenset({"learner"}))
+        }
+
+
+@contextlib.asynccontextmanager
+async def server(service: Service, port: int = 0, secret: str | None = None) -> AsyncIterator[int]:
+    raw = RawServer("t.Service", service.methods(), secret=secret, max_message_bytes=2**20, position=lambda: 42)
+    taken = raw.bind("127.0.0.1", port)
+    await raw.start()
+    try:
+        yield taken
+    finally:
+        await raw.stop(0.1)
+
+
+@contextlib.asynccontextmanager
+async def client(address: str | Path, **options) -> AsyncIterator[RawClient]:
+    values = {"role": "sampler", "name": "s", "token": None, "patience_s": 10.0, "max_message_bytes": 2**20} | options
+    raw = RawClient("t.Service", address, **values)
+    try:
+        yield raw
+    finally:
+        await raw.close()
+
+
+def run(job) -> None:
+    asyncio.run(asyncio.wait_for(job, 30.0))
+
+
+def test_an_answer_tells_the_caller_and_the_log_position() -> None:
+    async def calls() -> None:
+        service = Service()
+        async with server(service) as port, client(f"127.0.0.1:{port}") as raw:
+            raw.run_id = "r1"
+            assert await raw.call("echo", b"x" * 1000, 5.0) == b"x" * 1000
+            assert raw.position == 42
+            (caller,) = service.calls
+            assert (caller.right, caller.name, caller.session, caller.run_id) == ("sampler", "s", raw.session, "r1")
+            assert 4.0 < caller.deadline_s <= 5.0
+
+    run(calls())
+
+
+def test_refusals_are_raised_at_once() -> None:
+    async def calls() -> None:
+        async with server(Service()) as port, client(f"127.0.0.1:{port}", patience_s=60.0) as raw:
+            started = time.monotonic()
+            with pytest.raises(Fenced, match="somebody else"):
+                await raw.call("refuse", b"", 5.0)
+            with pytest.raises(StoreRefusal, match="malformed"):
+                await raw.call("malformed", b"\xc1", 5.0)
+            with pytest.raises(Unauthorized, match="may not call"):
+                await raw.call("learners", b"", 5.0)
+            with pytest.raises(InfraError, match="UNIMPLEMENTED"):
+                await raw.call("nothing", b"", 5.0)
+            assert time.monotonic() - started < 5.0
+
+    run(calls())
+
+
+def test_tokens_are_checked_on_every_call() -> None:
+    async def calls() -> None:
+        service = Service()
+        async with server(service, secret="secret") as port:
+            async with client(f"127.0.0.1:{port}", token="secret") as raw:
+                assert await raw.call("echo", b"a", 5.0) == b"a"
+            for token in (None, "guess"):
+                async with client(f"127.0.0.1:{port}", token=token) as raw:
+                    with pytest.raises(Unauthorized):
+                        await raw.call("echo", b"a", 5.0)
+            assert len(service.calls) == 1
+
+    run(calls())
+
+
+def test_patience_outlives_failures_and_ends() -> None:
+    async def calls() -> None:
+        service = Service()
+        async with server(service) as port, client(f"127.0.0.1:{port}") as raw:
+            service.failures_left = 3
+            assert await raw.call("flaky", b"", 5.0) == b"at last"
+            service.failures_left = 10**6
+            with pytest.raises(InfraError, match="not now"):
+                await raw.call("flaky", b"", 5.0, patience_s=0.3)
+            with pytest.raises(DeadlineExceeded, match="patience is over"):
+                await raw.call("hang", b"", 0.2, patience_s=0.3)
+
+    run(calls())
+
+
+def test_a_restart_on_the_same_port_is_ridden_out_and_another_is_found_in_the_file(tmp_path: Path) -> None:
+    address = tmp_path / "addr"
+
+    async def calls() -> None:
+        async with client(address) as raw:
+            waiting = asyncio.ensure_future(raw.call("echo", b"1", 5.0))
+            async with server(Service()) as port:
+                address.write_text(f"127.0.0.1:{port}\n")
+                assert await waiting == b"1"
+            waiting = asyncio.ensure_future(raw.call("echo", b"2", 5.0))
+            async with server(Service(), port) as again:
+                assert again == port
+                assert await waiting == b"2"
+            waiting = asyncio.ensure_future(raw.call("echo", b"3", 5.0))
+            async with server(Service()) as other:
+                address.write_text(f"127.0.0.1:{other}\n")
+                assert await waiting == b"3"
+
+    run(calls())
+
+
+def test_a_taken_port_is_not_shared() -> None:
+    async def calls() -> None:
+        async with server(Service()) as first, server(Service(), first) as second:
+            assert first != second
+
+    run(calls())
+
+
+def test_an_address_that_is_not_here_is_refused() -> None:
+    async def binds() -> None:
+        raw = RawServer("t.Service", {}, secret="s", max_message_bytes=2**20)
+        with pytest.raises(ConfigError, match="cannot listen"):
+            raw.bind("203.0.113.7", 0, insecure=True)
+        await raw.stop(0)
+
+    run(binds())

@@ -1,0 +1,651 @@
+"""Store, server and clients over real gRPC, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+
+from jaxroll import wire
+from jaxroll.config import digest
+from jaxroll.errors import (
+    Closed,
+    ConfigError,
+    Conflict,
+    Fenced,
+    InfraError,
+    NoCredit,
+    NotReady,
+    StaleClient,
+    StoreRefusal,
+    Unauthorized,
+)  # fmt: skip
+from jaxroll.records import Finished, Member, Segment, Version, VersionRun
+from jaxroll.rpc import auth, limits
+from jaxroll.store import log as store_log
+from jaxroll.store import messages as msg
+from jaxroll.store import service
+from jaxroll.store.client import BlockingStore, StoreClient
+from jaxroll.store.server import serve
+from jaxroll.store.wakeups import Wakeups
+
+V0 = Version(0, 0)
+
+
+def test_a_run_from_the_first_lease_to_the_end(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured(steps=3)
+
+    async def learn(learner: StoreClient) -> list[list[int]]:
+        version = await learner.begin(None)
+        await learner.publish(small.snapshot(version))
+        trained = []
+        for step in range(3):
+            claim = await learner.claim(version.lineage, step, 10.0)
+            assert (claim.step, claim.lineage, claim.replayed) == (step, 0, False)
+            for group in claim.groups:
+                assert group.task == small.task(group.group)
+                for member in group.members:
+                    expected = group.group * 100 + member.member
+                    assert set(member.outcome.segments[1].tokens.tolist()) == {expected}
+            trained.append(sorted(g.group for g in claim.groups))
+            version = Version(0, step + 1)
+            await learner.publish(small.snapshot(version))
+            await learner.ack(Version(0, step))
+        await learner.durable(version)
+        return trained
+
+    async def sample(sampler: StoreClient) -> None:
+        published = await sampler.published(None, 10.0)
+        assert published is not None
+        while True:
+            try:
+                await small.produce(sampler, published.version, 6)
+            except NoCredit:
+                pass
+            except Closed:
+                return
+            published = await sampler.published(published.version, 0.2) or published
+
+    async def both() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler", "sampler:0") as sampler,
+        ):
+            assert learner.welcome.lineage == 0
+            trained, _ = await asyncio.gather(learn(learner), sample(sampler))
+            assert trained == [[0, 1], [2, 3], [4, 5]]
+            report = await learner.status()
+            assert report["counts"]["TRIMMED"] == 6
+            assert report["conservation_residual"] == 0
+            assert report["closed"] == "finished"
+            assert learner.position == report["position"] > 0
+            with pytest.raises(Closed, match="finished"):
+                await learner.claim(0, 3)
+
+    run(both())
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["acked"] for row in rows if row["kind"] == "store"][:3] == [1, 2, 3]
+
+
+def test_refusals_arrive_as_themselves(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+
+    async def refused() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            with pytest.raises(NoCredit) as no_credit:
+                await sampler.lease(V0, 2)
+            assert no_credit.value.reason.startswith("weights")
+            assert no_credit.value.retry_after_s > 0
+            with pytest.raises(StaleClient, match="begin first"):
+                await learner.claim(0, 0)
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            with pytest.raises(NotReady):
+                await learner.claim(0, 0)
+            key = small.keys(await sampler.lease(V0, 2))[0]
+            member = small.finished(*key, (V0, 3))
+            assert [await sampler.put(member) for _ in range(3)] == ["OK"] * 3
+            with pytest.raises(Conflict):
+                await sampler.put(small.finished(*key, (V0, 3), reward=0.0))
+            with pytest.raises(Fenced):
+                await sampler.put(small.finished(key[0], key[1], 7, (V0, 3)))
+            await learner.close_run("by hand")
+            with pytest.raises(Closed, match="by hand"):
+                await sampler.lease(V0, 2)
+
+    run(refused())
+
+
+def test_one_put_sent_many_times_at_once_counts_once(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+
+    async def many() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            leased = small.keys(await sampler.lease(V0, 4))
+            members = [small.finished(*key, (V0, 3)) for key in leased]
+            answers = await asyncio.gather(*(sampler.put(member) for member in members * 250))
+            assert set(answers) == {"OK"}
+            assert (await sampler.status())["tokens_put"] == 4 * 3
+            await learner.claim(0, 0, 5.0)
+            await learner.publish(small.snapshot(Version(0, 1)))
+            await learner.ack(V0)
+            await learner.durable(Version(0, 1))
+            assert set(await asyncio.gather(*(sampler.put(member) for member in members * 25))) == {"OK"}
+            with pytest.raises(Conflict):
+                await sampler.put(small.finished(*leased[0], (V0, 4)))
+            assert (await sampler.status())["tokens_put"] == 4 * 3
+
+    run(many())
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch):
+    """A function that returns once somebody waits for a topic, in this process's store."""
+    entered: dict[str, asyncio.Queue] = {}
+    wait = Wakeups.wait
+
+    async def noting(self, topic: str, timeout_s: float) -> bool:
+        entered.setdefault(topic, asyncio.Queue()).put_nowait(None)
+        return await wait(self, topic, timeout_s)
+
+    monkeypatch.setattr(Wakeups, "wait", noting)
+    return lambda topic: entered.setdefault(topic, asyncio.Queue()).get()
+
+
+def test_waiting_calls_are_woken_by_what_they_wait_for(tmp_path: Path, small: SimpleNamespace, run, waiting) -> None:
+    config = small.configured(alpha=0.0)
+
+    async def woken() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            weights = asyncio.ensure_future(sampler.published(None, 20.0))
+            await waiting("published")
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            assert (await asyncio.wait_for(weights, 2.0)).version == V0
+            assert await sampler.published(V0) is None
+            claim = asyncio.ensure_future(learner.claim(0, 0, 20.0))
+            await waiting("claim")
+            await small.produce(sampler, V0, 4)
+            await asyncio.wait_for(claim, 2.0)
+            work = asyncio.ensure_future(sampler.lease(V0, 1, 20.0))
+            await waiting("lease")
+            await learner.close_run("over")
+            with pytest.raises(Closed):
+                await asyncio.wait_for(work, 2.0)
+
+    run(woken())
+
+
+def test_nothing_is_acknowledged_before_it_is_on_disk(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the disk held back no put is answered, a repeated one neither; when it goes on, all are."""
+    config, disk = small.configured(), threading.Event()
+    commit = store_log._commit
+
+    def held_back(connection, statements) -> None:
+        assert disk.wait(small.DEADLINE_S)
+        commit(connection, statements)
+
+    async def waits() -> None:
+        disk.set()
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            leased = small.keys(await sampler.lease(V0, 4))
+            disk.clear()
+            puts = [small.finished(*leased[0], (V0, 3)), *(small.finished(*key, (V0, 3)) for key in leased)]
+            answers = [asyncio.ensure_future(sampler.put(member)) for member in puts]
+            claim = asyncio.ensure_future(learner.claim(0, 0, 10.0))
+            done, _ = await asyncio.wait([*answers, claim], timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+            assert not done
+            disk.set()
+            assert await asyncio.gather(*answers) == ["OK"] * 5
+            assert len((await claim).groups) == 2
+
+    monkeypatch.setattr(store_log, "_commit", held_back)
+    run(waits())
+
+
+def test_a_waiting_call_ends_in_time_with_a_typed_answer(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+
+    async def waits() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            started = time.monotonic()
+            with pytest.raises(NotReady):
+                await learner.claim(0, 0, 0.3)
+            assert await learner.published(V0, 0.3) is None
+            assert 0.6 <= time.monotonic() - started < 2.6
+
+    run(waits())
+
+
+def test_an_expired_lease_goes_to_the_sampler_that_waits(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured(lease_s=0.5, alpha=0.0)
+
+    async def expires() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler", "sampler:0") as first,
+            small.connected(tmp_path, config, "sampler", "sampler:1") as second,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            lost = small.keys(await first.lease(V0, 4))
+            taken = small.keys(await second.lease(V0, 4, 10.0))
+            assert taken == [(g, m, 2) for g, m, _ in lost]
+            assert sorted(await first.renew(lost)) == sorted(lost)
+            assert await second.renew(taken) == []
+            with pytest.raises(Fenced):
+                await first.put(small.finished(*lost[0], (V0, 1)))
+            await second.release(taken)
+            assert small.keys(await first.lease(V0, 4)) == [(g, m, 3) for g, m, _ in lost]
+
+    run(expires())
+
+
+def test_a_batch_larger_than_a_message_comes_in_pages(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jaxroll.store.server.PAGE_BYTES", 700)
+    config = small.configured(groups_per_step=5, group_size=3)
+    pages = []
+    page = service.StoreService._page
+
+    async def counting(self, call, batch):
+        pages.append(call.start)
+        return await page(self, call, batch)
+
+    monkeypatch.setattr(service.StoreService, "_page", counting)
+
+    async def paged() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            await small.produce(sampler, V0, 15)
+            claim = await learner.claim(0, 0, 5.0)
+            assert sorted(small.contents(claim)) == [(g, [0, 1, 2]) for g in range(5)]
+            again = await learner.claim(0, 0)
+            assert wire.encode(again) == wire.encode(claim)
+            assert len(pages) > 6
+            assert pages[0] == 0
+
+    run(paged())
+
+
+def test_stale_tokens_are_masked_on_the_way_out(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured(alpha=0.0, on_stale="mask", groups_per_step=1, group_size=2)
+
+    async def masked() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            await small.produce(sampler, V0, 2)
+            await learner.claim(0, 0, 5.0)
+            await learner.publish(small.snapshot(Version(0, 1)))
+            await learner.ack(V0)
+            for key in small.keys(await sampler.lease(Version(0, 1), 2)):
+                await sampler.put(small.finished(*key, (V0, 2), (Version(0, 1), 3)))
+            claim = await learner.claim(0, 1, 5.0)
+            for member in claim.groups[0].members:
+                assert member.outcome.segments[1].loss_mask.tolist() == [0, 0, 1, 1, 1]
+                assert member.outcome.segments[0].loss_mask.tolist() == [0, 0, 0, 0]
+            assert (await learner.status())["tokens_masked"] == 4
+
+    run(masked())
+
+
+def test_malformed_members_are_refused_and_do_no_harm(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+
+    def broken(key: tuple[int, int, int], **changes) -> Member:
+        parts = {
+            "tokens": np.zeros(3, np.int32), "loss_mask": np.ones(3, np.uint8), "logprobs": np.zeros(3, np.float32),
+        } | {k: v for k, v in changes.items() if k in ("tokens", "loss_mask", "logprobs")}  # fmt: skip
+        runs = (VersionRun(V0, changes.get("count", 3)),)
+        return Member(*key, Finished((Segment(**parts),), "stop", changes.get("reward", 1.0), {}, runs))
+
+    async def refused() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            key = small.keys(await sampler.lease(V0, 1))[0]
+            for member in (
+                broken(key, tokens=np.zeros(3, np.int64)),
+                broken(key, tokens=np.zeros(2, np.int32)),
+                broken(key, loss_mask=np.full(3, 2, np.uint8)),
+                broken(key, count=2),
+                broken(key, reward=float("nan")),
+                small.failed(*key, "MOOD"),
+            ):
+                with pytest.raises(StoreRefusal):
+                    await sampler.put(member)
+            with pytest.raises(StoreRefusal, match="malformed"):
+                await sampler._raw.call("Put", b"\xc1nonsense", 5.0)
+            for numbers in ((2**63, 0, 1), (-1, 0, 1), (0, 2**63, 1), (0, 0, -5)):
+                with pytest.raises(StoreRefusal):
+                    await sampler.put(broken(numbers))
+            assert await sampler.put(broken(key)) == "OK"
+
+    run(refused())
+
+
+# --- who may speak
+
+
+def test_wrong_protocol_config_role_and_token_are_turned_away(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+    secret = auth.create(tmp_path)
+    shown_by_sampler = auth.bearer(secret, "sampler")
+
+    async def turned_away() -> None:
+        async with small.serving(tmp_path, config) as address:
+            with pytest.raises(Unauthorized, match="no valid token"):
+                async with small.connected(tmp_path, config, "sampler", token="wrong"):
+                    pass
+            with pytest.raises(Unauthorized, match="no valid token"):
+                await StoreClient.connect(address, role="sampler", name="s", config_digest=digest(config), patience_s=1)
+            with pytest.raises(Unauthorized, match="no valid token"):
+                async with small.connected(tmp_path, config, "learner", token=shown_by_sampler):
+                    pass
+            with pytest.raises(Unauthorized, match="same config"):
+                async with small.connected(tmp_path, config, "sampler", config_digest="0" * 32):
+                    pass
+            with pytest.raises(Unauthorized, match="caller none"):
+                async with small.connected(tmp_path, config, "sampler", config_digest=""):
+                    pass
+            async with small.connected(tmp_path, config, "sampler", token=shown_by_sampler) as sampler:
+                with pytest.raises(Unauthorized, match="may not call this"):
+                    await sampler.begin(None)
+                with pytest.raises(Unauthorized, match="protocol"):
+                    await sampler._call("Hello", msg.Hello(99, digest(config)), msg.Welcome)
+            async with small.connected(tmp_path, config, "observer", config_digest="") as observer:
+                assert (await observer.status())["issued"] == 0
+                with pytest.raises(Unauthorized):
+                    await observer.lease(V0, 1)
+
+    run(turned_away())
+
+
+def test_a_caller_of_another_run_is_stale(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+
+    async def stale() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "sampler") as sampler:
+            sampler._raw.run_id = "another"
+            with pytest.raises(StaleClient, match="belongs to another"):
+                await sampler.status()
+
+    run(stale())
+
+
+def test_a_message_too_large_is_refused_before_it_is_read(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured(max_message_mb=1)
+
+    async def large() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "sampler") as sampler:
+            with pytest.raises(StoreRefusal, match="larger than max"):
+                await sampler._raw.call("Put", bytes(2**20 + 1), 5.0)
+            assert (await sampler.status())["issued"] == 0
+
+    run(large())
+
+
+@pytest.mark.parametrize("metadata", [{"name": "../x"}, {"session": ""}, {"right": "root"}, {"name": "a" * 65}])
+def test_hostile_metadata_is_refused(tmp_path: Path, small: SimpleNamespace, run, metadata: dict[str, str]) -> None:
+    config = small.configured()
+
+    async def hostile() -> None:
+        async with (
+            small.serving(tmp_path, config) as address,
+            grpc.aio.insecure_channel(address, options=limits.client_options(2**20)) as channel,
+        ):
+            said = {"right": "sampler", "name": "s", "session": "x", "run": ""} | metadata
+            call = channel.unary_unary(f"/{msg.SERVICE}/Hello")
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await call(b"", metadata=[(f"jaxroll-{k}", v) for k, v in said.items()], timeout=5)
+            assert error.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
+
+    run(hostile())
+
+
+def test_other_addresses_need_a_token_and_consent(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    async def exposed() -> None:
+        async with small.serving(tmp_path, small.configured(), host="0.0.0.0"):
+            pass
+
+    with pytest.raises(ConfigError, match="no token"):
+        run(exposed())
+    auth.create(tmp_path)
+    with pytest.raises(ConfigError, match="plain text"):
+        run(exposed())
+
+
+# --- restarts
+
+
+def test_a_store_that_starts_again_keeps_run_port_cursor_and_leases(
+    tmp_path: Path, small: SimpleNamespace, run
+) -> None:
+    config, second_feed = small.configured(), small.Feed()
+
+    async def twice() -> None:
+        async with small.serving(tmp_path, config) as first:
+            learner = await StoreClient.connect(
+                tmp_path / "store.addr", role="learner", name="learner", config_digest=digest(config)
+            )
+            sampler = await StoreClient.connect(
+                tmp_path / "store.addr", role="sampler", name="sampler:0", config_digest=digest(config)
+            )
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            leased = small.keys(await sampler.lease(V0, 6))
+            assert await sampler.put(small.finished(*leased[0], (V0, 2))) == "OK"
+        async with small.serving(tmp_path, config, second_feed) as second:
+            assert first == second
+            assert second_feed.restored == [b"3"]
+            assert await sampler.put(small.finished(*leased[0], (V0, 2))) == "OK"
+            assert await sampler.renew(leased[1:]) == []
+            for key in leased[1:]:
+                assert await sampler.put(small.finished(*key, (V0, 2))) == "OK"
+            more = await sampler.lease(V0, 2, 5.0)
+            assert [g.task.index for g in more] == [3]
+            assert small.contents(await learner.claim(0, 0, 5.0))
+            await learner.aclose()
+            await sampler.aclose()
+
+    run(twice())
+
+
+def test_a_client_finds_a_store_that_moved(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+
+    async def moved() -> None:
+        async with small.serving(tmp_path, config) as first:
+            client = await StoreClient.connect(tmp_path / "store.addr", role="observer", name="o", patience_s=20)
+        (tmp_path / "store.addr").write_text("127.0.0.1:1\n")
+        job = asyncio.ensure_future(client.status())
+        async with small.serving(tmp_path, config) as second:
+            assert first != second
+            assert (await job)["issued"] == 0
+            await client.aclose()
+
+    run(moved())
+
+
+def test_patience_ends(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    async def nobody() -> None:
+        for address in (tmp_path / "store.addr", "127.0.0.1:1"):
+            started = time.monotonic()
+            with pytest.raises(InfraError, match="Hello"):
+                await StoreClient.connect(address, role="observer", name="o", patience_s=0.3)
+            assert time.monotonic() - started < 5.0
+
+    run(nobody())
+
+
+def test_a_run_stopped_by_hand_goes_on_with_the_next_store(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+
+    async def twice() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
+            await learner.close_run("stopped")
+            assert (await learner.status())["closed"] == "stopped"
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
+            assert (await learner.status())["closed"] == ""
+
+    run(twice())
+
+
+def test_a_closed_store_ends_when_nobody_calls(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+    ready = []
+
+    async def ends() -> None:
+        job = asyncio.ensure_future(
+            serve(config, tmp_path, small.Feed(), host="127.0.0.1", port=0, ready=ready.append, linger_s=0.2)
+        )
+        client = await StoreClient.connect(tmp_path / "store.addr", role="admin", name="a", patience_s=10)
+        await client.close_run("done")
+        await client.aclose()
+        await asyncio.wait_for(job, 10.0)
+
+    run(ends())
+
+
+def test_a_run_that_does_not_move_is_named_and_then_closed(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured(stall_s=0.5, stall_abort_s=1.5, lease_s=1.0)
+
+    async def stalls() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            with pytest.raises(Closed, match=r"stalled.*samplers have leased 0 of the 2 groups"):
+                await learner.claim(0, 0, 15.0)
+
+    run(stalls())
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert any(row["kind"] == "event" and "samplers" in row["text"] for row in rows)
+
+
+def test_a_failing_feeder_ends_the_store_by_name(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    class Broken(small.Feed):
+        async def next(self, count: int):
+            raise InfraError("the feeder died")
+
+    with pytest.raises(InfraError, match="the feeder died"):
+        run(serve(small.configured(), tmp_path, Broken(), host="127.0.0.1", port=0, ready=lambda address: None))
+
+
+def test_the_data_ends(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+
+    async def ends() -> None:
+        async with (
+            small.serving(tmp_path, config, small.Feed(limit=3)),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            version = await learner.begin(None)
+            await learner.publish(small.snapshot(version))
+            await small.produce(sampler, version, 6)
+            for step, size in ((0, 2), (1, 1)):
+                assert len((await learner.claim(0, step, 5.0)).groups) == size
+                await learner.publish(small.snapshot(Version(0, step + 1)))
+                await learner.ack(Version(0, step))
+            with pytest.raises(Closed, match="end of data"):
+                await learner.claim(0, 2, 5.0)
+            with pytest.raises(Closed, match="end of data"):
+                await sampler.lease(Version(0, 2), 1)
+
+    run(ends())
+
+
+# --- reports and the blocking client
+
+
+def test_rows_are_appended_whole_even_after_a_torn_line(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "torn')
+
+    async def reports() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
+            await learner.report([{"kind": "step", "loss": np.float32(0.5), "bad": float("nan")}, {"kind": "x"}])
+            await learner.report([])
+
+    run(reports())
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert lines[0] == '{"kind": "torn'
+    assert [json.loads(line) for line in lines[1:3]] == [{"kind": "step", "loss": 0.5, "bad": None}, {"kind": "x"}]
+
+
+def test_the_blocking_client_says_the_same(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured(groups_per_step=1)
+
+    def talk(address: Path) -> None:
+        options = {"config_digest": digest(config)}
+        learner = BlockingStore(address, role="learner", name="learner", **options)
+        sampler = BlockingStore(address, role="sampler", name="sampler:0", **options)
+        version = learner.begin(None)
+        learner.publish(small.snapshot(version))
+        assert sampler.published(None, 5.0) == small.snapshot(version)
+        leased = small.keys(sampler.lease(version, 2, 5.0))
+        assert sampler.renew(leased) == []
+        sampler.release(leased)
+        leased = small.keys(sampler.lease(version, 2, 5.0))
+        for key in leased:
+            assert sampler.put(small.finished(*key, (version, 2))) == "OK"
+        assert len(learner.claim(0, 0, 5.0).groups) == 1
+        learner.publish(small.snapshot(Version(0, 1)))
+        learner.ack(V0)
+        learner.durable(Version(0, 1))
+        learner.report([{"kind": "step"}])
+        assert learner.status()["durable"] == 1
+        assert learner.welcome.run_id == sampler.welcome.run_id
+        assert learner.position > 0
+        learner.close_run("done")
+        with pytest.raises(Closed):
+            sampler.lease(version, 1)
+        for client in (learner, sampler):
+            client.aclose()
+            client.aclose()
+        with pytest.raises(InfraError, match="closed"):
+            learner.status()
+
+    async def both() -> None:
+        async with small.serving(tmp_path, config):
+            await asyncio.to_thread(talk, tmp_path / "store.addr")
+
+    run(both())
