@@ -1,0 +1,1 @@
+"""Continuous batching: decode state, jitted prefill and decode programs, the engine, and a naive reference."""

@@ -1,0 +1,153 @@
+"""The engine on a thread of its own, and requests to it from an event loop.
+
+Two threads. The *JAX thread* runs `EngineHost.run`: one engine step after another while there is work, jobs from other
+threads in between. The *loop thread* runs asyncio. They meet in `EngineHost.call` (loop to JAX, never blocks the loop)
+and in completion callbacks (JAX to loop).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxroll.engine.engine import Engine
+from jaxroll.engine.requests import Request, Result
+from jaxroll.protocols import Completion, GenerationKey, SamplingParams
+
+R = TypeVar("R")
+SPAN_GAP_S = 0.005  # decode steps closer than this are one busy span
+SPAN_MAX_S = 1.0
+
+
+class Spans:
+    """Busy intervals of the engine, merged; `take` hands over the closed ones. Times are unix seconds."""
+
+    def __init__(self) -> None:
+        self._open: list[float] | None = None
+        self._closed: queue.SimpleQueue[tuple[float, float, int]] = queue.SimpleQueue()
+
+    def busy(self, t0: float, t1: float, tokens: int) -> None:
+        """The engine worked from `t0` to `t1` and sampled `tokens`."""
+        span = self._open
+        if span is not None and t0 - span[1] <= SPAN_GAP_S and t1 - span[0] <= SPAN_MAX_S:
+            span[1], span[2] = t1, span[2] + tokens
+            return
+        self.close()
+        self._open = [t0, t1, tokens]
+
+    def close(self) -> None:
+        """End the open span."""
+        if self._open is not None:
+            t0, t1, tokens = self._open
+            self._closed.put((t0, t1, int(tokens)))
+            self._open = None
+
+    def take(self) -> list[tuple[float, float, int]]:
+        """The spans closed since the last call."""
+        return _drain(self._closed)
+
+
+class EngineHost:
+    """Runs the engine on the thread that calls `run`; every other thread talks to it through `call` and `wake`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.spans = engine, Spans()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
+        self._wake, self._stopping = threading.Event(), threading.Event()
+
+    def call(self, job: Callable[[], R]) -> Future[R]:
+        """The future result of `job`, run on the JAX thread between two steps."""
+        future: Future[R] = Future()
+        self._jobs.put((job, future))
+        self._wake.set()
+        return future
+
+    def wake(self) -> None:
+        """Work was added; do not sleep."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Make `run` return after the current step."""
+        self._stopping.set()
+        self._wake.set()
+
+    def run(self) -> None:
+        """Step the engine until `stop`."""
+        tokens = self.engine.stats().tokens_decoded
+        while not self._stopping.is_set():
+            for job, future in _drain(self._jobs):
+                _settle(job, future)
+            self._wake.clear()
+            t0 = time.time()
+            if self.engine.step():
+                now = self.engine.stats().tokens_decoded
+                self.spans.busy(t0, time.time(), now - tokens)
+                tokens = now
+            else:
+                self.spans.close()
+                if self._jobs.empty():
+                    self._wake.wait(0.5)
+
+
+def _settle(job: Callable[[], R], future: Future[R]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(job())
+    except Exception as error:  # noqa: BLE001 - whoever asked gets it, whatever it is; the JAX thread goes on
+        future.set_exception(error)
+
+
+class EngineProxy:
+    """An `LLMProxy` over an engine in this process. `intervals` logs when each member's tokens were decoded."""
+
+    def __init__(self, host: EngineHost, loop: asyncio.AbstractEventLoop) -> None:
+        self._host, self._loop, self._ids = host, loop, itertools.count()
+        self._intervals: list[tuple[int, int, float, float, int]] = []
+
+    async def generate(self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams) -> Completion:
+        """The completion of `prompt`; cancelling the call aborts the request and discards its tokens."""
+        done: asyncio.Future = self._loop.create_future()
+        request = Request(next(self._ids), prompt, key, params)
+
+        def deliver(result: Result) -> None:
+            self._loop.call_soon_threadsafe(_resolve, done, result)
+
+        self._host.engine.add(request, deliver)
+        self._host.wake()
+        try:
+            result = await done
+        except asyncio.CancelledError:
+            self._host.engine.abort(request.id, keep=False)
+            self._host.wake()
+            raise
+        completion = result.completion
+        self._intervals.append((key.group, key.member, result.t_start_s, result.t_end_s, len(completion.tokens)))
+        return completion
+
+    def take_intervals(self) -> list[tuple[int, int, float, float, int]]:
+        """(group, member, start, end, tokens) of the generations that ended since the last call."""
+        taken, self._intervals = self._intervals, []
+        return taken
+
+
+def _resolve(future: asyncio.Future, result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _drain(items: queue.SimpleQueue) -> list:
+    taken = []
+    while True:
+        try:
+            taken.append(items.get_nowait())
+        except queue.Empty:
+            return taken

@@ -1,0 +1,86 @@
+"""The host's record of what is in the slots: who started when, how far each is, and what it sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxroll.engine import packets
+from jaxroll.engine.history import Flips, History
+from jaxroll.engine.requests import Add, Result
+from jaxroll.protocols import Completion
+from jaxroll.records import Version
+
+
+@dataclass(eq=False, slots=True)
+class _Running:
+    """A request in a slot. Its tokens after the first stand in the history from `start_row` on."""
+
+    add: Add
+    start_s: float
+    start_row: int
+    first_version: Version
+    count: int = 0
+    first_token: int = 0
+    first_logprob: float = 0.0
+
+
+@dataclass(frozen=True)
+class Progressed:
+    """What one dispatch brought: tokens drawn by decode, first tokens drawn by prefill, (slot, finish) that ended."""
+
+    decoded: int
+    firsts: int
+    ended: tuple[tuple[int, str], ...]
+
+
+class Ledger:
+    """S slots and the rows sampled lately, `rows` at least as many as the longest completion and one dispatch."""
+
+    def __init__(self, slots: int, rows: int) -> None:
+        self._running: list[_Running | None] = [None] * slots
+        self._history, self._flips = History(rows, slots), Flips()
+
+    def flip(self, version: Version) -> None:
+        """Tokens are drawn at `version` from now on."""
+        row = self._history.rows
+        self._flips.forget_before(min((r.start_row for r in self._running if r is not None), default=row))
+        self._flips.add(row, version)
+
+    def start(self, slot: int, add: Add, start_s: float, version: Version) -> None:
+        """A prefill at `version` puts a request into `slot`."""
+        self._running[slot] = _Running(add, start_s, self._history.rows, version)
+
+    def account(self, report: packets.Report) -> Progressed:
+        """Take in a dispatch's report."""
+        counts, status = report.counts.tolist(), report.status.tolist()
+        decoded = firsts = 0
+        ended: list[tuple[int, str]] = []
+        for slot, running in enumerate(self._running):
+            if running is None:
+                continue
+            if not running.count:
+                running.first_token = int(report.first_tokens[slot])
+                running.first_logprob = float(report.first_logprobs[slot])
+                running.count = 1
+                firsts += 1
+            decoded += counts[slot] - running.count
+            running.count = counts[slot]
+            if status[slot] != packets.RUNNING:
+                ended.append((slot, packets.FINISH[status[slot]]))
+        self._history.add(report.tokens, report.logprobs)
+        return Progressed(decoded, firsts, tuple(ended))
+
+    def take(self, slot: int, finish: str, end_s: float) -> tuple[Add, Result]:
+        """The request in `slot` and what it came to; the slot is empty afterwards."""
+        running = self._running[slot]
+        if running is None:
+            raise LookupError(f"slot {slot} is empty")
+        self._running[slot] = None
+        later = running.count - 1
+        tokens, logprobs = np.empty(running.count, np.int32), np.empty(running.count, np.float32)
+        tokens[0], logprobs[0] = running.first_token, running.first_logprob
+        tokens[1:], logprobs[1:] = self._history.column(slot, running.start_row, later)
+        versions = self._flips.runs(running.first_version, running.start_row, later)
+        return running.add, Result(Completion(tokens, logprobs, versions, finish), running.start_s, end_s)

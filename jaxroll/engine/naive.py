@@ -1,0 +1,103 @@
+"""Generation the slow way: no cache, no batch, one whole forward pass per token. The reference for the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxroll.engine.requests import Request
+from jaxroll.math import sampling
+from jaxroll.models import transformer
+from jaxroll.models.families import ModelSpec
+from jaxroll.models.params import Params
+
+NEAR_TIE = 1e-3  # two programs may draw different tokens where the best two perturbed logits are closer than this
+
+_LENGTH_STEP = 32  # lengths are padded to multiples of this, or every length would be compiled anew
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A naive generation. `margins` are how far the drawn token's perturbed logit was ahead of the next best."""
+
+    tokens: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T]
+    margins: np.ndarray  # float32 [T]
+
+
+def generate(spec: ModelSpec, params: Params, request: Request, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32 [T] new tokens of `request`, the stop token included, and their log-probs float32 [T]."""
+    found = trace(spec, params, request, seed)
+    return found.tokens, found.logprobs
+
+
+def trace(spec: ModelSpec, params: Params, request: Request, seed: int) -> Trace:
+    """What `generate` returns, with the margins."""
+    wanted = request.params
+    end = len(request.prompt) + wanted.max_tokens
+    text = np.zeros(-(-end // _LENGTH_STEP) * _LENGTH_STEP, np.int32)
+    text[: len(request.prompt)] = request.prompt
+    offset = request.first_position - len(request.prompt)
+    drawn: list[tuple[int, float, float]] = []
+    for length in range(len(request.prompt), end):
+        logits = next_logits(spec, params, text, np.int32(length))
+        drawn.append(_draw(request, seed, logits, length + offset))
+        text[length] = drawn[-1][0]
+        if text[length] in wanted.stop_tokens:
+            break
+    tokens, logprobs, margins = zip(*drawn, strict=True)
+    return Trace(np.array(tokens, np.int32), np.array(logprobs, np.float32), np.array(margins, np.float32))
+
+
+@partial(jax.jit, static_argnums=0)
+def next_logits(
+    spec: ModelSpec, params: Params, tokens: Int[Array, " T"], length: Int[Array, ""]
+) -> Float[Array, " V"]:  # fmt: skip
+    """float32 [V]: the logits after the first `length` of `tokens`; what follows them is not looked at."""
+    positions = jnp.arange(tokens.shape[0])
+    segments = (positions < length).astype(jnp.int32)
+    hidden = transformer.forward(spec, params, tokens[None], positions[None], segments[None])
+    return transformer.logits(spec, params, hidden[0, length - 1])
+
+
+@jax.jit
+def _noise(seed: int, identity: Int[Array, " 4"], like: Float[Array, " V"]) -> Float[Array, " V"]:
+    """Gumbel noise of the token that `identity` (group, member, salt, position) names."""
+    return jax.random.gumbel(sampling.token_key(jax.random.key(seed), *identity), like.shape, like.dtype)
+
+
+def _draw(request: Request, seed: int, logits: Float[Array, " V"], position: int) -> tuple[int, float, float]:
+    """The token at `position`, its log-prob and its margin, by the definitions and in numpy."""
+    key, params = request.key, request.params
+    scores = np.asarray(logits)
+    if params.temperature == 0:
+        return _best(scores, scores)
+    scores = _truncated(scores / np.float32(params.temperature), params.top_k, params.top_p)
+    noise = _noise(seed, np.array([key.group, key.member, key.salt, position], np.int32), logits)
+    return _best(scores, scores + np.asarray(noise))
+
+
+def _truncated(scores: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """`scores` with -inf outside the `top_k` best (0: all) and the smallest head of them with mass `top_p`."""
+    order = np.argsort(-scores, kind="stable")
+    head = order[: top_k or len(order)]
+    mass = np.cumsum(_probabilities(scores[head]))
+    kept = head if top_p >= 1 else head[: 1 + np.searchsorted(mass, top_p)]
+    return np.where(np.isin(np.arange(len(scores)), kept), scores, -np.inf)
+
+
+def _probabilities(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+def _best(scores: np.ndarray, perturbed: np.ndarray) -> tuple[int, float, float]:
+    """The best of `perturbed`, its log-prob under `scores`, and how far it is ahead."""
+    token = int(np.argmax(perturbed))
+    ahead = np.partition(perturbed, -2)[-2:]
+    return token, float(np.log(_probabilities(scores)[token])), float(ahead[1] - ahead[0])

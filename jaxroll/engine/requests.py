@@ -1,0 +1,108 @@
+"""What goes into the engine and what comes out: requests, results, and the commands that carry them between threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxroll.errors import DataError
+from jaxroll.models.params import Params
+from jaxroll.protocols import Completion, GenerationKey, SamplingParams
+from jaxroll.records import Version
+
+_KEY_LIMIT = 2**31
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One generation. `id` is unique among the requests in the engine.
+
+    `position` is the absolute position of the first new token, which its random key depends on; 0 means right after
+    the prompt (int32 [P]). It differs from P only when the prompt is a continuation cut off at the front.
+    """
+
+    id: int
+    prompt: np.ndarray
+    key: GenerationKey
+    params: SamplingParams
+    position: int = 0
+
+    @property
+    def first_position(self) -> int:
+        """The position of the first new token, for its random key."""
+        return self.position or len(self.prompt)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A completion and when it was made: from its prefill to its delivery, in seconds of the engine's clock."""
+
+    completion: Completion
+    t_start_s: float
+    t_end_s: float
+
+
+OnDone = Callable[[Result], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Add:
+    """Start `request` when a slot is free; `bucket` is the prefill length that its prompt decides."""
+
+    request: Request
+    bucket: int
+    on_done: OnDone
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End request `id` now; with `keep` its tokens so far are delivered, else nothing is."""
+
+    id: int
+    keep: bool
+
+
+@dataclass(frozen=True)
+class Suspend:
+    """Stop decoding between two steps and keep everything as it is."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on after `Suspend`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Swap:
+    """Sample with `params`, which are `version`, from now on (or, under `drain`, as soon as nothing runs)."""
+
+    version: Version
+    params: Params
+
+
+Command = Add | Abort | Suspend | Resume | Swap
+
+
+def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int) -> None:
+    """DataError if `request` cannot be served by an engine with these sizes: says what and what to do."""
+    prompt, params, name = request.prompt, request.params, f"request {request.id}"
+    if not isinstance(prompt, np.ndarray) or prompt.ndim != 1 or prompt.dtype.kind not in "iu":
+        raise DataError(f"{name}: the prompt must be a one-dimensional integer array of token ids")
+    if prompt.size and (prompt.min() < 0 or prompt.max() >= vocab_size):
+        raise DataError(f"{name}: prompt token ids must lie in 0..{vocab_size - 1}, the model's vocabulary")
+    if params.max_tokens < 1:
+        raise DataError(f"{name}: max_tokens = {params.max_tokens}; at least 1 token must be asked for")
+    if len(prompt) + params.max_tokens > max_tokens:
+        raise DataError(
+            f"{name}: {len(prompt)} prompt tokens and max_tokens = {params.max_tokens} exceed the cache of "
+            f"{max_tokens} tokens a slot: ask for fewer tokens or give the engine a longer cache"
+        )
+    if len(params.stop_tokens) > max_stops:
+        raise DataError(f"{name}: {len(params.stop_tokens)} stop tokens, but this engine is compiled for {max_stops}")
+    if params.temperature < 0 or params.top_k < 0 or not 0 < params.top_p <= 1:
+        raise DataError(f"{name}: temperature and top_k must be >= 0 and top_p in (0, 1]; got {params}")
+    numbers = (request.key.group, request.key.member, request.key.salt, request.first_position)
+    if not all(0 <= number < _KEY_LIMIT for number in numbers):
+        raise DataError(f"{name}: group, member, salt and position must lie in 0..2^31-1; got {numbers}")

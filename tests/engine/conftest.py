@@ -1,0 +1,150 @@
+"""A nano model, engines over it, and random work for them. Engines compile once a session and are shared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+import pytest
+
+from jaxroll.config import MeshConfig
+from jaxroll.engine.engine import Engine
+from jaxroll.engine.requests import Request, Result
+from jaxroll.models import families, params
+from jaxroll.protocols import GenerationKey, SamplingParams
+from jaxroll.records import Version
+from jaxroll.sharding import meshes, rules
+
+SPEC = families.spec("nano")
+SEED = 11
+ONE = MeshConfig()
+V1, V2 = Version(0, 1), Version(0, 2)
+
+
+class Ticks:
+    """A clock that moves by one second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@functools.cache
+def weights(mesh: MeshConfig = ONE, which: int = 0) -> params.Params:
+    """Parameters number `which` on a mesh. They are scaled up, so that the model has opinions."""
+    made = params.init(SPEC, jax.random.key(which), meshes.build(mesh), rules.SAMPLER)
+    return {name: leaf * (12.0 if name == "embed" else 1.0) for name, leaf in made.items()}
+
+
+@functools.cache
+def shared_engine(mesh: MeshConfig = ONE, **overrides) -> Engine:
+    sizes = {
+        "slots": 4,
+        "max_tokens": 32,
+        "prefill_rows": 2,
+        "prefill_buckets": (8, 16),
+        "decode_chunk": 4,
+        "seed": SEED,
+    }
+    engine = Engine(SPEC, meshes.build(mesh), rules.SAMPLER, clock=Ticks(), **(sizes | overrides))
+    engine.warmup(weights(mesh))
+    return engine
+
+
+@dataclass
+class Bench:
+    """An idle engine at version 0.1 and what it has delivered to this test."""
+
+    engine: Engine
+    mesh: MeshConfig
+    results: dict[int, Result] = field(default_factory=dict)
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.engine.add(request, functools.partial(self._take, request.id))
+
+    def _take(self, id: int, result: Result) -> None:
+        assert id not in self.results, f"request {id} was delivered twice"
+        self.results[id] = result
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    def finish(self, limit: int = 2000) -> dict[int, Result]:
+        for _ in range(limit):
+            if not self.engine.step():
+                return self.results
+        raise AssertionError(f"still working after {limit} steps: {self.engine.stats()}")
+
+    def run(self, requests: Iterable[Request]) -> dict[int, Result]:
+        self.add(*requests)
+        return self.finish()
+
+    def swap(self, version: Version, which: int) -> None:
+        self.engine.swap(version, weights(self.mesh, which))
+
+
+@pytest.fixture
+def bench() -> Iterable[Callable[..., Bench]]:
+    """Makes a `Bench`; engines must be left idle and unspoilt."""
+    made: list[Bench] = []
+
+    def make(mesh: MeshConfig = ONE, **overrides) -> Bench:
+        engine = shared_engine(mesh, **overrides)
+        engine.swap(V1, weights(mesh))
+        engine.step()
+        made.append(Bench(engine, mesh))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.engine.resume()
+        each.finish()
+        assert each.engine.stats().compiles == 0
+
+
+def random_requests(seed: int, count: int, *, group_size: int = 4, **fixed) -> list[Request]:
+    """Groups with a shared prompt, all kinds of lengths, temperatures and stop tokens; truncation in some."""
+    rng = np.random.default_rng(seed)
+    made: list[Request] = []
+    for index in range(count):
+        if index % group_size == 0:
+            prompt = rng.integers(0, SPEC.vocab_size, rng.integers(1, 17)).astype(np.int32)
+        wanted = {
+            "max_tokens": int(rng.integers(1, 16)),
+            "temperature": float(rng.choice([0.0, 0.7, 1.0, 1.0, 1.3])),
+            "top_k": int(rng.choice([0, 0, 0, 5])),
+            "top_p": float(rng.choice([1.0, 1.0, 1.0, 0.8])),
+            "stop_tokens": tuple(int(t) for t in rng.integers(0, SPEC.vocab_size, rng.integers(0, 4))),
+        }
+        key = GenerationKey(index // group_size, index % group_size, int(rng.integers(0, 3)))
+        made.append(Request(index, prompt, key, SamplingParams(**(wanted | fixed))))
+    return made
+
+
+@pytest.fixture
+def work() -> Callable[..., list[Request]]:
+    return random_requests
+
+
+@pytest.fixture
+def spec() -> families.ModelSpec:
+    return SPEC
+
+
+@pytest.fixture
+def seed() -> int:
+    return SEED
+
+
+@pytest.fixture
+def model() -> Callable[..., params.Params]:
+    """Parameters by number, on one device or a mesh."""
+    return lambda which=0, mesh=ONE: weights(mesh, which)

@@ -1,0 +1,34 @@
+"""The programs by themselves: they can be lowered without a device's memory, and they keep their shardings."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxroll.config import MeshConfig
+from jaxroll.engine import packets, programs
+from jaxroll.models import families
+from jaxroll.sharding import meshes, rules
+
+SIZES = packets.Sizes(slots=16, max_tokens=4096, rows=2, inserts=4, buckets=(512, 2048), chunk=8, max_stops=4)
+
+
+def test_programs_of_a_large_model_are_lowered_without_allocating():
+    mesh = meshes.build(MeshConfig(data=2, tensor=4))
+    lowered = programs.lowered(families.spec("qwen3_0p6b", compute_dtype="bfloat16"), mesh, rules.SAMPLER, SIZES)
+    assert sorted(lowered) == ["decode", "prefill_2048", "prefill_512"]
+    text = lowered["decode"].as_text()
+    assert "stablehlo.while" in text and "sdy.mesh" in text
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, tensor=2)], ids=str)
+def test_state_keeps_its_shardings_through_every_program(bench, work, mesh):
+    b = bench(mesh)
+    b.run(work(0, 8))
+    state = b.engine._device._state
+    wanted = b.engine._device._programs.state
+    agree = jax.tree.map(
+        lambda a, w: a.sharding.is_equivalent_to(w.sharding, a.ndim) and a.dtype == w.dtype and a.shape == w.shape,
+        state, wanted,
+    )  # fmt: skip
+    assert all(jax.tree.leaves(agree))
