@@ -1,0 +1,204 @@
+"""Durable versions of the train state on disk, by orbax: asynchronous, sharded, complete or absent.
+
+A checkpoint is the folder `LINEAGE.STEP` (zero-padded) with two items: `state`, the arrays under flat names, and
+`about`, a JSON object with version, log position and the shape of every array. Orbax writes into a folder with another
+name and renames it when all is on disk, so a folder with the right name is a whole checkpoint. The mesh it was written
+from is not part of it: it is restored into whatever shardings are asked for.
+
+`save` returns when the arrays have been copied to the host; a thread of orbax writes them. Nothing else waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxroll.errors import ConfigError, InfraError
+from jaxroll.learner.state import TrainState
+from jaxroll.records import Version
+
+FORMAT = 1
+_NAME = re.compile(r"(\d{4,})\.(\d{8,})")
+_STATE, _ABOUT = "state", "about"
+
+
+class Checkpoints:
+    """The checkpoints of one run; only the learner's process writes, anyone may read."""
+
+    def __init__(self, folder: Path, kept: int) -> None:
+        if kept < 1:
+            raise ConfigError("learner.checkpoints_kept", kept, "at least one checkpoint must stay to resume from")
+        self.folder, self.kept = Path(folder).absolute(), kept
+        self._writing: list[Version] = []
+        self._writer: ocp.AsyncCheckpointer | None = None
+
+    def save(self, version: Version, position: int, state: TrainState) -> None:
+        """Start writing `state` as `version`; the caller may donate it as soon as this returns.
+
+        Waits for the write before it, if that still goes on. A version that is already on disk is not written again.
+        """
+        self._writing.append(version)
+        if self.path(version).exists():
+            return
+        if self._writer is None:
+            self._discard_unfinished()
+            self._writer = ocp.AsyncCheckpointer(_handler())
+        arrays = _flat(state)
+        about = {
+            "format": FORMAT,
+            "lineage": version.lineage,
+            "step": version.step,
+            "position": position,
+            "arrays": {name: _described(leaf) for name, leaf in arrays.items()},
+        }
+        items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), about=ocp.args.JsonSave(about))
+        self._writer.save(self.path(version), args=items)
+
+    def finished(self, *, wait: bool) -> list[Version]:
+        """Versions that have become durable since the last call, oldest first; with `wait`, all that were started.
+
+        Raises InfraError when a write failed. Older checkpoints beyond `kept` are removed.
+        """
+        self._raise_failure(wait)
+        durable = [version for version in self._writing if self.path(version).exists()]
+        for version in durable:
+            _reach_disk(self.path(version))
+        self._writing = [version for version in self._writing if version not in durable]
+        if durable:
+            self._remove_old()
+        return durable
+
+    def wait(self) -> list[Version]:
+        """Versions that have become durable since the last call, once no write is going on."""
+        return self.finished(wait=True)
+
+    def list(self) -> tuple[Version, ...]:
+        """Every whole checkpoint, oldest first."""
+        if not self.folder.is_dir():
+            return ()
+        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if (path / _ABOUT).is_dir())
+        return tuple(sorted(Version(int(match[1]), int(match[2])) for match in names if match))
+
+    def latest(self) -> Version | None:
+        """The newest checkpoint: of the highest lineage, the highest step; None when there is none."""
+        return max(self.list(), default=None)
+
+    def about(self, version: Version) -> dict[str, Any]:
+        """What the checkpoint says about itself: format, lineage, step, position, arrays."""
+        args = ocp.args.Composite(about=ocp.args.JsonRestore())
+        return self._read(version, args)[_ABOUT]
+
+    def restore(self, version: Version, abstract: TrainState) -> tuple[TrainState, int]:
+        """The state of `version`, lying as `abstract` says, and its log position.
+
+        Raises InfraError when it is not there or cannot be read, ConfigError when it is of another model or optimizer.
+        """
+        about = self.about(version)
+        wanted = _flat(abstract)
+        _check_same(wanted, about, version)
+        arguments = jax.tree.map(
+            lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), wanted
+        )
+        items = ocp.args.Composite(state=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments))
+        arrays = self._read(version, items)[_STATE]
+        leaves = [arrays[name] for name in wanted]
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves), int(about["position"])
+
+    def path(self, version: Version) -> Path:
+        """Where `version` is or would be."""
+        return self.folder / f"{version.lineage:04d}.{version.step:08d}"
+
+    def close(self) -> None:
+        """Wait for what is being written and let the writer's threads go."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _read(self, version: Version, args: ocp.args.Composite) -> Any:
+        if version not in self.list():
+            have = ", ".join(map(str, self.list())) or "none"
+            raise InfraError(f"{self.folder} has no whole checkpoint {version} (there are: {have})")
+        try:
+            with ocp.Checkpointer(_handler()) as reader:
+                return reader.restore(self.path(version), args=args)
+        except (OSError, ValueError, KeyError) as error:
+            raise InfraError(
+                f"checkpoint {self.path(version)} cannot be read ({error}); "
+                "remove that folder to resume from an older one"
+            ) from error
+
+    def _raise_failure(self, wait: bool) -> None:
+        if self._writer is None:
+            return
+        try:
+            if wait:
+                self._writer.wait_until_finished()
+            self._writer.check_for_errors()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InfraError(f"writing a checkpoint to {self.folder} failed: {error}") from error
+
+    def _remove_old(self) -> None:
+        for version in self.list()[: -self.kept]:
+            shutil.rmtree(self.path(version), ignore_errors=True)
+
+    def _discard_unfinished(self) -> None:
+        """Remove what a killed learner left half-written; it never had a checkpoint's name."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.iterdir():
+            if path.is_dir() and not _NAME.fullmatch(path.name) and _NAME.match(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _reach_disk(folder: Path) -> None:
+    """Make `folder`, all it holds and its own name survive a power cut: orbax renames without asking the disk."""
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _handler() -> ocp.CompositeCheckpointHandler:
+    """How the two items are written: replicas whole by their first owner.
+
+    Orbax would let every replica write a slice of it, and compiles a program for each shape to cut them.
+    """
+    arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return ocp.CompositeCheckpointHandler(
+        **{_STATE: ocp.PyTreeCheckpointHandler(type_handler_registry=registry), _ABOUT: ocp.JsonCheckpointHandler()}
+    )
+
+
+def _flat(state: TrainState) -> dict[str, Any]:
+    """The leaves of `state` by name, such as "params['embed']"; independent of optax's classes."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
+
+
+def _described(leaf: Any) -> list[Any]:
+    return [str(leaf.dtype), *leaf.shape]
+
+
+def _check_same(wanted: Mapping[str, Any], about: Mapping[str, Any], version: Version) -> None:
+    if about.get("format") != FORMAT:
+        raise ConfigError("checkpoint format", about.get("format"), f"this JaxRoll reads format {FORMAT}")
+    have, want = about["arrays"], {name: _described(leaf) for name, leaf in wanted.items()}
+    different = sorted(name for name in have.keys() | want.keys() if have.get(name) != want.get(name))
+    if different:
+        name = different[0]
+        raise ConfigError(
+            f"checkpoint {version}",
+            name,
+            f"is {have.get(name, 'absent')} there and {want.get(name, 'absent')} in this config"
+            + (f" ({len(different) - 1} more arrays differ)" if len(different) > 1 else ""),
+            "Resume with the model and optimizer it was written with.",
+        )

@@ -1,0 +1,109 @@
+"""What a member says about its tokens, as flat streams: the only place where the learner reads records.
+
+T is the number of tokens of one member, prompt included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxroll.errors import DataError
+from jaxroll.records import Claim, Finished, Member, Segment, ages
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trainable sequence. `advantage` and `weight` belong to every trained token of it."""
+
+    tokens: np.ndarray  # int32 [T]
+    mask: np.ndarray  # bool [T]: trained on
+    behaviour: np.ndarray  # float32 [T]: log-prob under the policy that sampled, 0 where not sampled
+    ages: np.ndarray  # int32 [T]: trained step minus sampled step, 0 where not sampled
+    sampled_tokens: int  # sampled, whether trained on or masked as stale
+    fresh: bool  # all sampled tokens are of the version that is being trained
+    reward: float
+    advantage: float = 0.0
+    weight: float = 0.0
+
+    @property
+    def trained_tokens(self) -> int:
+        """Number of tokens that carry loss."""
+        return int(self.mask.sum())
+
+
+def of_member(member: Member, trained_at: int) -> Sample:
+    """The sample of a finished member at claim step `trained_at`; DataError when the record contradicts itself."""
+    where = f"group {member.group}, member {member.member}"
+    outcome = member.outcome
+    if not isinstance(outcome, Finished):
+        raise DataError(
+            f"{where} failed ({outcome.error}) and cannot be trained on; a claim holds finished members only"
+        )
+    tokens, mask, behaviour = _streams(outcome.segments, where)
+    sampled = _sampled_positions(outcome.segments, sum(run.count for run in outcome.versions), where)
+    token_ages = np.zeros(len(tokens), np.int32)
+    token_ages[sampled] = ages(outcome.versions, trained_at)
+    return Sample(
+        tokens=tokens,
+        mask=mask,
+        behaviour=np.where(mask, behaviour, np.float32(0)),
+        ages=token_ages,
+        sampled_tokens=len(sampled),
+        fresh=all(run.version.step == trained_at for run in outcome.versions),
+        reward=float(outcome.reward),
+    )
+
+
+def of_claim(claim: Claim) -> list[list[Sample]]:
+    """The samples of every group of `claim`, in the claim's order."""
+    return [[of_member(member, claim.step) for member in group.members] for group in claim.groups]
+
+
+def supervised(prompt: list[int], answer: list[int]) -> Sample:
+    """A sample that trains on `answer` after `prompt`, with advantage 1."""
+    mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
+    return Sample(
+        tokens=np.array([*prompt, *answer], np.int32),
+        mask=mask,
+        behaviour=np.zeros(len(mask), np.float32),
+        ages=np.zeros(len(mask), np.int32),
+        sampled_tokens=len(answer),
+        fresh=False,
+        reward=0.0,
+        advantage=1.0,
+    )
+
+
+def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, mask and behaviour log-probs of all segments, end to end."""
+    for segment in segments:
+        if not len(segment.tokens) == len(segment.loss_mask) == len(segment.logprobs):
+            raise DataError(f"{where}: a segment's tokens, loss_mask and logprobs differ in length")
+    if not segments:
+        raise DataError(f"{where} has no segments")
+    tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.int32)
+    mask = np.concatenate([segment.loss_mask for segment in segments]).astype(bool)
+    behaviour = np.concatenate([segment.logprobs for segment in segments]).astype(np.float32)
+    if len(tokens) == 0 or mask[0]:
+        raise DataError(f"{where} starts with a sampled token: nothing predicts it, so a prompt must come first")
+    if not np.isfinite(behaviour[mask]).all():
+        raise DataError(f"{where} has a sampled token whose behaviour log-prob is not finite")
+    return tokens, mask, behaviour
+
+
+def _sampled_positions(segments: tuple[Segment, ...], count: int, where: str) -> np.ndarray:
+    """int [count]: where the sampled tokens stand, masked ones included.
+
+    Without masking they are the tokens with loss_mask 1. Where stale tokens had their mask taken away, a segment was
+    sampled if anything in it still has a mask or a log-prob.
+    """
+    mask = np.concatenate([segment.loss_mask for segment in segments]).astype(bool)
+    if mask.sum() == count:
+        return np.flatnonzero(mask)
+    touched = [bool(segment.loss_mask.any() or segment.logprobs.any()) for segment in segments]
+    sampled = np.repeat(touched, [len(segment.tokens) for segment in segments])
+    if sampled.sum() != count:
+        raise DataError(f"{where}: versions cover {count} tokens, its segments hold {int(sampled.sum())} sampled ones")
+    return np.flatnonzero(sampled)

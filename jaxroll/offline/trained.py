@@ -1,0 +1,96 @@
+"""A run's model as it stands: the newest checkpoint (or the warm start) behind an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxroll.config import Config
+from jaxroll.data import sources
+from jaxroll.engine.engine import Engine
+from jaxroll.engine.host import EngineHost, EngineProxy
+from jaxroll.errors import ConfigError
+from jaxroll.learner import optimizer, weights
+from jaxroll.learner import state as states
+from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.models import families, params
+from jaxroll.protocols import Tokenizer
+from jaxroll.records import Version
+from jaxroll.sharding import meshes, rules
+from jaxroll.text import tokenizers
+
+OFFLINE_LIMIT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model ready to answer. `version` is None for the warm start."""
+
+    config: Config
+    tokenizer: Tokenizer
+    host: EngineHost
+    version: Version
+    source: str
+
+
+def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int) -> Trained:
+    """The newest weights of the run in `run_dir`, in an engine of `slots` slots; ConfigError when there are none."""
+    text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
+    spec = families.spec(config.model.size, vocab_size=text.vocab_size, compute_dtype=config.model.dtype)
+    mesh = meshes.build(config.learner.mesh)
+    values, version, source = newest_params(config, spec, run_dir, rules.Layout(mesh, rules.LEARNER))
+    placed = jax.device_put(values, params.shardings(spec, mesh, rules.SAMPLER))
+    engine = Engine(
+        spec, mesh, rules.SAMPLER, slots=slots, max_tokens=max(config.sampler.prefill_buckets) + max_tokens,
+        prefill_rows=min(slots, config.sampler.prefill_rows), prefill_buckets=config.sampler.prefill_buckets,
+        decode_chunk=config.sampler.decode_chunk, seed=config.run.seed,
+    )  # fmt: skip
+    engine.warmup(placed, print)
+    engine.swap(version, placed)
+    return Trained(config, text, EngineHost(engine), version, source)
+
+
+def newest_params(
+    config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout
+) -> tuple[states.Params, Version, str]:
+    """The parameters of the newest checkpoint, else of the warm start, with their version and where they were."""
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.learner.checkpoints_kept)
+    latest = checkpoints.latest()
+    if latest is not None:
+        transform = optimizer.build(config.learner).transform
+        state, _ = checkpoints.restore(latest, states.abstract(spec, layout, transform))
+        return state.params, latest, f"checkpoint {latest}"
+    warm = run_dir / "warm"
+    if warm.is_dir():
+        return states.placed(weights.load(warm), spec, layout), Version(0, 0), "the warm start"
+    raise ConfigError("RUN", str(run_dir), "has neither checkpoints nor a warm start", "Train first: jaxroll train.")
+
+
+def ask(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]]) -> None:
+    """Run `play` on a loop thread while this thread drives the engine; raises what `play` raises."""
+    failure: list[BaseException] = []
+
+    def talk() -> None:
+        try:
+            asyncio.run(_played(trained, play))
+        except BaseException as error:  # noqa: BLE001 - carried to the calling thread, whatever it is
+            failure.append(error)
+        finally:
+            trained.host.stop()
+
+    thread = threading.Thread(target=talk, name="asking", daemon=True)
+    thread.start()
+    trained.host.run()
+    thread.join(timeout=10)
+    if failure:
+        raise failure[0]
+
+
+async def _played(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]]) -> None:
+    async with asyncio.timeout(OFFLINE_LIMIT_S):
+        await play(EngineProxy(trained.host, asyncio.get_running_loop()))

@@ -1,0 +1,88 @@
+"""Claims made of random tokens, and a small config for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxroll.config import Config, LearnerConfig, MeshConfig, ScheduleConfig
+from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
+
+VOCAB = 24
+
+
+def prompt(tokens: np.ndarray) -> Segment:
+    return Segment(tokens.astype(np.int32), np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.float32))
+
+
+def answer(tokens: np.ndarray, logprobs: np.ndarray) -> Segment:
+    return Segment(tokens.astype(np.int32), np.ones(len(tokens), np.uint8), logprobs.astype(np.float32))
+
+
+@pytest.fixture
+def small_config() -> Callable[..., Config]:
+    """A config for claims of `make_claim`; keyword arguments replace fields of its learner section."""
+
+    def make(alpha: float = 1.0, **learner: Any) -> Config:
+        fields = {"micro_rows": 2, "row_tokens": 64, "mesh": MeshConfig(), "learning_rate": 1e-2, "warmup_steps": 1}
+        return Config(
+            schedule=ScheduleConfig(alpha=alpha, groups_per_step=4, group_size=4),
+            learner=replace(LearnerConfig(), **(fields | learner)),
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_claim() -> Callable[..., Claim]:
+    """A claim of random members: prompts of 3–8 tokens, answers of 2–9, sampled `age` steps before `step`."""
+
+    def make(step: int = 1, groups: int = 4, size: int = 4, age: int = 0, seed: int = 0, version=None) -> Claim:
+        rng = np.random.default_rng([seed, step])
+        version = version or Version(0, step - age)
+        claimed = []
+        for group in range(groups):
+            question = rng.integers(4, VOCAB, rng.integers(3, 9))
+            members = []
+            for member in range(size):
+                count = int(rng.integers(2, 10))
+                segments = (prompt(question), answer(rng.integers(4, VOCAB, count), -3 * rng.random(count)))
+                runs = (VersionRun(version, count),)
+                reward = float(rng.integers(0, 2))
+                members.append(Member(group, member, 0, Finished(segments, "stop", reward, {}, runs)))
+            claimed.append(ClaimedGroup(group, Task(group, (), "none", "{}", 0, str(group)), tuple(members)))
+        return Claim(step, 0, tuple(claimed), shuffle_seed=step, replayed=False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_trainer() -> Callable[..., Any]:
+    """A trainer of a nano model under `config`, on a mesh of the forced CPU devices; compiled once per config."""
+    import jax
+
+    from jaxroll.learner.trainer import Trainer
+    from jaxroll.models import families
+    from jaxroll.sharding import meshes, rules
+
+    first: dict[str, tuple[Trainer, Any]] = {}
+
+    def make(config: Config) -> Trainer:
+        key = repr(config)
+        if key not in first:
+            spec = families.spec("nano", vocab_size=VOCAB)
+            mesh = meshes.build(config.learner.mesh)
+            trainer = Trainer(config, spec, mesh, rules.LEARNER, key=jax.random.key(0))
+            first[key] = trainer, jax.device_get(trainer.state)
+        trainer, state = first[key]
+        again = copy.copy(trainer)  # shares the compiled programs, has its own state
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state())
+        again.state, again._accumulator = jax.device_put(state, shardings, may_alias=False), None
+        return again
+
+    return make

@@ -1,0 +1,223 @@
+"""Checkpoints: bit-exact, onto other meshes, whole or absent, and clear about what does not fit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxroll.config import MeshConfig
+from jaxroll.errors import ConfigError, InfraError
+from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.learner.compiles import CompileCounter
+from jaxroll.records import Version
+
+
+@pytest.fixture
+def folder(free_run_dir):
+    return free_run_dir / "checkpoints"
+
+
+def same_bits(first, second) -> bool:
+    pairs = zip(jax.tree.leaves(jax.device_get(first)), jax.tree.leaves(jax.device_get(second)), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.fixture
+def trainer(small_config, make_claim, make_trainer):
+    """On fsdp=2, one step old: moments and counters are not all zero."""
+    trainer = make_trainer(small_config(mesh=MeshConfig(fsdp=2)))
+    trainer.train(make_claim())
+    return trainer
+
+
+def saved(folder, trainer, *versions, kept=3) -> Checkpoints:
+    checkpoints = Checkpoints(folder, kept)
+    for number, version in enumerate(versions):
+        checkpoints.save(version, 100 + number, trainer.state)
+        assert checkpoints.wait() == [version]
+    return checkpoints
+
+
+def test_what_is_restored_is_what_was_saved(folder, trainer):
+    checkpoints = saved(folder, trainer, Version(0, 7))
+    assert checkpoints.latest() == Version(0, 7)
+    state, position = Checkpoints(folder, 3).restore(Version(0, 7), trainer.abstract_state())
+    assert position == 100 and same_bits(state, trainer.state)
+    assert jax.tree.structure(state) == jax.tree.structure(trainer.state)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, trainer.state)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
+def test_onto_another_mesh(folder, trainer, small_config, make_trainer, mesh):
+    checkpoints = saved(folder, trainer, Version(0, 7))
+    other = make_trainer(small_config(mesh=mesh, micro_rows=4))
+    state, _ = checkpoints.restore(Version(0, 7), other.abstract_state())
+    assert same_bits(state, trainer.state)
+    embed = state.params["embed"]
+    assert embed.sharding.mesh.size == mesh.devices
+    checkpoints.close()
+
+
+def test_training_goes_on_as_if_nothing_had_happened(folder, trainer, make_claim):
+    checkpoints = saved(folder, trainer, Version(0, 1))
+    undisturbed = trainer.train(make_claim(2, age=1))
+    want = jax.device_get(trainer.state)
+    trainer.state, _ = checkpoints.restore(Version(0, 1), trainer.abstract_state())
+    assert trainer.train(make_claim(2, age=1))["loss"] == undisturbed["loss"]
+    assert same_bits(trainer.state, want)
+    checkpoints.close()
+
+
+def test_the_state_may_be_donated_while_it_is_being_written(folder, trainer, make_claim):
+    """The next steps overwrite the buffers before the write has ended; the checkpoint is of the moment of `save`."""
+    checkpoints = Checkpoints(folder, 3)
+    want = jax.tree.map(np.array, jax.device_get(trainer.state))
+    checkpoints.save(Version(0, 1), 1, trainer.state)
+    for step in (2, 3):
+        trainer.train(make_claim(step))
+    checkpoints.wait()
+    state, _ = checkpoints.restore(Version(0, 1), trainer.abstract_state())
+    assert same_bits(state, want)
+    assert not same_bits(state, trainer.state)
+    checkpoints.close()
+
+
+def test_saving_compiles_nothing(folder, trainer):
+    counter = CompileCounter()
+    saved(folder, trainer, Version(0, 1)).close()
+    counter.close()
+    assert counter.count == 0
+
+
+def test_the_last_ones_are_kept_and_a_higher_lineage_is_newer(folder, trainer):
+    versions = [Version(0, 1), Version(0, 2), Version(0, 30), Version(1, 3)]
+    checkpoints = saved(folder, trainer, *versions, kept=2)
+    assert checkpoints.list() == (Version(0, 30), Version(1, 3))
+    assert checkpoints.latest() == Version(1, 3)
+    assert checkpoints.about(Version(1, 3))["position"] == 103
+    checkpoints.close()
+
+
+def test_saving_a_version_again_keeps_the_one_on_disk(folder, trainer):
+    checkpoints = saved(folder, trainer, Version(0, 1))
+    before = (folder / "0000.00000001").stat().st_mtime_ns
+    checkpoints.save(Version(0, 1), 5, trainer.state)
+    assert checkpoints.wait() == [Version(0, 1)]
+    assert (folder / "0000.00000001").stat().st_mtime_ns == before
+    checkpoints.close()
+
+
+def test_an_empty_or_missing_folder_has_no_latest(folder, trainer):
+    checkpoints = Checkpoints(folder, 3)
+    assert checkpoints.latest() is None and checkpoints.list() == () and checkpoints.wait() == []
+    with pytest.raises(InfraError, match=r"no whole checkpoint 0\.5 \(there are: none\)"):
+        checkpoints.restore(Version(0, 5), trainer.abstract_state())
+
+
+def test_half_written_folders_are_ignored_and_then_removed(folder, trainer):
+    unfinished = folder / "0000.00000009.orbax-checkpoint-tmp"
+    (unfinished / "state").mkdir(parents=True)
+    (folder / "0000.00000010").mkdir()  # a copy that was interrupted
+    assert Checkpoints(folder, 3).latest() is None
+    checkpoints = saved(folder, trainer, Version(0, 1))
+    assert checkpoints.latest() == Version(0, 1)
+    assert not unfinished.exists()
+    checkpoints.close()
+
+
+def test_reading_does_not_disturb_a_write_going_on(folder, trainer):
+    writing = folder / "0000.00000009.orbax-checkpoint-tmp"
+    writing.mkdir(parents=True)
+    Checkpoints(folder, 3).latest()
+    assert writing.exists()
+
+
+def test_a_damaged_checkpoint_is_named_with_the_way_out(folder, trainer):
+    checkpoints = saved(folder, trainer, Version(0, 1), Version(0, 2))
+    for path in (folder / "0000.00000002" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(InfraError, match=r"0000\.00000002 cannot be read.*remove that folder"):
+        checkpoints.restore(Version(0, 2), trainer.abstract_state())
+    state, _ = checkpoints.restore(Version(0, 1), trainer.abstract_state())
+    assert same_bits(state, trainer.state)
+    checkpoints.close()
+
+
+def test_another_model_is_refused_by_the_name_of_an_array(folder, trainer, small_config):
+    from jaxroll.learner import optimizer, state
+    from jaxroll.models import families
+
+    checkpoints = saved(folder, trainer, Version(0, 1))
+    transform = optimizer.build(small_config().learner).transform
+    wider = replace(families.spec("nano", vocab_size=24), hidden=128)
+    with pytest.raises(ConfigError, match=r"checkpoint 0\.1 = .*(down|gate|up).*more arrays differ"):
+        checkpoints.restore(Version(0, 1), state.abstract(wider, trainer.layout, transform))
+    checkpoints.close()
+
+
+def test_at_least_one_must_be_kept(folder):
+    with pytest.raises(ConfigError, match="checkpoints_kept"):
+        Checkpoints(folder, 0)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.learner.state import TrainState
+from jaxroll.records import Version
+checkpoints = Checkpoints(Path(sys.argv[1]), 2)
+for step in range(10_000):
+    params = {f"layer.{i}": jnp.full((256, 256), step, jnp.float32) for i in range(8)}
+    checkpoints.save(Version(0, step), step, TrainState(params, (), jnp.int32(step)))
+    for version in checkpoints.finished(wait=False):
+        print(version.step, flush=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("durable", [1, 4])
+def test_killed_while_writing_what_was_durable_is_whole(folder, durable):
+    """A real kill -9 in the middle of saves: every version that was reported is still there, or a newer one."""
+    import jax.numpy as jnp
+
+    from jaxroll.learner.state import TrainState
+
+    env = {**os.environ, "XLA_FLAGS": ""}
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
+    guard = time.monotonic() + 120
+    last = -1
+    for line in writer.stdout:
+        last = int(line)
+        if last >= durable or time.monotonic() > guard:
+            break
+    writer.send_signal(signal.SIGKILL)
+    writer.wait(timeout=30)
+    writer.stdout.close()
+    checkpoints = Checkpoints(folder, 2)
+    newest = checkpoints.latest()
+    assert newest is not None and newest.step >= last >= durable
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = TrainState(
+        {f"layer.{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=here) for i in range(8)},
+        (), jax.ShapeDtypeStruct((), jnp.int32, sharding=here),
+    )  # fmt: skip
+    for version in checkpoints.list():
+        state, position = checkpoints.restore(version, shapes)
+        assert position == version.step == int(state.step)
+        assert all((np.asarray(leaf) == version.step).all() for leaf in state.params.values())
+    checkpoints.save(Version(1, newest.step + 1), 0, state)
+    assert checkpoints.wait() == [Version(1, newest.step + 1)]
+    assert not [path for path in folder.iterdir() if "tmp" in path.name]
+    checkpoints.close()

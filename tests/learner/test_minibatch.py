@@ -1,0 +1,97 @@
+"""From claims to weighted samples: advantages, denominators, substeps, and the control with shuffled rewards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxroll.errors import DataError
+from jaxroll.learner import minibatch
+from jaxroll.records import Claim
+
+
+def rewards_and_advantages(claim: Claim, config) -> list[tuple[float, float]]:
+    return [(s.reward, s.advantage) for part in minibatch.prepare(claim, config).substeps for s in part]
+
+
+def test_advantages_are_centred_in_each_group(small_config, make_claim):
+    claim = make_claim(groups=3)
+    (part,) = minibatch.prepare(claim, small_config()).substeps
+    for first in range(0, len(part), 4):
+        group = part[first : first + 4]
+        rewards = np.array([s.reward for s in group])
+        want = np.zeros(4) if rewards.std() == 0 else (rewards - rewards.mean()) / rewards.std(ddof=1)
+        np.testing.assert_allclose([s.advantage for s in group], want, rtol=1e-5, atol=1e-6)
+
+
+def test_more_groups_than_a_step_and_groups_that_shrank(small_config, make_claim):
+    """A claim may hold more groups than groups_per_step, and groups with fewer members."""
+    whole = make_claim(groups=9)
+    groups = (replace_members(whole.groups[0], 1), replace_members(whole.groups[1], 3), *whole.groups[2:])
+    claim = Claim(1, 0, groups, 1, False)
+    prepared = minibatch.prepare(claim, small_config())
+    assert [len(group) for group in prepared.groups] == [1, 3, 4, 4, 4, 4, 4, 4, 4]
+    assert prepared.substeps[0][0].advantage == 0.0
+    alone = minibatch.prepare(Claim(1, 0, groups[:2], 1, False), small_config()).substeps[0]
+    assert [s.advantage for s in alone] == [s.advantage for s in prepared.substeps[0][:4]]
+
+
+def replace_members(group, count):
+    return type(group)(group.group, group.task, group.members[:count])
+
+
+def test_a_group_larger_than_the_config_says_is_refused(small_config, make_claim):
+    with pytest.raises(DataError, match=r"has 5 members, schedule\.group_size is 4"):
+        minibatch.prepare(make_claim(size=5), small_config())
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+def test_weights_are_counted_over_the_whole_step(small_config, make_claim, aggregation):
+    (part,) = minibatch.prepare(make_claim(), small_config(aggregation=aggregation)).substeps
+    total = sum(s.weight * s.trained_tokens for s in part)
+    mean_length = sum(s.trained_tokens for s in part) / len(part)
+    np.testing.assert_allclose(total, mean_length if aggregation.endswith("sum") else 1.0, rtol=1e-5)
+
+
+def test_substeps_hold_every_group_once_and_whole(small_config, make_claim):
+    claim = make_claim(groups=4)
+    parts = minibatch.prepare(claim, small_config(substeps=3)).substeps
+    assert [len(part) for part in parts] == [8, 4, 4]
+    tokens = sorted(tuple(s.tokens) for part in parts for s in part)
+    whole = minibatch.prepare(claim, small_config()).substeps[0]
+    assert tokens == sorted(tuple(s.tokens) for s in whole)
+    for part in parts:
+        np.testing.assert_allclose(sum(s.weight * s.trained_tokens for s in part), 1.0, rtol=1e-5)
+
+
+def test_shuffled_rewards_stay_in_their_group_and_are_a_function_of_the_claim(small_config, make_claim):
+    claim = make_claim(groups=4)
+    plain, control = small_config(advantage="group_mean"), small_config(advantage="group_mean", shuffle_rewards=True)
+    straight, mixed = rewards_and_advantages(claim, plain), rewards_and_advantages(claim, control)
+    assert [r for r, _ in straight] == [r for r, _ in mixed]  # the reward that is reported is the one that was earned
+    assert [a for _, a in straight] != [a for _, a in mixed]
+    for first in range(0, 16, 4):
+        assert sorted(a for _, a in straight[first : first + 4]) == sorted(a for _, a in mixed[first : first + 4])
+    assert rewards_and_advantages(claim, control) == mixed
+    other = Claim(claim.step, 0, claim.groups, claim.shuffle_seed + 1, False)
+    assert rewards_and_advantages(other, control) != mixed
+
+
+def test_shuffling_breaks_the_link_between_reward_and_advantage(small_config, make_claim):
+    """Over many claims the correlation vanishes; unshuffled it is strong."""
+    config = small_config(advantage="group_mean", shuffle_rewards=True)
+    pairs = [pair for step in range(150) for pair in rewards_and_advantages(make_claim(step=step), config)]
+    assert abs(np.corrcoef(np.array(pairs).T)[0, 1]) < 0.06
+    straight = [pair for step in range(10) for pair in rewards_and_advantages(make_claim(step=step), small_config())]
+    assert np.corrcoef(np.array(straight).T)[0, 1] > 0.7
+
+
+def test_members_without_trained_tokens_carry_nothing(small_config, make_claim):
+    claim = make_claim(groups=1)
+    samples = minibatch.prepare(claim, small_config()).groups[0]
+    masked = replace(samples[0], mask=np.zeros(len(samples[0].tokens), bool))
+    kept = minibatch.weighted([masked, *samples[1:]], "seq_mean_token_mean")
+    assert len(kept) == 3
+    np.testing.assert_allclose(sum(s.weight * s.trained_tokens for s in kept), 1.0, rtol=1e-5)

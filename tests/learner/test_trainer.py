@@ -1,0 +1,222 @@
+"""Whole training steps: determinism, no recompilation, substeps, metrics, and claims that are nearly empty."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+
+from jaxroll.config import MeshConfig
+from jaxroll.errors import ConfigError, JaxRollError
+from jaxroll.learner import minibatch, packing
+from jaxroll.learner.compiles import CompileCounter
+from jaxroll.records import Claim, Version
+
+
+def trained(trainer, claims):
+    return [trainer.train(claim) for claim in claims]
+
+
+def same_bits(first, second) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True))
+
+
+def with_outcomes(claim: Claim, change) -> Claim:
+    """`claim` with `change(outcome)` in place of every outcome."""
+    groups = tuple(
+        msgspec.structs.replace(
+            group, members=tuple(msgspec.structs.replace(m, outcome=change(m.outcome)) for m in group.members)
+        )
+        for group in claim.groups
+    )
+    return msgspec.structs.replace(claim, groups=groups)
+
+
+@pytest.mark.parametrize("substeps", [1, 2])
+def test_the_same_claims_give_the_same_bits(small_config, make_claim, make_trainer, substeps):
+    config = small_config(mesh=MeshConfig(fsdp=2), micro_rows=4, substeps=substeps)
+    claims = [make_claim(step, age=1) for step in (1, 2)]
+    first, second = make_trainer(config), make_trainer(config)
+    rows = [trained(trainer, claims) for trainer in (first, second)]
+    assert same_bits(jax.device_get(first.state), jax.device_get(second.state))
+    assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
+    assert int(first.state.step) == 2 * substeps
+    replayed = make_trainer(config)
+    trained(replayed, [msgspec.structs.replace(claim, replayed=True, lineage=1) for claim in claims])
+    assert same_bits(jax.device_get(first.state), jax.device_get(replayed.state))
+
+
+@pytest.mark.parametrize("substeps", [1, 2])
+def test_nothing_compiles_after_the_warm_up(small_config, make_claim, make_trainer, substeps):
+    config = small_config(mesh=MeshConfig(fsdp=2), micro_rows=4, substeps=substeps, weight_decay=0.01)  # no one else's
+    trainer, said = make_trainer(config), []
+    trainer.warmup(said.append)
+    assert len([text for text in said if text.startswith("compiled")]) == 2 + 2 * substeps
+    counter = CompileCounter()
+    counts = set()
+    for step, (groups, size) in enumerate([(4, 4), (1, 1), (2, 3), (8, 4), (3, 2)], start=1):
+        row = trainer.train(make_claim(step, groups, size, age=step % 2))
+        counts.add(row["micro_batches"])
+        assert row["compiles"] == 0
+    counter.close()
+    assert counter.count == 0
+    assert len(counts) > 1
+
+
+def test_a_step_makes_good_answers_likelier(small_config, make_claim, make_trainer):
+    config = small_config(alpha=0.0, correction="none")
+    trainer, claim = make_trainer(config), make_claim()
+    (samples,) = minibatch.prepare(claim, config).substeps
+    batches = packing.pack(samples, 64, trainer.buckets)
+
+    def gain() -> float:
+        """Σ advantage · log π."""
+        streams = [(batch.streams, trainer.programs.placed(batch.streams)) for batch in batches]
+        return sum(
+            float((host["advantage"] * trainer.programs.logprobs(trainer.state.params, at)).sum())
+            for host, at in streams
+        )
+
+    before = gain()
+    trained(trainer, [claim] * 3)
+    assert gain() > before + 1.0
+
+
+def test_the_row_of_a_step(small_config, make_claim, make_trainer):
+    claim = make_claim(step=5, age=1)
+    row = make_trainer(small_config()).train(claim)
+    rewards = [m.outcome.reward for g in claim.groups for m in g.members]
+    tokens = sum(int(s.loss_mask.sum()) for g in claim.groups for m in g.members for s in m.outcome.segments)
+    assert row["reward_mean"] == pytest.approx(np.mean(rewards))
+    assert row["reward_std"] == pytest.approx(np.std(rewards))
+    assert (row["samples"], row["tokens_trained"], row["masked_tokens"]) == (16, tokens, 0)
+    assert (row["age_mean"], row["age_max"], row["age_hist"]) == (1.0, 1, {"1": tokens})
+    assert row["by_age"]["1"]["tokens"] == tokens
+    assert 0 < row["ess"] < 1 and row["grad_norm"] > 0 and row["learning_rate"] == pytest.approx(1e-2)
+    assert 0 <= row["padding_waste"] < 1 and row["logits_std"] > 0 and row["clip_share"] >= 0
+    assert row["logprob_mismatch_max"] is None
+    assert row["entropy"] == pytest.approx(np.log(24), rel=0.2)  # a fresh model is nearly uniform
+    msgspec.json.encode(row)  # goes into a JSON line
+
+
+@pytest.mark.parametrize("substeps", [1, 2])
+def test_mismatch_is_read_off_members_of_the_trained_version(small_config, make_claim, make_trainer, substeps):
+    """Behaviour log-probs taken from the trainer itself: mismatch 0, ess 1, KL 0; shift one token and it shows."""
+    config = small_config(substeps=substeps)
+    trainer, claim = make_trainer(config), make_claim(step=3)
+    true = own_logprobs(trainer, claim)
+    row = trainer.train(with_logprobs(claim, true))
+    assert row["logprob_mismatch_tokens"] == row["tokens_trained"]
+    assert row["logprob_mismatch_max"] < 1e-5
+    assert row["ess"] == pytest.approx(1.0, abs=1e-5) and row["kl_behaviour"] < 1e-6
+    off = [true[0] + 0.25, *true[1:]]
+    row = make_trainer(config).train(with_logprobs(claim, off))
+    assert row["logprob_mismatch_max"] == pytest.approx(0.25, abs=1e-4)
+
+
+def own_logprobs(trainer, claim):
+    """The trainer's log-probs of every member's sampled tokens, in the claim's order."""
+    samples = [sample for group in minibatch.prepare(claim, trainer.config).groups for sample in group]
+    out = [None] * len(samples)
+    params = trainer.state.params
+    other = type(trainer)(
+        replace(trainer.config, learner=replace(trainer.config.learner, substeps=2)),
+        trainer.spec, trainer.layout.mesh, trainer.layout.rules, key=jax.random.key(0),
+    )  # fmt: skip
+    for batch in packing.pack(samples, 64, trainer.buckets):
+        values = np.asarray(other.programs.logprobs(params, other.programs.placed(batch.streams)))
+        for place in batch.placements:
+            row = values[place.row, place.start : place.start + place.length]
+            out[place.sample] = row[samples[place.sample].mask]
+    return out
+
+
+def with_logprobs(claim: Claim, logprobs) -> Claim:
+    """`claim` with these behaviour log-probs on its sampled segments."""
+    rest = iter(logprobs)
+
+    def change(outcome):
+        question, sampled = outcome.segments
+        return msgspec.structs.replace(
+            outcome, segments=(question, msgspec.structs.replace(sampled, logprobs=next(rest)))
+        )
+
+    return with_outcomes(claim, change)
+
+
+def test_substeps_take_several_optimizer_steps_with_real_ratios(small_config, make_claim, make_trainer):
+    """From the second substep on r ≠ 1, so a tight clip binds somewhere; with one substep r = 1 and it never does."""
+    tight = {"correction": "none", "clip_low": 1e-4, "clip_high": 1e-4, "learning_rate": 5e-2}
+    once, twice = (make_trainer(small_config(substeps=n, **tight)).train(make_claim(age=1)) for n in (1, 2))
+    assert once["clip_share"] == 0.0
+    assert twice["clip_share"] > 0.0
+    assert twice["tokens_trained"] == once["tokens_trained"]
+
+
+@pytest.mark.parametrize("groups", [0, 1])
+def test_claims_with_nothing_to_learn_stay_finite(small_config, make_claim, make_trainer, groups):
+    trainer = make_trainer(small_config())
+    row = trainer.train(make_claim(groups=groups, size=1))
+    assert row["loss"] == 0.0 and row["grad_norm"] == 0.0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(trainer.state)))
+
+
+def test_equal_rewards_do_not_move_the_parameters(small_config, make_claim, make_trainer):
+    trainer = make_trainer(small_config())
+    before = jax.device_get(trainer.state.params)
+    claim = with_outcomes(make_claim(), lambda outcome: msgspec.structs.replace(outcome, reward=1.0))
+    row = trainer.train(claim)
+    assert row["groups_without_signal"] == 4
+    assert same_bits(before, jax.device_get(trainer.state.params))
+
+
+def test_masked_tokens_are_counted_and_not_trained(small_config, make_claim, make_trainer):
+    def stale(outcome):
+        question, sampled = outcome.segments
+        mask = sampled.loss_mask.copy()
+        mask[0] = 0
+        return msgspec.structs.replace(outcome, segments=(question, msgspec.structs.replace(sampled, loss_mask=mask)))
+
+    row = make_trainer(small_config()).train(with_outcomes(make_claim(age=1), stale))
+    assert row["masked_tokens"] == 16
+
+
+def test_behaviour_log_probs_of_minus_a_thousand_stay_finite(small_config, make_claim, make_trainer):
+    claim = make_claim(age=1)
+    counts = [int(m.outcome.segments[1].loss_mask.sum()) for g in claim.groups for m in g.members]
+    row = make_trainer(small_config()).train(with_logprobs(claim, [np.full(n, -1e3, np.float32) for n in counts]))
+    assert np.isfinite(row["loss"]) and np.isfinite(row["grad_norm"]) and row["clip_share"] == 1.0
+
+
+def test_a_gradient_that_is_not_finite_stops_the_learner(small_config, make_claim, make_trainer):
+    trainer = make_trainer(small_config())
+    params = jax.device_get(trainer.state.params)
+    trainer.set_params(params | {"embed": np.full_like(params["embed"], np.nan)})
+    with pytest.raises(JaxRollError, match="step 1, substep 0: the gradient is not finite"):
+        trainer.train(make_claim())
+
+
+def test_parameters_of_another_model_are_refused(small_config, make_trainer):
+    trainer = make_trainer(small_config())
+    params = jax.device_get(trainer.state.params)
+    with pytest.raises(ConfigError, match="embed has shape"):
+        trainer.set_params(params | {"embed": params["embed"][:-8]})
+    with pytest.raises(ConfigError, match=r"lack.*embed"):
+        trainer.set_params({name: value for name, value in params.items() if name != "embed"})
+
+
+def test_host_arrays_given_as_parameters_survive_the_donation(small_config, make_claim, make_trainer):
+    trainer = make_trainer(small_config())
+    params = {name: np.array(value) for name, value in jax.device_get(trainer.state.params).items()}
+    kept = {name: value.copy() for name, value in params.items()}
+    trainer.set_params(params)
+    trainer.train(make_claim())
+    assert same_bits(params, kept)
+
+
+def test_ages_across_lineages_count_by_step(small_config, make_claim, make_trainer):
+    row = make_trainer(small_config()).train(make_claim(step=7, version=Version(0, 6)))
+    assert row["age_hist"].keys() == {"1"}

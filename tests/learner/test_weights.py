@@ -1,0 +1,53 @@
+"""Folders of weights: what goes in comes out, a new one replaces the old whole, what is no such folder is named."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jaxroll.config import MeshConfig
+from jaxroll.errors import ConfigError
+from jaxroll.learner import weights
+
+TOKENIZER = {"kind": "char", "path": "", "alphabet": "abcü"}
+
+
+def test_parameters_model_and_tokenizer_come_back(free_run_dir, small_config, make_trainer):
+    trainer = make_trainer(small_config(mesh=MeshConfig(fsdp=2)))
+    weights.save(free_run_dir / "warm", trainer.state.params, trainer.spec, TOKENIZER)
+    got = weights.load(free_run_dir / "warm")
+    assert got.keys() == trainer.state.params.keys()
+    for name, value in jax.device_get(trainer.state.params).items():
+        np.testing.assert_array_equal(got[name], value)
+    assert weights.model_spec(free_run_dir / "warm") == trainer.spec
+    assert weights.tokenizer(free_run_dir / "warm") == TOKENIZER
+    trainer.set_params(got)
+
+
+def test_a_second_save_replaces_the_first_and_leaves_nothing_beside_it(free_run_dir, small_config, make_trainer):
+    trainer = make_trainer(small_config())
+    for fill in (1.0, 2.0):
+        params = {name: np.full(value.shape, fill) for name, value in trainer.state.params.items()}
+        weights.save(free_run_dir / "warm", params, trainer.spec, {})
+    assert all(
+        (value == 2.0).all() and value.dtype == np.float32 for value in weights.load(free_run_dir / "warm").values()
+    )
+    assert [path.name for path in free_run_dir.iterdir()] == ["warm"]
+    with safe_open(free_run_dir / "warm" / "model.safetensors", "numpy") as opened:  # other tools can read it
+        assert "embed" in opened.keys()  # noqa: SIM118
+
+
+def test_what_is_no_such_folder_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no model\.safetensors"):
+        weights.load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        weights.load(tmp_path)
+    (tmp_path / "model.json").write_text('{"planets": 9}')
+    with pytest.raises(ConfigError, match="describes no model of this version"):
+        weights.model_spec(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("[")
+    with pytest.raises(ConfigError, match="not JSON"):
+        weights.tokenizer(tmp_path)
