@@ -1,0 +1,178 @@
+"""The tcp channel: plain sockets, length-prefixed headers, raw bytes straight into the receiver's buffers."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from jaxroll import wire
+from jaxroll.clock import Clock, MonotonicClock
+from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone, VersionMixed
+from jaxroll.records import Version
+from jaxroll.transfer import digest, frames, plan
+from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.manifest import Manifest
+from jaxroll.transfer.snapshot import HostSnapshot
+from jaxroll.transfer.tcp_listener import Listener, Shelf
+
+_ANY = ("0.0.0.0", "::", "")
+_HEADERS_AHEAD = 4096  # slices asked for in one request
+
+
+class TcpSender:
+    """Keeps the newest `keep` snapshots in memory and serves them from one thread."""
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        keep: int = 2,
+        token: str = "",
+        max_connections: int = 16,
+        stall_s: float = 60.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._shelf = Shelf(keep)
+        self._listener = Listener(
+            self._shelf,
+            host,
+            token=token,
+            max_connections=max_connections,
+            stall_s=stall_s,
+            clock=clock or MonotonicClock(),
+        )
+        self.address = f"{socket.gethostname() if host in _ANY else host}:{self._listener.port}"
+        self._listener.start()
+
+    def offer(self, snapshot: HostSnapshot) -> str:
+        """The address to open. The oldest snapshot goes, unless a reader has it open."""
+        if not self._listener.alive():
+            raise TransferError("the transfer listener is not running; publish from a new Publisher")
+        self._shelf.put(snapshot)
+        return self.address
+
+    def versions(self) -> tuple[Version, ...]:
+        """The versions that can be asked for."""
+        return self._shelf.versions()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class TcpReader:
+    """One connection to a TcpSender, for one version."""
+
+    def __init__(self, address: str, version: Version, token: str, deadline: Deadline) -> None:
+        self._address, self._version, self._token, self._deadline = address, version, token, deadline
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise TransferError(f"not a tcp address: {address!r} (HOST:PORT)")
+        try:
+            self._sock = socket.create_connection((host, int(port)), timeout=deadline.left_s())
+        except OSError as error:
+            raise TransferError(f"no parameters from {address}: {error}") from error
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._scratch = bytearray(frames.LENGTH.size)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def manifest(self) -> bytes:
+        """The manifest's bytes, unchecked."""
+        self._send(frames.AskManifest(wire.PROTOCOL_VERSION, self._token, self._version))
+        answer = self._answer(frames.ManifestReply)
+        if answer.size_bytes > frames.MAX_MANIFEST_BYTES:
+            raise TransferError(f"{self._address} announces a manifest of {answer.size_bytes} bytes")
+        data = bytearray(answer.size_bytes)
+        self._receive(memoryview(data))
+        return bytes(data)
+
+    def read(self, manifest: Manifest, parts: Sequence[Part]) -> None:
+        """Nothing, after filling every part; one request for some thousand slices, answered as a stream."""
+        pieces = (piece for part in parts for piece in _pieces(part))
+        while batch := list(itertools.islice(pieces, _HEADERS_AHEAD)):
+            slices = tuple(frames.Slice(part.leaf, part.source, part.box, part.checked) for part in batch)
+            self._send(frames.AskSlices(wire.PROTOCOL_VERSION, self._token, self._version, slices))
+            for part in batch:
+                self._fill(part, manifest.leaves[part.leaf].name)
+
+    def _fill(self, part: Part, name: str) -> None:
+        answer = self._answer(frames.Chunk)
+        size_bytes = part.into.nbytes
+        if answer.size_bytes != size_bytes:
+            raise TransferError(f"leaf {name!r} {part.box}: {answer.size_bytes} bytes came, {size_bytes} are needed")
+        if size_bytes == 0:
+            return
+        body = part.into if part.into.flags.c_contiguous else np.empty(part.into.shape, part.into.dtype)
+        self._receive(memoryview(body.reshape(-1)).cast("B"))
+        if part.checked and answer.digest != digest.of_box(body, part.box):
+            raise DigestMismatch(f"leaf {name!r} {part.box} of version {self._version} was damaged on its way")
+        if body is not part.into:
+            part.into[...] = body
+
+    def _answer(self, kind: type) -> frames.ManifestReply | frames.Chunk:
+        self._receive(memoryview(self._scratch))
+        (length,) = frames.LENGTH.unpack(self._scratch)
+        if length > frames.MAX_FRAME_BYTES:
+            raise TransferError(f"{self._address} does not speak this protocol (a header of {length} bytes)")
+        body = bytearray(length)
+        self._receive(memoryview(body))
+        try:
+            answer = wire.decode(bytes(body), frames.Answer)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"{self._address} does not speak this protocol: {error}") from error
+        if isinstance(answer, frames.Refused):
+            raise _refusal(answer, self._address)
+        if answer.version != self._version:
+            raise VersionMixed(f"a slice of version {answer.version} came, {self._version} was asked for")
+        if not isinstance(answer, kind):
+            raise TransferError(f"{self._address} answered {type(answer).__name__}, not {kind.__name__}")
+        return answer
+
+    def _send(self, question: frames.Question) -> None:
+        data = frames.frame(question)
+        if len(data) > frames.MAX_FRAME_BYTES:
+            raise TransferError(f"a request of {len(data)} bytes is more than the {frames.MAX_FRAME_BYTES} allowed")
+        try:
+            self._sock.settimeout(self._deadline.left_s())
+            self._sock.sendall(data)
+        except TimeoutError as error:
+            raise self._deadline.passed() from error
+        except OSError as error:
+            raise self._lost(str(error)) from error
+
+    def _receive(self, buffer: memoryview) -> None:
+        while len(buffer):
+            try:
+                self._sock.settimeout(self._deadline.left_s())
+                count = self._sock.recv_into(buffer)
+            except TimeoutError as error:
+                raise self._deadline.passed() from error
+            except OSError as error:
+                raise self._lost(str(error)) from error
+            if count == 0:
+                raise self._lost("the publisher closed the connection")
+            buffer = buffer[count:]
+
+    def _lost(self, why: str) -> TransferError:
+        return TransferError(f"transfer of version {self._version} from {self._address} broke off: {why}")
+
+
+def _pieces(part: Part) -> list[Part]:
+    """The part cut into chunks of at most `frames.CHUNK_BYTES`, each with its own view of the destination."""
+    limit = frames.CHUNK_BYTES // part.into.itemsize
+    return [
+        part._replace(box=box, into=part.into[plan.within(box, part.box)] if box else part.into)
+        for box in plan.split(part.box, limit)
+    ]
+
+
+def _refusal(answer: frames.Refused, address: str) -> Exception:
+    kinds = {"gone": VersionGone, "unauthorized": Unauthorized}
+    return kinds.get(answer.kind, TransferError)(f"{address}: {answer.reason}")

@@ -1,0 +1,228 @@
+"""The tensorstore channel: every leaf a zarr array under PATH/VERSION/, in a folder or an object store.
+
+A version exists when its manifest does: the manifest is written last, in one atomic step (a rename on files, one object
+elsewhere), and removed first. So a publisher that dies while writing leaves nothing that a reader could find, and the
+next publisher on the same path clears it away. Readers fetch only the chunks under their own boxes.
+
+Who reads cannot be seen from here: a version is removed when `keep` newer ones are there, even if somebody still reads
+it; the reader then gets VersionGone. One PATH belongs to one run.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import tensorstore as ts
+
+from jaxroll.errors import DigestMismatch, TransferError, VersionGone, VersionMixed
+from jaxroll.records import Version
+from jaxroll.transfer import manifest as manifests
+from jaxroll.transfer import plan
+from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.manifest import Leaf, Manifest
+from jaxroll.transfer.snapshot import HostSnapshot
+
+_MANIFEST = "manifest.msgpack"
+_CHUNK_BYTES = 4 << 20
+_VERSION_KEY = re.compile(r"(\d+)\.(\d+)/")
+
+
+def url_of(path: str | os.PathLike[str]) -> str:
+    """The URL of a folder, ending in a slash; a string that is a URL already stays one."""
+    text = os.fspath(path)
+    if "://" not in text:
+        text = f"file://{pathlib.Path(text).resolve()}"
+    return text.rstrip("/") + "/"
+
+
+def _context() -> ts.Context:
+    # Snapshots are rewritten every step and verified by digest: waiting for the disk would buy nothing.
+    return ts.Context({"file_io_sync": False})
+
+
+class TensorstoreSender:
+    """Writes snapshots under `path` and removes those that `keep` newer ones have replaced."""
+
+    name = "tensorstore"
+
+    def __init__(self, path: str | os.PathLike[str], *, keep: int = 2, limit_s: float = 60.0) -> None:
+        self._url, self._keep, self._limit_s = url_of(path), keep, limit_s
+        self._context = _context()
+        deadline = Deadline(limit_s, f"opening {self._url}")
+        self._store = _result(ts.KvStore.open(self._url, context=self._context), deadline)
+        self._prune(deadline)
+
+    def offer(self, snapshot: HostSnapshot) -> str:
+        """The URL of the version's folder, once every byte and the manifest are written."""
+        deadline = Deadline(self._limit_s, f"writing version {snapshot.version} to {self._url}")
+        folder = f"{snapshot.version}/"
+        self._remove(folder, deadline)
+        arrays = [
+            ts.open(_spec(self._url + folder, leaf, snapshot.version), context=self._context)
+            for leaf in snapshot.manifest.leaves
+        ]
+        writes = []
+        for array, leaf, pieces in zip(arrays, snapshot.manifest.leaves, snapshot.pieces, strict=True):
+            opened = _result(array, deadline)
+            whole = plan.whole(leaf.shape)
+            writes += [
+                opened[plan.within(box, whole)].write(piece)
+                for box, piece in zip(leaf.boxes, pieces, strict=True)
+                if plan.size_of(box)
+            ]
+        for write in writes:
+            _result(write, deadline)
+        _result(self._store.write(folder + _MANIFEST, snapshot.encoded), deadline)
+        self._prune(deadline)
+        return (self._url + folder).rstrip("/")
+
+    def versions(self) -> tuple[Version, ...]:
+        """The versions that can be read, oldest first."""
+        return self._versions(Deadline(self._limit_s, f"listing {self._url}"))[0]
+
+    def close(self) -> None:
+        """Nothing to stop; what is written stays, for readers that come late."""
+
+    def _versions(self, deadline: Deadline) -> tuple[tuple[Version, ...], set[Version]]:
+        """The complete versions in order, and all that have any key."""
+        complete, some = set(), set()
+        for key in _result(self._store.list(), deadline):
+            name = key.decode()
+            if found := _VERSION_KEY.match(name):
+                version = Version(int(found[1]), int(found[2]))
+                some.add(version)
+                if name == f"{version}/{_MANIFEST}":
+                    complete.add(version)
+        return tuple(sorted(complete)), some
+
+    def _prune(self, deadline: Deadline) -> None:
+        complete, some = self._versions(deadline)
+        for version in sorted(some - set(complete[-self._keep :])):
+            self._remove(f"{version}/", deadline)
+
+    def _remove(self, folder: str, deadline: Deadline) -> None:
+        _result(self._store.delete_range(ts.KvStore.KeyRange(folder + _MANIFEST, folder + _MANIFEST + "\0")), deadline)
+        _result(self._store.delete_range(ts.KvStore.KeyRange(folder, folder[:-1] + "0")), deadline)  # "0" follows "/"
+        _remove_empty_folders(self._url + folder)
+
+
+class TensorstoreReader:
+    """Reads one version from its folder."""
+
+    def __init__(self, address: str, version: Version, token: str, deadline: Deadline) -> None:
+        del token  # who may read is the file system's or the object store's decision
+        self._url, self._version, self._deadline = address.rstrip("/") + "/", version, deadline
+        self._context = _context()
+        self._store = _result(ts.KvStore.open(self._url, context=self._context), deadline)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def manifest(self) -> bytes:
+        """The manifest's bytes, unchecked."""
+        found = _result(self._store.read(_MANIFEST), self._deadline)
+        if found.state != "value":
+            raise VersionGone(f"{self._url} holds no complete version {self._version} (any more)")
+        return found.value
+
+    def read(self, manifest: Manifest, parts: Sequence[Part]) -> None:
+        """Nothing, after filling every part. All reads are under way at once; tensorstore bounds what runs."""
+        try:
+            arrays = self._open({part.leaf for part in parts}, manifest)
+            reads = [
+                ts.array(part.into.view(manifests.DTYPES[manifest.leaves[part.leaf].dtype])).write(
+                    arrays[part.leaf][plan.within(part.box, plan.whole(manifest.leaves[part.leaf].shape))].translate_to[
+                        (0,) * len(part.box)
+                    ]
+                )
+                for part in parts
+                if part.into.size
+            ]
+            for read in reads:
+                _result(read, self._deadline)
+        except VersionMixed:
+            raise
+        except TransferError as error:
+            self.manifest()  # raises VersionGone when the version was removed while we read it
+            raise error
+
+    def _open(self, wanted: set[int], manifest: Manifest) -> dict[int, ts.TensorStore]:
+        opening = {
+            number: ts.open(
+                {
+                    "driver": "zarr3",
+                    "kvstore": f"{self._url}{manifest.leaves[number].name}/",
+                    "fill_missing_data_reads": False,
+                },
+                open=True,
+                context=self._context,
+            )
+            for number in sorted(wanted)
+        }
+        opened = {}
+        for number, future in opening.items():
+            array, leaf = _result(future, self._deadline), manifest.leaves[number]
+            stamp = array.spec().to_json()["metadata"].get("attributes", {}).get("version")
+            if stamp != str(self._version):
+                raise VersionMixed(f"leaf {leaf.name!r} is of version {stamp}, {self._version} was asked for")
+            if tuple(array.shape) != leaf.shape or array.dtype.name != leaf.dtype:
+                raise TransferError(
+                    f"leaf {leaf.name!r}: {array.dtype.name} {tuple(array.shape)} is stored, "
+                    f"the manifest says {leaf.dtype} {leaf.shape}"
+                )
+            opened[number] = array
+        return opened
+
+
+def _chunk_shape(leaf: Leaf) -> tuple[int, ...]:
+    """The first source box, cut along leading axes to at most `_CHUNK_BYTES`: writers then never share a chunk."""
+    first = plan.split(leaf.boxes[0], _CHUNK_BYTES // manifests.DTYPES[leaf.dtype].itemsize)[0]
+    return tuple(max(1, n) for n in plan.shape_of(first))
+
+
+def _spec(folder_url: str, leaf: Leaf, version: Version) -> dict[str, Any]:
+    return {
+        "driver": "zarr3",
+        "kvstore": f"{folder_url}{leaf.name}/",
+        "metadata": {
+            "shape": list(leaf.shape),
+            "data_type": leaf.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(_chunk_shape(leaf))}},
+            "attributes": {"version": str(version)},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        },
+        "store_data_equal_to_fill_value": True,  # else a chunk of zeros looks like a lost one
+        "create": True,
+        "delete_existing": True,
+    }
+
+
+def _result(future: Any, deadline: Deadline) -> Any:
+    try:
+        return future.result(timeout=deadline.left_s())
+    except TimeoutError as error:
+        raise deadline.passed() from error
+    except (ValueError, OSError) as error:
+        _raise_typed(error)
+
+
+def _raise_typed(error: Exception) -> NoReturn:
+    """tensorstore puts the status code in front of its message; DATA_LOSS is a chunk whose crc32c does not fit."""
+    kind = DigestMismatch if str(error).startswith("DATA_LOSS") else TransferError
+    raise kind(str(error)) from error
+
+
+def _remove_empty_folders(url: str) -> None:
+    """Nothing; key-value stores know no folders, so deleting keys leaves empty ones behind on a disk."""
+    if not url.startswith("file://"):
+        return
+    for folder, _, files in os.walk(url.removeprefix("file://"), topdown=False):
+        if not files:
+            try:
+                os.rmdir(folder)
+            except OSError:  # not empty after all, or gone
+                continue

@@ -1,0 +1,106 @@
+"""What a snapshot consists of, in a form that is small, canonical and checkable before a byte is allocated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+
+from jaxroll import records, wire
+from jaxroll.errors import DigestMismatch, TransferError, VersionMixed
+from jaxroll.records import Version
+from jaxroll.transfer import digest, plan
+from jaxroll.transfer.plan import Box
+
+DTYPES: Mapping[str, np.dtype] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    **{name: np.dtype(name) for name in ("float16", "float32", "int8", "uint8", "int32", "uint32")},
+}
+
+
+class Leaf(msgspec.Struct, frozen=True, array_like=True):
+    """One parameter: `digests[i]` belongs to `boxes[i]`; the boxes are disjoint and cover `shape`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Box, ...]
+    digests: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """The digest of the whole leaf, whatever its partition."""
+        return digest.total(self.digests)
+
+    @property
+    def size_bytes(self) -> int:
+        return plan.size_of(plan.whole(self.shape)) * DTYPES[self.dtype].itemsize
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The leaves of one version, sorted by name."""
+
+    version: Version
+    leaves: tuple[Leaf, ...]
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The canonical bytes; `wire.digest` of them is the snapshot's `manifest_digest`."""
+    return wire.encode(manifest)
+
+
+def decode(data: bytes, snapshot: records.Snapshot) -> Manifest:
+    """The manifest in `data`, which must be the one that `snapshot` names and consistent in itself.
+
+    Raises VersionMixed when it belongs to another version, DigestMismatch when its bytes are not those announced,
+    TransferError when it contradicts itself.
+    """
+    try:
+        manifest = wire.decode(data, Manifest)
+    except msgspec.MsgspecError as error:
+        raise DigestMismatch(f"the manifest of {snapshot.version} is not a manifest: {error}") from error
+    if manifest.version != snapshot.version:
+        raise VersionMixed(f"the manifest is of version {manifest.version}, {snapshot.version} was asked for")
+    if wire.digest(data) != snapshot.manifest_digest:
+        raise DigestMismatch(f"the manifest of {snapshot.version} is not the one that was announced")
+    for leaf in manifest.leaves:
+        _check_leaf(leaf)
+    return manifest
+
+
+@functools.lru_cache(maxsize=4096)  # the same partition comes with every version
+def _covers_once(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> bool:
+    return plan.covers_once(boxes, shape)
+
+
+def _check_leaf(leaf: Leaf) -> None:
+    if leaf.dtype not in DTYPES:
+        raise TransferError(f"leaf {leaf.name!r}: dtype {leaf.dtype!r} does not travel (known: {', '.join(DTYPES)})")
+    if len(leaf.boxes) != len(leaf.digests) or any(n < 0 for n in leaf.shape):
+        raise TransferError(f"leaf {leaf.name!r}: {len(leaf.boxes)} boxes, {len(leaf.digests)} digests, {leaf.shape}")
+    if not _covers_once(leaf.boxes, leaf.shape):
+        raise TransferError(f"leaf {leaf.name!r}: its {len(leaf.boxes)} boxes do not cover {leaf.shape} exactly once")
+
+
+def check(manifest: Manifest, shapes: Mapping[str, Any]) -> None:
+    """Nothing; raises TransferError naming the first leaf that is missing, unknown, or of another shape.
+
+    `shapes` maps names to anything with a `.shape`. It runs before any buffer is allocated, so a wrong or hostile
+    manifest cannot make the receiver take more memory than its own parameters need.
+    """
+    published = {leaf.name: leaf for leaf in manifest.leaves}
+    if len(published) != len(manifest.leaves):
+        raise TransferError(f"version {manifest.version} names a leaf twice")
+    for name in sorted(published.keys() ^ shapes.keys()):
+        side = "published but not in this model" if name in published else "in this model but not published"
+        raise TransferError(f"leaf {name!r} is {side}: do learner and sampler have the same model config?")
+    for name, leaf in published.items():
+        if leaf.shape != tuple(shapes[name].shape):
+            raise TransferError(
+                f"leaf {name!r}: published with shape {leaf.shape}, this model has {tuple(shapes[name].shape)}; "
+                "do learner and sampler have the same model config?"
+            )

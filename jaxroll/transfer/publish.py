@@ -1,0 +1,90 @@
+"""The learner's end: parameters of a version in, an address that samplers can fetch from out."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from jaxroll.config import TransferConfig
+from jaxroll.records import Snapshot, Version
+from jaxroll.transfer import snapshot as snapshots
+from jaxroll.transfer.channel_tcp import TcpSender
+from jaxroll.transfer.channel_tensorstore import TensorstoreSender
+from jaxroll.transfer.channels import Deadline, Sender
+from jaxroll.transfer.snapshot import HostSnapshot, Params, Pending
+
+LOOPBACK = "127.0.0.1"
+
+
+def open_sender(
+    config: TransferConfig,
+    run_dir: str | os.PathLike[str],
+    host: str,
+    *,
+    keep: int,
+    token: str,
+    max_connections: int,
+) -> Sender:
+    """The sender that the config names. `tensorstore` without a path writes to RUN/transfer."""
+    if config.channel == "tensorstore":
+        path = config.path or pathlib.Path(run_dir) / "transfer"
+        return TensorstoreSender(path, keep=keep, limit_s=config.deadline_s)
+    return TcpSender(host, keep=keep, token=token, max_connections=max_connections, stall_s=config.deadline_s)
+
+
+class Publisher:
+    """Publishes one version after another through one channel.
+
+    Threads: `start` dispatches the device copy on the calling (JAX) thread and returns; one worker thread waits for the
+    bytes, digests them and offers them, in order. The tcp channel adds one listener thread. Whoever calls `publish`
+    waits for the worker; the training step that follows `start` waits for nobody.
+    """
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        run_dir: str | os.PathLike[str],
+        host: str = LOOPBACK,
+        *,
+        keep: int = 2,
+        token: str = "",
+        max_connections: int = 16,
+    ) -> None:
+        self._config = config
+        self._sender = open_sender(config, run_dir, host, keep=keep, token=token, max_connections=max_connections)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer-publish")
+
+    def start(self, version: Version, params: Params) -> Future[Snapshot]:
+        """The snapshot to come. On return `params` may be donated."""
+        pending = snapshots.begin(params, self._config.dtype)
+        return self._worker.submit(self._finish, version, pending)
+
+    def publish(self, version: Version, params: Params) -> Snapshot:
+        """Where `params` can be fetched from now on. Raises TransferError when that takes longer than `deadline_s`.
+
+        The time counts the device's work that is queued before the copy.
+        """
+        deadline = Deadline(self._config.deadline_s, f"publishing version {version}")
+        try:
+            return self.start(version, params).result(timeout=deadline.left_s())
+        except TimeoutError as error:
+            raise deadline.passed() from error
+
+    def offer(self, taken: HostSnapshot) -> Snapshot:
+        """Where a host snapshot that exists already can be fetched."""
+        return Snapshot(taken.version, self._sender.name, self._sender.offer(taken), taken.manifest_digest)
+
+    def close(self) -> None:
+        """Ends the threads; what is being published is finished first. A second close does nothing."""
+        self._worker.shutdown(wait=True)
+        self._sender.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _finish(self, version: Version, pending: Pending) -> Snapshot:
+        return self.offer(snapshots.finish(version, pending))

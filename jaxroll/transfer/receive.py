@@ -1,0 +1,171 @@
+"""The sampler's end: a snapshot in, the same parameters on this process's mesh out.
+
+What is verified: a leaf of which this process holds every element is summed up again in its final place and compared
+with the manifest, so a flipped byte, a misplaced slice and a snapshot that changed under the transfer are all seen. A
+receiver of several processes holds only part of a leaf; there each slice is checked against a digest that the sender
+takes when it sends (tcp) or stored when it wrote (tensorstore), and source boxes that lie wholly in a local box are
+compared with the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxroll.clock import Clock
+from jaxroll.config import TransferConfig
+from jaxroll.errors import DigestMismatch, TransferError
+from jaxroll.records import Snapshot, Version
+from jaxroll.transfer import digest, manifest, plan
+from jaxroll.transfer.channel_tcp import TcpReader
+from jaxroll.transfer.channel_tensorstore import TensorstoreReader
+from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.plan import Box
+
+Params = dict[str, jax.Array]
+_READERS = {"tcp": TcpReader, "tensorstore": TensorstoreReader}
+
+
+@dataclass
+class StagedLeaf:
+    """One leaf on the host: a buffer (the leaf's bits) per different local box, and which device gets which."""
+
+    manifest: manifest.Leaf
+    sharding: jax.sharding.Sharding
+    dtype: np.dtype  # wanted on the device
+    boxes: dict[Any, Box]
+    buffers: dict[Box, np.ndarray]
+
+    @property
+    def complete(self) -> bool:
+        """Whether this process holds every element of the leaf."""
+        return sum(map(plan.size_of, self.buffers)) == plan.size_of(plan.whole(self.manifest.shape))
+
+
+class Staged:
+    """Verified parameters in host memory, waiting for the flip. `place` may be called once."""
+
+    def __init__(self, version: Version, leaves: list[StagedLeaf]) -> None:
+        self.version = version
+        self._leaves: list[StagedLeaf] | None = leaves
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes held on the host; 0 after `place`."""
+        return sum(buffer.nbytes for leaf in self._leaves or () for buffer in leaf.buffers.values())
+
+    def place(self) -> Params:
+        """The parameters on the target mesh, in the dtypes that `fetch` was given. Call it on the JAX thread.
+
+        On CPU a placed array may *be* the staged buffer, so the buffers are given up here and never written again;
+        every fetch makes new ones.
+        """
+        if self._leaves is None:
+            raise TransferError(f"version {self.version} was placed before; fetch it again")
+        leaves, self._leaves = self._leaves, None
+        hosts, devices = [], []
+        for leaf in leaves:
+            for device, box in leaf.boxes.items():
+                hosts.append(leaf.buffers[box].view(manifest.DTYPES[leaf.manifest.dtype]))
+                devices.append(device)
+        on_device = iter(jax.device_put(hosts, devices))
+        arrays = {
+            leaf.manifest.name: jax.make_array_from_single_device_arrays(
+                leaf.manifest.shape, leaf.sharding, [next(on_device) for _ in leaf.boxes]
+            )
+            for leaf in leaves
+        }
+        wanted = {leaf.manifest.name: leaf for leaf in leaves if arrays[leaf.manifest.name].dtype != leaf.dtype}
+        if wanted:
+            names = tuple(wanted)
+            cast = _caster(tuple(wanted[n].sharding for n in names), tuple(str(wanted[n].dtype) for n in names))
+            arrays.update(zip(names, cast([arrays[n] for n in names]), strict=True))
+        return arrays
+
+
+@functools.lru_cache(maxsize=8)
+def _caster(shardings: tuple[jax.sharding.Sharding, ...], dtypes: tuple[str, ...]) -> Any:
+    """The jitted cast of a list of arrays; kept, so that later versions do not compile again."""
+    return jax.jit(
+        lambda arrays: [array.astype(dtype) for array, dtype in zip(arrays, dtypes, strict=True)],
+        out_shardings=list(shardings),
+    )
+
+
+class Receiver:
+    """Fetches snapshots. It has no state of its own, so any thread may call `fetch`, several at a time."""
+
+    def __init__(self, config: TransferConfig, *, token: str = "", clock: Clock | None = None) -> None:
+        self._limit_s, self._token, self._clock = config.deadline_s, token, clock
+
+    def fetch(
+        self,
+        snapshot: Snapshot,
+        target: Mapping[str, jax.sharding.Sharding],
+        shapes: Mapping[str, jax.ShapeDtypeStruct],
+    ) -> Staged:
+        """The parameters of `snapshot`, cut for `target`, verified, in host memory.
+
+        Network and numpy only. Raises TransferError (deadline passed, publisher gone, shapes that do not fit) or one of
+        its kinds: VersionGone, VersionMixed, DigestMismatch; Unauthorized for a wrong token.
+        """
+        deadline = Deadline(self._limit_s, f"fetching version {snapshot.version} from {snapshot.address}", self._clock)
+        if snapshot.channel not in _READERS:
+            raise TransferError(f"unknown channel {snapshot.channel!r} (known: {', '.join(sorted(_READERS))})")
+        if target.keys() != shapes.keys():
+            raise TransferError(f"shardings and shapes differ in {sorted(target.keys() ^ shapes.keys())}")
+        reader = _READERS[snapshot.channel](snapshot.address, snapshot.version, self._token, deadline)
+        with contextlib.closing(reader):
+            published = manifest.decode(reader.manifest(), snapshot)
+            manifest.check(published, shapes)
+            leaves = [_staged_leaf(leaf, target[leaf.name], shapes[leaf.name].dtype) for leaf in published.leaves]
+            reader.read(published, [part for number, leaf in enumerate(leaves) for part in _parts(number, leaf)])
+        for leaf in leaves:
+            _verify(leaf, snapshot.version)
+        return Staged(snapshot.version, leaves)
+
+
+def _staged_leaf(leaf: manifest.Leaf, sharding: jax.sharding.Sharding, dtype: Any) -> StagedLeaf:
+    boxes = plan.local_boxes(sharding, leaf.shape)
+    kind = digest.bits_dtype(manifest.DTYPES[leaf.dtype].itemsize)
+    buffers = {box: np.empty(plan.shape_of(box), kind) for box in plan.unique(boxes)}
+    return StagedLeaf(leaf, sharding, np.dtype(dtype), boxes, buffers)
+
+
+def _parts(number: int, leaf: StagedLeaf) -> list[Part]:
+    targets = list(leaf.buffers)
+    return [
+        Part(
+            leaf=number,
+            source=copy.source,
+            box=copy.box,
+            into=leaf.buffers[targets[copy.target]][(*plan.within(copy.box, targets[copy.target]), ...)],
+            checked=not leaf.complete,
+        )
+        for copy in plan.copies(leaf.manifest.boxes, targets)
+    ]
+
+
+def _verify(leaf: StagedLeaf, version: Version) -> None:
+    for buffer in leaf.buffers.values():
+        buffer.flags.writeable = False
+    if leaf.complete:
+        found = digest.total([digest.of_box(buffer, box) for box, buffer in leaf.buffers.items()])
+        if found != leaf.manifest.total:
+            raise DigestMismatch(
+                f"leaf {leaf.manifest.name!r} of version {version} has digest {found:016x}, "
+                f"{leaf.manifest.total:016x} was published; fetch again"
+            )
+        return
+    for box, wanted in zip(leaf.manifest.boxes, leaf.manifest.digests, strict=True):
+        for local, buffer in leaf.buffers.items():
+            if plan.contains(local, box) and digest.of_box(buffer[plan.within(box, local)], box) != wanted:
+                raise DigestMismatch(
+                    f"leaf {leaf.manifest.name!r} {box} of version {version} is not what was published"
+                )

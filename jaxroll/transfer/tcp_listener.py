@@ -1,0 +1,283 @@
+"""The publishing end of the tcp channel: one thread, no JAX in it, that serves host snapshots to any number of readers.
+
+The thread owns every socket. Other threads touch only the shelf (a lock) and the wake-up pipe. At most
+`max_connections` readers are served at a time, a chunk each in turn; more wait in the kernel's backlog. A reader that
+makes no progress for `stall_s` is dropped. Nothing a reader sends can make this process allocate more than one request.
+"""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from jaxroll import wire
+from jaxroll.clock import Clock
+from jaxroll.errors import TransferError
+from jaxroll.records import Version
+from jaxroll.transfer import digest, frames, plan
+from jaxroll.transfer.snapshot import HostSnapshot
+
+_TICK_S = 0.5  # how often stalled readers are looked for
+_BATCH_BYTES, _BATCH_BUFFERS = 1 << 20, 64  # of one sendmsg
+_BACKLOG = 64
+
+
+class Shelf:
+    """The newest `keep` snapshots, by version. A snapshot in use lives on in the connection that pinned it."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self._lock = keep, threading.Lock()
+        self._kept: dict[Version, HostSnapshot] = {}
+
+    def put(self, snapshot: HostSnapshot) -> None:
+        with self._lock:
+            self._kept.pop(snapshot.version, None)
+            self._kept[snapshot.version] = snapshot
+            while len(self._kept) > self._keep:
+                del self._kept[next(iter(self._kept))]
+
+    def get(self, version: Version) -> HostSnapshot | None:
+        with self._lock:
+            return self._kept.get(version)
+
+    def versions(self) -> tuple[Version, ...]:
+        with self._lock:
+            return tuple(self._kept)
+
+
+class _Refusal(Exception):
+    """Ends a connection after telling the reader why."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        self.answer = frames.Refused(kind, reason)
+        super().__init__(reason)
+
+
+class _Connection:
+    """One reader: bytes of its question so far, buffers still to send, and where more of them come from."""
+
+    def __init__(self, sock: socket.socket, now_s: float) -> None:
+        self.sock, self.moved_s = sock, now_s
+        self.inbox = bytearray()
+        self.outbox: deque[memoryview] = deque()
+        self.more: Iterator[memoryview] = iter(())
+        self.pinned: HostSnapshot | None = None
+        self.ending = False
+
+    def refill(self) -> None:
+        """Buffers moved from `more` to the outbox until a batch is there."""
+        held = sum(len(buffer) for buffer in self.outbox)
+        while held < _BATCH_BYTES and len(self.outbox) < _BATCH_BUFFERS:
+            buffer = next(self.more, None)
+            if buffer is None:
+                return
+            if len(buffer):
+                self.outbox.append(buffer)
+                held += len(buffer)
+
+    def send(self) -> bool:
+        """Whether anything is left to send after writing what the socket takes now."""
+        self.refill()
+        if self.outbox:
+            sent = self.sock.sendmsg(list(self.outbox))
+            while sent:
+                head = self.outbox[0]
+                if sent < len(head):
+                    self.outbox[0] = head[sent:]
+                    break
+                sent -= len(head)
+                self.outbox.popleft()
+            self.refill()
+        return bool(self.outbox)
+
+    def question(self) -> frames.Question | None:
+        """The next whole question in the inbox, or None; refuses what is too long or no question."""
+        if len(self.inbox) < frames.LENGTH.size:
+            return None
+        (length,) = frames.LENGTH.unpack_from(self.inbox)
+        if length > frames.MAX_FRAME_BYTES:
+            raise _Refusal("bad_request", f"a request of {length} bytes; at most {frames.MAX_FRAME_BYTES} are read")
+        end = frames.LENGTH.size + length
+        if len(self.inbox) < end:
+            return None
+        body = bytes(self.inbox[frames.LENGTH.size : end])
+        del self.inbox[:end]
+        try:
+            return wire.decode(body, frames.Question)
+        except msgspec.MsgspecError as error:
+            raise _Refusal("bad_request", f"not a question: {error}") from error
+
+
+class Listener:
+    """The listening socket and its thread. Construct, then `start`; `close` waits for the thread to end."""
+
+    def __init__(
+        self, shelf: Shelf, host: str, *, token: str, max_connections: int, stall_s: float, clock: Clock
+    ) -> None:
+        self._shelf, self._token, self._clock = shelf, token.encode(), clock
+        self._max_connections, self._stall_s = max_connections, stall_s
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._listening.setblocking(False)
+        self.port: int = self._listening.getsockname()[1]
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._connections: set[_Connection] = set()
+        self._accepting = False
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="transfer-listener", daemon=True)
+
+    def start(self) -> None:
+        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self, wait_s: float = 5.0) -> None:
+        """Ends the thread and every connection. Raises TransferError when the thread does not end in `wait_s`."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._wake_out.send(b"x")
+            self._thread.join(wait_s)
+            if self._thread.is_alive():
+                raise TransferError(f"the transfer listener did not stop within {wait_s:g} s")
+        self._listening.close()
+        self._wake_out.close()
+        self._wake_in.close()  # not by the thread: it may end by itself just before it is woken here
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._accept_while_there_is_room()
+                for key, _ in self._selector.select(_TICK_S):
+                    if key.fileobj is self._listening:
+                        self._accept()
+                    elif key.data is not None:
+                        self._serve(key.data)
+                self._drop_stalled()
+        finally:
+            for connection in list(self._connections):
+                self._drop(connection)
+            self._selector.close()
+            self._listening.close()  # at once: a reader in the backlog must not wait for an answer
+
+    def _accept_while_there_is_room(self) -> None:
+        room = len(self._connections) < self._max_connections
+        if room and not self._accepting:
+            self._selector.register(self._listening, selectors.EVENT_READ, None)
+        elif self._accepting and not room:
+            self._selector.unregister(self._listening)
+        self._accepting = room
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listening.accept()
+        except OSError:  # the reader left between select and accept, or no descriptors are free: others go on
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = _Connection(sock, self._clock.now_s())
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: _Connection) -> None:
+        """One step of one reader: read its question, or write it a batch."""
+        try:
+            if connection.outbox:
+                left = connection.send() or (not connection.ending and self._take_question(connection))
+            else:
+                left = self._read(connection)
+        except BlockingIOError:
+            return
+        except OSError:  # the reader is gone
+            self._drop(connection)
+            return
+        connection.moved_s = self._clock.now_s()
+        if connection.ending and not left:
+            self._drop(connection)
+            return
+        event = selectors.EVENT_WRITE if left else selectors.EVENT_READ
+        self._selector.modify(connection.sock, event, connection)
+
+    def _read(self, connection: _Connection) -> bool:
+        data = connection.sock.recv(1 << 16)
+        if not data:
+            connection.ending = True
+            return False
+        connection.inbox += data
+        return self._take_question(connection)
+
+    def _take_question(self, connection: _Connection) -> bool:
+        """Whether a whole question was there, so that there is something to send now."""
+        try:
+            question = connection.question()
+            if question is None:
+                return False
+            connection.more = self._answer(connection, question)
+        except _Refusal as refusal:
+            connection.more = iter((memoryview(frames.frame(refusal.answer)),))
+            connection.ending = True
+        connection.refill()
+        return bool(connection.outbox)
+
+    def _answer(self, connection: _Connection, question: frames.Question) -> Iterator[memoryview]:
+        self._admit(question)
+        pinned = connection.pinned
+        if pinned is None or pinned.version != question.version:
+            pinned = self._shelf.get(question.version)
+        if pinned is None:
+            kept = ", ".join(map(str, self._shelf.versions())) or "none"
+            raise _Refusal("gone", f"version {question.version} is not kept here (kept: {kept})")
+        connection.pinned = pinned
+        if isinstance(question, frames.AskManifest):
+            head = frames.frame(frames.ManifestReply(pinned.version, len(pinned.encoded)))
+            return iter((memoryview(head), memoryview(pinned.encoded)))
+        for part in question.slices:
+            _check_slice(pinned, part)
+        return _chunks(pinned, question.slices)
+
+    def _admit(self, question: frames.Question) -> None:
+        if not hmac.compare_digest(question.token.encode(), self._token):
+            raise _Refusal("unauthorized", "wrong transfer token")
+        if question.protocol != wire.PROTOCOL_VERSION:
+            raise _Refusal(
+                "unauthorized", f"protocol {question.protocol} is spoken there, {wire.PROTOCOL_VERSION} here"
+            )
+
+    def _drop_stalled(self) -> None:
+        limit_s = self._clock.now_s() - self._stall_s
+        for connection in [c for c in self._connections if c.moved_s < limit_s]:
+            self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+
+
+def _check_slice(snapshot: HostSnapshot, part: frames.Slice) -> None:
+    leaves = snapshot.manifest.leaves
+    known = 0 <= part.leaf < len(leaves) and 0 <= part.source < len(leaves[part.leaf].boxes)
+    if not known or not plan.contains(leaves[part.leaf].boxes[part.source], part.box):
+        raise _Refusal("bad_request", f"leaf {part.leaf}, source {part.source} has no box {part.box}")
+
+
+def _chunks(snapshot: HostSnapshot, slices: tuple[frames.Slice, ...]) -> Iterator[memoryview]:
+    """Frame, bytes, frame, bytes, …: made only as fast as the reader takes them."""
+    for part in slices:
+        source = snapshot.manifest.leaves[part.leaf].boxes[part.source]
+        piece = snapshot.pieces[part.leaf][part.source]
+        body = np.ascontiguousarray(digest.bits(piece)[plan.within(part.box, source)])
+        seen = digest.of_box(body.reshape(plan.shape_of(part.box)), part.box) if part.checked else None
+        yield memoryview(frames.frame(frames.Chunk(snapshot.version, body.nbytes, seen)))
+        if body.nbytes:
+            yield memoryview(body.reshape(-1)).cast("B")

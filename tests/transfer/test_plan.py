@@ -1,0 +1,103 @@
+"""The plan against numpy: every target element once, nothing that is not needed."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxroll.transfer import plan
+
+
+@st.composite
+def _cuts(draw: st.DrawFn, size: int) -> list[tuple[int, int]]:
+    """The spans between random cuts of an axis; any partition, even or not."""
+    inner = draw(st.lists(st.integers(1, max(1, size - 1)), max_size=4)) if size > 1 else []
+    edges = sorted({0, size, *inner})
+    return list(itertools.pairwise(edges)) or [(0, 0)]
+
+
+@st.composite
+def _shape_and_partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[plan.Box], list[plan.Box]]:
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
+    partitions = [list(itertools.product(*(draw(_cuts(n)) for n in shape))) for _ in range(2)]
+    return shape, partitions[0], partitions[1]
+
+
+def _index(box: plan.Box) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in box)
+
+
+@given(_shape_and_partitions(), st.data())
+def test_copies_rebuild_any_targets_from_any_partition(case: tuple, data: st.DataObject) -> None:
+    shape, sources, targets = case
+    targets = data.draw(st.lists(st.sampled_from(targets), unique=True))  # a process holds some of the boxes
+    leaf = np.arange(int(np.prod(shape))).reshape(shape)
+    pieces = [leaf[_index(box)].copy() for box in sources]
+    filled = [np.full(plan.shape_of(box), -1) for box in targets]
+    times = [np.zeros(plan.shape_of(box), int) for box in targets]
+
+    asked = 0
+    for copy in plan.copies(sources, targets):
+        into = plan.within(copy.box, targets[copy.target])
+        filled[copy.target][into] = pieces[copy.source][plan.within(copy.box, sources[copy.source])]
+        times[copy.target][into] += 1
+        asked += plan.size_of(copy.box)
+
+    for box, got, count in zip(targets, filled, times, strict=True):
+        np.testing.assert_array_equal(got, leaf[_index(box)])
+        assert (count == 1).all()
+    assert asked == sum(leaf[_index(box)].size for box in targets)
+
+
+@given(_shape_and_partitions(), st.data())
+def test_covers_once_accepts_partitions_and_nothing_else(case: tuple, data: st.DataObject) -> None:
+    shape, sources, _ = case
+    assert plan.covers_once(sources, shape)
+    filled = [box for box in sources if plan.size_of(box)]
+    if filled:
+        victim = data.draw(st.sampled_from(filled))
+        assert not plan.covers_once([box for box in sources if box != victim], shape)
+        assert not plan.covers_once([*sources, victim], shape)
+
+
+def test_covers_once_counts_elements_not_volumes() -> None:
+    twice_here, never_there = ((0, 2),), ((1, 3),)
+    assert not plan.covers_once([twice_here, never_there], (4,))
+    assert not plan.covers_once([((-1, 3),)], (4,))
+    assert not plan.covers_once([((0, 4), (0, 1))], (4,))
+
+
+@given(_shape_and_partitions(), st.integers(1, 40))
+def test_split_partitions_a_box_into_contiguous_slabs(case: tuple, limit: int) -> None:
+    shape, _, targets = case
+    leaf = np.zeros(shape, int)
+    for box in targets:
+        parts = plan.split(box, limit)
+        assert all(plan.size_of(part) <= limit for part in parts)
+        held = leaf[(*_index(box), ...)].copy()
+        for part in parts:
+            view = held[(*plan.within(part, box), ...)]
+            view += 1
+            assert view.flags.c_contiguous
+        assert (held == 1).all()
+
+
+@pytest.mark.parametrize("spec", [(), ("fsdp",), (("fsdp", "tensor"),), (None, "tensor"), ("tensor", "fsdp")])
+def test_boxes_are_what_jax_puts_on_each_device(kit, spec: tuple) -> None:
+    import jax
+
+    mesh = kit.mesh(2, 2, 2)
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    leaf = np.arange(64).reshape(16, 4)
+    on_devices = jax.device_put(leaf, sharding)
+    boxes = plan.boxes(sharding, leaf.shape)
+    assert boxes == plan.local_boxes(sharding, leaf.shape)
+    for shard in on_devices.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), leaf[_index(boxes[shard.device])])
+    assert plan.covers_once(plan.unique(boxes), leaf.shape)
+    assert len(plan.unique(boxes)) < 8  # the data axis replicates
