@@ -1,0 +1,1 @@
+"""From a config to running processes: program, supervisor, launchers, command line. Never imports JAX."""

@@ -1,0 +1,71 @@
+"""One supervised process: started in a session of its own, its words in a log file, ended as a whole group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxroll.control.program import ProcessSpec
+from jaxroll.errors import ConfigError
+from jaxroll.lifeline import PARENT_ENV
+
+_MARK = "=== started "
+
+
+class Child:
+    """A started process. It is told its supervisor's pid, to die with it (see `jaxroll.lifeline`)."""
+
+    def __init__(self, spec: ProcessSpec, log: Path, environ: Mapping[str, str], *, again: bool) -> None:
+        argv = [*spec.argv, "--resume"] if again and "--resume" not in spec.argv else list(spec.argv)
+        env = {**environ, **spec.env, PARENT_ENV: str(os.getpid())}
+        with log.open("ab") as file:
+            file.write(f"{_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())
+            file.flush()
+            try:
+                self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env,
+                                                 start_new_session=True)  # fmt: skip
+            except OSError as error:
+                raise ConfigError(
+                    spec.name, argv[0], f"cannot be started ({error.strerror})", "See the log."
+                ) from error
+        self.spec, self.log = spec, log
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code once it has ended (its stray children are killed with it), else None."""
+        code = self._process.poll()
+        if code is not None:
+            self._signal_group(signal.SIGKILL)
+        return code
+
+    def terminate(self) -> None:
+        """Ask it to finish what it is at and leave. Only the process itself: it stops its own workers."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it and its workers now, and wait for the kernel to agree."""
+        self._signal_group(signal.SIGKILL)
+        self._process.wait(timeout=10)
+
+    def _signal_group(self, signum: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, signum)
+        except (ProcessLookupError, PermissionError):
+            return  # nobody of the group is left
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    """The last lines of the log since the process was last started."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 64 * 1024))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    after = text.rpartition(_MARK)[2].partition("\n")[2] if _MARK in text else text
+    return "\n".join(after.splitlines()[-lines:])

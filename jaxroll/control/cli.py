@@ -1,0 +1,119 @@
+"""The command `jaxroll`: reads the command line, nothing else; the work is done by what it calls.
+
+Options that begin with `--config.` change keys of the config; everything else is declared in `parser`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from jaxroll import lifeline
+from jaxroll.errors import EXIT_INTERRUPTED, EXIT_USAGE, JaxRollError, exit_code
+
+ROLES = ("store", "sampler", "learner", "evaluator", "feeder")
+OFFLINE = {
+    "sft": "warm start on worked answers",
+    "eval": "held-out accuracy of a run's newest weights",
+    "generate": "try a run's weights: jaxroll generate RUN PROMPT… [--temperature=…]",
+}
+PASSED_ON = ("eval", "generate")  # their further words are read by what they call
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of one command."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    child = lifeline.bind_from_env()
+    overrides, rest = split_overrides(words)
+    options, extra = parser().parse_known_args(rest)
+    if extra and options.command not in PASSED_ON:
+        print(
+            f"jaxroll {options.command}: unknown argument {extra[0]} (jaxroll {options.command} --help)",
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    options.overrides, options.extra, options.words, options.child = overrides, extra, words, child
+    from jaxroll.control import commands
+
+    try:
+        return int(commands.COMMANDS[options.command](options) or 0)
+    except JaxRollError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The `key=value` overrides among the words, and the other words. `--config.key value` is understood too."""
+    overrides, rest = [], []
+    pending = iter(words)
+    for word in pending:
+        if not word.startswith("--config."):
+            rest.append(word)
+        elif "=" in word:
+            overrides.append(word.removeprefix("--config."))
+        else:
+            overrides.append(f"{word.removeprefix('--config.')}={next(pending, '')}")
+    return overrides, rest
+
+
+def parser() -> argparse.ArgumentParser:
+    """What every command takes."""
+    top = argparse.ArgumentParser(prog="jaxroll", description="Asynchronous RL for language models in JAX.",
+                                  epilog="Any key of the config: --config.learner.learning_rate=1e-4")  # fmt: skip
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+
+    train = add("train", "start all roles on this machine and watch over them")
+    _run_options(train)
+    train.add_argument("--resume", action="store_true", help="continue the run in --run")
+    for role in ROLES:
+        one = add(role, f"run the role {role} alone")
+        _run_options(one)
+        one.add_argument("--store", metavar="HOST:PORT", help="where the store is (for the store: where it listens)")
+        one.add_argument("--host", default="127.0.0.1", help="the name under which other machines reach this process")
+        one.add_argument("--index", type=int, default=0, help="which of several samplers")
+        one.add_argument("--resume", action="store_true", help="this is not the first life of the role")
+    for name, text in OFFLINE.items():
+        _run_options(add(name, text))
+    config = add("config", "print the resolved config")
+    _run_options(config)
+    report = add("report", "summary of a run, and its page report.html")
+    report.add_argument("folder", metavar="RUN")
+    report.add_argument("--json", action="store_true", help="print one JSON object")
+    demo = add("demo", "a small model learns by asynchronous RL on the CPU")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--config", metavar="FILE", help="default: configs/demo.py")
+    listing = add("list", "the runs in a folder")
+    listing.add_argument("folder", nargs="?", default="runs")
+    add("doctor", "what is installed here, what will be skipped, how to get it")
+    launch = add("launch", "the same roles on other machines (used by launch/*.sh)")
+    _launch_options(launch)
+    return top
+
+
+def _run_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--config", metavar="FILE", help="a config file (see configs/)")
+    one.add_argument("--run", metavar="DIR", help="the run's folder")
+
+
+def _launch_options(one: argparse.ArgumentParser) -> None:
+    _run_options(one)
+    one.add_argument("--target", choices=("tpu_vm", "gpu"), required=True)
+    one.add_argument(
+        "--on", action="append", default=[], metavar="ROLE=HOST", help="as store=a, learner=b, sampler:0=c"
+    )
+    one.add_argument("--workdir", default=".", help="the checkout on the hosts")
+    one.add_argument("--python", default="python3", help="the interpreter on the hosts")
+    one.add_argument("--port", type=int, default=7077, help="of the store")
+    one.add_argument(
+        "--devices-per-host", type=int, default=0, help="TPU chips or GPUs of a host that has several roles"
+    )
+    one.add_argument("--gpu-memory-mb", type=int, default=0, help="of one GPU that roles share")
+    one.add_argument("--zone", default="", help="of the TPU VMs")
+    one.add_argument("--project", default="", help="of the TPU VMs")
+    one.add_argument("--dry-run", action="store_true", help="print host, command and environment per role")

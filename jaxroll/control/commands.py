@@ -1,0 +1,209 @@
+"""What each command does. Heavy things are imported by the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxroll import config as configs
+from jaxroll.config import Config, RoleArgs
+from jaxroll.control import inventory as inventories
+from jaxroll.control import placement, program, run_dir, train
+from jaxroll.errors import ConfigError
+from jaxroll.lifeline import PARENT_ENV
+
+RUNS = Path("runs")
+
+
+def run_train(options: argparse.Namespace) -> int:
+    """`train`: a new run, or the rest of one."""
+    if options.resume:
+        if not options.run:
+            raise ConfigError("--resume", True, "no run named", "Add --run=DIR (`jaxroll list` shows them).")
+        path = _absolute(options.run)
+        if options.config:
+            raise ConfigError("--config", options.config, "a run is resumed with its own config",
+                              "Leave --config out; --config.KEY=VALUE may change a few keys.")  # fmt: skip
+        config = run_dir.resume(path, options.overrides)
+        return train.train(config, path, train.find_inventory(config), again=True)
+    config = _config_of_file(options)
+    inventory = train.find_inventory(config)
+    path = _new_run(options, config.run.name, config)
+    print(f"The run is in {os.path.relpath(path)}.", flush=True)
+    return train.train(config, path, inventory)
+
+
+def run_role(options: argparse.Namespace) -> int:
+    """A role in this process: under a supervisor, or alone."""
+    args = role_args(options)
+    if not options.child:
+        place_alone(options.command, args)
+    module = importlib.import_module(f"jaxroll.roles.{options.command}")
+    return module.main(args)
+
+
+def role_args(options: argparse.Namespace) -> RoleArgs:
+    """What the command line says to a role; a role with a config but no run folder gets a new one."""
+    name = f"{options.command}{f'-{options.index}' if options.command == 'sampler' else ''}"
+    config, path = _config_and_run(options, name)
+    return RoleArgs(config, path, options.store, options.index, options.resume, options.host)
+
+
+def place_alone(role: str, args: RoleArgs) -> None:
+    """Set what the supervisor would have set for a role that has this machine's accelerator to itself.
+
+    JAX is not loaded yet. What the user has set stays.
+    """
+    cache_dir = program.default_cache_dir(args.run_dir, os.environ)
+    env = placement.common_env(str(cache_dir))
+    inventory = inventories.find(args.config.placement.platform)
+    mesh = getattr(args.config, role).mesh if role in ("sampler", "learner", "evaluator") else None
+    if mesh is None:
+        env |= placement.cpu_env()
+    elif inventory.platform == "cpu":
+        env |= placement.cpu_env(mesh.devices)
+    for key, value in env.items():
+        os.environ.setdefault(key, value)
+
+
+def run_offline(options: argparse.Namespace) -> int:
+    """JAX work outside a run: here when we are the child, else in a child with the right environment."""
+    if not (options.run or options.config) and options.extra and not options.extra[0].startswith("-"):
+        options.run = options.extra.pop(0)  # `generate RUN PROMPT`
+    config, path = _config_and_run(options, options.command)
+    if options.child:
+        module = importlib.import_module(f"jaxroll.offline.{options.command}")
+        code = module.main(RoleArgs(config, path, rest=tuple(options.extra)))
+        if options.command == "sft" and not code:
+            (path / train.WARM_MARK).touch()
+        return code
+    inventory = train.find_inventory(config)
+    cache_dir = program.default_cache_dir(path, os.environ)
+    env = program.offline_env(config, inventory, cache_dir, inventories.visible_gpus())
+    argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.extra]
+    return run_foreground(argv, env)
+
+
+def run_foreground(argv: list[str], env: dict[str, str]) -> int:
+    """The exit code of a child that has our terminal; an interrupt reaches it through the terminal too."""
+    child = subprocess.Popen(argv, env={**os.environ, **env, PARENT_ENV: str(os.getpid())})
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = child.wait()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    return code if code >= 0 else 128 - code
+
+
+def run_config(options: argparse.Namespace) -> None:
+    """`config`: the resolved config as JSON, its digest last on standard error."""
+    config = run_dir.load_config(_absolute(options.run)) if options.run else _config_of_file(options)
+    print(json.dumps(configs.to_dict(config), indent=2))
+    print(f"digest {configs.digest(config)}", file=sys.stderr)
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """`report`: summary and page of a run."""
+    path = _absolute(options.folder)
+    run_dir.load(path)
+    from jaxroll.report import cli as report
+
+    return report.main(path, as_json=options.json)
+
+
+def run_list(options: argparse.Namespace) -> None:
+    """`list`: one line per run."""
+    runs = run_dir.find_runs(Path(options.folder))
+    if not runs:
+        print(f"No runs in {options.folder}/.")
+    for run in runs:
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created_s))
+        held = "" if run.accuracy is None else f"  held-out {100 * run.accuracy:.1f} %"
+        print(f"{made}  {run.path}  {run.steps}/{run.of_steps} steps{held}")
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """`demo`."""
+    from jaxroll.control import demo
+
+    return demo.demo(options.config, options.seed, options.overrides, options.words)
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """`doctor`."""
+    from jaxroll.control import doctor
+
+    return doctor.main()
+
+
+def run_launch(options: argparse.Namespace) -> None:
+    """`launch`: prints what launch/*.sh runs."""
+    from jaxroll.control import launchers
+
+    config = _config_of_file(options)
+    print(launchers.text(config, launchers.target_of(options), dry_run=options.dry_run))
+
+
+def _config_of_file(options: argparse.Namespace) -> Config:
+    if not options.config:
+        raise ConfigError("--config", None, "no experiment named", "Add --config=FILE, as configs/demo.py.")
+    return configs.load(options.config, options.overrides)
+
+
+def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
+    """The config and the run folder that --config and --run name together."""
+    folder = options.run
+    if options.config:
+        config = _config_of_file(options)
+        return config, _joined_run(folder, config, options.words) if folder else _new_run(options, name, config)
+    if not folder:
+        raise ConfigError("--run", None, "no run named", "Name an existing run (--run=DIR), or give --config=FILE.")
+    if options.overrides:
+        raise ConfigError(options.overrides[0], folder, "the run has its config already",
+                          "Give --config=FILE with overrides, or none.")  # fmt: skip
+    path = _absolute(folder)
+    return run_dir.load_config(path), path
+
+
+def _joined_run(folder: str, config: Config, words: list[str]) -> Path:
+    """The folder of a run that this process is a part of: made here, or made before with the same config."""
+    path = _absolute(folder)
+    try:
+        return run_dir.create(path, config, words)
+    except ConfigError:
+        if not (path / run_dir.RUN_FILE).exists():
+            raise
+    if configs.digest(run_dir.load_config(path)) != configs.digest(config):
+        raise ConfigError("--config", str(path), "the run in --run has another config", "Leave --config out.")
+    return path
+
+
+def _new_run(options: argparse.Namespace, name: str, config: Config) -> Path:
+    if options.run:
+        return run_dir.create(_absolute(options.run), config, options.words)
+    return run_dir.create_unique(RUNS, name, config, options.words)
+
+
+def _absolute(folder: str) -> Path:
+    return Path(os.path.abspath(folder))
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "train": run_train,
+    **dict.fromkeys(("store", "sampler", "learner", "evaluator", "feeder"), run_role),
+    **dict.fromkeys(("sft", "eval", "generate"), run_offline),
+    "config": run_config,
+    "report": run_report,
+    "list": run_list,
+    "demo": run_demo,
+    "doctor": run_doctor,
+    "launch": run_launch,
+}

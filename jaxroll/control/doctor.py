@@ -1,0 +1,110 @@
+"""`jaxroll doctor`: what is here, what will be skipped without the rest, and how to get it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxroll.control import inventory as inventories
+from jaxroll.control import run_dir
+
+CORE = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "ml-collections", "numpy",
+        "grpcio", "msgspec", "safetensors", "tokenizers", "rich", "tensorboardX", "psutil")  # fmt: skip
+PROBE_S = 90.0
+DISK_NEEDED_GB = 1.2
+
+# Runs in a child: asking JAX for devices takes them.
+_PROBE = "import jax, json; print(json.dumps([jax.default_backend(), [str(d) for d in jax.devices()]]))"
+
+
+@dataclass(frozen=True)
+class Optional:
+    """Something that can be absent: what is skipped then, and how to get it."""
+
+    name: str
+    present: Callable[[], bool]
+    skipped: str
+    remedy: str
+
+
+def _module(name: str) -> Callable[[], bool]:
+    return lambda: importlib.util.find_spec(name) is not None
+
+
+def _program(name: str) -> Callable[[], bool]:
+    return lambda: shutil.which(name) is not None
+
+
+OPTIONAL = (
+    Optional("reasoning-gym", _module("reasoning_gym"), "its tasks, and the demo", "pip install 'jaxroll[envs]'"),
+    Optional("pyarrow", _module("pyarrow"), "Parquet files as a source of tasks", "pip install 'jaxroll[data]'"),
+    Optional("transformers", _module("transformers"), "chat templates of Hugging Face", "pip install 'jaxroll[hf]'"),
+    Optional("math-verify", _module("math_verify"), "the math reward", "pip install 'jaxroll[math]'"),
+    Optional("libtpu", _module("libtpu"), "TPUs, and compiling for them ahead of time (Linux x86-64)",
+             "pip install 'jaxroll[tpu]'"),
+    Optional("CUDA plugin", lambda: any(map(_module_found, ("jax_cuda12_plugin", "jax_cuda13_plugin"))), "NVIDIA GPUs",
+             "pip install 'jaxroll[gpu]'"),
+    Optional("pytest", _module("pytest"), "the tests", "pip install 'jaxroll[dev]', or `make test`"),
+    Optional("bubblewrap", _program("bwrap"), "tasks whose scorers execute model output", "apt install bubblewrap"),
+    Optional("nvidia-smi", _program("nvidia-smi"), "finding NVIDIA GPUs", "comes with the NVIDIA driver"),
+    Optional("gcloud", _program("gcloud"), "launch/tpu_vm.sh", "https://cloud.google.com/sdk"),
+)  # fmt: skip
+
+
+def _module_found(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def main() -> int:
+    """Print the report; 0 when a run on the CPU can work here."""
+    versions = run_dir.versions(CORE)
+    absent = [name for name in CORE if name not in versions]
+    print(f"python    {platform.python_version()} ({sys.executable})")
+    print(f"machine   {platform.platform()}, {os.cpu_count()} cores, {_free_gb(Path.cwd()):.1f} GB free here")
+    print(f"packages  {', '.join(f'{name} {version}' for name, version in versions.items())}")
+    for name in absent:
+        print(f"MISSING   {name}: nothing works without it. Get it: pip install jaxroll (or `make`)")
+    for line in device_lines():
+        print(f"devices   {line}")
+    for line in optional_lines():
+        print(line)
+    return 1 if absent or sys.version_info < (3, 11) else 0
+
+
+def optional_lines(things: tuple[Optional, ...] = OPTIONAL) -> list[str]:
+    """What is here, and for what is not: what will be skipped, and how to get it."""
+    here = [thing.name for thing in things if thing.present()]
+    lines = [f"here      {', '.join(here)}"] if here else []
+    lines += [
+        f"skipped   {thing.skipped}: no {thing.name}. Get it: {thing.remedy}" for thing in things if not thing.present()
+    ]
+    return lines
+
+
+def device_lines(python: str = sys.executable) -> list[str]:
+    """The devices as JAX sees them (asked in a child), and as the machine has them."""
+    lines = []
+    try:
+        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S, check=True)
+        backend, names = json.loads(done.stdout.splitlines()[-1])
+        lines.append(f"JAX uses {backend}: {', '.join(names)}")
+    except subprocess.TimeoutExpired:
+        lines.append(f"JAX did not answer within {PROBE_S:.0f} s: another process may hold the accelerator")
+    except (subprocess.CalledProcessError, json.JSONDecodeError, IndexError, OSError) as error:
+        words = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
+        lines.append(f"JAX does not start: {words[-1] if words else error}")
+    gpus, chips = inventories.gpu_memories_mb(), inventories.tpu_chips()
+    lines.append(f"the machine has {chips} TPU chips and {len(gpus)} NVIDIA GPUs{f' ({gpus[0]} MB)' if gpus else ''}")
+    return lines
+
+
+def _free_gb(path: Path) -> float:
+    return shutil.disk_usage(path).free / 1e9

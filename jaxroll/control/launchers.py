@@ -1,0 +1,154 @@
+"""The same roles on other machines: host, command and environment per role, as values and as shell lines.
+
+A host with one role gives it all its devices; a host with several splits them as `placement` does. The store listens
+on loopback when everything is on one host. launch/*.sh run the lines; nothing here opens a connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxroll.config import Config
+from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory, memory_fractions, roles_with_devices
+from jaxroll.control import placement
+from jaxroll.control.program import role_words
+from jaxroll.errors import ConfigError
+
+LOCAL = "localhost"
+CACHE = ".cache/jax"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the roles go and how a host is reached. `hosts` maps process names (or roles) to hosts."""
+
+    kind: str  # tpu_vm | gpu
+    config_file: str
+    overrides: Sequence[str] = ()
+    hosts: Mapping[str, str] = field(default_factory=dict)
+    run: str = "runs/launched"
+    workdir: str = "."
+    python: str = "python3"
+    port: int = 7077
+    devices_per_host: int = 0
+    gpu_memory_mb: int = 0
+    zone: str = ""
+    project: str = ""
+
+    def host(self, name: str) -> str:
+        """The host of process `name`: named itself, or by its role, else this machine."""
+        return self.hosts.get(name) or self.hosts.get(name.partition(":")[0]) or LOCAL
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One role on one host."""
+
+    name: str
+    host: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def target_of(options: argparse.Namespace) -> Target:
+    """The target that the command line of `jaxroll launch` describes."""
+    hosts = {}
+    for word in options.on:
+        name, equals, host = word.partition("=")
+        if not equals or not host:
+            raise ConfigError("--on", word, "not ROLE=HOST", "Write for example --on learner=tpu-a.")
+        hosts[name] = host
+    if options.target == "tpu_vm" and any(host != LOCAL for host in hosts.values()) and not options.zone:
+        raise ConfigError("--zone", "", "TPU VMs are found by their zone", "Add --zone=ZONE.")
+    return Target(options.target, options.config, tuple(options.overrides), hosts, options.run or Target.run,
+                  options.workdir, options.python, options.port, options.devices_per_host, options.gpu_memory_mb,
+                  options.zone, options.project)  # fmt: skip
+
+
+def plan(config: Config, target: Target) -> list[Launch]:
+    """What to start where: store, learner, samplers, evaluator. ConfigError when a host has too few devices."""
+    names = ("store", *roles_with_devices(config))
+    unknown = [name for name in target.hosts if name not in names and name not in {n.partition(":")[0] for n in names}]
+    if unknown:
+        raise ConfigError("--on", unknown[0], "no such role in this config", f"Roles: {', '.join(names)}.")
+    envs = _device_envs(config, target)
+    common = placement.common_env(CACHE)
+    spread = len({target.host(name) for name in names}) > 1
+    address = f"{target.host('store') if spread else '127.0.0.1'}:{target.port}"
+    return [_launch(name, target, common | envs[name], address, spread) for name in names]
+
+
+def _launch(name: str, target: Target, env: Mapping[str, str], address: str, spread: bool) -> Launch:
+    host = target.host(name)
+    argv = [target.python, "-m", "jaxroll", *role_words(name), f"--config={target.config_file}"]
+    argv += [*(f"--config.{text}" for text in target.overrides), f"--run={target.run}", f"--store={address}"]
+    if spread:
+        argv.append(f"--host={host}")
+    return Launch(name, host, tuple(argv), env)
+
+
+def _device_envs(config: Config, target: Target) -> dict[str, placement.Env]:
+    wanted = roles_with_devices(config)
+    envs: dict[str, placement.Env] = {"store": placement.cpu_env()}
+    for host in dict.fromkeys(map(target.host, wanted)):
+        here = {name: count for name, count in wanted.items() if target.host(name) == host}
+        if target.kind == "tpu_vm":
+            envs |= _tpu_host(config, here, host, target)
+        else:
+            envs |= _gpu_host(config, here, host, target)
+    return envs
+
+
+def _tpu_host(config: Config, here: Mapping[str, int], host: str, target: Target) -> dict[str, placement.Env]:
+    if len(here) == 1:  # the whole slice
+        return {name: {"JAX_PLATFORMS": "tpu"} for name in here}
+    if target.devices_per_host == 1:
+        check_inventory(config, Inventory("tpu", chips=1))
+    _fits(here, host, target)
+    return placement.tpu_env(here)
+
+
+def _gpu_host(config: Config, here: Mapping[str, int], host: str, target: Target) -> dict[str, placement.Env]:
+    if len(here) == 1:
+        return {name: {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{GPU_SHARE:.2f}"} for name in here}
+    if target.devices_per_host == 1 and set(here) == set(roles_with_devices(config)):
+        check_inventory(config, Inventory("gpu", gpus=1, gpu_memory_mb=target.gpu_memory_mb))
+    elif target.devices_per_host != 1 or any(count > 1 for count in here.values()):
+        _fits(here, host, target)
+    return placement.gpu_env(here, memory_fractions(config), tuple(map(str, range(target.devices_per_host))))
+
+
+def _fits(here: Mapping[str, int], host: str, target: Target) -> None:
+    needed = sum(here.values())
+    if target.devices_per_host < needed:
+        spelled = ", ".join(f"{name} {count}" for name, count in here.items())
+        raise ConfigError("--devices-per-host", target.devices_per_host, f"{host} must have {needed} ({spelled})",
+                          "Say how many it has, or use one host per role.")  # fmt: skip
+
+
+def text(config: Config, target: Target, *, dry_run: bool) -> str:
+    """With `dry_run` a page to read; else one line of shell per role, to be run side by side."""
+    launches = plan(config, target)
+    return "\n\n".join(map(describe, launches)) if dry_run else "\n".join(shell_line(one, target) for one in launches)
+
+
+def describe(one: Launch) -> str:
+    """Host, command and environment of one role, for reading."""
+    env = "\n".join(f"    {key}={value}" for key, value in sorted(one.env.items()))
+    return f"{one.name}\n  host: {one.host}\n  command: {shlex.join(one.argv)}\n  environment:\n{env}"
+
+
+def shell_line(one: Launch, target: Target) -> str:
+    """The shell line that starts one role on its host and stays until the role ends."""
+    assignments = [f"{key}={value}" for key, value in sorted(one.env.items())]
+    inner = f"cd {shlex.quote(target.workdir)} && exec env {shlex.join(assignments)} {shlex.join(one.argv)}"
+    if one.host == LOCAL:
+        return inner
+    if target.kind == "tpu_vm":
+        words = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", one.host, "--worker=0", f"--zone={target.zone}"]
+        words += [f"--project={target.project}"] if target.project else []
+        return shlex.join([*words, f"--command={inner}"])
+    return shlex.join(["ssh", "-tt", one.host, inner])  # -tt: closing the connection ends the role

@@ -1,0 +1,92 @@
+"""The processes of a run as a value: what to start, with which arguments and environment, after whom.
+
+`build` is pure: the supervisor runs its answer, the launchers print it, tests compare it with a golden file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxroll.config import Config
+from jaxroll.config.rules import Inventory, roles_with_devices
+from jaxroll.control import placement
+
+STORE_ADDRESS_FILE = "store.addr"
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process. `env` is added to the parent's; `ready_file` exists once the process can be spoken to.
+
+    `after` names processes whose ready file must exist before this one is started for the first time.
+    """
+
+    name: str
+    role: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    after: tuple[str, ...] = ()
+    ready_file: Path | None = None
+
+
+def build(
+    config: Config,
+    run_dir: Path,
+    inventory: Inventory,
+    *,
+    python: str,
+    cache_dir: Path,
+    visible_gpus: Sequence[str] = (),
+) -> tuple[ProcessSpec, ...]:
+    """The processes of the run in `run_dir` in starting order: store, learner, samplers, evaluator.
+
+    Each reads its config from `run_dir/run.json` and finds the store through `run_dir/store.addr`.
+    """
+    common = placement.common_env(str(cache_dir))
+    command = (python, "-m", "jaxroll")
+    devices = placement.device_env(config, inventory, visible_gpus)
+    store = ProcessSpec(
+        "store",
+        "store",
+        (*command, "store", f"--run={run_dir}"),
+        common | placement.cpu_env(),
+        ready_file=run_dir / STORE_ADDRESS_FILE,
+    )
+    others = [
+        ProcessSpec(
+            name, role_of(name), (*command, *role_words(name), f"--run={run_dir}"), common | devices[name], ("store",)
+        )
+        for name in roles_with_devices(config)
+    ]
+    return (store, *others)
+
+
+def role_of(name: str) -> str:
+    """`sampler` of `sampler:0`."""
+    return name.partition(":")[0]
+
+
+def role_words(name: str) -> tuple[str, ...]:
+    """The command-line words that say which role: `sampler --index=0` of `sampler:0`."""
+    role, _, index = name.partition(":")
+    return (role, f"--index={index}") if index else (role,)
+
+
+def offline_env(
+    config: Config, inventory: Inventory, cache_dir: Path, visible_gpus: Sequence[str] = ()
+) -> dict[str, str]:
+    """Environment of one JAX process outside a run (warm start, generate): the learner's devices, all to itself."""
+    common = placement.common_env(str(cache_dir))
+    return common | placement.device_env(config, inventory, visible_gpus)["learner"]
+
+
+def default_cache_dir(run_dir: Path, environ: Mapping[str, str]) -> Path:
+    """The shared compilation cache: JAXROLL_CACHE, else what JAX is told already, else `.cache/jax` beside `runs/`."""
+    named = environ.get("JAXROLL_CACHE") or environ.get("JAX_COMPILATION_CACHE_DIR")
+    if named:
+        return Path(named)
+    above = Path(os.path.abspath(run_dir)).parent
+    return (above.parent if above.name == "runs" else above) / ".cache" / "jax"

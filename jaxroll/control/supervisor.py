@@ -1,0 +1,269 @@
+"""Starts the processes of a program, watches them by pid, starts dead ones again, and stops them in order.
+
+One thread, one loop: start what is due, look who ended (`policy` says what follows), show what is new in the metrics.
+The run is complete when its leader (the learner) ends with 0; then the evaluator may finish, and the others are asked
+to leave: learner, evaluator, samplers, store. An interrupt asks them in the same order; a second one kills them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxroll import metrics
+from jaxroll.clock import Clock, MonotonicClock
+from jaxroll.config import SupervisorConfig
+from jaxroll.control import policy
+from jaxroll.control.child import Child, tail
+from jaxroll.control.program import ProcessSpec
+from jaxroll.control.run_dir import LOGS, METRICS_FILE
+from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError
+
+TICK_S = 0.1
+READY_S = 180.0
+STOP_ORDER = ("learner", "sft", "evaluator", "sampler", "store")
+
+
+class Observer(Protocol):
+    """Who is shown what happens."""
+
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """New metrics rows."""
+        ...
+
+    def tick(self, processes: Sequence[ProcessView]) -> None:
+        """Called about ten times a second with the state of every process."""
+        ...
+
+    def say(self, text: str) -> None:
+        """A sentence worth keeping on the screen."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProcessView:
+    """What an observer sees of a process: `state` is waiting, starting, running, backoff, stopping or done."""
+
+    name: str
+    state: str
+    seconds: float
+
+
+@dataclass
+class _Slot:
+    """A process of the program, alive or not."""
+
+    spec: ProcessSpec
+    child: Child | None = None
+    lives: policy.Lives = field(default_factory=policy.Lives)
+    since_s: float = 0.0  # when the present state began
+    due_s: float | None = 0.0  # when to start it; None while it runs or is done
+    done: bool = False
+    started: bool = False
+    stopping: bool = False
+
+
+class Supervisor:
+    """Runs a program until its leader is done, somebody gives up, or the user interrupts. Use it once.
+
+    `after` of a spec is honoured at its first start only; a restarted process finds its peers by patience.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        run_dir: Path,
+        config: SupervisorConfig,
+        observer: Observer,
+        *,
+        leader: str = "learner",
+        environ: Mapping[str, str] | None = None,
+        clock: Clock | None = None,
+        again: bool = False,
+    ) -> None:
+        self._slots = {spec.name: _Slot(spec, started=again) for spec in specs}
+        self._run_dir, self._config, self._observer, self._leader = run_dir, config, observer, leader
+        self._environ = dict(os.environ if environ is None else environ)
+        self._clock = clock or MonotonicClock()
+        self._begun: set[str] = set()
+        self._interrupts = 0
+        self._wake = threading.Event()
+        self._follower = metrics.Follower(run_dir / METRICS_FILE, at_end=True)
+        (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
+        self._tracker = metrics.JsonlTracker(run_dir / METRICS_FILE)
+
+    def run(self) -> int:
+        """The exit code: 0 complete, 130 interrupted, 64 a refused config, 1 anything else. Nothing is left running."""
+        previous = {signum: signal.signal(signum, self._interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = self._watch()
+            self._stop_all()
+        finally:
+            self._kill_all()
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+            self._tracker.close()
+        self._show()
+        return code
+
+    def _interrupt(self, signum: int, frame: object) -> None:
+        self._interrupts += 1
+        self._wake.set()
+
+    def _watch(self) -> int:
+        """Until the leader is done or the run must end; the exit code."""
+        for slot in self._slots.values():
+            if slot.spec.ready_file is not None:
+                slot.spec.ready_file.unlink(missing_ok=True)  # of an earlier life
+            slot.since_s = self._clock.now_s()
+        finish_by_s: float | None = None
+        while True:
+            if self._interrupts:
+                self._observer.say("Stopping in order: learner, evaluator, samplers, store. Interrupt again to kill.")
+                return EXIT_INTERRUPTED
+            failure = self._advance()
+            if failure is not None:
+                return failure
+            if self._slots[self._leader].done:
+                finish_by_s = finish_by_s or self._clock.now_s() + self._config.finish_s
+                if self._evaluated(finish_by_s):
+                    return 0
+            self._pause()
+
+    def _advance(self) -> int | None:
+        """Start what is due and look who ended; an exit code when the run must end."""
+        for slot in self._slots.values():
+            try:
+                self._start_if_due(slot)
+            except ConfigError as error:
+                self._observer.say(str(error))
+                return EXIT_FAILURE
+            code = slot.child.poll() if slot.child is not None else None
+            if code is not None:
+                failure = self._ended(slot, code)
+                if failure is not None:
+                    return failure
+        return None
+
+    def _start_if_due(self, slot: _Slot) -> None:
+        now = self._clock.now_s()
+        if slot.due_s is None or now < slot.due_s:
+            return
+        unready = [name for name in slot.spec.after if not self._ready(name)]
+        if unready and slot.spec.name not in self._begun:
+            if now - slot.since_s > READY_S:
+                raise ConfigError(slot.spec.name, "waiting", f"{', '.join(unready)} not ready after {READY_S:.0f} s",
+                                  f"See {self._log(unready[0])}.")  # fmt: skip
+            return
+        slot.child = Child(slot.spec, self._log(slot.spec.name), self._environ, again=slot.started)
+        slot.started, slot.due_s, slot.since_s = True, None, now
+        self._begun.add(slot.spec.name)
+
+    def _ready(self, name: str) -> bool:
+        file = self._slots[name].spec.ready_file
+        return name in self._begun and (file is None or file.exists())
+
+    def _ended(self, slot: _Slot, code: int) -> int | None:
+        """Act on the end of a process; an exit code when the run must end."""
+        now = self._clock.now_s()
+        assert slot.child is not None
+        pid, slot.child = slot.child.pid, None
+        verdict = policy.after_exit(slot.spec.name, code, now - slot.since_s, slot.lives, self._config)
+        slot.since_s = now
+        match verdict:
+            case policy.Done():
+                slot.done = True
+                if slot.spec.role == "store" and not self._slots[self._leader].done:
+                    return self._give_up(slot, EXIT_FAILURE, "the store ended before the learner")
+            case policy.Restart(delay_s, lives):
+                slot.lives, slot.due_s = lives, now + delay_s
+                self._tracker.log({"t": time.time(), "role": "supervisor", "kind": "restart", "who": slot.spec.name,
+                                   "pid": pid, "code": code})  # fmt: skip
+                self._observer.say(f"{slot.spec.name} died {policy.how(code)}; it starts again in {delay_s:.1f} s.")
+            case policy.GiveUp(reason):
+                return self._give_up(slot, code if code > 0 else EXIT_FAILURE, reason)
+        return None
+
+    def _give_up(self, slot: _Slot, code: int, reason: str) -> int:
+        slot.done = True
+        log = self._log(slot.spec.name)
+        self._tracker.log({"t": time.time(), "role": "supervisor", "kind": "event", "text": f"gave up: {reason}"})
+        self._observer.say(f"The run ends: {reason}.\nThe last lines of {log}:\n{tail(log)}")
+        return code if code == policy.EXIT_CONFIG else EXIT_FAILURE
+
+    def _evaluated(self, by_s: float) -> bool:
+        """Whether the evaluator, if there is one, has ended by itself or has had its time."""
+        if all(slot.done for slot in self._slots.values() if slot.spec.role == "evaluator"):
+            return True
+        if self._clock.now_s() < by_s:
+            return False
+        self._observer.say(f"The last evaluation took longer than supervisor.finish_s = {self._config.finish_s:g} s.")
+        return True
+
+    def _stop_all(self) -> None:
+        """Ask every process to leave, in order, each rank with `stop_s` of patience, then kill it."""
+        for role in STOP_ORDER:
+            rank = [slot for slot in self._slots.values() if slot.spec.role == role and slot.child is not None]
+            for slot in rank:
+                assert slot.child is not None
+                slot.stopping, slot.since_s = True, self._clock.now_s()
+                slot.child.terminate()
+            self._wait_for(rank)
+
+    def _wait_for(self, rank: Sequence[_Slot]) -> None:
+        by_s = self._clock.now_s() + self._config.stop_s
+        while True:
+            for slot in rank:
+                if slot.child is not None and slot.child.poll() is not None:
+                    slot.child, slot.done = None, True
+            left = [slot for slot in rank if slot.child is not None]
+            if not left:
+                return
+            if self._clock.now_s() > by_s or self._interrupts >= 2:
+                names = ", ".join(slot.spec.name for slot in left)
+                self._observer.say(f"{names} did not leave within {self._config.stop_s:g} s: killed."
+                                   if self._interrupts < 2 else f"{names} killed.")  # fmt: skip
+                self._kill(left)
+                return
+            self._pause()
+
+    def _kill_all(self) -> None:
+        self._kill([slot for slot in self._slots.values() if slot.child is not None])
+
+    def _kill(self, slots: Sequence[_Slot]) -> None:
+        for slot in slots:
+            assert slot.child is not None
+            slot.child.kill()
+            slot.child, slot.done = None, True
+
+    def _pause(self) -> None:
+        self._show()
+        self._wake.wait(TICK_S)
+        self._wake.clear()
+
+    def _show(self) -> None:
+        rows = self._follower.rows()
+        if rows:
+            self._observer.rows(rows)
+        self._observer.tick([self._view(slot) for slot in self._slots.values()])
+
+    def _view(self, slot: _Slot) -> ProcessView:
+        now = self._clock.now_s()
+        if slot.done:
+            state = "done"
+        elif slot.child is None:
+            state = "backoff" if slot.spec.name in self._begun else "waiting"
+        elif slot.stopping:
+            state = "stopping"
+        else:
+            state = "running" if self._ready(slot.spec.name) else "starting"
+        return ProcessView(slot.spec.name, state, now - slot.since_s)
+
+    def _log(self, name: str) -> Path:
+        return self._run_dir / LOGS / f"{name.replace(':', '-')}.log"

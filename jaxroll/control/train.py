@@ -1,0 +1,81 @@
+"""One run on one machine: warm start, then all roles under the supervisor."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from jaxroll.config import Config
+from jaxroll.config.rules import Inventory, check_inventory
+from jaxroll.control import inventory as inventories
+from jaxroll.control import program, run_dir
+from jaxroll.control.live import View, open_view
+from jaxroll.control.program import ProcessSpec
+from jaxroll.control.supervisor import Supervisor
+from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
+
+WARM_MARK = ".warm-done"
+
+
+def find_inventory(config: Config) -> Inventory:
+    """The devices the run will use; ConfigError when its roles do not fit them, or a file it names is not here."""
+    for key, path in (("model.path", config.model.path), ("tokenizer.path", config.tokenizer.path),
+                      ("task.path", config.task.path)):  # fmt: skip
+        if path and "://" not in path and not Path(path).exists():
+            raise ConfigError(key, path, "no such file or folder on this machine", f"Looked in {Path.cwd()}.")
+    inventory = inventories.find(config.placement.platform)
+    check_inventory(config, inventory)
+    return inventory
+
+
+def train(config: Config, path: Path, inventory: Inventory, *, again: bool = False) -> int:
+    """Run `config` in the run folder `path` (made already); the exit code."""
+    began = time.monotonic()
+    cache_dir = program.default_cache_dir(path, os.environ)
+    gpus = inventories.visible_gpus()
+    specs = program.build(config, path, inventory, python=sys.executable, cache_dir=cache_dir, visible_gpus=gpus)
+    with run_dir.locked(path):
+        view = open_view(path, config.schedule.steps)
+        try:
+            code = 0
+            if needs_warm_start(config, path):
+                warm = warm_spec(path, program.offline_env(config, inventory, cache_dir, gpus))
+                view.say(f"Warm start: {config.sft.steps} steps on worked answers.")
+                code = _supervise([warm], path, config, view, leader="sft")
+            if code == 0:
+                code = _supervise(specs, path, config, view, leader="learner", again=again)
+        finally:
+            view.close()
+    print(closing_words(code, path, time.monotonic() - began), flush=True)
+    return code
+
+
+def _supervise(
+    specs: Sequence[ProcessSpec], path: Path, config: Config, view: View, *, leader: str, again: bool = False
+):
+    restarts = config.supervisor if leader == "learner" else replace(config.supervisor, max_restarts=1)
+    return Supervisor(specs, path, restarts, view, leader=leader, again=again).run()
+
+
+def needs_warm_start(config: Config, path: Path) -> bool:
+    """Whether the run is to begin with a warm start that has not been made."""
+    return config.sft.steps > 0 and not (path / WARM_MARK).exists()
+
+
+def warm_spec(path: Path, env: dict[str, str]) -> ProcessSpec:
+    """The warm start as a process."""
+    return ProcessSpec("sft", "sft", (sys.executable, "-m", "jaxroll", "sft", f"--run={path}"), env)
+
+
+def closing_words(code: int, path: Path, seconds: float) -> str:
+    """What to type next."""
+    shown = os.path.relpath(path)
+    if code == 0:
+        return f"The run is complete after {seconds:.0f} s. See it with: jaxroll report {shown}"
+    if code == EXIT_INTERRUPTED:
+        return f"Stopped after {seconds:.0f} s. Go on with: jaxroll train --run={shown} --resume"
+    return f"The run ended after {seconds:.0f} s without finishing. Logs: {shown}/{run_dir.LOGS}/"

@@ -1,0 +1,85 @@
+"""The parts that roles put together: model, tokenizer, engine, loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from jaxroll.config import Config, MeshConfig
+from jaxroll.data import sources
+from jaxroll.engine.engine import Engine, Flip
+from jaxroll.engine.host import EngineHost
+from jaxroll.models import families, params
+from jaxroll.protocols import Tokenizer
+from jaxroll.roles.progress import Progress
+from jaxroll.roles.weights import WeightFollower
+from jaxroll.sharding import meshes, rules
+from jaxroll.text import tokenizers
+from jaxroll.transfer.receive import Receiver
+
+
+def tokenizer(config: Config) -> Tokenizer:
+    """The run's tokenizer."""
+    return tokenizers.build(config.tokenizer, sources.alphabet(config.task))
+
+
+def model_spec(config: Config, text: Tokenizer) -> families.ModelSpec:
+    """The run's model."""
+    return families.spec(config.model.size, vocab_size=text.vocab_size, compute_dtype=config.model.dtype)
+
+
+@dataclass(frozen=True)
+class Inference:
+    """An engine with what feeds it."""
+
+    tokenizer: Tokenizer
+    host: EngineHost
+    follower: WeightFollower
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; step it on the JAX thread only."""
+        return self.host.engine
+
+
+def inference(config: Config, mesh_config: MeshConfig, *, slots: int, flip: Flip, progress: Progress) -> Inference:
+    """An engine on this process's devices that compiles when its first weights arrive."""
+    text = tokenizer(config)
+    spec = model_spec(config, text)
+    mesh = meshes.build(mesh_config)
+    progress.devices(mesh)
+    engine = Engine(
+        spec, mesh, rules.SAMPLER, slots=slots, max_tokens=cache_tokens(config), flip=flip, seed=config.run.seed,
+        prefill_rows=min(config.sampler.prefill_rows, slots), prefill_buckets=config.sampler.prefill_buckets,
+        decode_chunk=config.sampler.decode_chunk,
+    )  # fmt: skip
+    host = EngineHost(engine)
+    target = params.shardings(spec, mesh, rules.SAMPLER)
+    follower = WeightFollower(host, Receiver(config.transfer), target, params.abstract(spec), progress)
+    return Inference(text, host, follower)
+
+
+def cache_tokens(config: Config) -> int:
+    """Cache length of a slot: the longest prompt bucket and the longest answer."""
+    return max(config.sampler.prefill_buckets) + config.sampling.max_tokens
+
+
+class LoopThread:
+    """An asyncio loop on a thread of its own, ended by `close`."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=f"{name}-loop", daemon=True)
+        self._thread.start()
+
+    def start(self, job: Coroutine) -> Future:
+        """The future result of `job`, running on the loop."""
+        return asyncio.run_coroutine_threadsafe(job, self.loop)
+
+    def close(self) -> None:
+        """Stop the loop and join its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=10)

@@ -1,0 +1,83 @@
+"""The evaluator role: held-out accuracy on pinned versions while training goes on.
+
+It owns a small engine, so a version stays pinned for a whole evaluation and nobody's training tokens wait for it; its
+permits are its own, the store's limiter never sees it. Every `evaluator.every` steps (and at the first and the last) it
+takes the newest snapshot, answers all held-out items greedily, and reports one row. Threads: see
+`jaxroll.roles.session`. It waits for snapshots only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from jaxroll.config import RoleArgs
+from jaxroll.data import heldout
+from jaxroll.errors import TransferError
+from jaxroll.protocols import SamplingParams
+from jaxroll.records import Snapshot, Version
+from jaxroll.roles import session as sessions
+from jaxroll.rollout import evaluation
+
+SNAPSHOT_WAIT_S = 10.0
+EXAMPLES = 8
+HELDOUT_FILE = "heldout.json"
+
+
+def main(args: RoleArgs) -> None:
+    """Evaluate until the last step's weights are scored."""
+    config = args.config
+    sessions.main(
+        "evaluator", args, lambda session: Evaluating(session).run(),
+        mesh=config.evaluator.mesh, slots=config.evaluator.slots, flip="keep_kv",
+    )  # fmt: skip
+
+
+class Evaluating:
+    """One evaluation after another."""
+
+    def __init__(self, session: sessions.Session) -> None:
+        self.session, self.config = session, session.config
+        self.tokenizer = session.parts.tokenizer
+        eos = (self.tokenizer.eos_id,)
+        self.manager = session.manager(SamplingParams(self.config.sampling.max_tokens, 0.0, 0, 1.0, eos))
+        self.tasks = heldout.tasks(self.config)
+        hashes = json.dumps([task.question_hash for task in self.tasks])
+        (session.args.run_dir / HELDOUT_FILE).write_text(hashes)  # the report checks that none was trained on
+
+    async def run(self) -> None:
+        """Every due version, until the last."""
+        held: Version | None = None
+        due, last = 0, self.config.schedule.steps
+        while held is None or held.step < last:
+            snapshot = await self.session.store.published(held, SNAPSHOT_WAIT_S)
+            if snapshot is None:
+                continue
+            held = snapshot.version
+            if (held.step >= due or held.step == last) and await self._bring(snapshot):
+                await self.session.store.published(held)  # tells the learner, who stays until we hold the last
+                self.session.rows.append(await self._row(held))
+                due = held.step - held.step % self.config.evaluator.every + self.config.evaluator.every
+
+    async def _bring(self, snapshot: Snapshot) -> bool:
+        try:
+            await self.session.parts.follower.bring(snapshot)
+        except TransferError as error:  # superseded while we were busy: the next one will do
+            self.session.progress(f"weights {snapshot.version}: {error}")
+            return False
+        return True
+
+    async def _row(self, version: Version) -> dict:
+        t0 = time.time()
+        permits = 2 * self.config.evaluator.slots
+        results = await evaluation.scores(self.manager, self.tasks, self.tokenizer, version, permits=permits)
+        t1 = time.time()
+        examples = [
+            {"prompt": score.task.messages[-1].content, "text": score.text, "ok": score.right}
+            for score in results[:EXAMPLES]
+        ]
+        return {
+            "t": t1, "role": self.session.role, "kind": "eval", "step": version.step, "lineage": version.lineage,
+            "accuracy": evaluation.accuracy(results), "correct": evaluation.marks(results),
+            "n": sum(score.pinned for score in results), "t0": t0, "t1": t1, "seconds": t1 - t0, "examples": examples,
+        }  # fmt: skip

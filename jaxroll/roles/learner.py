@@ -1,0 +1,160 @@
+"""The learner role: claims batches in order, trains on them, publishes what it learned.
+
+One thread dispatches JAX (the main one); the store is spoken to through a loop thread (`BlockingStore`), the weights
+are served by the transfer room's listener thread. The order within a step is the contract of STORE.md:
+
+    claim s → train → publish s+1 → ack s → (every C steps) checkpoint s+1 → durable s+1
+
+It waits for the store only (claims). On SIGTERM it finishes its step, checkpoints, and leaves; killed at any other
+instant it starts again from the last durable version, and the store replays the claims after it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import jax
+
+from jaxroll.config import Config, RoleArgs
+from jaxroll.errors import Closed, NotReady
+from jaxroll.learner import weights
+from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.learner.trainer import Trainer
+from jaxroll.records import Claim, Version
+from jaxroll.roles import build
+from jaxroll.roles.progress import Progress
+from jaxroll.sharding import meshes, rules
+from jaxroll.store.client import BlockingStore
+from jaxroll.transfer.publish import Publisher
+
+CLAIM_WAIT_S = 2.0
+HOLDER_POLL_S = 0.2
+
+
+def main(args: RoleArgs) -> None:
+    """Train until the schedule's last step is done, or until told to stop."""
+    stop = threading.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: stop.set())
+    session = LearnerSession(args, stop)
+    try:
+        session.run()
+    finally:
+        session.close()
+
+
+class LearnerSession:
+    """One life of the learner."""
+
+    def __init__(self, args: RoleArgs, stop: threading.Event) -> None:
+        self.args, self.config, self._stop = args, args.config, stop
+        self.store = BlockingStore(
+            args.store_address or args.run_dir / "store.addr",
+            role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
+        )  # fmt: skip
+        self.progress = Progress("learner", lambda row: self.store.report([row]))
+        self.publisher = Publisher(self.config.transfer, args.run_dir, args.host)
+        self.checkpoints = Checkpoints(args.run_dir / "checkpoints", self.config.learner.checkpoints_kept)
+
+    def run(self) -> None:
+        """From the last durable version to the end of the schedule."""
+        self.progress.start("building the learner")
+        trainer = new_trainer(self.config)
+        durable = self._restore(trainer)
+        version = self.store.begin(durable)
+        self.progress.end("building the learner")
+        self.progress.devices(trainer.layout.mesh)
+        self._publish(trainer, version)  # first, so that samplers compile while we do
+        trainer.warmup(self.progress)
+        if durable is None:
+            self._checkpoint(trainer, version)
+        if version.step == 0:
+            self._await_evaluator(version)  # the gain is measured from here
+        while version.step < self.config.schedule.steps and not self._stop.is_set():
+            waited = time.monotonic()
+            claim = self._claim(version)
+            if claim is None:
+                break
+            version = self._step(trainer, version, claim, time.monotonic() - waited)
+        if self._durable != version:
+            self._checkpoint(trainer, version)
+        self._settle_durable(wait=True)
+        if version.step == self.config.schedule.steps:
+            self._await_evaluator(version)
+
+    def close(self) -> None:
+        """Let go of the store and of the snapshots."""
+        self.publisher.close()
+        self.checkpoints.close()
+        self.store.aclose()
+
+    def _restore(self, trainer: Trainer) -> Version | None:
+        """Put the newest checkpoint (or the warm start) into `trainer`; the version restored, None if nothing was."""
+        self._durable = self.checkpoints.latest()
+        if self._durable is not None:
+            trainer.state, _ = self.checkpoints.restore(self._durable, trainer.abstract_state())
+            self.progress(f"restored version {self._durable}")
+        elif (warm := self.args.run_dir / "warm").is_dir():
+            trainer.set_params(weights.load(warm))
+        return self._durable
+
+    def _claim(self, version: Version) -> Claim | None:
+        """The batch of this step; None when the run is over or a stop was asked for."""
+        while not self._stop.is_set():
+            try:
+                return self.store.claim(version.lineage, version.step, CLAIM_WAIT_S)
+            except NotReady:
+                continue
+            except Closed as closed:
+                self.progress(f"the store closed the run: {closed}")
+                return None
+        return None
+
+    def _step(self, trainer: Trainer, version: Version, claim: Claim, wait_s: float) -> Version:
+        """Train on `claim` and tell the world; the version that this made."""
+        t0 = time.time()
+        row = trainer.train(claim)
+        t1 = time.time()
+        after = Version(version.lineage, version.step + 1)
+        if after.step % self.config.schedule.publish_every == 0 or after.step == self.config.schedule.steps:
+            self._publish(trainer, after)
+        self.store.ack(version)
+        row |= {"t": time.time(), "role": "learner", "kind": "step", "step": after.step, "lineage": version.lineage,
+                "t0": t0, "t1": t1, "train_s": t1 - t0, "wait_s": wait_s, "publish_s": time.time() - t1,
+                "replayed": claim.replayed, "groups": [group.group for group in claim.groups]}  # fmt: skip
+        self.store.report([row])
+        if claim.checkpoint_wanted or after.step % self.config.learner.checkpoint_every == 0:
+            self._checkpoint(trainer, after)
+        self._settle_durable(wait=False)
+        return after
+
+    def _publish(self, trainer: Trainer, version: Version) -> None:
+        self.store.publish(self.publisher.publish(version, trainer.state.params))
+
+    def _checkpoint(self, trainer: Trainer, version: Version) -> None:
+        self.checkpoints.save(version, version.step, trainer.state)
+        self._durable = version
+
+    def _settle_durable(self, *, wait: bool) -> None:
+        """Tell the store which checkpoints have reached the disk; with `wait`, all of them."""
+        for version in self.checkpoints.finished(wait=wait):
+            self.store.durable(version)
+
+    def _await_evaluator(self, version: Version) -> None:
+        """Wait until the evaluator holds `version`, which nobody else keeps; not longer than a transfer may take."""
+        if not self.config.evaluator.every:
+            return
+        self.progress(f"until the evaluator has version {version}")
+        deadline_s = time.monotonic() + self.config.transfer.deadline_s
+        while self.store.status()["holders"].get("evaluator") != str(version):
+            if self._stop.wait(HOLDER_POLL_S) or time.monotonic() > deadline_s:
+                return
+
+
+def new_trainer(config: Config) -> Trainer:
+    """A trainer with freshly initialised parameters on this process's mesh."""
+    text = build.tokenizer(config)
+    spec = build.model_spec(config, text)
+    return Trainer(config, spec, meshes.build(config.learner.mesh), rules.LEARNER, key=jax.random.key(config.run.seed))

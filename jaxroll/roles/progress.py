@@ -1,0 +1,45 @@
+"""Saying what a role is doing, so that nothing is silent for long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+Row = dict[str, Any]
+
+
+class Progress:
+    """Says what a role is doing: one line in its log and one row in the metrics, at the start and at the end."""
+
+    def __init__(self, role: str, emit: Callable[[Row], None]) -> None:
+        self._role, self._emit, self._started = role, emit, {}
+
+    def start(self, what: str) -> None:
+        """`what` begins, and may take long."""
+        self._started[what] = time.monotonic()
+        self._say({"kind": "compile", "what": what, "state": "start"}, f"{what} …")
+
+    def end(self, what: str) -> None:
+        """`what` is over."""
+        seconds = time.monotonic() - self._started.pop(what, time.monotonic())
+        self._say({"kind": "compile", "what": what, "state": "end", "seconds": seconds}, f"{what}: {seconds:.1f} s")
+
+    def devices(self, mesh: Mesh) -> None:
+        """What this process runs on, and as which mesh."""
+        from jaxroll.sharding import backend  # loads JAX, which must come after a sampler's scoring pool
+
+        platform, kind = backend.platform(mesh), backend.device_kind(mesh)
+        row = {"kind": "devices", "platform": platform, "devices": f"{mesh.size} x {kind}", "mesh": dict(mesh.shape)}
+        self._say(row, f"{mesh.size} x {kind} ({platform}) as {dict(mesh.shape)}")
+
+    def __call__(self, text: str) -> None:
+        """An event worth a line."""
+        self._say({"kind": "event", "text": text}, text)
+
+    def _say(self, row: Row, line: str) -> None:
+        print(f"{self._role}: {line}", flush=True)
+        self._emit({"t": time.time(), "role": self._role, **row})

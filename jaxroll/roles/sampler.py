@@ -1,0 +1,153 @@
+"""The sampler role: leases groups, plays their members against its engine, puts the finished ones.
+
+The main thread dispatches JAX; everything here runs on the loop thread (see `jaxroll.roles.session`):
+
+- *follow* waits for the learner's snapshots and flips the engine;
+- *lease* asks the store for work while there is room; every member is a task that plays its episode and puts it;
+- *renew* keeps the leases alive; *report* sends metrics every second.
+
+It waits for the store (leases) and, before its first token, for the learner's first snapshot. It ends when the run is
+closed or on SIGTERM, giving unfinished leases back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from jaxroll.config import Config, RoleArgs
+from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, StaleClient
+from jaxroll.protocols import SamplingParams, Tokenizer
+from jaxroll.records import Grant
+from jaxroll.roles import session as sessions
+
+LEASE_WAIT_S = 5.0
+REPORT_EVERY_S = 1.0
+Key = tuple[int, int, int]  # group, member, attempt
+
+
+def main(args: RoleArgs) -> None:
+    """Sample until the run is closed."""
+    config = args.config
+    sessions.main(
+        f"sampler:{args.index}", args, lambda session: Sampling(session).run(),
+        mesh=config.sampler.mesh, slots=config.sampler.slots, flip=config.schedule.flip,
+    )  # fmt: skip
+
+
+def capacity_members(config: Config) -> int:
+    """How many members a sampler holds at once: its slots, and as many again so that a freed slot finds work."""
+    size = config.schedule.group_size
+    return max(size, -(-2 * config.sampler.slots // size) * size)
+
+
+def training_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
+    """How training answers are drawn."""
+    s = config.sampling
+    return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, (tokenizer.eos_id,))
+
+
+class Sampling:
+    """The members in flight and the loops around them."""
+
+    def __init__(self, session: sessions.Session) -> None:
+        self.session, self.config, self.store = session, session.config, session.store
+        self.engine = session.parts.engine
+        self.manager = session.manager(training_params(self.config, session.parts.tokenizer))
+        self.capacity = capacity_members(self.config)
+        self.open: dict[Key, asyncio.Task] = {}
+        self.room = asyncio.Event()
+
+    async def run(self) -> None:
+        """All loops, until one of them ends; then unfinished leases go back."""
+        follow = self.session.parts.follower.follow(self.store)
+        loops = [asyncio.ensure_future(job) for job in (follow, self._lease(), self._renew(), self._report())]
+        try:
+            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for job in done:
+                job.result()
+        finally:
+            for job in loops:
+                job.cancel()
+            await self._give_back()
+
+    async def _lease(self) -> None:
+        await self.session.parts.follower.first.wait()
+        while True:
+            self.room.clear()
+            free = self.capacity - len(self.open)
+            if free < self.config.schedule.group_size:
+                await self.room.wait()
+                continue
+            for grant in await self._grants(free):
+                for member, attempt in grant.members:
+                    self.open[grant.group, member, attempt] = asyncio.ensure_future(
+                        self._produce(grant, member, attempt)
+                    )
+
+    async def _grants(self, free: int) -> list[Grant]:
+        version = self.session.parts.follower.version
+        assert version is not None, "no lease is asked for before the first weights"
+        try:
+            return await self.store.lease(version, free, LEASE_WAIT_S)
+        except NoCredit as refusal:
+            await asyncio.sleep(min(refusal.retry_after_s, 1.0))
+        except StaleClient as refusal:
+            self.session.progress(f"lease refused: {refusal}")
+            await asyncio.sleep(0.2)
+        return []
+
+    async def _produce(self, grant: Grant, member: int, attempt: int) -> None:
+        key = (grant.group, member, attempt)
+        try:
+            await self.store.put(await self.manager.run_member(grant, member, attempt))
+        except (Conflict, Fenced) as refusal:
+            self.session.progress(f"put {key}: {refusal}")
+        except Closed:
+            self.session.request_stop()
+        finally:
+            self.open.pop(key, None)
+            self.room.set()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.store.lease_s / 3)
+            for key in await self.store.renew(list(self.open)):
+                if (lost := self.open.get(key)) is not None:
+                    lost.cancel()
+
+    async def _report(self) -> None:
+        last_t, last = time.monotonic(), self.engine.stats()
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            now_t, now = time.monotonic(), self.engine.stats()
+            for row in self._rows(now_t - last_t, last, now):
+                self.session.rows.append({"t": time.time(), "role": self.session.role, **row})
+            last_t, last = now_t, now
+
+    def _rows(self, elapsed_s: float, last, now) -> list[dict]:
+        rows: list[dict] = [
+            {"kind": "span", "what": "decode", "t0": t0, "t1": t1, "tokens": tokens}
+            for t0, t1, tokens in self.session.parts.host.spans.take()
+        ]
+        if intervals := self.session.proxy.take_intervals():
+            rows.append({"kind": "members", "rows": [list(row) for row in intervals]})
+        total = now.slot_steps_total_while_waiting - last.slot_steps_total_while_waiting
+        busy = now.slot_steps_busy_while_waiting - last.slot_steps_busy_while_waiting
+        rows.append({
+            "kind": "stats", "version": str(now.version), "queue_depth": now.queue_depth, "active": now.active,
+            "tokens_per_s": (now.tokens_decoded - last.tokens_decoded) / elapsed_s,
+            "slot_steps_busy": busy, "slot_steps_total": total, "slot_occupancy": busy / total if total else None,
+            "compiles": now.compiles,
+        })  # fmt: skip
+        return rows
+
+    async def _give_back(self) -> None:
+        unfinished = dict(self.open)
+        for task in unfinished.values():
+            task.cancel()
+        await asyncio.gather(*unfinished.values(), return_exceptions=True)
+        if unfinished:
+            with contextlib.suppress(Closed):
+                await self.store.release(list(unfinished))

@@ -1,0 +1,136 @@
+"""The life of a process that owns an engine: sampler or evaluator.
+
+The scoring pool starts first (before JAX and gRPC are loaded), then the loop thread connects to the store while the
+main thread builds the engine and becomes the JAX thread. `play`, the role's own coroutine, runs on the loop thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Literal
+
+from jaxroll.config import Config, MeshConfig, RoleArgs
+from jaxroll.envs import registry
+from jaxroll.envs.scoring import ScoringPool
+from jaxroll.errors import Closed
+from jaxroll.protocols import SamplingParams
+from jaxroll.roles.progress import Progress
+from jaxroll.rollout.manager import RolloutManager
+from jaxroll.store.client import StoreClient
+
+if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
+    from jaxroll.engine.host import EngineProxy
+    from jaxroll.roles.build import Inference
+
+STORE_PATIENCE_S = 60.0
+STOP_S = 30.0
+
+
+class Session:
+    """What `play` works with, all of it on the loop thread."""
+
+    def __init__(self, role: str, args: RoleArgs, pool: ScoringPool, loop: asyncio.AbstractEventLoop) -> None:
+        self.role, self.args, self.config, self.pool, self.loop = role, args, args.config, pool, loop
+        self.stopping = asyncio.Event()
+        self.rows: list[dict] = []
+        self.store: StoreClient
+        self.parts: Inference
+        self.proxy: EngineProxy
+        self.progress = Progress(role, self.add_row)
+
+    def request_stop(self) -> None:
+        """Stop soon; callable from any thread and from a signal handler."""
+        self.loop.call_soon_threadsafe(self.stopping.set)
+
+    def add_row(self, row: dict) -> None:
+        """Send one metrics row soon; callable from any thread."""
+        self.loop.call_soon_threadsafe(self.rows.append, row)
+
+    def take_rows(self) -> list[dict]:
+        """The rows added since the last call."""
+        rows, self.rows = self.rows, []
+        return rows
+
+    def manager(self, sampling: SamplingParams) -> RolloutManager:
+        """Plays members against this process's engine."""
+        make_env = lambda name: registry.create(name, self.pool, self.config.task)  # noqa: E731
+        return RolloutManager(self.proxy, make_env, self.parts.tokenizer, sampling)
+
+    async def run(self, built: Future[Inference], play: Callable[[Session], Awaitable[None]]) -> None:
+        """Connect, send rows as they come, and play until `play` ends, the run is closed or a stop is requested."""
+        from jaxroll.engine.host import EngineProxy
+
+        self.store = await StoreClient.connect(
+            self.args.store_address or self.args.run_dir / "store.addr",
+            role=self.role.partition(":")[0], name=self.role, config_digest=self.args.config_digest,
+            patience_s=STORE_PATIENCE_S,
+        )  # fmt: skip
+        reporting = asyncio.ensure_future(self._send_rows())
+        stopping = asyncio.ensure_future(self.stopping.wait())
+        playing: asyncio.Future | None = None
+        try:
+            await asyncio.wait([wrapped := asyncio.wrap_future(built), stopping], return_when="FIRST_COMPLETED")
+            if not wrapped.done():
+                return
+            self.parts = wrapped.result()
+            self.proxy = EngineProxy(self.parts.host, self.loop)
+            playing = asyncio.ensure_future(play(self))
+            await asyncio.wait([playing, stopping, reporting], return_when="FIRST_COMPLETED")
+            for job in (playing, reporting):
+                if job.done():
+                    with contextlib.suppress(Closed):
+                        job.result()
+        finally:
+            for job in (playing, stopping, reporting):
+                if job is not None:
+                    job.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, Closed):
+                        await job
+            with contextlib.suppress(Closed):
+                await self.store.report(self.take_rows())
+            await self.store.aclose()
+
+    async def _send_rows(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            if self.rows:
+                await self.store.report(self.take_rows())
+
+
+def main(
+    role: str,
+    args: RoleArgs,
+    play: Callable[[Session], Awaitable[None]],
+    *,
+    mesh: MeshConfig,
+    slots: int,
+    flip: Literal["keep_kv", "drain"],
+) -> None:
+    """Run `play` beside an engine of `slots` slots on `mesh` until it ends."""
+    config: Config = args.config
+    pool = ScoringPool(config.sampler.scoring_workers)
+    pool.start()
+    from jaxroll.roles import build
+
+    thread = build.LoopThread(role)
+    session = Session(role, args, pool, thread.loop)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: session.request_stop())
+    built: Future[Inference] = Future()
+    finished = thread.start(session.run(built, play))
+    try:
+        session.progress.start("building the engine")
+        parts = build.inference(config, mesh, slots=slots, flip=flip, progress=session.progress)
+        session.progress.end("building the engine")
+        finished.add_done_callback(lambda _: parts.host.stop())
+        built.set_result(parts)
+        parts.host.run()
+    finally:
+        session.request_stop()
+        finished.result(timeout=STOP_S)
+        thread.close()
+        pool.close()

@@ -1,0 +1,40 @@
+"""The store role: the trajectory server, fed by a prompt feeder child.
+
+One event loop serves everything; one writer thread commits the log (see `jaxroll.store`). It waits for nobody: every
+other role connects to it. It ends on SIGTERM or SIGINT, or when the run is closed and the supervisor stops it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from jaxroll.config import RoleArgs
+from jaxroll.roles.feeder import FeederProcess
+from jaxroll.store.server import serve
+
+
+def main(args: RoleArgs) -> None:
+    """Serve the run in `args.run_dir` until told to stop."""
+    asyncio.run(_serve(args))
+
+
+async def _serve(args: RoleArgs) -> None:
+    feeder = FeederProcess(args.run_dir)
+    host, _, port = (args.store_address or "127.0.0.1:0").rpartition(":")
+    serving = asyncio.ensure_future(
+        serve(args.config, args.run_dir, feeder, host=host, port=int(port), ready=_announce)
+    )
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, serving.cancel)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        print("store: stopped", flush=True)
+    finally:
+        await feeder.close()
+
+
+def _announce(address: str) -> None:
+    print(f"store: serving on {address}", flush=True)

@@ -1,0 +1,67 @@
+"""Weights that arrive for an engine: fetched off the JAX thread, placed and swapped in on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import jax
+
+from jaxroll.engine.host import EngineHost
+from jaxroll.errors import TransferError
+from jaxroll.records import Snapshot, Version
+from jaxroll.roles.progress import Progress
+from jaxroll.store.client import StoreClient
+from jaxroll.transfer.receive import Receiver
+
+
+class WeightFollower:
+    """Brings published parameters into the engine: fetch off both threads, place and swap on the JAX thread.
+
+    The first weights also compile the engine; `first` is set then. `version` is what the engine was handed last: every
+    token of a request that is added from now on is drawn at it or at a later one.
+    """
+
+    def __init__(
+        self,
+        host: EngineHost,
+        receiver: Receiver,
+        target: Mapping[str, jax.sharding.NamedSharding],
+        shapes: Mapping[str, jax.ShapeDtypeStruct],
+        progress: Progress,
+    ) -> None:
+        self._host, self._receiver, self._progress = host, receiver, progress
+        self._target, self._shapes = dict(target), dict(shapes)
+        self.first = asyncio.Event()
+        self.version: Version | None = None
+
+    async def bring(self, snapshot: Snapshot) -> None:
+        """Fetch, verify, place and hand `snapshot` to the engine, which flips by its policy. TransferError if not."""
+        staged = await asyncio.to_thread(self._receiver.fetch, snapshot, self._target, self._shapes)
+        await asyncio.wrap_future(self._host.call(lambda: self._install(snapshot.version, staged.place())))
+        self.version = snapshot.version
+        self.first.set()
+
+    async def follow(self, store: StoreClient, *, wait_s: float = 10.0) -> None:
+        """Keep the engine at the newest published version, for ever.
+
+        A transfer that fails leaves the engine where it is (the store's age limit then stops its leases) and is tried
+        again: at once if something newer was published, else after a pause.
+        """
+        while True:
+            snapshot = await store.published(self.version, wait_s)
+            if snapshot is None:
+                continue
+            try:
+                await self.bring(snapshot)
+            except TransferError as error:
+                self._progress(f"weights {snapshot.version}: {error}")
+                await asyncio.sleep(0.2)
+
+    def _install(self, version: Version, params: dict[str, jax.Array]) -> None:
+        engine = self._host.engine
+        if self.version is None:
+            self._progress.start("compiling the engine")
+            engine.warmup(params)
+            self._progress.end("compiling the engine")
+        engine.swap(version, params)

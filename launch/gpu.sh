@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Starts the roles of one config on GPU machines over ssh, or all on this one.
+#
+#   launch/gpu.sh --config=configs/X.py --run=runs/x --devices-per-host=8                      # all here
+#   launch/gpu.sh --config=configs/X.py --run=runs/x --on store=a --on learner=a --on sampler=b [--dry-run]
+#
+# Every host holds the same checkout (--workdir) with `pip install 'jaxroll[gpu]'`. Roles that share a host split its
+# GPUs (--devices-per-host), or one GPU by memory fractions (--devices-per-host=1 --gpu-memory-mb=81920).
+# This never ran on GPU hardware; the lines it runs are tested (`--dry-run`).
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+launch gpu "$@"

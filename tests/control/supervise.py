@@ -1,0 +1,29 @@
+"""Runs a supervisor over processes described in a JSON file: supervise.py RUN_DIR SPECS. Its exit code is the run's."""
+
+import json
+import sys
+from pathlib import Path
+
+from jaxroll.config import SupervisorConfig
+from jaxroll.control.live import PlainView
+from jaxroll.control.program import ProcessSpec
+from jaxroll.control.supervisor import Supervisor
+
+
+def specs_from(values: list[dict]) -> list[ProcessSpec]:
+    return [
+        ProcessSpec(v["name"], v["name"].partition(":")[0], tuple(v["argv"]), {}, tuple(v.get("after", ())),
+                    Path(v["ready_file"]) if v.get("ready_file") else None)
+        for v in values
+    ]  # fmt: skip
+
+
+def main() -> int:
+    run_dir, file = Path(sys.argv[1]), Path(sys.argv[2])
+    values = json.loads(file.read_text())
+    config = SupervisorConfig(**values["config"])
+    return Supervisor(specs_from(values["specs"]), run_dir, config, PlainView(run_dir, 5)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What the doctor finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxroll.control import doctor, inventory
+from jaxroll.errors import ConfigError
+
+
+@pytest.mark.process
+def test_doctor_names_python_packages_devices_and_what_is_absent(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main() == 0
+    out = capsys.readouterr().out
+    assert "python    3." in out and "jax 0." in out and "JAX uses cpu: " in out
+    assert "NVIDIA GPUs" in out
+
+
+def test_what_is_absent_is_said_with_what_it_costs_and_how_to_get_it() -> None:
+    things = (
+        doctor.Optional("a", lambda: True, "x", "get a"),
+        doctor.Optional("b", lambda: False, "the b tests", "pip install b"),
+    )
+    assert doctor.optional_lines(things) == ["here      a", "skipped   the b tests: no b. Get it: pip install b"]
+
+
+@pytest.mark.process
+def test_a_jax_that_does_not_start_is_said(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'no libtpu here' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    assert doctor.device_lines(str(broken))[0] == "JAX does not start: no libtpu here"
+    assert "JAX does not start" in doctor.device_lines(str(tmp_path / "nothing"))[0]
+
+
+def test_tpu_chips_are_counted_on_the_pci_bus(tmp_path: Path) -> None:
+    for name, vendor, device in (("0", "0x1ae0", "0x0063"), ("1", "0x1ae0", "0x0063"), ("2", "0x1ae0", "0x0042"),
+                                 ("3", "0x8086", "0x0063")):  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(vendor + "\n")
+        (tmp_path / name / "device").write_text(device + "\n")
+    (tmp_path / "4").mkdir()
+    assert inventory.tpu_chips(tmp_path) == 2
+    assert inventory.tpu_chips(tmp_path / "nowhere") == 0
+
+
+def test_auto_takes_the_best_that_is_here_and_obeys_jax_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "tpu_chips", lambda: 4)
+    monkeypatch.setattr(inventory, "gpu_memories_mb", lambda: [100, 80, 90])
+    installed = {"libtpu", "jax_cuda12_plugin"}
+    monkeypatch.setattr(inventory.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    assert inventory.find("auto", {}) == inventory.Inventory("tpu", chips=4)
+    assert inventory.find("auto", {"JAX_PLATFORMS": "cuda,cpu"}) == inventory.Inventory("gpu", 3, 80)
+    assert inventory.find("auto", {"JAX_PLATFORMS": "cpu"}) == inventory.Inventory("cpu")
+    installed.remove("libtpu")
+    assert inventory.find("auto", {}).platform == "gpu"
+    assert inventory.find("auto", {"CUDA_VISIBLE_DEVICES": "0,2"}) == inventory.Inventory("gpu", 2, 90)
+    assert inventory.find("auto", {"CUDA_VISIBLE_DEVICES": ""}) == inventory.Inventory("cpu")
+    installed.clear()
+    assert inventory.find("auto", {}) == inventory.Inventory("cpu")
+    with pytest.raises(ConfigError, match="no NVIDIA GPU"):
+        inventory.find("gpu", {"CUDA_VISIBLE_DEVICES": ""})

@@ -1,0 +1,141 @@
+"""What the user sees of a run, folded from rows: on a terminal a table, elsewhere lines, never ten silent seconds."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxroll.config import Config
+from jaxroll.control import live, run_dir
+from jaxroll.control.status import Status
+from jaxroll.control.supervisor import ProcessView
+
+STEP = {"kind": "step", "role": "learner", "step": 3, "t": 110.0, "t1": 109.5, "reward_mean": 0.625, "age_mean": 0.4,
+        "age_max": 1, "wait_s": 0.31, "train_s": 0.7}  # fmt: skip
+ROWS = [
+    {"kind": "stats", "role": "sampler:0", "tokens_per_s": 10000.0},
+    {"kind": "stats", "role": "sampler:0", "tokens_per_s": 14000.0},
+    {"kind": "stats", "role": "sampler:1", "tokens_per_s": 8000.0},
+    {"kind": "eval", "role": "evaluator", "step": 0, "accuracy": 0.4707, "n": 512},
+    {"kind": "store", "role": "store", "waits": {"sampler:1": "has group 7"}},
+    {**STEP, "step": 2, "t1": 108.25},
+    STEP,
+]
+
+
+class ManualTime:
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def folded(rows: list[dict]) -> Status:
+    status = Status(of_steps=50)
+    for row in rows:
+        status.take(row)
+    return status
+
+
+def test_a_step_shows_reward_accuracy_rate_age_and_waits() -> None:
+    cells = folded(ROWS).steps[-1].cells(50)
+    assert cells == ("3/50", "0.625", "47.1 % @0", "20,000", "0.40 / 1", "1.25",
+                     "learner for groups, 0.3 s; for sampler:1, which has group 7")  # fmt: skip
+
+
+def test_what_is_unknown_is_a_dash() -> None:
+    assert folded([{"kind": "step", "step": 1}]).steps[-1].cells(9) == ("1/9", "-", "-", "-", "-", "-", "-")
+    assert folded(
+        [{"kind": "stats", "role": "s", "tokens_per_s": None}, {"kind": "eval", "accuracy": None}]
+    ).steps.maxlen
+
+
+def test_compiling_is_named_with_its_age_until_it_ends_or_its_process_dies() -> None:
+    begin = {"kind": "compile", "role": "learner", "what": "compiling learner step", "state": "start", "t": 100.0}
+    up = [ProcessView("learner", "running", 20.0)]
+    status = folded([begin])
+    assert "compiling learner step, 14 s" in status.doing(114.0, up)
+    said = status.take({**begin, "state": "end", "t": 115.0, "seconds": 15.0})
+    assert said == "learner: compiling learner step took 15.0 s"
+    assert "compiling" not in status.doing(116.0, up)
+    assert "compiling" not in folded([begin, {"kind": "restart", "who": "learner"}]).doing(114.0, up)
+
+
+@pytest.mark.parametrize(
+    ("processes", "words"),
+    [
+        ([("store", "starting", 3.2)], "waiting for store, 3 s"),
+        ([("store", "running", 5.0), ("learner", "running", 4.0)], "first report of store (5 s), learner (4 s)"),
+        ([("store", "running", 5.0), ("sampler:0", "backoff", 0.3)], "sampler:0 died"),
+        ([("learner", "stopping", 3.0), ("store", "running", 9.0)], "stopping learner (3 s)"),
+        ([], "starting"),
+    ],
+)
+def test_there_is_always_something_to_say(processes: list[tuple[str, str, float]], words: str) -> None:
+    assert words in Status(5).doing(100.0, [ProcessView(*one) for one in processes])
+
+
+def test_after_the_last_step_no_next_one_is_promised() -> None:
+    status = Status(of_steps=3)
+    status.take(STEP)
+    assert status.doing(115.0, []) == "all steps are trained"
+
+
+def test_the_newest_word_of_a_role_stands_until_it_gets_somewhere() -> None:
+    said = {"kind": "event", "role": "learner", "text": "compiling apply", "t": 100.0}
+    up = [ProcessView("learner", "running", 20.0)]
+    assert "learner: compiling apply, 7 s" in folded([{**said, "text": "old"}, said]).doing(107.0, up)
+    assert "compiling apply" not in folded([said, STEP]).doing(107.0, up)
+    assert "compiling apply" not in folded([said]).doing(107.0, [ProcessView("learner", "done", 1.0)])
+
+
+def test_between_steps_the_next_one_and_the_waits_are_named() -> None:
+    said = folded(ROWS).doing(113.5, [])
+    assert said.startswith("step 4, 4 s") and "waiting for sampler:1, which has group 7" in said
+
+
+def test_plain_view_prints_every_step_and_breaks_every_silence_before_ten_seconds(tmp_path: Path) -> None:
+    out, clock = io.StringIO(), ManualTime()
+    view = live.PlainView(tmp_path, 50, out=out, now=clock)
+    printed_at = [clock.now]
+    for tick in range(600):
+        clock.now = 100.0 + tick / 10
+        before = out.tell()
+        if tick == 250:
+            view.rows([STEP])
+        view.tick([ProcessView("learner", "running", tick / 10)])
+        if out.tell() > before:
+            printed_at.append(clock.now)
+    gaps = [b - a for a, b in itertools.pairwise(printed_at)]
+    assert max(gaps) < 10 and min(gaps) >= 1
+    assert "step 3/50  reward 0.625" in out.getvalue()
+    assert "waiting for the first report of learner" in out.getvalue()
+    view.close()
+
+
+def test_table_view_draws_on_a_terminal(tmp_path: Path) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=140)
+    view = live.TableView(tmp_path, 50, console=console, now=ManualTime(110.0))
+    view.rows(ROWS)
+    view.say("a word to keep")
+    view.tick([ProcessView("learner", "running", 3.0)])
+    view.close()
+    drawn = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("held-out", "3/50", "0.625", "47.1 % @0", "20,000", "a word to keep", "who waits for whom"):
+        assert words in drawn
+
+
+def test_view_writes_tensorboard_events_and_the_devices(tmp_path: Path) -> None:
+    path = run_dir.create(tmp_path / "run", Config(), ["train"])
+    view = live.PlainView(path, 50, out=io.StringIO())
+    view.rows(
+        [*ROWS, {"kind": "devices", "role": "learner", "platform": "cpu", "devices": ["cpu:0", "cpu:1"], "t": 1.0}]
+    )
+    view.close()
+    assert run_dir.load(path)["devices"] == {"learner": {"platform": "cpu", "devices": ["cpu:0", "cpu:1"]}}
+    assert len(list((path / "tb").iterdir())) == 1

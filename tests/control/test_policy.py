@@ -1,0 +1,51 @@
+"""What follows when a process ends."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxroll.config import SupervisorConfig
+from jaxroll.control.policy import FORGIVEN_AFTER_S, Done, GiveUp, Lives, Restart, after_exit
+from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, Closed, ConfigError, InfraError, Unauthorized, exit_code
+
+CONFIG = SupervisorConfig(max_restarts=4, backoff_s=0.5, backoff_max_s=3.0)
+
+
+def test_backoff_doubles_to_its_bound_and_then_the_run_ends() -> None:
+    lives, delays = Lives(), []
+    while isinstance(verdict := after_exit("learner", -9, 1.0, lives, CONFIG), Restart):
+        delays.append(verdict.delay_s)
+        lives = verdict.lives
+    assert delays == [0.5, 1.0, 2.0, 3.0]
+    assert isinstance(verdict, GiveUp) and "learner died 5 times" in verdict.reason and "signal 9" in verdict.reason
+
+
+@given(st.lists(st.tuples(st.integers(-15, 63).filter(bool), st.floats(0, 1000)), max_size=40))
+def test_restarts_are_bounded_between_long_lives(ends: list[tuple[int, float]]) -> None:
+    lives, short = Lives(), 0
+    for restarts, (code, lived_s) in enumerate(ends):
+        short = 1 if lived_s >= FORGIVEN_AFTER_S else short + 1
+        verdict = after_exit("x", code, lived_s, lives, CONFIG)
+        if short > CONFIG.max_restarts:
+            assert isinstance(verdict, GiveUp)
+            return
+        assert isinstance(verdict, Restart) and verdict.lives.restarts == restarts + 1
+        assert 0 < verdict.delay_s <= CONFIG.backoff_max_s
+        lives = verdict.lives
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "verdict"),
+    [("sampler:0", 0, Done), ("sampler:0", EXIT_CONFIG, GiveUp), ("learner", EXIT_CLOSED, GiveUp),
+     ("sampler:0", EXIT_CLOSED, Done), ("learner", 1, Restart)],
+)  # fmt: skip
+def test_exit_codes_say_what_helps(name: str, code: int, verdict: type) -> None:
+    assert isinstance(after_exit(name, code, 1.0, Lives(), CONFIG), verdict)
+
+
+def test_errors_have_the_exit_codes_the_policy_reads() -> None:
+    assert exit_code(ConfigError("a", 1, "b")) == exit_code(Unauthorized("x")) == EXIT_CONFIG
+    assert exit_code(Closed("over")) == EXIT_CLOSED
+    assert exit_code(InfraError("gone")) == 1

@@ -1,0 +1,123 @@
+"""The processes of a run as a value, compared with golden files; and the devices each of them sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jaxroll.config import Config, EvaluatorConfig, LearnerConfig, MeshConfig, SamplerConfig
+from jaxroll.config.rules import Inventory
+from jaxroll.control import placement, program
+from jaxroll.errors import ConfigError
+
+GOLDEN = Path(__file__).parent / "golden"
+UNEQUAL = replace(
+    Config(),
+    learner=LearnerConfig(mesh=MeshConfig(fsdp=2)),
+    sampler=SamplerConfig(count=2, mesh=MeshConfig(tensor=2)),
+)
+INVENTORIES = {
+    "cpu": Inventory("cpu"),
+    "tpu": Inventory("tpu", chips=8),
+    "gpus": Inventory("gpu", gpus=8, gpu_memory_mb=80_000),
+    "one_gpu": Inventory("gpu", gpus=1, gpu_memory_mb=80_000),
+}
+
+
+def built(name: str) -> tuple[program.ProcessSpec, ...]:
+    settings = Config() if name == "one_gpu" else UNEQUAL
+    return program.build(settings, Path("/r/run"), INVENTORIES[name], python="python", cache_dir=Path("/r/cache"))
+
+
+@pytest.mark.parametrize("name", INVENTORIES)
+def test_program_is_the_golden_one(name: str) -> None:
+    """Look at the difference; if it is meant, run with JAXROLL_UPDATE_GOLDEN=1 and commit the file."""
+    text = json.dumps([_as_json(spec) for spec in built(name)], indent=1, sort_keys=True) + "\n"
+    file = GOLDEN / f"program_{name}.json"
+    if os.environ.get("JAXROLL_UPDATE_GOLDEN"):
+        file.write_text(text)
+    assert text == file.read_text(), test_program_is_the_golden_one.__doc__
+
+
+def _as_json(spec: program.ProcessSpec) -> dict:
+    return {"name": spec.name, "role": spec.role, "argv": spec.argv, "env": dict(spec.env), "after": spec.after,
+            "ready_file": str(spec.ready_file) if spec.ready_file else None}  # fmt: skip
+
+
+def test_every_role_is_there_and_only_the_evaluator_can_be_left_out() -> None:
+    names = ["store", "learner", "sampler:0", "sampler:1", "evaluator"]
+    assert [spec.name for spec in built("cpu")] == names
+    silent = replace(UNEQUAL, evaluator=EvaluatorConfig(every=0))
+    specs = program.build(silent, Path("/r"), Inventory("cpu"), python="python", cache_dir=Path("/c"))
+    assert [spec.name for spec in specs] == names[:-1]
+
+
+def test_no_two_roles_see_the_same_chip_or_gpu_and_all_see_as_many_as_their_mesh_has() -> None:
+    for name, variable in (("tpu", "TPU_VISIBLE_CHIPS"), ("gpus", "CUDA_VISIBLE_DEVICES")):
+        seen = {spec.name: spec.env[variable].split(",") for spec in built(name) if spec.name != "store"}
+        everything = [device for devices in seen.values() for device in devices]
+        assert len(everything) == len(set(everything)) == 7
+        assert {who: len(devices) for who, devices in seen.items()} == {
+            "learner": 2, "sampler:0": 2, "sampler:1": 2, "evaluator": 1}  # fmt: skip
+
+
+def test_tpu_rectangles_are_aligned_and_ports_differ() -> None:
+    envs = placement.tpu_env({"learner": 1, "sampler:0": 4, "evaluator": 2})
+    assert list(envs) == ["learner", "sampler:0", "evaluator"]
+    chips = {name: [int(chip) for chip in env["TPU_VISIBLE_CHIPS"].split(",")] for name, env in envs.items()}
+    for devices in chips.values():
+        assert devices[0] % len(devices) == 0 and devices == list(range(devices[0], devices[0] + len(devices)))
+    assert len({env["TPU_PROCESS_PORT"] for env in envs.values()}) == 3
+    for env in envs.values():
+        assert env["TPU_PROCESS_ADDRESSES"] == f"localhost:{env['TPU_PROCESS_PORT']}"
+        bounds = [int(n) for n in env["TPU_CHIPS_PER_PROCESS_BOUNDS"].split(",")]
+        assert bounds[0] * bounds[1] * bounds[2] == len(env["TPU_VISIBLE_CHIPS"].split(","))
+
+
+def test_roles_on_one_gpu_share_its_memory_within_bounds() -> None:
+    shares = [float(spec.env["XLA_PYTHON_CLIENT_MEM_FRACTION"]) for spec in built("one_gpu") if spec.name != "store"]
+    assert len(shares) == 3 and sum(shares) <= 0.9
+    assert {spec.env["CUDA_VISIBLE_DEVICES"] for spec in built("one_gpu")[1:]} == {"0"}
+
+
+def test_an_outer_choice_of_gpus_is_kept() -> None:
+    envs = placement.device_env(UNEQUAL, Inventory("gpu", 8, 80_000), visible_gpus=list("abcdefgh"))
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in envs.values()] == ["a,b", "c,d", "e,f", "g"]
+
+
+def test_a_cpu_role_has_one_thread_and_its_mesh_of_devices() -> None:
+    for spec in built("cpu"):
+        wanted = {"learner": 2, "sampler": 2}.get(spec.role, 1)
+        assert f"--xla_force_host_platform_device_count={wanted} " in spec.env["XLA_FLAGS"]
+        assert spec.env["NPROC"] == spec.env["OMP_NUM_THREADS"] == "1"
+        assert spec.env["JAX_PLATFORMS"] == "cpu"
+
+
+def test_cache_stands_beside_the_runs_unless_it_is_named() -> None:
+    assert program.default_cache_dir(Path("/w/runs/demo"), {}) == Path("/w/.cache/jax")
+    assert program.default_cache_dir(Path("/w/x"), {}) == Path("/w/.cache/jax")
+    assert program.default_cache_dir(Path("/w/runs/demo"), {"JAX_COMPILATION_CACHE_DIR": "/c"}) == Path("/c")
+    both = {"JAX_COMPILATION_CACHE_DIR": "/c", "JAXROLL_CACHE": "/d"}
+    assert program.default_cache_dir(Path("/w/runs/demo"), both) == Path("/d")
+
+
+def test_a_program_that_does_not_fit_is_refused_before_it_exists() -> None:
+    with pytest.raises(ConfigError, match="chip"):
+        program.build(UNEQUAL, Path("/r"), Inventory("tpu", chips=4), python="python", cache_dir=Path("/c"))
+
+
+@pytest.mark.process
+def test_jaxlib_knows_the_xla_flags() -> None:
+    """An unknown flag aborts the process, so the flags must fit the oldest and the newest jaxlib we name."""
+    code = "import jax; print(len(jax.devices()), jax.devices()[0].platform)"
+    env = {**os.environ, **placement.cpu_env(3)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["3", "cpu"], done.stderr

@@ -1,0 +1,233 @@
+"""The supervisor on real processes that only pretend to be roles."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jaxroll import metrics
+
+pytestmark = pytest.mark.process
+
+HERE = Path(__file__).parent
+NAMES = ("store", "learner", "sampler:0", "sampler:1", "evaluator")
+PATIENCE_S = 40.0
+
+
+class Stage:
+    """A run folder with pretended roles and a supervisor over them in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, self.events = folder / "run", folder / "events"
+        self.learner_done, self.evaluator_done = folder / "learner-done", folder / "evaluator-done"
+        self.process: subprocess.Popen[str]
+
+    def start(self, words: dict[str, list[str]] | None = None, **config: float) -> None:
+        words = words or {}
+        common = {"store": [f"--ready={self.run_dir / 'store.addr'}"], "learner": [f"--until={self.learner_done}"],
+                  "evaluator": [f"--until={self.evaluator_done}"]}  # fmt: skip
+        specs = []
+        for name in NAMES:
+            argv = [sys.executable, str(HERE / "dummy_role.py"), str(self.events), name]
+            specs.append({"name": name, "argv": [*argv, *common.get(name, []), *words.get(name, [])],
+                          "after": [] if name == "store" else ["store"],
+                          "ready_file": str(self.run_dir / "store.addr") if name == "store" else None})  # fmt: skip
+        settings = {"backoff_s": 0.05, "backoff_max_s": 0.2, "stop_s": 15.0, "finish_s": 30.0, **config}
+        file = self.events.with_name("specs.json")
+        file.write_text(json.dumps({"specs": specs, "config": settings}))
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "supervise.py"), str(self.run_dir), str(file)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def lines(self) -> list[list[str]]:
+        return [line.split() for line in self.events.read_text().splitlines()] if self.events.exists() else []
+
+    def names(self, *what: str) -> list[str]:
+        return [name for kind, name, _ in self.lines() if kind in what]
+
+    def pid(self, name: str) -> int:
+        return [int(pid) for kind, who, pid in self.lines() if who == name and kind in ("start", "again")][-1]
+
+    def all_up(self) -> None:
+        until(lambda: set(self.names("start", "again")) == set(NAMES), "all roles up")
+
+    def finish(self) -> tuple[int, str]:
+        out, _ = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out
+
+
+def until(true: Callable[[], bool], what: str, patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not true():
+        assert time.monotonic() < deadline, f"waited {patience_s} s for: {what}"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    made = Stage(tmp_path)
+    yield made
+    if made.process.poll() is None:
+        made.process.kill()
+        made.process.communicate(timeout=10)
+
+
+def test_a_run_ends_with_its_learner_then_its_evaluator_then_in_order(stage: Stage) -> None:
+    stage.start()
+    stage.all_up()
+    assert stage.names("start")[0] == "store"  # the others wait for its address
+    stage.learner_done.touch()
+    until(lambda: stage.names("end") == ["learner"], "the learner's end")
+    stage.evaluator_done.touch()
+    code, _ = stage.finish()
+    assert code == 0
+    assert stage.names("end") == ["learner", "evaluator"]
+    terms = stage.names("term")
+    assert sorted(terms[:2]) == ["sampler:0", "sampler:1"] and terms[2:] == ["store"]
+    assert "sampler:0 speaks" in (stage.run_dir / "logs" / "sampler-0.log").read_text()
+    assert metrics.read(stage.run_dir / "metrics.jsonl") == []
+
+
+def test_nobody_is_started_before_the_store_can_be_spoken_to(stage: Stage) -> None:
+    hold = stage.events.with_name("hold")
+    (stage.run_dir).mkdir()
+    (stage.run_dir / "store.addr").write_text("of an earlier life")
+    stage.start({"store": [f"--hold={hold}"]})
+    until(lambda: stage.names("start") == ["store"], "the store")
+    assert [path.name for path in (stage.run_dir / "logs").iterdir()] == ["store.log"]
+    hold.touch()
+    stage.all_up()
+    stage.process.send_signal(signal.SIGINT)
+    assert stage.finish()[0] == 130
+
+
+def test_an_evaluation_that_never_ends_is_cut_off(stage: Stage) -> None:
+    stage.start(finish_s=0.2)
+    stage.all_up()
+    stage.learner_done.touch()
+    code, out = stage.finish()
+    assert code == 0 and "supervisor.finish_s" in out
+    assert stage.names("term")[0] == "evaluator"
+
+
+def test_a_killed_role_is_started_again_and_told_so(stage: Stage) -> None:
+    stage.start()
+    stage.all_up()
+    killed = {}
+    for name in ("sampler:1", "store", "learner", "evaluator"):
+        killed[name] = stage.pid(name)
+        os.kill(killed[name], signal.SIGKILL)
+        until(lambda name=name: name in stage.names("again"), f"{name} again")
+    stage.learner_done.touch()
+    stage.evaluator_done.touch()
+    code, out = stage.finish()
+    assert code == 0
+    rows = metrics.read(stage.run_dir / "metrics.jsonl")
+    assert {row["who"]: (row["pid"], row["code"]) for row in rows} == {name: (pid, -9) for name, pid in killed.items()}
+    assert all(row["kind"] == "restart" and row["role"] == "supervisor" for row in rows)
+    assert "sampler:1 died by signal 9" in out
+
+
+def test_a_role_that_keeps_dying_ends_the_run_with_its_last_words(stage: Stage) -> None:
+    stage.start({"sampler:0": ["--crash=99"]}, max_restarts=2)
+    code, out = stage.finish()
+    assert code == 1
+    assert stage.names("start", "again").count("sampler:0") == 3
+    assert "sampler:0 died 3 times" in out and "it hurts" in out
+    assert "store" in stage.names("term")
+
+
+def test_a_role_that_crashes_a_few_times_is_forgiven(stage: Stage) -> None:
+    stage.start({"learner": ["--crash=2"]}, max_restarts=2)
+    until(lambda: stage.names("start", "again").count("learner") == 3, "the learner's third life")
+    stage.learner_done.touch()
+    stage.evaluator_done.touch()
+    assert stage.finish()[0] == 0
+
+
+def test_a_refused_config_is_never_tried_again(stage: Stage) -> None:
+    stage.learner_done.touch()
+    stage.start({"learner": ["--code=64"]})
+    code, out = stage.finish()
+    assert code == 64
+    assert stage.names("start", "again").count("learner") == 1
+    assert "learner refused its configuration" in out and "learner speaks" in out
+
+
+def test_a_store_that_ends_before_the_learner_ends_the_run(stage: Stage) -> None:
+    stage.start({"store": [f"--until={stage.evaluator_done}"]})
+    stage.all_up()
+    stage.evaluator_done.touch()
+    code, out = stage.finish()
+    assert code == 1 and "store ended before the learner" in out
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_stops_in_order(stage: Stage, signum: signal.Signals) -> None:
+    stage.start()
+    stage.all_up()
+    stage.process.send_signal(signum)
+    code, _ = stage.finish()
+    assert code == 130
+    terms = stage.names("term")
+    assert terms[:2] == ["learner", "evaluator"] and sorted(terms[2:4]) == ["sampler:0", "sampler:1"]
+    assert terms[4:] == ["store"]
+    assert "again" not in [kind for kind, *_ in stage.lines()]
+
+
+def test_a_role_that_will_not_leave_is_killed(stage: Stage) -> None:
+    stage.start({"sampler:0": ["--stubborn"]}, stop_s=1.0)
+    stage.all_up()
+    stubborn = stage.pid("sampler:0")
+    stage.process.send_signal(signal.SIGINT)
+    code, out = stage.finish()
+    assert code == 130 and "sampler:0 did not leave within 1 s" in out
+    assert gone(stubborn) and stage.names("term")[-1] == "store"
+
+
+def test_a_second_interrupt_kills(stage: Stage) -> None:
+    stage.start({name: ["--stubborn"] for name in NAMES}, stop_s=60.0)
+    stage.all_up()
+    stage.process.send_signal(signal.SIGINT)
+    until(lambda: "learner" in stage.names("term"), "the first one asked")
+    stage.process.send_signal(signal.SIGINT)
+    assert stage.finish()[0] == 130
+    assert all(gone(stage.pid(name)) for name in NAMES)
+
+
+def test_nobody_is_left_five_seconds_after_the_supervisor_is_killed(stage: Stage) -> None:
+    stage.start({name: ["--stubborn", "--child"] for name in NAMES})
+    stage.all_up()
+    pids = [stage.pid(name) for name in NAMES]
+    pids += [int(stage.events.with_name(f"child-of-{name}").read_text()) for name in NAMES]
+    assert not any(map(gone, pids))
+    stage.process.kill()
+    until(lambda: all(map(gone, pids)), "all processes and their children gone", 5.0)
+
+
+def test_the_children_of_a_killed_role_go_with_it(stage: Stage) -> None:
+    stage.start({"sampler:0": ["--child=loose"]})
+    stage.all_up()
+    child = int(stage.events.with_name("child-of-sampler:0").read_text())
+    os.kill(stage.pid("sampler:0"), signal.SIGKILL)
+    until(lambda: "sampler:0" in stage.names("again"), "a second life")
+    until(lambda: gone(child), "the worker of the first life gone", 5.0)
+    stage.process.send_signal(signal.SIGINT)
+    assert stage.finish()[0] == 130

@@ -1,0 +1,42 @@
+"""`kill -9` of every role at random instants of one run, and of the supervisor itself."""
+
+import random
+import signal
+import threading
+
+import psutil
+import pytest
+
+from tests.process.trains import SMALL, Train, assert_sound, last_step
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("role", ["sampler", "learner", "store"])
+def test_a_run_survives_three_kills_of(role, free_run_dir):
+    """After each kill the run goes on by itself; no group is trained twice into durable weights."""
+    steps, chance = 60, random.Random(f"kills of {role}")
+    words = (*SMALL, f"--config.schedule.steps={steps}", "--config.learner.checkpoint_every=7",
+             "--config.supervisor.backoff_s=0.1")  # fmt: skip
+    with Train(free_run_dir, *words) as train:
+        for _ in range(3):
+            train.until_step(last_step(train.rows) + 3)
+            victim = train.role(role)
+            threading.Event().wait(chance.uniform(0.0, 0.3))  # a random instant, from a fixed seed
+            victim.send_signal(signal.SIGKILL)
+            killed_at = last_step(train.rows)
+            train.until(lambda rows, at=killed_at: last_step(rows) > at, f"a step after the {role} was killed")
+        assert train.finish(400) == 0, train.logs()
+        assert_sound(train, steps=steps, alpha=1)
+        assert train.report()["restarts"] == 3
+
+
+def test_no_child_outlives_a_killed_supervisor(free_run_dir):
+    with Train(free_run_dir, *SMALL, "--config.schedule.steps=1000") as train:
+        train.until_step(1)
+        children = train.children()
+        assert {"store", "learner", "sampler"} <= {name for p in children for name in p.cmdline()}
+        train.process.send_signal(signal.SIGKILL)
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []

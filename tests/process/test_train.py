@@ -1,0 +1,39 @@
+"""Whole runs of real processes: sampler and learner on unequal meshes, the store between them."""
+
+import pytest
+
+from tests.process.trains import SMALL, UNEQUAL_MESHES, Train, assert_sound
+
+pytestmark = pytest.mark.process
+
+
+@pytest.mark.parametrize("alpha", [0, 1, 2])
+def test_no_trained_token_is_older_than_alpha(free_run_dir, alpha):
+    with Train(free_run_dir, *SMALL, f"--config.schedule.alpha={alpha}", "--config.schedule.steps=8") as train:
+        assert train.finish() == 0, train.logs()
+        assert_sound(train, steps=8, alpha=alpha)
+        ages = {int(age) for row in train.rows if row["kind"] == "step" for age in row["age_hist"]}
+        assert ages == {0} if alpha == 0 else max(ages) >= 1, "an asynchronous run that is never ahead shows nothing"
+
+
+def test_a_run_from_warm_start_to_report(free_run_dir):
+    with Train(free_run_dir, *UNEQUAL_MESHES, "--config.schedule.steps=6") as train:
+        assert train.finish() == 0, train.logs()
+        assert_sound(train, steps=6, alpha=1)
+        report = train.report()
+        assert report["restarts"] == 0, train.logs()
+        assert report["heldout_in_train"] == 0
+        assert report["learner_mesh"]["fsdp"] == 2 and report["sampler_mesh"]["tensor"] == 2
+        evals = [row for row in train.rows if row["kind"] == "eval"]
+        assert evals[0]["step"] == 0 and evals[-1]["step"] == 6, "the gain is measured from the warm start to the end"
+        assert all(row["n"] == 16 for row in evals), "every item is answered wholly at the pinned version"
+        assert 0 < report["logprob_mismatch_max"] < report["logprob_mismatch_limit"]
+        assert (free_run_dir / "report.html").stat().st_size > 10_000
+        assert {"learner", "sampler:0", "evaluator"} <= {row["role"] for row in train.rows if row["kind"] == "devices"}
+
+
+def test_the_tensorstore_channel_carries_a_run(free_run_dir):
+    words = (*SMALL, "--config.transfer.channel=tensorstore", "--config.schedule.steps=4")
+    with Train(free_run_dir, *words) as train:
+        assert train.finish() == 0, train.logs()
+        assert_sound(train, steps=4, alpha=1)
