@@ -1,0 +1,62 @@
+"""What a run promises, held against its figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxroll.report.formats import UNKNOWN, known, number, percent
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: `holds` is None when the run cannot tell, or when the promise was not made for it."""
+
+    name: str
+    found: str
+    bound: str
+    holds: bool | None
+    meaning: str
+
+
+def checks(figures: Mapping[str, Any], config: Mapping[str, Any]) -> list[Check]:
+    """All promises, in the order of their weight."""
+    alpha = math.ceil(figures["alpha"])
+    return [
+        _most(figures, "age_max", "largest age", alpha, f"α = {figures['alpha']:g}: no older token is trained"),
+        _most(figures, "conservation_residual", "groups unaccounted for", 0, "every issued group is somewhere"),
+        _most(figures, "groups_trained_twice", "groups trained twice", 0, "no group is in two durable steps"),
+        _most(figures, "heldout_in_train", "held-out questions trained", 0, "held out means held out"),
+        _most(figures, "compiles_after_warmup", "compiles after warm-up", 0, "all shapes are static"),
+        _mismatch(figures, config),
+        _least(figures, "overlap", "overlap", 0.5, "learner compute with useful decoding beside it", alpha >= 1),
+        _least(figures, "slot_occupancy", "slot occupancy", 0.85, "busy slots while requests wait"),
+        _most(figures, "padding_waste", "padding", 0.25, "share of packed tokens that are padding", percent),
+        _most(figures, "wasted_tokens", "wasted tokens", 0.02, "sampled, then expired or masked", percent),
+    ]
+
+
+def _most(figures: Mapping[str, Any], key: str, name: str, bound: float, meaning: str, written=number) -> Check:
+    value = figures[key]
+    short = percent(bound, 0) if written is percent else number(bound)
+    return Check(
+        name, written(value), f"≤ {short}" if bound else "0", value <= bound if known(value) else None, meaning
+    )
+
+
+def _least(figures: Mapping[str, Any], key: str, name: str, bound: float, meaning: str, asked: bool = True) -> Check:
+    value = figures[key]
+    holds = value >= bound if known(value) and asked else None
+    return Check(name, percent(value), f"≥ {percent(bound, 0)}" if asked else UNKNOWN, holds, meaning)
+
+
+def _mismatch(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
+    """Promised for float32 on both sides only."""
+    value, limit = figures["logprob_mismatch_max"], figures["logprob_mismatch_limit"]
+    dtypes = {(config.get(room) or {}).get("dtype", "float32") for room in ("model", "transfer")}
+    asked = dtypes == {"float32"} and known(value) and known(limit)
+    bound = f"< {number(limit, 2)}" if asked else UNKNOWN
+    meaning = "log-probs of sampler and learner on equal weights"
+    return Check("log-prob mismatch", number(value, 2), bound, value < limit if asked else None, meaning)

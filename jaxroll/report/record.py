@@ -1,0 +1,93 @@
+"""A run as its folder holds it: run.json, metrics.jsonl, heldout.json, store.db. Read once, then never touched."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxroll import metrics
+from jaxroll.errors import ConfigError
+from jaxroll.records import Version
+from jaxroll.report import history
+from jaxroll.report.history import History
+from jaxroll.store.state import on_line
+
+RUN_FILE, METRICS_FILE, HELDOUT_FILE = "run.json", "metrics.jsonl", "heldout.json"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """`about` is run.json without its config. `rows` are of the surviving line of ancestry."""
+
+    path: Path
+    config: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    history: History = field(default_factory=History)
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.path.name
+
+    @property
+    def created_s(self) -> float | None:
+        """Unix time at which the run was made, before its warm start."""
+        return self.about.get("created")
+
+    @property
+    def steps_wanted(self) -> int:
+        """The length of its schedule."""
+        return int(self.config["schedule"]["steps"])
+
+
+def load(run_dir: Path) -> Run:
+    """The run in `run_dir`, finished or live; ConfigError when there is none."""
+    path = Path(run_dir).resolve()
+    about = _about(path)
+    config = about.pop("config")
+    facts = history.read(path, heldout_hashes(path))
+    return Run(path, config, about, surviving(metrics.read(path / METRICS_FILE), facts), facts)
+
+
+def _about(path: Path) -> dict[str, Any]:
+    file = path / RUN_FILE
+    remedy = "Name the folder of a run; `jaxroll list` shows them."
+    try:
+        about = json.loads(file.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        reason = "no run here (no run.json)" if path.is_dir() else "no such folder"
+        raise ConfigError("RUN", str(path), reason, remedy) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError("RUN", str(file), f"unreadable: {error}", "Restore the file from a copy.") from error
+    config = about.get("config") if isinstance(about, dict) else None
+    for room, key in (("schedule", "alpha"), ("schedule", "steps"), ("learner", "mesh"), ("sampler", "mesh")):
+        if not isinstance(config, dict) or key not in (config.get(room) or {}):
+            raise ConfigError("RUN", str(file), f"its config lacks {room}.{key}", remedy)
+    return about
+
+
+def heldout_hashes(path: Path) -> frozenset[str] | None:
+    """The question hashes of the held-out set as the evaluator wrote them; None when it has not (yet)."""
+    try:
+        hashes = json.loads((path / HELDOUT_FILE).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError("RUN", str(path / HELDOUT_FILE), f"unreadable: {error}", "Remove it.") from error
+    return frozenset(map(str, hashes))
+
+
+def surviving(rows: list[Row], facts: History) -> list[Row]:
+    """The rows without steps and evaluations of weights that a rewind threw away."""
+    lineages = list(facts.lineages)
+    if len(lineages) < 2:
+        return rows
+    return [row for row in rows if row.get("kind") not in ("step", "eval") or on_line(lineages, _version(row))]
+
+
+def _version(row: Row) -> Version:
+    return Version(int(row.get("lineage") or 0), int(row["step"]))

@@ -1,0 +1,151 @@
+"""What the report reads from a log that the store's own schema wrote."""
+
+import sqlite3
+
+import pytest
+
+from jaxroll.errors import DataError
+from jaxroll.records import Snapshot, Version
+from jaxroll.report import history
+from jaxroll.store import events as ev
+from jaxroll.store import schema
+from tests.report.made_run import GROUPS, MEMBERS, TOKENS, LogMaker
+
+
+def snapshot(lineage, step):
+    return Snapshot(Version(lineage, step), "tcp", "h:1", "m")
+
+
+@pytest.fixture
+def log() -> LogMaker:
+    """A run of two steps with two groups each; the first is durable, the second trained; one more group expired.
+
+    A fifth group lost to a DATA failure; 3 tokens of the second step were masked.
+    """
+    log = LogMaker()
+    log.add(ev.Began(Version(0, 0), "L"), ev.Published(snapshot(0, 0)), t=100.0)
+    for group in range(GROUPS):
+        log.issue(group)
+    log.issue(4, tokens=5)
+    log.add(ev.Claimed(0, 0, (1, 0), 7), ev.Acked(Version(0, 0)), ev.Published(snapshot(0, 1)), t=101.0)
+    log.add(ev.MadeDurable(Version(0, 1)))
+    log.add(ev.Expired(4, "stale"))
+    log.add(
+        ev.Claimed(1, 0, (2, 3), 8, masked_tokens=3), ev.Acked(Version(0, 1)), ev.Published(snapshot(0, 2)), t=102.0
+    )
+    log.issue(5)
+    log.add(ev.Issued(6, log.state.open[5].task, MEMBERS, cursor=b"c"))
+    log.add(ev.Leased(6, ((0, 1),), "sampler:0", "s", "r", 30.0))
+    log.add(ev.MemberFailed(6, 0, 1, "d", "DATA", "no such <word>", 0.0), ev.Died(6, "member 0"), t=103.0)
+    return log
+
+
+def test_figures_of_a_log_worked_out_by_hand(tmp_path, log):
+    log.write(tmp_path)
+    found = history.read(tmp_path, {"h2", "h9"})
+    assert found.acked_groups == {0, 1, 2, 3}
+    assert found.groups_by_state == {"TRIMMED": 2, "ACKED": 2, "READY": 1, "EXPIRED": 1, "DEAD": 1}
+    assert found.reasons == {"stale": 1, "member 0": 1}
+    assert found.heldout_in_train == 1
+    assert found.conservation_residual == 0 and found.groups_trained_twice == 0
+    put, lost = 5 * MEMBERS * TOKENS + MEMBERS * 5, MEMBERS * 5 + 3
+    assert found.wasted_tokens == pytest.approx(lost / put)
+    assert found.published == ((100.0, "0.0"), (101.0, "0.1"), (102.0, "0.2"))
+    assert [(f.group, f.kind, f.error) for f in found.failures] == [(6, "DATA", "no such <word>")]
+
+
+def test_a_compacted_log_says_the_same(tmp_path, log):
+    log.write(tmp_path / "whole")
+    log.statements += schema.compaction(log.state)
+    log.issue(7)
+    log.write(tmp_path / "compacted")
+    log.statements.clear()
+    whole, compacted = (history.read(tmp_path / name, None) for name in ("whole", "compacted"))
+    assert compacted.conservation_residual == 0 and whole.heldout_in_train is None
+    assert compacted.acked_groups == whole.acked_groups and compacted.lineages == whole.lineages
+    assert compacted.wasted_tokens == pytest.approx((MEMBERS * 5 + 3) / (6 * MEMBERS * TOKENS + MEMBERS * 5))
+
+
+def test_a_rewound_step_is_no_longer_acknowledged(tmp_path, log):
+    log.add(ev.Began(Version(1, 1), "M", parent=0))
+    log.write(tmp_path)
+    found = history.read(tmp_path, None)
+    assert found.acked_groups == {0, 1} and len(found.lineages) == 2
+
+
+def write(run_dir, *statements):
+    with sqlite3.connect(run_dir / "store.db") as db:
+        for statement in statements:
+            db.execute(statement)
+    db.close()
+
+
+def test_a_group_in_two_durable_steps_is_found(tmp_path, log):
+    log.write(tmp_path)
+    # The schema refuses such a thing; a report must see it nevertheless.
+    write(
+        tmp_path,
+        "CREATE TABLE loose AS SELECT * FROM claim_groups",
+        "DROP TABLE claim_groups",
+        "ALTER TABLE loose RENAME TO claim_groups",
+        "INSERT INTO claim_groups VALUES (1, 2, 0)",
+    )
+    assert history.read(tmp_path, None).groups_trained_twice == 0  # step 1 is not durable
+    write(tmp_path, "UPDATE claims SET durable_lineage = 0")
+    assert history.read(tmp_path, None).groups_trained_twice == 1
+
+
+def test_a_group_that_vanished_from_the_tables_is_missed(tmp_path, log):
+    log.write(tmp_path)
+    write(tmp_path, "DELETE FROM groups WHERE id = 5")
+    assert history.read(tmp_path, None).conservation_residual == 1
+
+
+def test_a_store_that_is_writing_is_not_disturbed(tmp_path, log):
+    log.write(tmp_path)
+    writer = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    writer.execute("UPDATE groups SET state = 'EXPIRED'")
+    assert history.read(tmp_path, None).conservation_residual == 0  # what is not committed is not seen
+    writer.execute("COMMIT")
+    writer.close()
+    assert history.read(tmp_path, None).conservation_residual > 0
+
+
+def test_a_finished_log_in_a_folder_that_cannot_be_written_is_read_as_immutable(tmp_path, log, monkeypatch):
+    log.write(tmp_path)
+    for name in ("store.db-wal", "store.db-shm"):
+        (tmp_path / name).unlink(missing_ok=True)
+
+    class ReadOnlyFolder(sqlite3.Connection):
+        """As SQLite behaves where it cannot make the -shm file; root could make it, so permissions test nothing."""
+
+        def execute(self, sql, *args):
+            if self.mutable:
+                raise sqlite3.OperationalError("unable to open database file")
+            return super().execute(sql, *args)
+
+    def connect(address, **options):
+        connection = ReadOnlyFolder(address, **options)
+        connection.mutable = "immutable=1" not in address
+        return connection
+
+    monkeypatch.setattr(history.sqlite3, "connect", connect)
+    assert history.read(tmp_path, None).conservation_residual == 0
+    (tmp_path / "store.db-wal").touch()  # somebody writes: a frozen view of it could be torn
+    with pytest.raises(DataError, match="unable to open"):
+        history.read(tmp_path, None)
+
+
+def test_no_log_a_new_log_and_a_broken_log(tmp_path, log):
+    assert history.read(tmp_path, None) == history.History()
+    (tmp_path / "store.db").touch()
+    assert history.read(tmp_path, None) == history.History()
+    (tmp_path / "store.db").write_bytes(b"this is no database, however long it may be " * 40)
+    with pytest.raises(DataError, match=r"store\.db"):
+        history.read(tmp_path, None)
+    (tmp_path / "store.db").unlink()
+    log.write(tmp_path)
+    write(tmp_path, "PRAGMA user_version = 99")
+    with pytest.raises(DataError, match="schema version 99"):
+        history.read(tmp_path, None)
