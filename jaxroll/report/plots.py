@@ -145,8 +145,8 @@ def throughput(stats: Sequence[Row], steps: Sequence[Row], place: Place, x_name:
     every = [point for line in (*decoded, trained) for point in line]
     if not every:
         return NOTHING
-    busy = [x for x, y in every if y > 0] or [0.0]
-    frame = Frame.of(_from_start(busy), (0.0, max(y for _, y in every) * 1.08 or 1.0))
+    busy_from = min((x for x, y in every if y > 0), default=0.0)
+    frame = Frame.of(_from_start([busy_from, max(x for x, _ in every)]), (0.0, max(y for _, y in every) * 1.08 or 1.0))
     decoded = [[point for point in line if point[0] >= frame.x.low] for line in decoded]
     drawn = [joined([svg.area(frame, line, "sampler"), svg.line(frame, line, "sampler")]) for line in decoded]
     learner = svg.line(frame, trained, "learner")

@@ -63,7 +63,7 @@ h1 .gain.down { color: var(--bad); background: var(--bad-soft); }
 .legend { display: flex; flex-wrap: wrap; gap: 4px 16px; margin: 6px 0 8px; font-size: 12.5px; color: var(--muted); }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px;
   vertical-align: -1px; }
-.plot { display: block; width: 100%; height: auto; overflow: visible; }
+.plot { display: block; width: 100%; max-width: 680px; height: auto; overflow: visible; }
 .plot text { font: 11px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--muted); }
 .plot .end { text-anchor: end; } .plot .mid { text-anchor: middle; }
 .plot .note { font-size: 12px; font-weight: 600; fill: var(--ink); }
@@ -101,7 +101,7 @@ rect.train { fill: var(--learner); } rect.wait { fill: var(--wait); } rect.publi
 .lane-names.small { font-weight: 400; color: var(--muted); padding: 0; align-self: center; }
 .lane-names.small div { height: auto; }
 .detail, .overview { position: relative; touch-action: pan-y; user-select: none; -webkit-user-select: none; }
-.detail { cursor: grab; padding: 20px 0 26px; overflow: hidden; outline-offset: 3px; }
+.detail { cursor: grab; padding: 20px 0 26px; outline-offset: 3px; }
 .detail:active { cursor: grabbing; }
 .detail svg { display: block; width: 100%;
   background: repeating-linear-gradient(var(--grid) 0 1px, transparent 1px 38px); }

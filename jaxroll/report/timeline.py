@@ -73,9 +73,9 @@ def key(lanes: Sequence[Lane], deaths: Sequence[object]) -> Markup:
 
 
 def close_up(spans: Sequence[tuple[float, float, int]], end_s: float) -> Window:
-    """A few usual steps from the middle of the run, beginning a little before one of them."""
+    """A few usual steps from the middle of the run, beginning a little before one of them; all of it before any."""
     if not spans:
-        return Window(0.0, min(end_s, CLOSE_UP_S[1]))
+        return Window(0.0, end_s)
     gaps = sorted(b[0] - a[0] for a, b in pairwise(spans)) or [end_s]
     span = min(max(CLOSE_UP_STEPS * gaps[len(gaps) // 2], CLOSE_UP_S[0]), CLOSE_UP_S[1], end_s)
     start = spans[len(spans) // 2][0] - 0.04 * span
