@@ -67,7 +67,9 @@ class LearnerSession:
         self.progress.end("building the learner")
         self.progress.devices(trainer.layout.mesh)
         self._publish(trainer, version)  # first, so that samplers compile while we do
+        self.progress.start("compiling the learner")
         trainer.warmup(self.progress)
+        self.progress.end("compiling the learner")
         if durable is None:
             self._checkpoint(trainer, version)
         if version.step == 0:

@@ -36,6 +36,10 @@ class Progress:
         row = {"kind": "devices", "platform": platform, "devices": f"{mesh.size} x {kind}", "mesh": dict(mesh.shape)}
         self._say(row, f"{mesh.size} x {kind} ({platform}) as {dict(mesh.shape)}")
 
+    def span(self, what: str, t0: float, t1: float, **more: Any) -> None:
+        """`what` took from `t0` to `t1` (unix seconds); only the metrics hear of it."""
+        self._emit({"t": t1, "role": self._role, "kind": "span", "what": what, "t0": t0, "t1": t1, **more})
+
     def __call__(self, text: str) -> None:
         """An event worth a line."""
         self._say({"kind": "event", "text": text}, text)

@@ -17,7 +17,7 @@ import contextlib
 import time
 
 from jaxroll.config import Config, RoleArgs
-from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, StaleClient
+from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
 from jaxroll.protocols import SamplingParams, Tokenizer
 from jaxroll.records import Grant
 from jaxroll.roles import session as sessions
@@ -58,6 +58,7 @@ class Sampling:
         self.capacity = capacity_members(self.config)
         self.open: dict[Key, asyncio.Task] = {}
         self.room = asyncio.Event()
+        self._reported = (time.monotonic(), self.engine.stats())
 
     async def run(self) -> None:
         """All loops, until one of them ends; then unfinished leases go back."""
@@ -71,6 +72,7 @@ class Sampling:
             for job in loops:
                 job.cancel()
             await self._give_back()
+            self._add_rows()
 
     async def _lease(self) -> None:
         await self.session.parts.follower.first.wait()
@@ -102,10 +104,10 @@ class Sampling:
         key = (grant.group, member, attempt)
         try:
             await self.store.put(await self.manager.run_member(grant, member, attempt))
-        except (Conflict, Fenced) as refusal:
-            self.session.progress(f"put {key}: {refusal}")
         except Closed:
             self.session.request_stop()
+        except StoreRefusal as refusal:  # somebody else owns this member now, or it is there already
+            self.session.progress(f"put {key}: {refusal}")
         finally:
             self.open.pop(key, None)
             self.room.set()
@@ -118,13 +120,16 @@ class Sampling:
                     lost.cancel()
 
     async def _report(self) -> None:
-        last_t, last = time.monotonic(), self.engine.stats()
         while True:
             await asyncio.sleep(REPORT_EVERY_S)
-            now_t, now = time.monotonic(), self.engine.stats()
-            for row in self._rows(now_t - last_t, last, now):
-                self.session.rows.append({"t": time.time(), "role": self.session.role, **row})
-            last_t, last = now_t, now
+            self._add_rows()
+
+    def _add_rows(self) -> None:
+        """What happened since the last call, as rows that the session sends."""
+        (last_t, last), (now_t, now) = self._reported, (time.monotonic(), self.engine.stats())
+        self._reported = (now_t, now)
+        for row in self._rows(max(now_t - last_t, 1e-9), last, now):
+            self.session.rows.append({"t": time.time(), "role": self.session.role, **row})
 
     def _rows(self, elapsed_s: float, last, now) -> list[dict]:
         rows: list[dict] = [

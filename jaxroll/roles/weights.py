@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 
 import jax
@@ -37,8 +38,12 @@ class WeightFollower:
 
     async def bring(self, snapshot: Snapshot) -> None:
         """Fetch, verify, place and hand `snapshot` to the engine, which flips by its policy. TransferError if not."""
+        t0 = time.time()
         staged = await asyncio.to_thread(self._receiver.fetch, snapshot, self._target, self._shapes)
+        t1, size_bytes = time.time(), staged.size_bytes
         await asyncio.wrap_future(self._host.call(lambda: self._install(snapshot.version, staged.place())))
+        self._progress.span("fetch", t0, t1, version=str(snapshot.version), size_bytes=size_bytes)
+        self._progress.span("flip", t1, time.time(), version=str(snapshot.version))
         self.version = snapshot.version
         self.first.set()
 

@@ -122,8 +122,9 @@ async def _generated(
     proxy: LLMProxy, prompt: np.ndarray, key: GenerationKey, sampling: SamplingParams, limit_s: float
 ) -> Completion:
     """A completion that holds together; anything else is the engine's failure, not the item's."""
+    limit = asyncio.timeout(limit_s)
     try:
-        async with asyncio.timeout(limit_s) as limit:
+        async with limit:
             completion = await proxy.generate(prompt, key, sampling)
     except TimeoutError as error:
         if limit.expired():
@@ -143,8 +144,9 @@ async def _generated(
 
 async def _in_time(call: Awaitable[T], limit_s: float, what: str) -> T:
     """The environment's answer. A hang is the item's fault: the same answer would hang again."""
+    limit = asyncio.timeout(limit_s)
     try:
-        async with asyncio.timeout(limit_s) as limit:
+        async with limit:
             return await call
     except TimeoutError as error:
         if limit.expired():

@@ -90,4 +90,5 @@ async def _closed(env: Environment) -> None:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
+    """The error in text that any wire carries: lone surrogates, which UTF-8 has no bytes for, become question marks."""
+    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS].encode(errors="replace").decode()

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxroll.store import events as ev
+from jaxroll.store import puts, training, work
 from jaxroll.store import requests as rq
-from jaxroll.store import training, work
 from jaxroll.store.apply import apply, replay
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import State, rebased
@@ -18,7 +18,7 @@ _DECIDERS: dict[type, Callable[[Settings, State, Any, float], Decision]] = {
     rq.Lease: work.lease,
     rq.Renew: work.renew,
     rq.Release: work.release,
-    rq.PutMember: work.put,
+    rq.PutMember: puts.put,
     rq.Tick: work.tick,
     rq.ClaimStep: training.claim,
     rq.Begin: training.begin,

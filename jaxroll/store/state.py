@@ -172,6 +172,11 @@ class State(msgspec.Struct):
         return self.open.get(group) or self.held.get(group)
 
 
+def slot_of(group: Group | None, member: int) -> Slot | None:
+    """Member `member` of `group`; None when there is no such group or member."""
+    return group.slots[member] if group is not None and 0 <= member < len(group.slots) else None
+
+
 def base_step(state: State) -> int:
     """The step samplers are (or, before the first publication in this lineage, will be) at."""
     return state.lineages[-1].fork_step if state.published is None else state.published.version.step

@@ -1,4 +1,4 @@
-"""Decisions about work: leases, renewals, puts, what time ends. Pure functions of the state."""
+"""Decisions about work: leases, renewals, what time ends. Pure functions of the state."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, StaleClient, StoreRefusal
-from jaxroll.records import Grant, Version, VersionRun
+from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
+from jaxroll.records import Grant
 from jaxroll.schedule.order import groups_ahead
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import (
     DONE,
-    DROPPED,
     FREE,
     LEASED,
     Group,
     Slot,
     State,
     held_bytes,
-    on_line,
     outstanding,
+    slot_of,
     unpublished_groups,
-    was_published,
 )
 
 LAGGING = "weights"  # the reason of a NoCredit that newer weights would mend
@@ -102,7 +100,7 @@ def _granted_again(settings: Settings, state: State, r: rq.Lease, members: Itera
     """What of an earlier answer still holds."""
     kept: dict[int, list[int]] = {}
     for group, member, attempt in members:
-        slot = _slot(state.open.get(group), member)
+        slot = slot_of(state.open.get(group), member)
         if slot is not None and slot.status == LEASED and slot.attempt == attempt and slot.session == r.session:
             kept.setdefault(group, []).append(member)
     grants = []
@@ -197,7 +195,7 @@ def renew(settings: Settings, state: State, r: rq.Renew, now_s: float) -> Decisi
     kept: list[tuple[int, int]] = []
     lost: list[rq.Key] = []
     for group, member, attempt in r.members:
-        slot = _slot(state.open.get(group), member)
+        slot = slot_of(state.open.get(group), member)
         if slot is not None and slot.status == LEASED and slot.attempt == attempt and slot.session == r.session:
             kept.append((group, member))
         elif slot is None or slot.status != DONE or slot.attempt != attempt:  # a put on its way is not a loss
@@ -209,7 +207,7 @@ def release(settings: Settings, state: State, r: rq.Release, now_s: float) -> De
     """Members that will not be produced by this holder."""
     given: dict[int, list[int]] = {}
     for group, member, attempt in r.members:
-        slot = _slot(state.open.get(group), member)
+        slot = slot_of(state.open.get(group), member)
         if slot is not None and slot.status == LEASED and slot.attempt == attempt:
             given.setdefault(group, []).append(member)
     return Decision([ev.LeaseEnded(group, tuple(members), "released") for group, members in given.items()])
@@ -225,93 +223,6 @@ def tick(settings: Settings, state: State, r: rq.Tick, now_s: float) -> Decision
         if late:
             events.append(ev.LeaseEnded(group.id, tuple(late), "expired"))
     return Decision(events)
-
-
-# --- puts
-
-
-def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Decision:
-    """OK once and for all for the first put of an attempt that still counts; see promise 2."""
-    if not 0 <= r.group < state.next_group:
-        return refuse(StaleClient(f"group {r.group} was never issued in this run"))
-    group = state.find(r.group)
-    if group is None:
-        return Decision(reply=_put_after_end(r))
-    slot = _slot(group, r.member)
-    if slot is None:
-        return refuse(StaleClient(f"group {r.group} has no member {r.member}"))
-    known = _put_known(r, slot)
-    if known is not None:
-        return Decision(reply=known)
-    if r.failure is not None:
-        return _put_failure(settings, group, slot, r)
-    invalid = _invalid_runs(state, r.runs)
-    if invalid:
-        return refuse(StaleClient(f"put {r.group}.{r.member}.{r.attempt}: {invalid}"))
-    return Decision([ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs)], "OK")
-
-
-def _put_after_end(r: rq.PutMember) -> str | StoreRefusal:
-    """The answer when the group is no longer alive: what was acknowledged once is acknowledged for ever."""
-    if r.recorded is None or r.attempt > r.recorded.attempt:
-        return "SURPLUS"
-    if r.attempt < r.recorded.attempt:
-        return Fenced(f"member {r.group}.{r.member}: attempt {r.recorded.attempt} finished it, this is {r.attempt}")
-    return "OK" if r.digest == r.recorded.digest else _conflict(r)
-
-
-def _put_known(r: rq.PutMember, slot: Slot) -> str | StoreRefusal | None:
-    """The answer to a put that the slot's history settles; None when the put is news."""
-    if r.attempt == slot.failed_attempt and r.digest == slot.failed_digest:
-        return "OK"
-    if slot.status == DROPPED:
-        return "SURPLUS"
-    if r.attempt < slot.attempt:
-        return Fenced(f"member {r.group}.{r.member} is at attempt {slot.attempt}, this is {r.attempt}")
-    if r.attempt > slot.attempt or r.attempt < 1:
-        return Fenced(f"member {r.group}.{r.member}: attempt {r.attempt} was never granted")
-    if slot.status == DONE:
-        return "OK" if r.digest == slot.digest else _conflict(r)
-    if r.attempt == slot.failed_attempt:
-        return _conflict(r)
-    return None
-
-
-def _conflict(r: rq.PutMember) -> Conflict:
-    return Conflict(f"member {r.group}.{r.member}, attempt {r.attempt} was put before with other bytes")
-
-
-def _put_failure(settings: Settings, group: Group, slot: Slot, r: rq.PutMember) -> Decision:
-    assert r.failure is not None
-    kind, error = r.failure
-    data = kind == "DATA"
-    failures = 1 + (slot.data_failures if data else slot.infra_failures)
-    budget = settings.data_retries if data else settings.infra_retries
-    rest_s = 0.0 if data else settings.backoff_s(failures)
-    failed = ev.MemberFailed(r.group, r.member, r.attempt, r.digest, kind, error, rest_s)
-    if failures <= budget:
-        return Decision([failed], "OK")
-    return Decision([failed, ev.Died(group.id, f"member {r.member}: {failures} {kind} failures: {error}")], "OK")
-
-
-def _invalid_runs(state: State, runs: tuple[VersionRun, ...]) -> str:
-    """Why no member of this run can have sampled `runs`; '' when one can."""
-    last: Version | None = None
-    for run in runs:
-        if run.count < 1:
-            return f"a run of {run.count} tokens"
-        if not was_published(state.lineages, run.version):
-            return f"version {run.version} was never published"
-        if not on_line(state.lineages, run.version):
-            return f"version {run.version} is of an ended lineage"
-        if last is not None and run.version < last:
-            return f"version {run.version} after {last}"
-        last = run.version
-    return "" if runs else "no sampled token"
-
-
-def _slot(group: Group | None, member: int) -> Slot | None:
-    return group.slots[member] if group is not None and 0 <= member < len(group.slots) else None
 
 
 def _published_step(state: State) -> int:

@@ -1,0 +1,91 @@
+"""Decisions about puts: idempotent by (group, member, attempt) and digest, fenced by attempt. Pure, like `work`."""
+
+from __future__ import annotations
+
+from jaxroll.errors import Conflict, Fenced, StaleClient, StoreRefusal
+from jaxroll.records import Version, VersionRun
+from jaxroll.store import events as ev
+from jaxroll.store import requests as rq
+from jaxroll.store.settings import Settings
+from jaxroll.store.state import DONE, DROPPED, Group, Slot, State, on_line, slot_of, was_published
+from jaxroll.store.work import Decision, refuse
+
+
+def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Decision:
+    """OK once and for all for the first put of an attempt that still counts; see promise 2."""
+    if not 0 <= r.group < state.next_group:
+        return refuse(StaleClient(f"group {r.group} was never issued in this run"))
+    group = state.find(r.group)
+    if group is None:
+        return Decision(reply=_put_after_end(r))
+    slot = slot_of(group, r.member)
+    if slot is None:
+        return refuse(StaleClient(f"group {r.group} has no member {r.member}"))
+    known = _put_known(r, slot)
+    if known is not None:
+        return Decision(reply=known)
+    if r.failure is not None:
+        return _put_failure(settings, group, slot, r)
+    invalid = _invalid_runs(state, r.runs)
+    if invalid:
+        return refuse(StaleClient(f"put {r.group}.{r.member}.{r.attempt}: {invalid}"))
+    return Decision([ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs)], "OK")
+
+
+def _put_after_end(r: rq.PutMember) -> str | StoreRefusal:
+    """The answer when the group is no longer alive: what was acknowledged once is acknowledged for ever."""
+    if r.recorded is None or r.attempt > r.recorded.attempt:
+        return "SURPLUS"
+    if r.attempt < r.recorded.attempt:
+        return Fenced(f"member {r.group}.{r.member}: attempt {r.recorded.attempt} finished it, this is {r.attempt}")
+    return "OK" if r.digest == r.recorded.digest else _conflict(r)
+
+
+def _put_known(r: rq.PutMember, slot: Slot) -> str | StoreRefusal | None:
+    """The answer to a put that the slot's history settles; None when the put is news."""
+    if r.attempt == slot.failed_attempt and r.digest == slot.failed_digest:
+        return "OK"
+    if slot.status == DROPPED:
+        return "SURPLUS"
+    if r.attempt < slot.attempt:
+        return Fenced(f"member {r.group}.{r.member} is at attempt {slot.attempt}, this is {r.attempt}")
+    if r.attempt > slot.attempt or r.attempt < 1:
+        return Fenced(f"member {r.group}.{r.member}: attempt {r.attempt} was never granted")
+    if slot.status == DONE:
+        return "OK" if r.digest == slot.digest else _conflict(r)
+    if r.attempt == slot.failed_attempt:
+        return _conflict(r)
+    return None
+
+
+def _conflict(r: rq.PutMember) -> Conflict:
+    return Conflict(f"member {r.group}.{r.member}, attempt {r.attempt} was put before with other bytes")
+
+
+def _put_failure(settings: Settings, group: Group, slot: Slot, r: rq.PutMember) -> Decision:
+    assert r.failure is not None
+    kind, error = r.failure
+    data = kind == "DATA"
+    failures = 1 + (slot.data_failures if data else slot.infra_failures)
+    budget = settings.data_retries if data else settings.infra_retries
+    rest_s = 0.0 if data else settings.backoff_s(failures)
+    failed = ev.MemberFailed(r.group, r.member, r.attempt, r.digest, kind, error, rest_s)
+    if failures <= budget:
+        return Decision([failed], "OK")
+    return Decision([failed, ev.Died(group.id, f"member {r.member}: {failures} {kind} failures: {error}")], "OK")
+
+
+def _invalid_runs(state: State, runs: tuple[VersionRun, ...]) -> str:
+    """Why no member of this run can have sampled `runs`; '' when one can."""
+    last: Version | None = None
+    for run in runs:
+        if run.count < 1:
+            return f"a run of {run.count} tokens"
+        if not was_published(state.lineages, run.version):
+            return f"version {run.version} was never published"
+        if not on_line(state.lineages, run.version):
+            return f"version {run.version} is of an ended lineage"
+        if last is not None and run.version < last:
+            return f"version {run.version} after {last}"
+        last = run.version
+    return "" if runs else "no sampled token"
