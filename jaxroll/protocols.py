@@ -12,7 +12,7 @@ from jaxroll.records import Message, Task, Version, VersionRun
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How tokens are drawn. `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 are off, `max_tokens` counts new ones."""
+    """How tokens are drawn. `temperature` 0: greedy; `top_k` 0 and `top_p` 1: off; `max_tokens` counts new ones."""
 
     max_tokens: int
     temperature: float = 1.0

@@ -14,7 +14,8 @@ class RoleArgs:
     """What a role's `main` is given. Without `store_address` the address stands in `run_dir/store.addr`.
 
     For the store itself `store_address` is where it listens (default: any free port of the loopback). `host` is the
-    name under which other machines reach this process. `rest` holds the words of the command line that are not options
+    name under which other machines reach this process; beyond the loopback that takes `insecure`, since what travels is
+    plain text. `rest` holds the words of the command line that are not options
     of the command itself (the prompt of `generate`, for one).
     """
 
@@ -24,6 +25,7 @@ class RoleArgs:
     index: int = 0
     resume: bool = False
     host: str = "127.0.0.1"
+    insecure: bool = False
     rest: tuple[str, ...] = ()
 
     @property

@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
         _run_options(one)
         one.add_argument("--store", metavar="HOST:PORT", help="where the store is (for the store: where it listens)")
         one.add_argument("--host", default="127.0.0.1", help="the name under which other machines reach this process")
+        one.add_argument("--insecure", action="store_true", help="plain text to other machines (the run has a token)")
         one.add_argument("--index", type=int, default=0, help="which of several samplers")
         one.add_argument("--resume", action="store_true", help="this is not the first life of the role")
     for name, text in OFFLINE.items():
@@ -116,4 +117,5 @@ def _launch_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--gpu-memory-mb", type=int, default=0, help="of one GPU that roles share")
     one.add_argument("--zone", default="", help="of the TPU VMs")
     one.add_argument("--project", default="", help="of the TPU VMs")
+    one.add_argument("--insecure", action="store_true", help="several hosts: plain text between them, on a trusted net")
     one.add_argument("--dry-run", action="store_true", help="print host, command and environment per role")

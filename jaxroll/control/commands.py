@@ -54,7 +54,7 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
     """What the command line says to a role; a role with a config but no run folder gets a new one."""
     name = f"{options.command}{f'-{options.index}' if options.command == 'sampler' else ''}"
     config, path = _config_and_run(options, name)
-    return RoleArgs(config, path, options.store, options.index, options.resume, options.host)
+    return RoleArgs(config, path, options.store, options.index, options.resume, options.host, options.insecure)
 
 
 def place_alone(role: str, args: RoleArgs) -> None:

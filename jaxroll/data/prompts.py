@@ -36,6 +36,8 @@ class PromptPipeline:
         self._fingerprint = _fingerprint(config, self._candidates)
         self._iterator = iter(order.in_this_thread(order.shuffled(train, config.run.seed, "train").map(self._admit)))
 
+        self._beginning = self.state()
+
     def __iter__(self) -> PromptPipeline:
         return self
 
@@ -57,10 +59,13 @@ class PromptPipeline:
         state = {"format": _STATE_FORMAT, "fingerprint": self._fingerprint, "grain": self._iterator.get_state()}
         return json.dumps(state, separators=(",", ":")).encode()
 
-    def restore(self, state: bytes) -> None:
-        """Continues after the item that `state` was taken at; refuses the state of another task, seed or range."""
+    def restore(self, state: bytes | None) -> None:
+        """Continues after the item that `state` was taken at (None: from the beginning).
+
+        Refuses the state of another task, seed or range.
+        """
         try:
-            found = json.loads(state)
+            found = json.loads(self._beginning if state is None else state)
             if found["format"] != _STATE_FORMAT:
                 raise ValueError(f"format {found['format']}, this version reads {_STATE_FORMAT}")
             fingerprint, position = found["fingerprint"], found["grain"]

@@ -27,8 +27,12 @@ class Item(msgspec.Struct, frozen=True):
 class Source(Protocol):
     """Items by index. Nothing is materialised: an endless source computes an item when it is asked for."""
 
-    size: int | None  # None: endless
     identity: str  # two sources with the same identity hold the same items
+
+    @property
+    def size(self) -> int | None:
+        """How many items there are; None: endless."""
+        ...
 
     def item(self, index: int) -> Item:
         """Item `index`, always the same. Raises DataError where the source cannot make one."""

@@ -79,7 +79,7 @@ class ScoringPool:
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
         self._ids = itertools.count()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._bound: asyncio.AbstractEventLoop | None = None
         self._dispatch_planned = False
         self._out_of_order = "it was not started"
 
@@ -104,10 +104,10 @@ class ScoringPool:
             return 0.0
         loop = asyncio.get_running_loop()
         self._bind(loop)
-        job = _Job(ScoreItem(next(self._ids), env_args, answer), loop.create_future())
-        self._waiting.append(job)
+        future: asyncio.Future[float] = loop.create_future()
+        self._waiting.append(_Job(ScoreItem(next(self._ids), env_args, answer), future))
         self._plan_dispatch()
-        return await job.future
+        return await future
 
     def close(self) -> None:
         """Kills the workers; whoever waits for a score gets InfraError. May be called twice."""
@@ -116,14 +116,20 @@ class ScoringPool:
 
     # --- the loop
 
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        if self._bound is None:
+            raise InfraError("the scoring pool serves no event loop yet")
+        return self._bound
+
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._out_of_order:
             raise InfraError(f"the scoring pool does not work: {self._out_of_order}")
-        if self._loop is loop:
+        if self._bound is loop:
             return
-        if self._loop is not None and not self._loop.is_closed():
+        if self._bound is not None and not self._bound.is_closed():
             raise InfraError("the scoring pool belongs to another event loop, which is still open")
-        self._loop = loop
+        self._bound = loop
         self._dispatch_planned = False
         for job in itertools.chain(self._waiting, *(worker.jobs for worker in self._workers)):
             job.future = None  # it waits in a loop that is closed
@@ -244,7 +250,7 @@ class ScoringPool:
             job.settle(0.0, DataError(f"the scoring process died ({ending}) on this item, {job.deaths} times"))
 
     def _unwatch(self, worker: _Worker) -> None:
-        if self._loop is None or self._loop.is_closed():
+        if self._bound is None or self._bound.is_closed():
             return
         self._loop.remove_reader(worker.process.output_descriptor)
         self._loop.remove_writer(worker.process.input_descriptor)
@@ -264,7 +270,7 @@ class ScoringPool:
             worker.process.kill()
             worker.process.last_words()
         self._workers = []
-        if self._loop is not None and not self._loop.is_closed():
+        if self._bound is not None and not self._bound.is_closed():
             for job in jobs:
                 job.settle(0.0, InfraError(f"the scoring pool does not work: {reason}"))
 

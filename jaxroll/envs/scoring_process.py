@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import IO, cast
 
 import msgspec
 
@@ -40,7 +41,8 @@ class ScoringProcess:
             start_new_session=True,  # so that Ctrl-C reaches it through its parent only, and it can be killed whole
             bufsize=0,
         )
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        self._stdin, self._stdout = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
+        self._in, self._out = self._stdin.fileno(), self._stdout.fileno()
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
         self._to_send = bytearray()
@@ -107,8 +109,8 @@ class ScoringProcess:
         except ProcessLookupError:
             self._process.kill()  # it has not reached its session yet
         status = self._process.wait(_KILL_WAIT_S)
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._stdin.close()
+        self._stdout.close()
         return status
 
     def last_words(self) -> str:

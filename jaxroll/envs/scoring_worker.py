@@ -7,22 +7,20 @@ stdin otherwise. Limits keep an accident small; they are no sandbox, so only sco
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import math
 import os
 import resource
-import signal
 import sys
 from typing import BinaryIO
 
 import msgspec
 
+from jaxroll import lifeline
 from jaxroll.envs import scorers
 from jaxroll.envs.scoring_messages import Ready, Scored, frame, read_work
 
-_PR_SET_PDEATHSIG = 1
 _MAX_ERROR_CHARS = 500
 
 
@@ -39,7 +37,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 def main(argument: str) -> int:
     """Runs until stdin ends; returns the exit status."""
     settings = msgspec.json.decode(argument, type=WorkerSettings)
-    _die_with_parent(settings.parent_pid)
+    lifeline.bind(settings.parent_pid)
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_AS, settings.memory_bytes)
     work, replies = _private_pipes()
@@ -70,14 +68,6 @@ def _serve(work: BinaryIO, replies: BinaryIO, time_limit_s: float) -> int:
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel for SIGKILL when the thread that started this process ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the call above
-        os._exit(1)
 
 
 def _lower(limit: int, value: int) -> None:

@@ -45,7 +45,9 @@ class Inference:
         return self.host.engine
 
 
-def inference(config: Config, mesh_config: MeshConfig, *, slots: int, flip: Flip, progress: Progress) -> Inference:
+def inference(
+    config: Config, mesh_config: MeshConfig, *, slots: int, flip: Flip, token: str, progress: Progress
+) -> Inference:
     """An engine on this process's devices that compiles when its first weights arrive."""
     text = tokenizer(config)
     spec = model_spec(config, text)
@@ -58,7 +60,7 @@ def inference(config: Config, mesh_config: MeshConfig, *, slots: int, flip: Flip
     )  # fmt: skip
     host = EngineHost(engine)
     target = params.shardings(spec, mesh, rules.SAMPLER)
-    follower = WeightFollower(host, Receiver(config.transfer), target, params.abstract(spec), progress)
+    follower = WeightFollower(host, Receiver(config.transfer, token=token), target, params.abstract(spec), progress)
     return Inference(text, host, follower)
 
 

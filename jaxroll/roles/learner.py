@@ -25,6 +25,7 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.records import Claim, Version
 from jaxroll.roles import build
 from jaxroll.roles.progress import Progress
+from jaxroll.roles.weights import weights_token
 from jaxroll.sharding import meshes, rules
 from jaxroll.store.client import BlockingStore
 from jaxroll.transfer.publish import Publisher
@@ -55,7 +56,7 @@ class LearnerSession:
             role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
         )  # fmt: skip
         self.progress = Progress("learner", lambda row: self.store.report([row]))
-        self.publisher = Publisher(self.config.transfer, args.run_dir, args.host)
+        self.publisher = Publisher(self.config.transfer, args.run_dir, args.host, token=weights_token(args.run_dir))
         self.checkpoints = Checkpoints(args.run_dir / "checkpoints", self.config.learner.checkpoints_kept)
 
     def run(self) -> None:
@@ -85,6 +86,7 @@ class LearnerSession:
         self._settle_durable(wait=True)
         if version.step == self.config.schedule.steps:
             self._await_evaluator(version)
+            self.store.close_run("finished")
 
     def close(self) -> None:
         """Let go of the store and of the snapshots."""

@@ -114,7 +114,7 @@ def main(
     config: Config = args.config
     pool = ScoringPool(config.sampler.scoring_workers)
     pool.start()
-    from jaxroll.roles import build
+    from jaxroll.roles import build, weights
 
     thread = build.LoopThread(role)
     session = Session(role, args, pool, thread.loop)
@@ -124,7 +124,8 @@ def main(
     finished = thread.start(session.run(built, play))
     try:
         session.progress.start("building the engine")
-        parts = build.inference(config, mesh, slots=slots, flip=flip, progress=session.progress)
+        token = weights.weights_token(args.run_dir)
+        parts = build.inference(config, mesh, slots=slots, flip=flip, token=token, progress=session.progress)
         session.progress.end("building the engine")
         finished.add_done_callback(lambda _: parts.host.stop())
         built.set_result(parts)

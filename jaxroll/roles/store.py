@@ -23,7 +23,7 @@ async def _serve(args: RoleArgs) -> None:
     feeder = FeederProcess(args.run_dir)
     host, _, port = (args.store_address or "127.0.0.1:0").rpartition(":")
     serving = asyncio.ensure_future(
-        serve(args.config, args.run_dir, feeder, host=host, port=int(port), ready=_announce)
+        serve(args.config, args.run_dir, feeder, host=host, port=int(port), ready=_announce, insecure=args.insecure)
     )
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 
@@ -12,6 +13,7 @@ from jaxroll.engine.host import EngineHost
 from jaxroll.errors import TransferError
 from jaxroll.records import Snapshot, Version
 from jaxroll.roles.progress import Progress
+from jaxroll.rpc import auth
 from jaxroll.store.client import StoreClient
 from jaxroll.transfer.receive import Receiver
 
@@ -70,3 +72,9 @@ class WeightFollower:
             engine.warmup(params)
             self._progress.end("compiling the engine")
         engine.swap(version, params)
+
+
+def weights_token(run_dir: Path) -> str:
+    """What a process shows to be given parameters, made from the run's secret; empty in a run without one."""
+    secret = auth.load(run_dir)
+    return auth.bearer(secret, "sampler") if secret else ""

@@ -17,7 +17,7 @@ from jaxroll.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-SPREAD = ["--on", "store=vm-a", "--on", "learner=vm-a", "--on", "sampler:0=vm-b", "--on", "evaluator=vm-c"]
+SPREAD = ["--insecure", "--on", "store=vm-a", "--on", "learner=vm-a", "--on", "sampler:0=vm-b", "--on", "evaluator=vm-c"]
 CASES = {
     "tpu_one_host": ("tpu_vm.sh", ["--devices-per-host=8"]),
     "tpu_three_hosts": ("tpu_vm.sh", [*SPREAD, "--zone=us-central2-b", "--run=runs/x", "--workdir=/srv/jaxroll"]),
@@ -83,7 +83,7 @@ def test_a_plan_that_cannot_work_is_refused(target: Target, words: str) -> None:
 
 def test_hosts_are_reached_by_quoted_lines_that_a_shell_takes_apart_again(tmp_path: Path) -> None:
     target = Target("gpu", "my configs/c.py", overrides=("run.name=x",), hosts={"sampler": "box"}, workdir="/my dir",
-                    devices_per_host=2)  # fmt: skip
+                    devices_per_host=2, insecure=True)  # fmt: skip
     lines = launchers.text(CONFIG, target, dry_run=False).splitlines()
     assert len(lines) == 4
     (remote,) = (line for line in lines if line.startswith("ssh "))
@@ -122,3 +122,8 @@ def test_the_script_runs_all_lines_side_by_side_and_ends_them_together(tmp_path:
         "sampler-up",
         "store-up",
     ]
+
+
+def test_several_hosts_need_a_word_about_plain_text() -> None:
+    with pytest.raises(ConfigError, match=r"plain text.*--insecure.*JAXROLL_TOKEN"):
+        launchers.plan(CONFIG, Target("gpu", "configs/c.py", hosts={"sampler": "box"}, devices_per_host=8))
