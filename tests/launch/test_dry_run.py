@@ -17,7 +17,7 @@ from jaxroll.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-SPREAD = ["--insecure", "--on", "store=vm-a", "--on", "learner=vm-a", "--on", "sampler:0=vm-b", "--on", "evaluator=vm-c"]
+SPREAD = ["--insecure", "--on=store=vm-a", "--on=learner=vm-a", "--on=sampler:0=vm-b", "--on=evaluator=vm-c"]
 CASES = {
     "tpu_one_host": ("tpu_vm.sh", ["--devices-per-host=8"]),
     "tpu_three_hosts": ("tpu_vm.sh", [*SPREAD, "--zone=us-central2-b", "--run=runs/x", "--workdir=/srv/jaxroll"]),
@@ -96,7 +96,7 @@ def test_hosts_are_reached_by_quoted_lines_that_a_shell_takes_apart_again(tmp_pa
     assert (flag, host) == ("-tt", "box")
     assert inner.startswith("cd '/my dir' && exec env ")
     assert re.search(r"jaxroll sampler --index=0 '--config=my configs/c.py' --config.run.name=x ", inner)
-    assert inner.endswith("--store=localhost:7077 --host=box")
+    assert inner.endswith("--store=localhost:7077 --host=box --insecure")
 
 
 @pytest.mark.process
