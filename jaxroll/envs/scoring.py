@@ -21,6 +21,7 @@ from jaxroll.envs.scoring_worker import WorkerSettings
 from jaxroll.errors import DataError, InfraError
 
 _MAX_IN_FLIGHT = 32  # items a worker holds: enough to hide the pipe, few enough that a hang delays little
+_STUCK_S = 0.05  # scorers take microseconds
 _START_LIMIT_S = 120.0  # importing sympy on a loaded machine
 _MAX_FAILED_STARTS = 3
 _ENDING_S = 0.2  # between a worker's last byte and its exit status; the loop waits
@@ -95,6 +96,11 @@ class ScoringPool:
         """The process ids of the workers."""
         return [worker.process.pid for worker in self._workers]
 
+    @property
+    def ready(self) -> int:
+        """How many workers have started so far, as seen by the event loop."""
+        return sum(worker.ready for worker in self._workers)
+
     async def score(self, env_args: str, answer: str) -> float:
         """The raw score of `answer`; text that fails the guard scores 0 without being shown to a scorer.
 
@@ -150,7 +156,7 @@ class ScoringPool:
 
     def _dispatch(self) -> None:
         self._dispatch_planned = False
-        free = [worker for worker in self._workers if worker.ready and len(worker.jobs) < _MAX_IN_FLIGHT]
+        free = [worker for worker in self._workers if self._has_room(worker)]
         free.sort(key=lambda worker: len(worker.jobs))
         for nth, worker in enumerate(free):
             share = -(-len(self._waiting) // (len(free) - nth))
@@ -164,6 +170,11 @@ class ScoringPool:
                 self._loop.add_writer(worker.process.input_descriptor, self._on_room, worker)
             self._arm(worker)
 
+    def _has_room(self, worker: _Worker) -> bool:
+        """Whether to give the worker more: not behind an item that it is taking long for, which others can overtake."""
+        stuck = bool(worker.jobs) and self._loop.time() - worker.progress_s > _STUCK_S
+        return worker.ready and not stuck and len(worker.jobs) < _MAX_IN_FLIGHT
+
     def _take(self, count: int) -> list[_Job]:
         batch: list[_Job] = []
         while self._waiting and len(batch) < count:
@@ -173,6 +184,7 @@ class ScoringPool:
         return batch
 
     def _on_room(self, worker: _Worker) -> None:
+        worker.progress_s = self._loop.time()  # it reads: time spent in the pipe is not the item's
         if worker.process.flush():
             self._loop.remove_writer(worker.process.input_descriptor)
 

@@ -16,7 +16,7 @@ from jaxroll.rollout.manager import RolloutManager
 def main(args: RoleArgs) -> int:
     """Print the accuracy over all held-out items; 0."""
     config = args.config
-    pool = ScoringPool(config.sampler.scoring_workers)
+    pool = ScoringPool(config.sampler.scoring_workers, modules=registry.scorer_modules(config.task.env))
     pool.start()
     try:
         slots = config.evaluator.slots

@@ -56,7 +56,7 @@ class Evaluating:
             held = snapshot.version
             if (held.step >= due or held.step == last) and await self._bring(snapshot):
                 await self.session.store.published(held)  # tells the learner, who stays until we hold the last
-                self.session.rows.append(await self._row(held))
+                self.session.add_row(await self._row(held))
                 due = held.step - held.step % self.config.evaluator.every + self.config.evaluator.every
 
     async def _bring(self, snapshot: Snapshot) -> bool:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
@@ -36,7 +38,7 @@ class Session:
     def __init__(self, role: str, args: RoleArgs, pool: ScoringPool, loop: asyncio.AbstractEventLoop) -> None:
         self.role, self.args, self.config, self.pool, self.loop = role, args, args.config, pool, loop
         self.stopping = asyncio.Event()
-        self.rows: list[dict] = []
+        self._rows: list[dict] = []
         self.store: StoreClient
         self.parts: Inference
         self.proxy: EngineProxy
@@ -48,11 +50,14 @@ class Session:
 
     def add_row(self, row: dict) -> None:
         """Send one metrics row soon; callable from any thread."""
-        self.loop.call_soon_threadsafe(self.rows.append, row)
+        self.loop.call_soon_threadsafe(self._add_row, row)
+
+    def _add_row(self, row: dict) -> None:
+        self._rows.append(row)
 
     def take_rows(self) -> list[dict]:
         """The rows added since the last call."""
-        rows, self.rows = self.rows, []
+        rows, self._rows = self._rows, []
         return rows
 
     def manager(self, sampling: SamplingParams) -> RolloutManager:
@@ -97,7 +102,7 @@ class Session:
     async def _send_rows(self) -> None:
         while True:
             await asyncio.sleep(0.5)
-            if self.rows:
+            if self._rows:
                 await self.store.report(self.take_rows())
 
 
@@ -112,12 +117,13 @@ def main(
 ) -> None:
     """Run `play` beside an engine of `slots` slots on `mesh` until it ends."""
     config: Config = args.config
-    pool = ScoringPool(config.sampler.scoring_workers)
+    pool = ScoringPool(config.sampler.scoring_workers, modules=registry.scorer_modules(config.task.env))
     pool.start()
     from jaxroll.roles import build, weights
 
     thread = build.LoopThread(role)
     session = Session(role, args, pool, thread.loop)
+    signal.signal(signal.SIGUSR1, lambda *_: thread.loop.call_soon_threadsafe(print_stacks, thread.loop))
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: session.request_stop())
     built: Future[Inference] = Future()
@@ -135,3 +141,11 @@ def main(
         finished.result(timeout=STOP_S)
         thread.close()
         pool.close()
+
+
+def print_stacks(loop: asyncio.AbstractEventLoop) -> None:
+    """Print where every thread and every task of `loop` is; `kill -USR1` of a role asks for it."""
+    faulthandler.dump_traceback()
+    for task in asyncio.all_tasks(loop):
+        task.print_stack(file=sys.stderr)
+    sys.stderr.flush()

@@ -47,6 +47,13 @@ def test_a_restored_stream_continues_with_the_same_tasks(undisturbed: list, posi
     assert draw(second, 100) == undisturbed[position : position + 100] == draw(first, 100)
 
 
+def test_restoring_nothing_starts_again(undisturbed: list) -> None:
+    pipeline = PromptPipeline(config())
+    draw(pipeline, 9)
+    pipeline.restore(None)
+    assert draw(pipeline, 9) == undisturbed[:9]
+
+
 def test_the_state_after_every_item_restores(undisturbed: list) -> None:
     pipeline, other = PromptPipeline(config(task=BITS)), PromptPipeline(config(task=BITS))
     states, tasks = [], []

@@ -155,19 +155,22 @@ def one_slot(spec, seed, request, params_of_token) -> list[int]:
 
 
 def test_drain_ends_the_running_requests_first_and_holds_the_others(bench, spec, seed, model):
+    """One of the first four ends early: its slot must stay empty until the other three have ended too."""
     b = bench(flip="drain")
     requests = long_requests(7)
+    requests[0] = dataclasses.replace(requests[0], params=SamplingParams(6))
     b.add(*requests)
     b.steps(1)
     b.swap(V2, 1)
-    b.steps(1)
-    assert b.engine.version == V1 and b.engine.stats().queue_depth == 3
+    b.steps(2)
+    stats = b.engine.stats()
+    assert (stats.version, stats.active, stats.queue_depth) == (V1, 3, 3) and list(b.results) == [0]
     b.finish()
     assert b.engine.version == V2
     for request in requests:
         version, which = (V1, 0) if request.id < 4 else (V2, 1)
         got = b.results[request.id].completion
-        assert got.versions == (VersionRun(version, 15),)
+        assert got.versions == (VersionRun(version, request.params.max_tokens),)
         assert got.tokens.tolist() == naive.generate(spec, model(which), request, seed)[0].tolist()
 
 

@@ -205,7 +205,8 @@ def test_with_two_workers_a_hang_does_not_delay_the_other(module: str) -> None:
     pool.start()
 
     async def around_a_hang() -> bool:
-        await asyncio.gather(*(pool.score(EXACT, "ok") for _ in range(200)))  # both have started
+        while pool.ready < 2:
+            await pool.score(EXACT, "ok")
         hung = asyncio.create_task(pool.score(misbehave("sleep"), "ok"))
         scores = [await pool.score(EXACT, "ok") for _ in range(200)]
         assert scores == [1.0] * 200
@@ -215,6 +216,28 @@ def test_with_two_workers_a_hang_does_not_delay_the_other(module: str) -> None:
 
     try:
         assert not run(around_a_hang())
+    finally:
+        pool.close()
+
+
+def test_items_overtake_one_that_takes_long(module: str) -> None:
+    """However much comes, none of it is sent to stand behind the item that hangs."""
+    pool = ScoringPool(2, time_limit_s=30.0, libraries=(), modules=(module,))
+    pool.start()
+
+    async def overtaken() -> bool:
+        while pool.ready < 2:
+            await pool.score(EXACT, "ok")
+        hung = asyncio.create_task(pool.score(misbehave("sleep"), "ok"))
+        await asyncio.sleep(0.3)  # by now it is known to take long
+        jobs = [pool.score(EXACT, "ok") for _ in range(500)]
+        assert await asyncio.gather(*jobs) == [1.0] * 500
+        done = hung.done()
+        hung.cancel()
+        return done
+
+    try:
+        assert not run(overtaken())
     finally:
         pool.close()
 

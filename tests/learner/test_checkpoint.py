@@ -92,6 +92,7 @@ def test_the_state_may_be_donated_while_it_is_being_written(folder, trainer, mak
 
 
 def test_saving_compiles_nothing(folder, trainer):
+    jax.clear_caches()  # what other saves may have compiled
     counter = CompileCounter()
     saved(folder, trainer, Version(0, 1)).close()
     counter.close()
@@ -125,7 +126,8 @@ def test_an_empty_or_missing_folder_has_no_latest(folder, trainer):
 
 def test_half_written_folders_are_ignored_and_then_removed(folder, trainer):
     unfinished = folder / "0000.00000009.orbax-checkpoint-tmp"
-    (unfinished / "state").mkdir(parents=True)
+    for item in ("state", "about"):
+        (unfinished / item).mkdir(parents=True)
     (folder / "0000.00000010").mkdir()  # a copy that was interrupted
     assert Checkpoints(folder, 3).latest() is None
     checkpoints = saved(folder, trainer, Version(0, 1))

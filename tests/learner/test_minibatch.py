@@ -79,6 +79,12 @@ def test_shuffled_rewards_stay_in_their_group_and_are_a_function_of_the_claim(sm
     assert rewards_and_advantages(other, control) != mixed
 
 
+def test_every_group_is_shuffled_its_own_way(small_config, make_claim):
+    claim = make_claim(groups=4)
+    ranks = minibatch.shuffled([np.arange(16)] * 4, claim, seed=0)
+    assert len({tuple(rank) for rank in ranks}) == 4
+
+
 def test_shuffling_breaks_the_link_between_reward_and_advantage(small_config, make_claim):
     """Over many claims the correlation vanishes; unshuffled it is strong."""
     config = small_config(advantage="group_mean", shuffle_rewards=True)

@@ -13,7 +13,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.learner import minibatch, packing
 from jaxroll.learner.compiles import CompileCounter
-from jaxroll.records import Claim, Version
+from jaxroll.records import Claim, Version, VersionRun
 
 
 def trained(trainer, claims):
@@ -112,9 +112,28 @@ def test_mismatch_is_read_off_members_of_the_trained_version(small_config, make_
     assert row["logprob_mismatch_tokens"] == row["tokens_trained"]
     assert row["logprob_mismatch_max"] < 1e-5
     assert row["ess"] == pytest.approx(1.0, abs=1e-5) and row["kl_behaviour"] < 1e-6
-    off = [true[0] + 0.25, *true[1:]]
+    off = [true[0] + 0.25, *true[1:-1], true[-1] + 5.0]
     row = make_trainer(config).train(with_logprobs(claim, off))
-    assert row["logprob_mismatch_max"] == pytest.approx(0.25, abs=1e-4)
+    assert row["logprob_mismatch_max"] == pytest.approx(5.0, abs=1e-4)
+    row = make_trainer(config).train(last_member_began_earlier(with_logprobs(claim, off)))
+    assert row["logprob_mismatch_max"] == pytest.approx(
+        0.25, abs=1e-4
+    )  # its other tokens are of age 0, and do not count
+    assert row["age_hist"]["1"] == 1 and row["by_age"]["1"]["tokens"] == 1
+
+
+def last_member_began_earlier(claim: Claim) -> Claim:
+    """`claim`, where the first token of the very last member is one version older than the rest."""
+    last = claim.groups[-1].members[-1].outcome
+
+    def change(outcome):
+        if outcome is not last:
+            return outcome
+        (run,) = outcome.versions
+        runs = (VersionRun(Version(0, run.version.step - 1), 1), VersionRun(run.version, run.count - 1))
+        return msgspec.structs.replace(outcome, versions=runs)
+
+    return with_outcomes(claim, change)
 
 
 def own_logprobs(trainer, claim):

@@ -208,13 +208,24 @@ def test_cancelling_aborts_every_generation_and_puts_nothing() -> None:
 
 
 def test_what_put_raises_is_raised_after_all_members_were_put() -> None:
-    put: list[int] = []
+    async def refused() -> list[int]:
+        proxy = FakeProxy(gates={1: asyncio.Event(), 2: asyncio.Event()})
+        put: list[int] = []
+        refusing = asyncio.Event()
 
-    async def refuse_first(member: Member) -> None:
-        put.append(member.member)
-        if member.member == 0:
-            raise InfraError("store gone")
+        async def refuse_first(member: Member) -> None:
+            put.append(member.member)
+            if member.member == 0:
+                refusing.set()
+                raise InfraError("store gone")
 
-    with pytest.raises(InfraError, match="store gone"):
-        run(manager(FakeProxy()).run_group(grant(0, 0, 0), refuse_first))
-    assert sorted(put) == [0, 1, 2]
+        group = asyncio.create_task(manager(proxy).run_group(grant(0, 0, 0), refuse_first))
+        await refusing.wait()
+        await asyncio.sleep(0)  # the error is out before the others have ended
+        for gate in proxy.gates.values():
+            gate.set()
+        with pytest.raises(InfraError, match="store gone"):
+            await group
+        return put
+
+    assert sorted(run(refused())) == [0, 1, 2]
