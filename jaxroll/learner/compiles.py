@@ -22,7 +22,7 @@ class CompileCounter:
         """Stop counting."""
         jax.monitoring.unregister_event_duration_listener(self._seen)
 
-    def _seen(self, event: str, duration_s: float, **_: object) -> None:
-        del duration_s
+    def _seen(self, event: str, duration_secs: float, **_: str | int) -> None:
+        del duration_secs
         if event == _EVENT:
             self.count += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,14 @@ Params = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The learner's arrays. `step` (int32) counts optimizer steps, which is claims × substeps."""
+    """The learner's arrays. `step` (int32) counts optimizer steps, which is claims × substeps.
 
-    params: Params
-    opt_state: optax.OptState
-    step: jax.Array
+    A state that only describes one holds ShapeDtypeStructs or shardings in their places.
+    """
+
+    params: dict[str, Any]
+    opt_state: Any
+    step: Any
 
 
 def shardings(spec: ModelSpec, layout: Layout, transform: optax.GradientTransformation) -> TrainState:

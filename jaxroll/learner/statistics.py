@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def totals(reports: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]
     return {name: value.max(0) if name in MAXIMA else value.sum(0) for name, value in stacked.items()}
 
 
-def metrics(statistics: Mapping[str, np.ndarray]) -> dict[str, object]:
+def metrics(statistics: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """The row of a step: what every reader of metrics.jsonl expects, and `by_age` with the same per age bucket.
 
     `ess` is (Σρ)²/(n·Σρ²), the share of the tokens that the importance weights leave in effect. `logprob_mismatch_max`

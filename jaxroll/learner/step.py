@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,10 @@ PROXIMAL = "proximal"  # the stream that `logprobs` adds to a micro-batch
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
-    """Gradients (float32, lying like the parameters) and statistics summed over micro-batches."""
+    """Gradients (float32, lying like the parameters) and statistics summed over micro-batches, or their description."""
 
-    grads: Params
-    statistics: statistics.Statistics
+    grads: dict[str, Any]
+    statistics: dict[str, Any]
 
 
 class TokenTerms(NamedTuple):
@@ -202,7 +202,7 @@ class Programs:
             "grad_norm": optax.tree.norm(accumulator.grads),
             "learning_rate": jnp.asarray(optimizer.schedule(state.step), jnp.float32),
         }
-        params = optax.apply_updates(state.params, updates)
+        params = cast(Params, optax.apply_updates(state.params, updates))
         return TrainState(params, opt_state, state.step + 1), _zeroed(accumulator), report
 
 

@@ -28,7 +28,7 @@ def abstract(spec: ModelSpec, slots: int, max_tokens: int, mesh: Mesh, rules: Ru
     """The cache as ShapeDtypeStructs with shardings: for compiling ahead of time and for sizing."""
     shape = (spec.layers, slots, max_tokens, spec.kv_heads, spec.head_dim)
     leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(spec.compute_dtype), sharding=sharding(mesh, LOGICAL, rules, shape))
-    return KVCache(leaf, leaf)
+    return KVCache(leaf, leaf)  # pyright: ignore[reportArgumentType]  (abstract leaves stand in for arrays)
 
 
 def empty(spec: ModelSpec, slots: int, max_tokens: int, mesh: Mesh, rules: Rules) -> KVCache:

@@ -79,6 +79,7 @@ def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32
         raise ConfigError(
             "config.json rope_type", rope["rope_type"], "not covered by this decoder", "Covered: default."
         )
+    sizes: dict[str, Any] = {ours: int(config[theirs]) for ours, theirs in _FROM_HUGGINGFACE.items()}
     return ModelSpec(
         name=str(config.get("_name_or_path") or config.get("model_type", "qwen3")),
         rope_theta=float(config.get("rope_theta", rope.get("rope_theta", 1e4))),
@@ -86,7 +87,7 @@ def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         compute_dtype=compute_dtype,
         remat=True,
-        **{ours: int(config[theirs]) for ours, theirs in _FROM_HUGGINGFACE.items()},
+        **sizes,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from flax import nnx
@@ -68,7 +69,7 @@ def _named(state: nnx.State) -> dict[str, nnx.Variable]:
     return dict(sorted((_name(path), variable) for path, variable in nnx.to_flat_state(state)))
 
 
-def _name(path: tuple[str | int, ...]) -> str:
+def _name(path: tuple[Any, ...]) -> str:
     """ "layers.00.attn.q" of ("layers", 0, "attn", "q"); a norm is named for itself, not for its scale."""
     parts = path[:-1] if path[-1] == "scale" else path
     return ".".join(f"{part:02d}" if isinstance(part, int) else part for part in parts)

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
 from jaxroll.config import MeshConfig
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, InfraError
 from jaxroll.sharding import meshes
 
 Tree = Any  # a pytree
@@ -78,6 +78,8 @@ def compiled(name: str, jitted: Any, *args: Tree, **kwargs: Tree) -> tuple[jax.s
 
 def _cost(name: str, program: jax.stages.Compiled, compile_s: float) -> ProgramCost:
     memory, counted = program.memory_analysis(), _counted(program.cost_analysis())
+    if memory is None:
+        raise InfraError(f"the compiler of {name} gives no memory analysis on this platform")
     return ProgramCost(
         name=name,
         argument_bytes=memory.argument_size_in_bytes,

@@ -27,7 +27,7 @@ def device_kind(mesh: Mesh) -> str:
     return mesh.devices.flat[0].device_kind
 
 
-def memory_bytes(device: jax.Device) -> int | None:
+def memory_bytes(device: jax.Device) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
     """Bytes that JAX may use on this device; None where the backend does not say (CPU)."""
     stats = device.memory_stats()
     return None if not stats else stats.get("bytes_limit")

@@ -13,7 +13,10 @@ from jaxroll.errors import ConfigError
 AXES = ("data", "fsdp", "tensor")
 
 
-def build(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build(
+    cfg: MeshConfig,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> Mesh:
     """The mesh of the first `cfg.devices` of `devices` (default: all that this process sees).
 
     Auto axes: the compiler propagates shardings from the arguments, and a PartitionSpec is a hint, not a type.
