@@ -103,13 +103,13 @@ def test_greedy_takes_the_first_best_word_with_its_untempered_log_prob():
 def test_a_row_does_not_feel_its_neighbours_or_its_slot():
     logits = jax.random.normal(jax.random.key(1), (8, 24))
     temperature = jnp.array([1.0, 0.0, 0.5, 1.0, 1.0, 2.0, 1.0, 1.0])
-    top_k, top_p = full(8, 0, jnp.int32), full(8, 1.0)
+    top_k, top_p = full(8, 0, jnp.int32).at[1].set(2), full(8, 1.0)  # row 1 is greedy: its top-k means nothing
     alone = sample(logits, keys(8), temperature, top_k, top_p)
     beside_truncated = sample(logits, keys(8), temperature, top_k.at[6:].set(3), top_p.at[7].set(0.4))
     for plain, mixed in zip(alone, beside_truncated, strict=True):
         np.testing.assert_array_equal(plain[:6], mixed[:6])
     order = jnp.array([5, 2, 7, 0, 1, 6, 3, 4])
-    moved = sample(logits[order], keys(8)[order], temperature[order], top_k, top_p)
+    moved = sample(logits[order], keys(8)[order], temperature[order], top_k[order], top_p)
     for plain, elsewhere in zip(alone, moved, strict=True):
         np.testing.assert_array_equal(plain[order], elsewhere)
 

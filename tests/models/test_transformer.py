@@ -134,6 +134,25 @@ def test_prefill_then_decode_equals_forward(variant):
         np.testing.assert_allclose(logits[slots], expected[np.arange(4), lengths + step], atol=1e-4)
 
 
+def test_gradients_equal_finite_differences_of_the_numpy_decoder():
+    """Along a random direction in each parameter: (L(w + εd) − L(w − εd)) / 2ε in float64 against ⟨∇L, d⟩."""
+    spec, tokens = VARIANTS["untied"], random_tokens(1, 7)
+    values = {name: np.asarray(leaf) for name, leaf in initialised(spec).items()}
+    weigh = np.random.default_rng(1).normal(size=(7, 64)).astype(np.float32)
+    gradients = jax.jit(jax.grad(lambda w: jnp.sum(weigh * forward_logits(spec, w, *whole_rows(tokens))[0])))(values)
+    rng, step = np.random.default_rng(2), 1e-4
+
+    def loss(moved: dict) -> float:
+        return float(np.sum(weigh * numpy_logits(spec, huggingface.exported(spec, moved), tokens[0])))
+
+    for name, leaf in values.items():
+        direction = rng.normal(size=leaf.shape)
+        ahead, behind = (loss({**values, name: leaf.astype(np.float64) + s * direction}) for s in (step, -step))
+        along = float(np.sum(np.asarray(gradients[name], np.float64) * direction))
+        scale = float(np.linalg.norm(gradients[name])) * np.sqrt(leaf.size)
+        np.testing.assert_allclose((ahead - behind) / (2 * step), along, atol=1e-4 * scale, err_msg=name)
+
+
 def test_packed_segments_do_not_see_one_another():
     values = initialised(NANO)
     first, second, third = (random_tokens(1, n, seed)[0] for n, seed in ((5, 1), (7, 2), (3, 3)))
