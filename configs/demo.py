@@ -17,7 +17,13 @@ def get_config() -> ConfigDict:
     config.run.name = "demo"
     config.placement.platform = "cpu"
     config.schedule.alpha = 1.0
-    config.schedule.steps = 120
+    config.schedule.steps = 100
+    config.sft.steps = 140
     config.learner.mesh.fsdp = 2
+    config.learner.micro_rows = 16
+    config.learner.row_tokens = 64
     config.sampler.mesh.tensor = 2
+    config.sampler.slots = 16
+    config.sampler.prefill_rows = 2
+    config.sampler.decode_chunk = 8
     return config

@@ -80,7 +80,12 @@ def divided(groups: list[list[Sample]], substeps: int, shuffle_seed: int) -> lis
 
 
 def weighted(samples: list[Sample], aggregation: str) -> list[Sample]:
-    """Those of `samples` that have trained tokens, with the weight that `aggregation` gives each of these tokens."""
+    """Those of `samples` that move the parameters, with the weight that `aggregation` gives each of their tokens.
+
+    Every loss here is a multiple of the advantage, so a sample whose advantage is 0 has no gradient: it counts in the
+    denominators, like any other, and is not computed. Groups whose members all did equally well cost nothing.
+    """
     samples = [sample for sample in samples if sample.mask.any()]
     weights = aggregate.sequence_weights(np.array([sample.trained_tokens for sample in samples]), aggregation)
-    return [replace(sample, weight=float(w)) for sample, w in zip(samples, weights, strict=True)]
+    credited = zip(samples, weights, strict=True)
+    return [replace(sample, weight=float(w)) for sample, w in credited if sample.advantage != 0.0]

@@ -76,6 +76,7 @@ class Trainer:
         waste = packing.padding_waste([batch for batches in packed for batch in batches])
         return data_metrics(prepared.groups) | _step_metrics(reports) | {
             "padding_waste": waste,
+            "tokens_computed": sum(sample.trained_tokens for samples in prepared.substeps for sample in samples),
             "micro_batches": sum(len(batches) for batches in packed),
             "compiles": self._compiles.count,
         }  # fmt: skip

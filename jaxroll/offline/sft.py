@@ -130,9 +130,8 @@ def _fewest(buckets: Sequence[int], batch: Sequence[samples.Sample], row_tokens:
 
 
 def _recipe(config: Config, spec: families.ModelSpec, layout: rules.Layout) -> Recipe:
-    steps = config.sft.steps
-    warmup = min(20, max(steps // 10, 1))
-    schedule = optimizer.learning_rate(config.sft.learning_rate, warmup, max(steps - warmup, 1))
+    # The rate does not decay: what settled in a sharp minimum forgets more in the first RL steps than it learns.
+    schedule = optimizer.learning_rate(config.sft.learning_rate, min(20, max(config.sft.steps // 10, 1)), 0)
     return Recipe(
         spec=spec,
         layout=layout,
