@@ -16,10 +16,8 @@ from jaxroll.store.log import Log
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import State
 from jaxroll.store.wakeups import CLAIM, LEASE, PUBLISHED, Wakeups
-from jaxroll.store.work import LAGGING
 
 COMPACT_EVERY = 50_000  # log records
-_LAGGING_WAIT_S = 0.25  # a sampler whose weights are old should come back with new ones rather than wait here
 _QUIET = (ev.Leased, ev.Renewed, ev.Extended, ev.Arrived)
 
 
@@ -67,8 +65,7 @@ class Keeper:
         started = self._clock.now_s()
         while True:
             reply = ask()
-            patience_s = _LAGGING_WAIT_S if _is_lagging(reply) else wait_s
-            left_s = started + patience_s - self._clock.now_s()
+            left_s = started + wait_s - self._clock.now_s()
             if not isinstance(reply, (NoCredit, NotReady)) or left_s <= 0:
                 break
             await self.wakeups.wait(topic, left_s)
@@ -106,7 +103,3 @@ class Keeper:
                 self.wakeups.notify(PUBLISHED)
             if isinstance(event, ev.Acked):
                 self.on_acked()
-
-
-def _is_lagging(reply: Any) -> bool:
-    return isinstance(reply, NoCredit) and reply.reason.startswith(LAGGING)

@@ -45,7 +45,7 @@ class StoreService:
         self._config_digest, self._page_bytes = config_digest, page_bytes
         self._run_id = keeper.log.recovered.run_id
         self._last_report: dict[str, str] = {}
-        self.holders: dict[str, str] = {}  # caller: the version it says it holds
+        self.holders: dict[str, Version | None] = {}  # the version that each caller says it holds
         self.last_call_s = keeper.now_s()
 
     def methods(self) -> dict[str, Method]:
@@ -104,7 +104,8 @@ class StoreService:
 
         def ask() -> Any:
             offered = tuple(itertools.islice(self._prompts.ready, count))
-            request = rq.Lease(caller.name, caller.session, call.version, call.max_members, call.request, offered)
+            version = max(call.version, self.holders.get(caller.name) or call.version)
+            request = rq.Lease(caller.name, caller.session, version, call.max_members, call.request, offered)
             reply = self._keeper.decide(request)
             if isinstance(reply, rq.Leases):
                 self._prompts.take(reply.prompts_used)
@@ -189,7 +190,9 @@ class StoreService:
 
     async def _published(self, caller: Caller, body: bytes) -> msg.PublishedReply:
         call = wire.decode(body, msg.PublishedCall)
-        self.holders[caller.name] = str(call.known)
+        if self.holders.get(caller.name) != call.known:
+            self.holders[caller.name] = call.known
+            self._keeper.wakeups.notify(LEASE)  # a lease call that waits with the weights before these may be granted
         deadline_s = self._keeper.now_s() + self._wait_s(caller, call.wait_s)
         while not self._is_news(call.known) and (left_s := deadline_s - self._keeper.now_s()) > 0:
             await self._keeper.wakeups.wait(PUBLISHED, left_s)
@@ -210,7 +213,8 @@ class StoreService:
         return msg.PutReply("OK")
 
     async def _status(self, caller: Caller, body: bytes) -> msg.StatusReply:
-        report = status(self._keeper.settings, self._keeper.state) | {"holders": self.holders}
+        holders = {who: str(version) for who, version in self.holders.items()}
+        report = status(self._keeper.settings, self._keeper.state) | {"holders": holders}
         return msg.StatusReply(json.dumps(report).encode())
 
     async def _close(self, caller: Caller, body: bytes) -> msg.PutReply:

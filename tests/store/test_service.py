@@ -649,3 +649,29 @@ def test_the_blocking_client_says_the_same(tmp_path: Path, small: SimpleNamespac
             await asyncio.to_thread(talk, tmp_path / "store.addr")
 
     run(both())
+
+
+def test_a_waiting_lease_is_granted_at_the_flip(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    """A sampler asks, flips while it waits, and need not ask again: at alpha = 0 old weights get nothing."""
+    config = small.configured(steps=3, alpha=0.0)
+
+    async def flip_while_waiting() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            await small.produce(sampler, V0, 100)
+            claim = await learner.claim(0, 0, 10.0)
+            assert claim.step == 0
+            newer = Version(0, 1)
+            await learner.publish(small.snapshot(newer))
+            await learner.ack(V0)
+            waiting = asyncio.ensure_future(sampler.lease(V0, 100, 20.0))
+            done, _ = await asyncio.wait([waiting], timeout=0.3)
+            assert not done, "old weights are granted nothing at alpha = 0"
+            await sampler.published(newer)
+            assert await asyncio.wait_for(waiting, 5.0)
+
+    run(flip_while_waiting())
