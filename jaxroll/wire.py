@@ -6,7 +6,8 @@ Nothing here can run code on decoding. Sizes are checked against the declared dt
 from __future__ import annotations
 
 import hashlib
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -58,7 +59,15 @@ def encode(value: Any) -> bytes:
     return _ENCODER.encode(value)
 
 
-def decode(data: bytes, kind: type[T]) -> T:
+@overload
+def decode(data: bytes, kind: type[T]) -> T: ...
+
+
+@overload
+def decode(data: bytes, kind: UnionType) -> Any: ...
+
+
+def decode(data: bytes, kind: Any) -> Any:
     """The record of type `kind` in `data`; raises msgspec.ValidationError or DecodeError when it is anything else."""
     decoder = _DECODERS.get(kind)
     if decoder is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -19,6 +20,7 @@ from jaxroll.transfer.manifest import Manifest
 from jaxroll.transfer.snapshot import HostSnapshot
 from jaxroll.transfer.tcp_listener import Listener, Shelf
 
+A = TypeVar("A", frames.ManifestReply, frames.Chunk)
 _ANY = ("0.0.0.0", "::", "")
 _HEADERS_AHEAD = 4096  # slices asked for in one request
 
@@ -110,13 +112,13 @@ class TcpReader:
         if size_bytes == 0:
             return
         body = part.into if part.into.flags.c_contiguous else np.empty(part.into.shape, part.into.dtype)
-        self._receive(memoryview(body.reshape(-1)).cast("B"))
+        self._receive(body.reshape(-1).data.cast("B"))
         if part.checked and answer.digest != digest.of_box(body, part.box):
             raise DigestMismatch(f"leaf {name!r} {part.box} of version {self._version} was damaged on its way")
         if body is not part.into:
             part.into[...] = body
 
-    def _answer(self, kind: type) -> frames.ManifestReply | frames.Chunk:
+    def _answer(self, kind: type[A]) -> A:
         self._receive(memoryview(self._scratch))
         (length,) = frames.LENGTH.unpack(self._scratch)
         if length > frames.MAX_FRAME_BYTES:

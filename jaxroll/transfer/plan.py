@@ -39,7 +39,7 @@ def boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Any, Bo
 def local_boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Any, Box]:
     """The box of every device of `sharding` that this process feeds."""
     index_map = sharding.addressable_devices_indices_map(tuple(shape))
-    return {device: box_of(index, shape) for device, index in index_map.items()}
+    return {device: box_of(index, shape) for device, index in index_map.items() if index is not None}
 
 
 def unique(device_boxes: Mapping[Any, Box]) -> tuple[Box, ...]:

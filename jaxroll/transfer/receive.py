@@ -75,7 +75,7 @@ class Staged:
                 hosts.append(leaf.buffers[box].view(manifest.DTYPES[leaf.manifest.dtype]))
                 devices.append(device)
         on_device = iter(jax.device_put(hosts, devices))
-        arrays = {
+        arrays: Params = {
             leaf.manifest.name: jax.make_array_from_single_device_arrays(
                 leaf.manifest.shape, leaf.sharding, [next(on_device) for _ in leaf.boxes]
             )

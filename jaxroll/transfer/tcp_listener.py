@@ -280,4 +280,4 @@ def _chunks(snapshot: HostSnapshot, slices: tuple[frames.Slice, ...]) -> Iterato
         seen = digest.of_box(body.reshape(plan.shape_of(part.box)), part.box) if part.checked else None
         yield memoryview(frames.frame(frames.Chunk(snapshot.version, body.nbytes, seen)))
         if body.nbytes:
-            yield memoryview(body.reshape(-1)).cast("B")
+            yield body.reshape(-1).data.cast("B")

@@ -1,0 +1,88 @@
+"""Every notebook in colabs/ runs from its first cell to its last, and is committed without what a run leaves in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from jaxroll import config as configs
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "colabs").glob("*.ipynb"))
+LIMIT_S = 360.0
+# A slash that begins a path: not one inside a word, a relative path, an address or a closing tag.
+ABSOLUTE_PATH = re.compile(r"(?<![\w./:<>~*-])/[A-Za-z_][\w.-]*/|\b[A-Za-z]:\\\\|\bfile://")
+
+
+def test_there_is_a_notebook() -> None:
+    assert [path.name for path in NOTEBOOKS] == ["jaxroll_demo.ipynb"]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_to_its_end(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path / "jupyter"))  # neither kernels nor settings of whoever runs the tests
+    work = tmp_path / "work"
+    work.mkdir()
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook, timeout=LIMIT_S, startup_timeout=120, kernel_name="python3", resources={"metadata": {"path": work}}
+    )
+    began = time.monotonic()
+    asyncio.run(asyncio.wait_for(client.async_execute(), LIMIT_S))
+    print(f"{path.name} took {time.monotonic() - began:.0f} s")
+
+    wrong = [output for cell in notebook.cells for output in cell.get("outputs", ()) if output.output_type == "error"]
+    assert wrong == []
+    pages = [html for cell in notebook.cells for html in _html(cell)]
+    assert any("iframe" in page for page in pages), "the report is shown inside the notebook"
+    (report,) = (work / "runs").glob("*/report.html")
+    assert _scale_free(json.loads((report.parent / "run.json").read_text())["config"]) == _scale_free(
+        configs.to_dict(configs.load(ROOT / "configs" / "demo.py"))
+    ), "the small version differs from the demo in more than its size"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_committed_clean(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.outputs for cell in code] == [[] for _ in code], "strip the outputs"
+    assert {cell.execution_count for cell in code} == {None}, "strip the outputs"
+    assert set(notebook.metadata) <= {"kernelspec", "language_info"}, "what a program wrote about itself"
+    assert notebook.metadata.kernelspec.name == "python3"
+    paths = [line for cell in notebook.cells for line in cell.source.splitlines() if ABSOLUTE_PATH.search(line)]
+    assert paths == []
+
+
+@pytest.mark.parametrize(
+    "line", ['open("/home/me/x")', "cd /content/jaxroll", "--run=/tmp/x", r"C:\\Users", "file://x/y"]
+)
+def test_an_absolute_path_is_seen(line: str) -> None:
+    assert ABSOLUTE_PATH.search(line)
+
+
+@pytest.mark.parametrize(
+    "line", ["runs/demo", "git+https://HOST/OWNER/REPOSITORY", "<b>x</b>", "a / b / c", "docs/metrics.md", "../x/y"]
+)
+def test_other_slashes_are_not_absolute_paths(line: str) -> None:
+    assert not ABSOLUTE_PATH.search(line)
+
+
+def _scale_free(config: dict) -> dict:
+    """What of a config makes the demo the demo."""
+    roles = {role: config[role]["mesh"] for role in ("learner", "sampler", "evaluator")}
+    return roles | {"alpha": config["schedule"]["alpha"], "task": config["task"]["name"], "channel": config["transfer"]}
+
+
+def _html(cell: nbformat.NotebookNode) -> list[str]:
+    return [output["data"]["text/html"] for output in cell.get("outputs", ()) if "text/html" in output.get("data", {})]
