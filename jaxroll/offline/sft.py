@@ -24,7 +24,7 @@ from jaxroll.learner import state as states
 from jaxroll.learner.step import Programs, Recipe
 from jaxroll.math import objective
 from jaxroll.metrics import JsonlTracker
-from jaxroll.models import families
+from jaxroll.models import families, pretrained
 from jaxroll.models import params as model_params
 from jaxroll.offline.teacher import exact_share
 from jaxroll.protocols import Progress, Tokenizer
@@ -47,7 +47,7 @@ class Course:
 
 
 def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Train `sft.steps` steps from a fresh init and write the folder `out_dir`; what came of it, as metrics.
+    """Train `sft.steps` steps from a fresh init (or model.path), write the folder `out_dir`; what came of it, as metrics.
 
     A function of the config alone. `exact_match` is teacher-forced: the share of unseen worked answers of which every
     token is the likeliest one given the tokens before it, which is what greedy decoding would have answered. It is None
@@ -57,14 +57,17 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
         raise ConfigError("sft.steps", config.sft.steps, "a warm start takes at least one step", "Use 300.")
     started = time.monotonic()
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
-    spec = families.spec(config.model.size, vocab_size=text.vocab_size, compute_dtype=config.model.dtype)
+    spec = pretrained.spec(config.model, text.vocab_size)
     mesh = meshes.build(config.learner.mesh)
     layout = rules.Layout(mesh, rules.LEARNER)
     buckets = packing.row_buckets(config.learner.micro_rows, mesh.shape["data"] * mesh.shape["fsdp"])
     progress(f"warm start: {config.sft.steps} steps of {config.sft.batch} worked answers, {spec.name}")
     course = prepared(config, text, buckets)
     programs = Programs(_recipe(config, spec, layout))
-    params = model_params.init(spec, jax.random.key(config.run.seed), mesh, rules.LEARNER)
+    if config.model.path:
+        params = states.placed(pretrained.weights(config.model, spec), spec, layout)
+    else:
+        params = model_params.init(spec, jax.random.key(config.run.seed), mesh, rules.LEARNER)
     state = states.fresh(params, spec, layout, programs.recipe.optimizer.transform)
     used = {batch.rows for batches in course.batches for batch in batches}
     programs.compile([rows for rows in buckets if rows in used], progress)

@@ -18,7 +18,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.learner import optimizer, weights
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
-from jaxroll.models import families, params
+from jaxroll.models import families, params, pretrained
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Version
 from jaxroll.sharding import meshes, rules
@@ -41,7 +41,7 @@ class Trained:
 def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int) -> Trained:
     """The newest weights of the run in `run_dir`, in an engine of `slots` slots; ConfigError when there are none."""
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
-    spec = families.spec(config.model.size, vocab_size=text.vocab_size, compute_dtype=config.model.dtype)
+    spec = pretrained.spec(config.model, text.vocab_size)
     mesh = meshes.build(config.learner.mesh)
     values, version, source = newest_params(config, spec, run_dir, rules.Layout(mesh, rules.LEARNER))
     placed = jax.device_put(values, params.shardings(spec, mesh, rules.SAMPLER))
@@ -68,6 +68,8 @@ def newest_params(
     warm = run_dir / "warm"
     if warm.is_dir():
         return states.placed(weights.load(warm), spec, layout), Version(0, 0), "the warm start"
+    if config.model.path:
+        return states.placed(pretrained.weights(config.model, spec), spec, layout), Version(0, 0), config.model.path
     raise ConfigError("RUN", str(run_dir), "has neither checkpoints nor a warm start", "Train first: jaxroll train.")
 
 

@@ -12,7 +12,7 @@ from jaxroll.config import Config, MeshConfig
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, Flip
 from jaxroll.engine.host import EngineHost
-from jaxroll.models import families, params
+from jaxroll.models import families, params, pretrained
 from jaxroll.protocols import Tokenizer
 from jaxroll.roles.progress import Progress
 from jaxroll.roles.weights import WeightFollower
@@ -28,7 +28,7 @@ def tokenizer(config: Config) -> Tokenizer:
 
 def model_spec(config: Config, text: Tokenizer) -> families.ModelSpec:
     """The run's model."""
-    return families.spec(config.model.size, vocab_size=text.vocab_size, compute_dtype=config.model.dtype)
+    return pretrained.spec(config.model, text.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ class Inference:
 
 
 def inference(
-    config: Config, mesh_config: MeshConfig, *, slots: int, flip: Flip, token: str, progress: Progress
+    config: Config, role: str, mesh_config: MeshConfig, *, slots: int, flip: Flip, token: str, progress: Progress
 ) -> Inference:
     """An engine on this process's devices that compiles when its first weights arrive."""
     text = tokenizer(config)
     spec = model_spec(config, text)
+    families.check_mesh(spec, mesh_config, f"{role}.mesh")
     mesh = meshes.build(mesh_config)
     progress.devices(mesh)
     engine = Engine(

@@ -22,6 +22,7 @@ from jaxroll.errors import Closed, NotReady
 from jaxroll.learner import weights
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.trainer import Trainer
+from jaxroll.models import families, pretrained
 from jaxroll.records import Claim, Version
 from jaxroll.roles import build
 from jaxroll.roles.progress import Progress
@@ -102,6 +103,8 @@ class LearnerSession:
             self.progress(f"restored version {self._durable}")
         elif (warm := self.args.run_dir / "warm").is_dir():
             trainer.set_params(weights.load(warm))
+        elif self.config.model.path:
+            trainer.set_params(pretrained.weights(self.config.model, trainer.spec))
         return self._durable
 
     def _claim(self, version: Version) -> Claim | None:
@@ -158,7 +161,8 @@ class LearnerSession:
 
 
 def new_trainer(config: Config) -> Trainer:
-    """A trainer with freshly initialised parameters on this process's mesh."""
+    """A trainer with freshly initialised parameters on this process's mesh; ConfigError if they do not fit it."""
     text = build.tokenizer(config)
     spec = build.model_spec(config, text)
+    families.check_mesh(spec, config.learner.mesh, "learner.mesh")
     return Trainer(config, spec, meshes.build(config.learner.mesh), rules.LEARNER, key=jax.random.key(config.run.seed))

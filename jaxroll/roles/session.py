@@ -131,7 +131,9 @@ def main(
     try:
         session.progress.start("building the engine")
         token = weights.weights_token(args.run_dir)
-        parts = build.inference(config, mesh, slots=slots, flip=flip, token=token, progress=session.progress)
+        parts = build.inference(
+            config, role.partition(":")[0], mesh, slots=slots, flip=flip, token=token, progress=session.progress
+        )
         session.progress.end("building the engine")
         finished.add_done_callback(lambda _: parts.host.stop())
         built.set_result(parts)
