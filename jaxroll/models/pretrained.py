@@ -18,7 +18,7 @@ _CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model
 
 
 def spec(config: ModelConfig, vocab_size: int) -> ModelSpec:
-    """The model of `config.path` where one is given (its vocabulary must hold the tokenizer's), else of `config.size`."""
+    """The model of `config.path` where one is given (which must hold the tokenizer's words), else of `config.size`."""
     if not config.path:
         return families.spec(config.size, vocab_size=vocab_size, compute_dtype=config.dtype)
     found = families.from_huggingface(_json(Path(config.path), _CONFIG), compute_dtype=config.dtype)

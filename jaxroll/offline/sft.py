@@ -47,7 +47,7 @@ class Course:
 
 
 def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Train `sft.steps` steps from a fresh init (or model.path), write the folder `out_dir`; what came of it, as metrics.
+    """Train `sft.steps` steps from a fresh init (or model.path), write folder `out_dir`; what came of it, as metrics.
 
     A function of the config alone. `exact_match` is teacher-forced: the share of unseen worked answers of which every
     token is the likeliest one given the tokens before it, which is what greedy decoding would have answered. It is None

@@ -24,6 +24,7 @@ from jaxroll.roles import session as sessions
 
 LEASE_WAIT_S = 5.0
 REPORT_EVERY_S = 1.0
+GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commit, during which slots go on emptying
 Key = tuple[int, int, int]  # group, member, attempt
 
 
@@ -37,9 +38,8 @@ def main(args: RoleArgs) -> None:
 
 
 def capacity_members(config: Config) -> int:
-    """How many members a sampler holds at once: its slots, and as many again so that a freed slot finds work."""
-    size = config.schedule.group_size
-    return max(size, -(-2 * config.sampler.slots // size) * size)
+    """How many members a sampler holds: its slots, and groups enough that a freed slot never waits for a lease."""
+    return config.sampler.slots + GROUPS_AHEAD * config.schedule.group_size
 
 
 def training_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:

@@ -3,7 +3,7 @@
     python tpu_programs.py TOPOLOGY     such as v5e:2x2
 
 Whoever starts it sets its environment (`aot.tpu_environment`): libtpu reads it once, when it is loaded.
-Every line on stdout is one program's cost as JSON. The settings are those of a config that says nothing else.
+Every line on stdout is one program's cost as JSON. What the sizes here do not say is a config's default.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from jaxroll.sharding.rules import LEARNER, SAMPLER, Layout
 CONFIG = Config()
 SPEC = families.spec(CONFIG.model.size, compute_dtype=CONFIG.model.dtype)
 LEARNER_MESH, SAMPLER_MESH = MeshConfig(fsdp=2, tensor=2), MeshConfig(data=2, tensor=2)
-ROWS = CONFIG.learner.micro_rows
 SIZES = Sizes(slots=32, max_tokens=32, rows=8, inserts=16, buckets=(16,), chunk=8, max_stops=4)
-COLLECTIVES = ("all-reduce", "all-gather")
+COLLECTIVES = ("all-reduce", "all-gather")  # as the compiler writes them: " all-gather(", " all-gather-start("
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ def learner_programs(topology: str) -> Iterator[tuple[str, Traced]]:
     """The two programs of every optimizer step, by name."""
     layout = Layout(aot.topology_mesh(LEARNER_MESH, topology), LEARNER)
     programs = step.Programs(trainer.recipe(CONFIG, SPEC, layout))
-    for name, rows in (("accumulate", ROWS), ("apply", 0)):
+    for name, rows in (("accumulate", CONFIG.learner.micro_rows), ("apply", 0)):
         yield name, Traced(partial(programs.lowered, name, rows))
 
 

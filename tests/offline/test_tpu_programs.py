@@ -1,0 +1,130 @@
+"""The tiny model's own programs compile ahead of time for a TPU v5e of four chips, on a machine without one.
+
+One child process compiles them all (about 15 s): libtpu reads its environment once, when it is loaded. Bounds are
+arithmetic where there is one, for each chip: 4 chips share the parameters of a learner of fsdp=2, tensor=2, and 2 those
+of a sampler of data=2, tensor=2.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxroll.models import families
+from jaxroll.offline import aot
+
+SCRIPT = Path(__file__).with_name("tpu_programs.py")
+TOPOLOGY = "v5e:2x2"
+CHIP_BYTES = 16e9  # high-bandwidth memory of one v5e chip
+
+SPEC = families.spec("tiny")
+PARAMETERS = families.parameter_count(SPEC)
+PARAMETER_BYTES = 4 * PARAMETERS  # float32
+# Keys and values of one chip: 16 of 32 slots with 28 tokens, 1 of 2 heads.
+CACHE_BYTES = 2 * SPEC.layers * 16 * 28 * 1 * SPEC.head_dim * 4
+LANES = 2  # a TPU pads an array's last axis to 128: halves of the tiny model's 128 take twice their bytes
+
+# Program to the MB of device memory that it may need on one chip: about twice what libtpu 0.0.42 and 0.0.50 say, which
+# is accumulate 23.3 and 23.1, apply 4.8 and 15.0, prefill_16 9.3 and 9.2, decode 9.0 and 8.7.
+PEAK_MB = {"accumulate": 48, "apply": 30, "prefill_16": 18, "decode": 18}
+
+Costs = Mapping[str, Mapping[str, Any]]
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason=f"libtpu has no wheel for {platform.system()} {platform.machine()} here: nothing to compile with",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def costs() -> Costs:
+    """Program name to its cost, see `aot.ProgramCost`, and its collectives."""
+    # No compilation cache: without a TPU its entries are written, and cannot be read back.
+    environment = aot.tpu_environment() | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    command = [sys.executable, str(SCRIPT), TOPOLOGY]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert child.returncode == 0, child.stderr[-4000:]
+    rows = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+    return {row["name"]: row for row in rows}
+
+
+def test_the_programs_of_learner_and_engine_compile(costs: Costs) -> None:
+    assert costs.keys() == PEAK_MB.keys()
+
+
+@pytest.mark.parametrize("name", PEAK_MB)
+def test_a_program_fits_a_chip(costs: Costs, name: str) -> None:
+    cost = costs[name]
+    assert 0 < cost["code_bytes"] < cost["peak_bytes"] < PEAK_MB[name] * 1e6 < CHIP_BYTES
+    assert cost["accessed_bytes"] > cost["argument_bytes"]  # everything is read once
+
+
+@pytest.mark.parametrize("name", ["accumulate", "prefill_16", "decode"])
+def test_activations_take_memory_for_a_while(costs: Costs, name: str) -> None:
+    assert costs[name]["temp_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_at_least"),
+    [
+        ("accumulate", PARAMETER_BYTES // 2),  # a quarter of parameters and gradients
+        ("apply", PARAMETER_BYTES),  # a quarter of parameters, gradients and two moments
+        ("prefill_16", PARAMETER_BYTES // 2 + CACHE_BYTES),
+        ("decode", PARAMETER_BYTES // 2 + CACHE_BYTES),
+    ],
+)
+def test_a_chip_holds_its_share_of_the_state(costs: Costs, name: str, bytes_at_least: int) -> None:
+    assert bytes_at_least <= costs[name]["argument_bytes"] < LANES * bytes_at_least
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_at_least"),
+    [
+        ("accumulate", PARAMETER_BYTES // 4),
+        ("apply", PARAMETER_BYTES),
+        ("prefill_16", CACHE_BYTES),
+        ("decode", CACHE_BYTES),
+    ],
+)
+def test_state_is_updated_in_place(costs: Costs, name: str, bytes_at_least: int) -> None:
+    """What is donated takes the outputs; all that is new are statistics and the tokens of a dispatch."""
+    cost = costs[name]
+    assert cost["alias_bytes"] >= bytes_at_least
+    assert cost["output_bytes"] - cost["alias_bytes"] < 32 * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "flops_a_parameter"),
+    [
+        ("accumulate", 8 * 128, 6),  # forward, and twice that backward
+        ("prefill_16", 8 * 16, 2),
+        ("decode", 32, 2),  # one step: the compiler counts a loop's body once
+    ],
+)
+def test_chips_share_the_arithmetic(costs: Costs, name: str, tokens: int, flops_a_parameter: int) -> None:
+    """Each does a quarter. Attention and sampling add something; a product that both halves of an axis do, far more."""
+    share = flops_a_parameter * PARAMETERS * tokens / 4
+    assert share < costs[name]["flops"] < 1.3 * share
+
+
+def test_an_optimizer_step_gathers_no_parameters(costs: Costs) -> None:
+    found = costs["apply"]["collectives"]
+    assert found["all-gather"] == 0
+    assert found["all-reduce"] > 0  # the norm of the gradients
+    assert costs["apply"]["flops"] > 10 * PARAMETERS / 4  # clipping and AdamW
+
+
+def test_the_learner_gathers_over_fsdp_and_every_forward_reduces_over_tensor(costs: Costs) -> None:
+    assert costs["accumulate"]["collectives"]["all-gather"] > 0
+    assert all(costs[name]["collectives"]["all-reduce"] > 0 for name in ("accumulate", "prefill_16", "decode"))
