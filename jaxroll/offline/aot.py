@@ -45,7 +45,9 @@ class ProgramCost:
 
 def tpu_environment() -> dict[str, str]:
     """This process's environment, changed so that a child compiles for TPU without looking for one."""
-    return os.environ | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    # What is compiled for a topology is written to the compilation cache and cannot be read back from it.
+    settings = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    return os.environ | settings | {"JAX_PLATFORMS": "cpu"}
 
 
 def topology_mesh(cfg: MeshConfig, topology: str, platform: str = "tpu") -> Mesh:
