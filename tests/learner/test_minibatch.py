@@ -33,9 +33,11 @@ def test_more_groups_than_a_step_and_groups_that_shrank(small_config, make_claim
     claim = Claim(1, 0, groups, 1, False)
     prepared = minibatch.prepare(claim, small_config())
     assert [len(group) for group in prepared.groups] == [1, 3, 4, 4, 4, 4, 4, 4, 4]
-    assert prepared.substeps[0][0].advantage == 0.0
+    only = prepared.groups[0][0]  # the only member of its group: nothing to compare it with
+    assert not any(np.array_equal(only.tokens, s.tokens) for s in prepared.substeps[0])
     alone = minibatch.prepare(Claim(1, 0, groups[:2], 1, False), small_config()).substeps[0]
-    assert [s.advantage for s in alone] == [s.advantage for s in prepared.substeps[0][:4]]
+    assert [s.advantage for s in alone] == [s.advantage for s in prepared.substeps[0][: len(alone)]]
+    assert len(alone) > 0
 
 
 def replace_members(group, count):
@@ -96,8 +98,17 @@ def test_shuffling_breaks_the_link_between_reward_and_advantage(small_config, ma
 
 def test_members_without_trained_tokens_carry_nothing(small_config, make_claim):
     claim = make_claim(groups=1)
-    samples = minibatch.prepare(claim, small_config()).groups[0]
+    samples = [replace(sample, advantage=1.0) for sample in minibatch.prepare(claim, small_config()).groups[0]]
     masked = replace(samples[0], mask=np.zeros(len(samples[0].tokens), bool))
     kept = minibatch.weighted([masked, *samples[1:]], "seq_mean_token_mean")
     assert len(kept) == 3
     np.testing.assert_allclose(sum(s.weight * s.trained_tokens for s in kept), 1.0, rtol=1e-5)
+
+
+def test_members_without_advantage_count_in_the_denominator_only(small_config, make_claim):
+    samples = [
+        replace(sample, advantage=1.0) for sample in minibatch.prepare(make_claim(groups=1), small_config()).groups[0]
+    ]
+    all_of_them = minibatch.weighted(samples, "token_mean")
+    without = minibatch.weighted([replace(samples[0], advantage=0.0), *samples[1:]], "token_mean")
+    assert [s.weight for s in without] == [s.weight for s in all_of_them[1:]]

@@ -13,6 +13,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.learner import minibatch, packing
 from jaxroll.learner.compiles import CompileCounter
+from jaxroll.math import aggregate
 from jaxroll.records import Claim, Version, VersionRun
 
 
@@ -190,6 +191,33 @@ def test_equal_rewards_do_not_move_the_parameters(small_config, make_claim, make
     row = trainer.train(claim)
     assert row["groups_without_signal"] == 4
     assert same_bits(before, jax.device_get(trainer.state.params))
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+def test_leaving_out_members_without_advantage_changes_nothing(
+    small_config, make_claim, make_trainer, monkeypatch, aggregation
+):
+    """The same update as when every member is computed, for less work."""
+    config = small_config(aggregation=aggregation)
+    claim = make_claim(groups=4)
+    equal = msgspec.structs.replace(claim, groups=claim.groups[:2])
+    equal = with_outcomes(equal, lambda outcome: msgspec.structs.replace(outcome, reward=1.0))
+    claim = msgspec.structs.replace(claim, groups=(*equal.groups, *claim.groups[2:]))
+    trainer = make_trainer(config)
+    row = trainer.train(claim)
+    less = jax.device_get(trainer.state.params)
+
+    def all_of_them(samples, how):
+        weights = aggregate.sequence_weights(np.array([s.trained_tokens for s in samples]), how)
+        return [replace(s, weight=float(w)) for s, w in zip(samples, weights, strict=True)]
+
+    monkeypatch.setattr(minibatch, "weighted", all_of_them)
+    trainer = make_trainer(config)
+    full = trainer.train(claim)
+    assert row["tokens_computed"] < full["tokens_computed"] == row["tokens_trained"]
+    for name, value in jax.device_get(trainer.state.params).items():
+        np.testing.assert_allclose(less[name], value, atol=1e-5, rtol=1e-4)
+    np.testing.assert_allclose(row["grad_norm"], full["grad_norm"], rtol=1e-4)
 
 
 def test_masked_tokens_are_counted_and_not_trained(small_config, make_claim, make_trainer):
