@@ -44,7 +44,9 @@ def run_train(options: argparse.Namespace) -> int:
 
 def run_role(options: argparse.Namespace) -> int:
     """A role in this process: under a supervisor, or alone."""
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)  # `kill -USR1` prints where every thread is
+    faulthandler.register(
+        signal.SIGUSR1, file=sys.__stderr__ or sys.stderr
+    )  # `kill -USR1` prints where every thread is
     args = role_args(options)
     if not options.child:
         place_alone(options.command, args)

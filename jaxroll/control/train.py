@@ -17,6 +17,7 @@ from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
 from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
+from jaxroll.rpc import auth
 
 WARM_MARK = ".warm-done"
 
@@ -38,6 +39,7 @@ def train(config: Config, path: Path, inventory: Inventory, *, again: bool = Fal
     cache_dir = program.default_cache_dir(path, os.environ)
     gpus = inventories.visible_gpus()
     specs = program.build(config, path, inventory, python=sys.executable, cache_dir=cache_dir, visible_gpus=gpus)
+    auth.create(path)
     with run_dir.locked(path):
         view = open_view(path, config.schedule.steps)
         try:

@@ -83,20 +83,20 @@ def metrics(statistics: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """The row of a step: what every reader of metrics.jsonl expects, and `by_age` with the same per age bucket.
 
     `ess` is (Σρ)²/(n·Σρ²), the share of the tokens that the importance weights leave in effect. `logprob_mismatch_max`
-    is None where no member was sampled wholly by the version being trained.
+    is None where no member was sampled wholly by the version being trained; everything is where no token was computed.
     """
     host = {name: np.asarray(value, np.float64) for name, value in statistics.items()}
     total = {name: value.max() if name in MAXIMA else value.sum() for name, value in host.items()}
     tokens = max(total["tokens"], 1.0)
     return {
         "loss": float(total["loss"]),
-        "clip_share": float(total["bounded"] / tokens),
-        "ess": _effective_share(total),
-        "kl_behaviour": float(total["kl"] / tokens),
-        "ratio_max": float(total["ratio_max"]),
-        "entropy": float(total["entropy"] / tokens),
-        "logits_std": math.sqrt(total["logits_variance"] / tokens),
-        "logprob_delta": float(total["delta"] / tokens),
+        "clip_share": float(total["bounded"] / tokens) if total["tokens"] else None,
+        "ess": _effective_share(total) if total["tokens"] else None,
+        "kl_behaviour": float(total["kl"] / tokens) if total["tokens"] else None,
+        "ratio_max": float(total["ratio_max"]) if total["tokens"] else None,
+        "entropy": float(total["entropy"] / tokens) if total["tokens"] else None,
+        "logits_std": math.sqrt(total["logits_variance"] / tokens) if total["tokens"] else None,
+        "logprob_delta": float(total["delta"] / tokens) if total["tokens"] else None,
         "logprob_mismatch_max": float(total["mismatch_max"]) if total["fresh_tokens"] else None,
         "logprob_mismatch_tokens": int(total["fresh_tokens"]),
         "by_age": {

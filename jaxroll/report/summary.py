@@ -142,12 +142,13 @@ def progress(steps: Sequence[Row], rows: Sequence[Row], started: float | None) -
         "paused_seconds": length_s(stopped),
         "samples_per_s": _rate(steps, "samples", rl_s),
         "train_tokens_per_s": _rate(steps, "tokens_trained", rl_s),
+        "computed_tokens_per_s": _rate(steps, "tokens_computed", rl_s),
         "learner_wait_share": _wait_share(steps, window, rl_s),
     }
 
 
 def _rate(steps: Sequence[Row], key: str, seconds: float) -> float | None:
-    return sum(row[key] for row in steps) / seconds if seconds else None
+    return sum(row.get(key) or 0 for row in steps) / seconds if seconds else None
 
 
 def _wait_share(steps: Sequence[Row], window: Interval | None, seconds: float) -> float | None:

@@ -8,12 +8,13 @@ takes the newest snapshot, answers all held-out items greedily, and reports one 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
 from jaxroll.config import RoleArgs
 from jaxroll.data import heldout
-from jaxroll.errors import TransferError
+from jaxroll.errors import InfraError, TransferError
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Snapshot, Version
 from jaxroll.roles import session as sessions
@@ -21,13 +22,14 @@ from jaxroll.rollout import evaluation
 
 SNAPSHOT_WAIT_S = 10.0
 EXAMPLES = 8
+TRIES, TRY_AGAIN_S = 50, 0.2
 HELDOUT_FILE = "heldout.json"
 
 
-def main(args: RoleArgs) -> None:
+def main(args: RoleArgs) -> int:
     """Evaluate until the last step's weights are scored."""
     config = args.config
-    sessions.main(
+    return sessions.main(
         "evaluator", args, lambda session: Evaluating(session).run(),
         mesh=config.evaluator.mesh, slots=config.evaluator.slots, flip="keep_kv",
     )  # fmt: skip
@@ -48,16 +50,24 @@ class Evaluating:
     async def run(self) -> None:
         """Every due version, until the last."""
         held: Version | None = None
-        due, last = 0, self.config.schedule.steps
+        due, last, failures = 0, self.config.schedule.steps, 0
         while held is None or held.step < last:
             snapshot = await self.session.store.published(held, SNAPSHOT_WAIT_S)
             if snapshot is None:
                 continue
+            step = snapshot.version.step
+            if step >= due or step == last:
+                if not await self._bring(snapshot):
+                    failures += 1
+                    if failures > TRIES:
+                        raise InfraError(f"the weights of version {snapshot.version} could not be had")
+                    await asyncio.sleep(TRY_AGAIN_S)
+                    continue
+                failures = 0
+                await self.session.store.published(snapshot.version)  # the learner stays until we hold the last
+                self.session.add_row(await self._row(snapshot.version))
+                due = step - step % self.config.evaluator.every + self.config.evaluator.every
             held = snapshot.version
-            if (held.step >= due or held.step == last) and await self._bring(snapshot):
-                await self.session.store.published(held)  # tells the learner, who stays until we hold the last
-                self.session.add_row(await self._row(held))
-                due = held.step - held.step % self.config.evaluator.every + self.config.evaluator.every
 
     async def _bring(self, snapshot: Snapshot) -> bool:
         try:

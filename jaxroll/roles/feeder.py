@@ -18,7 +18,7 @@ import msgspec
 
 from jaxroll import lifeline, wire
 from jaxroll.config import RoleArgs
-from jaxroll.errors import InfraError
+from jaxroll.errors import ConfigError, InfraError, JaxRollError
 from jaxroll.records import Task
 
 _HEADER = struct.Struct("<I")
@@ -45,12 +45,16 @@ def main(args: RoleArgs) -> None:
     os.dup2(2, 1)  # what datasets print must not reach the frames
     from jaxroll.data.prompts import PromptPipeline
 
-    pipeline = PromptPipeline(args.config)
+    pipeline: PromptPipeline | None = None
     while True:
         frame = _read_frame(sys.stdin.buffer)
         if frame is None:
             return
-        reply = _answer(pipeline, wire.decode(frame, FeedRequest))
+        try:
+            pipeline = pipeline or PromptPipeline(args.config)
+            reply = _answer(pipeline, wire.decode(frame, FeedRequest))
+        except JaxRollError as error:
+            reply = FeedReply(error=str(error))
         data = wire.encode(reply)
         answers.write(_HEADER.pack(len(data)) + data)
         answers.flush()
@@ -80,7 +84,8 @@ def _read_frame(stream: BinaryIO) -> bytes | None:
 class FeederProcess:
     """The store's side: a feeder child that is started again, at the same place, when it dies.
 
-    Used from one event loop. `next` raises InfraError when three children in a row could not answer.
+    Used from one event loop. `next` raises ConfigError when the task gives no prompts,
+    InfraError when three children in a row could not answer.
     """
 
     def __init__(self, run_dir: Path, *, deadline_s: float = 120.0) -> None:
@@ -105,6 +110,8 @@ class FeederProcess:
                     failure = f"{type(error).__name__}: {error}"
                     await self._stop()
                     continue
+                if reply.error:
+                    raise ConfigError("task", self._run_dir.name, f"gives no prompts: {reply.error}")
                 if reply.tasks:
                     self._state = reply.tasks[-1][1]
                 return list(reply.tasks)

@@ -18,7 +18,7 @@ import time
 import jax
 
 from jaxroll.config import Config, RoleArgs
-from jaxroll.errors import Closed, NotReady
+from jaxroll.errors import EXIT_INTERRUPTED, Closed, NotReady
 from jaxroll.learner import weights
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.trainer import Trainer
@@ -33,16 +33,17 @@ from jaxroll.transfer.publish import Publisher
 
 CLAIM_WAIT_S = 2.0
 HOLDER_POLL_S = 0.2
+FINISHED = "finished"
 
 
-def main(args: RoleArgs) -> None:
-    """Train until the schedule's last step is done, or until told to stop."""
+def main(args: RoleArgs) -> int:
+    """Train until the schedule's last step is done (0) or until told to stop (EXIT_INTERRUPTED)."""
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())
     session = LearnerSession(args, stop)
     try:
-        session.run()
+        return session.run()
     finally:
         session.close()
 
@@ -55,17 +56,23 @@ class LearnerSession:
         self.store = BlockingStore(
             args.store_address or args.run_dir / "store.addr",
             role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
+            call_s=self.config.store.rpc_deadline_s,
         )  # fmt: skip
         self.progress = Progress("learner", lambda row: self.store.report([row]))
         self.publisher = Publisher(self.config.transfer, args.run_dir, args.host, token=weights_token(args.run_dir))
         self.checkpoints = Checkpoints(args.run_dir / "checkpoints", self.config.learner.checkpoints_kept)
 
-    def run(self) -> None:
-        """From the last durable version to the end of the schedule."""
+    def run(self) -> int:
+        """From the last durable version to the end of the schedule: the exit code. Closed when the store ends it."""
         self.progress.start("building the learner")
         trainer = new_trainer(self.config)
         durable = self._restore(trainer)
-        version = self.store.begin(durable)
+        try:
+            version = self.store.begin(durable)
+        except Closed as closed:
+            if str(closed) != FINISHED:
+                raise
+            return 0  # we died between the last word and the exit
         self.progress.end("building the learner")
         self.progress.devices(trainer.layout.mesh)
         self._publish(trainer, version)  # first, so that samplers compile while we do
@@ -75,8 +82,8 @@ class LearnerSession:
         if durable is None:
             self._checkpoint(trainer, version)
         if version.step == 0:
-            self._await_evaluator(version)  # the gain is measured from here
-        while version.step < self.config.schedule.steps and not self._stop.is_set():
+            self._await_evaluator(version, self.config.transfer.deadline_s)  # the gain is measured from here
+        while version.step < self.config.schedule.steps:
             waited = time.monotonic()
             claim = self._claim(version)
             if claim is None:
@@ -85,9 +92,11 @@ class LearnerSession:
         if self._durable != version:
             self._checkpoint(trainer, version)
         self._settle_durable(wait=True)
-        if version.step == self.config.schedule.steps:
-            self._await_evaluator(version)
-            self.store.close_run("finished")
+        if version.step < self.config.schedule.steps:
+            return EXIT_INTERRUPTED
+        self._await_evaluator(version, self.config.supervisor.finish_s)
+        self.store.close_run(FINISHED)
+        return 0
 
     def close(self) -> None:
         """Let go of the store and of the snapshots."""
@@ -108,15 +117,12 @@ class LearnerSession:
         return self._durable
 
     def _claim(self, version: Version) -> Claim | None:
-        """The batch of this step; None when the run is over or a stop was asked for."""
+        """The batch of this step; None when a stop was asked for."""
         while not self._stop.is_set():
             try:
                 return self.store.claim(version.lineage, version.step, CLAIM_WAIT_S)
             except NotReady:
                 continue
-            except Closed as closed:
-                self.progress(f"the store closed the run: {closed}")
-                return None
         return None
 
     def _step(self, trainer: Trainer, version: Version, claim: Claim, wait_s: float) -> Version:
@@ -149,12 +155,12 @@ class LearnerSession:
         for version in self.checkpoints.finished(wait=wait):
             self.store.durable(version)
 
-    def _await_evaluator(self, version: Version) -> None:
-        """Wait until the evaluator holds `version`, which nobody else keeps; not longer than a transfer may take."""
+    def _await_evaluator(self, version: Version, limit_s: float) -> None:
+        """Wait until the evaluator holds `version`, which nobody else keeps, but not longer than `limit_s`."""
         if not self.config.evaluator.every:
             return
         self.progress(f"until the evaluator has version {version}")
-        deadline_s = time.monotonic() + self.config.transfer.deadline_s
+        deadline_s = time.monotonic() + limit_s
         while self.store.status()["holders"].get("evaluator") != str(version):
             if self._stop.wait(HOLDER_POLL_S) or time.monotonic() > deadline_s:
                 return

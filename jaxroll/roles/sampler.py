@@ -28,10 +28,10 @@ GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commi
 Key = tuple[int, int, int]  # group, member, attempt
 
 
-def main(args: RoleArgs) -> None:
+def main(args: RoleArgs) -> int:
     """Sample until the run is closed."""
     config = args.config
-    sessions.main(
+    return sessions.main(
         f"sampler:{args.index}", args, lambda session: Sampling(session).run(),
         mesh=config.sampler.mesh, slots=config.sampler.slots, flip=config.schedule.flip,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxroll.config import Config, MeshConfig, RoleArgs
 from jaxroll.envs import registry
 from jaxroll.envs.scoring import ScoringPool
-from jaxroll.errors import Closed
+from jaxroll.errors import EXIT_INTERRUPTED, Closed
 from jaxroll.protocols import SamplingParams
 from jaxroll.roles.progress import Progress
 from jaxroll.rollout.manager import RolloutManager
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
     from jaxroll.roles.build import Inference
 
 STORE_PATIENCE_S = 60.0
-STOP_S = 30.0
+STOP_S = 15.0
 
 
 class Session:
@@ -72,7 +73,7 @@ class Session:
         self.store = await StoreClient.connect(
             self.args.store_address or self.args.run_dir / "store.addr",
             role=self.role.partition(":")[0], name=self.role, config_digest=self.args.config_digest,
-            patience_s=STORE_PATIENCE_S,
+            patience_s=STORE_PATIENCE_S, call_s=self.config.store.rpc_deadline_s,
         )  # fmt: skip
         reporting = asyncio.ensure_future(self._send_rows())
         stopping = asyncio.ensure_future(self.stopping.wait())
@@ -114,8 +115,8 @@ def main(
     mesh: MeshConfig,
     slots: int,
     flip: Literal["keep_kv", "drain"],
-) -> None:
-    """Run `play` beside an engine of `slots` slots on `mesh` until it ends."""
+) -> int:
+    """Run `play` beside an engine of `slots` slots on `mesh` until it ends (0) or is stopped (EXIT_INTERRUPTED)."""
     config: Config = args.config
     pool = ScoringPool(config.sampler.scoring_workers, modules=registry.scorer_modules(config.task.env))
     pool.start()
@@ -124,8 +125,17 @@ def main(
     thread = build.LoopThread(role)
     session = Session(role, args, pool, thread.loop)
     signal.signal(signal.SIGUSR1, lambda *_: thread.loop.call_soon_threadsafe(print_stacks, thread.loop))
+    faulthandler.register(
+        signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True
+    )  # in C: threads too, when one hangs in XLA
+    told_to = threading.Event()
+
+    def stop(*_: object) -> None:
+        told_to.set()
+        session.request_stop()
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: session.request_stop())
+        signal.signal(signum, stop)
     built: Future[Inference] = Future()
     finished = thread.start(session.run(built, play))
     try:
@@ -143,11 +153,11 @@ def main(
         finished.result(timeout=STOP_S)
         thread.close()
         pool.close()
+    return EXIT_INTERRUPTED if told_to.is_set() else 0
 
 
 def print_stacks(loop: asyncio.AbstractEventLoop) -> None:
-    """Print where every thread and every task of `loop` is; `kill -USR1` of a role asks for it."""
-    faulthandler.dump_traceback()
+    """Print where every task of `loop` is; `kill -USR1` of a role asks for it."""
     for task in asyncio.all_tasks(loop):
         task.print_stack(file=sys.stderr)
     sys.stderr.flush()

@@ -36,8 +36,8 @@ class StoreClient:
 
     welcome: Welcome
 
-    def __init__(self, raw: RawClient, config_digest: str) -> None:
-        self._raw, self._config_digest = raw, config_digest
+    def __init__(self, raw: RawClient, config_digest: str, call_s: float = _CALL_S) -> None:
+        self._raw, self._config_digest, self._call_s = raw, config_digest, call_s
 
     @classmethod
     async def connect(
@@ -49,6 +49,7 @@ class StoreClient:
         config_digest: str = "",
         token: str | None = None,
         patience_s: float = 60.0,
+        call_s: float = _CALL_S,
     ) -> StoreClient:
         """A client that the store has welcomed. `address` is host:port, or the file (RUN/store.addr) that holds it.
 
@@ -59,7 +60,7 @@ class StoreClient:
             msg.SERVICE, address, role=role, name=name, token=token or auth.load(run_dir), patience_s=patience_s,
             max_message_bytes=MAX_MESSAGE_BYTES,
         )  # fmt: skip
-        client = cls(raw, config_digest)
+        client = cls(raw, config_digest, call_s)
         async with contextlib.AsyncExitStack() as unless_welcome:
             unless_welcome.push_async_callback(raw.close)
             client.welcome = await client._call("Hello", msg.Hello(wire.PROTOCOL_VERSION, config_digest), Welcome)
@@ -89,7 +90,7 @@ class StoreClient:
 
     async def put(self, member: Member) -> str:
         """OK, or SURPLUS when its group ended without it. Raises Conflict, Fenced."""
-        return wire.decode(await self._raw.call("Put", wire.encode(member), _CALL_S), msg.PutReply).result
+        return wire.decode(await self._raw.call("Put", wire.encode(member), self._call_s), msg.PutReply).result
 
     async def release(self, grants: Sequence[Key]) -> None:
         """Give leases back."""
@@ -155,7 +156,7 @@ class StoreClient:
 
     async def _call(self, method: str, message: Any, kind: type[T], held_s: float = 0.0) -> T:
         """The answer of type `kind`; the store may hold the call for `held_s`."""
-        return wire.decode(await self._raw.call(method, wire.encode(message), held_s + _CALL_S), kind)
+        return wire.decode(await self._raw.call(method, wire.encode(message), held_s + self._call_s), kind)
 
 
 async def _until(ask, wait_s: float, not_yet: type[Exception]):
@@ -192,6 +193,7 @@ class BlockingStore:
         config_digest: str = "",
         token: str | None = None,
         patience_s: float = 60.0,
+        call_s: float = _CALL_S,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="store-client", daemon=True)
@@ -200,7 +202,13 @@ class BlockingStore:
         with contextlib.ExitStack() as unless_connected:
             unless_connected.callback(self.close)
             job = StoreClient.connect(
-                address, role=role, name=name, config_digest=config_digest, token=token, patience_s=patience_s
+                address,
+                role=role,
+                name=name,
+                config_digest=config_digest,
+                token=token,
+                patience_s=patience_s,
+                call_s=call_s,
             )
             self._client = self._run(job)
             unless_connected.pop_all()

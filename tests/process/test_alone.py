@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxroll import metrics
+from jaxroll.errors import EXIT_CONFIG
 from tests.process.trains import ROOT, last_step
 
 pytestmark = pytest.mark.process
@@ -33,6 +34,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def test_a_task_without_prompts_ends_the_store_with_its_reason(tmp_path: Path) -> None:
+    store = start("store", tmp_path / "a", "127.0.0.1:0", "--config.task.max_prompt_tokens=1")
+    try:
+        assert store.wait(timeout=60) == EXIT_CONFIG
+        assert "gives no prompts" in (tmp_path / "a.store.log").read_text()
+    finally:
+        store.kill()
+        store.wait(timeout=10)
 
 
 def test_roles_meet_by_address(tmp_path: Path) -> None:

@@ -32,6 +32,17 @@ def test_a_run_survives_three_kills_of(role, free_run_dir):
         assert train.report()["restarts"] == 3
 
 
+@pytest.mark.parametrize("role", ["sampler", "learner"])
+def test_a_role_that_is_told_to_leave_early_comes_back(role, free_run_dir):
+    """SIGTERM from outside, as in a preemption: the role leaves in order, and the run is not over for that."""
+    with Train(free_run_dir, *SMALL, "--config.schedule.steps=14", "--config.supervisor.backoff_s=0.1") as train:
+        train.until_step(3)
+        train.role(role).send_signal(signal.SIGTERM)
+        assert train.finish() == 0, train.logs()
+        assert_sound(train, steps=14, alpha=1)
+        assert train.report()["restarts"] == 1
+
+
 def test_no_child_outlives_a_killed_supervisor(free_run_dir):
     with Train(free_run_dir, *SMALL, "--config.schedule.steps=1000") as train:
         train.until_step(1)
