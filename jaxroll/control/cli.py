@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("--host", default="127.0.0.1", help="the name under which other machines reach this process")
         one.add_argument("--insecure", action="store_true", help="plain text to other machines (the run has a token)")
         one.add_argument("--index", type=int, default=0, help="which of several samplers")
-        one.add_argument("--resume", action="store_true", help="this is not the first life of the role")
+        one.add_argument("--resume", action="store_true", help="marks a later life; the role itself looks at the disk")
     for name, text in OFFLINE.items():
         _run_options(add(name, text))
     config = add("config", "print the resolved config")
