@@ -148,7 +148,7 @@ class TensorBoardTracker:
         kind, role = row.get("kind"), str(row.get("role", "run"))
         if kind not in self.SHOWN:
             return
-        prefix = f"{role.replace(':', '_')}/{kind}"
+        prefix = f"{role}/{kind}"
         self._counts[prefix] = count = self._counts.get(prefix, 0) + 1
         step = row.get("step", count)
         for name, value in row.items():

@@ -2,7 +2,7 @@
 # Starts the roles of one config on TPU VMs, over `gcloud compute tpus tpu-vm ssh`.
 #
 #   launch/tpu_vm.sh --config=configs/X.py --zone=us-central2-b --run=runs/x \
-#       --on store=vm-a --on learner=vm-a --on sampler:0=vm-b --on evaluator=vm-c [--dry-run]
+#       --on store=vm-a --on learner=vm-a --on sampler-0=vm-b --on evaluator=vm-c [--dry-run]
 #
 # Every VM holds the same checkout (--workdir) with `pip install 'jaxroll[tpu]'`. A role that is named nowhere runs on
 # this machine. Roles that share a VM split its chips by rectangles (--devices-per-host).

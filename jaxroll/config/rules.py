@@ -76,7 +76,7 @@ def check_inventory(config: Config, inventory: Inventory) -> None:
 def roles_with_devices(config: Config) -> dict[str, int]:
     """Devices by process name, in the order in which they are handed out: learner, samplers, evaluator."""
     wanted = {"learner": config.learner.mesh.devices}
-    wanted |= {f"sampler:{index}": config.sampler.mesh.devices for index in range(config.sampler.count)}
+    wanted |= {f"sampler-{index}": config.sampler.mesh.devices for index in range(config.sampler.count)}
     if config.evaluator.every:
         wanted["evaluator"] = config.evaluator.mesh.devices
     return wanted
@@ -234,7 +234,7 @@ def _check_deadlines(config: Config) -> None:
 def _check_fractions(config: Config) -> None:
     for name, share in memory_fractions(config).items():
         if share >= 1:
-            key = f"placement.{name.partition(':')[0]}_memory_fraction"
+            key = f"placement.{name.partition('-')[0]}_memory_fraction"
             raise ConfigError(key, share, "a fraction of one GPU's memory", "Set it below 1.")
 
 
@@ -251,7 +251,7 @@ def _check_chips(config: Config, chips: int) -> None:
                           "(launch/tpu_vm.sh); `--config.placement.platform=cpu` runs on the CPU.")  # fmt: skip
     for name, count in wanted.items():
         if count not in (1, 2, 4, 8):
-            raise ConfigError(f"{name.partition(':')[0]}.mesh", count, "TPU chips of one host are split by rectangles",
+            raise ConfigError(f"{name.partition('-')[0]}.mesh", count, "TPU chips of one host are split by rectangles",
                               "Use 1, 2, 4 or 8 devices per role.")  # fmt: skip
 
 

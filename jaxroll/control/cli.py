@@ -106,7 +106,7 @@ def _launch_options(one: argparse.ArgumentParser) -> None:
     _run_options(one)
     one.add_argument("--target", choices=("tpu_vm", "gpu"), required=True)
     one.add_argument(
-        "--on", action="append", default=[], metavar="ROLE=HOST", help="as store=a, learner=b, sampler:0=c"
+        "--on", action="append", default=[], metavar="ROLE=HOST", help="as store=a, learner=b, sampler-0=c"
     )
     one.add_argument("--workdir", default=".", help="the checkout on the hosts")
     one.add_argument("--python", default="python3", help="the interpreter on the hosts")

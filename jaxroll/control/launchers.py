@@ -42,7 +42,7 @@ class Target:
 
     def host(self, name: str) -> str:
         """The host of process `name`: named itself, or by its role, else this machine."""
-        return self.hosts.get(name) or self.hosts.get(name.partition(":")[0]) or LOCAL
+        return self.hosts.get(name) or self.hosts.get(name.partition("-")[0]) or LOCAL
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def target_of(options: argparse.Namespace) -> Target:
 def plan(config: Config, target: Target) -> list[Launch]:
     """What to start where: store, learner, samplers, evaluator. ConfigError when a host has too few devices."""
     names = ("store", *roles_with_devices(config))
-    unknown = [name for name in target.hosts if name not in names and name not in {n.partition(":")[0] for n in names}]
+    unknown = [name for name in target.hosts if name not in names and name not in {n.partition("-")[0] for n in names}]
     if unknown:
         raise ConfigError("--on", unknown[0], "no such role in this config", f"Roles: {', '.join(names)}.")
     envs = _device_envs(config, target)

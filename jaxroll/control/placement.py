@@ -1,6 +1,6 @@
 """Which devices each role sees, as environment variables: pure functions of a config and an inventory.
 
-DESIGN.md, "Placement", has the reasons. The names are those of the process list: learner, sampler:0, …, evaluator.
+DESIGN.md, "Placement", has the reasons. The names are those of the process list: learner, sampler-0, …, evaluator.
 """
 
 from __future__ import annotations

@@ -65,13 +65,13 @@ def build(
 
 
 def role_of(name: str) -> str:
-    """`sampler` of `sampler:0`."""
-    return name.partition(":")[0]
+    """`sampler` of `sampler-0`."""
+    return name.partition("-")[0]
 
 
 def role_words(name: str) -> tuple[str, ...]:
-    """The command-line words that say which role: `sampler --index=0` of `sampler:0`."""
-    role, _, index = name.partition(":")
+    """The command-line words that say which role: `sampler --index=0` of `sampler-0`."""
+    role, _, index = name.partition("-")
     return (role, f"--index={index}") if index else (role,)
 
 

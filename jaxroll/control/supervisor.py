@@ -266,4 +266,4 @@ class Supervisor:
         return ProcessView(slot.spec.name, state, now - slot.since_s)
 
     def _log(self, name: str) -> Path:
-        return self._run_dir / LOGS / f"{name.replace(':', '-')}.log"
+        return self._run_dir / LOGS / f"{name}.log"

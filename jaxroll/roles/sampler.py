@@ -32,7 +32,7 @@ def main(args: RoleArgs) -> int:
     """Sample until the run is closed."""
     config = args.config
     return sessions.main(
-        f"sampler:{args.index}", args, lambda session: Sampling(session).run(),
+        f"sampler-{args.index}", args, lambda session: Sampling(session).run(),
         mesh=config.sampler.mesh, slots=config.sampler.slots, flip=config.schedule.flip,
     )  # fmt: skip
 

@@ -72,7 +72,7 @@ class Session:
 
         self.store = await StoreClient.connect(
             self.args.store_address or self.args.run_dir / "store.addr",
-            role=self.role.partition(":")[0], name=self.role, config_digest=self.args.config_digest,
+            role=self.role.partition("-")[0], name=self.role, config_digest=self.args.config_digest,
             patience_s=STORE_PATIENCE_S, call_s=self.config.store.rpc_deadline_s,
         )  # fmt: skip
         reporting = asyncio.ensure_future(self._send_rows())
@@ -142,7 +142,7 @@ def main(
         session.progress.start("building the engine")
         token = weights.weights_token(args.run_dir)
         parts = build.inference(
-            config, role.partition(":")[0], mesh, slots=slots, flip=flip, token=token, progress=session.progress
+            config, role.partition("-")[0], mesh, slots=slots, flip=flip, token=token, progress=session.progress
         )
         session.progress.end("building the engine")
         finished.add_done_callback(lambda _: parts.host.stop())

@@ -7,7 +7,7 @@ import re
 
 from jaxroll.errors import ConfigError
 
-NAME = re.compile(r"[A-Za-z0-9_:.-]{1,64}")  # of a process, as "sampler:0"
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of a process ("sampler-0"), a session, a request
 MAX_CONCURRENT_CALLS = 4096
 MAX_WAIT_S = 30.0  # of one long poll; clients ask again
 LOOPBACK_NAMES = ("localhost", "ip6-localhost")
@@ -15,7 +15,7 @@ LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 
 def is_name(text: str) -> bool:
     """Whether `text` may name a process, session or request."""
-    return NAME.fullmatch(text) is not None and ".." not in text
+    return NAME.fullmatch(text) is not None
 
 
 def is_loopback(host: str) -> bool:

@@ -106,7 +106,7 @@ class RawServer:
         if right not in method.rights:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"a {right} may not call this")
         if not (limits.is_name(name) and limits.is_name(session)):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "name and session must match [A-Za-z0-9_:.-]{1,64}")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "name and session must match [A-Za-z0-9_-]{1,64}")
         remaining = context.time_remaining()
         return Caller(right, name, session, said.get("jaxroll-run", ""), remaining if remaining else limits.MAX_WAIT_S)
 

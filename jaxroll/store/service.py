@@ -99,7 +99,7 @@ class StoreService:
     async def _lease(self, caller: Caller, body: bytes) -> msg.LeaseReply:
         call = wire.decode(body, msg.LeaseCall)
         if not limits.is_name(call.request):
-            raise StoreRefusal("a lease request must match [A-Za-z0-9_:.-]{1,64}")
+            raise StoreRefusal("a lease request must match [A-Za-z0-9_-]{1,64}")
         count = -(-max(call.max_members, 1) // self._keeper.settings.group_size) + 1
 
         def ask() -> Any:

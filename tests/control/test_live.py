@@ -17,11 +17,11 @@ from jaxroll.control.supervisor import ProcessView
 STEP = {"kind": "step", "role": "learner", "step": 3, "t": 110.0, "t1": 109.5, "reward_mean": 0.625, "age_mean": 0.4,
         "age_max": 1, "wait_s": 0.31, "train_s": 0.7}  # fmt: skip
 ROWS = [
-    {"kind": "stats", "role": "sampler:0", "tokens_per_s": 10000.0},
-    {"kind": "stats", "role": "sampler:0", "tokens_per_s": 14000.0},
-    {"kind": "stats", "role": "sampler:1", "tokens_per_s": 8000.0},
+    {"kind": "stats", "role": "sampler-0", "tokens_per_s": 10000.0},
+    {"kind": "stats", "role": "sampler-0", "tokens_per_s": 14000.0},
+    {"kind": "stats", "role": "sampler-1", "tokens_per_s": 8000.0},
     {"kind": "eval", "role": "evaluator", "step": 0, "accuracy": 0.4707, "n": 512},
-    {"kind": "store", "role": "store", "waits": {"sampler:1": "has group 7"}},
+    {"kind": "store", "role": "store", "waits": {"sampler-1": "has group 7"}},
     {**STEP, "step": 2, "t1": 108.25},
     STEP,
 ]
@@ -45,7 +45,7 @@ def folded(rows: list[dict]) -> Status:
 def test_a_step_shows_reward_accuracy_rate_age_and_waits() -> None:
     cells = folded(ROWS).steps[-1].cells(50)
     assert cells == ("3/50", "0.625", "47.1 % @0", "20,000", "0.40 / 1", "1.25",
-                     "learner for groups, 0.3 s; for sampler:1, which has group 7")  # fmt: skip
+                     "learner for groups, 0.3 s; for sampler-1, which has group 7")  # fmt: skip
 
 
 def test_what_is_unknown_is_a_dash() -> None:
@@ -71,7 +71,7 @@ def test_compiling_is_named_with_its_age_until_it_ends_or_its_process_dies() -> 
     [
         ([("store", "starting", 3.2)], "waiting for store, 3 s"),
         ([("store", "running", 5.0), ("learner", "running", 4.0)], "first report of store (5 s), learner (4 s)"),
-        ([("store", "running", 5.0), ("sampler:0", "backoff", 0.3)], "sampler:0 died"),
+        ([("store", "running", 5.0), ("sampler-0", "backoff", 0.3)], "sampler-0 died"),
         ([("learner", "stopping", 3.0), ("store", "running", 9.0)], "stopping learner (3 s)"),
         ([], "starting"),
     ],
@@ -96,7 +96,7 @@ def test_the_newest_word_of_a_role_stands_until_it_gets_somewhere() -> None:
 
 def test_between_steps_the_next_one_and_the_waits_are_named() -> None:
     said = folded(ROWS).doing(113.5, [])
-    assert said.startswith("step 4, 4 s") and "waiting for sampler:1, which has group 7" in said
+    assert said.startswith("step 4, 4 s") and "waiting for sampler-1, which has group 7" in said
 
 
 def test_plain_view_prints_every_step_and_breaks_every_silence_before_ten_seconds(tmp_path: Path) -> None:

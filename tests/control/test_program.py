@@ -51,7 +51,7 @@ def _as_json(spec: program.ProcessSpec) -> dict:
 
 
 def test_every_role_is_there_and_only_the_evaluator_can_be_left_out() -> None:
-    names = ["store", "learner", "sampler:0", "sampler:1", "evaluator"]
+    names = ["store", "learner", "sampler-0", "sampler-1", "evaluator"]
     assert [spec.name for spec in built("cpu")] == names
     silent = replace(UNEQUAL, evaluator=EvaluatorConfig(every=0))
     specs = program.build(silent, Path("/r"), Inventory("cpu"), python="python", cache_dir=Path("/c"))
@@ -64,12 +64,12 @@ def test_no_two_roles_see_the_same_chip_or_gpu_and_all_see_as_many_as_their_mesh
         everything = [device for devices in seen.values() for device in devices]
         assert len(everything) == len(set(everything)) == 7
         assert {who: len(devices) for who, devices in seen.items()} == {
-            "learner": 2, "sampler:0": 2, "sampler:1": 2, "evaluator": 1}  # fmt: skip
+            "learner": 2, "sampler-0": 2, "sampler-1": 2, "evaluator": 1}  # fmt: skip
 
 
 def test_tpu_rectangles_are_aligned_and_ports_differ() -> None:
-    envs = placement.tpu_env({"learner": 1, "sampler:0": 4, "evaluator": 2})
-    assert list(envs) == ["learner", "sampler:0", "evaluator"]
+    envs = placement.tpu_env({"learner": 1, "sampler-0": 4, "evaluator": 2})
+    assert list(envs) == ["learner", "sampler-0", "evaluator"]
     chips = {name: [int(chip) for chip in env["TPU_VISIBLE_CHIPS"].split(",")] for name, env in envs.items()}
     for devices in chips.values():
         assert devices[0] % len(devices) == 0 and devices == list(range(devices[0], devices[0] + len(devices)))

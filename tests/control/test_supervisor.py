@@ -19,7 +19,7 @@ from jaxroll import metrics
 pytestmark = pytest.mark.process
 
 HERE = Path(__file__).parent
-NAMES = ("store", "learner", "sampler:0", "sampler:1", "evaluator")
+NAMES = ("store", "learner", "sampler-0", "sampler-1", "evaluator")
 PATIENCE_S = 40.0
 
 
@@ -100,8 +100,8 @@ def test_a_run_ends_with_its_learner_then_its_evaluator_then_in_order(stage: Sta
     assert code == 0
     assert stage.names("end") == ["learner", "evaluator"]
     terms = stage.names("term")
-    assert sorted(terms[:2]) == ["sampler:0", "sampler:1"] and terms[2:] == ["store"]
-    assert "sampler:0 speaks" in (stage.run_dir / "logs" / "sampler-0.log").read_text()
+    assert sorted(terms[:2]) == ["sampler-0", "sampler-1"] and terms[2:] == ["store"]
+    assert "sampler-0 speaks" in (stage.run_dir / "logs" / "sampler-0.log").read_text()
     assert metrics.read(stage.run_dir / "metrics.jsonl") == []
 
 
@@ -131,7 +131,7 @@ def test_a_killed_role_is_started_again_and_told_so(stage: Stage) -> None:
     stage.start()
     stage.all_up()
     killed = {}
-    for name in ("sampler:1", "store", "learner", "evaluator"):
+    for name in ("sampler-1", "store", "learner", "evaluator"):
         killed[name] = stage.pid(name)
         os.kill(killed[name], signal.SIGKILL)
         until(lambda name=name: name in stage.names("again"), f"{name} again")
@@ -142,15 +142,15 @@ def test_a_killed_role_is_started_again_and_told_so(stage: Stage) -> None:
     rows = metrics.read(stage.run_dir / "metrics.jsonl")
     assert {row["who"]: (row["pid"], row["code"]) for row in rows} == {name: (pid, -9) for name, pid in killed.items()}
     assert all(row["kind"] == "restart" and row["role"] == "supervisor" for row in rows)
-    assert "sampler:1 died by signal 9" in out
+    assert "sampler-1 died by signal 9" in out
 
 
 def test_a_role_that_keeps_dying_ends_the_run_with_its_last_words(stage: Stage) -> None:
-    stage.start({"sampler:0": ["--crash=99"]}, max_restarts=2)
+    stage.start({"sampler-0": ["--crash=99"]}, max_restarts=2)
     code, out = stage.finish()
     assert code == 1
-    assert stage.names("start", "again").count("sampler:0") == 3
-    assert "sampler:0 died 3 times" in out and "it hurts" in out
+    assert stage.names("start", "again").count("sampler-0") == 3
+    assert "sampler-0 died 3 times" in out and "it hurts" in out
     assert "store" in stage.names("term")
 
 
@@ -187,18 +187,18 @@ def test_an_interrupt_stops_in_order(stage: Stage, signum: signal.Signals) -> No
     code, _ = stage.finish()
     assert code == 130
     terms = stage.names("term")
-    assert terms[:2] == ["learner", "evaluator"] and sorted(terms[2:4]) == ["sampler:0", "sampler:1"]
+    assert terms[:2] == ["learner", "evaluator"] and sorted(terms[2:4]) == ["sampler-0", "sampler-1"]
     assert terms[4:] == ["store"]
     assert "again" not in [kind for kind, *_ in stage.lines()]
 
 
 def test_a_role_that_will_not_leave_is_killed(stage: Stage) -> None:
-    stage.start({"sampler:0": ["--stubborn"]}, stop_s=1.0)
+    stage.start({"sampler-0": ["--stubborn"]}, stop_s=1.0)
     stage.all_up()
-    stubborn = stage.pid("sampler:0")
+    stubborn = stage.pid("sampler-0")
     stage.process.send_signal(signal.SIGINT)
     code, out = stage.finish()
-    assert code == 130 and "sampler:0 did not leave within 1 s" in out
+    assert code == 130 and "sampler-0 did not leave within 1 s" in out
     assert gone(stubborn) and stage.names("term")[-1] == "store"
 
 
@@ -223,11 +223,11 @@ def test_nobody_is_left_five_seconds_after_the_supervisor_is_killed(stage: Stage
 
 
 def test_the_children_of_a_killed_role_go_with_it(stage: Stage) -> None:
-    stage.start({"sampler:0": ["--child=loose"]})
+    stage.start({"sampler-0": ["--child=loose"]})
     stage.all_up()
-    child = int(stage.events.with_name("child-of-sampler:0").read_text())
-    os.kill(stage.pid("sampler:0"), signal.SIGKILL)
-    until(lambda: "sampler:0" in stage.names("again"), "a second life")
+    child = int(stage.events.with_name("child-of-sampler-0").read_text())
+    os.kill(stage.pid("sampler-0"), signal.SIGKILL)
+    until(lambda: "sampler-0" in stage.names("again"), "a second life")
     until(lambda: gone(child), "the worker of the first life gone", 5.0)
     stage.process.send_signal(signal.SIGINT)
     assert stage.finish()[0] == 130

@@ -17,7 +17,7 @@ from jaxroll.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
-SPREAD = ["--insecure", "--on=store=vm-a", "--on=learner=vm-a", "--on=sampler:0=vm-b", "--on=evaluator=vm-c"]
+SPREAD = ["--insecure", "--on=store=vm-a", "--on=learner=vm-a", "--on=sampler-0=vm-b", "--on=evaluator=vm-c"]
 CASES = {
     "tpu_one_host": ("tpu_vm.sh", ["--devices-per-host=8"]),
     "tpu_three_hosts": ("tpu_vm.sh", [*SPREAD, "--zone=us-central2-b", "--run=runs/x", "--workdir=/srv/jaxroll"]),
@@ -73,7 +73,7 @@ CONFIG = configs.load(ROOT / "configs" / "rlvr_tiny.py")
         (Target("tpu_vm", "c.py", devices_per_host=2), "must have 3"),
         (Target("gpu", "c.py", devices_per_host=2), "must have 3"),
         (Target("gpu", "c.py", devices_per_host=1, gpu_memory_mb=4000), "contexts"),
-        (Target("gpu", "c.py", hosts={"sampler:7": "x"}), "no such role"),
+        (Target("gpu", "c.py", hosts={"sampler-7": "x"}), "no such role"),
     ],
 )
 def test_a_plan_that_cannot_work_is_refused(target: Target, words: str) -> None:

@@ -28,7 +28,7 @@ def test_a_run_from_warm_start_to_report(free_run_dir):
         assert evals[0]["step"] == 0 and evals[-1]["step"] == 6, "the gain is measured from the warm start to the end"
         assert all(row["n"] == 16 for row in evals), "every item is answered wholly at the pinned version"
         assert (free_run_dir / "report.html").stat().st_size > 10_000
-        assert {"learner", "sampler:0", "evaluator"} <= {row["role"] for row in train.rows if row["kind"] == "devices"}
+        assert {"learner", "sampler-0", "evaluator"} <= {row["role"] for row in train.rows if row["kind"] == "devices"}
 
 
 def test_the_tensorstore_channel_carries_a_run(free_run_dir):

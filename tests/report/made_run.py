@@ -45,7 +45,7 @@ class LogMaker:
     def issue(self, group: int, *, index: int | None = None, version: Version = START, tokens: int = TOKENS) -> None:
         """A group with all members leased and put."""
         self.add(ev.Issued(group, task(group if index is None else index), MEMBERS, cursor=b"c"))
-        self.add(ev.Leased(group, tuple((m, 1) for m in range(MEMBERS)), "sampler:0", "s", "r", 30.0))
+        self.add(ev.Leased(group, tuple((m, 1) for m in range(MEMBERS)), "sampler-0", "s", "r", 30.0))
         for member in range(MEMBERS):
             self.add(ev.Put(group, member, 1, f"d{group}.{member}", 100, (VersionRun(version, tokens),)))
 
@@ -115,9 +115,9 @@ def make_run(run_dir: Path, *, steps: int = 60, steps_wanted: int = 60, hostile:
         t = t2
     failed = ev.MemberFailed(steps * GROUPS, 0, 1, "d", "DATA", f"scorer raised {encodable(hostile)}", 0.0)
     log.add(ev.Issued(steps * GROUPS, task(steps * GROUPS), MEMBERS, cursor=b"c"))
-    log.add(ev.Leased(steps * GROUPS, ((0, 1),), "sampler:0", "s", "r", 30.0), failed, t=t)
+    log.add(ev.Leased(steps * GROUPS, ((0, 1),), "sampler-0", "s", "r", 30.0), failed, t=t)
     rows += [
-        {"t": t - 20.0, "role": "supervisor", "kind": "restart", "who": "sampler:0", "pid": 4711, "code": -9},
+        {"t": t - 20.0, "role": "supervisor", "kind": "restart", "who": "sampler-0", "pid": 4711, "code": -9},
         {"t": t, "role": "learner", "kind": "event", "text": f"waiting for the last evaluation {hostile}"},
     ]
     log.write(run_dir)
@@ -131,7 +131,7 @@ def _warm_rows(rng: random.Random) -> list[dict]:
         {"t": STARTED + s, "role": "sft", "kind": "event", "text": f"warm start step {10 * s}"}
         for s in range(2, int(WARM_S), 5)
     ]
-    for role, what, seconds in (("learner", "compiling the step", 9.3), ("sampler:0", "compiling the engine", 14.1)):
+    for role, what, seconds in (("learner", "compiling the step", 9.3), ("sampler-0", "compiling the engine", 14.1)):
         t = STARTED + WARM_S + 1
         rows.append({"t": t, "role": role, "kind": "compile", "what": what, "state": "start"})
         rows.append(
@@ -166,14 +166,14 @@ def _sampler_rows(rng: random.Random, group_ids: Sequence[int], t0: float, t1: f
     cut = [t0, *sorted(rng.uniform(t0, t1) for _ in range(2)), t1]
     tokens = GROUPS * MEMBERS * TOKENS
     rows: list[dict] = [
-        {"t": t1, "role": "sampler:0", "kind": "span", "what": "decode", "t0": a, "t1": b - 0.01, "tokens": tokens // 3}
+        {"t": t1, "role": "sampler-0", "kind": "span", "what": "decode", "t0": a, "t1": b - 0.01, "tokens": tokens // 3}
         for a, b in pairwise(cut)
         if b - a > 0.02
     ]
     members = [[g, m, rng.uniform(t0, (t0 + t1) / 2), t1, TOKENS] for g in group_ids for m in range(MEMBERS)]
-    rows.append({"t": t1, "role": "sampler:0", "kind": "members", "rows": members})
+    rows.append({"t": t1, "role": "sampler-0", "kind": "members", "rows": members})
     rows.append({
-        "t": t1, "role": "sampler:0", "kind": "stats", "tokens_per_s": rng.gauss(21_000, 1500), "version": f"0.{step}",
+        "t": t1, "role": "sampler-0", "kind": "stats", "tokens_per_s": rng.gauss(21_000, 1500), "version": f"0.{step}",
         "slot_steps_busy": 95, "slot_steps_total": 100, "slot_occupancy": 0.95, "queue_depth": 32, "compiles": 0,
     })  # fmt: skip
     return rows

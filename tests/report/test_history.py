@@ -35,7 +35,7 @@ def log() -> LogMaker:
     )
     log.issue(5)
     log.add(ev.Issued(6, log.state.open[5].task, MEMBERS, cursor=b"c"))
-    log.add(ev.Leased(6, ((0, 1),), "sampler:0", "s", "r", 30.0))
+    log.add(ev.Leased(6, ((0, 1),), "sampler-0", "s", "r", 30.0))
     log.add(ev.MemberFailed(6, 0, 1, "d", "DATA", "no such <word>", 0.0), ev.Died(6, "member 0"), t=103.0)
     return log
 

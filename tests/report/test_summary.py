@@ -51,11 +51,11 @@ def step(step, t0, t1, ages=None, **more):
     }  # fmt: skip
 
 
-def decode(t0, t1, tokens=5, role="sampler:0"):
+def decode(t0, t1, tokens=5, role="sampler-0"):
     return {"t": t1, "role": role, "kind": "span", "what": "decode", "t0": t0, "t1": t1, "tokens": tokens}
 
 
-def members(*rows, role="sampler:0"):
+def members(*rows, role="sampler-0"):
     return {"t": 0.0, "role": role, "kind": "members", "rows": [list(row) for row in rows]}
 
 
@@ -78,7 +78,7 @@ def test_overlap_counts_only_useful_tokens_in_compute_time():
     steps = summary.trained_steps(rows)
     assert summary.overlap(rows, steps, frozenset({0, 1})) == pytest.approx(0.5)
     assert summary.overlap(rows, steps, frozenset()) == 0.0
-    lane = activity.sampler_lane(rows, "sampler:0", frozenset({0, 1}))
+    lane = activity.sampler_lane(rows, "sampler-0", frozenset({0, 1}))
     assert lane.spans == {
         "decode": [(0.0, 2.0), (12.0, 19.0)],
         "decode_other": [(2.0, 3.0), (11.0, 12.0), (19.0, 20.0)],
@@ -86,7 +86,7 @@ def test_overlap_counts_only_useful_tokens_in_compute_time():
 
 
 def test_a_sampler_is_not_useful_for_what_another_one_holds():
-    rows = [step(1, 0.0, 4.0), decode(0.0, 4.0, role="sampler:0"), members((0, 0, 0.0, 4.0, 3), role="sampler:1")]
+    rows = [step(1, 0.0, 4.0), decode(0.0, 4.0, role="sampler-0"), members((0, 0, 0.0, 4.0, 3), role="sampler-1")]
     assert summary.overlap(rows, summary.trained_steps(rows), frozenset({0})) == 0.0
 
 

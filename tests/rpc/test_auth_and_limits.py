@@ -48,12 +48,12 @@ def test_roles_have_rights() -> None:
         auth.right_of("root")
 
 
-@pytest.mark.parametrize("name", ["sampler:0", "a", "A-b_c.9", "x" * 64])
+@pytest.mark.parametrize("name", ["sampler-0", "a", "A-b_c9", "x" * 64])
 def test_names(name: str) -> None:
     assert limits.is_name(name)
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a..b", "x" * 65, "a b", "a/b", "é", "a\n"])
+@pytest.mark.parametrize("name", ["", "../x", "a.b", "sampler:0", "x" * 65, "a b", "a/b", "é", "a\n"])
 def test_what_is_no_name(name: str) -> None:
     assert not limits.is_name(name)
 

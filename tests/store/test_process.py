@@ -144,7 +144,7 @@ def test_acknowledged_puts_survive_kills(tmp_path: Path, small: SimpleNamespace,
 
     async def play() -> tuple[dict, dict]:
         learner = await connect(tmp_path, config, "learner", "learner")
-        samplers = [await connect(tmp_path, config, "sampler", f"sampler:{i}") for i in range(2)]
+        samplers = [await connect(tmp_path, config, "sampler", f"sampler-{i}") for i in range(2)]
         work = asyncio.gather(learn(learner, small, steps), *(sample(s, small, acknowledged) for s in samplers))
         await kill_at_random(store, seed, KILLS, work)
         seen = (await work)[0]

@@ -78,7 +78,7 @@ def test_a_run_from_the_first_lease_to_the_end(tmp_path: Path, small: SimpleName
         async with (
             small.serving(tmp_path, config),
             small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler", "sampler:0") as sampler,
+            small.connected(tmp_path, config, "sampler", "sampler-0") as sampler,
         ):
             assert learner.welcome.lineage == 0
             trained, _ = await asyncio.gather(learn(learner), sample(sampler))
@@ -252,8 +252,8 @@ def test_an_expired_lease_goes_to_the_sampler_that_waits(tmp_path: Path, small: 
         async with (
             small.serving(tmp_path, config),
             small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler", "sampler:0") as first,
-            small.connected(tmp_path, config, "sampler", "sampler:1") as second,
+            small.connected(tmp_path, config, "sampler", "sampler-0") as first,
+            small.connected(tmp_path, config, "sampler", "sampler-1") as second,
         ):
             await learner.publish(small.snapshot(await learner.begin(None)))
             lost = small.keys(await first.lease(V0, 4))
@@ -469,7 +469,7 @@ def test_a_store_that_starts_again_keeps_run_port_cursor_and_leases(
                 tmp_path / "store.addr", role="learner", name="learner", config_digest=digest(config)
             )
             sampler = await StoreClient.connect(
-                tmp_path / "store.addr", role="sampler", name="sampler:0", config_digest=digest(config)
+                tmp_path / "store.addr", role="sampler", name="sampler-0", config_digest=digest(config)
             )
             await learner.publish(small.snapshot(await learner.begin(None)))
             leased = small.keys(await sampler.lease(V0, 6))
@@ -617,7 +617,7 @@ def test_the_blocking_client_says_the_same(tmp_path: Path, small: SimpleNamespac
     def talk(address: Path) -> None:
         options = {"config_digest": digest(config)}
         learner = BlockingStore(address, role="learner", name="learner", **options)
-        sampler = BlockingStore(address, role="sampler", name="sampler:0", **options)
+        sampler = BlockingStore(address, role="sampler", name="sampler-0", **options)
         version = learner.begin(None)
         learner.publish(small.snapshot(version))
         assert sampler.published(None, 5.0) == small.snapshot(version)
