@@ -1,13 +1,14 @@
-"""The device's side of an engine: its state, and the three things that can be done to it.
+"""The device's side of an engine: its state, and the few things that can be done to it.
 
-Every call dispatches one program and returns at once, except `decode`, which waits for the report: the only transfer
-from device to host, one array a dispatch.
+Every call dispatches one program and returns at once; `Dispatch.report` waits for what a decode has done: the only
+transfer from device to host, one array a dispatch (and a request's pages, when it gives them away).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -15,7 +16,6 @@ from jax.sharding import Mesh
 
 from jaxroll.engine import packets, programs
 from jaxroll.engine.packets import Sizes
-from jaxroll.engine.requests import Request
 from jaxroll.errors import TransferError
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
@@ -26,6 +26,26 @@ from jaxroll.sharding.rules import Rules
 _NEVER = np.iinfo(np.int32).max
 
 
+@dataclass(frozen=True, eq=False)
+class SavedPages:
+    """What one request had in the cache; `tokens` of it count. The copy to the host is under way."""
+
+    pages: programs.Pages
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """A decode under way."""
+
+    array: jax.Array
+    chunk: int
+
+    def report(self) -> packets.Report:
+        """Waits for it."""
+        return packets.read_report(np.asarray(self.array), self.chunk)
+
+
 class Device:
     """Slots, a cache and compiled programs on one mesh. Construction allocates, `warmup` compiles."""
 
@@ -34,22 +54,36 @@ class Device:
         self._shapes = {name: leaf.shape for name, leaf in model_params.abstract(spec).items()}
         self._programs = programs.build(spec, mesh, rules, sizes)
         self._state = self._programs.empty()
-        place = lambda value: jax.device_put(value, self._programs.replicated)  # noqa: E731
-        self._seed = place(jax.random.key(seed))
+        self._seed = self._placed(jax.random.key(seed))
         # Placed once: a fresh scalar would be one more host-to-device copy in every dispatch.
-        self._enough_free = {None: place(np.int32(_NEVER))} | {n: place(np.int32(n)) for n in range(1, refill + 1)}
+        counts: dict[int | None, int] = {None: _NEVER} | {n: n for n in range(1, refill + 1)}
+        self._enough_free = {n: self._placed(np.int32(count)) for n, count in counts.items()}
+        self.set_tables([()] * sizes.slots)
         self._dtypes: dict[str, np.dtype] | None = None
         self._warm = 0
 
-    def prefill(self, params: Params, bucket: int, entries: Sequence[tuple[int, int, Request]]) -> None:
-        """Put requests into slots, with their first token drawn. An entry is (row, slot, request)."""
-        packed = packets.pack(bucket, entries, self._sizes)
-        self._state = self._programs.prefill[bucket](params, self._seed, self._state, packed)
+    # --- prompts and requests
 
-    def decode(self, params: Params, until_free: int | None) -> packets.Report:
-        """Up to `Sizes.chunk` steps, fewer once `until_free` slots are free (at most `refill`) or none is running."""
-        self._state, report = self._programs.decode(params, self._seed, self._state, self._enough_free[until_free])
-        return packets.read_report(np.asarray(report), self._sizes.chunk)
+    def prefill(self, params: Params, fresh: bool, bucket: int, rows: Sequence[packets.PrefillRow]) -> None:
+        """Compute prompt tokens into pages. `fresh` rows begin at position 0 and see nothing before them."""
+        packed = packets.pack_prefill(bucket, rows, self._sizes)
+        self._state = self._programs.prefill[fresh, bucket](params, self._state, packed)
+
+    def insert(self, entries: Sequence[tuple]) -> None:
+        """Start requests whose prompts are in the cache: see `packets.pack_inserts`."""
+        for some in _batches(entries, self._sizes.inserts):
+            packed = packets.pack_inserts(some, self._sizes)
+            self._state = self._programs.insert(self._seed, self._state, packed)
+
+    def restore(self, entries: Sequence[tuple]) -> None:
+        """Go on with requests whose prompts and tokens are in the cache: see `packets.pack_restores`."""
+        for some in _batches(entries, self._sizes.inserts):
+            self._state = self._programs.restore(self._state, packets.pack_restores(some, self._sizes))
+
+    def copy(self, copies: Sequence[Sequence[int]]) -> None:
+        """Copy pages: (shard, from, to)."""
+        for some in _batches(copies, self._sizes.inserts):
+            self._state = self._programs.copy(self._state, packets.pack_copies(some, self._sizes))
 
     def cancel(self, slots: Sequence[int]) -> None:
         """Make `slots` idle."""
@@ -57,16 +91,62 @@ class Device:
         mask[list(slots)] = True
         self._state = self._programs.cancel(self._state, mask)
 
+    # --- pages
+
+    def set_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        """The pages of every slot, in order."""
+        packed = np.zeros((self._sizes.slots, self._sizes.table), np.int32)
+        for into, table in zip(packed, tables, strict=True):
+            into[: len(table)] = table
+        self._tables = jax.device_put(packed, self._programs.tables)
+
+    def save(self, shard: int, table: Sequence[int], tokens: int) -> SavedPages:
+        """The pages of a request that must give them away: they may be written again at once."""
+        pages = self._programs.save(self._state, self._place(shard, table, fill=0))
+        for leaf in jax.tree.leaves(pages):
+            leaf.copy_to_host_async()
+        return SavedPages(pages, tokens)
+
+    def load(self, shard: int, table: Sequence[int], saved: SavedPages) -> None:
+        """Put saved pages back, wherever there is room now."""
+        held = -(-saved.tokens // self._sizes.page_tokens)
+        place = self._place(shard, list(table)[:held], fill=self._sizes.shard_pages)
+        self._state = self._programs.load(self._state, place, jax.tree.map(np.asarray, saved.pages))
+
+    def _place(self, shard: int, table: Sequence[int], *, fill: int) -> np.ndarray:
+        place = np.full(1 + self._sizes.table, fill, np.int32)
+        place[0], place[1 : 1 + len(table)] = shard, table
+        return place
+
+    # --- tokens
+
+    def decode(self, params: Params, until_free: int | None) -> Dispatch:
+        """Up to `Sizes.chunk` steps, fewer once `until_free` slots are free (at most `refill`) or none is running."""
+        enough = self._enough_free[until_free]
+        self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, enough)
+        return Dispatch(report, self._sizes.chunk)
+
+    # --- weights
+
     def warmup(self, params: Params, progress: Progress | None) -> None:
         """Compile every program for parameters like `params`, and run each once without effect."""
         self.check(params)
         self._dtypes = {name: leaf.dtype for name, leaf in params.items()}
-        for bucket in self._sizes.buckets:
-            _timed(progress, f"prefill of {bucket} tokens", lambda: self.prefill(params, bucket, []))  # noqa: B023
-        _timed(progress, f"decode of {self._sizes.slots} slots", lambda: self.decode(params, 1))
-        self.decode(params, None)
-        _timed(progress, "cancel", lambda: self.cancel([]))
+        for fresh, bucket in self._programs.prefill:
+            what = f"{'prefill' if fresh else 'extend'} of {bucket} tokens"
+            _timed(progress, what, lambda: self.prefill(params, fresh, bucket, []))  # noqa: B023
+        _timed(progress, f"decode of {self._sizes.slots} slots", lambda: self.decode(params, 1).report())
+        self.decode(params, None).report()
+        _timed(progress, "insert, restore and copy", self._move_nothing)
         self._warm = self._programs.compiled()
+
+    def _move_nothing(self) -> None:
+        sizes = self._sizes
+        self._state = self._programs.insert(self._seed, self._state, packets.pack_inserts([], sizes))
+        self._state = self._programs.restore(self._state, packets.pack_restores([], sizes))
+        self._state = self._programs.copy(self._state, packets.pack_copies([], sizes))
+        self.cancel([])
+        self.load(0, [], SavedPages(self.save(0, [], 0).pages, 0))
 
     def compiles(self) -> int:
         """Programs compiled since warm-up; 0 without a warm-up."""
@@ -86,6 +166,13 @@ class Device:
                 raise TransferError(f"parameter {name} lies as {leaf.sharding}, this engine needs {sharding}")
             if known is not None and leaf.dtype != known[name]:
                 raise TransferError(f"parameter {name} is {leaf.dtype}, this engine is compiled for {known[name]}")
+
+    def _placed(self, value):
+        return jax.device_put(value, self._programs.replicated)
+
+
+def _batches(entries: Sequence, size: int) -> list[Sequence]:
+    return [entries[at : at + size] for at in range(0, len(entries), size)]
 
 
 def _timed(progress: Progress | None, what: str, work: Callable[[], object]) -> None:

@@ -52,15 +52,15 @@ class Flips:
         while len(self._flips) > 1 and self._flips[1][0] <= row:
             del self._flips[0]
 
-    def runs(self, first: Version, start: int, count: int) -> tuple[VersionRun, ...]:
-        """The run-length encoded versions of one token drawn at `first` and `count` tokens from row `start` on."""
-        runs = [[first, 1]]
+    def runs(self, before: tuple[VersionRun, ...], start: int, count: int) -> tuple[VersionRun, ...]:
+        """The run-length encoded versions of tokens drawn `before` and `count` tokens from row `start` on."""
+        runs = [[run.version, run.count] for run in before]
         for index, (row, version) in enumerate(self._flips):
             following = self._flips[index + 1][0] if index + 1 < len(self._flips) else start + count
             drawn = min(following, start + count) - max(row, start)
             if drawn <= 0:
                 continue
-            if runs[-1][0] == version:
+            if runs and runs[-1][0] == version:
                 runs[-1][1] += drawn
             else:
                 runs.append([version, drawn])

@@ -10,17 +10,31 @@ from jaxroll.engine import packets
 from jaxroll.engine.history import Flips, History
 from jaxroll.engine.requests import Add, Result
 from jaxroll.protocols import Completion
-from jaxroll.records import Version
+from jaxroll.records import Version, VersionRun
+
+
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """What a request that left its slot before its end had drawn: T tokens, and when it began."""
+
+    tokens: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T]
+    versions: tuple[VersionRun, ...]
+    start_s: float
 
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A request in a slot. Its tokens after the first stand in the history from `start_row` on."""
+    """A request in a slot. Its tokens after the first `known` ones stand in the history from `start_row` on.
+
+    Known are those it had drawn when it came (`before`), or the one that its start draws.
+    """
 
     add: Add
     start_s: float
     start_row: int
     first_version: Version
+    before: Partial | None = None
     count: int = 0
     first_token: int = 0
     first_logprob: float = 0.0
@@ -48,9 +62,12 @@ class Ledger:
         self._flips.forget_before(min((r.start_row for r in self._running if r is not None), default=row))
         self._flips.add(row, version)
 
-    def start(self, slot: int, add: Add, start_s: float, version: Version) -> None:
-        """A prefill at `version` puts a request into `slot`."""
-        self._running[slot] = _Running(add, start_s, self._history.rows, version)
+    def start(self, slot: int, add: Add, start_s: float, version: Version, before: Partial | None = None) -> None:
+        """A request begins in `slot` at `version`, or goes on there after what it had drawn `before`."""
+        running = _Running(add, start_s, self._history.rows, version, before)
+        if before is not None:
+            running.count, running.start_s = len(before.tokens), before.start_s
+        self._running[slot] = running
 
     def account(self, report: packets.Report) -> Progressed:
         """Take in a dispatch's report."""
@@ -74,13 +91,28 @@ class Ledger:
 
     def take(self, slot: int, finish: str, end_s: float) -> tuple[Add, Result]:
         """The request in `slot` and what it came to; the slot is empty afterwards."""
+        add, drawn = self.interrupt(slot)
+        completion = Completion(drawn.tokens, drawn.logprobs, drawn.versions, finish)
+        return add, Result(completion, drawn.start_s, end_s)
+
+    def forget(self, slot: int) -> None:
+        """The request in `slot` is not there, and was not."""
+        self._running[slot] = None
+
+    def interrupt(self, slot: int) -> tuple[Add, Partial]:
+        """The request in `slot` and what it has drawn so far; the slot is empty afterwards."""
         running = self._running[slot]
         if running is None:
             raise LookupError(f"slot {slot} is empty")
         self._running[slot] = None
-        later = running.count - 1
-        tokens, logprobs = np.empty(running.count, np.int32), np.empty(running.count, np.float32)
-        tokens[0], logprobs[0] = running.first_token, running.first_logprob
-        tokens[1:], logprobs[1:] = self._history.column(slot, running.start_row, later)
-        versions = self._flips.runs(running.first_version, running.start_row, later)
-        return running.add, Result(Completion(tokens, logprobs, versions, finish), running.start_s, end_s)
+        before = running.before or Partial(
+            np.array([running.first_token], np.int32), np.array([running.first_logprob], np.float32),
+            (VersionRun(running.first_version, 1),), running.start_s,
+        )  # fmt: skip
+        later = running.count - len(before.tokens)
+        tokens, logprobs = self._history.column(slot, running.start_row, later)
+        versions = self._flips.runs(before.versions, running.start_row, later)
+        return running.add, Partial(
+            np.concatenate([before.tokens, tokens]), np.concatenate([before.logprobs, logprobs]), versions,
+            running.start_s,
+        )  # fmt: skip

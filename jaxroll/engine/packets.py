@@ -1,7 +1,6 @@
 """How requests cross from host to device and results come back: one int32 array each way, one transfer each.
 
-float32 values travel as their bits. The prefill batch holds P prompts and R entries; an entry says from which row to
-which slot a request goes, followed by the request's own row (`request_row`), which the device keeps while it runs.
+float32 values travel as their bits. What is unused of a batch goes to no slot, no page and no row of logits.
 """
 
 from __future__ import annotations
@@ -27,24 +26,48 @@ FINISH = {STOP: "stop", LENGTH: "length"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """The static sizes that decide the compiled programs: S slots, P prompt rows, R inserted requests a prefill."""
+    """The static sizes that decide the compiled programs: S slots in D shards, R rows a prefill, N starts an insert."""
 
     slots: int
-    max_tokens: int  # cache positions a slot
+    max_tokens: int  # positions of one request in the cache
     rows: int
     inserts: int
     buckets: tuple[int, ...]  # prompt tokens a row
     chunk: int  # decode steps a dispatch, at most
     max_stops: int
+    page_tokens: int = 64
+    pages: int = 0  # of a shard; 0: as many as all its slots can come to need
+    logit_rows: int = 16
+    shards: int = 1
 
     @property
     def columns(self) -> int:
         """Width of a request's row."""
         return STOPS + self.max_stops
 
-    def batch_shape(self, bucket: int) -> tuple[int]:
-        """Shape of the array that `pack` makes for `bucket`."""
-        return (self.rows * (bucket + 1) + self.inserts * (2 + self.columns),)
+    @property
+    def table(self) -> int:
+        """J: pages of the longest request."""
+        return -(-self.max_tokens // self.page_tokens)
+
+    @property
+    def shard_pages(self) -> int:
+        """P. Without a number given: for each slot its longest table, and for each prompt one page that is copied."""
+        return self.pages or self.slots // self.shards * self.table + self.logit_rows
+
+    def prefill_shape(self, bucket: int) -> tuple[int, int]:
+        """Shape of the array that `pack_prefill` makes for `bucket`."""
+        return (self.rows, bucket + 4 + self.table)
+
+    @property
+    def insert_shape(self) -> tuple[int, int]:
+        """Shape of the array that `pack_inserts` and `pack_restores` make."""
+        return (self.inserts, 6 + self.columns)
+
+    @property
+    def copy_shape(self) -> tuple[int, int]:
+        """Shape of the array that `pack_copies` makes."""
+        return (self.inserts, 3)
 
     @property
     def report_shape(self) -> tuple[int, int]:
@@ -67,37 +90,81 @@ def request_row(request: Request, sizes: Sizes) -> list[int]:
     ]  # fmt: skip
 
 
-def pack(bucket: int, entries: Sequence[tuple[int, int, Request]], sizes: Sizes) -> np.ndarray:
-    """int32 [N]: the prompts and entries (row, slot, request) of one prefill. What is unused goes to no slot."""
-    prompts = np.zeros((sizes.rows, bucket + 1), np.int32)
-    prompts[:, bucket] = 1  # an unused row still has a last token
-    table = np.zeros((sizes.inserts, 2 + sizes.columns), np.int32)
-    table[:, 1] = sizes.slots
-    for index, (row, slot, request) in enumerate(entries):
-        tokens = len(request.prompt)
-        prompts[row, :tokens] = request.prompt
-        prompts[row, bucket] = tokens
-        table[index] = [row, slot, *request_row(request, sizes)]
-    return np.concatenate([prompts.ravel(), table.ravel()])
+# --- to the device
 
 
 @dataclass(frozen=True)
-class Batch:
+class PrefillRow:
+    """`tokens` at positions `start`, start + 1, … of the pages in `table`; the last one's logits go to `logit_row`."""
+
+    tokens: np.ndarray
+    start: int
+    shard: int
+    table: Sequence[int]
+    logit_row: int | None
+
+
+def pack_prefill(bucket: int, rows: Sequence[PrefillRow], sizes: Sizes) -> np.ndarray:
+    """int32 `Sizes.prefill_shape`."""
+    packed = np.zeros(sizes.prefill_shape(bucket), np.int32)
+    packed[:, bucket + 3] = sizes.logit_rows
+    for into, row in zip(packed, rows, strict=False):
+        into[: len(row.tokens)] = row.tokens
+        logits = sizes.logit_rows if row.logit_row is None else row.logit_row
+        into[bucket : bucket + 4] = len(row.tokens), row.start, row.shard, logits
+        into[bucket + 4 : bucket + 4 + len(row.table)] = row.table
+    return packed
+
+
+@dataclass(frozen=True)
+class Prefill:
     """A prefill batch on the device."""
 
-    tokens: Int[Array, "P T"]
-    lengths: Int[Array, " P"]
-    rows: Int[Array, " R"]
-    slots: Int[Array, " R"]
-    requests: Int[Array, "R C"]
+    tokens: Int[Array, "R T"]
+    lengths: Int[Array, " R"]
+    starts: Int[Array, " R"]
+    shards: Int[Array, " R"]
+    logit_rows: Int[Array, " R"]
+    tables: Int[Array, "R J"]
 
 
-def unpack(batch: Int[Array, " N"], bucket: int, sizes: Sizes) -> Batch:
-    """The parts of what `pack` made."""
-    cut = sizes.rows * (bucket + 1)
-    prompts = batch[:cut].reshape(sizes.rows, bucket + 1)
-    table = batch[cut:].reshape(sizes.inserts, 2 + sizes.columns)
-    return Batch(prompts[:, :bucket], prompts[:, bucket], table[:, 0], table[:, 1], table[:, 2:])
+def unpack_prefill(packed: Int[Array, "R C"], bucket: int) -> Prefill:
+    """The parts of what `pack_prefill` made."""
+    lengths, starts, shards, rows = (packed[:, bucket + i] for i in range(4))
+    return Prefill(packed[:, :bucket], lengths, starts, shards, rows, packed[:, bucket + 4 :])
+
+
+def pack_inserts(entries: Sequence[tuple[int, int, Sequence[int], int, Request]], sizes: Sizes) -> np.ndarray:
+    """int32 `Sizes.insert_shape` of (slot, row of logits, (shard, page to copy, to which), prompt tokens, request)."""
+    packed = _nowhere(sizes)
+    for into, (slot, row, copy, tokens, request) in zip(packed, entries, strict=False):
+        into[:6] = slot, row, *copy, tokens
+        into[6:] = request_row(request, sizes)
+    return packed
+
+
+def pack_restores(entries: Sequence[tuple[int, int, float, int, int, Request]], sizes: Sizes) -> np.ndarray:
+    """int32 `Sizes.insert_shape` of (slot, last token, its log-prob, its position, tokens drawn, request)."""
+    packed = _nowhere(sizes)
+    for into, (slot, token, logprob, position, count, request) in zip(packed, entries, strict=False):
+        into[:6] = slot, token, _bits(logprob), position, count, 0
+        into[6:] = request_row(request, sizes)
+    return packed
+
+
+def _nowhere(sizes: Sizes) -> np.ndarray:
+    packed = np.zeros(sizes.insert_shape, np.int32)
+    packed[:, 0], packed[:, 4] = sizes.slots, sizes.shard_pages
+    return packed
+
+
+def pack_copies(copies: Sequence[Sequence[int]], sizes: Sizes) -> np.ndarray:
+    """int32 `Sizes.copy_shape` of (shard, page to copy, to which)."""
+    packed = np.zeros(sizes.copy_shape, np.int32)
+    packed[:, 2] = sizes.shard_pages
+    if copies:
+        packed[: len(copies)] = copies
+    return packed
 
 
 def floats(column: Int[Array, " S"]) -> Float[Array, " S"]:
@@ -113,6 +180,9 @@ def bits(values: Float[Array, "*any"]) -> Int[Array, "*any"]:
 def is_stop(tokens: Int[Array, " S"], requests: Int[Array, "S C"]) -> Bool[Array, " S"]:
     """Whether each slot's token is one of its request's stop tokens."""
     return jnp.any(tokens[:, None] == requests[:, STOPS:], axis=1)
+
+
+# --- from the device
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The jitted programs of an engine: prefill-and-insert, decode, cancel.
+"""The jitted programs of an engine: prefill prompts, insert requests, decode, and move pages.
 
 All state lives on the device in static shapes and is donated from call to call; parameters are an argument, so a weight
 flip is a change of reference. A token's key depends on its identity and position alone, and a row's arithmetic on that
@@ -32,9 +32,13 @@ from jaxroll.sharding.rules import Layout, Rules, sharding
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """Everything that S slots are doing. A slot's last token stands at `positions` and is not in the cache yet."""
+    """Everything that S slots are doing. A slot's last token stands at `positions` and is not in the cache yet.
+
+    `logits` are those after the last token of each prompt that is known: who starts draws its first token from there.
+    """
 
     cache: kv.KVCache
+    logits: Float[Array, "E V"]
     requests: Int[Array, "S C"]  # see packets.request_row
     tokens: Int[Array, " S"]
     logprobs: Float[Array, " S"]
@@ -43,9 +47,15 @@ class DecodeState:
     status: Int[Array, " S"]
 
 
-Prefill = Callable[[Params, Key[Array, ""], DecodeState, ArrayLike], DecodeState]
-Decode = Callable[[Params, Key[Array, ""], DecodeState, Int[Array, ""]], tuple[DecodeState, Int[Array, "R S"]]]
-Cancel = Callable[[DecodeState, ArrayLike], DecodeState]
+Update = Callable[[DecodeState, ArrayLike], DecodeState]
+Prefill = Callable[[Params, DecodeState, ArrayLike], DecodeState]
+Insert = Callable[[Key[Array, ""], DecodeState, ArrayLike], DecodeState]
+Decode = Callable[
+    [Params, Key[Array, ""], DecodeState, Int[Array, "S J"], Int[Array, ""]], tuple[DecodeState, Int[Array, "R S"]]
+]
+Pages = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # keys and values of each layer, [J, K, U, H]
+Save = Callable[[DecodeState, ArrayLike], Pages]
+Load = Callable[[DecodeState, ArrayLike, Pages], DecodeState]
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,17 @@ class Programs:
     """The jitted functions of one engine, and where their arguments lie."""
 
     sizes: Sizes
-    prefill: dict[int, Prefill]  # by bucket
+    prefill: dict[tuple[bool, int], Prefill]  # by (fresh, bucket)
+    insert: Insert
+    restore: Update
+    copy: Update
     decode: Decode
-    cancel: Cancel
+    cancel: Update
+    save: Save
+    load: Load
     state: DecodeState  # ShapeDtypeStructs with shardings
     params: dict[str, NamedSharding]
+    tables: NamedSharding
     replicated: NamedSharding
 
     def empty(self) -> DecodeState:
@@ -70,7 +86,10 @@ class Programs:
 
     def compiled(self) -> int:
         """How many programs have been compiled so far."""
-        return sum(program._cache_size() for program in (*self.prefill.values(), self.decode, self.cancel))  # type: ignore[attr-defined]
+        every = (
+            *self.prefill.values(), self.insert, self.restore, self.copy, self.decode, self.cancel, self.save, self.load
+        )  # fmt: skip
+        return sum(program._cache_size() for program in every)  # type: ignore[attr-defined]
 
 
 def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> Programs:
@@ -79,18 +98,37 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> Programs:
     like = abstract_state(spec, mesh, rules, sizes)
     state = jax.tree.map(lambda leaf: leaf.sharding, like)
     params = model_params.shardings(spec, mesh, rules)
-    jit = partial(jax.jit, in_shardings=(params, whole, state, whole), donate_argnums=2)
+    tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table))
     model = _Model(spec, Layout(mesh, rules))
+    # Partials of their own: jitted wrappers of one function share their cache, and `compiled` counts this engine's.
+    update = lambda change: jax.jit(  # noqa: E731
+        partial(change), in_shardings=(state, whole), out_shardings=state, donate_argnums=0
+    )
     return Programs(
         sizes,
-        prefill={bucket: jit(partial(_prefill, model, sizes, bucket), out_shardings=state) for bucket in sizes.buckets},
-        decode=jit(partial(_decode, model, sizes), out_shardings=(state, whole)),
-        # a partial of its own: jitted wrappers of one function share their cache, and `compiled` counts this engine's
-        cancel=jax.jit(partial(_cancel), in_shardings=(state, whole), out_shardings=state, donate_argnums=0),
+        prefill={
+            (fresh, bucket): jax.jit(
+                partial(_prefill if fresh else _extend, model, bucket), in_shardings=(params, state, whole),
+                out_shardings=state, donate_argnums=1,
+            )
+            for fresh in (True, False)
+            for bucket in sizes.buckets
+        },
+        insert=jax.jit(partial(_insert), in_shardings=(whole, state, whole), out_shardings=state, donate_argnums=1),
+        restore=update(_restore),
+        copy=update(_copy),
+        decode=jax.jit(
+            partial(_decode, model, sizes), in_shardings=(params, whole, state, tables, whole),
+            out_shardings=(state, whole), donate_argnums=2,
+        ),
+        cancel=update(_cancel),
+        save=jax.jit(partial(_save), in_shardings=(state, whole), out_shardings=whole),
+        load=jax.jit(partial(_load), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0),
         state=like,
         params=params,
+        tables=tables,
         replicated=whole,
-    )
+    )  # fmt: skip
 
 
 def lowered(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> dict[str, jax.stages.Lowered]:
@@ -105,24 +143,31 @@ def lowered(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> dict[str
         for name, leaf in model_params.abstract(spec).items()
     }
     seed = whole((), jax.eval_shape(jax.random.key, 0).dtype)
+    tables = jax.ShapeDtypeStruct((sizes.slots, sizes.table), jnp.int32, sharding=programs.tables)
     found = {
-        f"prefill_{bucket}": prefill.lower(params, seed, programs.state, whole(sizes.batch_shape(bucket), jnp.int32))  # type: ignore[attr-defined]
-        for bucket, prefill in programs.prefill.items()
+        f"{'prefill' if fresh else 'extend'}_{bucket}": prefill.lower(  # type: ignore[attr-defined]
+            params, programs.state, whole(sizes.prefill_shape(bucket), jnp.int32)
+        )
+        for (fresh, bucket), prefill in programs.prefill.items()
     }
-    return found | {"decode": programs.decode.lower(params, seed, programs.state, whole((), jnp.int32))}  # type: ignore[attr-defined]
+    return found | {
+        "insert": programs.insert.lower(seed, programs.state, whole(sizes.insert_shape, jnp.int32)),  # type: ignore[attr-defined]
+        "decode": programs.decode.lower(params, seed, programs.state, tables, whole((), jnp.int32)),  # type: ignore[attr-defined]
+    }
 
 
 def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> DecodeState:
     """The decode state as ShapeDtypeStructs with shardings; slots are spread over the mesh by the rules."""
     slots = sizes.slots
 
-    def leaf(shape: tuple[int, ...], dtype) -> Any:
-        logical = ("slots",) + (None,) * (len(shape) - 1)
+    def leaf(shape: tuple[int, ...], dtype, first: str | None = "slots", last: str | None = None) -> Any:
+        logical = (first,) + (None,) * (len(shape) - 2) + ((last,) if len(shape) > 1 else ())
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, logical, rules, shape))
 
     integers = leaf((slots,), jnp.int32)
     return DecodeState(
-        cache=kv.abstract(spec, slots, sizes.max_tokens, mesh, rules),
+        cache=kv.abstract(spec, sizes.shards, sizes.shard_pages, sizes.page_tokens, mesh, rules),
+        logits=leaf((sizes.logit_rows, spec.vocab_size), jnp.float32, None, "vocab"),
         requests=leaf((slots, sizes.columns), jnp.int32),
         tokens=integers,
         logprobs=leaf((slots,), jnp.float32),
@@ -159,37 +204,98 @@ def _status(
     return jnp.where(packets.is_stop(tokens, requests), packets.STOP, full)
 
 
-def _prefill(
-    model: _Model, sizes: Sizes, bucket: int,
-    params: Params, seed: Key[Array, ""], state: DecodeState, packed: Int[Array, " N"],
-) -> DecodeState:  # fmt: skip
-    """`state` with the requests of `packed` inserted, their first token drawn. Entries of no slot change nothing."""
-    batch = packets.unpack(packed, bucket, sizes)
+def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
+    """`state` with prompts, from position 0 on, in their pages, and the logits after them."""
+    batch = packets.unpack_prefill(packed, bucket)
     logits, keys, values = transformer.prefill(model.spec, params, batch.tokens, batch.lengths, layout=model.layout)
-    lengths = batch.lengths[batch.rows]
-    tokens, logprobs = _draw(seed, batch.requests, logits[batch.rows], lengths)
-    counts = jnp.ones_like(tokens)
+    fill = partial(kv.filled, shards=batch.shards, tables=batch.tables, starts=batch.starts, lengths=batch.lengths)
+    cache = kv.KVCache(
+        tuple(fill(pool, new) for pool, new in zip(state.cache.keys, keys, strict=True)),
+        tuple(fill(pool, new) for pool, new in zip(state.cache.values, values, strict=True)),
+    )
+    return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
 
+
+def _extend(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
+    """`state` with more tokens after those that stand in their pages already, and the logits after them."""
+    batch = packets.unpack_prefill(packed, bucket)
+    pages = transformer.Pages(batch.shards, batch.tables, batch.starts)
+    logits, cache = transformer.extend(
+        model.spec, params, state.cache, batch.tokens, pages, batch.lengths, layout=model.layout
+    )
+    return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
+
+
+def _insert(seed: Key[Array, ""], state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
+    """`state` with requests in slots, each with its own copy of a page, their first token drawn."""
+    slots, rows, shards, sources, targets, positions = (packed[:, i] for i in range(6))
+    requests = packed[:, 6:]
+    tokens, logprobs = _draw(seed, requests, state.logits[rows], positions)
+    state = _with_copies(state, shards, sources, targets)
+    return _seated(state, slots, requests, tokens, logprobs, positions, jnp.ones_like(tokens))
+
+
+def _restore(state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
+    """`state` with requests in slots that go on after a token they drew before."""
+    slots, tokens, logprobs, positions, counts = (packed[:, i] for i in range(5))
+    return _seated(state, slots, packed[:, 6:], tokens, packets.floats(logprobs), positions, counts)
+
+
+def _seated(
+    state: DecodeState, slots: Int[Array, " N"], requests: Int[Array, "N C"], tokens: Int[Array, " N"],
+    logprobs: Float[Array, " N"], positions: Int[Array, " N"], counts: Int[Array, " N"],
+) -> DecodeState:  # fmt: skip
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[batch.slots].set(new, mode="drop")
+        return old.at[slots].set(new, mode="drop")
 
-    return DecodeState(
-        cache=kv.insert(state.cache, keys[:, batch.rows], values[:, batch.rows], batch.slots),
-        requests=put(state.requests, batch.requests),
+    return replace(
+        state,
+        requests=put(state.requests, requests),
         tokens=put(state.tokens, tokens),
         logprobs=put(state.logprobs, logprobs),
-        positions=put(state.positions, lengths),
+        positions=put(state.positions, positions),
         counts=put(state.counts, counts),
-        status=put(state.status, _status(batch.requests, tokens, counts)),
+        status=put(state.status, _status(requests, tokens, counts)),
     )
 
 
-def _decode_step(model: _Model, params: Params, seed: Key[Array, ""], state: DecodeState) -> DecodeState:
+def _copy(state: DecodeState, packed: Int[Array, "N 3"]) -> DecodeState:
+    """`state` with pages copied."""
+    return _with_copies(state, packed[:, 0], packed[:, 1], packed[:, 2])
+
+
+def _with_copies(
+    state: DecodeState, shards: Int[Array, " N"], sources: Int[Array, " N"], targets: Int[Array, " N"]
+) -> DecodeState:  # fmt: skip
+    copy = partial(kv.copied, shards=shards, sources=sources, targets=targets)
+    return replace(state, cache=jax.tree.map(copy, state.cache))
+
+
+def _save(state: DecodeState, place: Int[Array, " J1"]) -> Pages:
+    """The pages place[1:] of shard place[0], for the host to keep."""
+    take = lambda pools: tuple(pool[place[0], :, place[1:]] for pool in pools)  # noqa: E731
+    return take(state.cache.keys), take(state.cache.values)
+
+
+def _load(state: DecodeState, place: Int[Array, " J1"], pages: Pages) -> DecodeState:
+    """`state` with `pages` back, in pages place[1:] of shard place[0]; a page of P is left out."""
+    put = lambda pool, saved: pool.at[place[0], :, place[1:]].set(saved, mode="drop")  # noqa: E731
+    keys, values = (
+        tuple(put(pool, saved) for pool, saved in zip(pools, some, strict=True))
+        for pools, some in zip((state.cache.keys, state.cache.values), pages, strict=True)
+    )
+    return replace(state, cache=kv.KVCache(keys, values))
+
+
+def _decode_step(
+    model: _Model, params: Params, seed: Key[Array, ""], state: DecodeState, tables: Int[Array, "S J"]
+) -> DecodeState:
     """`state` with one more token in every running slot. Other slots compute too, and nothing of it is kept."""
-    logits, cache = transformer.decode(
-        model.spec, params, state.cache, state.tokens, state.positions, layout=model.layout
-    )
     running = state.status == packets.RUNNING
+    logits, cache = transformer.decode(
+        model.spec, params, state.cache, state.tokens, jnp.where(running, state.positions, -1), tables,
+        layout=model.layout,
+    )  # fmt: skip
     positions = state.positions + running
     tokens, logprobs = _draw(seed, state.requests, logits, positions)
     counts = state.counts + running
@@ -206,7 +312,7 @@ def _decode_step(model: _Model, params: Params, seed: Key[Array, ""], state: Dec
 
 def _decode(
     model: _Model, sizes: Sizes,
-    params: Params, seed: Key[Array, ""], state: DecodeState, enough_free: Int[Array, ""],
+    params: Params, seed: Key[Array, ""], state: DecodeState, tables: Int[Array, "S J"], enough_free: Int[Array, ""],
 ) -> tuple[DecodeState, Int[Array, "R S"]]:  # fmt: skip
     """Up to `sizes.chunk` steps and their report. It ends early when `enough_free` slots stand free, or all do."""
     chunk, slots = sizes.chunk, sizes.slots
@@ -218,7 +324,7 @@ def _decode(
 
     def one(carry):
         step, state, tokens, logprobs = carry
-        state = _decode_step(model, params, seed, state)
+        state = _decode_step(model, params, seed, state, tables)
         return step + 1, state, tokens.at[step].set(state.tokens), logprobs.at[step].set(state.logprobs)
 
     rows = jnp.zeros((chunk, slots), jnp.int32), jnp.zeros((chunk, slots), jnp.float32)

@@ -20,7 +20,9 @@ class Request:
     """One generation. `id` is unique among the requests in the engine.
 
     `position` is the absolute position of the first new token, which its random key depends on; 0 means right after
-    the prompt (int32 [P]). It differs from P only when the prompt is a continuation cut off at the front.
+    the prompt (int32 [P]). It differs from P only when the prompt is a continuation cut off at the front. With `keep`
+    its keys and values stay, as long as there is room: a request whose prompt goes on from there computes only what is
+    new.
     """
 
     id: int
@@ -28,6 +30,7 @@ class Request:
     key: GenerationKey
     params: SamplingParams
     position: int = 0
+    keep: bool = False
 
     @property
     def first_position(self) -> int:
@@ -49,11 +52,11 @@ OnDone = Callable[[Result], None]
 
 @dataclass(frozen=True, eq=False)
 class Add:
-    """Start `request` when a slot is free; `bucket` is the prefill length that its prompt decides."""
+    """Start `request` when a slot is free; it was added at `added_s`."""
 
     request: Request
-    bucket: int
     on_done: OnDone
+    added_s: float
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int)
         raise DataError(f"{name}: the prompt must be a one-dimensional integer array of token ids")
     if prompt.size and (prompt.min() < 0 or prompt.max() >= vocab_size):
         raise DataError(f"{name}: prompt token ids must lie in 0..{vocab_size - 1}, the model's vocabulary")
+    if not len(prompt):
+        raise DataError(f"{name}: the prompt is empty: generation needs at least one token to start from")
     if params.max_tokens < 1:
         raise DataError(f"{name}: max_tokens = {params.max_tokens}; at least 1 token must be asked for")
     if len(prompt) + params.max_tokens > max_tokens:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from jaxroll.engine.ledger import Progressed
+from jaxroll.engine.work import Filled
 from jaxroll.records import Version
 
 
@@ -34,9 +36,40 @@ class EngineStats:
     version: Version | None = None
     suspended: bool = False
     compiles: int = 0  # since warm-up; more than 0 is a defect
+    prefill_tokens: int = 0  # prompt tokens computed, those of requests that begin or go on again included
+    prefix_hits: int = 0  # requests whose prompt, or the beginning of it, was in the cache
+    preemptions: int = 0  # requests that had to give their pages away
+    tokens_discarded: int = 0  # drawn, and thrown away by a flip (`restart`)
+    step_s: float = 0.0  # time in steps that decoded
+    device_s: float = 0.0  # of it, waiting for the device
 
     @property
     def slot_occupancy(self) -> float | None:
         """Busy share of the slot-steps while work waited; None if it never did."""
         total = self.slot_steps_total_while_waiting
         return self.slot_steps_busy_while_waiting / total if total else None
+
+    @property
+    def host_share(self) -> float | None:
+        """Share of the decoding steps' time in which the host did not wait for the device; None before the first."""
+        return 1 - self.device_s / self.step_s if self.step_s else None
+
+    def after_dispatch(
+        self, steps: int, slots: int, progressed: Progressed, filled: Filled, preempted: int, *, waits: bool,
+        prefill_rows: int, prefix_hits: int, step_s: float, device_s: float,
+    ) -> EngineStats:  # fmt: skip
+        """These counters after one more dispatch of `steps` decode steps."""
+        busy, total = progressed.decoded, steps * slots
+        return replace(
+            self, tokens_decoded=self.tokens_decoded + busy + progressed.firsts,
+            decode_steps=self.decode_steps + steps, dispatches=self.dispatches + 1,
+            finished=self.finished + len(progressed.ended),
+            slot_steps_busy=self.slot_steps_busy + busy, slot_steps_total=self.slot_steps_total + total,
+            slot_steps_busy_while_waiting=self.slot_steps_busy_while_waiting + busy * waits,
+            slot_steps_total_while_waiting=self.slot_steps_total_while_waiting + total * waits,
+            prefills=self.prefills + filled.prefills, prefill_rows=self.prefill_rows + filled.rows,
+            prefill_rows_total=self.prefill_rows_total + filled.prefills * prefill_rows,
+            prefill_tokens=self.prefill_tokens + filled.tokens, started=self.started + filled.started,
+            preemptions=self.preemptions + preempted, prefix_hits=prefix_hits,
+            step_s=self.step_s + step_s, device_s=self.device_s + device_s,
+        )  # fmt: skip

@@ -1,25 +1,38 @@
 """The decoder's entry points: pure functions of (spec, flat parameters, arrays), to be jitted by their callers.
 
-B rows, P prompts, S slots, T tokens, L layers, K key-value heads, H head dimension, D width, V vocabulary. `layout`
+B rows, R prompts, S slots, T tokens, K key-value heads, H head dimension, D width, V vocabulary. `layout`
 (mesh and rules) is optional everywhere: with it the activations are pinned, without it the compiler propagates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxroll.kernels.attention import attention
-from jaxroll.models.cache import KVCache
+from jaxroll.kernels.paged import paged, reach
+from jaxroll.models.cache import KVCache, appended, constrained, filled
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import Block, Decoder, rotation
 from jaxroll.models.params import module
 from jaxroll.sharding.rules import Layout
 
 Params = Mapping[str, jax.Array]
+Layers = tuple[Float[Array, "R T K H"], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pages:
+    """Where the tokens of R rows stand: the shard and table of each row's pages, and its first position."""
+
+    shards: Int[Array, " R"]
+    tables: Int[Array, "R J"]
+    starts: Int[Array, " R"]
 
 
 def forward(
@@ -55,15 +68,14 @@ def logits(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> 
 def prefill(
     spec: ModelSpec,
     params: Params,
-    tokens: Int[Array, "P T"],
-    lengths: Int[Array, " P"],
+    tokens: Int[Array, "R T"],
+    lengths: Int[Array, " R"],
     *,
     layout: Layout | None = None,
-) -> tuple[Float[Array, "P V"], Float[Array, "L P T K H"], Float[Array, "L P T K H"]]:
-    """The logits after each prompt's last token, and the keys and values to insert into the cache.
+) -> tuple[Float[Array, "R V"], Layers, Layers]:
+    """The logits after each prompt's last token, and the keys and values of every layer to put into the cache.
 
-    Prompts start at position 0 and are padded on the right; what the padding leaves behind in keys and values is
-    overwritten by decode before it is ever attended to. A row of length 0 is a dummy.
+    Prompts start at position 0 and are padded on the right. A row of length 0 is a dummy.
     """
     decoder = module(spec, params)
     T = tokens.shape[1]
@@ -77,9 +89,40 @@ def prefill(
         return attention(q, k, v, causal)
 
     x = _through(decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turn, attend)
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(x, last, axis=1)[:, 0]
-    return decoder.logits(decoder.final_norm(hidden)), jnp.stack(keys), jnp.stack(values)
+    return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), tuple(keys), tuple(values)
+
+
+def extend(
+    spec: ModelSpec,
+    params: Params,
+    cache: KVCache,
+    tokens: Int[Array, "R T"],
+    pages: Pages,
+    lengths: Int[Array, " R"],
+    *,
+    layout: Layout | None = None,
+) -> tuple[Float[Array, "R V"], KVCache]:
+    """The logits after each row's last token, and the cache with its `lengths` tokens from pages.starts on.
+
+    What stands before them is read from the row's pages: a long prompt comes in several such chunks, a conversation
+    goes on where it stood.
+    """
+    decoder = module(spec, params)
+    T = tokens.shape[1]
+    turn = rotation(pages.starts[:, None] + jnp.arange(T), spec.head_dim, spec.rope_theta)
+    keys, values = list(cache.keys), list(cache.values)
+    layer, far = iter(range(spec.layers)), reach(pages.starts, T, cache.page_tokens)
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        at = next(layer)
+        keys[at] = filled(keys[at], k, pages.shards, pages.tables, pages.starts, lengths)
+        values[at] = filled(values[at], v, pages.shards, pages.tables, pages.starts, lengths)
+        everywhere = pages.tables + pages.shards[:, None] * cache.pages
+        return paged(q, _one_pool(keys[at]), _one_pool(values[at]), everywhere, pages.starts, far)
+
+    x = _through(decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turn, attend)
+    held = constrained(KVCache(tuple(keys), tuple(values)), layout)
+    return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), held
 
 
 def decode(
@@ -88,32 +131,43 @@ def decode(
     cache: KVCache,
     tokens: Int[Array, " S"],
     positions: Int[Array, " S"],
+    tables: Int[Array, "S J"],
     *,
     layout: Layout | None = None,
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """The logits after one more token in every slot, and the cache with that token's keys and values written.
 
-    `tokens` stand at `positions`; a slot attends to its positions up to and including that one. A position at or
-    beyond the cache's length is not written, and its logits mean nothing.
+    `tokens` stand at `positions`; a slot attends to its positions up to and including that one. A position of -1, as
+    one beyond the table's pages, is not written, and its logits mean nothing.
     """
     decoder = module(spec, params)
-    S, T = cache.keys.shape[1:3]
     turn = rotation(positions[:, None], spec.head_dim, spec.rope_theta)
-    visible = (jnp.arange(T) <= positions[:, None])[:, None]
-    here, layer = jnp.arange(S), iter(range(spec.layers))
+    keys, values = list(cache.keys), list(cache.values)
+    layer, far = iter(range(spec.layers)), reach(positions, 1, cache.page_tokens)
+    split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731  (slots of a shard side by side)
+    here, where = split(tables), split(positions)
+    over_shards = jax.vmap(paged, in_axes=(0, 0, 0, 0, 0, None))
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        # One array for all layers, written a token at a time: with the cache donated nothing of it is copied.
-        nonlocal cache
-        at = (next(layer), here, positions)
-        cache = KVCache(
-            cache.keys.at[at].set(k[:, 0], mode="drop"),
-            cache.values.at[at].set(v[:, 0], mode="drop"),
-        )
-        return attention(q, cache.keys[at[0]], cache.values[at[0]], visible)
+        # Every layer has an array of its own, written a token at a time: with the cache donated nothing is copied.
+        at = next(layer)
+        keys[at] = jax.vmap(appended)(keys[at], split(k[:, 0]), here, where)
+        values[at] = jax.vmap(appended)(values[at], split(v[:, 0]), here, where)
+        return over_shards(split(q), keys[at], values[at], here, where, far).reshape(q.shape)
 
     x = _through(decoder, decoder.embedded(tokens[:, None]), turn, attend)
-    return decoder.logits(decoder.final_norm(x[:, 0])), cache
+    return decoder.logits(decoder.final_norm(x[:, 0])), constrained(KVCache(tuple(keys), tuple(values)), layout)
+
+
+def _at(x: Float[Array, "R T D"], index: Int[Array, " R"]) -> Float[Array, "R D"]:
+    """The hidden state of each row at `index`, at 0 where that is negative."""
+    return jnp.take_along_axis(x, jnp.maximum(index, 0)[:, None, None], axis=1)[:, 0]
+
+
+def _one_pool(pool: Float[Array, "D K P U H"]) -> Float[Array, "K DP U H"]:
+    """The pages of all shards in one row."""
+    D, K, P, U, H = pool.shape
+    return pool.swapaxes(0, 1).reshape(K, D * P, U, H)
 
 
 def _through(decoder: Decoder, x: Array, turn: tuple[Array, Array], attend: Callable[..., Array]) -> Array:

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
+from jaxroll.engine import naive
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.requests import Request, Result
-from jaxroll.models import families, params
+from jaxroll.models import cache as kv
+from jaxroll.models import families, params, transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
 from jaxroll.sharding import meshes, rules
@@ -148,3 +150,69 @@ def seed() -> int:
 def model() -> Callable[..., params.Params]:
     """Parameters by number, on one device or a mesh."""
     return lambda which=0, mesh=ONE: weights(mesh, which)
+
+
+# --- the slow cached loop: one request alone, a page of its own, weights as they were for each token
+
+_LONGEST = 96
+_prefill = jax.jit(transformer.prefill, static_argnums=0)
+_decode = jax.jit(transformer.decode, static_argnums=0)
+
+
+def _cached(weights: params.Params, text: np.ndarray) -> tuple[np.ndarray, kv.KVCache]:
+    """The logits after `text`, and its keys and values in a cache of one page."""
+    padded = np.zeros((1, _LONGEST), np.int32)
+    padded[0, : len(text)] = text
+    length, zero = np.array([len(text)], np.int32), np.zeros(1, np.int32)
+    logits, keys, values = _prefill(SPEC, weights, padded, length)
+    empty = kv.empty(SPEC, 1, 1, _LONGEST, meshes.build(ONE), rules.SAMPLER)
+    fill = lambda pools, new: tuple(  # noqa: E731
+        kv.filled(pool, one, zero, zero[:, None], zero, length) for pool, one in zip(pools, new, strict=True)
+    )
+    return logits, kv.KVCache(fill(empty.keys, keys), fill(empty.values, values))
+
+
+def slow_replay(
+    request: Request, params_of_token: list[params.Params], *, reprefill: bool = False
+) -> tuple[list[int], list[float]]:
+    """Tokens and margins of `request` alone; with `reprefill` the cache is computed anew where the weights change."""
+    prompt, tokens, margins = request.prompt, [], []
+    logits, cache = _cached(params_of_token[0], prompt)
+    offset = request.first_position - len(prompt)
+    for index, weights in enumerate(params_of_token):
+        position = len(prompt) + index
+        if tokens:
+            if reprefill and weights is not params_of_token[index - 1]:
+                _, cache = _cached(weights, np.concatenate([prompt, tokens[:-1]]).astype(np.int32))
+            last = np.array(tokens[-1:], np.int32), np.array([position - 1], np.int32)
+            logits, cache = _decode(SPEC, weights, cache, *last, np.zeros((1, 1), np.int32))
+        token, _, margin = naive._draw(request, SEED, logits[0], position + offset)
+        tokens.append(token)
+        margins.append(margin)
+    return tokens, margins
+
+
+@pytest.fixture
+def replayed() -> Callable[..., tuple[list[int], list[float]]]:
+    return slow_replay
+
+
+@pytest.fixture
+def assert_replayed(model) -> Callable[..., None]:
+    """Results equal the slow loop with the versions they recorded, up to near-ties; version k has weights k − 1."""
+
+    def check(requests: Iterable[Request], results: dict[int, Result], *, reprefill: bool = False) -> None:
+        tokens = ties = 0
+        for request in requests:
+            got = results[request.id].completion
+            each = [model(run.version.step - 1) for run in got.versions for _ in range(run.count)]
+            assert len(each) == len(got.tokens) == len(got.logprobs)
+            wanted, margins = slow_replay(request, each, reprefill=reprefill)
+            tokens += len(wanted)
+            differing = np.flatnonzero(np.array(wanted) != got.tokens)
+            if len(differing):
+                assert margins[differing[0]] < naive.NEAR_TIE, (request, wanted, got)
+                ties += 1
+        assert ties <= 1, f"{ties} near-ties in {tokens} tokens"
+
+    return check

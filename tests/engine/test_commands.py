@@ -14,8 +14,6 @@ from jaxroll.engine import naive, packets
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError, DataError, TransferError
-from jaxroll.models import cache as kv
-from jaxroll.models import transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
 from jaxroll.sharding import meshes, rules
@@ -121,7 +119,7 @@ def test_suspend_holds_everything_and_resume_goes_on_as_if_nothing_was(bench):
         np.testing.assert_array_equal(result.completion.tokens, whole[id].completion.tokens)
 
 
-def test_keep_kv_goes_on_with_new_weights_over_the_old_cache(bench, spec, seed, model):
+def test_keep_kv_goes_on_with_new_weights_over_the_old_cache(bench, spec, seed, model, replayed):
     b = bench()
     b.add(*long_requests(2))
     b.steps(2)
@@ -133,25 +131,10 @@ def test_keep_kv_goes_on_with_new_weights_over_the_old_cache(bench, spec, seed, 
     for request in long_requests(2):
         got = b.results[request.id].completion
         assert got.versions == runs
-        wanted = one_slot(spec, seed, request, [model(0)] * 9 + [model(1)] * 4 + [model(2)] * 2)
-        assert got.tokens.tolist() == wanted
+        tokens, _ = replayed(request, [model(0)] * 9 + [model(1)] * 4 + [model(2)] * 2)
+        assert got.tokens.tolist() == tokens
         pure = naive.generate(spec, model(0), request, seed)[0]
         assert got.tokens[:9].tolist() == pure[:9].tolist() and got.tokens.tolist() != pure.tolist()
-
-
-def one_slot(spec, seed, request, params_of_token) -> list[int]:
-    """Tokens of one request alone, by calling the model's prefill and decode with the weights of each token."""
-    mesh, prompt = meshes.build(MeshConfig()), request.prompt
-    padded = np.zeros((1, 16), np.int32)
-    padded[0, : len(prompt)] = prompt
-    logits, keys, values = transformer.prefill(spec, params_of_token[0], padded, jnp.array([len(prompt)]))
-    cache = kv.insert(kv.empty(spec, 1, 32, mesh, rules.SAMPLER), keys, values, jnp.array([0]))
-    tokens: list[int] = []
-    for position, params in enumerate(params_of_token, start=len(prompt)):
-        if tokens:
-            logits, cache = transformer.decode(spec, params, cache, jnp.array(tokens[-1:]), jnp.array([position - 1]))
-        tokens.append(naive._draw(request, seed, logits[0], position)[0])
-    return tokens
 
 
 def test_drain_ends_the_running_requests_first_and_holds_the_others(bench, spec, seed, model):
@@ -205,7 +188,7 @@ def test_requests_wait_for_the_first_weights(spec):
     ("change", "words"),
     [
         ({"prompt": np.zeros(0, np.int32)}, "prompt is empty"),
-        ({"prompt": np.zeros(17, np.int32)}, "17 tokens.*longest prefill bucket holds 16.*prefill_buckets"),
+        ({"prompt": np.zeros(29, np.int32)}, "29 prompt tokens and max_tokens = 15.*32"),
         ({"prompt": np.zeros((2, 2), np.int32)}, "one-dimensional integer array"),
         ({"prompt": np.zeros(3, np.float32)}, "one-dimensional integer array"),
         ({"prompt": np.array([64], np.int32)}, r"must lie in 0\.\.63"),
@@ -264,7 +247,8 @@ def test_commands_come_from_any_thread(bench, work):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"flip": "later"}, "keep_kv or drain"),
+        ({"flip": "later"}, "keep_kv, drain, restart, reprefill"),
+        ({"cache_pages": 4}, "sampler.cache_pages = 4.*needs 5 pages of 8 tokens"),
         ({"slots": 0}, "sampler.slots = 0"),
         ({"decode_chunk": 0}, "sampler.decode_chunk = 0"),
         ({"prefill_buckets": ()}, "sampler.prefill_buckets"),
@@ -272,6 +256,7 @@ def test_commands_come_from_any_thread(bench, work):
     ],
 )
 def test_sizes_that_no_program_can_have_are_refused(spec, change, words):
-    sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0}
+    sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0,
+             "page_tokens": 8}  # fmt: skip
     with pytest.raises(ConfigError, match=words):
         Engine(spec, meshes.build(MeshConfig()), rules.SAMPLER, **(sizes | change))

@@ -121,28 +121,50 @@ def test_warm_up_tells_what_it_does(bench, model):
     lines: list[str] = []
     bench().engine.warmup(model(), lines.append)
     assert [line.split(",")[0] for line in lines if line.startswith("compiled")] == [
-        "compiled prefill of 8 tokens", "compiled prefill of 16 tokens", "compiled decode of 4 slots",
-        "compiled cancel",
+        "compiled prefill of 8 tokens", "compiled prefill of 16 tokens", "compiled extend of 8 tokens",
+        "compiled extend of 16 tokens", "compiled decode of 4 slots", "compiled insert",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(tensor=2), MeshConfig(data=2, tensor=2)], ids=str)
 def test_the_cache_is_sharded_over_slots_and_heads(bench, mesh):
-    keys = bench(mesh).engine._device._state.cache.keys
-    layers, slots, tokens, heads, size = keys.shape
-    assert keys.addressable_shards[0].data.shape == (layers, slots // mesh.data, tokens, heads // mesh.tensor, size)
+    keys = bench(mesh).engine._device._state.cache.keys[0]
+    shards, heads, pages, tokens, size = keys.shape
+    assert shards == mesh.data
+    assert keys.addressable_shards[0].data.shape == (1, heads // mesh.tensor, pages, tokens, size)
 
 
-def test_a_batch_is_packed_and_unpacked():
-    sizes = packets.Sizes(slots=5, max_tokens=32, rows=2, inserts=3, buckets=(4,), chunk=2, max_stops=2)
-    request = Request(
-        9, np.array([7, 8, 9], np.int32), GenerationKey(3, 1, 2), SamplingParams(6, 0.5, 4, 0.9, (11,)), position=10
-    )
-    packed = packets.pack(4, [(1, 4, request)], sizes)
-    assert packed.shape == sizes.batch_shape(4) and packed.dtype == np.int32
-    batch = packets.unpack(packed, 4, sizes)
-    assert batch.tokens.tolist() == [[0, 0, 0, 0], [7, 8, 9, 0]] and batch.lengths.tolist() == [1, 3]
-    assert batch.rows.tolist() == [1, 0, 0] and batch.slots.tolist() == [4, 5, 5]  # slot 5 of 5: dropped
-    row = batch.requests[0]
+SIZES = packets.Sizes(
+    slots=5, max_tokens=32, rows=2, inserts=3, buckets=(4,), chunk=2, max_stops=2, page_tokens=8, logit_rows=3
+)
+REQUEST = Request(
+    9, np.array([7, 8, 9], np.int32), GenerationKey(3, 1, 2), SamplingParams(6, 0.5, 4, 0.9, (11,)), position=10
+)
+
+
+def test_a_prefill_is_packed_and_unpacked():
+    rows = [packets.PrefillRow(np.array([7, 8, 9]), 16, 1, [5, 6, 2], 2)]
+    packed = packets.pack_prefill(4, rows, SIZES)
+    assert packed.shape == SIZES.prefill_shape(4) and packed.dtype == np.int32
+    batch = packets.unpack_prefill(packed, 4)
+    assert batch.tokens.tolist() == [[7, 8, 9, 0], [0, 0, 0, 0]] and batch.lengths.tolist() == [3, 0]
+    assert (batch.starts[0], batch.shards[0]) == (16, 1)
+    assert batch.tables.tolist() == [[5, 6, 2, 0], [0, 0, 0, 0]]
+    assert batch.logit_rows.tolist() == [2, 3]  # row 3 of 3: dropped
+
+
+def test_a_request_is_packed_with_where_it_starts():
+    packed = packets.pack_inserts([(4, 2, (0, 6, 7), 3, REQUEST)], SIZES)
+    assert packed.shape == SIZES.insert_shape and packed.dtype == np.int32
+    assert packed[:, 0].tolist() == [4, 5, 5]  # slot 5 of 5: dropped
+    assert packed[0, 1:6].tolist() == [2, 0, 6, 7, 3]
+    assert packed[1:, 4].tolist() == [SIZES.shard_pages] * 2  # copies to no page
+    row = packed[0, 6:]
     assert row[:6].tolist() == [3, 1, 2, 7, 6, 4] and row[packets.STOPS :].tolist() == [11, -1]
     assert row[6:8].view(np.float32).tolist() == [np.float32(0.5), np.float32(0.9)]
+
+
+def test_a_request_is_packed_with_what_it_had_drawn():
+    packed = packets.pack_restores([(4, 17, -0.25, 12, 5, REQUEST)], SIZES)
+    assert packed[0, :2].tolist() == [4, 17] and packed[0, 3:5].tolist() == [12, 5]
+    assert packed[0, 2:3].view(np.float32).tolist() == [-0.25] and packed[0, 6:9].tolist() == [3, 1, 2]

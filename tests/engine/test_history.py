@@ -61,7 +61,7 @@ def test_runs_are_the_versions_row_by_row(flips, before, count, first):
     versions += [versions[-1]] * 40
     start = min(before, len(versions) - count - 1)
     record.forget_before(start)
-    runs = record.runs(Version(0, first), start, count)
+    runs = record.runs((VersionRun(Version(0, first), 1),), start, count)
     expected = [Version(0, first), *versions[start : start + count]]
     assert [run.version for run in runs for _ in range(run.count)] == expected
     assert all(a.version != b.version for a, b in itertools.pairwise(runs))

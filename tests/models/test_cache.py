@@ -1,9 +1,8 @@
-"""The cache: where insert writes, what it drops, where it lies."""
+"""The cache: where tokens are written, what is dropped, where pages lie."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.models import cache, families
@@ -11,35 +10,52 @@ from jaxroll.sharding import meshes, rules
 
 NANO = families.spec("nano")
 MESH = meshes.build(MeshConfig(data=2, fsdp=1, tensor=2))
+D, K, P, U, H = 2, 2, 5, 3, 4
 
 
-def rows(count: int, tokens: int, seed: int) -> jax.Array:
-    shape = (NANO.layers, count, tokens, NANO.kv_heads, NANO.head_dim)
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+def pool(seed: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(D, K, P, U, H)), jnp.float32)
 
 
-def test_rows_go_to_their_slots_and_the_index_past_the_end_drops_them():
-    before = cache.KVCache(rows(5, 9, 0), rows(5, 9, 1))
-    keys, values = rows(4, 6, 2), rows(4, 6, 3)
-    after = jax.jit(cache.insert)(before, keys, values, jnp.array([3, 5, 0, 5]))
-    for old, new, written in ((before.keys, after.keys, keys), (before.values, after.values, values)):
-        expected = np.asarray(old).copy()
-        expected[:, 3, :6], expected[:, 0, :6] = written[:, 0], written[:, 2]
-        np.testing.assert_array_equal(new, expected)
+def test_rows_go_to_the_pages_of_their_tables_and_nowhere_else():
+    before, new = pool(0), jnp.asarray(np.random.default_rng(1).normal(size=(3, 4, K, H)), jnp.float32)
+    shards, tables = np.array([1, 0, 1]), np.array([[4, 2], [0, 3], [1, 1]])
+    starts, lengths = np.array([1, 0, 0]), np.array([4, 3, 0])  # the last row is a dummy
+    after = jax.jit(cache.filled)(before, new, shards, tables, starts, lengths)
+    expected = np.asarray(before).copy()
+    for row in range(3):
+        for t in range(lengths[row]):
+            page, offset = divmod(starts[row] + t, U)
+            expected[shards[row], :, tables[row, page], offset] = new[row, t]
+    np.testing.assert_array_equal(after, expected)
 
 
-def test_a_prefill_longer_than_the_cache_is_refused():
-    with pytest.raises(ValueError, match="10 tokens does not fit a cache of 9 tokens"):
-        cache.insert(cache.KVCache(rows(5, 9, 0), rows(5, 9, 1)), rows(1, 10, 2), rows(1, 10, 3), jnp.array([0]))
+def test_a_token_is_appended_at_its_position_and_outside_the_table_dropped():
+    before, new = pool(2)[0], jnp.asarray(np.random.default_rng(3).normal(size=(4, K, H)), jnp.float32)
+    tables, positions = np.array([[4, 2], [0, 3], [1, 1], [1, 1]]), np.array([2, 4, 6, -1])
+    after = jax.jit(cache.appended)(before, new, tables, positions)
+    expected = np.asarray(before).copy()
+    expected[:, 4, 2], expected[:, 3, 1] = new[0], new[1]
+    np.testing.assert_array_equal(after, expected)
 
 
-def test_an_empty_cache_is_split_over_slots_and_heads():
-    held = cache.empty(NANO, 8, 16, MESH, rules.SAMPLER)
-    assert held.keys.shape == held.values.shape == (2, 8, 16, 2, 8)
-    assert held.keys.addressable_shards[0].data.shape == (2, 4, 16, 1, 8)
-    assert not held.keys.any()
-    assert cache.abstract(NANO, 8, 16, MESH, rules.SAMPLER).keys.sharding == held.keys.sharding
+def test_pages_are_copied_within_their_shard_and_the_page_past_the_end_is_not_written():
+    before = pool(4)
+    after = jax.jit(cache.copied)(before, np.array([1, 0, 1]), np.array([0, 2, 1]), np.array([3, P, 4]))
+    expected = np.asarray(before).copy()
+    expected[1, :, 3], expected[1, :, 4] = before[1, :, 0], before[1, :, 1]
+    np.testing.assert_array_equal(after, expected)
 
 
-def test_slots_that_the_mesh_does_not_divide_stay_whole():
-    assert cache.empty(NANO, 5, 4, MESH, rules.SAMPLER).keys.addressable_shards[0].data.shape == (2, 5, 4, 1, 8)
+def test_an_empty_cache_is_split_over_shards_of_slots_and_heads():
+    held = cache.empty(NANO, 2, 8, 16, MESH, rules.SAMPLER)
+    assert len(held.keys) == len(held.values) == NANO.layers
+    assert held.keys[0].shape == (2, 2, 8, 16, 8) and (held.shards, held.pages, held.page_tokens) == (2, 8, 16)
+    assert held.keys[0].addressable_shards[0].data.shape == (1, 1, 8, 16, 8)
+    assert not held.keys[0].any()
+    assert cache.abstract(NANO, 2, 8, 16, MESH, rules.SAMPLER).keys[0].sharding == held.keys[0].sharding
+
+
+def test_slots_that_the_mesh_does_not_divide_are_one_shard():
+    assert [cache.shards_of(slots, MESH, rules.SAMPLER) for slots in (8, 5)] == [2, 1]
+    assert cache.empty(NANO, 1, 5, 4, MESH, rules.SAMPLER).keys[0].addressable_shards[0].data.shape == (1, 1, 5, 4, 8)

@@ -94,6 +94,7 @@ def forward_logits(spec, values, tokens, positions, segments):
 
 
 prefill = jax.jit(transformer.prefill, static_argnums=0)
+extend = jax.jit(transformer.extend, static_argnums=0)
 decode = jax.jit(transformer.decode, static_argnums=0)
 
 
@@ -115,6 +116,26 @@ def test_logits_equal_the_numpy_decoder(variant):
         np.testing.assert_allclose(got[row], numpy_logits(spec, weights, tokens[row]), atol=2e-5)
 
 
+def scattered_tables(slots: int, pages: int) -> np.ndarray:
+    """Tables whose pages lie anywhere; page 0 is nobody's."""
+    return np.random.default_rng(5).permutation(np.arange(1, slots * pages + 1)).reshape(slots, pages).astype(np.int32)
+
+
+@pytest.mark.parametrize("variant", ["tied", "one_kv_head"])
+def test_chunks_of_a_prompt_equal_forward(variant):
+    """Three prompts in chunks of 4, 5 and the rest, each beginning wherever the one before ended within a page."""
+    spec, values = VARIANTS[variant], initialised(VARIANTS[variant])
+    tokens, ends = random_tokens(3, 16), np.array([16, 11, 14], np.int32)
+    expected = forward_logits(spec, values, *whole_rows(tokens))
+    held, tables, zeros = cache.empty(spec, 1, 20, 3, ONE, rules.SAMPLER), scattered_tables(3, 6), np.zeros(3, np.int32)
+    for start, width in ((0, 4), (4, 5), (9, 7)):
+        starts = np.full(3, start, np.int32)
+        lengths = np.minimum(ends - start, width)
+        logits, held = extend(spec, values, held, tokens[:, start : start + width],
+                              transformer.Pages(zeros, tables, starts), lengths)  # fmt: skip
+        np.testing.assert_allclose(logits, expected[np.arange(3), start + lengths - 1], atol=1e-4)
+
+
 @pytest.mark.parametrize("variant", ["tied", "one_kv_head"])
 def test_prefill_then_decode_equals_forward(variant):
     spec, values = VARIANTS[variant], initialised(VARIANTS[variant])
@@ -123,14 +144,19 @@ def test_prefill_then_decode_equals_forward(variant):
     padded = np.where(np.arange(8) < lengths[:, None], tokens[:, :8], 63)
     logits, keys, values_ = prefill(spec, values, padded, lengths)
     np.testing.assert_allclose(logits, expected[np.arange(4), lengths - 1], atol=1e-4)
-    slots = np.array([2, 5, 0, 3], np.int32)
-    held = cache.insert(cache.empty(spec, 6, length, ONE, rules.SAMPLER), keys, values_, slots)
+    slots, tables = np.array([2, 5, 0, 3], np.int32), scattered_tables(6, 3)
+    zeros = np.zeros(4, np.int32)
+    held = cache.empty(spec, 1, 20, 5, ONE, rules.SAMPLER)
+    fill = lambda pools, new: tuple(  # noqa: E731
+        cache.filled(pool, one, zeros, tables[slots], zeros, lengths) for pool, one in zip(pools, new, strict=True)
+    )
+    held = cache.KVCache(fill(held.keys, keys), fill(held.values, values_))
     for step in range(length - int(lengths.max())):
-        positions = np.zeros(6, np.int32)
+        positions = np.full(6, -1, np.int32)
         positions[slots] = lengths + step
         fed = np.zeros(6, np.int32)
         fed[slots] = tokens[np.arange(4), lengths + step]
-        logits, held = decode(spec, values, held, fed, positions)
+        logits, held = decode(spec, values, held, fed, positions, tables)
         np.testing.assert_allclose(logits[slots], expected[np.arange(4), lengths + step], atol=1e-4)
 
 
@@ -187,32 +213,39 @@ def test_padding_gives_no_gradient_to_anything():
         np.testing.assert_array_equal(gradient[name], changed[name])
 
 
-def test_a_slot_gets_the_same_bits_wherever_it_stands():
-    values = initialised(NANO)
-    S, T = 16, 12
-    rng = np.random.default_rng(4)
-    shape = (NANO.layers, S, T, NANO.kv_heads, NANO.head_dim)
-    keys, held_values = (jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
-    tokens, positions = random_tokens(1, S)[0], rng.integers(0, T, S).astype(np.int32)
-    here, here_cache = decode(NANO, values, cache.KVCache(keys, held_values), tokens, positions)
-    order = rng.permutation(S)
-    moved = cache.KVCache(keys[:, order], held_values[:, order])
-    there, there_cache = decode(NANO, values, moved, tokens[order], positions[order])
+def random_cache(pages: int, page_tokens: int, seed: int) -> cache.KVCache:
+    rng, shape = np.random.default_rng(seed), (1, NANO.kv_heads, pages, page_tokens, NANO.head_dim)
+    pools = lambda: tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(NANO.layers))  # noqa: E731
+    return cache.KVCache(pools(), pools())
+
+
+def test_a_slot_gets_the_same_bits_wherever_it_and_its_pages_stand_and_however_long_the_others_are():
+    values, held = initialised(NANO), random_cache(64, 4, 4)
+    S, rng = 16, np.random.default_rng(4)
+    tables = rng.permutation(64)[: S * 3].reshape(S, 3).astype(np.int32)
+    tokens, positions = random_tokens(1, S)[0], rng.integers(0, 12, S).astype(np.int32)
+    here, _ = decode(NANO, values, held, tokens, positions, tables)
+    order, places = rng.permutation(S), rng.permutation(64)
+    moved = jax.tree.map(lambda pool: pool[:, :, np.argsort(places)], held)
+    there, _ = decode(NANO, values, moved, tokens[order], positions[order], places[tables][order].astype(np.int32))
     np.testing.assert_array_equal(np.asarray(here)[order], there)
-    np.testing.assert_array_equal(np.asarray(here_cache.keys)[:, order], there_cache.keys)
+    short = np.where(positions < 4, positions, -1).astype(np.int32)
+    alone, _ = decode(NANO, values, held, tokens, short, tables)
+    assert (positions < 4).any() and (positions >= 8).any()
+    np.testing.assert_array_equal(np.asarray(here)[positions < 4], np.asarray(alone)[positions < 4])
 
 
 def test_decode_looks_at_nothing_beyond_its_position_and_writes_only_there():
-    values = initialised(NANO)
-    shape = (NANO.layers, 2, 8, NANO.kv_heads, NANO.head_dim)
-    held = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
-    positions = np.array([3, 8], np.int32)  # 8 lies beyond the cache
-    logits, after = decode(NANO, values, cache.KVCache(held, held), np.array([5, 6], np.int32), positions)
-    stale = held.at[:, 0, 4:].set(50.0)
-    again, _ = decode(NANO, values, cache.KVCache(stale, stale), np.array([5, 6], np.int32), positions)
+    values, held = initialised(NANO), random_cache(4, 4, 1)
+    tables, positions = np.array([[2, 0], [3, 1], [1, 3]], np.int32), np.array([3, 8, -1], np.int32)
+    tokens = np.array([5, 6, 7], np.int32)  # 8 lies beyond the table, -1 says that nobody is there
+    logits, after = decode(NANO, values, held, tokens, positions, tables)
+    stale = jax.tree.map(lambda pool: pool.at[:, :, [0, 1, 3]].set(50.0), held)
+    again, _ = decode(NANO, values, stale, tokens, positions, tables)
     np.testing.assert_array_equal(logits[0], again[0])
-    changed = np.asarray(after.keys != held).any(axis=(0, 3, 4))
-    assert changed.tolist() == [[False, False, False, True] + 4 * [False], 8 * [False]]
+    for before, pool in zip(held.keys, after.keys, strict=True):
+        changed = np.asarray(pool != before).any(axis=(0, 1, 4))  # [page, token]
+        assert np.argwhere(changed).tolist() == [[2, 3]]
 
 
 def test_bfloat16_computes_in_bfloat16_and_scores_in_float32():
@@ -224,4 +257,4 @@ def test_bfloat16_computes_in_bfloat16_and_scores_in_float32():
     exact = forward_logits(NANO, values, *whole_rows(tokens))
     assert 0 < np.abs(logits - exact).max() < 0.1
     _, keys, _ = prefill(spec, values, tokens, np.array([9, 4], np.int32))
-    assert keys.dtype == cache.empty(spec, 2, 9, ONE, rules.SAMPLER).keys.dtype == jnp.bfloat16
+    assert keys[0].dtype == cache.empty(spec, 1, 2, 9, ONE, rules.SAMPLER).keys[0].dtype == jnp.bfloat16

@@ -1,0 +1,186 @@
+"""What the schedule decides, done on the device: prompts computed, requests started, pages moved, tokens recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxroll.engine import packets
+from jaxroll.engine.device import Device, SavedPages
+from jaxroll.engine.ledger import Ledger, Partial, Progressed
+from jaxroll.engine.packets import Sizes
+from jaxroll.engine.requests import Add, Result
+from jaxroll.models.params import Params
+from jaxroll.records import Version
+from jaxroll.schedule.prefixes import Prefix
+from jaxroll.schedule.seating import Chunk, Row, Seat, Seating, Start
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What one step brought into the cache and into slots."""
+
+    prefills: int = 0
+    rows: int = 0
+    tokens: int = 0
+    started: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A request that has not left: what it drew before it had to leave its slot, and its pages if they were kept."""
+
+    add: Add
+    before: Partial | None = None
+    saved: SavedPages | None = None
+
+
+class Work:
+    """The requests in the engine. All methods belong to the stepping thread."""
+
+    def __init__(self, device: Device, seating: Seating, sizes: Sizes, clock: Callable[[], float]) -> None:
+        self._device, self._seating, self._sizes, self._clock = device, seating, sizes, clock
+        self._ledger = Ledger(sizes.slots, sizes.max_tokens + sizes.chunk)
+        self._open: dict[int, _Open] = {}
+        self._tables_of = -1
+
+    def enter(self, add: Add, seat: Seat) -> Seat:
+        """`seat`, whose request is known from now on."""
+        self._open[add.request.id] = _Open(add)
+        return seat
+
+    # --- before a dispatch
+
+    def fill(self, params: Params, version: Version) -> Filled:
+        """Admit, compute prompts within the budget, and start whoever is ready."""
+        for seat in self._seating.admit():
+            assert seat.slot is not None
+            saved = self._open[seat.id].saved
+            assert saved is not None
+            self._device.load(self._seating.shard_of(seat.slot), seat.table, saved)
+            self._open[seat.id].saved = None
+        chunks = self._seating.prefills(busy=bool(self._seating.running))
+        for chunk in chunks:
+            self._compute(params, chunk)
+        started = self._seating.starting()
+        self._start(started, version)
+        rows = [row for chunk in chunks for row in chunk.rows]
+        return Filled(len(chunks), len(rows), sum(row.count for row in rows), len(started))
+
+    def make_room(self, steps: int) -> int:
+        """Pages for the next `steps` tokens; returns how many requests gave theirs away for it."""
+        victims = self._seating.grow(steps)
+        for victim in victims:
+            if not victim.seat.swapped:
+                self._ledger.forget(victim.slot)
+                continue
+            one = self._open[victim.seat.id]
+            _, one.before = self._ledger.interrupt(victim.slot)
+            one.saved = self._device.save(victim.shard, victim.table, victim.seat.cached)
+        if victims:
+            self._device.cancel([victim.slot for victim in victims])
+        if self._tables_of != self._seating.changes:
+            self._tables_of = self._seating.changes
+            self._device.set_tables([seat.table if seat else () for seat in self._seating.seats])
+        return len(victims)
+
+    def _compute(self, params: Params, chunk: Chunk) -> None:
+        copies = [
+            (self._shard(row.owner), *copy)
+            for row in chunk.rows
+            for copy in row.owner.copies  # made once, before the first chunk
+        ]
+        if copies:
+            self._device.copy(copies)
+        for row in chunk.rows:
+            row.owner.copies = ()
+        self._device.prefill(params, chunk.fresh, chunk.bucket, [self._prefill_row(row) for row in chunk.rows])
+
+    def _prefill_row(self, row: Row) -> packets.PrefillRow:
+        owner, end = row.owner, row.start + row.count
+        if isinstance(owner, Prefix):
+            tokens, logits = np.frombuffer(owner.tokens, np.int32), owner.row
+        else:
+            before = self._open[owner.id].before
+            assert before is not None
+            tokens, logits = np.concatenate([np.frombuffer(owner.prompt, np.int32), before.tokens]), None
+        return packets.PrefillRow(tokens[row.start : end], row.start, self._shard(owner), owner.table, logits)
+
+    def _shard(self, owner: Prefix | Seat) -> int:
+        if isinstance(owner, Prefix):
+            return owner.shard
+        assert owner.slot is not None
+        return self._seating.shard_of(owner.slot)
+
+    def _start(self, started: list[Start], version: Version) -> None:
+        inserts, restores, copies, now_s = [], [], [], self._clock()
+        for start in started:
+            seat, one = start.seat, self._open[start.seat.id]
+            assert seat.slot is not None
+            request, before = one.add.request, one.before
+            self._ledger.start(seat.slot, one.add, now_s, version, before)
+            made = [(self._shard(seat), *copy) for copy in start.copies]
+            if before is None:
+                assert start.logit_row is not None
+                copy = made[0] if made else (0, 0, self._sizes.shard_pages)
+                inserts.append((seat.slot, start.logit_row, copy, seat.prompt_tokens, request))
+                continue
+            copies += made
+            token, logprob = int(before.tokens[-1]), float(before.logprobs[-1])
+            restores.append((seat.slot, token, logprob, seat.cached, seat.sampled, request))
+        self._device.copy(copies)
+        self._device.restore(restores)
+        self._device.insert(inserts)
+
+    # --- after a dispatch
+
+    def account(self, report: packets.Report, now_s: float) -> Progressed:
+        """Take in what a dispatch did."""
+        progressed = self._ledger.account(report)
+        for seat in self._seating.running:
+            assert seat.slot is not None
+            self._seating.progressed(seat.slot, int(report.counts[seat.slot]))
+        return progressed
+
+    def take(self, slot: int, finish: str, end_s: float, version: Version) -> tuple[Add, Result]:
+        """The request in `slot`, which ended, and what it came to."""
+        add, result = self._ledger.take(slot, finish, end_s)
+        kept = None
+        # What another version computed is no beginning for anyone.
+        if add.request.keep and all(run.version == version for run in result.completion.versions):
+            kept = np.concatenate([add.request.prompt, result.completion.tokens[:-1]]).astype(np.int32).tobytes()
+        self._seating.release(slot, kept)
+        del self._open[add.request.id]
+        return add, result
+
+    def abort(self, id: int) -> tuple[Add, Partial | None] | None:
+        """The request and what it has drawn (None: nothing); None if it is not here any more."""
+        slots = {seat.id: seat.slot for seat in self._seating.running}
+        if self._seating.abort(id) is None:
+            return None
+        one = self._open.pop(id)
+        slot = slots.get(id)
+        if slot is None:
+            return one.add, one.before
+        self._device.cancel([slot])
+        return self._ledger.interrupt(slot)
+
+    def flip(self, version: Version, *, running: bool, forget_tokens: bool) -> int:
+        """New weights from now on; returns how many tokens were thrown away for it."""
+        seats = {seat.slot: seat.id for seat in self._seating.running}
+        slots = self._seating.flip(running=running, forget_tokens=forget_tokens)
+        for slot in slots:
+            _, self._open[seats[slot]].before = self._ledger.interrupt(slot)
+        if slots:
+            self._device.cancel(slots)
+        discarded = 0
+        for one in self._open.values():
+            if running:
+                one.saved = None
+            if forget_tokens and one.before is not None:
+                discarded += len(one.before.tokens)
+                one.before = None
+        self._ledger.flip(version)
+        return discarded

@@ -1,0 +1,73 @@
+"""The cache with fewer pages than its slots would like: the same tokens, and some requests that had to wait."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxroll.config import MeshConfig
+from jaxroll.engine.requests import Request
+from jaxroll.protocols import GenerationKey, SamplingParams
+from jaxroll.records import Version
+
+PAGED = {"slots": 8, "max_tokens": 64, "page_tokens": 8, "prefill_buckets": (8, 16)}
+QUARTER = 16  # pages of 8 tokens; eight slots of 64 tokens would need 64
+
+
+def uneven(count: int) -> list[Request]:
+    rng = np.random.default_rng(3)
+    prompts = rng.integers(0, 64, (count, 12)).astype(np.int32)
+    limits = rng.choice([4, 8, 40], count)
+    return [Request(i, prompts[i // 2], GenerationKey(i, 0), SamplingParams(int(n))) for i, n in enumerate(limits)]
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2)], ids=["one device", "data=2"])
+def test_a_quarter_of_the_memory_gives_the_same_tokens_to_the_bit(bench, mesh):
+    make = lambda: bench(mesh, **PAGED, cache_pages=QUARTER * mesh.data)  # noqa: E731
+    requests = uneven(24)
+    alone = {request.id: make().run([request])[request.id].completion for request in requests}
+    b = make()
+    before = b.engine.stats()
+    b.run(requests)
+    assert b.engine.stats().preemptions > before.preemptions
+    for request in requests:
+        one, other = alone[request.id], b.results[request.id].completion
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def test_a_quarter_of_the_memory_gives_the_tokens_of_all_of_it(bench, assert_replayed):
+    requests = uneven(24)
+    few, all_of_it = bench(**PAGED, cache_pages=QUARTER), bench(**PAGED)
+    few.run(requests)
+    all_of_it.run(requests)
+    assert_replayed(requests, few.results)
+    assert_replayed(requests, all_of_it.results)
+
+
+@pytest.mark.parametrize("flip", ["keep_kv", "reprefill", "restart", "drain"])
+def test_flips_and_aborts_while_some_wait_for_pages(bench, assert_replayed, flip):
+    b = bench(**PAGED, cache_pages=QUARTER, flip=flip)
+    before, requests = b.engine.stats(), uneven(24)
+    b.add(*requests)
+    while b.engine.stats().preemptions < before.preemptions + 3:
+        assert b.engine.step()
+    waiting = [seat.id for seat in b.engine._seating.waiting if seat.swapped]
+    assert waiting
+    b.engine.abort(waiting[0], keep=True)
+    b.swap(Version(0, 2), 1)
+    b.finish()
+    kept = b.results[waiting[0]].completion
+    assert kept.finish == "abort" and len(kept.tokens) > 0
+    rest = [request for request in requests if request.id != waiting[0]]
+    if flip != "keep_kv":  # over pages that were computed in two programs of weights only the engine can go on
+        assert_replayed(rest, b.results, reprefill=flip == "reprefill")
+    assert sorted(b.results) == [request.id for request in requests]
+
+
+def test_all_pages_are_free_when_nobody_is_there(bench):
+    b = bench(**PAGED, cache_pages=QUARTER)
+    b.run(uneven(24))
+    seating = b.engine._seating
+    held = sum(len(prefix.table) for prefix in seating.prefixes.all())
+    assert seating.pages[0].free == QUARTER - held

@@ -1,0 +1,266 @@
+"""The engine's schedule over random histories, against a device whose memory is a list: every token stands there."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jaxroll.schedule.pages import Pages
+from jaxroll.schedule.prefixes import Prefix
+from jaxroll.schedule.seating import Limits, Row, Seat, Seating, bucket_of
+
+U = 4  # tokens a page
+LIMITS = {"rows": 2, "inserts": 4, "refill": 1, "buckets": (4, 8), "page_tokens": U, "budget": 16}
+
+
+def text(*tokens: int) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in tokens)
+
+
+def words(tokens: bytes) -> list[int]:
+    return [int.from_bytes(tokens[i : i + 4], "little") for i in range(0, len(tokens), 4)]
+
+
+class Memory:
+    """What a device would do: cells hold (weights, token); a decode writes the last token and draws the next."""
+
+    def __init__(self, seating: Seating, pages: int, rng: random.Random) -> None:
+        self.seating, self.rng, self.weights = seating, rng, 0
+        self.cells = [[[None] * U for _ in range(pages)] for _ in range(seating.shards)]
+        self.drawn: dict[int, list[int]] = {}
+        self.limits: dict[int, int] = {}
+        self.saved: dict[int, list] = {}
+        self.logits: dict[int, tuple[int, bytes]] = {}
+        self.started: list[int] = []
+        self.done: dict[int, list[int]] = {}
+
+    def cell(self, shard: int, table, position: int):
+        return self.cells[shard][table[position // U]], position % U
+
+    def copy(self, shard: int, copies) -> None:
+        for source, target in copies:
+            self.cells[shard][target] = list(self.cells[shard][source])
+
+    def compute(self, row: Row, fresh: bool) -> None:
+        owner = row.owner
+        shard = owner.shard if isinstance(owner, Prefix) else self.seating.shard_of(owner.slot)
+        self.copy(shard, owner.copies)
+        owner.copies = ()
+        tokens = words(owner.tokens) if isinstance(owner, Prefix) else words(owner.prompt) + self.drawn[owner.id]
+        assert fresh == (isinstance(owner, Prefix) and row.start == 0)
+        for position in range(row.start):
+            page, at = self.cell(shard, owner.table, position)
+            assert page[at] == (self.weights, tokens[position]), "a chunk reads what is not there"
+        for position in range(row.start, row.start + row.count):
+            page, at = self.cell(shard, owner.table, position)
+            page[at] = (self.weights, tokens[position])
+        if isinstance(owner, Prefix):
+            self.logits[owner.row] = (self.weights, owner.tokens[: 4 * (row.start + row.count)])
+
+    def fill(self) -> None:
+        seating = self.seating
+        for seat in seating.admit():
+            for page, cells in zip(seat.table, self.saved.pop(seat.id), strict=False):
+                self.cells[seating.shard_of(seat.slot)][page] = list(cells)
+        for chunk in seating.prefills(busy=bool(seating.running)):
+            assert 1 <= len(chunk.rows) <= LIMITS["rows"]
+            for row in chunk.rows:
+                assert bucket_of(row.count, LIMITS["buckets"]) == chunk.bucket
+                self.compute(row, chunk.fresh)
+        for start in seating.starting():
+            seat = start.seat
+            self.copy(seating.shard_of(seat.slot), start.copies)
+            if not seat.sampled:
+                assert self.logits[start.logit_row] == (self.weights, seat.prompt)
+                self.started.append(seat.id)
+                self.drawn[seat.id] = [self.rng.randrange(1000)]
+
+    def decode(self, steps: int) -> None:
+        seating = self.seating
+        for victim in seating.grow(steps):
+            held = -(-victim.seat.cached // U)
+            self.saved[victim.seat.id] = [list(self.cells[victim.shard][page]) for page in victim.table[:held]]
+        written = []
+        for seat in seating.running:
+            drawn, shard = self.drawn[seat.id], seating.shard_of(seat.slot)
+            for _ in range(steps):
+                if len(drawn) >= self.limits[seat.id]:
+                    break
+                position = seat.prompt_tokens + len(drawn) - 1
+                page, at = self.cell(shard, seat.table, position)
+                page[at] = (self.weights, drawn[-1])
+                written.append((shard, seat.table[position // U], at, seat.id))
+                drawn.append(self.rng.randrange(1000))
+            self.whole(seat, shard)
+            seating.progressed(seat.slot, len(drawn))
+        owners: dict[tuple, int] = {}
+        for shard, page, at, id in written:
+            assert owners.setdefault((shard, page, at), id) == id, "two requests write in one place"
+
+    def whole(self, seat: Seat, shard: int) -> None:
+        """Everything that a seat has read so far stands where its table says."""
+        tokens = words(seat.prompt) + self.drawn[seat.id]
+        for position in range(len(tokens) - 1):
+            page, at = self.cell(shard, seat.table, position)
+            assert page[at] is not None and page[at][1] == tokens[position]
+
+    def release(self, keep: bool) -> None:
+        for seat in self.seating.running:
+            if len(self.drawn[seat.id]) >= self.limits[seat.id]:
+                drawn = self.drawn.pop(seat.id)
+                self.done[seat.id] = drawn
+                # Only tokens under one version may be kept; here all of a page's cells tell.
+                cells = [self.cell(self.seating.shard_of(seat.slot), seat.table, p) for p in range(seat.cached)]
+                pure = all(page[at][0] == self.weights for page, at in cells)
+                self.seating.release(seat.slot, seat.prompt + text(*drawn[:-1]) if keep and pure else None)
+
+
+def check_pages(seating: Seating) -> None:
+    """Every page has exactly the holders that tables name, and every seat of one shard writes in pages of its own."""
+    for shard, pages in enumerate(seating.pages):
+        holders = [0] * pages.count
+        for seat in seating.seats:
+            if seat is not None and seating.shard_of(seat.slot) == shard:
+                for page in seat.table:
+                    holders[page] += 1
+                for page in seat.table[seat.prompt_tokens // U :]:
+                    assert pages.holders(page) == 1
+        for prefix in seating.prefixes.all():
+            if prefix.shard == shard:
+                for page in prefix.table:
+                    holders[page] += 1
+        assert holders == [pages.holders(page) for page in range(pages.count)]
+        assert pages.free == holders.count(0)
+    rows = [prefix.row for prefix in seating.prefixes.all() if prefix.row is not None]
+    assert sorted(rows + seating.prefixes.rows) == list(range(6))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("reserve", [True, False])
+@pytest.mark.parametrize("seed", range(40))
+def test_every_token_stands_where_it_is_read_whatever_happens(seed: int, reserve: bool, shards: int) -> None:
+    rng = random.Random(f"{seed} {reserve} {shards}")
+    slots = 4
+    most = 28  # tokens of the longest request: seven pages
+    pages = slots // shards * 7 + 6 if reserve else 8 + rng.randrange(4)
+    seating = Seating(slots, shards, pages, 6, Limits(**LIMITS, reserve=reserve))
+    memory = Memory(seating, pages, rng)
+    prompts = [text(*(rng.randrange(50) for _ in range(rng.randrange(1, 20)))) for _ in range(6)]
+    added = aborted = 0
+    gone: set[int] = set()
+    for _ in range(120):
+        for _ in range(rng.randrange(3) if added < 40 else 0):
+            prompt = rng.choice(prompts + [seat.prompt + text(1, 2) for seat in seating.running])[: 4 * 20]
+            memory.limits[added] = rng.randrange(1, most - len(prompt) // 4 + 1)
+            seating.arrive(Seat(added, prompt, len(prompt) // 4 + memory.limits[added]))
+            added += 1
+        if rng.random() < 0.1 and added:
+            id = rng.randrange(added)
+            running = {seat.id for seat in seating.running}
+            if seating.abort(id) is not None:
+                gone.add(id)
+                aborted += id in running
+                memory.drawn.pop(id, None)
+                memory.saved.pop(id, None)
+        if rng.random() < 0.08:
+            policy = rng.choice(["keep_kv", "reprefill", "restart"])
+            seating.flip(running=policy != "keep_kv", forget_tokens=policy == "restart")
+            memory.weights += 1
+            if policy != "keep_kv":
+                memory.saved.clear()
+            if policy == "restart":
+                memory.drawn.clear()
+        memory.fill()
+        check_pages(seating)
+        memory.decode(rng.randrange(1, 4))
+        memory.release(keep=rng.random() < 0.5)
+        check_pages(seating)
+    for _ in range(400):
+        if not seating.active and not seating.waiting:
+            break
+        memory.fill()
+        memory.decode(3)
+        memory.release(keep=False)
+    assert not seating.waiting and not seating.active, "somebody waits for ever"
+    assert sorted([*memory.done, *gone]) == list(range(added))
+
+
+def started_order(seating: Seating, memory: Memory) -> list[int]:
+    while seating.active or seating.waiting:
+        memory.fill()
+        memory.decode(2)
+        memory.release(keep=False)
+    return memory.started
+
+
+def test_first_come_first_served_although_a_smaller_one_would_fit() -> None:
+    seating = Seating(4, 1, 8, 6, Limits(**LIMITS, reserve=False))
+    memory = Memory(seating, 8, random.Random(0))
+    for id, tokens in enumerate((16, 14, 1, 1)):
+        memory.limits[id] = 4
+        seating.arrive(Seat(id, text(*range(100 * id, 100 * id + tokens)), tokens + 4))
+    memory.fill()
+    assert [seat.id for seat in seating.running] == [0]  # 1 does not fit beside 0, and 2 does not pass it
+    assert started_order(seating, memory) == [0, 1, 2, 3]
+
+
+def test_the_one_that_came_last_gives_its_pages_away_and_comes_back_first() -> None:
+    seating = Seating(3, 1, 9, 6, Limits(**LIMITS, reserve=False))
+    memory = Memory(seating, 9, random.Random(0))
+    for id in range(3):
+        memory.limits[id] = 16
+        seating.arrive(Seat(id, text(id), 17))
+    memory.fill()
+    memory.limits[3] = 1
+    seating.arrive(Seat(3, text(3), 2))
+    victims: list[int] = []
+    grow = seating.grow
+    seating.grow = lambda steps: [victims.append(v.seat.id) or v for v in grow(steps)]  # type: ignore[method-assign]
+    while not victims:
+        memory.decode(2)
+        memory.fill()
+    assert victims == [2] and [seat.id for seat in seating.waiting] == [2, 3]
+    assert started_order(seating, memory) == [0, 1, 2, 3]
+
+
+def test_nobody_starts_while_held_but_who_has_begun_goes_on() -> None:
+    seating = Seating(2, 1, 20, 6, Limits(**LIMITS))
+    fresh, begun = Seat(0, text(1), 4), Seat(1, text(2), 4, sampled=1, swapped=True)
+    seating.held = True
+    seating.arrive(begun)
+    seating.arrive(fresh)
+    assert seating.refill_at() == 1
+    assert seating.admit() == [begun] and [seat.id for seat in seating.waiting] == [0]
+    assert seating.refill_at() is None
+
+
+def test_a_budget_bounds_what_is_computed_while_others_run() -> None:
+    seating = Seating(4, 1, 60, 6, Limits(**(LIMITS | {"budget": 8, "rows": 1})))
+    memory = Memory(seating, 60, random.Random(0))
+    memory.limits = {0: 40, 1: 4}
+    seating.arrive(Seat(0, text(7), 41))
+    memory.fill()
+    seating.arrive(Seat(1, text(*range(30)), 34))
+    seen = []
+    for _ in range(4):
+        seating.admit()
+        chunks = seating.prefills(busy=bool(seating.running))
+        seen.append([(row.start, row.count) for chunk in chunks for row in chunk.rows])
+        for chunk in chunks:
+            for row in chunk.rows:
+                memory.compute(row, chunk.fresh)
+    assert seen == [[(0, 8)], [(8, 8)], [(16, 8)], [(24, 6)]]
+
+
+def test_pages_are_free_when_the_last_holder_drops_them() -> None:
+    pages = Pages(3)
+    taken = pages.take(2)
+    pages.share(taken[:1])
+    pages.drop(taken)
+    assert (pages.free, pages.holders(taken[0])) == (2, 1)
+    for wrong in (lambda: pages.drop([taken[1]]), lambda: pages.share([taken[1]]), lambda: pages.take(3)):
+        with pytest.raises(ValueError):
+            wrong()
+    pages.drop(taken[:1])
+    assert pages.free == 3
