@@ -49,15 +49,15 @@ class Dispatch:
 class Device:
     """Slots, a cache and compiled programs on one mesh. Construction allocates, `warmup` compiles."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, *, seed: int, refill: int) -> None:
+    def __init__(self, spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, *, seed: int) -> None:
         self._name, self._sizes = spec.name, sizes
         self._shapes = {name: leaf.shape for name, leaf in model_params.abstract(spec).items()}
         self._programs = programs.build(spec, mesh, rules, sizes)
         self._state = self._programs.empty()
         self._seed = self._placed(jax.random.key(seed))
         # Placed once: a fresh scalar would be one more host-to-device copy in every dispatch.
-        counts: dict[int | None, int] = {None: _NEVER} | {n: n for n in range(1, refill + 1)}
-        self._enough_free = {n: self._placed(np.int32(count)) for n, count in counts.items()}
+        counts: dict[int | None, int] = {None: _NEVER} | {n: n for n in range(1, sizes.slots + 1)}
+        self._enough_idle = {n: self._placed(np.int32(count)) for n, count in counts.items()}
         self.set_tables([()] * sizes.slots)
         self._dtypes: dict[str, np.dtype] | None = None
         self._warm = 0
@@ -120,9 +120,9 @@ class Device:
 
     # --- tokens
 
-    def decode(self, params: Params, until_free: int | None) -> Dispatch:
-        """Up to `Sizes.chunk` steps, fewer once `until_free` slots are free (at most `refill`) or none is running."""
-        enough = self._enough_free[until_free]
+    def decode(self, params: Params, until_idle: int | None) -> Dispatch:
+        """Up to `Sizes.chunk` steps, fewer once `until_idle` slots (1 … S) are idle, or all are."""
+        enough = self._enough_idle[until_idle]
         self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, enough)
         return Dispatch(report, self._sizes.chunk)
 

@@ -47,8 +47,8 @@ class Engine:
     are, so a large `decode_chunk` leaves no slot idle for long.
 
     The cache has `cache_pages` pages of `page_tokens` tokens; 0 gives every slot its longest request's. With fewer,
-    requests take pages as they grow; when none is left the one that came last waits, its pages kept on the host, and goes
-    on later with the same tokens.
+    requests take pages as they grow; when none is left the one that came last waits, its pages kept on the host, and
+    goes on later with the same tokens.
 
     `flip` says what a swap does to running requests. `keep_kv`: they go on with the new weights over the old cache.
     `reprefill`: they go on, after their cache is computed again with the new weights. `restart`: they begin again.
@@ -73,7 +73,7 @@ class Engine:
         budget = prefill_budget or prefill_rows * sizes.buckets[-1]
         limits = Limits(prefill_rows, inserts, refill, sizes.buckets, page_tokens, budget, reserve=not cache_pages)
         self._sizes, self._flip, self._clock, self._vocab_size = sizes, flip, clock, spec.vocab_size
-        self._device = Device(spec, mesh, rules, sizes, seed=seed, refill=refill)
+        self._device = Device(spec, mesh, rules, sizes, seed=seed)
         self._seating = Seating(slots, shards, sizes.shard_pages, sizes.logit_rows, limits)
         self._work = Work(self._device, self._seating, sizes, clock)
         self._params: Params | None = None
@@ -208,7 +208,7 @@ class Engine:
         if not self._seating.running:
             self._stats = replace(self._stats, preemptions=self._stats.preemptions + preempted)
             return True
-        dispatch = self._device.decode(params, self._seating.refill_at())
+        dispatch = self._device.decode(params, self._seating.until_idle())
         self._deliver()  # what ended in the dispatch before, while this one is under way
         asked_s = self._clock()
         report = dispatch.report()

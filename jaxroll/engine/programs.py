@@ -312,15 +312,15 @@ def _decode_step(
 
 def _decode(
     model: _Model, sizes: Sizes,
-    params: Params, seed: Key[Array, ""], state: DecodeState, tables: Int[Array, "S J"], enough_free: Int[Array, ""],
+    params: Params, seed: Key[Array, ""], state: DecodeState, tables: Int[Array, "S J"], enough_idle: Int[Array, ""],
 ) -> tuple[DecodeState, Int[Array, "R S"]]:  # fmt: skip
-    """Up to `sizes.chunk` steps and their report. It ends early when `enough_free` slots stand free, or all do."""
+    """Up to `sizes.chunk` steps and their report. It ends early when `enough_idle` slots are idle, or all are."""
     chunk, slots = sizes.chunk, sizes.slots
 
     def goes_on(carry) -> Bool[Array, ""]:
         step, state, _, _ = carry
-        free = slots - jnp.sum(state.status == packets.RUNNING)
-        return (step < chunk) & (free < jnp.minimum(enough_free, slots))
+        idle = slots - jnp.sum(state.status == packets.RUNNING)
+        return (step < chunk) & (idle < jnp.minimum(enough_idle, slots))
 
     def one(carry):
         step, state, tokens, logprobs = carry

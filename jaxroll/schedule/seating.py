@@ -2,8 +2,8 @@
 
 Requests wait first come, first served, and nobody is passed over for being large. A seat takes a slot and pages; its
 prompt is a prefix that all who begin so share, page for page, except the last partial page, of which everyone has a
-copy to go on writing in. Prefixes are computed in chunks whose cut depends on the prompt alone, so the programs that compute
-a request's tokens do not depend on who else is there.
+copy to go on writing in. Prefixes are computed in chunks whose cut depends on the prompt alone, so the programs that
+compute a request's tokens do not depend on who else is there.
 
 With `reserve` a seat takes at once all the pages it may ever need. Without, it takes them as it grows; when none is
 left the seat that came last gives its own away and waits, in front of everyone else, until it can go on.
@@ -164,6 +164,17 @@ class Seating:
         if not self.waiting or (self.held and not self.waiting[0].sampled):
             return None
         return min(self.limits.refill, len(self.waiting), len(self.seats))
+
+    def until_idle(self) -> int | None:
+        """How many slots must stand idle for a dispatch to end early; None if it need not.
+
+        It ends when so many have ended that admission is worth its cost, and not for slots that stand idle already.
+        """
+        wanted = self.refill_at()
+        if wanted is None:
+            return None
+        idle = len(self.seats) - len(self.running)
+        return min(idle + max(1, wanted - self.seats.count(None)), len(self.seats))
 
     # --------------------------------------------------------------------------------------------------- events
 

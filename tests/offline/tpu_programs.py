@@ -27,7 +27,9 @@ from jaxroll.sharding.rules import LEARNER, SAMPLER, Layout
 CONFIG = Config()
 SPEC = families.spec(CONFIG.model.size, compute_dtype=CONFIG.model.dtype)
 LEARNER_MESH, SAMPLER_MESH = MeshConfig(fsdp=2, tensor=2), MeshConfig(data=2, tensor=2)
-SIZES = Sizes(slots=32, max_tokens=32, rows=8, inserts=16, buckets=(16,), chunk=8, max_stops=4)
+SIZES = Sizes(
+    slots=32, max_tokens=32, rows=8, inserts=16, buckets=(16,), chunk=8, max_stops=4, page_tokens=32, shards=2
+)
 COLLECTIVES = ("all-reduce", "all-gather")  # as the compiler writes them: " all-gather(", " all-gather-start("
 
 
