@@ -13,19 +13,20 @@ from jaxroll.config.schema import Config
 class RoleArgs:
     """What a role's `main` is given. Without `store_address` the address stands in `run_dir/store.addr`.
 
-    For the store itself `store_address` is where it listens (default: any free port of the loopback). `host` is the
-    name under which other machines reach this process; beyond the loopback that takes `insecure`, since what travels is
-    plain text. `rest` holds the words of the command line that are not options
-    of the command itself (the prompt of `generate`, for one).
+    For the store itself `store_address` is where it listens (default: any free port of the loopback). `index` is which
+    of several samplers. `host` is the name under which samplers reach the learner. What goes beyond the loopback takes
+    certificates (`jaxroll.rpc.tls`), or `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the
+    run at, as STEP@NAME (see `jaxroll.roles.restoring`); None resumes. `rest` holds the words of the command line that
+    are not options of the command itself (the prompt of `generate`, for one).
     """
 
     config: Config
     run_dir: Path
     store_address: str | None = None
     index: int = 0
-    resume: bool = False
     host: str = "127.0.0.1"
     insecure: bool = False
+    fork: str | None = None
     rest: tuple[str, ...] = ()
 
     @property

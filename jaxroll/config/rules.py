@@ -10,42 +10,16 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
 
+from jaxroll.config.bounds import check_bounds, value_at
 from jaxroll.config.parsing import nearest
-from jaxroll.config.schema import MODEL_SIZES, Config
+from jaxroll.config.schema import MODEL_SIZES, Config, SamplerConfig
 from jaxroll.errors import ConfigError
 
 GPU_CONTEXT_MB = 512
 GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and whoever else is there
 
-_AT_LEAST: tuple[tuple[str, float], ...] = (
-    ("run.seed", 0),
-    *((f"{role}.mesh.{axis}", 1) for role in ("sampler", "learner", "evaluator")
-      for axis in ("data", "fsdp", "tensor")),
-    ("task.max_prompt_tokens", 1), ("task.train_start", 0), ("task.heldout_start", 0), ("task.heldout_items", 0),
-    ("sft.steps", 0), ("sft.batch", 1), ("sft.start", 0),
-    ("schedule.alpha", 0), ("schedule.steps", 1), ("schedule.groups_per_step", 1), ("schedule.group_size", 1),
-    ("schedule.buffer_groups", 0), ("schedule.redundant_groups", 0), ("schedule.publish_every", 1),
-    ("sampling.max_tokens", 1),
-    ("sampler.count", 1), ("sampler.slots", 1), ("sampler.prefill_rows", 1), ("sampler.decode_chunk", 1),
-    ("sampler.scoring_workers", 1),
-    ("learner.correction_cap", 1), ("learner.warmup_steps", 0), ("learner.decay_steps", 0),
-    ("learner.weight_decay", 0), ("learner.substeps", 1), ("learner.micro_rows", 1), ("learner.row_tokens", 2),
-    ("learner.checkpoint_every", 1), ("learner.checkpoints_kept", 1),
-    ("store.retention_mb", 1), ("store.infra_retries", 0), ("store.data_retries", 0), ("store.reissues", 0),
-    ("store.max_message_mb", 1),
-    ("evaluator.every", 0), ("evaluator.slots", 1),
-    ("supervisor.max_restarts", 0),
-)  # fmt: skip
-
-_POSITIVE = (
-    "sft.learning_rate", "schedule.straggler_deadline_s", "learner.clip_low", "learner.clip_high",
-    "learner.learning_rate", "learner.max_grad_norm", "store.lease_s", "store.rpc_deadline_s", "store.stall_s",
-    "store.stall_abort_s", "transfer.deadline_s", "supervisor.backoff_s", "supervisor.backoff_max_s",
-    "supervisor.stop_s", "supervisor.finish_s", "placement.sampler_memory_fraction",
-    "placement.learner_memory_fraction", "placement.evaluator_memory_fraction",
-)  # fmt: skip
+TOKEN_BYTES = 16  # of a member on the wire: id, mask, log-prob, and what msgpack adds
 
 
 @dataclass(frozen=True)
@@ -60,7 +34,7 @@ class Inventory:
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first rule that `config` breaks."""
-    for rule in (_check_numbers, _check_names, _check_schedule, _check_shapes, _check_learner, _check_ranges,
+    for rule in (check_bounds, _check_names, _check_schedule, _check_shapes, _check_learner, _check_ranges,
                  _check_deadlines, _check_fractions):  # fmt: skip
         rule(config)
 
@@ -89,28 +63,6 @@ def memory_fractions(config: Config) -> dict[str, float]:
     return {name: shares.get(name, config.placement.sampler_memory_fraction) for name in roles_with_devices(config)}
 
 
-def value_at(config: Config, key: str) -> Any:
-    """The value under the dotted `key`."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _check_numbers(config: Config) -> None:
-    for key, least in _AT_LEAST:
-        value = value_at(config, key)
-        if value < least:
-            raise ConfigError(key, value, f"must be at least {least}", f"Set {key} to {least} or more.")
-    for key in _POSITIVE:
-        value = value_at(config, key)
-        if value <= 0:
-            raise ConfigError(key, value, "must be greater than 0", f"Set {key} to a positive number.")
-    if config.learner.clip_low >= 1:
-        raise ConfigError("learner.clip_low", config.learner.clip_low, "a ratio cannot fall below 0",
-                          "Set it below 1 (0.2 is usual).")  # fmt: skip
-
-
 def _check_names(config: Config) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", config.run.name):
         raise ConfigError("run.name", config.run.name, "not a name", "Use 1 to 64 letters, digits, '-' and '_'.")
@@ -126,6 +78,19 @@ def _check_names(config: Config) -> None:
                           "Set task.path to the file.")  # fmt: skip
     if config.task.source == "reasoning_gym" and not config.task.name:
         raise ConfigError("task.name", "", "no reasoning-gym task named", "Name one, as 'spell_backward'.")
+    _check_unread(config)
+
+
+def _check_unread(config: Config) -> None:
+    """A path that the chosen kind does not read is a mistake, not a wish."""
+    for key, path, switch, value, reads in (
+        ("task.path", config.task.path, "task.source", config.task.source, ("jsonl", "parquet")),
+        ("tokenizer.path", config.tokenizer.path, "tokenizer.kind", config.tokenizer.kind, ("hf",)),
+        ("transfer.path", config.transfer.path, "transfer.channel", config.transfer.channel, ("tensorstore",)),
+    ):
+        if path and value not in reads:
+            raise ConfigError(key, path, f"nothing reads it while {switch} is {value!r}",
+                              f"Set {switch} to {' or '.join(map(repr, reads))}, or leave {key} out.")  # fmt: skip
 
 
 def _check_schedule(config: Config) -> None:
@@ -137,7 +102,7 @@ def _check_schedule(config: Config) -> None:
     if 0 < schedule.buffer_groups < needed:
         raise ConfigError("schedule.buffer_groups", schedule.buffer_groups,
                           f"less than (alpha + 1) * groups_per_step + redundant_groups = {needed}, which deadlocks",
-                          f"Set it to {needed} or more, or to 0 for exactly that.")  # fmt: skip
+                          f"Set it to {needed} or more, or to 0 for no limit but store.retention_mb.")  # fmt: skip
     window = math.floor(schedule.alpha + 1)
     if schedule.publish_every > window:
         raise ConfigError("schedule.publish_every", schedule.publish_every,
@@ -168,10 +133,12 @@ def _check_shapes(config: Config) -> None:
     if not buckets or any(a >= b for a, b in itertools.pairwise(buckets)) or buckets[0] < 1:
         raise ConfigError("sampler.prefill_buckets", buckets, "bucket lengths must be positive and increasing",
                           "Write for example (16, 32).")  # fmt: skip
-    if buckets[-1] < task.max_prompt_tokens:
-        raise ConfigError("sampler.prefill_buckets", buckets,
-                          f"no bucket holds a prompt of task.max_prompt_tokens = {task.max_prompt_tokens}",
-                          f"Add a bucket of {task.max_prompt_tokens} or more.")  # fmt: skip
+    _check_cache(sampler, max(budget, buckets[-1]))
+    member_mb = TOKEN_BYTES * budget / 2**20
+    if member_mb > config.store.max_message_mb:
+        raise ConfigError("store.max_message_mb", config.store.max_message_mb,
+                          f"a member of {budget} tokens needs messages of {math.ceil(member_mb)} MB",
+                          f"Set it to {math.ceil(member_mb)} or more.")  # fmt: skip
     for key, rows, mesh in (("learner.micro_rows", learner.micro_rows, learner.mesh),
                             ("sampler.slots", sampler.slots, sampler.mesh),
                             ("evaluator.slots", config.evaluator.slots, config.evaluator.mesh)):  # fmt: skip
@@ -181,12 +148,33 @@ def _check_shapes(config: Config) -> None:
             raise ConfigError(key, rows, f"not divisible by the mesh's data * fsdp = {shards}", f"Set it to {up}.")
 
 
+def page_size(wanted: int, longest: int) -> int:
+    """Tokens of one page of the cache: as many as are wanted, or a good number for requests of up to `longest`."""
+    return wanted or min(64, math.ceil(longest / 8) * 8)
+
+
+def _check_cache(sampler: SamplerConfig, longest: int) -> None:
+    """Whether the longest request fits the pages of one shard of slots, with a copy of its prompt's last page."""
+    if not sampler.cache_pages:
+        return
+    page_tokens = page_size(sampler.page_tokens, longest)
+    shards = sampler.mesh.data * sampler.mesh.fsdp
+    needed = shards * (math.ceil(longest / page_tokens) + 1)
+    if sampler.cache_pages < needed:
+        raise ConfigError("sampler.cache_pages", sampler.cache_pages,
+                          f"a request of {longest} tokens alone needs {needed} pages of {page_tokens} tokens",
+                          f"Set it to {needed} or more, or to 0.")  # fmt: skip
+
+
 def _check_learner(config: Config) -> None:
     learner, groups = config.learner, config.schedule.groups_per_step
     if groups % learner.substeps:
         raise ConfigError("learner.substeps", learner.substeps,
                           f"does not divide schedule.groups_per_step = {groups}",
                           "Set it to a divisor (1 is one optimizer step per claim).")  # fmt: skip
+    if learner.correction_mode == "mask" and learner.correction != "decoupled":
+        raise ConfigError("learner.correction_mode", "mask", f"correction {learner.correction!r} has no such mode",
+                          "Set it to 'truncate', or learner.correction to 'decoupled'.")  # fmt: skip
     if 0 < learner.decay_steps <= learner.warmup_steps:
         raise ConfigError("learner.decay_steps", learner.decay_steps,
                           f"ends before the warm-up of {learner.warmup_steps} steps",
@@ -221,11 +209,21 @@ def item_ranges(config: Config) -> dict[str, tuple[int, int]]:
 
 
 def _check_deadlines(config: Config) -> None:
+    """Pairs of times of which the first must be the longer one, or the second never comes into its own."""
     store, supervisor = config.store, config.supervisor
-    if store.stall_abort_s <= store.stall_s:
-        raise ConfigError("store.stall_abort_s", store.stall_abort_s,
-                          f"not longer than store.stall_s = {store.stall_s:g}",
-                          "Raise it: a stall is named before it ends a run.")  # fmt: skip
+    shrinks = config.schedule.straggler == "shrink"
+    for key, longer, other, shorter, why in (
+        ("store.lease_s", store.lease_s, "store.rpc_deadline_s", store.rpc_deadline_s,
+         "a lease would end while the call that renews it is under way"),
+        ("store.stall_abort_s", store.stall_abort_s, "store.stall_s", store.stall_s,
+         "a stall is named before it ends a run"),
+        ("store.stall_abort_s", store.stall_abort_s, "store.lease_s", store.lease_s,
+         "the work of a dead sampler is given to another when its lease ends"),
+        ("store.stall_abort_s", store.stall_abort_s, "schedule.straggler_deadline_s",
+         config.schedule.straggler_deadline_s if shrinks else 0.0, "stragglers are given up before the run is"),
+    ):  # fmt: skip
+        if longer <= shorter:
+            raise ConfigError(key, longer, f"not longer than {other} = {shorter:g}", f"Raise it: {why}.")
     if supervisor.backoff_max_s < supervisor.backoff_s:
         raise ConfigError("supervisor.backoff_max_s", supervisor.backoff_max_s,
                           f"less than supervisor.backoff_s = {supervisor.backoff_s:g}", "Raise it.")  # fmt: skip

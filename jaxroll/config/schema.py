@@ -85,12 +85,14 @@ class ScheduleConfig:
     steps: int = 100  # claims to train
     groups_per_step: int = 24
     group_size: int = 8
-    buffer_groups: int = 0  # 0 means (alpha + 1) * groups_per_step + redundant_groups
+    buffer_groups: int = 0  # groups kept (in work, waiting, or trained without a checkpoint) at most; 0: no such limit
     redundant_groups: int = 0
     publish_every: int = 1
+    window: Literal["adaptive", "full"] = "adaptive"  # adaptive: the smallest at which the learner does not wait
+    last_batch: Literal["deliver", "drop"] = "deliver"  # what is left at the data's end, too little for a whole claim
     order: Literal["lease_order", "ready_first", "freshest_first"] = "lease_order"
     on_stale: Literal["expire", "mask"] = "expire"
-    flip: Literal["keep_kv", "drain"] = "keep_kv"
+    flip: Literal["keep_kv", "reprefill", "restart", "drain"] = "keep_kv"  # what new weights do to running requests
     straggler: Literal["wait", "shrink"] = "shrink"
     straggler_deadline_s: float = 300.0
 
@@ -114,9 +116,11 @@ class SamplerConfig:
     slots: int = 32
     prefill_rows: int = 8
     prefill_buckets: tuple[int, ...] = (16,)
+    prefill_budget: int = 0  # prompt tokens computed between two decode dispatches; 0 means one prefill
     decode_chunk: int = 1
+    page_tokens: int = 0  # of one page of the cache; 0 means 64, or what the longest request needs if that is less
+    cache_pages: int = 0  # 0 gives every slot room for the longest request; fewer pages make requests wait for them
     scoring_workers: int = 1
-
 
 @dataclass(frozen=True)
 class LearnerConfig:
@@ -146,17 +150,24 @@ class LearnerConfig:
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """The trajectory server: leases, retention, deadlines."""
+    """The trajectory server: leases, retention, deadlines.
+
+    `retention_mb` bounds trajectories that no durable checkpoint covers yet; `keep_trajectories_mb` those that are done
+    with and stay for `jaxroll inspect` and `export`, oldest dropped first; `history_mb` the old records of the log.
+    """
 
     lease_s: float = 30.0
     rpc_deadline_s: float = 10.0
     retention_mb: int = 512
+    keep_trajectories_mb: int = 128
+    history_mb: int = 256
     stall_s: float = 60.0
     stall_abort_s: float = 600.0
     infra_retries: int = 5
     data_retries: int = 2
     reissues: int = 3
     max_message_mb: int = 64
+    mutual_tls: bool = False  # with certificates: callers of the store and readers of weights must show one too
 
 
 @dataclass(frozen=True)

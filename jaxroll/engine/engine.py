@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxroll.config.rules import page_size
 from jaxroll.engine import requests
 from jaxroll.engine.device import Device
 from jaxroll.engine.packets import Sizes
@@ -34,7 +35,6 @@ from jaxroll.schedule.seating import Limits, Seat, Seating
 from jaxroll.sharding.rules import Rules
 
 Flip = Literal["keep_kv", "drain", "restart", "reprefill"]
-PAGE_TOKENS = 64
 
 
 class Engine:
@@ -61,7 +61,7 @@ class Engine:
         refill: int | None = None, insert_rows: int | None = None, max_stops: int = 4, page_tokens: int = 0,
         cache_pages: int = 0, prefill_budget: int = 0, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        page_tokens = page_tokens or min(PAGE_TOKENS, -(-max_tokens // 8) * 8)
+        page_tokens = page_size(page_tokens, max_tokens)
         inserts = insert_rows or max(prefill_rows, min(slots // 2, 16))
         refill = refill or max(1, slots // 6)  # while work waits at least 5 of 6 slots are busy in every step
         shards = kv.shards_of(slots, mesh, rules) if slots > 0 else 1

@@ -16,6 +16,7 @@ from jaxroll.models import families, params, pretrained
 from jaxroll.protocols import Tokenizer
 from jaxroll.roles.progress import Progress
 from jaxroll.roles.weights import WeightFollower
+from jaxroll.rpc.tls import Material
 from jaxroll.sharding import meshes, rules
 from jaxroll.text import tokenizers
 from jaxroll.transfer.receive import Receiver
@@ -46,7 +47,15 @@ class Inference:
 
 
 def inference(
-    config: Config, role: str, mesh_config: MeshConfig, *, slots: int, flip: Flip, token: str, progress: Progress
+    config: Config,
+    role: str,
+    mesh_config: MeshConfig,
+    *,
+    slots: int,
+    flip: Flip,
+    token: str,
+    progress: Progress,
+    tls: Material | None = None,
 ) -> Inference:
     """An engine on this process's devices that compiles when its first weights arrive."""
     text = tokenizer(config)
@@ -57,17 +66,19 @@ def inference(
     engine = Engine(
         spec, mesh, rules.SAMPLER, slots=slots, max_tokens=cache_tokens(config), flip=flip, seed=config.run.seed,
         prefill_rows=min(config.sampler.prefill_rows, slots), prefill_buckets=config.sampler.prefill_buckets,
-        decode_chunk=config.sampler.decode_chunk,
+        decode_chunk=config.sampler.decode_chunk, prefill_budget=config.sampler.prefill_budget,
+        page_tokens=config.sampler.page_tokens, cache_pages=config.sampler.cache_pages if role == "sampler" else 0,
     )  # fmt: skip
     host = EngineHost(engine)
     target = params.shardings(spec, mesh, rules.SAMPLER)
-    follower = WeightFollower(host, Receiver(config.transfer, token=token), target, params.abstract(spec), progress)
+    receiver = Receiver(config.transfer, token=token, tls=tls)
+    follower = WeightFollower(host, receiver, target, params.abstract(spec), progress)
     return Inference(text, host, follower)
 
 
 def cache_tokens(config: Config) -> int:
-    """Cache length of a slot: the longest prompt bucket and the longest answer."""
-    return max(config.sampler.prefill_buckets) + config.sampling.max_tokens
+    """Positions that a request may need in the cache: the longest prompt and the longest answer."""
+    return max(config.task.max_prompt_tokens + config.sampling.max_tokens, config.sampler.prefill_buckets[-1])
 
 
 class LoopThread:

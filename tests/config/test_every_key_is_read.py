@@ -1,0 +1,166 @@
+"""No key of the config is a promise nobody keeps: every one is read by name somewhere outside `jaxroll/config/`.
+
+The source is read with `ast`. What counts is `<section>.<key>` where the left side is known to be that section: an
+attribute of that name (`config.store`, `self._config.store`), a variable that was given one, or an argument annotated
+with the section's class. Functions of `jaxroll/config/` count when somebody outside imports them (the memory fractions
+are read by one); the rules, which only refuse, do not.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+import pytest
+
+from jaxroll.config import Config
+from jaxroll.config.parsing import leaves
+
+PACKAGE = Path(__file__).parents[2] / "jaxroll"
+WHITELIST: frozenset[str] = frozenset()
+
+Kinds = dict[str, type]  # expression, as written → the dataclass it holds
+
+
+def hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def sections(kind: type = Config, prefix: str = "") -> dict[type, list[str]]:
+    """The dotted prefixes under which each dataclass of the schema stands: MeshConfig has three."""
+    found: dict[type, list[str]] = {kind: [prefix]}
+    for field in fields(kind):
+        hint = hints(kind)[field.name]
+        if is_dataclass(hint):
+            for inner, prefixes in sections(cast(type, hint), f"{prefix}{field.name}.").items():
+                found.setdefault(inner, []).extend(prefixes)
+    return found
+
+
+SECTIONS = sections()
+CLASSES = {kind.__name__: kind for kind in SECTIONS}
+NAMED = {
+    prefix.rstrip(".").rpartition(".")[2]: kind for kind, prefixes in SECTIONS.items() for prefix in prefixes if prefix
+}
+
+
+def kind_of(node: ast.AST, known: Kinds) -> type | None:
+    """The dataclass of the schema that an expression holds."""
+    if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in known:
+        return known[ast.unparse(node)]
+    if isinstance(node, ast.Attribute):
+        inner = kind_of(node.value, known)
+        if inner is not None:
+            hint = hints(inner).get(node.attr)
+            return cast(type, hint) if is_dataclass(hint) else None
+        return NAMED.get(node.attr) if node.attr not in hints(Config) or _looks_like_a_config(node.value) else None
+    return None
+
+
+def _looks_like_a_config(node: ast.AST) -> bool:
+    """`config`, `cfg`, `x.config`, `self._config`: a whole config, though no annotation says so."""
+    return ast.unparse(node).rpartition(".")[2].lstrip("_") in ("config", "cfg")
+
+
+def bindings(tree: ast.AST) -> Kinds:
+    """What the names of one file hold, by annotations and by assignments."""
+    known: Kinds = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+            if (kind := CLASSES.get(ast.unparse(node.annotation))) is not None:
+                known[name] = kind
+    for _ in range(2):  # a name may be given what another name holds
+        for node in ast.walk(tree):
+            for target, value in assigned(node):
+                if (kind := kind_of(value, known)) is not None:
+                    known[ast.unparse(target)] = kind
+    return known
+
+
+def assigned(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """(target, value) of an assignment, also of `a, b = c, d`."""
+    if not isinstance(node, ast.Assign):
+        return
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(target.elts, node.value.elts, strict=False)
+        else:
+            yield target, node.value
+
+
+def reads(tree: ast.AST) -> set[tuple[type, str]]:
+    """(dataclass, key) of every value that is read in one file."""
+    known = bindings(tree)
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            kind = kind_of(node.value, known)
+            if kind is not None and node.attr in hints(kind):
+                found.add((kind, node.attr))
+    return found
+
+
+def imported_from_config(files: Iterable[Path]) -> set[str]:
+    """Names that the files import from jaxroll.config and its modules."""
+    found = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxroll.config"):
+                found |= {alias.name for alias in node.names}
+    return found
+
+
+def keys_read(package: Path) -> set[str]:
+    """The dotted keys that `package` reads outside its config/."""
+    outside = [path for path in package.rglob("*.py") if "config" not in path.relative_to(package).parts[:-1]]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in outside]
+    used = {name for name in imported_from_config(outside) if not name.startswith("check")}
+    for path in (package / "config").glob("*.py"):
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        trees += [node for node in body if isinstance(node, ast.FunctionDef) and node.name in used]
+    found = {pair for tree in trees for pair in reads(tree)}
+    return {f"{prefix}{key}" for kind, key in found for prefix in SECTIONS[kind]}
+
+
+def test_every_key_is_read_outside_the_config_room() -> None:
+    unread = set(leaves(Config)) - keys_read(PACKAGE) - WHITELIST
+    assert not unread, f"these keys can be set and nothing reads them: {', '.join(sorted(unread))}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(config: Config): return config.store.lease_s",
+        "def f(config): s = config.store; return s.lease_s",
+        "class A:\n def __init__(self, c: Config): self.made = c\n def f(self): self.made.store.lease_s",
+        "def f(store: StoreConfig): return store.lease_s",
+        "def f(session):\n a, b = session.config.run, session.config.store\n return b.lease_s",
+    ],
+)
+def test_a_read_is_seen(text: str) -> None:
+    assert (CLASSES["StoreConfig"], "lease_s") in reads(ast.parse(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(settings): return settings.lease_s",  # not a section of the config
+        "def f(config): return config.store.lease",
+        "def f(config): config.store.lease_s = 3",
+        "def f(run): return run.store.lease_s",  # the session's store is no config
+        "def f(config): return config.schedule.lease_s",
+    ],
+)
+def test_what_is_no_read_is_not(text: str) -> None:
+    assert (CLASSES["StoreConfig"], "lease_s") not in reads(ast.parse(text))
+
+
+def test_a_key_without_a_reader_is_found(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "rules.py").write_text("def check(c: Config):\n    return c.run.seed\n")
+    (tmp_path / "a.py").write_text("def f(config):\n    return config.run.name\n")
+    assert keys_read(tmp_path) == {"run.name"}
