@@ -33,7 +33,7 @@ class AgeLimiter:
     batch_groups: int
     redundant_groups: int = 0
     publish_every: int = 1
-    buffer_groups: int = 0  # 0: exactly what the window needs
+    buffer_groups: int = 0  # groups the store keeps until a durable checkpoint covers them; 0: no such limit
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.alpha) and self.alpha >= 0):
@@ -55,7 +55,7 @@ class AgeLimiter:
                 "schedule.buffer_groups",
                 self.buffer_groups,
                 f"is below (alpha + 1)·groups_per_step + redundant_groups = {self.window(0)}",
-                "Use 0 to let it follow from alpha.",
+                "Use 0 for no limit but that in bytes.",
             )
 
     @property
@@ -68,9 +68,22 @@ class AgeLimiter:
         groups = math.floor((self.alpha + 1 - max(0, lag)) * self.batch_groups + _ROUNDING)
         return groups + self.redundant_groups if groups > 0 else 0
 
-    def admits(self, ahead: int, published_step: int, sampler_step: int) -> bool:
-        """Whether a group with `ahead` groups before it may be sampled at `sampler_step` now."""
-        return ahead < self.window(published_step - sampler_step)
+    @property
+    def least_window(self) -> int:
+        """The smallest window with which the run goes on: all claims of one publication, and the redundant groups."""
+        return self.publish_every * self.batch_groups + self.redundant_groups
+
+    def admits(
+        self, ahead: int, published_step: int, sampler_step: int, in_force: int | None = None, claims: int = 0
+    ) -> bool:
+        """Whether a group with `ahead` groups before it may be sampled at `sampler_step` now.
+
+        `in_force` is a window smaller than the bound, if there is one (see `window.Pace`). `claims` are made and not
+        yet published: when no further claim fits the bound, its R redundant groups would only grow too old.
+        """
+        lag = max(0, published_step - sampler_step)
+        bound = self.window(lag) if self.window(lag + claims) > 0 else 0
+        return ahead < (bound if in_force is None else min(bound, in_force))
 
     def too_old(self, sampled_step: int, trained_step: int) -> bool:
         """Whether a token sampled at `sampled_step` must not be trained at `trained_step`."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jaxroll.records import Version
+from jaxroll.store import cuts, difficulty, speeds
 from jaxroll.store import events as ev
 from jaxroll.store.state import DONE, DROPPED, FREE, LEASED, Batch, Group, LeaseReceipt, Lineage, Slot, State, base_step
 
@@ -24,12 +26,30 @@ def replay(state: State, events: Iterable[ev.Event], now_s: float) -> State:
 
 
 def _issued(state: State, e: ev.Issued, now_s: float) -> None:
-    state.open[e.group] = Group(e.group, e.task, [Slot() for _ in range(e.size)], e.reissue_of, e.reissues)
+    ordinal = state.next_ordinal if e.ordinal < 0 else e.ordinal
+    slots = [Slot() for _ in range(e.size)]
+    state.open[e.group] = Group(e.group, e.task, slots, e.reissue_of, e.reissues, ordinal)
     state.next_group = e.group + 1
     state.issued += 1
+    difficulty.touch(state.questions, e.task.question_hash).issued += 1
     if e.reissue_of is None:
-        state.cursor = e.cursor
         state.prompts_issued += 1
+        _read_on(state, ordinal, e.cursor)
+    else:
+        reissues = state.lengths.reissues
+        reissues[e.length] = reissues.get(e.length, 0) + 1
+
+
+def _read_on(state: State, ordinal: int, cursor: bytes | None) -> None:
+    """The prompts up to `ordinal` are used, and the pipeline's state after it is `cursor`."""
+    state.cursor, state.next_ordinal = cursor, ordinal + 1
+    if cursor is not None:
+        state.stream[ordinal] = cursor
+
+
+def _skipped(state: State, e: ev.Skipped, now_s: float) -> None:
+    _read_on(state, e.ordinal, e.cursor)
+    state.passed = {ordinal for ordinal in state.passed if ordinal > e.ordinal}
 
 
 def _leased(state: State, e: ev.Leased, now_s: float) -> None:
@@ -39,7 +59,8 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
     for member, attempt in e.members:
         slot = group.slots[member]
         slot.status, slot.attempt, slot.holder, slot.session = LEASED, attempt, e.holder, e.session
-        slot.deadline_s, slot.rests_until_s = now_s + e.ttl_s, 0.0
+        slot.deadline_s, slot.rests_until_s, slot.leased_at_s = now_s + e.ttl_s, 0.0, now_s
+    state.hungry.pop(e.holder, None)
     receipt = state.receipts.get(e.session)
     if receipt is None or receipt.request != e.request:
         receipt = state.receipts[e.session] = LeaseReceipt(e.request, ())
@@ -54,8 +75,11 @@ def _lease_ended(state: State, e: ev.LeaseEnded, now_s: float) -> None:
 def _put(state: State, e: ev.Put, now_s: float) -> None:
     group = state.open[e.group]
     slot = group.slots[e.member]
-    slot.status, slot.digest, slot.size_bytes, slot.runs = DONE, e.digest, e.size_bytes, e.runs
+    slot.status, slot.digest, slot.size_bytes = DONE, e.digest, e.size_bytes
+    slot.runs, slot.reward = e.runs, e.reward
     slot.rests_until_s = 0.0
+    if e.took_s > 0:
+        speeds.note(state.member_s, slot.holder, e.took_s)
     state.tokens_put += slot.tokens
     state.member_bytes = max(state.member_bytes, e.size_bytes)
     state.moved_at_s = now_s
@@ -88,25 +112,52 @@ def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
 
 
 def _expired(state: State, e: ev.Expired, now_s: float) -> None:
-    group = state.open.pop(e.group)
+    group = state.open.pop(e.group, None) or state.held.pop(e.group)
     state.expired[e.reason] = state.expired.get(e.reason, 0) + 1
-    state.tokens_expired[e.reason] = state.tokens_expired.get(e.reason, 0) + group.tokens
+    _lost(state, group, e.reason)
 
 
 def _died(state: State, e: ev.Died, now_s: float) -> None:
     group = state.open.pop(e.group)
     state.dead += 1
-    state.tokens_expired["dead"] = state.tokens_expired.get("dead", 0) + group.tokens
+    _lost(state, group, "dead")
+
+
+def _lost(state: State, group: Group, reason: str) -> None:
+    """The finished members of a group that ended in vain."""
+    state.tokens_expired[reason] = state.tokens_expired.get(reason, 0) + group.tokens
+    members = sum(1 for _ in group.done())
+    if group.step is not None:  # a fork gave up its claim
+        state.lengths.trained_tokens -= group.tokens
+        state.lengths.trained_members -= members
+    state.lengths.lost_tokens += group.tokens
+    state.lengths.lost_members += members
 
 
 def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     for gid in e.groups:
         group = state.held[gid] = state.open.pop(gid)
         group.step = e.step
+        _count_trained(state, group)
+    cut = state.claim_cuts[e.step] = cuts.cut_of(state)
     state.batches[e.step] = Batch(e.step, e.groups, e.shuffle_seed)
+    state.stream = {ordinal: after for ordinal, after in state.stream.items() if ordinal >= cut.ordinal - 1}
     state.next_claim = e.step + 1
     state.tokens_masked += e.masked_tokens
+    state.pace = e.pace if e.pace is not None else state.pace
+    if e.worked_s > 0:
+        state.step_s = speeds.lately(state.step_s, e.worked_s)
+    state.claimed_at_s, state.awaited_at_s = now_s, None
     state.moved_at_s = now_s
+
+
+def _count_trained(state: State, group: Group) -> None:
+    rewards = [slot.reward for _, slot in group.done()]
+    state.lengths.trained_tokens += group.tokens
+    state.lengths.trained_members += len(rewards)
+    row = difficulty.touch(state.questions, group.task.question_hash)
+    row.trained, row.members, row.last_step = row.trained + 1, row.members + len(rewards), group.step
+    row.reward_sum += sum(rewards)
 
 
 def _acked(state: State, e: ev.Acked, now_s: float) -> None:
@@ -117,6 +168,7 @@ def _acked(state: State, e: ev.Acked, now_s: float) -> None:
 
 
 def _made_durable(state: State, e: ev.MadeDurable, now_s: float) -> None:
+    cuts.keep_cut(state, e.version)
     for step in range(state.durable, e.version.step):
         for gid in state.batches[step].groups:
             del state.held[gid]
@@ -143,19 +195,32 @@ def _published(state: State, e: ev.Published, now_s: float) -> None:
 
 def _began(state: State, e: ev.Began, now_s: float) -> None:
     state.learner = e.learner
+    state.claimed_at_s = state.awaited_at_s = None
     state.replay_until = state.next_claim
     state.moved_at_s = now_s
     if e.parent is None:
         return
-    state.lineages.append(Lineage(e.parent, e.version.step))
+    state.lineages.append(Lineage(e.parent, e.version.step, fork=e.fork))
+    if e.cut is not None:
+        _forked(state, e.version, e.cut)
     state.published = None
     state.acked = e.version.step
     for group in state.held.values():
         group.acked = group.step is not None and group.step < e.version.step
     for group in state.open.values():
         for _, slot in group.missing():  # whoever holds it samples in a lineage that ended
-            slot.status, slot.attempt = FREE, slot.attempt + (slot.attempt > 0)
+            slot.status, slot.fenced = FREE, slot.attempt
     state.receipts.clear()
+
+
+def _forked(state: State, version: Version, cut: ev.Cut) -> None:
+    """The claims from version.step on never happened on the new line, and their prompts come again."""
+    state.next_claim = state.durable = state.replay_until = version.step
+    state.batches.clear()
+    state.claim_cuts.clear()
+    state.cursor, state.next_ordinal, state.passed = cut.cursor, cut.ordinal, set(cut.passed)
+    state.stream = {} if cut.cursor is None else {cut.ordinal - 1: cut.cursor}
+    state.data_ended, state.closed = False, ""
 
 
 def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
@@ -176,6 +241,17 @@ def _run_opened(state: State, e: ev.RunOpened, now_s: float) -> None:
     state.moved_at_s = now_s
 
 
+def _awaited(state: State, e: ev.Awaited, now_s: float) -> None:
+    state.awaited_at_s = now_s
+
+
+def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
+    if e.hungry:
+        state.hungry[e.name] = now_s
+    else:
+        state.hungry.pop(e.name, None)
+
+
 def _renewed(state: State, e: ev.Renewed, now_s: float) -> None:
     for group, member in e.members:
         state.open[group].slots[member].deadline_s = now_s + e.ttl_s
@@ -188,11 +264,18 @@ def _extended(state: State, e: ev.Extended, now_s: float) -> None:
         for slot in group.slots:
             if slot.status == LEASED:
                 slot.deadline_s += e.by_s
+            if slot.leased_at_s is not None:
+                slot.leased_at_s += e.by_s
     state.moved_at_s += e.by_s
+    if state.claimed_at_s is not None:
+        state.claimed_at_s += e.by_s
+    if state.awaited_at_s is not None:
+        state.awaited_at_s += e.by_s
 
 
 _EFFECTS: dict[type, Callable[[State, Any, float], None]] = {
     ev.Issued: _issued,
+    ev.Skipped: _skipped,
     ev.Leased: _leased,
     ev.LeaseEnded: _lease_ended,
     ev.Put: _put,
@@ -209,6 +292,8 @@ _EFFECTS: dict[type, Callable[[State, Any, float], None]] = {
     ev.DataEnded: _data_ended,
     ev.RunClosed: _run_closed,
     ev.RunOpened: _run_opened,
+    ev.Awaited: _awaited,
+    ev.Hungry: _hungry,
     ev.Renewed: _renewed,
     ev.Extended: _extended,
 }

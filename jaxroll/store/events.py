@@ -1,7 +1,7 @@
 """The records of the log: every transition of the run, as facts. `apply` says what they do.
 
-Durations, never clock readings, stand in them. `Renewed` and `Extended` move deadlines only and are not logged, for a
-restart renews every open lease anyway.
+Durations, never clock readings, stand in them. `Awaited`, `Hungry`, `Renewed` and `Extended` move instants of the clock
+only and are not logged, for a restart renews every open lease anyway.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from __future__ import annotations
 import msgspec
 
 from jaxroll.records import Snapshot, Task, Version, VersionRun
+from jaxroll.schedule.window import Pace
 
 
 class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
-    """A prompt became a group. `cursor` is the prompt pipeline's state after it (None for a re-issue)."""
+    """A prompt became a group. `cursor` is the prompt pipeline's state after it (None for a re-issue).
+
+    `ordinal` is the prompt's place in the stream; −1 is the next one. A re-issue carries that of its prompt, and the
+    length class of the group that ended.
+    """
 
     group: int
     task: Task
@@ -20,6 +25,15 @@ class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
     reissue_of: int | None = None
     reissues: int = 0
     cursor: bytes | None = None
+    ordinal: int = -1
+    length: int = 0
+
+
+class Skipped(msgspec.Struct, frozen=True, array_like=True, tag="skipped"):
+    """The prompts up to `ordinal` were used on this line before a fork and are passed over; `cursor` is after it."""
+
+    ordinal: int
+    cursor: bytes
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
@@ -42,7 +56,7 @@ class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    """A member is there; its payload is in the same transaction."""
+    """A member is there, `took_s` after its lease (0: not known); its payload is in the same transaction."""
 
     group: int
     member: int
@@ -50,6 +64,8 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     digest: str
     size_bytes: int
     runs: tuple[VersionRun, ...]
+    reward: float = 0.0
+    took_s: float = 0.0
 
 
 class MemberFailed(msgspec.Struct, frozen=True, array_like=True, tag="member_failed"):
@@ -73,7 +89,7 @@ class Shrunk(msgspec.Struct, frozen=True, array_like=True, tag="shrunk"):
 
 
 class Expired(msgspec.Struct, frozen=True, array_like=True, tag="expired"):
-    """A group ended untrained: stale, lineage, surplus."""
+    """A group ended untrained: stale, lineage, surplus, last_batch. A fork may end claimed groups too (lineage)."""
 
     group: int
     reason: str
@@ -87,13 +103,20 @@ class Died(msgspec.Struct, frozen=True, array_like=True, tag="died"):
 
 
 class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
-    """The batch of `step` is these groups in this order. `masked_tokens` are too old and get loss mask 0."""
+    """The batch of `step` is these groups in this order. `masked_tokens` are too old and get loss mask 0.
+
+    The learner worked `worked_s` since the claim before, then waited `waited_s` for this one; 0 is what the store
+    cannot know (the first claim after a beginning or a restart). `pace` is the window that follows, if any does.
+    """
 
     step: int
     lineage: int
     groups: tuple[int, ...]
     shuffle_seed: int
     masked_tokens: int = 0
+    waited_s: float = 0.0
+    worked_s: float = 0.0
+    pace: Pace | None = None
 
 
 class Acked(msgspec.Struct, frozen=True, array_like=True, tag="acked"):
@@ -114,12 +137,29 @@ class Published(msgspec.Struct, frozen=True, array_like=True, tag="published"):
     snapshot: Snapshot
 
 
+class Cut(msgspec.Struct, frozen=True, array_like=True):
+    """Where the prompts stood after a claim, so that a fork can go on from there.
+
+    Prompts below `ordinal` had ended by then, and of the later ones those in `passed`; `cursor` is the pipeline's state
+    before `ordinal` (None: the beginning).
+    """
+
+    ordinal: int = 0
+    passed: tuple[int, ...] = ()
+    cursor: bytes | None = None
+
+
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
-    """A learner began at `version`; `parent` is the lineage it left, None when it stayed in its own."""
+    """A learner began at `version`; `parent` is the lineage it left, None when it stayed in its own.
+
+    With a `cut` it is the fork called `fork`: the claims from version.step on are made anew, from the prompts of `cut`.
+    """
 
     version: Version
     learner: str
     parent: int | None = None
+    fork: str = ""
+    cut: Cut | None = None
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
@@ -143,6 +183,19 @@ class RunOpened(msgspec.Struct, frozen=True, array_like=True, tag="run_opened"):
     """A run that was closed before its end goes on."""
 
 
+class Awaited(msgspec.Struct, frozen=True, array_like=True, tag="awaited"):
+    """The learner asked for the claim of `step` before it was ready. Not logged: the claim itself says how long."""
+
+    step: int
+
+
+class Hungry(msgspec.Struct, frozen=True, array_like=True, tag="hungry"):
+    """`name` has room and got nothing because the window is full (or, `hungry` False, that is over). Not logged."""
+
+    name: str
+    hungry: bool
+
+
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
     """Leases (group, member) last another `ttl_s` from now. Not logged."""
 
@@ -157,8 +210,9 @@ class Extended(msgspec.Struct, frozen=True, array_like=True, tag="extended"):
 
 
 Event = (
-    Issued | Leased | LeaseEnded | Put | MemberFailed | Shrunk | Expired | Died | Claimed | Acked | MadeDurable
-    | Published | Began | Arrived | DataEnded | RunClosed | RunOpened | Renewed | Extended
+    Issued | Skipped | Leased | LeaseEnded | Put | MemberFailed | Shrunk | Expired | Died | Claimed | Acked
+    | MadeDurable | Published | Began | Arrived | DataEnded | RunClosed | RunOpened | Awaited | Hungry | Renewed
+    | Extended
 )  # fmt: skip
 
-NOT_LOGGED = (Renewed, Extended)
+NOT_LOGGED = (Awaited, Hungry, Renewed, Extended)

@@ -32,6 +32,7 @@ class PromptBuffer:
         self.ready: deque[tuple[Task, bytes]] = deque()
         self._low = asyncio.Event()
         self._low.set()
+        self._again: tuple[bytes | None] | None = None  # the state that a fork went back to
 
     def take(self, count: int) -> None:
         """Drop the first `count`, which became groups."""
@@ -46,17 +47,35 @@ class PromptBuffer:
         if len(self.ready) < self._target:
             self._low.set()
 
-    async def fill(self, state: bytes | None) -> None:
-        """Run until the data ends: restore the feeder, then keep the buffer full. The feeder's errors pass through."""
+    def restart(self, state: bytes | None) -> None:
+        """Drop what is ready and go on after the prompt whose state this is, even when the data had ended."""
+        self.ready.clear()
+        self._again = (state,)
+        self._low.set()
+
+    async def fill(self, state: bytes | None, *, ended: bool = False) -> None:
+        """For ever: restore the feeder, then keep the buffer full; at the data's end (or when it has `ended`) wait for
+        a restart. The feeder's errors pass through.
+        """
+        while True:
+            if not ended:
+                await self._fill_from(state)
+            while self._again is None:
+                await self._until_low()
+            (state,), self._again, ended = self._again, None, False
+
+    async def _fill_from(self, state: bytes | None) -> None:
+        """Until the data ends or a restart is asked for."""
         restored = self._feeder.restore(state)
         if inspect.isawaitable(restored):
             await restored
-        while True:
-            await self._low.wait()
-            self._low.clear()
-            while len(self.ready) < self._target:
+        while self._again is None:
+            await self._until_low()
+            while self._again is None and len(self.ready) < self._target:
                 wanted = min(_CHUNK, self._target - len(self.ready))
                 prompts = await self._feeder.next(wanted)
+                if self._again is not None:
+                    return  # these belong to the stream before it
                 self.ready.extend(prompts)
                 self._on_change()
                 if len(prompts) < wanted:
@@ -65,6 +84,10 @@ class PromptBuffer:
     async def _end(self) -> None:
         """The data has ended once its last prompt is used, not when the feeder says so."""
         while self.ready:
-            await self._low.wait()
-            self._low.clear()
-        self._on_end()
+            await self._until_low()
+        if self._again is None:
+            self._on_end()
+
+    async def _until_low(self) -> None:
+        await self._low.wait()
+        self._low.clear()

@@ -29,7 +29,13 @@ def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Deci
     invalid = _invalid_runs(state, r.runs)
     if invalid:
         return refuse(StaleClient(f"put {r.group}.{r.member}.{r.attempt}: {invalid}"))
-    return Decision([ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs)], "OK")
+    took_s = _took_s(slot, now_s)
+    put = ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs, r.reward, took_s)
+    return Decision([put], "OK")
+
+
+def _took_s(slot: Slot, now_s: float) -> float:
+    return 0.0 if slot.leased_at_s is None else max(0.0, now_s - slot.leased_at_s)
 
 
 def _put_after_end(r: rq.PutMember) -> str | StoreRefusal:
@@ -49,6 +55,8 @@ def _put_known(r: rq.PutMember, slot: Slot) -> str | StoreRefusal | None:
         return "SURPLUS"
     if r.attempt < slot.attempt:
         return Fenced(f"member {r.group}.{r.member} is at attempt {slot.attempt}, this is {r.attempt}")
+    if 1 <= r.attempt <= slot.fenced:
+        return Fenced(f"member {r.group}.{r.member}: a rewind ended attempt {r.attempt}")
     if r.attempt > slot.attempt or r.attempt < 1:
         return Fenced(f"member {r.group}.{r.member}: attempt {r.attempt} was never granted")
     if slot.status == DONE:

@@ -34,7 +34,10 @@ class Lease:
 
 @dataclass(frozen=True)
 class Leases:
-    """The answer to Lease. `prompts_used` of the offered prompts became groups."""
+    """The answer to Lease. `prompts_used` of the offered prompts became groups (or are passed over, after a fork).
+
+    There may be no grants when some were passed over: ask again with the prompts after them.
+    """
 
     grants: tuple[Grant, ...]
     prompts_used: int
@@ -78,6 +81,7 @@ class PutMember:
     runs: tuple[VersionRun, ...] = ()
     failure: tuple[str, str] | None = None
     recorded: Recorded | None = None
+    reward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,15 @@ class ClaimStep:
 
 @dataclass(frozen=True)
 class Begin:
-    """A learner starts from the checkpoint `durable` (None: from nothing). Answer: Version to train from."""
+    """A learner starts from the checkpoint `durable` (None: from nothing). Answer: Version to train from.
+
+    With the name of a `fork` a new lineage begins there, and nothing claimed from that step on is trained again, even
+    if its trajectories are trimmed. Asked again by the same name, it is an ordinary beginning on that line.
+    """
 
     session: str
     durable: Version | None
+    fork: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from jaxroll.schedule.limiter import AgeLimiter
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
-CHECKPOINT_WANTED_AT = 0.8  # of the retention budget
+CHECKPOINT_WANTED_AT = 0.8  # of what may be retained
+END_OF_DATA = "end of data"  # why a run is over whose prompts are all used
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Settings:
     data_retries: int = 2
     reissues: int = 3
     retention_bytes: int = 512 * 2**20
+    window: str = "full"
+    last_batch: str = "deliver"
 
     def __post_init__(self) -> None:
         for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
@@ -48,6 +51,7 @@ class Settings:
         return cls(
             limiter, s.group_size, s.steps, config.run.seed, s.order, s.on_stale, s.straggler, s.straggler_deadline_s,
             store.lease_s, store.infra_retries, store.data_retries, store.reissues, store.retention_mb * 2**20,
+            s.window, s.last_batch,
         )  # fmt: skip
 
     def backoff_s(self, failures: int) -> float:

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 import msgspec
 
 from jaxroll.records import Snapshot, Task, Version, VersionRun
+from jaxroll.schedule.window import Pace
+from jaxroll.store.difficulty import Lengths, Question
+from jaxroll.store.events import Cut
 
 FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
 
 
-class Slot(msgspec.Struct):
+class Slot(msgspec.Struct, gc=False):
     """One member of a group. `attempt` counts its leases; a put must carry the current one.
 
     `digest` is that of the put that finished it, `failed_digest` that of the last failure, put by `failed_attempt`.
@@ -24,13 +27,16 @@ class Slot(msgspec.Struct):
 
     status: str = FREE
     attempt: int = 0
+    fenced: int = 0  # attempts up to this one are void since a rewind
     holder: str = ""
     session: str = ""
     deadline_s: float = 0.0
+    leased_at_s: float | None = None  # None: the store was restarted since
     rests_until_s: float = 0.0
     digest: str = ""
     size_bytes: int = 0
     runs: tuple[VersionRun, ...] = ()
+    reward: float = 0.0
     failed_attempt: int = 0
     failed_digest: str = ""
     infra_failures: int = 0
@@ -42,14 +48,18 @@ class Slot(msgspec.Struct):
         return sum(run.count for run in self.runs)
 
 
-class Group(msgspec.Struct):
-    """G members of one task. `step` is the claim that took it; `leased_at_s` its first lease, None before."""
+class Group(msgspec.Struct, gc=False):
+    """G members of one task. `step` is the claim that took it; `leased_at_s` its first lease, None before.
+
+    `ordinal` is the place of its prompt in the stream of prompts.
+    """
 
     id: int
     task: Task
     slots: list[Slot]
     reissue_of: int | None = None
     reissues: int = 0
+    ordinal: int = 0
     leased_at_s: float | None = None
     ready_place: int | None = None
     step: int | None = None
@@ -110,11 +120,15 @@ class Batch(msgspec.Struct):
 
 
 class Lineage(msgspec.Struct):
-    """A line of parameter versions that left `parent` at `fork_step`; `newest` is its last published step."""
+    """A line of parameter versions that left `parent` at `fork_step`; `newest` is its last published step.
+
+    `fork` names the fork that began it; it is empty when the learner rewound, and its parent's claims were replayed.
+    """
 
     parent: int | None = None
     fork_step: int = 0
     newest: int | None = None
+    fork: str = ""
 
 
 class LeaseReceipt(msgspec.Struct):
@@ -140,8 +154,13 @@ class State(msgspec.Struct):
     lineages: list[Lineage] = msgspec.field(default_factory=lambda: [Lineage()])
     learner: str = ""  # the session that may claim and publish
     published: Snapshot | None = None  # in the current lineage
-    cursor: bytes | None = None
+    cursor: bytes | None = None  # the prompt pipeline's state (place, seed, epoch) after the last prompt used
     prompts_issued: int = 0
+    next_ordinal: int = 0  # the place of the next prompt in the stream; smaller again after a fork
+    stream: dict[int, bytes] = {}  # ordinal → the pipeline's state after it, from the oldest open group on
+    passed: set[int] = set()  # ordinals that were used on this line before a fork
+    cuts: dict[str, Cut] = {}  # durable version → where the prompts stood
+    claim_cuts: dict[int, Cut] = {}  # claim that is not trimmed → where the prompts stood after it
     data_ended: bool = False
     closed: str = ""
     receipts: dict[str, LeaseReceipt] = {}
@@ -156,6 +175,14 @@ class State(msgspec.Struct):
     tokens_masked: int = 0
     member_bytes: int = 4096  # the largest member seen: what an open lease reserves
     moved_at_s: float = 0.0  # when something last came forward
+    pace: Pace = Pace()  # the window in force
+    step_s: float = 0.0  # how long the learner lately worked on a claim; 0 before it is known
+    member_s: dict[str, float] = {}  # holder → how long its members lately took from lease to put
+    hungry: dict[str, float] = {}  # sampler → when it last got nothing because the window was full
+    questions: dict[str, Question] = {}  # by question hash, the newest last
+    lengths: Lengths = msgspec.field(default_factory=Lengths)
+    claimed_at_s: float | None = None  # when the newest claim went to this learner; None after a beginning or a restart
+    awaited_at_s: float | None = None  # since when the learner waits for the next one
 
     @property
     def lineage(self) -> int:
@@ -249,9 +276,12 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
             group.leased_at_s = now_s
         for slot in group.slots:
             slot.rests_until_s = 0.0
+            slot.leased_at_s = None
             if slot.status == LEASED:
                 slot.deadline_s = now_s + lease_s
     state.moved_at_s = now_s
+    state.claimed_at_s = state.awaited_at_s = None
+    state.hungry.clear()
     return state
 
 

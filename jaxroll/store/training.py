@@ -11,8 +11,11 @@ from jaxroll.errors import Closed, NotReady, StaleClient, StoreRefusal
 from jaxroll.records import Version
 from jaxroll.schedule import order
 from jaxroll.store import events as ev
+from jaxroll.store import forks
 from jaxroll.store import requests as rq
-from jaxroll.store.settings import Settings
+from jaxroll.store.admission import adapted_pace
+from jaxroll.store.difficulty import length_class
+from jaxroll.store.settings import END_OF_DATA, Settings
 from jaxroll.store.state import Batch, Group, Lineage, State, base_step, on_line
 from jaxroll.store.work import Decision, refuse
 
@@ -45,8 +48,11 @@ def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) 
         events += expire_and_reissue(settings, state, state.open[gid], "stale", sum(map(_is_issue, events)))
     usable = [g for g in state.open.values() if g.id not in stale]
     last = state.data_ended and not any(map(_is_issue, events))
+    if last and settings.last_batch == "drop" and len(usable) < settings.limiter.batch_groups:
+        events += [ev.Expired(group.id, "last_batch") for group in usable]
+        usable = []
     if last and not usable:
-        return Decision(events, Closed("end of data"))
+        return Decision(events, Closed(END_OF_DATA))
     shrinking = _shrunk(settings, usable, now_s)
     events += shrinking
     closed = {e.group: place for place, e in enumerate(shrinking)}
@@ -54,13 +60,24 @@ def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) 
     limiter = settings.limiter
     pick = order.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
     if not pick.chosen:
+        if state.awaited_at_s is None:
+            events.append(ev.Awaited(r.step))
         return Decision(events, NotReady(_what_is_missing(state, pick.missing, len(usable), limiter.batch_groups)))
     seed = settings.shuffle_seed(r.step)
     groups = order.shuffled(pick.chosen, seed)
     masked = sum(_stale_tokens(settings, state.open[gid], r.step) for gid in groups)
     events += [ev.Expired(gid, "surplus") for gid in pick.surplus]
-    events.append(ev.Claimed(r.step, state.lineage, groups, seed, masked))
+    waited_s, worked_s = _learner_s(state, now_s)
+    pace = adapted_pace(settings, state, waited_s, worked_s)
+    events.append(ev.Claimed(r.step, state.lineage, groups, seed, masked, waited_s, worked_s, pace))
     return Decision(events, Batch(r.step, groups, seed))
+
+
+def _learner_s(state: State, now_s: float) -> tuple[float, float]:
+    """How long the learner waited for the claim it gets now, and worked since the one before; 0 where not known."""
+    asked_at_s = now_s if state.awaited_at_s is None else state.awaited_at_s
+    worked_s = 0.0 if state.claimed_at_s is None else asked_at_s - state.claimed_at_s
+    return now_s - asked_at_s, max(0.0, worked_s)
 
 
 def _hopeless(settings: Settings, group: Group, step: int) -> bool:
@@ -84,8 +101,16 @@ def expire_and_reissue(
     events: list[ev.Event] = [ev.Expired(group.id, reason)]
     if group.reissues < settings.reissues:
         new = state.next_group + issued_before
-        events.append(ev.Issued(new, group.task, settings.group_size, reissue_of=group.id, reissues=group.reissues + 1))
+        events.append(_reissued(settings, group, new))
     return events
+
+
+def _reissued(settings: Settings, group: Group, new: int) -> ev.Issued:
+    longest = max((slot.tokens for _, slot in group.done()), default=0)
+    return ev.Issued(
+        new, group.task, settings.group_size, reissue_of=group.id, reissues=group.reissues + 1,
+        ordinal=group.ordinal, length=length_class(longest),
+    )  # fmt: skip
 
 
 def _is_issue(event: ev.Event) -> bool:
@@ -123,6 +148,8 @@ def _what_is_missing(state: State, missing: tuple[int, ...], usable: int, batch:
 
 def begin(settings: Settings, state: State, r: rq.Begin, now_s: float) -> Decision:
     """The version to train from. A checkpoint below what was published or trained opens a new lineage there."""
+    if r.fork and all(line.fork != r.fork for line in state.lineages):
+        return forks.fork(state, r)
     start = r.durable or Version(0, 0)
     refusal = _impossible_start(state, start)
     if refusal is not None:
@@ -147,7 +174,7 @@ def _impossible_start(state: State, start: Version) -> StoreRefusal | None:
     if start.step < state.durable:
         return StaleClient(
             f"checkpoint {start} is below step {state.durable}, whose trajectories are trimmed: "
-            "restore a newer one, or fork the run"
+            "restore a newer one, or fork the run there (--fork)"
         )
     if start.step > state.next_claim:
         return StaleClient(f"checkpoint {start} is ahead of the log, which holds {state.next_claim} claims")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxroll.store.admission import is_slow, kept_groups, over, window_in_force
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import (
     LEASED,
@@ -16,9 +17,9 @@ from jaxroll.store.state import (
 )
 
 
-def waits(settings: Settings, state: State) -> dict[str, str]:
-    """Who → why, as far as the state shows it; empty when the run is over."""
-    if state.closed or state.acked >= settings.steps:
+def waits(settings: Settings, state: State, prompts_ready: bool = True) -> dict[str, str]:
+    """Who → why, as far as the state shows it and whether the feeder has prompts; empty when the run is over."""
+    if over(settings, state):
         return {}
     if not state.learner:
         return {"learner": "has not begun"}
@@ -27,11 +28,10 @@ def waits(settings: Settings, state: State) -> dict[str, str]:
     found = {}
     if state.acked < state.next_claim:
         found["learner"] = f"is training claim {state.acked}"
-    found |= _head(settings, state)
-    return found
+    return found | _head(settings, state, prompts_ready)
 
 
-def _head(settings: Settings, state: State) -> dict[str, str]:
+def _head(settings: Settings, state: State, prompts_ready: bool) -> dict[str, str]:
     batch = settings.limiter.batch_groups
     head = list(state.open.values())[:batch]
     unfinished = [group for group in head if not group.ready]
@@ -39,7 +39,9 @@ def _head(settings: Settings, state: State) -> dict[str, str]:
         return _unfinished(unfinished[0])
     if len(head) == batch and state.acked == state.next_claim:
         return {"learner": f"has not claimed step {state.next_claim}, which is ready"}
-    if len(head) < batch and outstanding(state) < settings.limiter.window(0) and not state.data_ended:
+    if len(head) < batch and outstanding(state) < window_in_force(settings, state) and not state.data_ended:
+        if not prompts_ready:
+            return {"feeder": f"has no prompt ready, and step {state.next_claim} lacks {batch - len(head)} groups"}
         return {"samplers": f"have leased {len(head)} of the {batch} groups of step {state.next_claim}"}
     return {}
 
@@ -51,7 +53,7 @@ def _unfinished(group: Group) -> dict[str, str]:
     return {holder: f"group {group.id} misses members {members}" for holder, members in holders.items()}
 
 
-def status(settings: Settings, state: State) -> dict[str, Any]:
+def status(settings: Settings, state: State, prompts_ready: bool = True) -> dict[str, Any]:
     """The run in numbers, ready for JSON."""
     wasted = sum(state.tokens_expired.values()) + state.tokens_masked
     return {
@@ -59,13 +61,15 @@ def status(settings: Settings, state: State) -> dict[str, Any]:
         "issued": state.issued,
         "prompts_issued": state.prompts_issued,
         "outstanding": outstanding(state),
-        "window": settings.limiter.window(0),
+        "window": window_in_force(settings, state),
+        "window_full": settings.limiter.window(0),
+        "learner_waiting_share": state.pace.waiting_share,
         "lineage": state.lineage,
         "published": None if state.published is None else str(state.published.version),
         "claims": state.next_claim,
         "acked": state.acked,
         "durable": state.durable,
-        "waits": waits(settings, state),
+        "waits": waits(settings, state, prompts_ready),
         "conservation_residual": conservation_residual(state),
         "expired": dict(state.expired),
         "shrunk": state.shrunk,
@@ -74,7 +78,12 @@ def status(settings: Settings, state: State) -> dict[str, Any]:
         "tokens_expired": dict(state.tokens_expired),
         "tokens_masked": state.tokens_masked,
         "retained_bytes": held_bytes(state),
+        "kept_groups": kept_groups(state),
+        "reissues_by_length": {str(length): n for length, n in sorted(state.lengths.reissues.items())},
+        "length_bias": state.lengths.bias,
+        "questions": len(state.questions),
+        "slow": sorted(name for name in state.member_s if is_slow(settings, state, name)),
         "data_ended": state.data_ended,
-        "closed": state.closed or ("finished" if state.acked >= settings.steps else ""),
+        "closed": over(settings, state),
         "position": state.position,
     }

@@ -11,6 +11,7 @@ from jaxroll.records import Grant
 from jaxroll.schedule.order import groups_ahead
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
+from jaxroll.store.admission import has_room, is_slow, kept_groups, over, window_in_force
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import (
     DONE,
@@ -65,23 +66,21 @@ def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decisi
     receipt = state.receipts.get(r.session)
     if receipt is not None and receipt.request == r.request:
         return Decision(reply=rq.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
+    if is_slow(settings, state, r.name) and (other := has_room(settings, state, r.name, now_s)):
+        return refuse(NoCredit(f"slow: {r.name} holds claims up, and {other} has room", _ASK_AGAIN_S))
     events, grants, room, refused = _lease_open(settings, state, r, now_s)
     used = 0
     if room > 0 and not refused:
         used, more_events, more_grants, refused = _lease_prompts(settings, state, r, room)
         events, grants = events + more_events, grants + more_grants
-    if not grants:
-        return refuse(_no_credit(settings, state, r, refused, now_s))
+    if not grants and not used:
+        return Decision(_hunger(state, r, refused), _no_credit(settings, state, r, refused, now_s))
     return Decision(events, rq.Leases(tuple(grants), used))
 
 
 def _lease_refusal(settings: Settings, state: State, r: rq.Lease) -> StoreRefusal | None:
-    if state.closed:
-        return Closed(state.closed)
-    if state.acked >= settings.steps:
-        return Closed("finished")
-    if state.data_ended and not state.open and state.acked >= state.next_claim:
-        return Closed("end of data")
+    if reason := over(settings, state):
+        return Closed(reason)
     if r.max_members < 1:
         return StoreRefusal(f"max_members = {r.max_members}: ask for at least one")
     if state.sessions.get(r.name, r.session) != r.session:
@@ -117,6 +116,7 @@ def _lease_open(
     events: list[ev.Event] = []
     grants: list[Grant] = []
     room, claimed, total = r.max_members, unpublished_groups(state), len(state.open)
+    in_force, newest = window_in_force(settings, state), _published_step(state)
     for place, group in enumerate(state.open.values()):
         if room == 0:
             break
@@ -124,7 +124,7 @@ def _lease_open(
         if not free:
             continue
         ahead = claimed + groups_ahead(settings.order, place, total)
-        if not settings.limiter.admits(ahead, _published_step(state), r.version.step):
+        if not settings.limiter.admits(ahead, newest, r.version.step, in_force, state.next_claim - newest):
             return events, grants, room, "window"
         members = [(m, s.attempt + 1) for m, s in free]
         events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s))
@@ -140,34 +140,51 @@ def _lease_prompts(
     events: list[ev.Event] = []
     grants: list[Grant] = []
     unclaimed, claimed = len(state.open), unpublished_groups(state)
-    size, used = settings.group_size, 0
-    budget_bytes = settings.retention_bytes - held_bytes(state)
+    size, used, issued = settings.group_size, 0, 0
+    leased_again = r.max_members - room
+    budget_bytes = settings.retention_bytes - held_bytes(state) - leased_again * state.member_bytes
     while room > 0:
-        spare_bytes = budget_bytes - used * size * state.member_bytes
-        why = _issue_refusal(settings, state, unclaimed + used, claimed, r.version.step, spare_bytes)
+        spare_bytes = budget_bytes - issued * size * state.member_bytes
+        why = _issue_refusal(settings, state, unclaimed + issued, claimed, r.version.step, spare_bytes)
+        passed = _passed(state, r, used)
+        if passed is not None:
+            events.append(passed)
+            used = passed.ordinal - state.next_ordinal + 1
         if why or used == len(r.prompts):
             return used, events, grants, why or "prompts"
         task, cursor = r.prompts[used]
-        group = Group(state.next_group + used, task, [Slot() for _ in range(size)])
+        group = Group(state.next_group + issued, task, [Slot() for _ in range(size)])
         members = [(m, 1) for m in range(min(room, size))]
         events.append(ev.Issued(group.id, task, size, cursor=cursor))
         events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s))
         grants += _grants(settings, group, members)
-        used += 1
+        used, issued = used + 1, issued + 1
         room -= len(members)
     return used, events, grants, ""
 
 
+def _passed(state: State, r: rq.Lease, used: int) -> ev.Skipped | None:
+    """The offered prompts from `used` on that were trained on before a fork, up to the first that was not."""
+    place = used
+    while place < len(r.prompts) and state.next_ordinal + place in state.passed:
+        place += 1
+    return ev.Skipped(state.next_ordinal + place - 1, r.prompts[place - 1][1]) if place > used else None
+
+
 def _issue_refusal(settings: Settings, state: State, unclaimed: int, claimed: int, step: int, spare_bytes: int) -> str:
     """Why one more prompt must not be issued when `unclaimed` groups are open; '' when it may."""
-    limiter = settings.limiter
-    if not limiter.admits(unclaimed + claimed, _published_step(state), step):
+    limiter, newest = settings.limiter, _published_step(state)
+    in_force = window_in_force(settings, state)
+    if not limiter.admits(unclaimed + claimed, newest, step, in_force, state.next_claim - newest):
         return "window"
     per_claim = limiter.batch_groups + limiter.redundant_groups
     if unclaimed >= (settings.steps - state.next_claim) * per_claim:
         return "enough for the steps that are left"
     # The next claim always gets its groups, or a full budget would wait for a checkpoint that waits for the claim.
-    return "retention" if unclaimed >= per_claim and spare_bytes <= 0 else ""
+    if unclaimed < per_claim:
+        return ""
+    is_full = 0 < limiter.buffer_groups <= kept_groups(state) - len(state.open) + unclaimed
+    return "retention" if is_full or spare_bytes <= 0 else ""
 
 
 def _no_credit(settings: Settings, state: State, r: rq.Lease, refused: str, now_s: float) -> StoreRefusal:
@@ -176,10 +193,21 @@ def _no_credit(settings: Settings, state: State, r: rq.Lease, refused: str, now_
         return NoCredit(f"{LAGGING}: {r.version} is {lag} behind", _ASK_AGAIN_S)
     if refused == "window":
         waiting = outstanding(state)
-        return NoCredit(f"window: {waiting} groups outstanding of {settings.limiter.window(0)}", _ASK_AGAIN_S)
+        return NoCredit(f"window: {waiting} groups outstanding of {window_in_force(settings, state)}", _ASK_AGAIN_S)
     if refused == "prompts" and state.data_ended:
         return NoCredit("end of data: what is leased or resting comes first", _ASK_AGAIN_S)
     return NoCredit(refused or "window", _ASK_AGAIN_S)
+
+
+def _hunger(state: State, r: rq.Lease, refused: str) -> list[ev.Event]:
+    """Nothing but the window keeps this sampler from working, or something else does.
+
+    Weights on their way do not count: who flips a moment later than another has room all the same.
+    """
+    if r.version.step < _published_step(state):
+        return []
+    hungry = refused == "window"
+    return [ev.Hungry(r.name, hungry)] if hungry or r.name in state.hungry else []
 
 
 def _grants(settings: Settings, group: Group, members: list[tuple[int, int]]) -> list[Grant]:

@@ -2,86 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, NotReady, StaleClient, StoreRefusal
-from jaxroll.records import Snapshot, Task, Version, VersionRun
-from jaxroll.schedule.limiter import AgeLimiter
+from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, NotReady, StaleClient
+from jaxroll.records import Snapshot, Version
 from jaxroll.store import requests as rq
-from jaxroll.store.core import Core
-from jaxroll.store.settings import Settings
-from jaxroll.store.state import Batch, conservation_residual, counts, outstanding
+from jaxroll.store.state import outstanding
 from jaxroll.store.waits import waits
-
-V0 = Version(0, 0)
-
-
-class Machine:
-    """A core with a clock, and requests by their short names."""
-
-    def __init__(self, alpha: float = 1.0, batch: int = 2, size: int = 2, redundant: int = 0, **rules: Any) -> None:
-        self.now, self.requests, self.fed = 0.0, 0, 0
-        values = {"group_size": size, "steps": 10, "lease_s": 10.0} | rules
-        self.core = Core(Settings(AgeLimiter(alpha, batch, redundant), **values))
-        self.prompts = 100
-
-    @property
-    def state(self):
-        return self.core.state
-
-    def ask(self, request: rq.Request) -> Any:
-        reply = self.core.handle(request, self.now).reply
-        assert conservation_residual(self.state) == 0
-        if isinstance(reply, StoreRefusal):
-            raise reply
-        return reply
-
-    def start(self, durable: Version | None = None, session: str = "L") -> Version:
-        version = self.ask(rq.Begin(session, durable))
-        self.publish(version, session)
-        return version
-
-    def publish(self, version: Version, session: str = "L") -> None:
-        self.ask(rq.Publish(session, Snapshot(version, "tcp", "here", "d")))
-
-    def lease(self, members: int, version: Version = V0, name: str = "S", request: str = "", session: str = "") -> list:
-        self.requests += 1
-        fed = self.state.prompts_issued
-        tasks = [Task(i, (), "env", "{}", 0, f"{i:016x}") for i in range(fed, min(fed + members, self.prompts))]
-        offered = tuple((task, str(task.index).encode()) for task in tasks)
-        reply = self.ask(
-            rq.Lease(name, session or f"{name}-1", version, members, request or f"r{self.requests}", offered)
-        )
-        self.grants = reply.grants
-        return [(g.group, m, a) for g in reply.grants for m, a in g.members]
-
-    def put(self, key: tuple[int, int, int], *versions: Version, digest: str = "d", **more: Any) -> str:
-        runs = tuple(VersionRun(v, 5) for v in versions or (V0,))
-        return self.ask(rq.PutMember(*key, digest, more.pop("size_bytes", 100), runs, **more))
-
-    def fail(self, key: tuple[int, int, int], kind: str, digest: str = "f") -> str:
-        return self.ask(rq.PutMember(*key, digest, 10, failure=(kind, "it broke")))
-
-    def fill(self, members: int, version: Version = V0) -> list[tuple[int, int, int]]:
-        keys = self.lease(members, version)
-        for key in keys:
-            self.put(key, version)
-        return keys
-
-    def claim(self, step: int, lineage: int = 0, session: str = "L") -> Batch:
-        return self.ask(rq.ClaimStep(session, lineage, step))
-
-    def train(self, step: int, lineage: int = 0) -> Batch:
-        """Claim, publish, ack."""
-        batch = self.claim(step, lineage)
-        self.publish(Version(lineage, step + 1))
-        self.ask(rq.Ack("L", Version(lineage, step)))
-        return batch
-
-    def states(self) -> dict[str, int]:
-        return {name: n for name, n in counts(self.state).items() if n}
+from tests.store.machine import V0, Machine
 
 
 @pytest.fixture
@@ -627,6 +555,9 @@ def test_waits_name_who_must_act() -> None:
     assert list(waits(m.core.settings, m.state)) == ["learner"]
     m.start()
     assert list(waits(m.core.settings, m.state)) == ["samplers"]
+    assert waits(m.core.settings, m.state, prompts_ready=False) == {
+        "feeder": "has no prompt ready, and step 0 lacks 2 groups"
+    }
     keys = m.lease(8)
     assert waits(m.core.settings, m.state) == {"S": "group 0 misses members [0, 1]"}
     for key in keys:

@@ -28,6 +28,7 @@ from jaxroll.store.core import Core
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import DONE, State, conservation_residual, counts, on_line, outstanding
 
+REMEMBERED = ("pace", "questions", "lengths", "cuts", "claim_cuts", "stream", "next_ordinal", "passed", "cursor")
 REFUSALS = (NoCredit, NotReady, StaleClient, Fenced, Conflict, Closed)
 
 
@@ -103,11 +104,14 @@ class World:
 
     def restart_store(self) -> None:
         self.store_deaths += 1
+        before = Core.recovered(self.rules, None, self.log, self.now).state
         cut = self.random.randrange(len(self.log) + 1)
         kept = Core.recovered(self.rules, None, self.log[:cut], self.now).state if cut else None
         snapshot = wire.decode(wire.encode(kept), State) if kept else None  # a compaction happened there
         self.core = Core.recovered(self.rules, snapshot, self.log[cut:], self.now)
         assert self.core.state.position == len(self.log)
+        for name in REMEMBERED:
+            assert getattr(self.core.state, name) == getattr(before, name), f"a compaction changes {name}"
         self.check()
 
     def check(self) -> None:
@@ -145,7 +149,7 @@ class World:
 
     def lease(self, s: Sampler, members: int) -> None:
         assert s.version is not None
-        fed = self.core.state.prompts_issued
+        fed = self.core.state.next_ordinal
         count = members // self.rules.group_size + 2
         if self.prompts_left is not None:
             count = min(count, self.prompts_left - fed)
@@ -367,6 +371,7 @@ def test_every_policy_ends(seed: int, alpha: float, mask: bool, order: str) -> N
     chosen = rules(
         alpha, order=order, on_stale="mask" if mask else "expire", redundant_groups=seed % 3, straggler_deadline_s=5.0,
         publish_every=2 if alpha >= 1 and seed % 2 else 1, retention_bytes=2000,
+        window="adaptive" if seed % 4 < 2 else "full",
     )  # fmt: skip
     assert play(seed, chosen, actions=600).core.state.acked == chosen.steps
 

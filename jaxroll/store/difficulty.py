@@ -1,0 +1,62 @@
+"""How hard each question has been, and whether long answers are trained on as often as short ones. Kept in the state.
+
+Every group that is claimed counts once, however often a learner trains on the claim. Only the questions touched last
+are kept here; the table `questions` of the database has all of them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+QUESTIONS_KEPT = 20_000
+
+
+class Question(msgspec.Struct, array_like=True):
+    """What became of one question: groups issued, groups claimed, their finished members, the sum of their rewards."""
+
+    issued: int = 0
+    trained: int = 0
+    members: int = 0
+    reward_sum: float = 0.0
+    last_step: int | None = None  # the claim that took it last
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Over all members that were claimed; None before the first."""
+        return self.reward_sum / self.members if self.members else None
+
+
+class Lengths(msgspec.Struct):
+    """Tokens and finished members of the groups that were claimed and of those that ended otherwise.
+
+    `reissues` counts prompts that were issued again, by the length class of the group that ended: tokens of its longest
+    finished member, rounded up to a power of two.
+    """
+
+    trained_tokens: int = 0
+    trained_members: int = 0
+    lost_tokens: int = 0
+    lost_members: int = 0
+    reissues: dict[int, int] = {}
+
+    @property
+    def bias(self) -> float | None:
+        """Mean length of the trained members over that of all; 1 favours nobody, less favours short answers."""
+        tokens, members = self.trained_tokens + self.lost_tokens, self.trained_members + self.lost_members
+        if not self.trained_members or not tokens:
+            return None
+        return self.trained_tokens / self.trained_members / (tokens / members)
+
+
+def touch(questions: dict[str, Question], question_hash: str) -> Question:
+    """The question's row, made the newest; the oldest of too many is forgotten."""
+    row = questions.pop(question_hash, None) or Question()
+    questions[question_hash] = row
+    if len(questions) > QUESTIONS_KEPT:
+        del questions[next(iter(questions))]
+    return row
+
+
+def length_class(tokens: int) -> int:
+    """The smallest power of two that is at least `tokens`; 0 for none."""
+    return 1 << (tokens - 1).bit_length() if tokens > 0 else 0

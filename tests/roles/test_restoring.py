@@ -1,0 +1,56 @@
+"""Where a learner starts, from the checkpoints on disk and the lineages of the store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxroll.errors import ConfigError
+from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.records import Version
+from jaxroll.roles.restoring import start_of
+from jaxroll.store.state import Lineage
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    """Folders that look whole: 0.2, 0.4, 0.6 and 1.3, where lineage 1 left 0 at 2."""
+    found = Checkpoints(tmp_path, kept=9)
+    for version in (Version(0, 2), Version(0, 4), Version(0, 6), Version(1, 3)):
+        (found.path(version) / "about").mkdir(parents=True)
+    return found
+
+
+LINES = (Lineage(), Lineage(0, 2, fork="first"))
+
+
+def test_it_is_the_newest_on_the_line(checkpoints: Checkpoints) -> None:
+    assert start_of(checkpoints, LINES[:1], None) == (Version(0, 6), "")
+    assert start_of(checkpoints, LINES, None) == (Version(1, 3), "")
+    assert start_of(checkpoints, (Lineage(), Lineage(0, 5)), None)[0] == Version(1, 3)
+    assert start_of(checkpoints, (*LINES, Lineage(0, 4, fork="b")), None) == (Version(0, 4), ""), "6 was given up"
+
+
+@pytest.mark.parametrize(
+    ("words", "version"),
+    [("", (1, 3)), ("4", (0, 4)), ("3", (1, 3)), ("0.6", (0, 6)), ("1.3", (1, 3)), ("0", None), ("0.0", None)],
+)
+def test_a_fork_names_its_checkpoint(checkpoints: Checkpoints, words: str, version: tuple[int, int] | None) -> None:
+    wanted = Version(*version) if version else None
+    assert start_of(checkpoints, LINES, f"{words}@second") == (wanted, "second")
+
+
+@pytest.mark.parametrize("words", ["5", "1.4", "2.2", "x", "04"])
+def test_what_is_not_there_is_refused_with_what_is(checkpoints: Checkpoints, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"0\.2, 0\.4, 0\.6, 1\.3"):
+        start_of(checkpoints, LINES, f"{words}@second")
+
+
+def test_a_fork_that_was_made_is_gone_on_with(checkpoints: Checkpoints) -> None:
+    assert start_of(checkpoints, LINES, "2@first") == (Version(1, 3), "")
+
+
+def test_a_fork_without_a_name_is_a_new_one_every_time(checkpoints: Checkpoints) -> None:
+    names = {start_of(checkpoints, LINES, "2")[1] for _ in range(3)}
+    assert len(names) == 3 and "" not in names
