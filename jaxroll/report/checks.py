@@ -30,6 +30,7 @@ def checks(figures: Mapping[str, Any], config: Mapping[str, Any]) -> list[Check]
         _most(figures, "groups_trained_twice", "groups trained twice", 0, "no group is in two durable steps"),
         _most(figures, "heldout_in_train", "held-out questions trained", 0, "held out means held out"),
         _most(figures, "compiles_after_warmup", "compiles after warm-up", 0, "all shapes are static"),
+        _evaluated(figures, config),
         _mismatch(figures, config),
         _least(figures, "overlap", "overlap", 0.5, "learner compute with useful decoding beside it", alpha >= 1),
         _least(figures, "slot_occupancy", "slot occupancy", 0.85, "busy slots while requests wait"),
@@ -50,6 +51,15 @@ def _least(figures: Mapping[str, Any], key: str, name: str, bound: float, meanin
     value = figures[key]
     holds = value >= bound if known(value) and asked else None
     return Check(name, percent(value), f"≥ {percent(bound, 0)}" if asked else UNKNOWN, holds, meaning)
+
+
+def _evaluated(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
+    """Promised for a finished run with an evaluator: it saw the weights before the first step and after the last."""
+    steps, wanted = figures["eval_steps"] or [], figures["steps_wanted"]
+    asked = bool((config.get("evaluator") or {}).get("every")) and figures["steps"] == wanted
+    found = ", ".join(number(step) for step in steps) or UNKNOWN
+    meaning = "the gain is measured from the warm start to the last weights"
+    return Check("evaluated at", found, f"0, {number(wanted)}", list(steps) == [0, wanted] if asked else None, meaning)
 
 
 def _mismatch(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 import msgspec
 
-from jaxroll import wire
 from jaxroll.errors import DataError
-from jaxroll.store import events, schema, state
+from jaxroll.store import reading, snapshots, state
 from jaxroll.store.apply import replay
-from jaxroll.store.log import DATABASE
 
-WAIT_S = 10.0
 FAILURES_KEPT = 20
 
 
@@ -60,44 +55,14 @@ class History:
 
 def read(run_dir: Path, heldout_hashes: Collection[str] | None) -> History:
     """The history of the run; an empty one before the store has made its log. DataError when it cannot be read."""
-    path = run_dir / DATABASE
-    if not path.exists():
-        return History()
+    path = run_dir / reading.DATABASE
     try:
-        with _transaction(path) as db:
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version == 0:  # just being made
-                return History()
-            if version != schema.SCHEMA_VERSION:
-                raise DataError(f"{path}: schema version {version}, this program reads {schema.SCHEMA_VERSION}")
+        if not reading.is_there(run_dir):  # or just being made
+            return History()
+        with reading.transaction(run_dir) as db:
             return _history(db, heldout_hashes)
     except (sqlite3.Error, msgspec.MsgspecError) as error:
         raise DataError(f"{path}: {error}; the report needs a whole log") from error
-
-
-@contextmanager
-def _transaction(path: Path) -> Iterator[sqlite3.Connection]:
-    """One read transaction: what the store commits meanwhile is not seen."""
-    connection = _opened(path)
-    try:
-        connection.execute("BEGIN")
-        yield connection
-    finally:
-        connection.close()
-
-
-def _opened(path: Path) -> sqlite3.Connection:
-    """The database for reading; a finished one in a folder that cannot be written is opened as immutable."""
-    address = f"file:{quote(str(path.absolute()))}?mode=ro"
-    connection = sqlite3.connect(address, uri=True, timeout=WAIT_S, isolation_level=None)
-    try:
-        connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError:
-        connection.close()
-        if path.with_name(path.name + "-wal").exists():
-            raise
-        return sqlite3.connect(address + "&immutable=1", uri=True, isolation_level=None)
-    return connection
 
 
 def _history(db: sqlite3.Connection, heldout_hashes: Collection[str] | None) -> History:
@@ -131,10 +96,9 @@ def _column(db: sqlite3.Connection, sql: str) -> Iterator[int]:
 
 def _replayed(db: sqlite3.Connection) -> state.State:
     """The store's state, rebuilt the way the store rebuilds it."""
-    kept = db.execute("SELECT body FROM snapshot").fetchone()
-    begun = wire.decode(kept[0], state.State) if kept else state.State()
-    bodies = db.execute("SELECT body FROM log ORDER BY position")
-    return replay(begun, (wire.decode(body, events.Event) for (body,) in bodies), 0.0)  # type: ignore[arg-type]
+    kept = snapshots.newest(db)
+    begun = kept[1] if kept else state.State()
+    return replay(begun, (event for _, event in snapshots.events_after(db, begun.position)), 0.0)
 
 
 def residual(replayed: state.State, by_state: dict[str, int]) -> int:
@@ -147,7 +111,7 @@ def residual(replayed: state.State, by_state: dict[str, int]) -> int:
 def trained_twice(db: sqlite3.Connection) -> int:
     """Groups that stand in two durable steps of the surviving line, or twice in one."""
     return db.execute(
-        "SELECT COUNT(*) FROM (SELECT group_id FROM claim_groups JOIN claims USING (step)"
+        "SELECT COUNT(*) FROM (SELECT group_id FROM claim_groups JOIN claims USING (lineage, step)"
         " WHERE durable_lineage IS NOT NULL GROUP BY group_id HAVING COUNT(*) > 1)"
     ).fetchone()[0]
 

@@ -6,19 +6,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from jaxroll.clock import Clock
 from jaxroll.errors import NoCredit, NotReady, StoreRefusal
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
 from jaxroll.store import schema
 from jaxroll.store.core import Core
-from jaxroll.store.log import Log
+from jaxroll.store.log import Log, Recovered
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import State
 from jaxroll.store.wakeups import CLAIM, LEASE, PUBLISHED, Wakeups
 
-COMPACT_EVERY = 50_000  # log records
-_QUIET = (ev.Leased, ev.Renewed, ev.Extended, ev.Arrived)
+COMPACT_EVERY, COMPACT_BYTES = 20_000, 32 * 2**20  # log records, and their bytes: what a restart reads at most
+_QUIET = (ev.Leased, ev.Awaited, ev.Hungry, ev.Renewed, ev.Extended, ev.Arrived)
 
 
 class Keeper:
@@ -29,8 +31,10 @@ class Keeper:
         known = log.recovered
         self.core = Core.recovered(settings, known.state, known.events, clock.now_s())
         self.wakeups = Wakeups()
-        self._compacted_at = known.state.position if known.state else 0
+        log.recovered = Recovered(known.run_id, None, ())  # megabytes that nobody needs any more
+        self._records, self._bytes = len(known.events), known.log_bytes
         self.on_acked: Callable[[], None] = lambda: None
+        log.append(schema.rules(msgspec.json.encode(settings).decode()))
 
     @property
     def state(self) -> State:
@@ -81,13 +85,16 @@ class Keeper:
             if isinstance(event, ev.NOT_LOGGED):
                 continue
             position += 1
-            statements += schema.statements(event, self.state, position, unix_s)
+            rows = schema.statements(event, self.state, position, unix_s)
+            statements += rows
+            self._records += 1
+            self._bytes += schema.record_bytes(rows[0])
             if isinstance(event, ev.Put) and payload is not None:
                 statements.append(payload)
-        if position - self._compacted_at >= COMPACT_EVERY:
-            statements += schema.compaction(self.state)
-            self._compacted_at = position
         self.log.append(statements)
+        if self._records >= COMPACT_EVERY or self._bytes >= COMPACT_BYTES:
+            self._records = self._bytes = 0
+            self.log.compact()
 
     def _wake(self, events: list[ev.Event]) -> None:
         for event in events:

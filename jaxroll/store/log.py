@@ -3,75 +3,94 @@
 The event loop appends statements and goes on; the writer thread commits what has gathered in one transaction; whoever
 must not answer before its words are on disk awaits `committed()`. A commit that fails ends the log: its users must not
 answer any more, and the next store continues from what is on disk. RUN/store.lock keeps a second store out.
+
+Compaction stops nobody: a third thread replays the log from disk and makes the snapshot in small pieces; the writer
+thread writes them, and removes what is old, a bounded portion with every commit (`upkeep`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
+import shutil
 import sqlite3
-import uuid
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
-from jaxroll import wire
 from jaxroll.errors import InfraError
 from jaxroll.store import events as ev
-from jaxroll.store import schema
+from jaxroll.store import opening, schema, snapshots
+from jaxroll.store.reading import DATABASE
 from jaxroll.store.requests import Recorded
+from jaxroll.store.snapshots import Mark, Part, Replica
 from jaxroll.store.state import State
+from jaxroll.store.upkeep import Upkeep
 
-DATABASE, LOCK = "store.db", "store.lock"
-_BUSY_S = 30.0
-_WAL_LIMIT_BYTES = 64 * 2**20
+LOCK = "store.lock"
+HISTORY_BYTES, KEEP_BYTES = 256 * 2**20, 128 * 2**20
+_REST_S = 0.004  # the replaying thread rests this long after every few milliseconds of work: the event loop comes first
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What is on disk: the state at the last compaction (None before the first) and the events since."""
+    """What is on disk: the state at the newest snapshot (None before the first), the events since, and their bytes."""
 
     run_id: str
     state: State | None
     events: tuple[ev.Event, ...]
+    log_bytes: int = 0
 
 
 class Log:
     """An open log. All methods belong to one event loop's thread; closing waits for the writer."""
 
-    def __init__(self, run_dir: Path) -> None:
-        """Open (or make) the log in `run_dir`; InfraError when another store holds it or it cannot be read."""
+    def __init__(self, run_dir: Path, *, history_bytes: int = HISTORY_BYTES, keep_bytes: int = KEEP_BYTES) -> None:
+        """Open (or make) the log in `run_dir`.
+
+        `history_bytes` of old records and `keep_bytes` of trajectories that were trained or expired stay readable.
+        InfraError when another store holds it or it cannot be read; ConfigError on a network file system, or when
+        another version of JaxRoll wrote it.
+        """
         run_dir.mkdir(parents=True, exist_ok=True)
+        opening.checked_folder(run_dir)
         self.path = run_dir / DATABASE
-        self._lock = _locked(run_dir / LOCK)
+        self._lock = opening.locked(run_dir / LOCK)
         try:
-            self._connection = _connected(self.path)
-            self._reader = _connected(self.path)
+            self._connection = opening.connected(self.path)
+            opening.prepared(self._connection, self.path)
+            self._reader, self._replaying = opening.reading(self.path), opening.reading(self.path)
             self.recovered = _read(self._connection)
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+            self._upkeep = Upkeep(self._connection, history_bytes, keep_bytes)
+        except BaseException as error:
             self._lock.close()
-            raise InfraError(f"{self.path}: {error}; the log cannot be used as it is") from error
+            if isinstance(error, (sqlite3.Error, msgspec.MsgspecError)):
+                raise InfraError(f"{self.path}: {error}; the log cannot be used as it is") from error
+            raise
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-log")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="store-read")
+        self._replayer = ThreadPoolExecutor(1, thread_name_prefix="store-compact")
+        self._replica, self._closing = Replica(), threading.Event()
+        self._compacting: asyncio.Future[tuple[Mark, list[Part]]] | None = None
         self._gathered: list[schema.Statement] = []
         self._gathering: asyncio.Future[None] | None = None
-        self._writing: asyncio.Future[None] | None = None
+        self._writing: asyncio.Future[None] | None = None  # those whose statements are in the writer's hands
+        self._busy = False  # the writer works, if only on upkeep
         self.failure: InfraError | None = None
+        self.commits = 0
 
     def append(self, statements: Sequence[schema.Statement]) -> None:
-        """Commit these soon, in order, all or none."""
-        if not statements:
+        """Commit these soon, in order, all or none. Nothing is written any more once a commit has failed."""
+        if not statements or self.failure is not None:
             return
         self._gathered.extend(statements)
         if self._gathering is None:
             self._gathering = asyncio.get_running_loop().create_future()
             self._gathering.add_done_callback(_look_at)
-        if self._writing is None:
+        if not self._busy:
             self._write()
 
     async def committed(self) -> None:
@@ -81,6 +100,18 @@ class Log:
             await asyncio.shield(waiting)
         if self.failure is not None:
             raise self.failure
+
+    def compact(self) -> None:
+        """Start to put a snapshot in the place of old records, beside everything else; one at a time."""
+        if self._compacting is None and self.failure is None:
+            loop = asyncio.get_running_loop()
+            self._compacting = loop.run_in_executor(self._replayer, self._replica.snapshot, self._replaying, self._rest)
+            self._compacting.add_done_callback(self._compacted)
+
+    async def tidy(self) -> None:
+        """Return when no compaction and no upkeep is under way."""
+        while self.failure is None and (self._busy or self._compacting is not None):
+            await asyncio.sleep(0.01)
 
     async def payloads(self, group: int) -> dict[int, bytes]:
         """The bytes of the group's members; call after `committed()`."""
@@ -92,15 +123,23 @@ class Log:
         rows = await self._read(_SELECT_RECORDED, (group, member))
         return Recorded(*rows[0]) if rows else None
 
+    async def facts(self) -> dict[str, int | str]:
+        """What the connection that writes says of itself, its size on disk, and the transactions it committed."""
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._writer, _facts, self._connection)
+        wal = self.path.with_name(DATABASE + "-wal")
+        return found | {"wal_bytes": wal.stat().st_size if wal.exists() else 0, "commits": self.commits}
+
     async def close(self) -> None:
         """Commit what is left and let go of the files."""
+        self._closing.set()
         try:
             await self.committed()
         finally:
-            self._reading.shutdown()
-            self._writer.shutdown()
-            self._reader.close()
-            self._connection.close()
+            for threads in (self._replayer, self._reading, self._writer):
+                threads.shutdown()
+            for connection in (self._replaying, self._reader, self._connection):
+                connection.close()
             self._lock.close()
 
     async def _read(self, sql: str, parameters: tuple) -> list[tuple]:
@@ -111,25 +150,53 @@ class Log:
             raise InfraError(f"{self.path}: {error}") from error
 
     def _write(self) -> None:
-        """Hand what has gathered to the writer thread."""
+        """Hand what has gathered to the writer thread; with nothing gathered, a portion of upkeep."""
         statements, self._gathered = self._gathered, []
         self._writing, self._gathering = self._gathering, None
-        job = asyncio.get_running_loop().run_in_executor(self._writer, _commit, self._connection, statements)
+        self._busy = True
+        loop = asyncio.get_running_loop()
+        job = loop.run_in_executor(self._writer, _commit, self._connection, statements, self._upkeep)
         job.add_done_callback(self._written)
 
-    def _written(self, job: asyncio.Future[None]) -> None:
-        done, self._writing = self._writing, None
-        assert done is not None
+    def _written(self, job: asyncio.Future[bool]) -> None:
+        done, self._writing, self._busy = self._writing, None, False
         if error := job.exception():
-            self.failure = InfraError(f"{self.path}: {error}; nothing can be made durable any more")
-            for waiting in (done, self._gathering):
-                if waiting is not None:
-                    waiting.set_exception(self.failure)
-            self._gathered, self._gathering = [], None
+            self._fail(error, done)
             return
-        done.set_result(None)
-        if self._gathering is not None:
+        self.commits += 1
+        if done is not None:
+            done.set_result(None)
+        if self._gathering is not None or (job.result() and not self._closing.is_set()):
             self._write()
+
+    def _fail(self, error: BaseException, *waiting: asyncio.Future[None] | None) -> None:
+        self.failure = InfraError(f"{self.path}: {error}; nothing can be made durable any more{self._remedy(error)}")
+        self.failure.__cause__ = error
+        for future in (*waiting, self._gathering):
+            if future is not None and not future.done():
+                future.set_exception(self.failure)
+        self._gathered, self._gathering = [], None
+
+    def _remedy(self, error: BaseException) -> str:
+        free_mb = shutil.disk_usage(self.path.parent).free // 2**20
+        words = f". {free_mb} MB are free at {self.path.parent}: make room, then start the store again; "
+        words += "everything it acknowledged is there"
+        return words if isinstance(error, sqlite3.Error) and ("full" in str(error) or "I/O" in str(error)) else ""
+
+    def _compacted(self, job: asyncio.Future[tuple[Mark, list[Part]]]) -> None:
+        self._compacting = None
+        if self._closing.is_set() or self.failure is not None:
+            job.exception()
+        elif error := job.exception():
+            self._fail(error, self._writing)
+        else:
+            self._upkeep.offer(*job.result())
+            if not self._busy:
+                self._write()
+
+    def _rest(self) -> None:
+        if self._closing.wait(_REST_S):
+            raise InfraError("the log closes")
 
 
 _SELECT_PAYLOADS = "SELECT member, body FROM payloads WHERE group_id = ? ORDER BY member"
@@ -142,62 +209,38 @@ def _look_at(future: asyncio.Future[None]) -> None:
         future.exception()
 
 
-def _locked(path: Path) -> IO[str]:
-    file = open(path, "a+")  # noqa: SIM115 (held until the log closes)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        holder = file.read().strip() or "unknown"
-        file.close()
-        raise InfraError(f"{path}: another store (pid {holder}) has this run open; stop it first") from error
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
-    return file
-
-
-def _connected(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
-    return connection
-
-
 def _read(connection: sqlite3.Connection) -> Recovered:
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version == 0:
-        _create(connection)
-    elif version != schema.SCHEMA_VERSION:
-        raise sqlite3.DatabaseError(f"schema version {version}, this program reads {schema.SCHEMA_VERSION}")
     run_id = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()[0]
-    kept = connection.execute("SELECT body FROM snapshot").fetchone()
-    rows = connection.execute("SELECT body FROM log ORDER BY position")
-    state = wire.decode(kept[0], State) if kept else None
-    return Recovered(run_id, state, tuple(wire.decode(body, ev.Event) for (body,) in rows))  # type: ignore[arg-type]
+    kept = snapshots.newest(connection)
+    position, state = (kept[0].position, kept[1]) if kept else (0, None)
+    found = list(snapshots.events_after(connection, position))
+    return Recovered(run_id, state, tuple(event for _, event in found), sum(size for size, _ in found))
 
 
-def _create(connection: sqlite3.Connection) -> None:
-    """All tables and the version in one transaction, so that a store killed here leaves nothing half made."""
-    script = f"BEGIN; {schema.TABLES}"
-    script += f"INSERT INTO meta VALUES ('run_id', '{uuid.uuid4().hex}');"
-    script += "INSERT INTO lineages VALUES (0, NULL, 0, strftime('%s', 'now'));"
-    script += f"PRAGMA user_version = {schema.SCHEMA_VERSION}; COMMIT;"
-    connection.executescript(script)
-
-
-def _commit(connection: sqlite3.Connection, statements: Sequence[schema.Statement]) -> None:
+def _commit(connection: sqlite3.Connection, statements: Sequence[schema.Statement], upkeep: Upkeep) -> bool:
+    """Commits the statements and some upkeep; whether more upkeep is to be done."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         for sql, parameters in statements:
             connection.execute(sql, parameters)
+        more = upkeep.portion(connection, len(statements))
         connection.execute("COMMIT")
-    except sqlite3.Error:
+    except BaseException:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
+    return more
 
 
 def _fetch(connection: sqlite3.Connection, sql: str, parameters: tuple) -> list[tuple]:
     return connection.execute(sql, parameters).fetchall()
+
+
+def _facts(connection: sqlite3.Connection) -> dict[str, int | str]:
+    names = {
+        "synchronous": "synchronous",
+        "journal_mode": "journal_mode",
+        "page_size": "page_size",
+        "pages": "page_count",
+    }
+    return {key: connection.execute(f"PRAGMA {name}").fetchone()[0] for key, name in names.items()}

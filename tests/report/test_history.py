@@ -8,7 +8,7 @@ from jaxroll.errors import DataError
 from jaxroll.records import Snapshot, Version
 from jaxroll.report import history
 from jaxroll.store import events as ev
-from jaxroll.store import schema
+from jaxroll.store import snapshots
 from tests.report.made_run import GROUPS, MEMBERS, TOKENS, LogMaker
 
 
@@ -56,7 +56,8 @@ def test_figures_of_a_log_worked_out_by_hand(tmp_path, log):
 
 def test_a_compacted_log_says_the_same(tmp_path, log):
     log.write(tmp_path / "whole")
-    log.statements += schema.compaction(log.state)
+    log.statements += snapshots.rows_of(snapshots.Mark(log.state.position, 0), 1.0, snapshots.parts(log.state))
+    log.statements.append(("DELETE FROM log WHERE position <= ?", (log.state.position,)))
     log.issue(7)
     log.write(tmp_path / "compacted")
     log.statements.clear()
@@ -88,7 +89,7 @@ def test_a_group_in_two_durable_steps_is_found(tmp_path, log):
         "CREATE TABLE loose AS SELECT * FROM claim_groups",
         "DROP TABLE claim_groups",
         "ALTER TABLE loose RENAME TO claim_groups",
-        "INSERT INTO claim_groups VALUES (1, 2, 0)",
+        "INSERT INTO claim_groups VALUES (0, 1, 2, 0)",
     )
     assert history.read(tmp_path, None).groups_trained_twice == 0  # step 1 is not durable
     write(tmp_path, "UPDATE claims SET durable_lineage = 0")

@@ -224,10 +224,12 @@ def test_a_run_is_live_while_rows_come_and_finished_with_its_last_step(tmp_path)
     assert summary.state_of(Run(tmp_path, CONFIG, rows=[step(9, 0.0, 100.0)]), now_s=500.0) == "finished"
 
 
+EVALUATED = {"evaluator": {"every": 3}}
 GOOD = {
     "alpha": 1.0, "age_max": 1, "conservation_residual": 0, "groups_trained_twice": 0, "heldout_in_train": 0,
     "compiles_after_warmup": 0, "logprob_mismatch_max": 1e-5, "logprob_mismatch_limit": 1e-4, "overlap": 0.6,
-    "slot_occupancy": 0.9, "padding_waste": 0.2, "wasted_tokens": 0.01,
+    "slot_occupancy": 0.9, "padding_waste": 0.2, "wasted_tokens": 0.01, "steps": 9, "steps_wanted": 9,
+    "eval_steps": [0, 9],
 }  # fmt: skip
 
 
@@ -242,10 +244,20 @@ GOOD = {
     ],
 )  # fmt: skip
 def test_each_promise_is_seen_to_break_alone(key, value, name):
-    assert all(check.holds for check in checks.checks(GOOD, {}))
-    assert [check.name for check in checks.checks(GOOD | {key: value}, {}) if not check.holds] == [name]
-    unknown = checks.checks(GOOD | {key: None}, {})
+    assert all(check.holds for check in checks.checks(GOOD, EVALUATED))
+    assert [check.name for check in checks.checks(GOOD | {key: value}, EVALUATED) if not check.holds] == [name]
+    unknown = checks.checks(GOOD | {key: None}, EVALUATED)
     assert [check.name for check in unknown if check.holds is None] == [name]
+
+
+@pytest.mark.parametrize("steps", [[0, 8], [1, 9], [0, 0], None])
+def test_a_finished_run_is_evaluated_at_its_first_and_last_weights(steps):
+    broken = checks.checks(GOOD | {"eval_steps": steps}, EVALUATED)
+    assert [check.name for check in broken if check.holds is not True] == ["evaluated at"]
+    assert [check.name for check in broken if check.holds is False] == ["evaluated at"]
+    for config, figures in (({}, {}), ({"evaluator": {"every": 0}}, {}), (EVALUATED, {"steps": 8})):
+        found = {check.name: check for check in checks.checks(GOOD | {"eval_steps": steps} | figures, config)}
+        assert found["evaluated at"].holds is None, "nobody evaluates, or the run is not over"
 
 
 def test_promises_that_were_not_made_are_not_judged():

@@ -3,98 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import sqlite3
-from collections.abc import Iterable
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from jaxroll.clock import ManualClock
-from jaxroll.errors import InfraError, StoreRefusal
-from jaxroll.records import Snapshot, Task, Version, VersionRun
-from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.store import keeper, schema
+from jaxroll.errors import ConfigError, InfraError
+from jaxroll.records import Version
+from jaxroll.store import filesystem, opening, reading, schema
 from jaxroll.store import requests as rq
 from jaxroll.store.core import Core
 from jaxroll.store.keeper import Keeper
 from jaxroll.store.log import Log
-from jaxroll.store.settings import Settings
+from jaxroll.store.replay import replay_log
 from jaxroll.store.state import conservation_residual, counts
+from tests.store.made_log import SETTINGS, eventful_history, lease, publish, put, recorded_run
 
-SETTINGS = Settings(AgeLimiter(1.0, 2), group_size=2, steps=6, straggler_deadline_s=5.0, data_retries=0)
-
-
-def ask(kept: Keeper, request: rq.Request, payload: bytes | None = None):
-    statement = None
-    if isinstance(request, rq.PutMember) and payload is not None:
-        statement = schema.payload(request.group, request.member, payload)
-    return kept.decide(request, statement)
-
-
-def lease(kept: Keeper, members: int, version: Version, request: str) -> list[tuple[int, int, int]]:
-    fed = kept.state.prompts_issued
-    offered = tuple((Task(i, (), "e", "{}", 0, f"{i:016x}"), b"cursor%d" % (i + 1)) for i in range(fed, fed + members))
-    reply = ask(kept, rq.Lease("S", "S-1", version, members, request, offered))
-    return [] if isinstance(reply, StoreRefusal) else [(g.group, m, a) for g in reply.grants for m, a in g.members]
-
-
-def publish(kept: Keeper, version: Version) -> None:
-    ask(kept, rq.Publish("L", Snapshot(version, "tcp", "here", "d")))
-
-
-def put(kept: Keeper, key: tuple[int, int, int], version: Version) -> None:
-    ask(kept, rq.PutMember(*key, f"{key}", 3, (VersionRun(version, 4),)), b"%d.%d" % key[:2])
-
-
-def eventful_history(kept: Keeper, clock: ManualClock) -> Iterable[None]:
-    """A run with every kind of event; pauses between requests."""
-    v = ask(kept, rq.Begin("L", None))
-    publish(kept, v)
-    yield
-    for key in lease(kept, 6, v, "a"):
-        put(kept, key, v)
-        yield
-    for step in (0, 1):
-        ask(kept, rq.ClaimStep("L", 0, step))
-        publish(kept, Version(0, step + 1))
-        ask(kept, rq.Ack("L", Version(0, step)))
-        yield
-        for i, key in enumerate(lease(kept, 4, Version(0, step + 1), f"b{step}")):
-            failure = rq.PutMember(*key, "f", 3, (), ("DATA", "x"))
-            ask(kept, failure) if i == 3 else put(kept, key, Version(0, step + 1))
-            yield
-    ask(kept, rq.Durable("L", Version(0, 1)))
-    lease(kept, 3, Version(0, 2), "c")
-    yield
-    clock.advance(SETTINGS.lease_s)
-    ask(kept, rq.Tick())
-    yield
-    v = ask(kept, rq.Begin("L", Version(0, 1)))
-    publish(kept, v)
-    ask(kept, rq.ClaimStep("L", 1, 1))
-    publish(kept, Version(1, 2))
-    ask(kept, rq.Ack("L", Version(1, 1)))
-    yield
-    ask(kept, rq.Arrive("S", "S-1"))
-    for key in lease(kept, 8, Version(1, 2), "d")[:5]:
-        put(kept, key, Version(1, 2))
-        yield
-    clock.advance(6.0)
-    ask(kept, rq.ClaimStep("L", 1, 2))
-    ask(kept, rq.EndData())
-    ask(kept, rq.Close("enough"))
-    yield
-
-
-async def recorded_run(run_dir: Path) -> Core:
-    """The machine at the end of the history whose log is in `run_dir`."""
-    clock = ManualClock()
-    kept = Keeper(SETTINGS, Log(run_dir), clock)
-    for _ in eventful_history(kept, clock):
-        await kept.log.committed()
-    await kept.log.close()
-    return kept.core
+OLD = Path(__file__).with_name("store_v1.sql")  # the eventful history as version 1 kept it
 
 
 def recovered(run_dir: Path) -> Core:
@@ -128,13 +59,14 @@ def test_what_was_committed_comes_back(tmp_path: Path) -> None:
 
 
 def test_the_tables_say_what_the_state_says(tmp_path: Path) -> None:
-    state = asyncio.run(recorded_run(tmp_path)).state
+    state = asyncio.run(recorded_run(tmp_path, keep_bytes=0)).state
     db = sqlite3.connect(tmp_path / "store.db")
     rows = dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
     assert rows == {name: n for name, n in counts(state).items() if n}
     for group in (*state.open.values(), *state.held.values()):
         assert db.execute("SELECT state FROM groups WHERE id = ?", (group.id,)).fetchone() == (group.state,)
         done = {m for m, _ in group.done()}
+        assert db.execute("SELECT messages FROM tasks WHERE group_id = ?", (group.id,)).fetchone()
         assert {m for (m,) in db.execute("SELECT member FROM payloads WHERE group_id = ?", (group.id,))} == done
         sql = "SELECT member, attempt, digest FROM members WHERE group_id = ? AND state = 'done'"
         assert set(db.execute(sql, (group.id,))) == {(m, s.attempt, s.digest) for m, s in group.done()}
@@ -142,18 +74,12 @@ def test_the_tables_say_what_the_state_says(tmp_path: Path) -> None:
         assert set(db.execute("SELECT member, attempt, holder FROM leases WHERE group_id = ?", (group.id,))) == leased
     alive = len(state.open) + len(state.held)
     assert db.execute("SELECT COUNT(DISTINCT group_id) FROM payloads").fetchone()[0] <= alive
-    assert db.execute("SELECT step, trained_lineage, durable_lineage FROM claims").fetchall() == [
-        (0, 0, 0), (1, 1, None), (2, None, None),
-    ]  # fmt: skip
-    twice = (
-        "SELECT group_id FROM claim_groups JOIN claims USING (step) WHERE durable_lineage IS NOT NULL "
-        "GROUP BY group_id HAVING COUNT(*) > 1"
-    )
-    assert db.execute(twice).fetchall() == []
+    claims = "SELECT step, trained_lineage, durable_lineage FROM claims ORDER BY step"
+    assert db.execute(claims).fetchall() == [(0, 0, 0), (1, 1, None), (2, None, None)]
     assert db.execute("SELECT prompts_issued, state FROM cursor").fetchone() == (state.prompts_issued, state.cursor)
     assert db.execute("SELECT lineage, fork_step FROM lineages").fetchall() == [(0, 0), (1, 1)]
     with pytest.raises(sqlite3.IntegrityError):
-        db.execute("INSERT INTO claim_groups SELECT 99, place, group_id FROM claim_groups LIMIT 1")
+        db.execute("INSERT INTO claim_groups SELECT 0, 99, place, group_id FROM claim_groups LIMIT 1")
 
 
 def test_the_log_cut_anywhere_is_a_prefix_of_the_history(tmp_path: Path) -> None:
@@ -195,20 +121,19 @@ def test_the_log_cut_anywhere_is_a_prefix_of_the_history(tmp_path: Path) -> None
     assert len(set(seen)) > 10
 
 
-def test_compaction_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compaction_loses_nothing(tmp_path: Path) -> None:
     core = asyncio.run(recorded_run(tmp_path / "plain"))
-    monkeypatch.setattr(keeper, "COMPACT_EVERY", 7)
-    compacted = asyncio.run(recorded_run(tmp_path / "compacted"))
+    compacted = asyncio.run(recorded_run(tmp_path / "compacted", compact_every=5, history_bytes=0))
     assert facts(compacted) == facts(core) == facts(recovered(tmp_path / "compacted"))
-    db = sqlite3.connect(tmp_path / "compacted" / "store.db")
-    assert db.execute("SELECT COUNT(*) FROM log").fetchone()[0] < 20 < core.state.position
-    assert db.execute("SELECT position FROM snapshot").fetchone()[0] > 0
+    with reading.transaction(tmp_path / "compacted") as db:
+        assert db.execute("SELECT COUNT(*) FROM log").fetchone()[0] < 20 < core.state.position
+        assert db.execute("SELECT COUNT(*), MIN(position) > 0 FROM snapshots").fetchone() == (1, 1)
 
 
 def test_leases_of_the_former_life_are_renewed_once(tmp_path: Path) -> None:
     async def leased() -> None:
         kept = Keeper(SETTINGS, Log(tmp_path), ManualClock(1e6))
-        publish(kept, ask(kept, rq.Begin("L", None)))
+        publish(kept, kept.decide(rq.Begin("L", None)))
         assert len(lease(kept, 2, Version(0, 0), "a")) == 2
         await kept.log.close()
 
@@ -228,14 +153,89 @@ def test_a_second_store_is_kept_out(tmp_path: Path) -> None:
     asyncio.run(both())
 
 
-@pytest.mark.parametrize("content", [b"not a database at all" * 100, None])
-def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
-    if content is None:
-        sqlite3.connect(tmp_path / "store.db").execute("PRAGMA user_version = 99").connection.close()
-    else:
-        (tmp_path / "store.db").write_bytes(content)
+def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "store.db").write_bytes(b"not a database at all" * 100)
     with pytest.raises(InfraError, match=r"store\.db"):
         Log(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (f"PRAGMA user_version = {schema.SCHEMA_VERSION + 1}", "A newer JaxRoll wrote it"),
+        ("CREATE TABLE cats (name)", "a database that JaxRoll did not make"),
+    ],
+)
+def test_another_database_is_refused_by_name_and_left_alone(tmp_path: Path, script: str, said: str) -> None:
+    db = sqlite3.connect(tmp_path / "store.db")
+    db.execute(script)
+    db.commit()
+    before = list(db.iterdump())
+    with pytest.raises(ConfigError, match=said):
+        Log(tmp_path)
+    assert list(db.iterdump()) == before
+
+
+def test_a_log_of_version_1_goes_on(tmp_path: Path) -> None:
+    """Its history comes back, its rows stay as they were, and today's checks hold on it."""
+    before = sqlite3.connect(":memory:")
+    before.executescript(OLD.read_text())
+    sqlite3.connect(tmp_path / "store.db").executescript(OLD.read_text()).connection.close()
+    with reading.transaction(tmp_path) as db:  # readers leave the file as it is
+        assert replay_log(db).violations == []
+    assert sqlite3.connect(tmp_path / "store.db").execute("PRAGMA user_version").fetchone() == (1,)
+    state = recovered(tmp_path).state
+    assert (state.position, state.lineage, state.next_claim, state.acked, state.durable) == (65, 1, 3, 2, 1)
+    assert (state.closed, state.expired, state.dead, state.cursor) == ("enough", {"lineage": 1}, 2, b"cursor10")
+    with reading.transaction(tmp_path) as db:
+        for table, columns in (
+            ("groups", "id, state, reason, claim_step, issued_unix_s"),
+            ("claim_groups", "step, place, group_id"),
+            ("claims", "step, lineage, trained_lineage, durable_lineage"),
+            ("members", "group_id, member, state, attempt, holder, digest"),
+            ("payloads", "group_id, member, body"),
+        ):
+            sql = f"SELECT {columns} FROM {table} ORDER BY {columns}"
+            assert db.execute(sql).fetchall() == before.execute(sql).fetchall() != []
+        left = "SELECT name FROM sqlite_master WHERE name LIKE 'old_%' OR name = 'snapshot'"
+        assert db.execute(left).fetchall() == []
+        assert db.execute("SELECT COUNT(*) FROM tasks").fetchone()[0] == len(state.open) + len(state.held)
+        assert replay_log(db).violations == []
+
+
+def test_a_migration_that_fails_changes_nothing(tmp_path: Path) -> None:
+    db = sqlite3.connect(tmp_path / "store.db")
+    db.executescript(OLD.read_text())
+    db.execute("UPDATE snapshot SET body = x'c1'")
+    db.commit()
+    before = list(db.iterdump())
+    with pytest.raises(InfraError):
+        Log(tmp_path)
+    assert list(db.iterdump()) == before
+
+
+def test_the_live_connection_is_asked_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def facts_of_open_log() -> dict:
+        log = Log(tmp_path)
+        found = await log.facts()
+        await log.close()
+        return found
+
+    found = asyncio.run(facts_of_open_log())
+    assert (found["synchronous"], found["journal_mode"]) == (2, "wal")
+    monkeypatch.setattr(opening, "_SYNCHRONOUS", "NORMAL")
+    with pytest.raises(InfraError, match="synchronous is 1 and not 2"):
+        Log(tmp_path)
+
+
+def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(f"1 0 0:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / {tmp_path}/far rw - nfs4 server:/runs rw\n")
+    monkeypatch.setattr(filesystem, "MOUNTINFO", table)
+    with pytest.raises(ConfigError, match=r"server:/runs \(nfs4\).*Put the run on a local disk"):
+        Log(tmp_path / "far" / "run")
+    assert not (tmp_path / "far" / "run" / "store.db").exists()
+    asyncio.run(recorded_run(tmp_path / "near"))
 
 
 def test_a_commit_that_fails_ends_the_promises_and_keeps_what_was(tmp_path: Path) -> None:
@@ -272,3 +272,162 @@ def test_many_appends_share_commits(tmp_path: Path) -> None:
 
     assert 1 <= asyncio.run(burst()) < 50
     assert sqlite3.connect(tmp_path / "store.db").execute("SELECT COUNT(*) FROM meta").fetchone()[0] >= 500
+
+
+def test_nothing_is_written_after_a_commit_that_failed(tmp_path: Path) -> None:
+    """Else the log would have a hole: the lost decision's records, and later ones behind them."""
+
+    async def failing() -> None:
+        log = Log(tmp_path)
+        log.append([("INSERT INTO no_such_table VALUES (1)", ())])
+        with pytest.raises(InfraError):
+            await log.committed()
+        log.append([("INSERT INTO meta VALUES ('later', '1')", ())])
+        with pytest.raises(InfraError):
+            await log.committed()
+        with pytest.raises(InfraError):
+            await log.close()
+
+    asyncio.run(failing())
+    assert sqlite3.connect(tmp_path / "store.db").execute("SELECT 1 FROM meta WHERE key = 'later'").fetchall() == []
+
+
+def test_a_full_disk_ends_the_log_with_its_cause_and_keeps_what_was_acknowledged(tmp_path: Path) -> None:
+    async def until_full() -> list[tuple[int, int]]:
+        kept = Keeper(SETTINGS, Log(tmp_path), ManualClock())
+        version = kept.decide(rq.Begin("L", None))
+        publish(kept, version)
+        await kept.log.committed()
+        pages = kept.log._connection.execute("PRAGMA page_count").fetchone()[0]
+        kept.log._connection.execute(f"PRAGMA max_page_count = {pages + 12}")
+        acknowledged = []
+        with pytest.raises(InfraError, match=r"full; nothing can be made durable.*MB are free at .*: make room, then"):
+            for key in lease(kept, 8, version, "a"):
+                put(kept, key, version, tokens=900)
+                await kept.log.committed()
+                acknowledged.append(key[:2])
+        with pytest.raises(InfraError):
+            await kept.log.close()
+        return acknowledged
+
+    acknowledged = asyncio.run(until_full())
+    assert acknowledged
+    assert [(g.id, m) for g in recovered(tmp_path).state.open.values() for m, _ in g.done()] == acknowledged
+    with reading.transaction(tmp_path) as db:
+        assert replay_log(db).violations == []
+
+
+FULL_FILE = """
+import asyncio, resource, signal, sys
+from pathlib import Path
+from jaxroll import lifeline
+from jaxroll.clock import ManualClock
+from jaxroll.errors import InfraError
+from jaxroll.store import requests as rq
+from tests.store.made_log import *
+
+async def main():
+    kept = Keeper(SETTINGS, Log(Path(sys.argv[1])), ManualClock())
+    version = kept.decide(rq.Begin("L", None))
+    publish(kept, version)
+    await kept.log.committed()
+    size = Path(sys.argv[1], "store.db-wal").stat().st_size
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 120_000, size + 120_000))
+    for key in lease(kept, 8, version, "a"):
+        put(kept, key, version, tokens=900)
+        await kept.log.committed()
+        print(key[0], key[1], flush=True)
+
+lifeline.bind(int(sys.argv[2]))
+try:
+    asyncio.run(main())
+except InfraError as error:
+    print(error, file=sys.stderr)
+    sys.exit(7)
+"""
+
+
+def _child(script: str, run_dir: Path) -> subprocess.Popen:
+    words = [sys.executable, "-c", script, str(run_dir), str(os.getpid())]
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_a_file_that_may_not_grow_ends_the_log_with_its_cause(tmp_path: Path) -> None:
+    """The same with a limit of the operating system: the write itself fails, in the middle of a commit."""
+    said, error = _child(FULL_FILE, tmp_path).communicate(timeout=30)
+    acknowledged = [tuple(map(int, line.split())) for line in said.splitlines()]
+    assert "nothing can be made durable" in error and "make room" in error
+    assert 0 < len(acknowledged) < 8
+    there = [(g.id, m) for g in recovered(tmp_path).state.open.values() for m, _ in g.done()]
+    assert there[: len(acknowledged)] == acknowledged
+
+
+HOLDER = """
+import asyncio, sys
+from pathlib import Path
+from jaxroll import lifeline
+from jaxroll.store.log import Log
+
+async def main():
+    log = Log(Path(sys.argv[1]))
+    print("open", flush=True)
+    await asyncio.sleep(60)
+
+lifeline.bind(int(sys.argv[2]))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60)
+def test_the_lock_of_a_killed_store_is_free(tmp_path: Path) -> None:
+    holder = _child(HOLDER, tmp_path)
+    assert holder.stdout is not None and holder.stdout.readline() == "open\n"
+    with pytest.raises(InfraError, match=rf"another store \(pid {holder.pid}\)"):
+        Log(tmp_path)
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate(timeout=10)
+    assert (tmp_path / "store.lock").read_text() == f"{holder.pid}\n", "the stale file is there"
+    asyncio.run(recorded_run(tmp_path))
+
+
+def test_the_log_cut_at_every_byte_of_its_last_record(tmp_path: Path) -> None:
+    """A last record of 1 KB: with all of it the record is there, with a byte less it never was."""
+    cut = tmp_path / "cut"
+
+    async def interrupted() -> None:
+        kept = Keeper(SETTINGS, Log(tmp_path / "run"), ManualClock())
+        publish(kept, kept.decide(rq.Begin("L", None)))
+        await kept.log.committed()
+        kept.log._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        kept.decide(rq.Close("x" * 1024))
+        await kept.log.committed()
+        shutil.copytree(tmp_path / "run", cut)
+        await kept.log.close()
+
+    asyncio.run(interrupted())
+    wal = cut / "store.db-wal"
+    content = wal.read_bytes()
+    place = content.rindex(b"x" * 1024)
+    sizes = {
+        *range(place, place + 1024),
+        *range(64),
+        *range(len(content) - 64, len(content)),
+        *range(0, len(content), 97),
+    }
+
+    def position(size: int) -> int:
+        (cut / "store.db-shm").unlink(missing_ok=True)
+        os.truncate(wal, size)
+        with reading.transaction(cut) as db:
+            return db.execute("SELECT MAX(position) FROM log").fetchone()[0]
+
+    assert position(len(content)) == 3
+    assert {position(size) for size in sorted(sizes, reverse=True)} == {2}
+    wal.write_bytes(content)
+    (cut / "store.db-shm").unlink(missing_ok=True)
+    assert recovered(cut).state.closed == "x" * 1024

@@ -1,0 +1,196 @@
+"""One trajectory group in full: what was asked and said, its rewards and versions, and everything that happened."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxroll import wire
+from jaxroll.config import parse
+from jaxroll.errors import ConfigError, JaxRollError
+from jaxroll.records import Finished, Member, Segment, ages
+from jaxroll.store import events as ev
+from jaxroll.text import tokenizers
+
+Facts = dict[str, Any]
+Decoder = Callable[[list[int]], str]
+
+
+def decoder(run_dir: Path, config: dict[str, Any]) -> tuple[Decoder | None, str]:
+    """Token ids → text with the run's tokenizer; or None and why there is no text."""
+    try:
+        tokenizer = tokenizers.of_run(run_dir, parse(config).tokenizer)
+    except (JaxRollError, OSError, ValueError) as error:
+        return None, f"no text: {error}"
+    if tokenizer is None:
+        return None, f"no text: {run_dir / tokenizers.ALPHABET_FILE} is not there (the store's feeder writes it)"
+    return tokenizer.decode, ""
+
+
+def facts(db: sqlite3.Connection, group: int, decode: Decoder | None) -> Facts:
+    """The group, ready for JSON; ConfigError when it was never issued. Times are seconds before now."""
+    now = time.time()
+    row = _row(db, "SELECT * FROM groups WHERE id = ?", group)
+    if row is None:
+        highest = db.execute("SELECT MAX(id) FROM groups").fetchone()[0]
+        said = "none was issued yet" if highest is None else f"groups 0 to {highest} were issued"
+        raise ConfigError("--group", group, f"there is no such group; {said}")
+    row["issued_ago_s"] = now - row.pop("issued_unix_s")
+    ended = row.pop("ended_unix_s")
+    row["ended_ago_s"] = None if ended is None else now - ended
+    return {
+        "group": row,
+        "task": _task(db, group),
+        "claim": _claim(db, group, now),
+        "members": [_member(db, found, decode, row["claim_step"], now) for found in _members(db, group)],
+        "failures": _failures(db, group, now),
+        "events": list(_events(db, group, now)),
+    }
+
+
+def _row(db: sqlite3.Connection, sql: str, *values: Any) -> Facts | None:
+    cursor = db.execute(sql, values)
+    found = cursor.fetchone()
+    return None if found is None else dict(zip([c[0] for c in cursor.description], found, strict=True))
+
+
+def _task(db: sqlite3.Connection, group: int) -> Facts | None:
+    found = _row(db, "SELECT env, env_args, seed, messages FROM tasks WHERE group_id = ?", group)
+    if found is not None:
+        found["messages"] = msgspec.json.decode(found["messages"])
+        found["env_args"] = msgspec.json.decode(found["env_args"])
+    return found
+
+
+def _claim(db: sqlite3.Connection, group: int, now: float) -> Facts | None:
+    sql = (
+        "SELECT lineage, step, place, trained_lineage, durable_lineage, unix_s FROM claim_groups"
+        " JOIN claims USING (lineage, step) WHERE group_id = ?"
+    )
+    found = _row(db, sql, group)
+    if found is not None:
+        found["ago_s"] = now - found.pop("unix_s")
+    return found
+
+
+def _members(db: sqlite3.Connection, group: int) -> Iterator[Facts]:
+    sql = (
+        "SELECT m.*, p.body FROM members m LEFT JOIN payloads p ON p.group_id = m.group_id AND p.member = m.member"
+        " WHERE m.group_id = ? ORDER BY m.member"
+    )
+    cursor = db.execute(sql, (group,))
+    names = [column[0] for column in cursor.description]
+    for found in cursor:
+        yield dict(zip(names, found, strict=True))
+
+
+def _member(db: sqlite3.Connection, found: Facts, decode: Decoder | None, step: int | None, now: float) -> Facts:
+    body, leased, ended = found.pop("body"), found.pop("leased_unix_s"), found.pop("ended_unix_s")
+    found.pop("group_id")
+    found["leased_ago_s"] = None if leased is None else now - leased
+    found["took_s"] = ended - leased if leased is not None and ended is not None else None
+    outcome = None if body is None else wire.decode(body, Member).outcome
+    if isinstance(outcome, Finished):
+        found |= finished_facts(outcome, decode, step)
+    elif found["digest"]:
+        found["gone"] = "its bytes are dropped: the group is done with (store.keep_trajectories_mb keeps more)"
+    return found
+
+
+def finished_facts(outcome: Finished, decode: Decoder | None, step: int | None) -> Facts:
+    """What a finished member is, beside the log's columns; `age` when `step` is the claim that trained it."""
+    age = ages(outcome.versions, step) if step is not None else None
+    return {
+        "finish": outcome.finish,
+        "reward": outcome.reward,
+        "reward_parts": outcome.reward_parts,
+        "versions": [{"version": str(run.version), "tokens": run.count} for run in outcome.versions],
+        "age": int(age.max()) if age is not None and age.size else None,
+        "segments": [_segment(segment, decode) for segment in outcome.segments],
+    }
+
+
+def _segment(segment: Segment, decode: Decoder | None) -> Facts:
+    sampled = bool(segment.loss_mask.any())
+    found: Facts = {"who": "model" if sampled else "shown", "tokens": segment.tokens.tolist()}
+    if sampled:
+        found["logprobs"] = [round(float(value), 6) for value in segment.logprobs]
+    if decode is not None:
+        found["text"] = decode(found["tokens"])
+    return found
+
+
+def _failures(db: sqlite3.Connection, group: int, now: float) -> list[Facts]:
+    sql = "SELECT unix_s, member, attempt, kind, error FROM failures WHERE group_id = ? ORDER BY unix_s"
+    names = ("ago_s", "member", "attempt", "kind", "error")
+    return [dict(zip(names, (now - t, *rest), strict=True)) for t, *rest in db.execute(sql, (group,))]
+
+
+# --- events
+
+
+def _events(db: sqlite3.Connection, group: int, now: float) -> Iterator[Facts]:
+    """The records that concern the group, in order; those before the kept history are gone."""
+    sql = (
+        "SELECT position, unix_s, kind, body FROM log WHERE group_id = ?"
+        " OR kind IN ('claimed', 'acked', 'durable', 'began') ORDER BY position"
+    )
+    step: int | None = None
+    for position, unix_s, kind, body in db.execute(sql, (group,)):
+        event = wire.decode(body, ev.Event)  # type: ignore[arg-type]
+        if isinstance(event, ev.Claimed):
+            if group not in event.groups:
+                continue
+            step = event.step
+        elif not _concerns(event, group, step):
+            continue
+        yield {"position": position, "ago_s": now - unix_s, "kind": kind, "what": described(event)}
+        if isinstance(event, ev.MadeDurable):
+            return
+
+
+def _concerns(event: ev.Event, group: int, step: int | None) -> bool:
+    if isinstance(event, ev.Acked):
+        return event.version.step == step
+    if isinstance(event, ev.MadeDurable):
+        return step is not None and event.version.step > step
+    if isinstance(event, ev.Began):
+        return event.parent is not None and step is not None and event.version.step <= step
+    return getattr(event, "group", None) == group
+
+
+def described(event: ev.Event) -> str:
+    """One line about a record."""
+    match event:
+        case ev.Issued():
+            again = f", again for group {event.reissue_of}" if event.reissue_of is not None else ""
+            return f"question {event.task.question_hash}, {event.size} members{again}"
+        case ev.Leased():
+            members = ", ".join(f"{m} (attempt {a})" for m, a in event.members)
+            return f"{event.holder} works on member {members}"
+        case ev.LeaseEnded():
+            return f"members {list(event.members)}: {event.reason}"
+        case ev.Put():
+            return f"member {event.member} (attempt {event.attempt}), {_runs(event)}, {event.size_bytes:,} bytes"
+        case ev.MemberFailed():
+            return f"member {event.member} (attempt {event.attempt}), {event.kind}: {event.error}"
+        case ev.Shrunk():
+            return f"closed without members {list(event.dropped)}: {event.reason}"
+        case ev.Expired() | ev.Died():
+            return event.reason
+        case ev.Claimed():
+            return f"for step {event.step}, with {len(event.groups)} groups"
+        case ev.Acked() | ev.MadeDurable():
+            return f"at {event.version}"
+        case ev.Began():
+            return f"a learner went back to step {event.version.step}: lineage {event.version.lineage}"
+    return ""
+
+
+def _runs(event: ev.Put) -> str:
+    return " + ".join(f"{run.count} tokens at {run.version}" for run in event.runs)

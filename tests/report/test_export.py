@@ -1,0 +1,121 @@
+"""`jaxroll export`: the trajectories that are kept, row by row, equal to what was put."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import json
+import shutil
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from jaxroll.control import cli
+from jaxroll.records import Version
+from jaxroll.report import export, export_files
+from jaxroll.store import reading
+from tests.report.made_run import write_run_file
+from tests.store.made_log import ALPHABET, finished, long_run, recorded_run
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exported")
+    write_run_file(path)
+    (path / "alphabet.json").write_text(json.dumps(ALPHABET))
+    asyncio.run(recorded_run(path))
+    return path
+
+
+def exported(run_dir: Path, *words: str) -> int:
+    return cli.main(["export", str(run_dir), *words])
+
+
+def test_both_files_hold_what_was_put(run_dir: Path, tmp_path: Path) -> None:
+    parquet, lines = tmp_path / "t.parquet", tmp_path / "t.jsonl"
+    assert exported(run_dir, f"--parquet={parquet}", f"--jsonl={lines}") == 0
+    table = pq.read_table(parquet)
+    rows = table.to_pylist()
+    assert [json.loads(line) for line in lines.read_text().splitlines()] == rows
+    assert table.column_names == [name for name, _ in export_files.COLUMNS]
+    assert sorted((row["group"], row["member"]) for row in rows) == [(row["group"], row["member"]) for row in rows]
+    assert len(rows) == 17
+    first = next(row for row in rows if (row["group"], row["member"]) == (3, 1))
+    wanted = finished((3, 1, 1), Version(0, 1)).outcome
+    assert first["tokens"] == np.concatenate([s.tokens for s in wanted.segments]).tolist()  # type: ignore[union-attr]
+    assert first["loss_mask"] == [0, 0, 0, 1, 1, 1, 1]
+    np.testing.assert_array_equal(
+        np.float32(first["logprobs"]),
+        np.concatenate([s.logprobs for s in wanted.segments]),  # type: ignore[union-attr]
+    )
+    assert json.loads(first["reward_parts"]) == {"exact": 1.0, "format": 0.5}
+    told = {"question": "spell d", "answer_text": "dddd", "state": "ACKED", "claim_step": 1, "age_max": 0,
+            "finish": "stop", "holder": "S", "sampled_tokens": 4, "versions": '[["0.1", 4]]'}  # fmt: skip
+    assert {name: first[name] for name in told} == told
+    dead = next(row for row in rows if row["state"] == "DEAD")
+    assert dead["claim_step"] is None and dead["age_max"] is None and "DATA" in dead["reason"]
+
+
+def test_memory_holds_one_row_group(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "ROW_GROUP_BYTES", 4000)
+    assert exported(run_dir, f"--parquet={tmp_path / 't.parquet'}") == 0
+    file = pq.ParquetFile(tmp_path / "t.parquet")
+    sizes = [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+    assert sum(sizes) == 17 and max(sizes) <= 4
+
+
+def test_what_is_dropped_cannot_be_exported_and_what_is_kept_can(tmp_path: Path) -> None:
+    write_run_file(tmp_path)
+    asyncio.run(long_run(tmp_path, 8, keep_bytes=3_000, durable_every=2))
+    with reading.transaction(tmp_path) as db:
+        (there,) = db.execute("SELECT COUNT(*) FROM payloads").fetchone()
+        (put,) = db.execute("SELECT COUNT(*) FROM members WHERE state = 'done'").fetchone()
+        rows = list(export.rows(db, None))
+    assert 0 < len(rows) == there < put
+    assert {row["state"] for row in rows} >= {"TRIMMED"}
+    assert all(row["question"].startswith("spell") for row in rows), "tasks stay as long as the payloads"
+
+
+def test_without_pyarrow_the_error_says_what_to_do(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = builtins.__import__
+
+    def without_pyarrow(name, *args, **kwargs):
+        if name.startswith("pyarrow"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_pyarrow)
+    assert exported(run_dir, f"--parquet={tmp_path / 't.parquet'}") == 64
+    assert "jaxroll[data]" in capsys.readouterr().err
+    assert exported(run_dir, f"--jsonl={tmp_path / 't.jsonl'}") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]
+
+
+def test_a_broken_log_leaves_no_half_file(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "ROW_GROUP_BYTES", 1)
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    with sqlite3.connect(copy / "store.db") as db:
+        db.execute("UPDATE payloads SET body = x'c1' WHERE group_id = 6 AND member = 0")
+    db.close()
+    out = tmp_path / "out"
+    out.mkdir()
+    assert exported(copy, f"--jsonl={out / 't.jsonl'}") == 1
+    assert "`jaxroll replay` says what is wrong" in capsys.readouterr().err
+    assert list(out.iterdir()) == []
+
+
+def test_wrong_words_are_refused_and_leave_nothing(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exported(run_dir) == 64
+    assert "--jsonl=FILE" in capsys.readouterr().err
+    assert exported(run_dir, f"--jsonl={tmp_path / 'no' / 'such' / 'folder.jsonl'}") == 64
+    assert "its folder does not exist" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

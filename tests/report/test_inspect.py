@@ -1,0 +1,179 @@
+"""`jaxroll inspect`: what a person at night is told of a live run, a finished one, and one group in full."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jaxroll.clock import ManualClock
+from jaxroll.control import cli
+from jaxroll.report import inspect_run, inspection, trajectory
+from jaxroll.report.alive import store_pid
+from jaxroll.report.listing import Section, plain, safe, show
+from jaxroll.store import reading
+from jaxroll.store import requests as rq
+from jaxroll.store.keeper import Keeper
+from jaxroll.store.log import Log
+from tests.report.made_run import write_run_file
+from tests.store.made_log import ALPHABET, SETTINGS, fail, lease, publish, put, recorded_run
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An eventful run, closed; token 4 + i is letter i."""
+    path = tmp_path_factory.mktemp("inspected")
+    write_run_file(path)
+    (path / "alphabet.json").write_text(json.dumps(ALPHABET))
+    asyncio.run(recorded_run(path))
+    return path
+
+
+def facts(run_dir: Path, group: int | None = None) -> dict:
+    words = ["inspect", str(run_dir), "--json"] + ([] if group is None else [f"--group={group}"])
+    with pytest.MonkeyPatch.context() as patch:
+        out = io.StringIO()
+        patch.setattr("sys.stdout", out)
+        assert cli.main(words) == 0
+    return json.loads(out.getvalue())
+
+
+def test_the_whole_run_as_facts(run_dir: Path) -> None:
+    found = facts(run_dir)
+    assert {row["state"]: row["groups"] for row in found["groups"]} == {
+        "LEASED": 2, "CLAIMED": 2, "ACKED": 2, "TRIMMED": 2, "EXPIRED": 1, "DEAD": 2,
+    }  # fmt: skip
+    assert [(row["group"], row["member"], row["holder"]) for row in found["leases"]] == [
+        (9, 1, "S"), (10, 0, "S"), (10, 1, "S"),
+    ]  # fmt: skip
+    assert all(0 <= row["for_s"] < 600 for row in found["leases"])
+    assert [(row["group"], row["done"], row["question"]) for row in found["head"]] == [
+        (9, 1, "spell f"),
+        (10, 0, "spell j"),
+    ]
+    assert {(row["state"], row["reason"]) for row in found["ended"]} == {
+        ("DEAD", "member 1: 1 DATA failures: scorer raised"), ("EXPIRED", "lineage"),
+    }  # fmt: skip
+    assert found["failures"]["by_kind"] == {"DATA": 2}
+    assert (found["published"], found["lineage"], found["acked"], found["durable"]) == ("1.2", 1, 2, 1)
+    assert [row["fork_step"] for row in found["lineages"]] == [0, 1]
+    assert found["conservation_residual"] == 0 and found["closed"] == "enough" and found["store_pid"] is None
+    assert found["questions"][0]["mean_reward"] == 0.5
+    assert [(row["lineage"], row["step"], row["state"]) for row in found["claims"]] == [
+        (1, 2, "in training"), (0, 1, "trained"), (0, 0, "durable"),
+    ]  # fmt: skip
+
+
+def test_one_group_in_full(run_dir: Path) -> None:
+    found = facts(run_dir, 3)
+    assert found["group"]["state"] == "ACKED" and found["claim"]["step"] == 1
+    assert found["task"]["messages"] == [{"role": "user", "content": "spell d"}]
+    first = found["members"][0]
+    assert [(s["who"], s["text"]) for s in first["segments"]] == [("shown", "�d�"), ("model", "dddd")]
+    assert first["segments"][1]["logprobs"] == [-1.0, -0.666667, -0.333333, 0.0]
+    assert first["reward_parts"] == {"exact": 1.0, "format": 0.5} and first["age"] == 0
+    assert first["versions"] == [{"version": "0.1", "tokens": 4}]
+    kinds = [event["kind"] for event in found["events"]]
+    assert kinds == ["issued", "leased", "put", "put", "claimed", "acked", "began", "acked"]
+    assert found["events"][1]["what"] == "S works on member 0 (attempt 1), 1 (attempt 1)"
+
+
+def test_groups_that_died_were_shrunk_or_are_not_there(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dead = facts(run_dir, 4)
+    assert dead["group"]["state"] == "DEAD" and dead["failures"][0]["error"] == "scorer raised"
+    assert [e["kind"] for e in dead["events"]][-2:] == ["member_failed", "died"]
+    assert cli.main(["inspect", str(run_dir), "--group=99"]) == 64
+    assert "groups 0 to 10 were issued" in capsys.readouterr().err
+
+
+def test_plain_lines_in_a_pipe_and_tables_on_a_terminal(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(run_dir)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "== open leases" in lines
+    holder = next(line.split() for line in lines[lines.index("== open leases") :] if line.startswith("S "))
+    assert holder[:2] == ["S", "3"] and holder[-3:] == ["9.1,", "10.0,", "10.1"]
+    assert any(line.startswith("DEAD") and line.endswith("member 1: 1 DATA failures: scorer raised") for line in lines)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    config = json.loads((run_dir / "run.json").read_text())["config"]
+    inspect_run.main(run_dir, config, group=3, as_json=False, console=console)
+    assert "dddd" in out.getvalue() and "\x1b[" in out.getvalue() and "spell d" in out.getvalue()
+
+
+def test_a_live_run_is_read_without_touching_it(tmp_path: Path) -> None:
+    """While a writer has a transaction open, and without the lock; the store is known by its lock."""
+
+    async def live() -> tuple[dict, dict]:
+        kept = Keeper(SETTINGS, Log(tmp_path), ManualClock())
+        version = kept.decide(rq.Begin("L", None))
+        publish(kept, version)
+        keys = lease(kept, 4, version, "a", name="sampler-7")
+        put(kept, keys[0], version)
+        fail(kept, keys[1])
+        await kept.log.committed()
+        writer = kept.log._connection
+        writer.execute("BEGIN IMMEDIATE")
+        writer.execute("UPDATE groups SET state = 'EXPIRED'")
+        try:
+            with reading.transaction(tmp_path) as db:
+                found = inspection.facts(tmp_path, db)
+                group = trajectory.facts(db, 1, None)
+        finally:
+            writer.execute("ROLLBACK")
+        put(kept, keys[2], version)
+        await kept.log.committed()
+        await kept.log.close()
+        return found, group
+
+    found, group = asyncio.run(live())
+    assert found["store_pid"] == os.getpid() and store_pid(tmp_path) is None
+    assert found["waits"] == {"sampler-7": "group 1 misses members [0, 1]"}
+    assert {row["holder"] for row in found["leases"]} == {"sampler-7"} and len(found["leases"]) == 2
+    assert [member["state"] for member in group["members"]] == ["leased", "leased"]
+
+
+def test_a_group_whose_bytes_are_gone_says_so(tmp_path: Path) -> None:
+    asyncio.run(recorded_run(tmp_path, compact_every=3, keep_bytes=0, history_bytes=0))
+    with reading.transaction(tmp_path) as db:
+        found = trajectory.facts(db, 0, None)
+    assert found["group"]["state"] == "TRIMMED" and found["task"] is None and found["events"] == []
+    assert all("keep_trajectories_mb" in member["gone"] and member["tokens"] == 4 for member in found["members"])
+
+
+def test_without_the_alphabet_tokens_are_shown(run_dir: Path, tmp_path: Path) -> None:
+    config = json.loads((run_dir / "run.json").read_text())["config"]
+    decode, why = trajectory.decoder(tmp_path, config)
+    assert decode is None and "alphabet.json is not there" in why
+    with reading.transaction(run_dir) as db:
+        segments = trajectory.facts(db, 3, None)["members"][0]["segments"]
+    assert segments[1]["tokens"] == [7, 7, 7, 7] and "text" not in segments[1]
+
+
+def test_what_a_model_wrote_cannot_drive_the_terminal() -> None:
+    hostile = "\x1b]0;gone\x07\u202eback\r\x9b31m"
+    assert safe(hostile) == r"\x1b]0;gone\x07\u202eback\r\x9b31m"
+    assert plain(Section("t", ("a", "b"), [("1", "x\ny")]))[2] == r"1  x\ny"
+    out = io.StringIO()
+    show([Section("t", (), [("model", hostile)], hostile)], Console(file=out, force_terminal=True, width=80))
+    assert "gone\x07" not in out.getvalue() and "\r" not in out.getvalue()
+
+
+def test_no_log_and_a_broken_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run_file(tmp_path)
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert "the store of a run makes it when it starts" in capsys.readouterr().err
+    (tmp_path / "store.db").write_bytes(b"noise " * 2000)
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert "store.db" in capsys.readouterr().err
+    (tmp_path / "store.db").unlink()
+    with sqlite3.connect(tmp_path / "store.db") as db:
+        db.execute("PRAGMA user_version = 77")
+    db.close()
+    assert cli.main(["inspect", str(tmp_path)]) == 1
+    assert "A newer JaxRoll wrote it" in capsys.readouterr().err
