@@ -5,9 +5,13 @@ ARGS   ?=
 
 SHELL := /bin/bash
 VENV  := .venv
-PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
+PIP    = $(INTO)/bin/python -m pip --disable-pip-version-check --no-input
+# What an environment is made from and needs; the peers' targets below have values of their own.
+INTO := $(VENV)
+PINS := constraints.txt
 NEED_DISK_MB := 3072
 NEED_DISK_MB_MORE := 1536
+HINT :=
 
 # JAX on CPU, one thread a process: the bits do not depend on the cores. One compilation cache for all runs.
 export PYTHONUNBUFFERED := 1
@@ -15,16 +19,18 @@ TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cach
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint bench docs constraints clean venv-demo venv
+.PHONY: help demo test soak lint bench docs constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream
 
 help:
 	@echo "make demo         install core + environments (about 1.1 GB) and train a small model here; SEED=0"
 	@echo "make test         install the rest (about 2.2 GB in all) and run the tests; ARGS='-k store' is passed on"
-	@echo "make soak         the long tests"
+	@echo "make soak         the long tests, also those beside the peers; installs the peers first (about 6 GB)"
 	@echo "make lint         ruff and pyright"
-	@echo "make bench        every script in benchmarks/"
+	@echo "make bench        every script in benchmarks/; SCRIPTS=benchmarks/store.py ARGS=--quick for one of them"
 	@echo "make docs         the reference pages, in docs/_build"
 	@echo "make venv         only install what the tests need"
+	@echo "make peers        only install torch, tunix, jetstream, each in an environment of its own; PEERS=torch for one of them,"
+	@echo "                  PEERS= (also for soak and bench) for none"
 	@echo "make constraints  pin the newest versions that fit pyproject.toml again"
 	@echo "make clean        remove caches; runs/ and .venv stay"
 	@echo "PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer); now: $(PYTHON)"
@@ -35,32 +41,37 @@ demo: venv-demo
 test: venv
 	@$(TEST_ENV) $(VENV)/bin/python -m pytest -rfEs --durations=15 $(ARGS) </dev/null
 
-soak: venv
-	@$(TEST_ENV) HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -rfEs --durations=15 -m soak $(ARGS) </dev/null || [ $$? -eq 5 ]  # 5: there is none
+soak: venv peers
+	@$(TEST_ENV) JAXROLL_PEERS="$(PEERS)" HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -rfEs --durations=15 -m soak $(ARGS) </dev/null || [ $$? -eq 5 ]  # 5: there is none
 
 lint: venv
 	@echo "ruff check" && $(VENV)/bin/ruff check .
 	@echo "ruff format --check" && $(VENV)/bin/ruff format --check .
 	@echo "pyright" && $(VENV)/bin/pyright
 
-bench: venv
-	@set -e; shopt -s nullglob; scripts=(benchmarks/[!_]*.py); \
-	[ $${#scripts[@]} -gt 0 ] || echo "benchmarks/ holds no script"; \
-	for script in "$${scripts[@]}"; do echo "== $$script"; $(VENV)/bin/python "$$script" $(ARGS) </dev/null; done
+SCRIPTS ?= $(wildcard benchmarks/[!_]*.py)
+bench: venv peers
+	@set -e; for script in $(SCRIPTS); do echo "== $$script"; $(VENV)/bin/python "$$script" $(ARGS) </dev/null; done
 
+# pdoc looks for the annotations of a NamedTuple's fields in another module than ours and says that it finds none.
 docs: venv
 	@rm -rf docs/_build
-	@$(TEST_ENV) $(VENV)/bin/pdoc --docformat google -o docs/_build jaxroll
+	@$(TEST_ENV) $(VENV)/bin/python -W 'ignore:Error parsing type annotation ForwardRef' -m pdoc --docformat google -o docs/_build jaxroll
 	@echo "docs/_build/index.html"
 
 # uv resolves for every Python and platform at once; it lives in a folder of its own and is used for nothing else.
+# torch is pinned by hand: its CPU build stands in no ordinary index; below are the packages that its wheel asks for.
 UV_INPUT := jax[tpu] ; sys_platform == 'linux' and platform_machine == 'x86_64'
+UV       := .cache/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate --no-header
+TORCH_NEEDS := filelock typing-extensions setuptools 'sympy>=1.13.3' networkx jinja2 fsspec
 constraints: venv-demo
 	@set -eo pipefail; [ -x .cache/uv/bin/uv ] || { $(VENV)/bin/python -m venv .cache/uv; .cache/uv/bin/python -m pip install -q uv; }; \
-	new=$$(echo "$(UV_INPUT)" | .cache/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade \
-	  --extra envs --extra dev --no-annotate --no-header pyproject.toml -); \
-	{ sed -n '/^#/p' constraints.txt; echo "$$new"; } >.cache/constraints.txt; mv .cache/constraints.txt constraints.txt; \
-	echo "constraints.txt: $$(grep -vc '^#' constraints.txt) pins; run make test before you keep them"
+	pin() { { sed -n '/^#/p' $$1; echo "$$2"; } >.cache/pins.txt; mv .cache/pins.txt $$1; echo "$$1: $$(grep -vc '^#' $$1) pins"; }; \
+	pin constraints.txt "$$(echo "$(UV_INPUT)" | $(UV) --extra envs --extra dev pyproject.toml -)"; \
+	pin constraints-jetstream.txt "$$($(UV) -c constraints.txt --extra jetstream pyproject.toml)"; \
+	pin constraints-tunix.txt "$$(echo google-tunix==0.1.7 | $(UV) -)"; \
+	pin constraints-torch.txt "$$(printf '%s\n' transformers safetensors numpy $(TORCH_NEEDS) | $(UV) -c constraints.txt -; grep '^torch==' constraints-torch.txt)"; \
+	echo "run make test and make soak before you keep them"
 
 clean:
 	@find . \( -path ./.git -o -path './.venv*' -o -path ./runs \) -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
@@ -69,11 +80,31 @@ clean:
 venv-demo: ; @$(call install,demo,core + environments,-e '.[envs]')
 venv:      ; @$(call install,test,core + environments + tools$(comma) and libtpu on Linux x86-64,$(TEST_REQUIREMENTS))
 
+# Peers: what JaxRoll is compared with, each in an environment of its own, because they want other versions or are large.
+# Tests and benchmarks start their Pythons as processes. What a peer needs of ours comes with -e.
+PEERS ?= torch tunix jetstream
+TORCH_REQUIREMENTS     := torch transformers jinja2 safetensors
+TUNIX_REQUIREMENTS     := google-tunix
+JETSTREAM_REQUIREMENTS := -e '.[jetstream]'
+
+peers: $(PEERS:%=venv-%)
+venv-torch venv-tunix venv-jetstream: INTO = .$@
+venv-torch venv-tunix venv-jetstream: PINS = constraints-$(@:venv-%=%).txt
+venv-torch:     NEED_DISK_MB := 2048
+venv-tunix:     NEED_DISK_MB := 2560
+venv-jetstream: NEED_DISK_MB := 5120
+venv-torch: HINT = Linux wants the CPU build of torch ("+cpu"): if pip cannot find it, name the PyTorch index of CPU builds\
+ (PIP_EXTRA_INDEX_URL) or a folder with the wheel (PIP_FIND_LINKS), or do without: make soak PEERS="tunix jetstream"
+venv-torch:     ; @$(call install,peer,torch (CPU) and transformers,$(TORCH_REQUIREMENTS))
+venv-tunix:     ; @$(call install,peer,google-tunix,$(TUNIX_REQUIREMENTS))
+venv-jetstream: ; @$(call install,peer,JaxRoll with google-jetstream and TensorFlow,$(JETSTREAM_REQUIREMENTS))
+
 comma := ,
 TEST_REQUIREMENTS := -e '.[envs$(comma)dev]' "libtpu ; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
-# $(1) the stamp, $(2) what it is in words, $(3) pip requirements. A stamp holds the digest of all that the environment
-# depends on: the interpreter's version, this folder (console scripts hold it), pyproject.toml, constraints.txt.
+# $(1) the stamp, $(2) what it is in words, $(3) pip requirements; INTO, PINS, NEED_DISK_MB, HINT as above. A stamp holds the
+# digest of all that the environment depends on: the interpreter's version, this folder (console scripts hold it),
+# pyproject.toml, the pins.
 define install
 set -eo pipefail; \
 say() { echo "jaxroll: $$*" >&2; }; \
@@ -81,30 +112,31 @@ say() { echo "jaxroll: $$*" >&2; }; \
 "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { say "$$("$(PYTHON)" -V 2>&1) ('$(PYTHON)') is too old: JaxRoll needs 3.11 or newer. Name one: make PYTHON=/path/to/python3.12"; exit 1; }; \
 made=$$("$(PYTHON)" -c 'import os, sys; print(*sys.version_info[:2], sys.platform, os.getcwd())'); \
-want="$$made $$(cat pyproject.toml constraints.txt | cksum)"; \
-ready() { [ -x $(VENV)/bin/python ] && [ "$$(cat $(VENV)/.stamp-$(1) 2>/dev/null)" = "$$want" ]; }; \
+want="$$made $$(cat pyproject.toml $(PINS) | cksum)"; \
+ready() { [ -x $(INTO)/bin/python ] && [ "$$(cat $(INTO)/.stamp-$(1) 2>/dev/null)" = "$$want" ]; }; \
 if ready; then exit 0; fi; \
 if command -v flock >/dev/null; then exec 9>.venv.lock; flock -n 9 || { say "another make is installing here; waiting for it"; flock 9; }; fi; \
 if ready; then exit 0; fi; \
 base=$$("$(PYTHON)" -c 'import sys; print(getattr(sys, "_base_executable", None) or sys.executable)'); \
 "$$base" -c 'import venv, ensurepip' 2>/dev/null || \
   { say "$$base has no venv module with pip. Install it (Debian, Ubuntu: apt install python3-venv), or name another Python: make PYTHON=..."; exit 1; }; \
-if [ "$$(cat $(VENV)/.made 2>/dev/null)" != "$$made" ] || ! $(VENV)/bin/python -c 'import pip' 2>/dev/null; then \
-  [ ! -e $(VENV) ] || say "$(VENV) was made by another Python, in another folder, or only in part: making it again"; \
-  rm -rf $(VENV); \
+if [ "$$(cat $(INTO)/.made 2>/dev/null)" != "$$made" ] || ! $(INTO)/bin/python -c 'import pip' 2>/dev/null; then \
+  [ ! -e $(INTO) ] || say "$(INTO) was made by another Python, in another folder, or only in part: making it again"; \
+  rm -rf $(INTO); \
 fi; \
 free_mb=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1024) }'); \
-need_mb=$(NEED_DISK_MB); [ ! -e $(VENV) ] || need_mb=$(NEED_DISK_MB_MORE); \
-[ "$$free_mb" -ge $$need_mb ] || { say "too little disk: $$free_mb MB are free in $$PWD, $$need_mb MB are needed"; exit 1; }; \
-if [ ! -e $(VENV) ]; then say "making $(VENV) with $$("$$base" -V)"; "$$base" -m venv $(VENV); echo "$$made" >$(VENV)/.made; fi; \
+need_mb=$(NEED_DISK_MB); [ ! -e $(INTO) ] || need_mb=$(NEED_DISK_MB_MORE); \
+[ "$$free_mb" -ge $$need_mb ] || { say "too little disk for $(INTO): $$free_mb MB are free in $$PWD, $$need_mb MB are needed"; exit 1; }; \
+if [ ! -e $(INTO) ]; then say "making $(INTO) with $$("$$base" -V)"; "$$base" -m venv $(INTO); echo "$$made" >$(INTO)/.made; fi; \
 say "installing $(2) (some minutes the first time)"; \
-$(PIP) install --progress-bar off -c constraints.txt $(3) >$(VENV)/pip.log 2>&1 </dev/null & pid=$$!; \
+$(PIP) install --progress-bar off -c $(PINS) $(3) >$(INTO)/pip.log 2>&1 </dev/null & pid=$$!; \
 trap 'kill $$pid 2>/dev/null || true' EXIT INT TERM; \
 seconds=0; while kill -0 $$pid 2>/dev/null; do sleep 1; seconds=$$((seconds + 1)); \
-  [ $$((seconds % 8)) -ne 0 ] || say "  $$seconds s: $$(grep -v -i warning $(VENV)/pip.log | tail -n 1 | sed 's/^ *//' | cut -c 1-90)"; done; \
-wait $$pid || { tail -n 25 $(VENV)/pip.log >&2; say "pip failed; the lines above say why, all of it stands in $(VENV)/pip.log"; exit 1; }; \
+  [ $$((seconds % 8)) -ne 0 ] || say "  $$seconds s: $$(grep -v -i warning $(INTO)/pip.log | tail -n 1 | sed 's/^ *//' | cut -c 1-90)"; done; \
+wait $$pid || { tail -n 25 $(INTO)/pip.log >&2; say "pip failed; the lines above say why, all of it stands in $(INTO)/pip.log"; \
+  hint='$(HINT)'; [ -z "$$hint" ] || say "$$hint"; exit 1; }; \
 trap - EXIT INT TERM; \
-[ "$(1)" = demo ] || echo "$$want" >$(VENV)/.stamp-demo; \
-echo "$$want" >$(VENV)/.stamp-$(1); \
-say "installed in $$seconds s; $(VENV) holds $$(du -sm $(VENV) | cut -f 1) MB"
+[ "$(1)" != test ] || echo "$$want" >$(INTO)/.stamp-demo; \
+echo "$$want" >$(INTO)/.stamp-$(1); \
+say "installed in $$seconds s; $(INTO) holds $$(du -sm $(INTO) | cut -f 1) MB"
 endef

@@ -1,0 +1,111 @@
+"""Benchmarks cannot rot: each says what it takes, the store's runs in small, and what they share is right."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if not path.name.startswith("_"))
+DEADLINE_S = 280
+
+
+@pytest.fixture
+def report() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmarks_report", BENCHMARKS / "_report.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *arguments]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_the_folder_is_no_package() -> None:
+    """A peer's wheel has a package of this name, which ours would hide."""
+    assert SCRIPTS
+    assert not (BENCHMARKS / "__init__.py").exists()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_says_what_it_takes(script: Path) -> None:
+    assert "--quick" in run(script, "--help").stdout
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_the_store_is_measured_and_loses_nothing(tmp_path: Path) -> None:
+    runs, quick = tmp_path / "runs.jsonl", ["--quick", "--runs-file", str(tmp_path / "runs.jsonl")]
+    done = run(BENCHMARKS / "store.py", *quick, "--folder", str(tmp_path / "disk"))
+    result = json.loads(done.stdout.splitlines()[-1])
+    rates = ["puts_per_s", "floor_puts_per_s", "sqlite_raw_puts_per_s", "fsyncs_per_s_of_the_disk"]
+    times = ["put_p50_ms", "put_p99_ms", "lease_p99_ms", "claim_p99_ms", "recovery_s_per_gb"]
+    assert all(result[key] > 0 for key in [*rates, *times])
+    assert result["put_p50_ms"] <= result["put_p99_ms"]
+    assert (result["synchronous"], result["in_flight"]) == ("FULL", 8)
+    assert result["member_bytes"] >= 64_000
+    assert result["bytes_written_per_byte"] > 1, "what is durable was written at least once"
+    assert result["of_floor"]["low"] <= result["of_floor"]["value"] <= result["of_floor"]["high"]
+    assert result["kill"]["interrupted"], "the kill came too late to interrupt anything"
+    assert result["found"] == result["acknowledged"] > 0
+    assert result["loop"]["conservation_residual"] == 0
+    assert not list((tmp_path / "disk").iterdir()), "its files stay behind"
+    arms = [(row["arm"], row["round"]) for row in map(json.loads, runs.read_text().splitlines())]
+    puts = [("ours", 0), ("floor", 0), ("raw", 0), ("raw", 1), ("floor", 1), ("ours", 1)]
+    assert arms == [("disk", 0), *puts, ("loop", 0), ("kill", 0)]
+
+
+def test_a_ratio_is_paired_and_its_interval_holds_it(report: ModuleType) -> None:
+    theirs = np.array([100.0, 200.0, 50.0, 400.0])
+    exact = report.ratio(2 * theirs, theirs)
+    assert exact == {key: pytest.approx(2.0) for key in ("value", "low", "high")}
+    ours = theirs * [1.0, 2.0, 4.0, 2.0]
+    found = report.ratio(ours, theirs)
+    assert found["value"] == pytest.approx(2.0)  # the geometric mean of 1, 2, 4, 2
+    assert 1.0 <= found["low"] < 2.0 < found["high"] <= 4.0
+    with pytest.raises(ValueError, match="3 runs cannot be paired with 4"):
+        report.ratio(ours[:3], theirs)
+
+
+def test_runs_alternate_and_an_interrupted_benchmark_goes_on(
+    tmp_path: Path, report: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "commit", lambda: "abc")
+    made: list[str] = []
+
+    def alternate(settings: int, *, resume: bool, rounds: int, most: int = 99) -> dict[str, list[dict]]:
+        """Runs of a and b; the one after the first `most` is interrupted."""
+        made.clear()
+
+        def measured(arm: str) -> dict[str, str]:
+            if len(made) == most:
+                raise KeyboardInterrupt
+            made.append(arm)
+            return {"arm": arm}
+
+        runs = report.Runs("b", {"settings": settings}, tmp_path / "runs.jsonl", resume)
+        return runs.alternate({arm: lambda arm=arm: measured(arm) for arm in "ab"}, rounds)
+
+    with pytest.raises(KeyboardInterrupt):
+        alternate(1, resume=False, rounds=3, most=3)
+    assert made == ["a", "b", "b"]
+    results = alternate(1, resume=True, rounds=3)
+    assert made == ["a", "a", "b"], "a run was made twice, or left out"
+    assert results == {"a": [{"arm": "a"}] * 3, "b": [{"arm": "b"}] * 3}
+    alternate(2, resume=True, rounds=1)
+    assert made == ["a", "b"], "runs with other settings were taken"
+    alternate(1, resume=False, rounds=1)
+    assert made == ["a", "b"], "without resume every run is made"
