@@ -12,13 +12,25 @@ from jaxroll.records import Message, Task, Version, VersionRun
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How tokens are drawn. `temperature` 0: greedy; `top_k` 0 and `top_p` 1: off; `max_tokens` counts new ones."""
+    """How tokens are drawn. `temperature` 0: greedy; `max_tokens` counts new ones; what is at its default is off.
+
+    `min_p` keeps words at least that likely relative to the likeliest. `repetition_penalty` divides the positive logits
+    of words that stand in the prompt or the answer, and multiplies the negative ones (CTRL, arXiv 1909.05858). A stop
+    string ends an answer with the token that completes it. With `ignore_eos` no stop token ends it. `seed` takes the
+    place of the run's seed. With `untruncated_logprobs` the log-probs are those before truncation: softmax(logits / τ).
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     stop_tokens: tuple[int, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_strings: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    untruncated_logprobs: bool = False
 
 
 class GenerationKey(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ transfer from device to host, one array a dispatch (and a request's pages, when 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -55,9 +55,8 @@ class Device:
         self._programs = programs.build(spec, mesh, rules, sizes)
         self._state = self._programs.empty()
         self._seed = self._placed(jax.random.key(seed))
-        # Placed once: a fresh scalar would be one more host-to-device copy in every dispatch.
-        counts: dict[int | None, int] = {None: _NEVER} | {n: n for n in range(1, sizes.slots + 1)}
-        self._enough_idle = {n: self._placed(np.int32(count)) for n, count in counts.items()}
+        # Each placed once: fresh ones would be one more host-to-device copy in every dispatch.
+        self._limits: dict[tuple[int, int], jax.Array] = {}
         self.set_tables([()] * sizes.slots)
         self._dtypes: dict[str, np.dtype] | None = None
         self._warm = 0
@@ -120,11 +119,23 @@ class Device:
 
     # --- tokens
 
-    def decode(self, params: Params, until_idle: int | None) -> Dispatch:
-        """Up to `Sizes.chunk` steps, fewer once `until_idle` slots (1 … S) are idle, or all are."""
-        enough = self._enough_idle[until_idle]
-        self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, enough)
+    def decode(self, params: Params, steps: int, until_idle: int | None) -> Dispatch:
+        """Up to `steps` ≤ `Sizes.chunk` steps, fewer once `until_idle` slots (1 … S) are idle, or all are."""
+        wanted = steps, _NEVER if until_idle is None else until_idle
+        if wanted not in self._limits:
+            self._limits[wanted] = self._placed(np.array(wanted, np.int32))
+        limits = self._limits[wanted]
+        self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, limits)
         return Dispatch(report, self._sizes.chunk)
+
+    def allow(self, masks: Mapping[int, np.ndarray]) -> None:
+        """What the requests in some slots may draw next: slot to bool [V]."""
+        sizes = self._sizes
+        slots = np.full(sizes.slots, sizes.slots, np.int32)
+        rows = np.ones((sizes.slots, self._state.allowed.shape[1]), bool)
+        for index, (slot, mask) in enumerate(masks.items()):
+            slots[index], rows[index] = slot, mask
+        self._state = self._programs.allow(self._state, slots, rows)
 
     # --- weights
 
@@ -135,8 +146,7 @@ class Device:
         for fresh, bucket in self._programs.prefill:
             what = f"{'prefill' if fresh else 'extend'} of {bucket} tokens"
             _timed(progress, what, lambda: self.prefill(params, fresh, bucket, []))  # noqa: B023
-        _timed(progress, f"decode of {self._sizes.slots} slots", lambda: self.decode(params, 1).report())
-        self.decode(params, None).report()
+        _timed(progress, f"decode of {self._sizes.slots} slots", lambda: self.decode(params, 1, 1).report())
         _timed(progress, "insert, restore and copy", self._move_nothing)
         self._warm = self._programs.compiled()
 
@@ -146,6 +156,7 @@ class Device:
         self._state = self._programs.restore(self._state, packets.pack_restores([], sizes))
         self._state = self._programs.copy(self._state, packets.pack_copies([], sizes))
         self.cancel([])
+        self.allow({})
         self.load(0, [], SavedPages(self.save(0, [], 0).pages, 0))
 
     def compiles(self) -> int:

@@ -53,13 +53,17 @@ class Engine:
     `flip` says what a swap does to running requests. `keep_kv`: they go on with the new weights over the old cache.
     `reprefill`: they go on, after their cache is computed again with the new weights. `restart`: they begin again.
     `drain`: they end first, and none starts meanwhile.
+
+    Requests may have a repetition penalty only with `penalties`, say what is allowed next only with `masks` (both take
+    memory of the device), and have stop strings only with `decode`, the tokenizer's.
     """
 
     def __init__(
         self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, slots: int, max_tokens: int, prefill_rows: int,
         prefill_buckets: Sequence[int], decode_chunk: int, seed: int, flip: Flip = "keep_kv",
         refill: int | None = None, insert_rows: int | None = None, max_stops: int = 4, page_tokens: int = 0,
-        cache_pages: int = 0, prefill_budget: int = 0, clock: Callable[[], float] = time.time,
+        cache_pages: int = 0, prefill_budget: int = 0, penalties: bool = False, masks: bool = False,
+        decode: Callable[[list[int]], str] | None = None, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         page_tokens = page_size(page_tokens, max_tokens)
         inserts = insert_rows or max(prefill_rows, min(slots // 2, 16))
@@ -67,7 +71,7 @@ class Engine:
         shards = kv.shards_of(slots, mesh, rules) if slots > 0 else 1
         sizes = Sizes(
             slots, max_tokens, prefill_rows, inserts, tuple(sorted(set(prefill_buckets))), decode_chunk, max_stops,
-            page_tokens, -(-cache_pages // shards), max(2 * prefill_rows, 16), shards,
+            page_tokens, -(-cache_pages // shards), max(2 * prefill_rows, 16), shards, penalties, masks,
         )  # fmt: skip
         _check_sizes(sizes, flip)
         budget = prefill_budget or prefill_rows * sizes.buckets[-1]
@@ -75,7 +79,8 @@ class Engine:
         self._sizes, self._flip, self._clock, self._vocab_size = sizes, flip, clock, spec.vocab_size
         self._device = Device(spec, mesh, rules, sizes, seed=seed)
         self._seating = Seating(slots, shards, sizes.shard_pages, sizes.logit_rows, limits)
-        self._work = Work(self._device, self._seating, sizes, clock)
+        self._work = Work(self._device, self._seating, sizes, clock, decode)
+        self._able = requests.Able(penalties, masks, decode is not None)
         self._params: Params | None = None
         self._next: requests.Swap | None = None  # a swap that waits for running requests to end
         self._stats = EngineStats()
@@ -98,7 +103,10 @@ class Engine:
     def add(self, request: Request, on_done: OnDone) -> None:
         """Queue `request`; `on_done` gets its `Result`. DataError, here and now, if it could never be served."""
         sizes = self._sizes
-        requests.check(request, max_tokens=sizes.max_tokens, max_stops=sizes.max_stops, vocab_size=self._vocab_size)
+        requests.check(
+            request, max_tokens=sizes.max_tokens, max_stops=sizes.max_stops, vocab_size=self._vocab_size,
+            able=self._able,
+        )  # fmt: skip
         with self._ids_lock:
             if request.id in self._ids:
                 raise DataError(f"request {request.id} is in the engine already: an id is unique while it is in use")
@@ -208,13 +216,13 @@ class Engine:
         if not self._seating.running:
             self._stats = replace(self._stats, preemptions=self._stats.preemptions + preempted)
             return True
-        dispatch = self._device.decode(params, self._seating.until_idle())
+        dispatch = self._device.decode(params, self._work.steps(), self._seating.until_idle())
         self._deliver()  # what ended in the dispatch before, while this one is under way
         asked_s = self._clock()
         report = dispatch.report()
         done_s = self._clock()
         progressed = self._work.account(report, done_s)
-        self._ended = [self._work.take(slot, finish, done_s, version) for slot, finish in progressed.ended]
+        self._ended = [self._work.take(slot, ended, done_s, version) for slot, ended in progressed.ended.items()]
         self._leave([add.request.id for add, _ in self._ended])
         self._stats = self._stats.after_dispatch(
             report.steps, self._sizes.slots, progressed, filled, preempted, waits=bool(self._seating.waiting),

@@ -40,13 +40,21 @@ class _Running:
     first_logprob: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a request ended, and how many of its tokens count (None: all)."""
+
+    finish: str
+    tokens: int | None = None
+
+
 @dataclass(frozen=True)
 class Progressed:
-    """What one dispatch brought: tokens drawn by decode, first tokens drawn by prefill, (slot, finish) that ended."""
+    """What one dispatch brought: tokens drawn by decode, first tokens drawn by inserts, and who ended, by slot."""
 
     decoded: int
     firsts: int
-    ended: tuple[tuple[int, str], ...]
+    ended: dict[int, Ended]
 
 
 class Ledger:
@@ -73,7 +81,7 @@ class Ledger:
         """Take in a dispatch's report."""
         counts, status = report.counts.tolist(), report.status.tolist()
         decoded = firsts = 0
-        ended: list[tuple[int, str]] = []
+        ended: dict[int, Ended] = {}
         for slot, running in enumerate(self._running):
             if running is None:
                 continue
@@ -85,15 +93,26 @@ class Ledger:
             decoded += counts[slot] - running.count
             running.count = counts[slot]
             if status[slot] != packets.RUNNING:
-                ended.append((slot, packets.FINISH[status[slot]]))
+                ended[slot] = Ended(packets.FINISH[status[slot]])
         self._history.add(report.tokens, report.logprobs)
-        return Progressed(decoded, firsts, tuple(ended))
+        return Progressed(decoded, firsts, ended)
 
-    def take(self, slot: int, finish: str, end_s: float) -> tuple[Add, Result]:
+    def take(self, slot: int, ended: Ended, end_s: float) -> tuple[Add, Result]:
         """The request in `slot` and what it came to; the slot is empty afterwards."""
         add, drawn = self.interrupt(slot)
-        completion = Completion(drawn.tokens, drawn.logprobs, drawn.versions, finish)
+        kept = len(drawn.tokens) if ended.tokens is None else ended.tokens
+        versions = _first(drawn.versions, kept)
+        completion = Completion(drawn.tokens[:kept], drawn.logprobs[:kept], versions, ended.finish)
         return add, Result(completion, drawn.start_s, end_s)
+
+    def tokens(self, slot: int) -> np.ndarray:
+        """int32 [T]: what the request in `slot` has drawn so far."""
+        running = self._running[slot]
+        if running is None:
+            raise LookupError(f"slot {slot} is empty")
+        before = [running.first_token] if running.before is None else running.before.tokens
+        later, _ = self._history.column(slot, running.start_row, running.count - len(before))
+        return np.concatenate([np.asarray(before, np.int32), later])
 
     def forget(self, slot: int) -> None:
         """The request in `slot` is not there, and was not."""
@@ -116,3 +135,13 @@ class Ledger:
             np.concatenate([before.tokens, tokens]), np.concatenate([before.logprobs, logprobs]), versions,
             running.start_s,
         )  # fmt: skip
+
+
+def _first(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, ...]:
+    """The versions of the first `tokens` tokens."""
+    kept, left = [], tokens
+    for run in versions:
+        if left > 0:
+            kept.append(VersionRun(run.version, min(run.count, left)))
+        left -= run.count
+    return tuple(kept)

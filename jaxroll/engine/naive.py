@@ -46,9 +46,9 @@ def trace(spec: ModelSpec, params: Params, request: Request, seed: int) -> Trace
     drawn: list[tuple[int, float, float]] = []
     for length in range(len(request.prompt), end):
         logits = next_logits(spec, params, text, np.int32(length))
-        drawn.append(_draw(request, seed, logits, length + offset))
+        drawn.append(draw(request, seed, logits, length + offset, text[:length]))
         text[length] = drawn[-1][0]
-        if text[length] in wanted.stop_tokens:
+        if text[length] in wanted.stop_tokens and not wanted.ignore_eos:
             break
     tokens, logprobs, margins = zip(*drawn, strict=True)
     return Trace(np.array(tokens, np.int32), np.array(logprobs, np.float32), np.array(margins, np.float32))
@@ -71,23 +71,38 @@ def _noise(seed: int, identity: Int[Array, " 4"], like: Float[Array, " V"]) -> F
     return jax.random.gumbel(sampling.token_key(jax.random.key(seed), *identity), like.shape, like.dtype)
 
 
-def _draw(request: Request, seed: int, logits: Float[Array, " V"], position: int) -> tuple[int, float, float]:
-    """The token at `position`, its log-prob and its margin, by the definitions and in numpy."""
+def draw(
+    request: Request, seed: int, logits: Float[Array, " V"], position: int, text: np.ndarray
+) -> tuple[int, float, float]:
+    """The token at `position`, after `text`, its log-prob and its margin, by the definitions and in numpy."""
     key, params = request.key, request.params
-    scores = np.asarray(logits)
+    scores = _penalised(np.array(logits), text, params.repetition_penalty)
+    if request.allowed is not None:
+        scores[~request.allowed(text[len(request.prompt) :])] = -np.inf
     if params.temperature == 0:
         return _best(scores, scores)
-    scores = _truncated(scores / np.float32(params.temperature), params.top_k, params.top_p)
-    noise = _noise(seed, np.array([key.group, key.member, key.salt, position], np.int32), logits)
-    return _best(scores, scores + np.asarray(noise))
+    tempered = scores / np.float32(params.temperature)
+    kept = _truncated(tempered, params.top_k, params.top_p, params.min_p)
+    own = seed if params.seed is None else params.seed
+    noise = _noise(own, np.array([key.group, key.member, key.salt, position], np.int32), logits)
+    return _best(kept + np.asarray(noise), tempered if params.untruncated_logprobs else kept)
 
 
-def _truncated(scores: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """`scores` with -inf outside the `top_k` best (0: all) and the smallest head of them with mass `top_p`."""
+def _penalised(scores: np.ndarray, text: np.ndarray, penalty: float) -> np.ndarray:
+    """`scores` with those of every word in `text` divided by `penalty` if positive, else multiplied."""
+    for word in set(text.tolist()) if penalty != 1 else ():
+        scores[word] = scores[word] / penalty if scores[word] > 0 else scores[word] * penalty
+    return scores
+
+
+def _truncated(scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """`scores` with -inf outside the `top_k` best (0: all), the smallest head of them with mass `top_p`, and of that
+    what is at least `min_p` times as likely as the best."""
     order = np.argsort(-scores, kind="stable")
     head = order[: top_k or len(order)]
     mass = np.cumsum(_probabilities(scores[head]))
     kept = head if top_p >= 1 else head[: 1 + np.searchsorted(mass, top_p)]
+    kept = kept[np.exp(scores[kept] - scores[order[0]]) >= min_p]
     return np.where(np.isin(np.arange(len(scores)), kept), scores, -np.inf)
 
 
@@ -96,8 +111,8 @@ def _probabilities(scores: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def _best(scores: np.ndarray, perturbed: np.ndarray) -> tuple[int, float, float]:
-    """The best of `perturbed`, its log-prob under `scores`, and how far it is ahead."""
+def _best(perturbed: np.ndarray, judged: np.ndarray) -> tuple[int, float, float]:
+    """The best of `perturbed`, its log-prob under `judged`, and how far it is ahead."""
     token = int(np.argmax(perturbed))
     ahead = np.partition(perturbed, -2)[-2:]
-    return token, float(np.log(_probabilities(scores)[token])), float(ahead[1] - ahead[0])
+    return token, float(np.log(_probabilities(judged)[token])), float(ahead[1] - ahead[0])

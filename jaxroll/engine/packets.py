@@ -16,8 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxroll.engine.requests import Request
 
 # Columns of a request's row on the device; stop tokens fill the rest, NO_TOKEN where there is none.
-GROUP, MEMBER, SALT, KEY_OFFSET, MAX_TOKENS, TOP_K, TEMPERATURE, TOP_P, STOPS = range(9)
+(
+    GROUP, MEMBER, SALT, KEY_OFFSET, MAX_TOKENS, TOP_K, TEMPERATURE, TOP_P, MIN_P, PENALTY, SEED, FLAGS, STOPS
+) = range(13)  # fmt: skip
 NO_TOKEN = -1
+OWN_SEED, UNTRUNCATED = 1, 2  # bits of FLAGS
 
 # What has become of a slot.
 IDLE, RUNNING, STOP, LENGTH = range(4)
@@ -39,6 +42,8 @@ class Sizes:
     pages: int = 0  # of a shard; 0: as many as all its slots can come to need
     logit_rows: int = 16
     shards: int = 1
+    penalties: bool = False  # whether the device keeps every request's text
+    masks: bool = False  # whether it keeps which words each may draw
 
     @property
     def columns(self) -> int:
@@ -60,9 +65,14 @@ class Sizes:
         return (self.rows, bucket + 4 + self.table)
 
     @property
+    def text(self) -> int:
+        """W: tokens of each request's text that the device keeps."""
+        return self.max_tokens if self.penalties else 0
+
+    @property
     def insert_shape(self) -> tuple[int, int]:
         """Shape of the array that `pack_inserts` and `pack_restores` make."""
-        return (self.inserts, 6 + self.columns)
+        return (self.inserts, 6 + self.columns + self.text)
 
     @property
     def copy_shape(self) -> tuple[int, int]:
@@ -83,10 +93,12 @@ def request_row(request: Request, sizes: Sizes) -> list[int]:
     """What the device must know of `request`, as `sizes.columns` integers."""
     key, params = request.key, request.params
     offset = request.first_position - len(request.prompt)
-    stops = [*params.stop_tokens, *[NO_TOKEN] * (sizes.max_stops - len(params.stop_tokens))]
+    stops = () if params.ignore_eos else params.stop_tokens
+    flags = OWN_SEED * (params.seed is not None) + UNTRUNCATED * params.untruncated_logprobs
     return [
         key.group, key.member, key.salt, offset, params.max_tokens, params.top_k,
-        _bits(params.temperature), _bits(params.top_p), *stops,
+        _bits(params.temperature), _bits(params.top_p), _bits(params.min_p), _bits(params.repetition_penalty),
+        params.seed or 0, flags, *stops, *[NO_TOKEN] * (sizes.max_stops - len(stops)),
     ]  # fmt: skip
 
 
@@ -139,17 +151,23 @@ def pack_inserts(entries: Sequence[tuple[int, int, Sequence[int], int, Request]]
     packed = _nowhere(sizes)
     for into, (slot, row, copy, tokens, request) in zip(packed, entries, strict=False):
         into[:6] = slot, row, *copy, tokens
-        into[6:] = request_row(request, sizes)
+        _put_request(into[6:], request, request.prompt, sizes)
     return packed
 
 
-def pack_restores(entries: Sequence[tuple[int, int, float, int, int, Request]], sizes: Sizes) -> np.ndarray:
-    """int32 `Sizes.insert_shape` of (slot, last token, its log-prob, its position, tokens drawn, request)."""
+def pack_restores(entries: Sequence[tuple[int, np.ndarray, float, int, Request]], sizes: Sizes) -> np.ndarray:
+    """int32 `Sizes.insert_shape` of (slot, tokens drawn, the last one's log-prob, its position, request)."""
     packed = _nowhere(sizes)
-    for into, (slot, token, logprob, position, count, request) in zip(packed, entries, strict=False):
-        into[:6] = slot, token, _bits(logprob), position, count, 0
-        into[6:] = request_row(request, sizes)
+    for into, (slot, tokens, logprob, position, request) in zip(packed, entries, strict=False):
+        into[:6] = slot, tokens[-1], _bits(logprob), position, len(tokens), 0
+        _put_request(into[6:], request, np.concatenate([request.prompt, tokens]), sizes)
     return packed
+
+
+def _put_request(into: np.ndarray, request: Request, text: np.ndarray, sizes: Sizes) -> None:
+    into[: sizes.columns] = request_row(request, sizes)
+    if sizes.text:
+        into[sizes.columns : sizes.columns + len(text)] = text
 
 
 def _nowhere(sizes: Sizes) -> np.ndarray:

@@ -40,6 +40,8 @@ class DecodeState:
     cache: kv.KVCache
     logits: Float[Array, "E V"]
     requests: Int[Array, "S C"]  # see packets.request_row
+    text: Int[Array, "S W"]  # prompt and answer up to the last token, where penalties need it (else W = 0)
+    allowed: Bool[Array, "S V0"]  # words that may be drawn, where some requests say so (else V0 = 0)
     tokens: Int[Array, " S"]
     logprobs: Float[Array, " S"]
     positions: Int[Array, " S"]
@@ -51,11 +53,12 @@ Update = Callable[[DecodeState, ArrayLike], DecodeState]
 Prefill = Callable[[Params, DecodeState, ArrayLike], DecodeState]
 Insert = Callable[[Key[Array, ""], DecodeState, ArrayLike], DecodeState]
 Decode = Callable[
-    [Params, Key[Array, ""], DecodeState, Int[Array, "S J"], Int[Array, ""]], tuple[DecodeState, Int[Array, "R S"]]
+    [Params, Key[Array, ""], DecodeState, Int[Array, "S J"], Int[Array, " 2"]], tuple[DecodeState, Int[Array, "R S"]]
 ]
 Pages = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # keys and values of each layer, [J, K, U, H]
 Save = Callable[[DecodeState, ArrayLike], Pages]
 Load = Callable[[DecodeState, ArrayLike, Pages], DecodeState]
+Allow = Callable[[DecodeState, ArrayLike, ArrayLike], DecodeState]
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Programs:
     copy: Update
     decode: Decode
     cancel: Update
+    allow: Allow
     save: Save
     load: Load
     state: DecodeState  # ShapeDtypeStructs with shardings
@@ -87,7 +91,8 @@ class Programs:
     def compiled(self) -> int:
         """How many programs have been compiled so far."""
         every = (
-            *self.prefill.values(), self.insert, self.restore, self.copy, self.decode, self.cancel, self.save, self.load
+            *self.prefill.values(), self.insert, self.restore, self.copy, self.decode, self.cancel, self.allow,
+            self.save, self.load,
         )  # fmt: skip
         return sum(program._cache_size() for program in every)  # type: ignore[attr-defined]
 
@@ -114,14 +119,19 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> Programs:
             for fresh in (True, False)
             for bucket in sizes.buckets
         },
-        insert=jax.jit(partial(_insert), in_shardings=(whole, state, whole), out_shardings=state, donate_argnums=1),
-        restore=update(_restore),
+        insert=jax.jit(
+            partial(_insert, sizes), in_shardings=(whole, state, whole), out_shardings=state, donate_argnums=1
+        ),
+        restore=update(partial(_restore, sizes)),
         copy=update(_copy),
         decode=jax.jit(
             partial(_decode, model, sizes), in_shardings=(params, whole, state, tables, whole),
             out_shardings=(state, whole), donate_argnums=2,
         ),
         cancel=update(_cancel),
+        allow=jax.jit(
+            partial(_allow), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0
+        ),
         save=jax.jit(partial(_save), in_shardings=(state, whole), out_shardings=whole),
         load=jax.jit(partial(_load), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0),
         state=like,
@@ -152,7 +162,7 @@ def lowered(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> dict[str
     }
     return found | {
         "insert": programs.insert.lower(seed, programs.state, whole(sizes.insert_shape, jnp.int32)),  # type: ignore[attr-defined]
-        "decode": programs.decode.lower(params, seed, programs.state, tables, whole((), jnp.int32)),  # type: ignore[attr-defined]
+        "decode": programs.decode.lower(params, seed, programs.state, tables, whole((2,), jnp.int32)),  # type: ignore[attr-defined]
     }
 
 
@@ -169,6 +179,8 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> D
         cache=kv.abstract(spec, sizes.shards, sizes.shard_pages, sizes.page_tokens, mesh, rules),
         logits=leaf((sizes.logit_rows, spec.vocab_size), jnp.float32, None, "vocab"),
         requests=leaf((slots, sizes.columns), jnp.int32),
+        text=leaf((slots, sizes.text), jnp.int32),
+        allowed=leaf((slots, spec.vocab_size if sizes.masks else 0), jnp.bool_),
         tokens=integers,
         logprobs=leaf((slots,), jnp.float32),
         positions=integers,
@@ -186,14 +198,23 @@ class _Model:
 
 
 def _draw(
-    seed: Key[Array, ""], requests: Int[Array, "N C"], logits: Float[Array, "N V"], positions: Int[Array, " N"]
-) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
-    """One token per request for `positions`, and its log-prob under the distribution it was drawn from."""
+    seed: Key[Array, ""], requests: Int[Array, "N C"], logits: Float[Array, "N V"], positions: Int[Array, " N"],
+    text: Int[Array, "N W"], allowed: Bool[Array, "N V0"],
+) -> tuple[Int[Array, " N"], Float[Array, " N"]]:  # fmt: skip
+    """One token per request for `positions`, and its log-prob; what stands before them is `text`."""
     column = requests.T
+    real = lambda name: packets.floats(column[name])  # noqa: E731
     identity = column[packets.GROUP], column[packets.MEMBER], column[packets.SALT]
-    keys = jax.vmap(sampling.token_key, (None, 0, 0, 0, 0))(seed, *identity, positions + column[packets.KEY_OFFSET])
-    temperature, top_p = packets.floats(column[packets.TEMPERATURE]), packets.floats(column[packets.TOP_P])
-    return sampling.sample(logits, keys, temperature, column[packets.TOP_K], top_p)
+    run_keys = sampling.seeded(seed, column[packets.SEED], (column[packets.FLAGS] & packets.OWN_SEED) > 0)
+    keys = jax.vmap(sampling.token_key)(run_keys, *identity, positions + column[packets.KEY_OFFSET])
+    if text.shape[1]:
+        logits = sampling.penalised(logits, text, positions, real(packets.PENALTY))
+    if allowed.shape[1]:
+        logits = jnp.where(allowed, logits, -jnp.inf)
+    return sampling.sample(
+        logits, keys, real(packets.TEMPERATURE), column[packets.TOP_K], real(packets.TOP_P), real(packets.MIN_P),
+        (column[packets.FLAGS] & packets.UNTRUNCATED) > 0,
+    )  # fmt: skip
 
 
 def _status(
@@ -226,24 +247,30 @@ def _extend(model: _Model, bucket: int, params: Params, state: DecodeState, pack
     return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
 
 
-def _insert(seed: Key[Array, ""], state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
+def _insert(sizes: Sizes, seed: Key[Array, ""], state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
     """`state` with requests in slots, each with its own copy of a page, their first token drawn."""
     slots, rows, shards, sources, targets, positions = (packed[:, i] for i in range(6))
-    requests = packed[:, 6:]
-    tokens, logprobs = _draw(seed, requests, state.logits[rows], positions)
+    requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
+    tokens, logprobs = _draw(seed, requests, state.logits[rows], positions, text, state.allowed[slots])
     state = _with_copies(state, shards, sources, targets)
-    return _seated(state, slots, requests, tokens, logprobs, positions, jnp.ones_like(tokens))
+    text = _with_token(text, tokens, positions)
+    return _seated(state, slots, requests, text, tokens, logprobs, positions, jnp.ones_like(tokens))
 
 
-def _restore(state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
+def _restore(sizes: Sizes, state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
     """`state` with requests in slots that go on after a token they drew before."""
     slots, tokens, logprobs, positions, counts = (packed[:, i] for i in range(5))
-    return _seated(state, slots, packed[:, 6:], tokens, packets.floats(logprobs), positions, counts)
+    requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
+    return _seated(state, slots, requests, text, tokens, packets.floats(logprobs), positions, counts)
+
+
+def _with_token(text: Int[Array, "N W"], tokens: Int[Array, " N"], positions: Int[Array, " N"]) -> Int[Array, "N W"]:
+    return text.at[jnp.arange(len(tokens)), positions].set(tokens, mode="drop") if text.shape[1] else text
 
 
 def _seated(
-    state: DecodeState, slots: Int[Array, " N"], requests: Int[Array, "N C"], tokens: Int[Array, " N"],
-    logprobs: Float[Array, " N"], positions: Int[Array, " N"], counts: Int[Array, " N"],
+    state: DecodeState, slots: Int[Array, " N"], requests: Int[Array, "N C"], text: Int[Array, "N W"],
+    tokens: Int[Array, " N"], logprobs: Float[Array, " N"], positions: Int[Array, " N"], counts: Int[Array, " N"],
 ) -> DecodeState:  # fmt: skip
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[slots].set(new, mode="drop")
@@ -251,12 +278,18 @@ def _seated(
     return replace(
         state,
         requests=put(state.requests, requests),
+        text=put(state.text, text),
         tokens=put(state.tokens, tokens),
         logprobs=put(state.logprobs, logprobs),
         positions=put(state.positions, positions),
         counts=put(state.counts, counts),
         status=put(state.status, _status(requests, tokens, counts)),
     )
+
+
+def _allow(state: DecodeState, slots: Int[Array, " S"], masks: Bool[Array, "S V0"]) -> DecodeState:
+    """`state` in which row i of `masks` says what slots[i] may draw; an index of S drops its row."""
+    return replace(state, allowed=state.allowed.at[slots].set(masks, mode="drop"))
 
 
 def _copy(state: DecodeState, packed: Int[Array, "N 3"]) -> DecodeState:
@@ -297,11 +330,12 @@ def _decode_step(
         layout=model.layout,
     )  # fmt: skip
     positions = state.positions + running
-    tokens, logprobs = _draw(seed, state.requests, logits, positions)
+    tokens, logprobs = _draw(seed, state.requests, logits, positions, state.text, state.allowed)
     counts = state.counts + running
     return replace(
         state,
         cache=cache,
+        text=_with_token(state.text, tokens, jnp.where(running, positions, state.text.shape[1])),
         tokens=jnp.where(running, tokens, state.tokens),
         logprobs=jnp.where(running, logprobs, state.logprobs),
         positions=positions,
@@ -312,15 +346,16 @@ def _decode_step(
 
 def _decode(
     model: _Model, sizes: Sizes,
-    params: Params, seed: Key[Array, ""], state: DecodeState, tables: Int[Array, "S J"], enough_idle: Int[Array, ""],
+    params: Params, seed: Key[Array, ""], state: DecodeState, tables: Int[Array, "S J"], limits: Int[Array, " 2"],
 ) -> tuple[DecodeState, Int[Array, "R S"]]:  # fmt: skip
-    """Up to `sizes.chunk` steps and their report. It ends early when `enough_idle` slots are idle, or all are."""
+    """Up to limits[0] ≤ `sizes.chunk` steps and their report; fewer once limits[1] slots are idle, or all are."""
     chunk, slots = sizes.chunk, sizes.slots
+    steps_wanted, enough_idle = limits
 
     def goes_on(carry) -> Bool[Array, ""]:
         step, state, _, _ = carry
         idle = slots - jnp.sum(state.status == packets.RUNNING)
-        return (step < chunk) & (idle < jnp.minimum(enough_idle, slots))
+        return (step < jnp.minimum(steps_wanted, chunk)) & (idle < jnp.minimum(enough_idle, slots))
 
     def one(carry):
         step, state, tokens, logprobs = carry

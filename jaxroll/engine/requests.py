@@ -23,6 +23,10 @@ class Request:
     the prompt (int32 [P]). It differs from P only when the prompt is a continuation cut off at the front. With `keep`
     its keys and values stay, as long as there is room: a request whose prompt goes on from there computes only what is
     new.
+
+    `allowed` constrains what is drawn: it is given the tokens drawn so far (int32 [T]) and answers which words may come
+    next (bool [V], one at least). It is called on the stepping thread before each token, so every dispatch is one step
+    while such a request runs; what may be drawn must not depend on anything else, or a replay would differ.
     """
 
     id: int
@@ -31,6 +35,7 @@ class Request:
     params: SamplingParams
     position: int = 0
     keep: bool = False
+    allowed: Callable[[np.ndarray], np.ndarray] | None = None
 
     @property
     def first_position(self) -> int:
@@ -88,7 +93,16 @@ class Swap:
 Command = Add | Abort | Suspend | Resume | Swap
 
 
-def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int) -> None:
+@dataclass(frozen=True)
+class Able:
+    """What an engine can do beyond its sizes, since that takes memory or a tokenizer."""
+
+    penalties: bool = False
+    masks: bool = False
+    text: bool = False
+
+
+def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int, able: Able) -> None:
     """DataError if `request` cannot be served by an engine with these sizes: says what and what to do."""
     prompt, params, name = request.prompt, request.params, f"request {request.id}"
     if not isinstance(prompt, np.ndarray) or prompt.ndim != 1 or prompt.dtype.kind not in "iu":
@@ -108,6 +122,17 @@ def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int)
         raise DataError(f"{name}: {len(params.stop_tokens)} stop tokens, but this engine is compiled for {max_stops}")
     if params.temperature < 0 or params.top_k < 0 or not 0 < params.top_p <= 1:
         raise DataError(f"{name}: temperature and top_k must be >= 0 and top_p in (0, 1]; got {params}")
+    if not 0 <= params.min_p <= 1 or params.repetition_penalty <= 0:
+        raise DataError(f"{name}: min_p must lie in [0, 1] and repetition_penalty be > 0; got {params}")
+    if params.seed is not None and not 0 <= params.seed < _KEY_LIMIT:
+        raise DataError(f"{name}: a seed must lie in 0..2^31-1; got {params.seed}")
+    for wanted, can, what in (
+        (params.repetition_penalty != 1, able.penalties, "penalties=True, for a repetition penalty"),
+        (request.allowed is not None, able.masks, "masks=True, for a request that says what is allowed"),
+        (bool(params.stop_strings), able.text, "decode=, for stop strings"),
+    ):
+        if wanted and not can:
+            raise DataError(f"{name}: this engine was not made with {what}")
     numbers = (request.key.group, request.key.member, request.key.salt, request.first_position)
     if not all(0 <= number < _KEY_LIMIT for number in numbers):
         raise DataError(f"{name}: group, member, salt and position must lie in 0..2^31-1; got {numbers}")

@@ -9,13 +9,16 @@ import numpy as np
 
 from jaxroll.engine import packets
 from jaxroll.engine.device import Device, SavedPages
-from jaxroll.engine.ledger import Ledger, Partial, Progressed
+from jaxroll.engine.ledger import Ended, Ledger, Partial, Progressed
 from jaxroll.engine.packets import Sizes
 from jaxroll.engine.requests import Add, Result
+from jaxroll.errors import DataError
 from jaxroll.models.params import Params
 from jaxroll.records import Version
 from jaxroll.schedule.prefixes import Prefix
 from jaxroll.schedule.seating import Chunk, Row, Seat, Seating, Start
+
+Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,10 @@ class _Open:
 class Work:
     """The requests in the engine. All methods belong to the stepping thread."""
 
-    def __init__(self, device: Device, seating: Seating, sizes: Sizes, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, device: Device, seating: Seating, sizes: Sizes, clock: Callable[[], float], decode: Decode | None
+    ) -> None:  # fmt: skip
+        self._decode = decode
         self._device, self._seating, self._sizes, self._clock = device, seating, sizes, clock
         self._ledger = Ledger(sizes.slots, sizes.max_tokens + sizes.chunk)
         self._open: dict[int, _Open] = {}
@@ -128,25 +134,81 @@ class Work:
                 inserts.append((seat.slot, start.logit_row, copy, seat.prompt_tokens, request))
                 continue
             copies += made
-            token, logprob = int(before.tokens[-1]), float(before.logprobs[-1])
-            restores.append((seat.slot, token, logprob, seat.cached, seat.sampled, request))
+            restores.append((seat.slot, before.tokens, float(before.logprobs[-1]), seat.cached, request))
         self._device.copy(copies)
+        self._allow([start.seat for start in started], everyone=True)
         self._device.restore(restores)
         self._device.insert(inserts)
+
+    def steps(self) -> int:
+        """How many tokens the next dispatch may draw: one at a time where a request says what is allowed next.
+
+        0 where even its first token is not known here yet.
+        """
+        asking = [seat for seat in self._seating.running if self._open[seat.id].add.request.allowed is not None]
+        if any(not seat.sampled for seat in asking):
+            return 0
+        self._allow(asking, everyone=False)
+        return 1 if asking else self._sizes.chunk
+
+    def _allow(self, seats: list[Seat], *, everyone: bool) -> None:
+        """Tell the device what may be drawn next; `everyone`: anything, for those that do not say."""
+        if not self._sizes.masks:
+            return
+        masks: dict[int, np.ndarray] = {}
+        for seat in seats:
+            assert seat.slot is not None
+            request = self._open[seat.id].add.request
+            if request.allowed is not None:
+                mask = np.asarray(request.allowed(self._drawn(seat)), bool)
+                if not mask.any():
+                    raise DataError(f"request {request.id}: its `allowed` leaves no word to draw; one at least must be")
+                masks[seat.slot] = mask
+            elif everyone:
+                masks[seat.slot] = np.ones(1, bool)
+        if masks:
+            self._device.allow(masks)
+
+    def _drawn(self, seat: Seat) -> np.ndarray:
+        """What the request in `seat` has drawn, as far as it is known here."""
+        before = self._open[seat.id].before
+        if seat.sampled == 0:
+            return np.zeros(0, np.int32)
+        assert seat.slot is not None
+        if before is not None and len(before.tokens) == seat.sampled:
+            return before.tokens
+        return self._ledger.tokens(seat.slot)
 
     # --- after a dispatch
 
     def account(self, report: packets.Report, now_s: float) -> Progressed:
         """Take in what a dispatch did."""
         progressed = self._ledger.account(report)
+        cut: list[int] = []
         for seat in self._seating.running:
             assert seat.slot is not None
             self._seating.progressed(seat.slot, int(report.counts[seat.slot]))
+            strings = self._open[seat.id].add.request.params.stop_strings
+            tokens = self._completed(seat.slot, strings) if strings else None
+            if tokens is not None:
+                if seat.slot not in progressed.ended:
+                    cut.append(seat.slot)
+                progressed.ended[seat.slot] = Ended("stop", tokens)
+        if cut:
+            self._device.cancel(cut)
         return progressed
 
-    def take(self, slot: int, finish: str, end_s: float, version: Version) -> tuple[Add, Result]:
+    def _completed(self, slot: int, strings: tuple[str, ...]) -> int | None:
+        """How many tokens it takes to complete one of `strings`; None if none is."""
+        assert self._decode is not None
+        tokens = self._ledger.tokens(slot).tolist()
+        if not any(string in self._decode(tokens) for string in strings):
+            return None
+        return next(n for n in range(1, len(tokens) + 1) if any(s in self._decode(tokens[:n]) for s in strings))
+
+    def take(self, slot: int, ended: Ended, end_s: float, version: Version) -> tuple[Add, Result]:
         """The request in `slot`, which ended, and what it came to."""
-        add, result = self._ledger.take(slot, finish, end_s)
+        add, result = self._ledger.take(slot, ended, end_s)
         kept = None
         # What another version computed is no beginning for anyone.
         if add.request.keep and all(run.version == version for run in result.completion.versions):

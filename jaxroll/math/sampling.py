@@ -29,38 +29,57 @@ def position_key(key: Keys, position: Int[Array, ""]) -> PRNGKeyArray:
     return jax.random.fold_in(_typed(key), position)
 
 
+def seeded(run_key: Keys, seeds: Int[Array, " S"], own: Bool[Array, " S"]) -> PRNGKeyArray:
+    """For each row the run's key, or where `own` says so the key of its own seed; [S]."""
+    data = jax.random.key_data(_typed(run_key))
+    own_data = jax.vmap(lambda seed: jax.random.key_data(jax.random.key(seed)))(seeds)
+    return jax.random.wrap_key_data(jnp.where(own[:, None], own_data, data))
+
+
 def sample(
     logits: Float[Array, "S V"],
     keys: Keys,
     temperature: Float[Array, " S"],
     top_k: Int[Array, " S"],
     top_p: Float[Array, " S"],
+    min_p: Float[Array, " S"] | float = 0.0,
+    untruncated: Bool[Array, " S"] | bool = False,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Tokens int32 [S] and their log-probs float32 [S] under the distribution really sampled.
 
     Row s draws from softmax(logits / τ) restricted to `support`. τ = 0 takes the first best word; its log-prob is
-    that of the untempered, untruncated distribution. Rows do not influence one another.
+    that of the untempered, untruncated distribution. Log-probs of an `untruncated` row are those before truncation.
+    Rows do not influence one another.
     """
     logits = logits.astype(jnp.float32)
+    rows = temperature.shape
+    min_p, untruncated = jnp.broadcast_to(min_p, rows), jnp.broadcast_to(untruncated, rows)
     greedy = temperature == 0.0
-    truncated = ~greedy & ((top_k > 0) | (top_p < 1.0))
+    truncated = ~greedy & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
     # Sorting a vocabulary is dear, and training never truncates: it is done only when some row asks for it.
     kept = jax.lax.cond(
         jnp.any(truncated),
-        lambda: jnp.where(support(tempered(logits, temperature), top_k, top_p) | ~truncated[:, None], logits, -jnp.inf),
+        lambda: jnp.where(
+            support(tempered(logits, temperature), top_k, top_p, min_p) | ~truncated[:, None], logits, -jnp.inf
+        ),
         lambda: logits,
     )
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(_typed(keys))
     perturbed = tempered(kept, temperature) + jnp.where(greedy[:, None], 0.0, noise)
     tokens = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
-    return tokens, token_logprobs(kept, tokens, temperature)
+    judged = jnp.where((untruncated & truncated)[:, None], logits, kept)
+    return tokens, token_logprobs(judged, tokens, temperature)
 
 
-def support(scaled: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[Array, " S"]) -> Bool[Array, "S V"]:
-    """The words that may be drawn: the k best, and of those the smallest head whose probability reaches p.
+def support(
+    scaled: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[Array, " S"],
+    min_p: Float[Array, " S"] | float = 0.0,
+) -> Bool[Array, "S V"]:  # fmt: skip
+    """The words that may be drawn: the k best, of those the smallest head whose probability reaches p, and of those
+    the ones at least `min_p` times as likely as the best.
 
-    k ≤ 0 and p ≥ 1 are off. Exactly k words are kept: of equals, the lower index goes first. The nucleus is measured
-    on the distribution renormalised after top-k, and the best word is always kept.
+    k ≤ 0, p ≥ 1 and min_p = 0 are off. Exactly k words are kept: of equals, the lower index goes first. The nucleus is
+    measured on the distribution renormalised after top-k, and the best word is always kept.
     """
     vocab = scaled.shape[-1]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
@@ -69,8 +88,21 @@ def support(scaled: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[A
     best_first = jnp.where(within, jnp.take_along_axis(scaled, order, axis=-1), -jnp.inf)
     probability = jax.nn.softmax(best_first, axis=-1)
     mass_before = jnp.cumsum(probability, axis=-1) - probability
-    nucleus = (mass_before < top_p[:, None]) | (top_p >= 1.0)[:, None] | (jnp.arange(vocab) == 0)
-    return jnp.take_along_axis(within & nucleus, rank, axis=-1)
+    nucleus = (mass_before < top_p[:, None]) | (top_p >= 1.0)[:, None]
+    floor = best_first[:, :1] + jnp.log(jnp.broadcast_to(min_p, top_p.shape))[:, None]  # -inf where it is off
+    kept = within & ((nucleus & (best_first >= floor)) | (jnp.arange(vocab) == 0))
+    return jnp.take_along_axis(kept, rank, axis=-1)
+
+
+def penalised(
+    logits: Float[Array, "S V"], text: Int[Array, "S T"], lengths: Int[Array, " S"], penalty: Float[Array, " S"]
+) -> Float[Array, "S V"]:
+    """Logits in which the words among the first `lengths` of each row's `text` are less likely: `SamplingParams`."""
+    rows = jnp.arange(text.shape[0])[:, None]
+    words = jnp.where(jnp.arange(text.shape[1]) < lengths[:, None], text, logits.shape[-1])
+    seen = jnp.zeros(logits.shape, bool).at[rows, words].set(True, mode="drop")
+    weaker = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
+    return jnp.where(seen, weaker, logits)
 
 
 def _typed(keys: Keys) -> PRNGKeyArray:

@@ -16,11 +16,16 @@ from jaxroll.records import Message
 def main(args: RoleArgs) -> int:
     """Print one answer (or `--samples`) per prompt; 0."""
     options = _options(args)
-    model = trained.load(args.config, args.run_dir, slots=options.slots, max_tokens=options.max_tokens)
+    model = trained.load(
+        args.config, args.run_dir, slots=options.slots, max_tokens=options.max_tokens,
+        penalties=options.repetition_penalty != 1,
+    )  # fmt: skip
     print(f"weights: {model.source}")
     params = SamplingParams(
-        options.max_tokens, options.temperature, options.top_k, options.top_p, (model.tokenizer.eos_id,)
-    )
+        options.max_tokens, options.temperature, options.top_k, options.top_p, (model.tokenizer.eos_id,),
+        min_p=options.min_p, repetition_penalty=options.repetition_penalty, stop_strings=tuple(options.stop),
+        ignore_eos=options.ignore_eos, seed=options.seed,
+    )  # fmt: skip
 
     async def play(proxy: EngineProxy) -> None:
         for number, prompt in enumerate(options.prompts):
@@ -40,6 +45,11 @@ def _options(args: RoleArgs) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--min-p", type=float, default=0.0)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer at this text")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever is drawn")
+    parser.add_argument("--seed", type=int, help="instead of the run's")
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=args.config.sampling.max_tokens)
     parser.add_argument("--slots", type=int, default=8)

@@ -38,7 +38,7 @@ class Trained:
     source: str
 
 
-def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int) -> Trained:
+def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penalties: bool = False) -> Trained:
     """The newest weights of the run in `run_dir`, in an engine of `slots` slots; ConfigError when there are none."""
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
     spec = pretrained.spec(config.model, text.vocab_size)
@@ -46,9 +46,10 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int) -> Train
     values, version, source = newest_params(config, spec, run_dir, rules.Layout(mesh, rules.LEARNER))
     placed = jax.device_put(values, params.shardings(spec, mesh, rules.SAMPLER))
     engine = Engine(
-        spec, mesh, rules.SAMPLER, slots=slots, max_tokens=max(config.sampler.prefill_buckets) + max_tokens,
+        spec, mesh, rules.SAMPLER, slots=slots,
+        max_tokens=max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets) + max_tokens,
         prefill_rows=min(slots, config.sampler.prefill_rows), prefill_buckets=config.sampler.prefill_buckets,
-        decode_chunk=config.sampler.decode_chunk, seed=config.run.seed,
+        decode_chunk=config.sampler.decode_chunk, seed=config.run.seed, penalties=penalties, decode=text.decode,
     )  # fmt: skip
     engine.warmup(placed, print)
     engine.swap(version, placed)

@@ -100,8 +100,7 @@ def _with_stop(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams
     """`sampling` with the end of sequence among its stop tokens."""
     if tokenizer.eos_id in sampling.stop_tokens:
         return sampling
-    stops = (*sampling.stop_tokens, tokenizer.eos_id)
-    return SamplingParams(sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p, stops)
+    return msgspec.structs.replace(sampling, stop_tokens=(*sampling.stop_tokens, tokenizer.eos_id))
 
 
 def _rendered(tokenizer: Tokenizer, messages: tuple[Message, ...], *, first: bool) -> list[int]:

@@ -186,7 +186,8 @@ def slow_replay(
                 _, cache = _cached(weights, np.concatenate([prompt, tokens[:-1]]).astype(np.int32))
             last = np.array(tokens[-1:], np.int32), np.array([position - 1], np.int32)
             logits, cache = _decode(SPEC, weights, cache, *last, np.zeros((1, 1), np.int32))
-        token, _, margin = naive._draw(request, SEED, logits[0], position + offset)
+        text = np.concatenate([prompt, tokens]).astype(np.int32)
+        token, _, margin = naive.draw(request, SEED, logits[0], position + offset, text)
         tokens.append(token)
         margins.append(margin)
     return tokens, margins

@@ -1,0 +1,159 @@
+"""Ways of drawing beyond temperature, top-k and top-p, against the naive reference and against plain definitions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxroll.engine import naive
+from jaxroll.engine.requests import Request
+from jaxroll.errors import DataError
+from jaxroll.protocols import GenerationKey, SamplingParams
+
+
+def letters(ids: list[int]) -> str:
+    return "".join("abcdefgh"[i % 8] for i in ids)
+
+
+def requests_of(params: SamplingParams, count: int = 8, **fixed) -> list[Request]:
+    rng = np.random.default_rng(5)
+    return [
+        Request(i, rng.integers(0, 64, 3 + i % 9).astype(np.int32), GenerationKey(i, 0), params, **fixed)
+        for i in range(count)
+    ]
+
+
+@pytest.fixture
+def able(bench):
+    return lambda **more: bench(slots=3, penalties=True, masks=True, decode=letters, **more)
+
+
+def assert_naive(spec, seed, weights, requests, results):
+    for request in requests:
+        wanted, got = naive.trace(spec, weights, request, seed), results[request.id].completion
+        differing = np.flatnonzero(wanted.tokens != got.tokens)
+        if len(differing):
+            assert wanted.margins[differing[0]] < naive.NEAR_TIE
+            continue
+        np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(12, min_p=0.3),
+        SamplingParams(12, min_p=0.1, top_k=6, top_p=0.9, temperature=0.7),
+        SamplingParams(12, repetition_penalty=1.8),
+        SamplingParams(12, repetition_penalty=1.8, temperature=0.0),
+        SamplingParams(12, top_k=3, untruncated_logprobs=True),
+        SamplingParams(12, seed=77),
+        SamplingParams(12, stop_tokens=tuple(range(60, 64)), ignore_eos=True),
+    ],
+    ids=["min_p", "all of them", "penalty", "greedy penalty", "untruncated", "seed", "ignore_eos"],
+)
+def test_each_way_equals_the_naive_reference(able, spec, seed, model, params):
+    requests = requests_of(params)
+    assert_naive(spec, seed, model(), requests, able().run(requests))
+
+
+def test_each_way_changes_something(able):
+    plain = {r.id: able().run([r])[r.id].completion for r in requests_of(SamplingParams(12))}
+    for params in (
+        SamplingParams(12, min_p=0.3), SamplingParams(12, repetition_penalty=1.8), SamplingParams(12, seed=77),
+        SamplingParams(12, top_k=3, untruncated_logprobs=True),
+    ):  # fmt: skip
+        other = able().run(requests_of(params))
+        assert any(plain[i].tokens.tolist() != other[i].completion.tokens.tolist() for i in plain), params
+
+
+def test_rows_that_ask_for_nothing_are_not_touched_by_those_that_do(able):
+    plain = requests_of(SamplingParams(12))
+    alone = dict(able().run(plain))
+    odd = [
+        dataclasses.replace(r, id=100 + r.id, params=SamplingParams(12, min_p=0.3, repetition_penalty=2.0, top_k=2))
+        for r in plain
+    ]
+    mixed = able().run([request for pair in zip(plain, odd, strict=True) for request in pair])
+    for request in plain:
+        one, other = alone[request.id].completion, mixed[request.id].completion
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+def rising(drawn: np.ndarray) -> np.ndarray:
+    """Words above the last one only, and any word at first."""
+    allowed = np.arange(64) > (drawn[-1] if len(drawn) else -1)
+    return allowed if allowed.any() else np.ones(64, bool)
+
+
+def test_a_mask_is_asked_before_every_token_and_kept_to(able, spec, seed, model):
+    constrained = requests_of(SamplingParams(8), allowed=rising)
+    free = [dataclasses.replace(r, id=100 + r.id, allowed=None) for r in requests_of(SamplingParams(12))]
+    alone = {r.id: able().run([r])[r.id].completion for r in free}
+    results = able().run([request for pair in zip(constrained, free, strict=True) for request in pair])
+    for request in constrained:
+        tokens = results[request.id].completion.tokens
+        falls = np.flatnonzero(np.diff(tokens) <= 0)
+        assert all(tokens[i] == 63 for i in falls)
+    assert_naive(spec, seed, model(), constrained, results)
+    for request in free:
+        np.testing.assert_array_equal(alone[request.id].tokens, results[request.id].completion.tokens)
+
+
+def test_a_mask_that_leaves_nothing_is_an_error(able):
+    b = able()
+    b.add(*requests_of(SamplingParams(4), 1, allowed=lambda drawn: np.zeros(64, bool)))
+    with pytest.raises(DataError, match="leaves no word to draw"):
+        b.engine.step()
+    b.engine.abort(0, keep=False)
+
+
+def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(able):
+    whole = {r.id: able().run([r])[r.id].completion for r in requests_of(SamplingParams(14))}
+    text = {i: letters(c.tokens.tolist()) for i, c in whole.items()}
+    strings = tuple({t[3:5] for t in text.values()} | {t[9:11] for t in text.values()})
+    results = able().run(requests_of(SamplingParams(14, stop_strings=strings)))
+    stopped = 0
+    for i, completion in whole.items():
+        ends = [text[i].find(s) + len(s) for s in strings if s in text[i]]
+        got = results[i].completion
+        expected = min(ends) if ends else 14
+        assert got.tokens.tolist() == completion.tokens[:expected].tolist()
+        assert len(got.logprobs) == sum(run.count for run in got.versions) == expected
+        assert got.finish == ("stop" if ends else "length")
+        stopped += bool(ends)
+    assert stopped == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("params", "more", "words"),
+    [
+        (SamplingParams(4, repetition_penalty=1.1), {}, "penalties=True"),
+        (SamplingParams(4, stop_strings=("a",)), {}, "decode="),
+        (SamplingParams(4), {"allowed": rising}, "masks=True"),
+        (SamplingParams(4, min_p=1.5), {}, "min_p must lie in"),
+        (SamplingParams(4, repetition_penalty=0.0), {}, "repetition_penalty be > 0"),
+        (SamplingParams(4, seed=-1), {}, "a seed must lie in"),
+    ],
+)
+def test_what_an_engine_was_not_made_for_is_refused(bench, params, more, words):
+    b = bench()
+    with pytest.raises(DataError, match=words):
+        b.add(*requests_of(params, 1, **more))
+
+
+@pytest.mark.parametrize("flip", ["keep_kv", "reprefill"])
+def test_penalties_and_masks_go_on_after_pages_were_given_away(bench, flip):
+    sizes = {"slots": 8, "max_tokens": 64, "page_tokens": 8, "cache_pages": 16, "penalties": True, "masks": True}
+    make = lambda: bench(**sizes, decode=letters, flip=flip)  # noqa: E731
+    requests = requests_of(SamplingParams(40, repetition_penalty=1.5), 12)
+    requests += [dataclasses.replace(r, id=100 + r.id, allowed=rising) for r in requests[:4]]
+    alone = {r.id: make().run([r])[r.id].completion for r in requests}
+    b = make()
+    before = b.engine.stats().preemptions
+    b.run(requests)
+    assert b.engine.stats().preemptions > before
+    for request in requests:
+        np.testing.assert_array_equal(alone[request.id].tokens, b.results[request.id].completion.tokens)
