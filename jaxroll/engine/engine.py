@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxroll.config.rules import page_size
 from jaxroll.engine import requests
 from jaxroll.engine.device import Device
+from jaxroll.engine.latency import Latencies
 from jaxroll.engine.packets import Sizes
 from jaxroll.engine.requests import OnDone, Request, Result
 from jaxroll.engine.stats import EngineStats
@@ -88,6 +89,7 @@ class Engine:
         self._ids: set[int] = set()  # of the requests that entered and have not left
         self._ids_lock = threading.Lock()
         self._ended: list[tuple[requests.Add, Result]] = []  # not delivered yet
+        self.latencies = Latencies()
 
     # ------------------------------------------------------------------------------------------- from any thread
 
@@ -149,6 +151,7 @@ class Engine:
         working = self._params is not None and not self._stats.suspended and self._generate(self._params)
         if not working:
             self._deliver()
+            self.latencies.idle()
         self._stats = replace(
             self._stats, queue_depth=len(self._seating.waiting), active=self._seating.active,
             compiles=self._device.compiles(),
@@ -221,7 +224,10 @@ class Engine:
         asked_s = self._clock()
         report = dispatch.report()
         done_s = self._clock()
-        progressed = self._work.account(report, done_s)
+        progressed = self._work.account(report)
+        for add in progressed.begun:
+            self.latencies.first(done_s - add.added_s)
+        self.latencies.dispatch(done_s, report.steps, self._seating.active > progressed.firsts)
         self._ended = [self._work.take(slot, ended, done_s, version) for slot, ended in progressed.ended.items()]
         self._leave([add.request.id for add, _ in self._ended])
         self._stats = self._stats.after_dispatch(

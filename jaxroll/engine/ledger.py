@@ -50,11 +50,16 @@ class Ended:
 
 @dataclass(frozen=True)
 class Progressed:
-    """What one dispatch brought: tokens drawn by decode, first tokens drawn by inserts, and who ended, by slot."""
+    """What one dispatch brought: tokens drawn by decode, who has its first token now, and who ended, by slot."""
 
     decoded: int
-    firsts: int
+    begun: tuple[Add, ...]
     ended: dict[int, Ended]
+
+    @property
+    def firsts(self) -> int:
+        """How many tokens were drawn by inserts."""
+        return len(self.begun)
 
 
 class Ledger:
@@ -80,7 +85,7 @@ class Ledger:
     def account(self, report: packets.Report) -> Progressed:
         """Take in a dispatch's report."""
         counts, status = report.counts.tolist(), report.status.tolist()
-        decoded = firsts = 0
+        decoded, begun = 0, []
         ended: dict[int, Ended] = {}
         for slot, running in enumerate(self._running):
             if running is None:
@@ -89,13 +94,13 @@ class Ledger:
                 running.first_token = int(report.first_tokens[slot])
                 running.first_logprob = float(report.first_logprobs[slot])
                 running.count = 1
-                firsts += 1
+                begun.append(running.add)
             decoded += counts[slot] - running.count
             running.count = counts[slot]
             if status[slot] != packets.RUNNING:
                 ended[slot] = Ended(packets.FINISH[status[slot]])
         self._history.add(report.tokens, report.logprobs)
-        return Progressed(decoded, firsts, ended)
+        return Progressed(decoded, tuple(begun), ended)
 
     def take(self, slot: int, ended: Ended, end_s: float) -> tuple[Add, Result]:
         """The request in `slot` and what it came to; the slot is empty afterwards."""

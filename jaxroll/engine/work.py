@@ -181,7 +181,7 @@ class Work:
 
     # --- after a dispatch
 
-    def account(self, report: packets.Report, now_s: float) -> Progressed:
+    def account(self, report: packets.Report) -> Progressed:
         """Take in what a dispatch did."""
         progressed = self._ledger.account(report)
         cut: list[int] = []

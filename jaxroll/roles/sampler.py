@@ -144,7 +144,9 @@ class Sampling:
             "kind": "stats", "version": str(now.version), "queue_depth": now.queue_depth, "active": now.active,
             "tokens_per_s": (now.tokens_decoded - last.tokens_decoded) / elapsed_s,
             "slot_steps_busy": busy, "slot_steps_total": total, "slot_occupancy": busy / total if total else None,
-            "compiles": now.compiles,
+            "compiles": now.compiles, "host_share": now.host_share, "prefix_hits": now.prefix_hits,
+            "preemptions": now.preemptions, "tokens_discarded": now.tokens_discarded,
+            **self.engine.latencies.percentiles(),
         })  # fmt: skip
         return rows
 

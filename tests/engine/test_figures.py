@@ -104,6 +104,16 @@ def test_one_array_comes_back_per_dispatch_and_one_goes_out_per_prefill(bench, m
     assert len(fetched) == b.engine.stats().dispatches - before.dispatches
 
 
+def test_latencies_are_those_of_the_clock(bench):
+    """Every look at the clock takes a second here: a lone request's first token comes after a few of them."""
+    b = bench(slots=1, decode_chunk=1)
+    b.run(answers(3))
+    figures = b.engine.latencies.percentiles()
+    assert 1 <= figures["ttft_p50_s"] <= figures["ttft_p99_s"]
+    assert 1 <= figures["itl_p50_s"] <= figures["itl_p99_s"] <= 10
+    assert 0 < b.engine.stats().host_share < 1
+
+
 def test_results_tell_when_they_were_made(bench):
     b = bench()
     b.add(*answers(6))
@@ -165,6 +175,6 @@ def test_a_request_is_packed_with_where_it_starts():
 
 
 def test_a_request_is_packed_with_what_it_had_drawn():
-    packed = packets.pack_restores([(4, 17, -0.25, 12, 5, REQUEST)], SIZES)
+    packed = packets.pack_restores([(4, np.array([9, 9, 9, 9, 17]), -0.25, 12, REQUEST)], SIZES)
     assert packed[0, :2].tolist() == [4, 17] and packed[0, 3:5].tolist() == [12, 5]
     assert packed[0, 2:3].view(np.float32).tolist() == [-0.25] and packed[0, 6:9].tolist() == [3, 1, 2]
