@@ -1,0 +1,31 @@
+"""The table of faults, printed when the tests are over: fault, injected, survived, lost, trained twice, max age."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults.criteria import Row, table
+
+_ROWS = pytest.StashKey[list[Row]]()
+
+
+@pytest.fixture
+def note(request: pytest.FixtureRequest) -> Callable[[Row], None]:
+    """Puts a row into the table."""
+    return request.config.stash.setdefault(_ROWS, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = config.stash.get(_ROWS, [])
+    if rows:
+        terminalreporter.section("faults")
+        for line in table(sorted(rows, key=_place)):
+            terminalreporter.line(line)
+
+
+def _place(row: Row) -> tuple[int, str]:
+    """By the number the fault has in STORE.md."""
+    number = row.fault.split()[0]
+    return (int(number) if number.isdecimal() else 99, row.fault)

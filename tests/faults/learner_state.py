@@ -1,0 +1,43 @@
+"""The learner's newest checkpoint, read back and summed up."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tests.faults.real_roles import World
+
+
+def digests(run: World) -> dict[str, str]:
+    """A digest of every array of the newest checkpoint, by name: parameters, optimizer moments, counters.
+
+    Parameters by the checksum of `jaxroll.transfer.digest`, which is what samplers hold them against; the others by
+    their bytes.
+    """
+    import jax
+
+    from jaxroll.learner import optimizer, state
+    from jaxroll.learner.checkpoint import Checkpoints
+    from jaxroll.roles import build
+    from jaxroll.sharding import meshes, rules
+    from jaxroll.transfer import digest, plan
+
+    config = run.config
+    layout = rules.Layout(meshes.build(config.learner.mesh), rules.LEARNER)
+    spec = build.model_spec(config, build.tokenizer(config))
+    abstract = state.abstract(spec, layout, optimizer.build(config.learner).transform)
+    checkpoints = Checkpoints(run.run_dir / "checkpoints", 1)
+    newest = checkpoints.latest()
+    assert newest is not None and newest.step == config.schedule.steps, f"the newest checkpoint is {newest}"
+    restored, _ = checkpoints.restore(newest, abstract)
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(restored)[0]:
+        host, name = np.asarray(leaf), jax.tree_util.keystr(path)
+        if name.startswith(".params"):
+            found[name] = f"{digest.of_box(host, plan.whole(host.shape)):016x}"
+        else:
+            found[name] = hashlib.blake2b(host.tobytes(), digest_size=16).hexdigest()
+    return found

@@ -1,0 +1,133 @@
+"""A TCP proxy on the loopback that can part two processes, delay what they say, and cut them off in mid-message."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+_CHUNK_BYTES = 16 * 1024
+_CONNECT_S = 2.0
+
+
+class Proxy:
+    """Forwards to where `target` says (host:port, asked at every connection). Use as a context manager.
+
+    Parted peers are not told: their connections stay open and new ones are accepted, but no byte passes until `heal`,
+    as on a network that drops packets. Threads: one accepts, two pump for each connection.
+    """
+
+    def __init__(self, target: Callable[[], str]) -> None:
+        self._target = target
+        self._open, self._over = threading.Event(), threading.Event()
+        self._open.set()
+        self._delay_s = 0.0
+        self._cut_after: int | None = None
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self.forwarded_bytes, self.cuts = 0, 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept, name="proxy", daemon=True)]
+        self._threads[0].start()
+
+    def address_file(self, folder: Path, token_of: Path) -> Path:
+        """A file that names this proxy as the store, with the run's token beside it, for a client that takes a file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if (token := token_of / "token").exists():
+            (folder / "token").touch(mode=0o600)
+            (folder / "token").write_text(token.read_text())
+        (folder / "store.addr").write_text(self.address + "\n")
+        return folder / "store.addr"
+
+    def partition(self) -> None:
+        """Hold everything back from now on."""
+        self._open.clear()
+
+    def heal(self) -> None:
+        """Let what was held back, and all that follows, pass."""
+        self._open.set()
+
+    def delay(self, seconds: float) -> None:
+        """Every chunk, in both directions, leaves this much later."""
+        self._delay_s = seconds
+
+    def cut_after(self, size_bytes: int) -> None:
+        """Break the connection that is the first to send this many further bytes to the target, in the middle."""
+        with self._lock:
+            self._cut_after = size_bytes
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._open.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            for one in self._sockets:
+                _shut(one)
+        for thread in self._threads:
+            thread.join(10)
+
+    def _accept(self) -> None:
+        while not self._over.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(client,), name="proxy", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """One connection, from its acceptance to its end."""
+        self._open.wait()
+        host, _, port = self._target().rpartition(":")
+        with client, contextlib.ExitStack() as stack:
+            try:
+                server = stack.enter_context(socket.create_connection((host, int(port)), _CONNECT_S))
+            except (OSError, ValueError):
+                return
+            server.settimeout(None)
+            with self._lock:
+                self._sockets |= {client, server}
+            back = threading.Thread(target=self._pump, args=(server, client, False), name="proxy", daemon=True)
+            back.start()
+            self._pump(client, server, True)
+            back.join(10)
+            with self._lock:
+                self._sockets -= {client, server}
+
+    def _pump(self, source: socket.socket, sink: socket.socket, to_target: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(_CHUNK_BYTES):
+                if self._delay_s:
+                    self._over.wait(self._delay_s)
+                self._open.wait()
+                passing = self._share(len(data)) if to_target else len(data)
+                sink.sendall(data[:passing])
+                if passing < len(data):
+                    break
+        for one in (source, sink):
+            _shut(one)
+
+    def _share(self, size_bytes: int) -> int:
+        """How many of `size_bytes` may pass before the cut."""
+        with self._lock:
+            self.forwarded_bytes += size_bytes
+            if self._cut_after is None:
+                return size_bytes
+            left = self._cut_after
+            self._cut_after = None if left < size_bytes else left - size_bytes
+            self.cuts += left < size_bytes
+            return min(left, size_bytes)
+
+
+def _shut(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)

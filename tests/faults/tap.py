@@ -1,0 +1,150 @@
+"""A tap in the line to the store: every call passes through here, where a test can hold it, change it or kill somebody.
+
+The store and its callers are real processes that know nothing of it; callers are given the tap's address. What a hook
+does happens at an exact place of the protocol (before a call is forwarded, before its answer is given), so that no test
+waits for a lucky moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from jaxroll import wire
+from jaxroll.records import Finished, Member
+from jaxroll.rpc import limits
+from jaxroll.rpc.envelope import Envelope
+from jaxroll.store.client import MAX_MESSAGE_BYTES
+from jaxroll.store.messages import SERVICE, ClaimPage, PutReply
+from tests.faults.scripted import Heartbeat
+
+START_S = 20.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of `name` ("learner", "sampler-0") to `method`, as its bytes."""
+
+    name: str
+    method: str
+    body: bytes
+
+
+Forward = Callable[[bytes], Awaitable[bytes]]
+Hook = Callable[[Call, Forward], Awaitable[bytes]]
+
+
+class Lost(Exception):
+    """What a hook raises for a call that never reaches the store: its caller is told that nobody is there."""
+
+
+class Tap:
+    """A pass-through to the store in `run_dir`, on a thread of its own. Use as a context manager."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._upstream = run_dir / "store.addr"
+        self._hooks: dict[tuple[str, str], Hook] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tap", daemon=True)
+        self._heart = Heartbeat()
+        self.address = ""
+        self.journal: list[dict[str, Any]] = []  # calls, puts, claims, in the words of `criteria`
+
+    def on(self, name: str, method: str, hook: Hook | None) -> None:
+        """From now on calls of `name` to `method` go through `hook`; None lets them pass."""
+        if hook is None:
+            self._hooks.pop((name, method), None)
+        else:
+            self._hooks[name, method] = hook
+
+    def run(self, job):
+        """The result of a coroutine on the tap's loop."""
+        return asyncio.run_coroutine_threadsafe(job, self._loop).result(START_S)
+
+    def __enter__(self) -> Tap:
+        self._thread.start()
+        self.run(self._open())
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_S)
+
+    async def _open(self) -> None:
+        target, options = self._upstream.read_text().strip(), limits.client_options(MAX_MESSAGE_BYTES)
+        self._channel = grpc.aio.insecure_channel(target, options=options)
+        self._server = grpc.aio.server(options=limits.server_options(MAX_MESSAGE_BYTES))
+        self._server.add_generic_rpc_handlers((_Everything(self),))
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        self._beating = asyncio.ensure_future(self._heart.beat())
+
+    async def _close(self) -> None:
+        self._beating.cancel()
+        await self._server.stop(0)
+        await self._channel.close()
+
+    async def answer(self, method: str, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """The store's answer to a call, or what a hook made of it."""
+        said = context.invocation_metadata() or ()
+        passed_on = ("jaxroll-", "auth")  # but not the size: a hook may change the body
+        metadata = [(k, v) for k, v in said if k.startswith(passed_on) and k != "jaxroll-bytes"]
+        call = Call(str(dict(metadata).get("jaxroll-name", "")), method, body)
+        send = self._channel.unary_unary(f"/{SERVICE}/{method}")
+
+        async def forward(body: bytes) -> bytes:
+            return await send(body, timeout=context.time_remaining(), metadata=metadata)
+
+        hook = self._hooks.get((call.name, method))
+        began_s, stood_s, deadline_s = time.monotonic(), self._heart.so_far_s(), context.time_remaining() or 0.0
+        try:
+            answer = await (hook(call, forward) if hook else forward(body))
+            self._note(call, answer, time.monotonic() - began_s, deadline_s, self._heart.so_far_s() - stood_s)
+            return answer
+        except Lost:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way")
+        except grpc.aio.AioRpcError as error:
+            await context.abort(error.code(), error.details() or "")
+        raise AssertionError("abort raises")
+
+    def _note(self, call: Call, answer: bytes, took_s: float, deadline_s: float, stood_s: float) -> None:
+        rpc = {"kind": "rpc", "method": call.method, "took_s": took_s, "deadline_s": deadline_s, "stood_s": stood_s}
+        self.journal.append(rpc | {"name": call.name})
+        envelope = wire.decode(answer, Envelope)
+        refusal = envelope.refusal
+        if call.method == "Claim" and refusal is None:
+            page = wire.decode(envelope.body, ClaimPage)
+            content = wire.digest(wire.encode((page.parts, page.shuffle_seed)))
+            self.journal.append({"kind": "claimed", "step": page.step, "digest": content})
+        if call.method != "Put":
+            return
+        member = wire.decode(call.body, Member)
+        said = refusal.code if refusal else wire.decode(envelope.body, PutReply).result
+        self.journal.append({
+            "kind": "put", "key": [member.group, member.member, member.attempt], "digest": wire.digest(call.body),
+            "finished": isinstance(member.outcome, Finished), "answer": said, "outcome": member.outcome,
+        })  # fmt: skip
+
+
+class _Everything(grpc.GenericRpcHandler):
+    """Takes every method of every service."""
+
+    def __init__(self, tap: Tap) -> None:
+        self._tap = tap
+
+    def service(self, handler_call_details):  # grpc's name
+        method = handler_call_details.method.rpartition("/")[2]
+
+        async def answer(body: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            return await self._tap.answer(method, body, context)
+
+        return grpc.unary_unary_rpc_method_handler(answer)

@@ -1,0 +1,140 @@
+"""The criteria themselves: each finds the wrong it is for, in a run that somebody spoiled."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults import criteria
+from tests.faults.cluster import Cluster
+from tests.faults.conftest import _place
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+SHAPE = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=1", "schedule.steps=4")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A sound run that has ended."""
+    with Cluster(tmp_path_factory.mktemp("ended") / "run", *SHAPE) as run:
+        run.learner(checkpoint_every=4)
+        run.sampler()
+        run.until_acked(3)
+        run.finish()
+        criteria.judge(run, "none", 0, went_on_from=0)
+        yield run
+
+
+@pytest.fixture
+def spoiled(ended: Cluster, tmp_path: Path) -> Path:
+    """A copy of the run's folder, to be spoiled."""
+    return shutil.copytree(ended.run_dir, tmp_path / "run")
+
+
+def execute(run_dir: Path, sql: str) -> None:
+    with contextlib.closing(sqlite3.connect(run_dir / "store.db", isolation_level=None)) as db:
+        assert db.execute(sql).rowcount > 0
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DELETE FROM members WHERE group_id = 3 AND member = 1",
+        "UPDATE members SET digest = 'x' WHERE group_id = 3 AND member = 1",
+        "UPDATE groups SET state = 'READY' WHERE id = 3; DELETE FROM payloads WHERE group_id = 3",
+        "UPDATE groups SET state = 'EXPIRED' WHERE id = 3",
+    ],
+)
+def test_a_lost_put_is_found(ended: Cluster, spoiled: Path, sql: str) -> None:
+    assert criteria.lost_puts(spoiled, ended.sampled()) == []
+    execute_all(spoiled, sql)
+    assert len(criteria.lost_puts(spoiled, ended.sampled())) >= 1
+
+
+def execute_all(run_dir: Path, script: str) -> None:
+    with contextlib.closing(sqlite3.connect(run_dir / "store.db")) as db:
+        db.executescript(script)
+
+
+def test_a_group_that_vanished_is_found(spoiled: Path) -> None:
+    assert criteria.conservation_residual(spoiled) == 0
+    execute(spoiled, "DELETE FROM groups WHERE id = 2")
+    assert criteria.conservation_residual(spoiled) == 1
+
+
+def test_an_end_without_a_reason_is_found(spoiled: Path) -> None:
+    execute(spoiled, "UPDATE groups SET state = 'DEAD' WHERE id = 2")
+    with pytest.raises(AssertionError, match="without a reason"):
+        criteria.conservation_residual(spoiled)
+
+
+def test_a_group_in_two_steps_is_found(ended: Cluster) -> None:
+    line = ended.weights()
+    assert criteria.trained_twice(line) == set()
+    again = [*line, (len(line), line[0][1])]
+    assert criteria.trained_twice(again) == set(line[0][1])
+    with pytest.raises(AssertionError, match="a step is missing"):
+        criteria.trained_twice(line[1:])
+
+
+def test_an_rpc_that_outlived_its_deadline_is_found() -> None:
+    row = {"kind": "rpc", "took_s": 3.5, "deadline_s": 2.0, "stood_s": 0.0}
+    assert criteria.overdue([row]) == [row]
+    assert criteria.overdue([row | {"stood_s": 0.6}, row | {"deadline_s": 2.6}]) == []
+
+
+def test_bytes_that_nobody_sent_are_found(ended: Cluster) -> None:
+    learned, sampled = ended.learned(), ended.sampled()
+    assert criteria.unlike_what_was_sent(learned, sampled) == []
+    without = [row for row in sampled if not (row["kind"] == "send" and row["key"] == [1, 0, 1])]
+    assert criteria.unlike_what_was_sent(learned, without) == ["1.0.1"]
+
+
+def test_the_table_is_ordered_by_the_number_of_the_fault() -> None:
+    rows = [criteria.Row(f"{n} fault", 1, "yes", 0, 0, 1) for n in (10, 9, 2)]
+    lines = criteria.table(sorted(rows, key=_place))
+    assert [line.split()[0] for line in lines] == ["fault", "2", "9", "10"]
+
+
+def test_a_run_that_stood_still_is_found(ended: Cluster) -> None:
+    with pytest.raises(AssertionError, match="did not go on"):
+        criteria.judge(ended, "none", 1, went_on_from=4)
+
+
+def test_the_proxy_parts_and_heals_and_cuts() -> None:
+    asyncio.run(asyncio.wait_for(_through_a_proxy(), 60))
+
+
+async def _through_a_proxy() -> None:
+    from tests.faults.proxy import Proxy
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1000):
+            writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with Proxy(lambda: f"127.0.0.1:{port}") as proxy:
+        reader, writer = await asyncio.open_connection(*proxy.address.split(":"))
+        writer.write(b"one")
+        assert await reader.readexactly(3) == b"one"
+        proxy.partition()
+        writer.write(b"two")
+        waiting = asyncio.ensure_future(reader.readexactly(3))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(waiting), 0.2)
+        proxy.heal()
+        assert await waiting == b"two"
+        proxy.cut_after(2)
+        writer.write(b"three")
+        assert await reader.read() in (b"th", b"")
+        writer.close()
+        assert proxy.cuts == 1
+    server.close()
