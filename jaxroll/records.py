@@ -1,44 +1,52 @@
 """The words of a run (DESIGN.md, "The words"): immutable records that every process understands.
 
 Array fields are numpy arrays; `jaxroll.wire` carries them as raw little-endian buffers with declared dtype and shape.
-T is the number of tokens of a segment.
+T is the number of tokens of a segment. A store holds many thousands of some of them at once: those are kept from the
+garbage collector (`gc=False`), whose walks over them would halt its event loop for tenths of a second. They hold no
+cycles.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
+# Checked while a record is decoded, before anything that long is made. A member of 10⁵ tokens has two segments and a
+# few runs; a dialogue of a thousand turns has two thousand segments.
+MAX_SEGMENTS, MAX_RUNS, MAX_PARTS, MAX_LABEL_CHARS, MAX_ADDRESS_CHARS = 4096, 65_536, 256, 128, 4096
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # what every table and JSON reader can hold
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
 
-class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """A parameter version. `step` counts claims trained; `lineage` grows when a learner resumes from an older step."""
 
-    lineage: int
-    step: int
+    lineage: Count
+    step: Count
 
     def __str__(self) -> str:
         return f"{self.lineage}.{self.step}"
 
 
-class VersionRun(msgspec.Struct, frozen=True, array_like=True):
+class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`count` consecutive sampled tokens that were drawn at `version`."""
 
     version: Version
-    count: int
+    count: Count
 
 
-class Message(msgspec.Struct, frozen=True):
+class Message(msgspec.Struct, frozen=True, gc=False):
     """One chat message; `role` is system, user, assistant or tool."""
 
     role: str
     content: str
 
 
-class Task(msgspec.Struct, frozen=True):
+class Task(msgspec.Struct, frozen=True, gc=False):
     """One dataset item. `env_args` is a JSON object for the environment; `question_hash` identifies the question."""
 
     index: int
@@ -64,17 +72,17 @@ class Segment(msgspec.Struct, frozen=True):
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """A rollout that ended by itself. `versions` run-length encodes the version of every sampled token, in order."""
 
-    segments: tuple[Segment, ...]
-    finish: str  # stop | length | done
+    segments: Annotated[tuple[Segment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
+    finish: Label  # stop | length | done
     reward: float
-    reward_parts: dict[str, float]
-    versions: tuple[VersionRun, ...]
+    reward_parts: Annotated[dict[Label, float], msgspec.Meta(max_length=MAX_PARTS)]
+    versions: Annotated[tuple[VersionRun, ...], msgspec.Meta(max_length=MAX_RUNS)]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """A rollout that broke. It has no reward, so it cannot be trained on. `kind` is INFRA or DATA."""
 
-    kind: str
+    kind: Label
     error: str
 
 
@@ -84,9 +92,9 @@ Outcome = Finished | Failed
 class Member(msgspec.Struct, frozen=True):
     """Member `member` of group `group`, as produced by lease attempt `attempt`."""
 
-    group: int
-    member: int
-    attempt: int
+    group: Count
+    member: Count
+    attempt: Count
     outcome: Outcome
 
 
@@ -123,9 +131,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Where the parameters of one version can be fetched. `manifest_digest` names the exact bytes."""
 
     version: Version
-    channel: str
-    address: str
-    manifest_digest: str
+    channel: Label
+    address: Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARS)]
+    manifest_digest: Label
 
 
 def question_hash(text: str) -> str:

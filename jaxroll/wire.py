@@ -1,57 +1,69 @@
 """Bytes between processes and on disk: msgspec MessagePack with a fixed schema, arrays as raw little-endian buffers.
 
-Nothing here can run code on decoding. Sizes are checked against the declared dtype and shape before an array is made.
+Nothing here can run code on decoding, and nothing is decoded without a type: an array is passed over as raw bytes
+first, and made only when its dtype, its shape and the number of bytes that came agree. So a message costs memory in
+proportion to its own length, whatever it declares. What nests deeper than Python's stack is a DecodeError.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import math
+import typing
+from collections.abc import Callable
 from types import UnionType
-from typing import Any, TypeVar, overload
+from typing import Annotated, Any, TypeVar, overload
 
 import msgspec
 import numpy as np
 
 PROTOCOL_VERSION = 1
 ARRAY_DTYPES = frozenset({"uint8", "int8", "int32", "int64", "uint32", "float32", "float64", "float16", "bool"})
+MAX_DIMS = 8
+_LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in ARRAY_DTYPES}
+_BIG_ENDIAN = {name: np.dtype(name).newbyteorder(">") for name in ARRAY_DTYPES}
+_NAMES = {dtype: name for table in (_LITTLE_ENDIAN, _BIG_ENDIAN) for name, dtype in table.items()}
 
 T = TypeVar("T")
 
 
 def _array_to_wire(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        if value.dtype.name not in ARRAY_DTYPES:
+        name = _NAMES.get(value.dtype)
+        if name is None:
             raise NotImplementedError(f"arrays of {value.dtype} do not travel")
-        array = np.ascontiguousarray(value)
-        if array.dtype.byteorder == ">":
-            array = array.astype(array.dtype.newbyteorder("<"))
-        return (array.dtype.name, list(value.shape), array.tobytes())
+        array = np.ascontiguousarray(value, _LITTLE_ENDIAN[name])
+        return (name, value.shape, array.reshape(-1).view(np.uint8).data)  # a view: copied once, into the message
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"{type(value).__name__} does not travel")
 
 
-def _array_from_wire(kind: type, value: Any) -> Any:
-    if kind is not np.ndarray:
-        raise NotImplementedError(f"{kind} does not travel")
-    try:
-        name, shape, data = value
-        shape = tuple(int(n) for n in shape)
-    except (TypeError, ValueError) as error:
-        raise msgspec.ValidationError("an array travels as [dtype, shape, bytes]") from error
-    if name not in ARRAY_DTYPES or any(n < 0 for n in shape) or not isinstance(data, bytes):
-        raise msgspec.ValidationError(f"not an array: dtype {name!r}, shape {shape}")
-    dtype = np.dtype(name).newbyteorder("<")
-    size = dtype.itemsize
-    for n in shape:
-        size *= n
-    if size != len(data):
-        raise msgspec.ValidationError(f"array of {name} {shape} needs {size} bytes, {len(data)} came")
-    return np.frombuffer(data, dtype).reshape(shape)
+class _Sent(msgspec.Struct, frozen=True, array_like=True):
+    """An array as it travels, before it is believed. What is longer than declared here is refused unread."""
+
+    dtype: Annotated[str, msgspec.Meta(max_length=8)]
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=2**40)], ...], msgspec.Meta(max_length=MAX_DIMS)]
+    data: bytes
+
+
+_ARRAY = msgspec.msgpack.Decoder(_Sent)
+
+
+def _array_from_wire(raw: msgspec.Raw) -> np.ndarray:
+    sent = _ARRAY.decode(raw)
+    dtype = _LITTLE_ENDIAN.get(sent.dtype)
+    if dtype is None:
+        raise msgspec.ValidationError(f"arrays of {sent.dtype!r} do not travel")
+    size = dtype.itemsize * math.prod(sent.shape)
+    if size != len(sent.data):
+        raise msgspec.ValidationError(f"array of {sent.dtype} {sent.shape} needs {size} bytes, {len(sent.data)} came")
+    return np.frombuffer(sent.data, dtype).reshape(sent.shape)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_to_wire)
-_DECODERS: dict[Any, msgspec.msgpack.Decoder] = {}
+_Build = Callable[[Any], Any]  # what was decoded → what was asked for
 
 
 def encode(value: Any) -> bytes:
@@ -69,12 +81,86 @@ def decode(data: bytes, kind: UnionType) -> Any: ...
 
 def decode(data: bytes, kind: Any) -> Any:
     """The record of type `kind` in `data`; raises msgspec.ValidationError or DecodeError when it is anything else."""
-    decoder = _DECODERS.get(kind)
-    if decoder is None:
-        decoder = _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_array_from_wire)
-    return decoder.decode(data)
+    decoder, build = _decoder(kind)
+    try:
+        decoded = decoder.decode(data)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deep") from error
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"a text that is not UTF-8 ({error.reason})") from error
+    return decoded if build is None else build(decoded)
 
 
 def digest(data: bytes) -> str:
     """The 32 hex digits that identify `data` (blake2b)."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+# --- types with arrays in them: decoded as their shadow, which has raw bytes where they have arrays
+
+
+@functools.cache
+def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder, _Build | None]:
+    shadow, build = _shadow(kind)
+    return msgspec.msgpack.Decoder(shadow), build
+
+
+@functools.cache
+def _shadow(kind: Any) -> tuple[Any, _Build | None]:
+    """The type to decode in the place of `kind`, and what makes a `kind` of it; (kind, None) when it has no arrays."""
+    if kind is np.ndarray:
+        return msgspec.Raw, _array_from_wire
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _shadow_of_struct(kind)
+    parts = typing.get_args(kind)
+    shadows = [_shadow(part) if isinstance(part, (type, UnionType)) or typing.get_args(part) else (part, None)
+               for part in parts]  # fmt: skip
+    if not any(build for _, build in shadows):
+        return kind, None
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
+        return Annotated[shadows[0][0], *parts[1:]], shadows[0][1]
+    if origin in (UnionType, typing.Union):
+        return typing.Union[*(shadow for shadow, _ in shadows)], _one_of(shadows)
+    if origin is tuple and parts[1:] == (...,):
+        build = shadows[0][1]
+        assert build is not None
+        return tuple[shadows[0][0], ...], lambda values: tuple(map(build, values))
+    raise NotImplementedError(f"{kind} does not travel: arrays stand in structs, unions and tuples only")
+
+
+def _one_of(shadows: list[tuple[Any, _Build | None]]) -> _Build:
+    builds = {shadow: build for shadow, build in shadows if build is not None}
+
+    def build(value: Any) -> Any:
+        make = builds.get(type(value))
+        return value if make is None else make(value)
+
+    return build
+
+
+def _shadow_of_struct(kind: type[msgspec.Struct]) -> tuple[Any, _Build | None]:
+    fields = msgspec.structs.fields(kind)
+    shadows = [_shadow(field.type) for field in fields]
+    builds = [build for _, build in shadows]
+    if not any(builds):
+        return kind, None
+    config = kind.__struct_config__
+    declared = [(field.name, shadow, *_default(field)) for field, (shadow, _) in zip(fields, shadows, strict=True)]
+    copy = msgspec.defstruct(
+        kind.__name__, declared, frozen=True, array_like=config.array_like, tag=config.tag, tag_field=config.tag_field
+    )
+    makers = tuple((field.name, build) for field, build in zip(fields, builds, strict=True))
+
+    def build(value: Any) -> Any:
+        return kind(*[getattr(value, name) if make is None else make(getattr(value, name)) for name, make in makers])
+
+    return copy, build
+
+
+def _default(field: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
+    if field.default is not msgspec.NODEFAULT:
+        return (field.default,)
+    if field.default_factory is not msgspec.NODEFAULT:
+        return (msgspec.field(default_factory=field.default_factory),)
+    return ()

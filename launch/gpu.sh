@@ -6,7 +6,8 @@
 #
 # Every host holds the same checkout (--workdir) with `pip install 'jaxroll[gpu]'`. Roles that share a host split its
 # GPUs (--devices-per-host), or one GPU by memory fractions (--devices-per-host=1 --gpu-memory-mb=81920).
-# Hosts speak plain text: add --insecure on a net you trust, and set the same JAXROLL_TOKEN everywhere.
+# Between hosts: --tls=DIR names the folder with certificates on each host (`jaxroll tls RUN --host=NAME` makes them), or
+# --insecure allows plain text on a net you trust. Every host has the run's secret in JAXROLL_TOKEN.
 # This never ran on GPU hardware; the lines it runs are tested (`--dry-run`).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import psutil
@@ -204,3 +206,64 @@ def _mapped_by_others(blocks: set[Path], ours: set[psutil.Process]) -> set[Path]
         except (psutil.Error, OSError):
             continue
     return mapped
+
+
+# --- certificates, made once for a session by `jaxroll tls`
+
+
+@pytest.fixture(scope="session")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """Folders as hosts have them: a server's, a caller's with and without a certificate, strangers', a past one's."""
+    from jaxroll.control import certificates
+    from jaxroll.rpc.tls import Material
+
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificates (see `jaxroll doctor`)")
+    root = tmp_path_factory.mktemp("certificates")
+    certificates.make(root / "run", [], 1)
+    certificates.make(root / "other", [], 1)
+    shutil.copytree(root / "run", root / "past")
+    certificates.make(root / "past", [], -1)
+    shutil.copytree(root / "run", root / "elsewhere")
+    _rename_hosts(root / "elsewhere")
+
+    def picked(name: str, run: str, *files: str) -> Material:
+        folder = root / name
+        folder.mkdir()
+        for file in files:
+            shutil.copy(root / run / "tls" / file, folder / file)
+        return Material(folder)
+
+    server, client = ("ca.pem", "cert.pem", "key.pem"), ("ca.pem", "client-cert.pem", "client-key.pem")
+    return SimpleNamespace(
+        root=root,
+        server=picked("server", "run", *server),
+        elsewhere=picked("elsewhere-server", "elsewhere", *server),
+        past=picked("past-server", "past", *server),
+        client=picked("client", "run", *client),
+        anonymous=picked("anonymous", "run", "ca.pem"),
+        stranger=picked("stranger", "other", *client),
+        trusting_stranger=_trusting(root, client),
+    )
+
+
+def _rename_hosts(run_dir: Path) -> None:
+    """A server certificate of the same CA for another host only."""
+    from jaxroll.control import certificates
+
+    always, certificates.ALWAYS = certificates.ALWAYS, ()
+    try:
+        certificates.make(run_dir, ["elsewhere.example"], 1)
+    finally:
+        certificates.ALWAYS = always
+
+
+def _trusting(root: Path, files: tuple[str, ...]):
+    """One that trusts the run's CA and shows a certificate of another."""
+    from jaxroll.rpc.tls import Material
+
+    folder = root / "trusting"
+    folder.mkdir()
+    for file in files:
+        shutil.copy(root / ("run" if file == "ca.pem" else "other") / "tls" / file, folder / file)
+    return Material(folder)

@@ -1,7 +1,8 @@
 """The calling side: finds the server by address or by the file that holds it, and survives its restarts.
 
-Every call is idempotent by contract, so a call that met a dead server is made again, with back-off, until `patience_s`
-is over. Each attempt has a deadline of its own.
+Every call is idempotent by contract, so a call that met a dead or a busy server is made again, with back-off, until
+`patience_s` is over. Each attempt has a deadline of its own. When no connection comes about, the handshake is tried
+once more by itself (`tls.diagnosis`): what is wrong with certificates will not mend by waiting.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -18,11 +20,24 @@ import msgspec
 from jaxroll import wire
 from jaxroll.errors import DeadlineExceeded, InfraError, StoreRefusal, Unauthorized
 from jaxroll.rpc import auth, limits
+from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.envelope import Envelope, error_of
+from jaxroll.rpc.tls import Material
 
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.5)
-_TRY_AGAIN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED})
+_DIAGNOSE_EVERY_S = 5.0
+_DOUBT_AFTER = 5  # failures in a row, where calls went through before: a restart is no reason to look at certificates
+_TRY_AGAIN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
 _WHO_ARE_YOU = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+_UNREAD = (0, 0)
+_TOO_LARGE = "larger than max"  # gRPC's words for an answer that this side does not take; the only final exhaustion
 
 
 class RawClient:
@@ -38,13 +53,19 @@ class RawClient:
         token: str | None,
         patience_s: float,
         max_message_bytes: int,
+        config_digest: str = "",
+        tls: Material | None = None,
     ) -> None:
         self._service, self._address, self._patience_s = service, address, patience_s
         self._right, self._name, self.session = auth.right_of(role), name, uuid.uuid4().hex
-        self._token, self._max_message_bytes = token, max_message_bytes
-        self._target = ""
+        self._max_message_bytes, self._tls = max_message_bytes, tls
+        self._proof = () if token is None else (("authorization", f"Bearer {auth.bearer(token, self._right)}"),)
+        self._config_digest = config_digest
+        self._target = self._target_written = ""
+        self._file = _UNREAD
         self._channel: grpc.aio.Channel | None = None
         self._retired: list[grpc.aio.Channel] = []
+        self._diagnosed_s, self._failures_before_doubt = float("-inf"), 0
         self.run_id = ""
         self.position = 0
 
@@ -57,9 +78,13 @@ class RawClient:
                 envelope = await self._attempt(method, body, deadline_s)
                 break
             except (grpc.aio.AioRpcError, FileNotFoundError) as error:
+                if failures >= self._failures_before_doubt:
+                    await self._raise_if_misfit(method, error)
                 self._raise_if_final(method, error, give_up)
+            self._file = _UNREAD
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1
+        self._failures_before_doubt = _DOUBT_AFTER
         self.position = max(self.position, envelope.position)
         if envelope.refusal is not None:
             raise error_of(envelope.refusal)
@@ -75,29 +100,56 @@ class RawClient:
 
     async def _attempt(self, method: str, body: bytes, deadline_s: float) -> Envelope:
         channel = await self._connected()
-        send = channel.unary_unary(f"/{self._service}/{method}")
-        answer = await send(body, timeout=deadline_s, metadata=self._metadata())
+        path, metadata = f"/{self._service}/{method}", self._metadata(len(body))
+        if len(body) <= limits.PIECE_BYTES:
+            answer = await channel.unary_unary(path)(body, timeout=deadline_s, metadata=metadata)
+        else:
+            answer = await channel.stream_unary(path)(_pieces(body), timeout=deadline_s, metadata=metadata)
         try:
             return wire.decode(answer, Envelope)
         except msgspec.MsgspecError as error:
             raise InfraError(f"{method}: {self._target} answers in another protocol ({error})") from error
 
     async def _connected(self) -> grpc.aio.Channel:
-        """The channel to where the server is now: the address file is read again before every attempt."""
-        target = self._address if isinstance(self._address, str) else self._address.read_text().strip()
+        """The channel to where the server is now: the address file is looked at before every attempt."""
+        target = self._address if isinstance(self._address, str) else self._written(self._address)
         if target != self._target or self._channel is None:
             if self._channel is not None:
                 self._retired.append(self._channel)  # closing it would cancel the calls under way on it
-            self._channel = grpc.aio.insecure_channel(target, options=limits.client_options(self._max_message_bytes))
+            options = limits.client_options(self._max_message_bytes)
+            if self._tls is None:
+                self._channel = grpc.aio.insecure_channel(target, options=options)
+            else:
+                self._channel = grpc.aio.secure_channel(target, self._tls.channel_credentials(), options=options)
             self._target = target
         return self._channel
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        said = {"name": self._name, "session": self.session, "right": self._right, "run": self.run_id}
+    def _written(self, path: Path) -> str:
+        """What the file holds; it is replaced as a whole, so an unchanged one need not be read."""
+        found = path.stat()
+        identity = (found.st_ino, found.st_mtime_ns)
+        if identity != self._file:
+            self._file, self._target_written = identity, path.read_text().strip()
+        return self._target_written
+
+    def _metadata(self, size_bytes: int) -> tuple[tuple[str, str], ...]:
+        said = {
+            "name": self._name, "session": self.session, "right": self._right, "run": self.run_id,
+            "protocol": str(wire.PROTOCOL_VERSION), "config": self._config_digest, "bytes": str(size_bytes),
+        }  # fmt: skip
         metadata = [(f"jaxroll-{key}", value) for key, value in said.items()]
-        if self._token is not None:
-            metadata.append(("authorization", f"Bearer {auth.bearer(self._token, self._right)}"))
-        return tuple(metadata)
+        return (*metadata, *self._proof)
+
+    async def _raise_if_misfit(self, method: str, error: grpc.aio.AioRpcError | FileNotFoundError) -> None:
+        """Unauthorized when the two ends do not agree on TLS, which no waiting will change."""
+        if isinstance(error, FileNotFoundError) or error.code() is not grpc.StatusCode.UNAVAILABLE:
+            return
+        if time.monotonic() - self._diagnosed_s < _DIAGNOSE_EVERY_S:
+            return
+        self._diagnosed_s = time.monotonic()
+        why = await asyncio.to_thread(tls_files.diagnosis, self._target, self._tls)
+        if why is not None:
+            raise Unauthorized(f"{self._service}.{method} at {self._target}: {why}") from error
 
     def _raise_if_final(self, method: str, error: grpc.aio.AioRpcError | FileNotFoundError, give_up: float) -> None:
         where = f"{self._service}.{method} at {self._target or self._address}"
@@ -105,13 +157,20 @@ class RawClient:
             if time.monotonic() >= give_up:
                 raise InfraError(f"{where}: no such address file; is the store running?") from error
             return
-        code = error.code()
+        code, details = error.code(), error.details() or ""
         if code in _WHO_ARE_YOU:
-            raise Unauthorized(f"{where}: {error.details()}") from error
-        if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED):
-            raise StoreRefusal(f"{where}: {error.details()}") from error
+            raise Unauthorized(f"{where}: {details}") from error
+        if code is grpc.StatusCode.INVALID_ARGUMENT or _TOO_LARGE in details:
+            raise StoreRefusal(f"{where}: {details}") from error
         if code not in _TRY_AGAIN:
-            raise InfraError(f"{where}: {code.name}: {error.details()}") from error
+            raise InfraError(f"{where}: {code.name}: {details}") from error
         if time.monotonic() >= give_up:
             kind = DeadlineExceeded if code is grpc.StatusCode.DEADLINE_EXCEEDED else InfraError
-            raise kind(f"{where}: no answer ({code.name}: {error.details()}); patience is over") from error
+            raise kind(f"{where}: no answer ({code.name}: {details}); patience is over") from error
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    """The body in the pieces that a server reads."""
+    view = memoryview(body)
+    for start in range(0, len(view), limits.PIECE_BYTES):
+        yield bytes(view[start : start + limits.PIECE_BYTES])

@@ -1,16 +1,31 @@
-"""What a peer may send at most, and where a service may listen."""
+"""What a peer may send and hold at most, and where a service may listen.
+
+One server answers `MAX_CONNECTIONS` connections of `CALLS_PER_CONNECTION` calls each; a call whose body was not asked
+for costs the flow-control window at most. A connection that has not said who it is (TLS handshake, HTTP/2 settings) is
+closed after `HANDSHAKE_S`, one without a call after `IDLE_S`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
+import resource
+import socket
 
 from jaxroll.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of a process ("sampler-0"), a session, a request
-MAX_CONCURRENT_CALLS = 4096
 MAX_WAIT_S = 30.0  # of one long poll; clients ask again
+MAX_CONNECTIONS = 1024
+CALLS_PER_CONNECTION = 64
+POLLS_PER_CONNECTION, MAX_POLLS = 16, 1024  # calls that are held until something happens
+PIECE_BYTES = 256 * 1024  # a longer body travels in pieces of this size, the last one shorter
+HANDSHAKE_S, IDLE_S = 10.0, 300.0
+MAX_METADATA_BYTES = 16 * 1024
+MIN_SECRET_CHARS = 16  # where other machines can try
 LOOPBACK_NAMES = ("localhost", "ip6-localhost")
+_SPARE_DESCRIPTORS = 512  # beside the connections: database, logs, the feeder
 
 
 def is_name(text: str) -> bool:
@@ -19,13 +34,25 @@ def is_name(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host in LOOPBACK_NAMES:
-        return True
+    """Whether only this machine can reach `host`. A name counts only if all it resolves to is loopback."""
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        return _is_loopback_address(bare)
     except ValueError:
+        pass
+    if bare.lower() not in LOOPBACK_NAMES:
         return False
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return bool(found) and all(_is_loopback_address(address) for address in found)
+
+
+def _is_loopback_address(text: str) -> bool:
+    address = ipaddress.ip_address(text.partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
 
 
 def address(host: str, port: int) -> str:
@@ -33,41 +60,77 @@ def address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def check_exposure(host: str, *, has_token: bool, insecure: bool) -> None:
-    """ConfigError when `host` can be reached from outside without what that needs."""
+def check_exposure(host: str, *, secret: str | None, has_tls: bool, insecure: bool) -> None:
+    """ConfigError when `host` can be reached from outside without what that needs: a token, and TLS or consent."""
     if is_loopback(host):
         return
-    if not has_token:
-        raise ConfigError("host", host, "other machines can reach it and the run has no token", "Create RUN/token.")
-    if not insecure:
-        raise ConfigError("host", host, "would carry plain text to other machines", "Allow it with insecure=True.")
+    if not secret:
+        raise ConfigError("host", host, "other machines can reach it and the run has no token",
+                          "Create RUN/token (`jaxroll tls RUN` does), or set JAXROLL_TOKEN.")  # fmt: skip
+    if len(secret) < MIN_SECRET_CHARS:
+        raise ConfigError("host", host, "other machines can reach it and the run's token can be guessed",
+                          f"Use at least {MIN_SECRET_CHARS} characters.")  # fmt: skip
+    if not (has_tls or insecure):
+        raise ConfigError("host", host, "would carry plain text to other machines",
+                          "Make certificates with `jaxroll tls RUN`, or allow it with --insecure on a net you trust.",
+                          )  # fmt: skip
 
 
-def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """gRPC's options for both sides: the size limit is checked before a message is read."""
+def raise_descriptor_limit() -> int:
+    """The number of descriptors this process may have now: the hard limit, as far as `MAX_CONNECTIONS` need it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + _SPARE_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def connections(descriptors: int) -> int:
+    """How many connections a server with so many descriptors may accept."""
+    if descriptors == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(16, min(MAX_CONNECTIONS, descriptors - min(_SPARE_DESCRIPTORS, descriptors // 2)))
+
+
+def _common_options() -> list[tuple[str, int]]:
     return [
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.max_metadata_size", 16 * 1024),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """`so_reuseport` is off: two servers on one port would share its callers."""
+def server_options(max_message_bytes: int, max_connections: int = MAX_CONNECTIONS) -> list[tuple[str, int]]:
+    """gRPC's options for a server that reads messages of at most `max_message_bytes`.
+
+    `so_reuseport` is off: two servers on one port would share its callers.
+    """
     return [
-        *channel_options(max_message_bytes),
+        *_common_options(),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
+        ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
     ]
 
 
 def client_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Every client has connections of its own and comes back to a restarted server within half a second."""
+    """gRPC's options for a client that takes answers of at most `max_message_bytes`.
+
+    Every client has connections of its own and comes back to a restarted server within half a second.
+    """
     return [
-        *channel_options(max_message_bytes),
+        *_common_options(),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 500),

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from jaxroll import metrics, wire
 from jaxroll.errors import InfraError, NoCredit, NotReady
 from jaxroll.records import Claim, ClaimedGroup, Grant, Member, Snapshot, Version
-from jaxroll.rpc import auth, limits
+from jaxroll.rpc import auth, limits, tls
 from jaxroll.rpc.client import RawClient
 from jaxroll.store import messages as msg
 from jaxroll.store.messages import Key, Welcome
@@ -50,15 +50,18 @@ class StoreClient:
         token: str | None = None,
         patience_s: float = 60.0,
         call_s: float = _CALL_S,
+        run_dir: Path | None = None,
     ) -> StoreClient:
         """A client that the store has welcomed. `address` is host:port, or the file (RUN/store.addr) that holds it.
 
-        Without `token` it is taken from JAXROLL_TOKEN, or from the token file beside the address file.
+        Without `token` it is taken from JAXROLL_TOKEN or from RUN/token, as certificates are from JAXROLL_TLS or
+        RUN/tls; RUN is `run_dir`, or the address file's folder.
         """
-        run_dir = address.parent if isinstance(address, Path) else None
+        if run_dir is None and isinstance(address, Path):
+            run_dir = address.parent
         raw = RawClient(
             msg.SERVICE, address, role=role, name=name, token=token or auth.load(run_dir), patience_s=patience_s,
-            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_message_bytes=MAX_MESSAGE_BYTES, config_digest=config_digest, tls=tls.load(run_dir),
         )  # fmt: skip
         client = cls(raw, config_digest, call_s)
         async with contextlib.AsyncExitStack() as unless_welcome:
@@ -111,9 +114,14 @@ class StoreClient:
             first.step, first.lineage, _joined(parts), first.shuffle_seed, first.replayed, first.checkpoint_wanted
         )
 
-    async def begin(self, durable: Version | None) -> Version:
-        """The version to train from, after restoring the checkpoint `durable` (None: nothing was restored)."""
-        return (await self._call("Begin", msg.BeginCall(durable), msg.VersionCall)).version
+    async def begin(self, durable: Version | None, fork: str = "") -> Version:
+        """The version to train from, after restoring the checkpoint `durable` (None: nothing was restored).
+
+        `fork` names a fork to make there: a new lineage whose claims from that step on are made anew. The same name
+        again makes no second one. Raises StaleClient when the checkpoint is of no use to the run (as one below the
+        trim mark is without a fork).
+        """
+        return (await self._call("Begin", msg.BeginCall(durable, fork), msg.VersionCall)).version
 
     async def publish(self, snapshot: Snapshot) -> None:
         """Samplers may fetch these weights."""
@@ -194,6 +202,7 @@ class BlockingStore:
         token: str | None = None,
         patience_s: float = 60.0,
         call_s: float = _CALL_S,
+        run_dir: Path | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="store-client", daemon=True)
@@ -209,6 +218,7 @@ class BlockingStore:
                 token=token,
                 patience_s=patience_s,
                 call_s=call_s,
+                run_dir=run_dir,
             )
             self._client = self._run(job)
             unless_connected.pop_all()
@@ -243,9 +253,9 @@ class BlockingStore:
         """See StoreClient.claim."""
         return self._run(self._held().claim(lineage, step, wait_s))
 
-    def begin(self, durable: Version | None) -> Version:
+    def begin(self, durable: Version | None, fork: str = "") -> Version:
         """See StoreClient.begin."""
-        return self._run(self._held().begin(durable))
+        return self._run(self._held().begin(durable, fork))
 
     def publish(self, snapshot: Snapshot) -> None:
         """See StoreClient.publish."""

@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-from jaxroll.records import Grant, Snapshot, Task, Version
+from jaxroll.records import Count, Grant, Label, Snapshot, Task, Version
+from jaxroll.store.state import Lineage
 
 SERVICE = "jaxroll.Store"
 
 Key = tuple[int, int, int]  # (group, member, attempt)
+MAX_KEYS, MAX_ROWS = 65_536, 65_536  # in one message
 
 
 class Hello(msgspec.Struct, frozen=True):
     """The first message. An empty digest is for observers, who need no config."""
 
     protocol: int
-    config_digest: str
+    config_digest: Label
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The run as it is now."""
+    """The run as it is now. `lineages` says which checkpoints lie on the newest lineage's line."""
 
     run_id: str
     lineage: int
     published: Snapshot | None
     protocol: int
+    lineages: tuple[Lineage, ...] = ()
 
 
 class LeaseCall(msgspec.Struct, frozen=True):
     """`request` is the same when the same asking is sent again."""
 
     version: Version
-    max_members: int
+    max_members: Count
     wait_s: float
-    request: str
+    request: Label
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
@@ -45,7 +50,7 @@ class LeaseReply(msgspec.Struct, frozen=True):
 class Members(msgspec.Struct, frozen=True):
     """Leases by key: to renew, to release, or lost."""
 
-    members: tuple[Key, ...]
+    members: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
 
 
 class PutReply(msgspec.Struct, frozen=True):
@@ -57,10 +62,10 @@ class PutReply(msgspec.Struct, frozen=True):
 class ClaimCall(msgspec.Struct, frozen=True):
     """The batch of a step, from its `start`-th member on; only a call with start 0 waits."""
 
-    lineage: int
-    step: int
+    lineage: Count
+    step: Count
     wait_s: float
-    start: int = 0
+    start: Count = 0
 
 
 class ClaimPart(msgspec.Struct, frozen=True):
@@ -84,9 +89,10 @@ class ClaimPage(msgspec.Struct, frozen=True):
 
 
 class BeginCall(msgspec.Struct, frozen=True):
-    """The checkpoint a learner starts from."""
+    """The checkpoint a learner starts from; `fork` names the fork to make there, if any."""
 
     durable: Version | None
+    fork: str = ""
 
 
 class VersionCall(msgspec.Struct, frozen=True):
@@ -111,8 +117,8 @@ class PublishedReply(msgspec.Struct, frozen=True):
 class ReportCall(msgspec.Struct, frozen=True):
     """Metrics rows, each the bytes of a JSON object."""
 
-    rows: tuple[bytes, ...]
-    request: str
+    rows: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_ROWS)]
+    request: Label
 
 
 class CloseCall(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from jaxroll.store.requests import PutMember, Recorded
 
 FAILURE_KINDS = ("INFRA", "DATA")
 _ERROR_CHARS = 2000
+_KINDS = (np.dtype("int32"), np.dtype("uint8"), np.dtype("float32"))
 _LARGEST_ID = 2**53  # of a group: what every table and JSON reader can hold
 
 
@@ -28,7 +29,7 @@ def put_request(body: bytes, member: Member, recorded: Recorded | None = None) -
     key, digest = (member.group, member.member, member.attempt), wire.digest(body)
     if isinstance(outcome, Finished):
         _check(outcome, key)
-        return PutMember(*key, digest, len(body), outcome.versions, None, recorded)
+        return PutMember(*key, digest, len(body), outcome.versions, None, recorded, outcome.reward)
     if outcome.kind not in FAILURE_KINDS:
         raise StoreRefusal(f"put {key}: a failure is {' or '.join(FAILURE_KINDS)}, not {outcome.kind!r}")
     return PutMember(*key, digest, len(body), (), (outcome.kind, outcome.error[:_ERROR_CHARS]), recorded)
@@ -38,17 +39,17 @@ def _check(outcome: Finished, key: tuple[int, int, int]) -> None:
     """Raises unless the arrays fit one another and the versions cover the sampled tokens."""
     sampled = 0
     for i, segment in enumerate(outcome.segments):
-        kinds = (segment.tokens.dtype.name, segment.loss_mask.dtype.name, segment.logprobs.dtype.name)
-        if kinds != ("int32", "uint8", "float32"):
-            raise StoreRefusal(
-                f"put {key}: segment {i} is {kinds}; tokens, loss mask, log-probs are int32 uint8 float32"
-            )
+        kinds = (segment.tokens.dtype, segment.loss_mask.dtype, segment.logprobs.dtype)
+        if kinds != _KINDS:
+            named, wanted = (" ".join(map(str, of)) for of in (kinds, _KINDS))
+            raise StoreRefusal(f"put {key}: segment {i} is {named}; tokens, loss mask, log-probs are {wanted}")
         shapes = {segment.tokens.shape, segment.loss_mask.shape, segment.logprobs.shape}
         if len(shapes) != 1 or segment.tokens.ndim != 1:
             raise StoreRefusal(f"put {key}: segment {i} has shapes {sorted(shapes)}; all must be [T]")
-        if segment.loss_mask.size and int(segment.loss_mask.max()) > 1:
+        ones = np.count_nonzero(segment.loss_mask)
+        if np.count_nonzero(segment.loss_mask == 1) != ones:
             raise StoreRefusal(f"put {key}: segment {i} has a loss mask beside 0 and 1")
-        sampled += int(segment.loss_mask.sum())
+        sampled += ones
     covered = sum(run.count for run in outcome.versions)
     if covered != sampled:
         raise StoreRefusal(f"put {key}: versions cover {covered} tokens, {sampled} were sampled")

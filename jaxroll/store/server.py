@@ -11,14 +11,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.config import Config, digest
 from jaxroll.metrics import JsonlTracker
-from jaxroll.rpc import auth, limits
+from jaxroll.rpc import auth, limits, tls
 from jaxroll.rpc.server import RawServer
 from jaxroll.store import messages as msg
 from jaxroll.store import requests as rq
+from jaxroll.store.audit import Audit
 from jaxroll.store.keeper import Keeper
 from jaxroll.store.log import Log
 from jaxroll.store.prompts import Feeder, PromptBuffer
@@ -31,6 +33,7 @@ from jaxroll.store.wakeups import CLAIM, LEASE
 ADDRESS_FILE, METRICS_FILE = "store.addr", "metrics.jsonl"
 ROW_EVERY_S = 2.0
 LINGER_S = 30.0  # a closed run is still answered for this long after the last call
+_LOCALLY = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}  # where a store that listens everywhere is found here
 _GRACE_S = 0.5
 _TICK_S = 1.0
 _STOOD_STILL_S = 1.0  # a tick this much late was the machine's fault, and no holder's
@@ -54,8 +57,9 @@ async def serve(
     InfraError when the log fails, the feeder fails, or another store has the run open.
     """
     settings = Settings.of(config)
-    secret = auth.load(run_dir)
-    log = Log(run_dir)
+    secret, certificates = auth.load_secret(run_dir), tls.load(run_dir)
+    kept = config.store
+    log = Log(run_dir, history_bytes=kept.history_mb * 2**20, keep_bytes=kept.keep_trajectories_mb * 2**20)
     try:
         keeper = Keeper(settings, log, clock or MonotonicClock())
         metrics = JsonlTracker(run_dir / METRICS_FILE)
@@ -64,11 +68,12 @@ async def serve(
             server = RawServer(
                 msg.SERVICE, store.service.methods(), secret=secret,
                 max_message_bytes=config.store.max_message_mb * 2**20, position=lambda: keeper.state.position,
+                tls=certificates, mutual_tls=config.store.mutual_tls, refused=store.audit.refused,
             )  # fmt: skip
             taken = server.bind(host, port or _port_before(run_dir), insecure=insecure)
             await server.start()
             try:
-                address = limits.address(host, taken)
+                address = limits.address(_LOCALLY.get(host, host), taken)
                 _write_address(run_dir, address)
                 ready(address)
                 await store.run()
@@ -92,24 +97,28 @@ class _Store:
             feeder, ahead, lambda: keeper.wakeups.notify(LEASE), lambda: keeper.decide(rq.EndData())
         )
         page_bytes = min(PAGE_BYTES, config.store.max_message_mb * 2**20 // 4)
-        self.service = StoreService(keeper, self._prompts, metrics, config_digest=digest(config), page_bytes=page_bytes)
+        self.audit = Audit(keeper.log.append, keeper.now_s)
+        self.service = StoreService(
+            keeper, self._prompts, metrics, self.audit, config_digest=digest(config), page_bytes=page_bytes
+        )
         self._row_at_s = self._named_at_s = keeper.now_s()
 
     async def run(self) -> None:
         """Until the run is over; the first failure of any job ends all."""
-        jobs = [asyncio.ensure_future(self._tick_for_ever())]
-        if not self._keeper.state.data_ended:
-            jobs.append(asyncio.ensure_future(self._prompts.fill(self._keeper.state.cursor)))
+        state = self._keeper.state
+        filling = self._prompts.fill(state.cursor, ended=state.data_ended)
+        jobs = [asyncio.ensure_future(job) for job in (self._tick_for_ever(), filling)]
         try:
             await self._until_over(jobs)
         finally:
             for job in jobs:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
+            self.audit.flush()
             self._write_row()
 
     async def _until_over(self, jobs: Sequence[asyncio.Future]) -> None:
-        """The ticker returns when the run is over; the feeding job may end before, with the data."""
+        """The ticker returns when the run is over; the feeding job never does."""
         pending = set(jobs)
         while jobs[0] in pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -131,6 +140,7 @@ class _Store:
             keeper.decide(rq.Tick())
             self._wake_for_time(last_s, now_s)
             self._watch(now_s)
+            self.audit.tick()
             last_s = now_s
 
     def _wake_for_time(self, last_s: float, now_s: float) -> None:
@@ -146,7 +156,7 @@ class _Store:
         if now_s - self._row_at_s >= ROW_EVERY_S:
             self._row_at_s = now_s
             self._write_row()
-        report = status(self._keeper.settings, self._keeper.state) if self._is_stalled(now_s) else None
+        report = self._report() if self._is_stalled(now_s) else None
         if report is None or report["closed"]:
             return
         still_s = now_s - self._keeper.state.moved_at_s
@@ -164,8 +174,11 @@ class _Store:
         quiet_s = self._keeper.now_s() - self.service.last_call_s
         return bool(self._keeper.state.closed) and quiet_s >= self._linger_s
 
+    def _report(self) -> dict[str, Any]:
+        return status(self._keeper.settings, self._keeper.state, bool(self._prompts.ready))
+
     def _write_row(self) -> None:
-        report = status(self._keeper.settings, self._keeper.state)
+        report = self._report()
         self._metrics.log({"t": time.time(), "role": "store", "kind": "store", **report})
 
     def _event(self, text: str) -> None:

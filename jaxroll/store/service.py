@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from jaxroll import wire
-from jaxroll.errors import NoCredit, StaleClient, StoreRefusal, Unauthorized
+from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
 from jaxroll.records import Member, Snapshot, Version
 from jaxroll.rpc import limits
@@ -18,11 +18,13 @@ from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
 from jaxroll.store import requests as rq
 from jaxroll.store import schema
+from jaxroll.store.admission import checkpoint_wanted
+from jaxroll.store.audit import Audit
+from jaxroll.store.guests import NAMES_KEPT, Guests, Recent
 from jaxroll.store.keeper import Keeper
 from jaxroll.store.payload import check_key, masked, put_request
 from jaxroll.store.prompts import PromptBuffer
-from jaxroll.store.settings import CHECKPOINT_WANTED_AT
-from jaxroll.store.state import Batch, held_bytes
+from jaxroll.store.state import Batch
 from jaxroll.store.waits import status
 from jaxroll.store.wakeups import CLAIM, LEASE, PUBLISHED
 
@@ -33,19 +35,30 @@ WORKERS = frozenset({"sampler", "admin"})
 LEARNERS = frozenset({"learner", "admin"})
 EVERYONE = frozenset({"sampler", "learner", "admin", "observer"})
 _WITH_LEASES = frozenset({"sampler", "learner"})  # whose former process must be forgotten when a new one arrives
+_HELD = frozenset({"Lease", "Claim", "Published"})  # these wait for something to happen
+MAX_MEMBERS_PER_LEASE = 4096
+MAX_REPORT_BYTES = 4 * 2**20
 
 
 class StoreService:
     """Answers calls about one run."""
 
     def __init__(
-        self, keeper: Keeper, prompts: PromptBuffer, metrics: JsonlTracker, *, config_digest: str, page_bytes: int
+        self,
+        keeper: Keeper,
+        prompts: PromptBuffer,
+        metrics: JsonlTracker,
+        audit: Audit,
+        *,
+        config_digest: str,
+        page_bytes: int,
     ) -> None:
-        self._keeper, self._prompts, self._metrics = keeper, prompts, metrics
-        self._config_digest, self._page_bytes = config_digest, page_bytes
+        self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
+        self._page_bytes = page_bytes
         self._run_id = keeper.log.recovered.run_id
-        self._last_report: dict[str, str] = {}
-        self.holders: dict[str, Version | None] = {}  # the version that each caller says it holds
+        self._guests = Guests(self._run_id, config_digest)
+        self._last_report: dict[str, str] = Recent(NAMES_KEPT)
+        self.holders: dict[str, Version | None] = Recent(NAMES_KEPT)  # the version that each caller says it holds
         self.last_call_s = keeper.now_s()
 
     def methods(self) -> dict[str, Method]:
@@ -66,13 +79,17 @@ class StoreService:
             "Status": (self._status, EVERYONE),
             "Close": (self._close, LEARNERS),
         }
-        return {name: Method(self._answering(name, handler), rights) for name, (handler, rights) in table.items()}
+        return {
+            name: Method(self._answering(name, handler), rights, held=name in _HELD)
+            for name, (handler, rights) in table.items()
+        }
 
     def _answering(self, name: str, handler: Callable[[Caller, bytes], Awaitable[Any]]):
         async def answer(caller: Caller, body: bytes) -> bytes:
             self.last_call_s = self._keeper.now_s()
-            if name != "Hello" and caller.run_id != self._run_id:
-                raise StaleClient(f"this is run {self._run_id}, the caller belongs to {caller.run_id or 'none yet'}")
+            if name != "Hello":
+                greeted = caller.right not in _WITH_LEASES or caller.name in self._keeper.state.sessions
+                self._guests.check_call(caller, greeted)
             return wire.encode(await handler(caller, body))
 
         return answer
@@ -83,32 +100,31 @@ class StoreService:
 
     async def _hello(self, caller: Caller, body: bytes) -> msg.Welcome:
         hello = wire.decode(body, msg.Hello)
-        if hello.protocol != wire.PROTOCOL_VERSION:
-            raise Unauthorized(f"the store speaks protocol {wire.PROTOCOL_VERSION}, the caller {hello.protocol}")
-        observer = caller.right in ("observer", "admin") and not hello.config_digest
-        if hello.config_digest != self._config_digest and not observer:
-            raise Unauthorized(
-                f"the store runs config {self._config_digest[:12]}, the caller {hello.config_digest[:12] or 'none'}: "
-                "start both from the same config"
-            )
+        self._guests.check_hello(caller, hello)
         if caller.right in _WITH_LEASES:
+            if self._keeper.state.sessions.get(caller.name) != caller.session:
+                self._guests.count_arrival(self._keeper.now_s())
             await self._keeper.answer(rq.Arrive(caller.name, caller.session))
         state = self._keeper.state
-        return msg.Welcome(self._run_id, state.lineage, state.published, wire.PROTOCOL_VERSION)
+        lines = tuple(state.lineages)
+        return msg.Welcome(self._run_id, state.lineage, state.published, wire.PROTOCOL_VERSION, lines)
 
     async def _lease(self, caller: Caller, body: bytes) -> msg.LeaseReply:
         call = wire.decode(body, msg.LeaseCall)
         if not limits.is_name(call.request):
             raise StoreRefusal("a lease request must match [A-Za-z0-9_-]{1,64}")
-        count = -(-max(call.max_members, 1) // self._keeper.settings.group_size) + 1
+        members = min(call.max_members, MAX_MEMBERS_PER_LEASE)
+        count = -(-max(members, 1) // self._keeper.settings.group_size) + 1
 
         def ask() -> Any:
             offered = tuple(itertools.islice(self._prompts.ready, count))
             version = max(call.version, self.holders.get(caller.name) or call.version)
-            request = rq.Lease(caller.name, caller.session, version, call.max_members, call.request, offered)
+            request = rq.Lease(caller.name, caller.session, version, members, call.request, offered)
             reply = self._keeper.decide(request)
             if isinstance(reply, rq.Leases):
                 self._prompts.take(reply.prompts_used)
+                if not reply.grants and reply.prompts_used:
+                    return ask()  # all that was offered had been trained before a fork
             elif isinstance(reply, NoCredit):
                 self._prompts.want(count)
             return reply
@@ -131,8 +147,22 @@ class StoreService:
         if self._keeper.state.find(member.group) is None:
             recorded = await self._keeper.log.recorded(member.group, member.member)
         request = put_request(body, member, recorded)
+        if request.failure is not None:
+            return msg.PutReply(await self._put_failure(caller, request))
         payload = schema.payload(member.group, member.member, body)
         return msg.PutReply(await self._keeper.answer(request, payload))
+
+    async def _put_failure(self, caller: Caller, request: rq.PutMember) -> str:
+        """The answer to a member that failed; when its group dies of it, the audit says so."""
+        alive = self._keeper.state.find(request.group) is not None
+        reply = self._keeper.decide(request)
+        if alive and self._keeper.state.find(request.group) is None and request.failure is not None:
+            kind, error = request.failure
+            self._audit.record(caller, "dead-letter", f"group {request.group}: {kind}: {error}", reply)
+        await self._keeper.log.committed()
+        if isinstance(reply, StoreRefusal):
+            raise reply
+        return reply
 
     async def _claim(self, caller: Caller, body: bytes) -> msg.ClaimPage:
         call = wire.decode(body, msg.ClaimCall)
@@ -168,24 +198,36 @@ class StoreService:
                 parts.append(msg.ClaimPart(group.id, group.task, tuple(taken)))
             if next_start is not None:
                 break
-        wanted = held_bytes(state) >= CHECKPOINT_WANTED_AT * settings.retention_bytes
+        wanted = checkpoint_wanted(settings, state)
         replayed = batch.step < state.replay_until
         return msg.ClaimPage(batch.step, call.lineage, batch.shuffle_seed, replayed, wanted, tuple(parts), next_start)
 
     async def _begin(self, caller: Caller, body: bytes) -> msg.VersionCall:
         call = wire.decode(body, msg.BeginCall)
-        return msg.VersionCall(await self._keeper.answer(rq.Begin(caller.session, call.durable)))
+        if call.fork and not limits.is_name(call.fork):
+            raise StoreRefusal("the name of a fork must match [A-Za-z0-9_-]{1,64}")
+        forks = sum(bool(line.fork) for line in self._keeper.state.lineages)
+        reply = self._keeper.decide(rq.Begin(caller.session, call.durable, call.fork))
+        if sum(bool(line.fork) for line in self._keeper.state.lineages) > forks:
+            self._prompts.restart(self._keeper.state.cursor)  # before anything else can be leased
+        asked = f"from {call.durable or 'nothing'}" + (f", fork {call.fork}" if call.fork else "")
+        begun = "" if isinstance(reply, StoreRefusal) else f" at {reply}"
+        return msg.VersionCall(await self._recorded(caller, "Begin", asked + begun, reply))
 
     async def _publish(self, caller: Caller, body: bytes) -> msg.PutReply:
-        await self._keeper.answer(rq.Publish(caller.session, wire.decode(body, Snapshot)))
+        snapshot = wire.decode(body, Snapshot)
+        reply = self._keeper.decide(rq.Publish(caller.session, snapshot))
+        await self._recorded(caller, "Publish", f"{snapshot.version} {snapshot.manifest_digest}", reply)
         return msg.PutReply("OK")
 
     async def _ack(self, caller: Caller, body: bytes) -> msg.PutReply:
-        await self._keeper.answer(rq.Ack(caller.session, wire.decode(body, msg.VersionCall).version))
+        version = wire.decode(body, msg.VersionCall).version
+        await self._recorded(caller, "Ack", str(version), self._keeper.decide(rq.Ack(caller.session, version)))
         return msg.PutReply("OK")
 
     async def _durable(self, caller: Caller, body: bytes) -> msg.PutReply:
-        await self._keeper.answer(rq.Durable(caller.session, wire.decode(body, msg.VersionCall).version))
+        version = wire.decode(body, msg.VersionCall).version
+        await self._recorded(caller, "Durable", str(version), self._keeper.decide(rq.Durable(caller.session, version)))
         return msg.PutReply("OK")
 
     async def _published(self, caller: Caller, body: bytes) -> msg.PublishedReply:
@@ -206,6 +248,8 @@ class StoreService:
     async def _report(self, caller: Caller, body: bytes) -> msg.PutReply:
         """Appends the rows; a report sent again (same request) is not written again."""
         call = wire.decode(body, msg.ReportCall)
+        if (size := sum(map(len, call.rows))) > MAX_REPORT_BYTES:
+            raise StoreRefusal(f"a report of {size} bytes; at most {MAX_REPORT_BYTES} are taken: send it in parts")
         if self._last_report.get(caller.session) != call.request:
             rows = [msgspec.json.decode(row, type=dict) for row in call.rows]
             self._metrics.log_all(rows)
@@ -214,9 +258,19 @@ class StoreService:
 
     async def _status(self, caller: Caller, body: bytes) -> msg.StatusReply:
         holders = {who: str(version) for who, version in self.holders.items()}
-        report = status(self._keeper.settings, self._keeper.state) | {"holders": holders}
+        report = status(self._keeper.settings, self._keeper.state, bool(self._prompts.ready)) | {"holders": holders}
+        report["log"] = await self._keeper.log.facts()
         return msg.StatusReply(json.dumps(report).encode())
 
     async def _close(self, caller: Caller, body: bytes) -> msg.PutReply:
-        await self._keeper.answer(rq.Close(wire.decode(body, msg.CloseCall).reason[:500]))
+        reason = wire.decode(body, msg.CloseCall).reason[:500]
+        await self._recorded(caller, "Close", reason, self._keeper.decide(rq.Close(reason)))
         return msg.PutReply("OK")
+
+    async def _recorded(self, caller: Caller, what: str, detail: str, reply: Any) -> Any:
+        """The decided `reply`, once it and the row that says who asked are on disk; raises it when it is a refusal."""
+        self._audit.record(caller, what, detail, reply)
+        await self._keeper.log.committed()
+        if isinstance(reply, StoreRefusal):
+            raise reply
+        return reply

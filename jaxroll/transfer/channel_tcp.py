@@ -1,9 +1,13 @@
-"""The tcp channel: plain sockets, length-prefixed headers, raw bytes straight into the receiver's buffers."""
+"""The tcp channel: sockets, length-prefixed headers, raw bytes straight into the receiver's buffers.
+
+Plain on the loopback; on another address the publisher needs certificates (then all readers must speak TLS) or consent.
+"""
 
 from __future__ import annotations
 
 import itertools
 import socket
+import ssl
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -14,6 +18,9 @@ from jaxroll import wire
 from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone, VersionMixed
 from jaxroll.records import Version
+from jaxroll.rpc import limits
+from jaxroll.rpc import tls as tls_files
+from jaxroll.rpc.tls import Material
 from jaxroll.transfer import digest, frames, plan
 from jaxroll.transfer.channels import Deadline, Part
 from jaxroll.transfer.manifest import Manifest
@@ -39,7 +46,12 @@ class TcpSender:
         max_connections: int = 16,
         stall_s: float = 60.0,
         clock: Clock | None = None,
+        tls: Material | None = None,
+        mutual_tls: bool = False,
+        insecure: bool = False,
     ) -> None:
+        """ConfigError when other machines can reach `host` and there is no token, or neither TLS nor consent."""
+        limits.check_exposure(host, secret=token, has_tls=tls is not None, insecure=insecure)
         self._shelf = Shelf(keep)
         self._listener = Listener(
             self._shelf,
@@ -48,6 +60,7 @@ class TcpSender:
             max_connections=max_connections,
             stall_s=stall_s,
             clock=clock or MonotonicClock(),
+            tls=None if tls is None else tls.server_context(mutual=mutual_tls),
         )
         self.address = f"{socket.gethostname() if host in _ANY else host}:{self._listener.port}"
         self._listener.start()
@@ -70,20 +83,37 @@ class TcpSender:
 class TcpReader:
     """One connection to a TcpSender, for one version."""
 
-    def __init__(self, address: str, version: Version, token: str, deadline: Deadline) -> None:
+    def __init__(
+        self, address: str, version: Version, token: str, deadline: Deadline, tls: Material | None = None
+    ) -> None:
         self._address, self._version, self._token, self._deadline = address, version, token, deadline
+        self._tls, self._heard = tls, False
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise TransferError(f"not a tcp address: {address!r} (HOST:PORT)")
         try:
-            self._sock = socket.create_connection((host, int(port)), timeout=deadline.left_s())
+            self._sock = socket.create_connection((host.strip("[]"), int(port)), timeout=deadline.left_s())
         except OSError as error:
             raise TransferError(f"no parameters from {address}: {error}") from error
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            self._sock = self._secured(tls, host.strip("[]"))
         self._scratch = bytearray(frames.LENGTH.size)
 
     def close(self) -> None:
         self._sock.close()
+
+    def _secured(self, tls: Material, host: str) -> socket.socket:
+        """The connection under TLS, the publisher's name verified."""
+        try:
+            self._sock.settimeout(self._deadline.left_s())
+            return tls.client_context().wrap_socket(self._sock, server_hostname=host)
+        except TimeoutError as error:
+            tls_files.close_quietly(self._sock)
+            raise self._deadline.passed() from error
+        except OSError as error:
+            tls_files.close_quietly(self._sock)
+            raise self._lost(error) from error
 
     def manifest(self) -> bytes:
         """The manifest's bytes, unchecked."""
@@ -147,7 +177,7 @@ class TcpReader:
         except TimeoutError as error:
             raise self._deadline.passed() from error
         except OSError as error:
-            raise self._lost(str(error)) from error
+            raise self._lost(error) from error
 
     def _receive(self, buffer: memoryview) -> None:
         while len(buffer):
@@ -157,12 +187,21 @@ class TcpReader:
             except TimeoutError as error:
                 raise self._deadline.passed() from error
             except OSError as error:
-                raise self._lost(str(error)) from error
+                raise self._lost(error) from error
             if count == 0:
                 raise self._lost("the publisher closed the connection")
+            self._heard = True
             buffer = buffer[count:]
 
-    def _lost(self, why: str) -> TransferError:
+    def _lost(self, why: OSError | str) -> Exception:
+        """The error of a connection that ended: Unauthorized when the two ends do not agree on TLS."""
+        said = None
+        if isinstance(why, ssl.SSLError):
+            said = tls_files.explanation(why, self._tls)
+        if said is None and not self._heard:
+            said = tls_files.diagnosis(self._address, self._tls)
+        if said is not None:
+            return Unauthorized(f"weights of {self._version} at {self._address}: {said}")
         return TransferError(f"transfer of version {self._version} from {self._address} broke off: {why}")
 
 

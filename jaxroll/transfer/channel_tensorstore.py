@@ -21,6 +21,7 @@ import tensorstore as ts
 
 from jaxroll.errors import DigestMismatch, TransferError, VersionGone, VersionMixed
 from jaxroll.records import Version
+from jaxroll.rpc.tls import Material
 from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer import plan
 from jaxroll.transfer.channels import Deadline, Part
@@ -116,8 +117,10 @@ class TensorstoreSender:
 class TensorstoreReader:
     """Reads one version from its folder."""
 
-    def __init__(self, address: str, version: Version, token: str, deadline: Deadline) -> None:
-        del token  # who may read is the file system's or the object store's decision
+    def __init__(
+        self, address: str, version: Version, token: str, deadline: Deadline, tls: Material | None = None
+    ) -> None:
+        del token, tls  # who may read is the file system's or the object store's decision
         self._url, self._version, self._deadline = address.rstrip("/") + "/", version, deadline
         self._context = _context()
         self._store = _result(ts.KvStore.open(self._url, context=self._context), deadline)

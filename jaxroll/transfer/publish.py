@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import pathlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from jaxroll.config import TransferConfig
 from jaxroll.records import Snapshot, Version
+from jaxroll.rpc.tls import Material
 from jaxroll.transfer import snapshot as snapshots
 from jaxroll.transfer.channel_tcp import TcpSender
 from jaxroll.transfer.channel_tensorstore import TensorstoreSender
@@ -15,6 +17,18 @@ from jaxroll.transfer.channels import Deadline, Sender
 from jaxroll.transfer.snapshot import HostSnapshot, Params, Pending
 
 LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """How weights may be offered to other machines: under TLS, or in plain text when the user consents."""
+
+    tls: Material | None = None
+    mutual_tls: bool = False
+    insecure: bool = False
+
+
+LOOPBACK_ONLY = Exposure()
 
 
 def open_sender(
@@ -25,12 +39,16 @@ def open_sender(
     keep: int,
     token: str,
     max_connections: int,
+    exposure: Exposure,
 ) -> Sender:
     """The sender that the config names. `tensorstore` without a path writes to RUN/transfer."""
     if config.channel == "tensorstore":
         path = config.path or pathlib.Path(run_dir) / "transfer"
         return TensorstoreSender(path, keep=keep, limit_s=config.deadline_s)
-    return TcpSender(host, keep=keep, token=token, max_connections=max_connections, stall_s=config.deadline_s)
+    return TcpSender(
+        host, keep=keep, token=token, max_connections=max_connections, stall_s=config.deadline_s,
+        tls=exposure.tls, mutual_tls=exposure.mutual_tls, insecure=exposure.insecure,
+    )  # fmt: skip
 
 
 class Publisher:
@@ -50,9 +68,12 @@ class Publisher:
         keep: int = 2,
         token: str = "",
         max_connections: int = 16,
+        exposure: Exposure = LOOPBACK_ONLY,
     ) -> None:
         self._config = config
-        self._sender = open_sender(config, run_dir, host, keep=keep, token=token, max_connections=max_connections)
+        self._sender = open_sender(
+            config, run_dir, host, keep=keep, token=token, max_connections=max_connections, exposure=exposure
+        )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer-publish")
 
     def start(self, version: Version, params: Params) -> Future[Snapshot]:

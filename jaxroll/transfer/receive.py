@@ -22,6 +22,7 @@ from jaxroll.clock import Clock
 from jaxroll.config import TransferConfig
 from jaxroll.errors import DigestMismatch, TransferError
 from jaxroll.records import Snapshot, Version
+from jaxroll.rpc.tls import Material
 from jaxroll.transfer import digest, manifest, plan
 from jaxroll.transfer.channel_tcp import TcpReader
 from jaxroll.transfer.channel_tensorstore import TensorstoreReader
@@ -101,8 +102,10 @@ def _caster(shardings: tuple[jax.sharding.Sharding, ...], dtypes: tuple[str, ...
 class Receiver:
     """Fetches snapshots. It has no state of its own, so any thread may call `fetch`, several at a time."""
 
-    def __init__(self, config: TransferConfig, *, token: str = "", clock: Clock | None = None) -> None:
-        self._limit_s, self._token, self._clock = config.deadline_s, token, clock
+    def __init__(
+        self, config: TransferConfig, *, token: str = "", clock: Clock | None = None, tls: Material | None = None
+    ) -> None:
+        self._limit_s, self._token, self._clock, self._tls = config.deadline_s, token, clock, tls
 
     def fetch(
         self,
@@ -113,14 +116,14 @@ class Receiver:
         """The parameters of `snapshot`, cut for `target`, verified, in host memory.
 
         Network and numpy only. Raises TransferError (deadline passed, publisher gone, shapes that do not fit) or one of
-        its kinds: VersionGone, VersionMixed, DigestMismatch; Unauthorized for a wrong token.
+        its kinds: VersionGone, VersionMixed, DigestMismatch; Unauthorized for a wrong token or certificate.
         """
         deadline = Deadline(self._limit_s, f"fetching version {snapshot.version} from {snapshot.address}", self._clock)
         if snapshot.channel not in _READERS:
             raise TransferError(f"unknown channel {snapshot.channel!r} (known: {', '.join(sorted(_READERS))})")
         if target.keys() != shapes.keys():
             raise TransferError(f"shardings and shapes differ in {sorted(target.keys() ^ shapes.keys())}")
-        reader = _READERS[snapshot.channel](snapshot.address, snapshot.version, self._token, deadline)
+        reader = _READERS[snapshot.channel](snapshot.address, snapshot.version, self._token, deadline, self._tls)
         with contextlib.closing(reader):
             published = manifest.decode(reader.manifest(), snapshot)
             manifest.check(published, shapes)

@@ -2,7 +2,8 @@
 
 The thread owns every socket. Other threads touch only the shelf (a lock) and the wake-up pipe. At most
 `max_connections` readers are served at a time, a chunk each in turn; more wait in the kernel's backlog. A reader that
-makes no progress for `stall_s` is dropped. Nothing a reader sends can make this process allocate more than one request.
+makes no progress for `stall_s` is dropped, one that has not shown its token within `FIRST_QUESTION_S` too. Nothing a
+reader sends can make this process allocate more than one request, which is small until its token was seen.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from __future__ import annotations
 import hmac
 import selectors
 import socket
+import ssl
 import threading
-from collections import deque
 from collections.abc import Iterator
 
-import msgspec
 import numpy as np
 
 from jaxroll import wire
@@ -23,9 +23,10 @@ from jaxroll.errors import TransferError
 from jaxroll.records import Version
 from jaxroll.transfer import digest, frames, plan
 from jaxroll.transfer.snapshot import HostSnapshot
+from jaxroll.transfer.tcp_connection import Connection, Refusal
 
 _TICK_S = 0.5  # how often stalled readers are looked for
-_BATCH_BYTES, _BATCH_BUFFERS = 1 << 20, 64  # of one sendmsg
+FIRST_QUESTION_S = 5.0  # from the connection to the first question, TLS handshake included
 _BACKLOG = 64
 
 
@@ -52,77 +53,22 @@ class Shelf:
             return tuple(self._kept)
 
 
-class _Refusal(Exception):
-    """Ends a connection after telling the reader why."""
-
-    def __init__(self, kind: str, reason: str) -> None:
-        self.answer = frames.Refused(kind, reason)
-        super().__init__(reason)
-
-
-class _Connection:
-    """One reader: bytes of its question so far, buffers still to send, and where more of them come from."""
-
-    def __init__(self, sock: socket.socket, now_s: float) -> None:
-        self.sock, self.moved_s = sock, now_s
-        self.inbox = bytearray()
-        self.outbox: deque[memoryview] = deque()
-        self.more: Iterator[memoryview] = iter(())
-        self.pinned: HostSnapshot | None = None
-        self.ending = False
-
-    def refill(self) -> None:
-        """Buffers moved from `more` to the outbox until a batch is there."""
-        held = sum(len(buffer) for buffer in self.outbox)
-        while held < _BATCH_BYTES and len(self.outbox) < _BATCH_BUFFERS:
-            buffer = next(self.more, None)
-            if buffer is None:
-                return
-            if len(buffer):
-                self.outbox.append(buffer)
-                held += len(buffer)
-
-    def send(self) -> bool:
-        """Whether anything is left to send after writing what the socket takes now."""
-        self.refill()
-        if self.outbox:
-            sent = self.sock.sendmsg(list(self.outbox))
-            while sent:
-                head = self.outbox[0]
-                if sent < len(head):
-                    self.outbox[0] = head[sent:]
-                    break
-                sent -= len(head)
-                self.outbox.popleft()
-            self.refill()
-        return bool(self.outbox)
-
-    def question(self) -> frames.Question | None:
-        """The next whole question in the inbox, or None; refuses what is too long or no question."""
-        if len(self.inbox) < frames.LENGTH.size:
-            return None
-        (length,) = frames.LENGTH.unpack_from(self.inbox)
-        if length > frames.MAX_FRAME_BYTES:
-            raise _Refusal("bad_request", f"a request of {length} bytes; at most {frames.MAX_FRAME_BYTES} are read")
-        end = frames.LENGTH.size + length
-        if len(self.inbox) < end:
-            return None
-        body = bytes(self.inbox[frames.LENGTH.size : end])
-        del self.inbox[:end]
-        try:
-            return wire.decode(body, frames.Question)
-        except msgspec.MsgspecError as error:
-            raise _Refusal("bad_request", f"not a question: {error}") from error
-
-
 class Listener:
     """The listening socket and its thread. Construct, then `start`; `close` waits for the thread to end."""
 
     def __init__(
-        self, shelf: Shelf, host: str, *, token: str, max_connections: int, stall_s: float, clock: Clock
+        self,
+        shelf: Shelf,
+        host: str,
+        *,
+        token: str,
+        max_connections: int,
+        stall_s: float,
+        clock: Clock,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._shelf, self._token, self._clock = shelf, token.encode(), clock
-        self._max_connections, self._stall_s = max_connections, stall_s
+        self._max_connections, self._stall_s, self._tls = max_connections, stall_s, tls
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listening = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self._listening.setblocking(False)
@@ -130,7 +76,7 @@ class Listener:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        self._connections: set[_Connection] = set()
+        self._connections: set[Connection] = set()
         self._accepting = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="transfer-listener", daemon=True)
@@ -183,22 +129,32 @@ class Listener:
             sock, _ = self._listening.accept()
         except OSError:  # the reader left between select and accept, or no descriptors are free: others go on
             return
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(sock, self._clock.now_s())
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = Connection(sock, self._clock.now_s(), self._tls)
+        except OSError:  # it is gone again
+            sock.close()
+            return
         self._connections.add(connection)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         """One step of one reader: read its question, or write it a batch."""
         try:
+            connection.greet()
             if connection.outbox:
                 left = connection.send() or (not connection.ending and self._take_question(connection))
             else:
                 left = self._read(connection)
         except BlockingIOError:
             return
-        except OSError:  # the reader is gone
+        except ssl.SSLWantReadError:
+            self._selector.modify(connection.sock, selectors.EVENT_READ, connection)
+            return
+        except ssl.SSLWantWriteError:
+            self._selector.modify(connection.sock, selectors.EVENT_WRITE, connection)
+            return
+        except OSError:  # the reader is gone, or its handshake failed
             self._drop(connection)
             return
         connection.moved_s = self._clock.now_s()
@@ -208,35 +164,34 @@ class Listener:
         event = selectors.EVENT_WRITE if left else selectors.EVENT_READ
         self._selector.modify(connection.sock, event, connection)
 
-    def _read(self, connection: _Connection) -> bool:
-        data = connection.sock.recv(1 << 16)
-        if not data:
+    def _read(self, connection: Connection) -> bool:
+        if not connection.receive():
             connection.ending = True
             return False
-        connection.inbox += data
         return self._take_question(connection)
 
-    def _take_question(self, connection: _Connection) -> bool:
+    def _take_question(self, connection: Connection) -> bool:
         """Whether a whole question was there, so that there is something to send now."""
         try:
             question = connection.question()
             if question is None:
                 return False
             connection.more = self._answer(connection, question)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             connection.more = iter((memoryview(frames.frame(refusal.answer)),))
             connection.ending = True
         connection.refill()
         return bool(connection.outbox)
 
-    def _answer(self, connection: _Connection, question: frames.Question) -> Iterator[memoryview]:
+    def _answer(self, connection: Connection, question: frames.Question) -> Iterator[memoryview]:
         self._admit(question)
+        connection.admitted = True
         pinned = connection.pinned
         if pinned is None or pinned.version != question.version:
             pinned = self._shelf.get(question.version)
         if pinned is None:
             kept = ", ".join(map(str, self._shelf.versions())) or "none"
-            raise _Refusal("gone", f"version {question.version} is not kept here (kept: {kept})")
+            raise Refusal("gone", f"version {question.version} is not kept here (kept: {kept})")
         connection.pinned = pinned
         if isinstance(question, frames.AskManifest):
             head = frames.frame(frames.ManifestReply(pinned.version, len(pinned.encoded)))
@@ -246,19 +201,19 @@ class Listener:
         return _chunks(pinned, question.slices)
 
     def _admit(self, question: frames.Question) -> None:
-        if not hmac.compare_digest(question.token.encode(), self._token):
-            raise _Refusal("unauthorized", "wrong transfer token")
+        if not hmac.compare_digest(question.token.encode("utf-8", "surrogatepass"), self._token):
+            raise Refusal("unauthorized", "wrong transfer token; roles take it from JAXROLL_TOKEN or RUN/token")
         if question.protocol != wire.PROTOCOL_VERSION:
-            raise _Refusal(
-                "unauthorized", f"protocol {question.protocol} is spoken there, {wire.PROTOCOL_VERSION} here"
-            )
+            raise Refusal("unauthorized", f"protocol {question.protocol} is spoken there, {wire.PROTOCOL_VERSION} here")
 
     def _drop_stalled(self) -> None:
-        limit_s = self._clock.now_s() - self._stall_s
-        for connection in [c for c in self._connections if c.moved_s < limit_s]:
-            self._drop(connection)
+        now_s = self._clock.now_s()
+        for connection in list(self._connections):
+            stranger = not connection.admitted and now_s - connection.opened_s > FIRST_QUESTION_S
+            if stranger or now_s - connection.moved_s > self._stall_s:
+                self._drop(connection)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         self._connections.discard(connection)
         self._selector.unregister(connection.sock)
         connection.sock.close()
@@ -268,7 +223,7 @@ def _check_slice(snapshot: HostSnapshot, part: frames.Slice) -> None:
     leaves = snapshot.manifest.leaves
     known = 0 <= part.leaf < len(leaves) and 0 <= part.source < len(leaves[part.leaf].boxes)
     if not known or not plan.contains(leaves[part.leaf].boxes[part.source], part.box):
-        raise _Refusal("bad_request", f"leaf {part.leaf}, source {part.source} has no box {part.box}")
+        raise Refusal("bad_request", f"leaf {part.leaf}, source {part.source} has no box {part.box}")
 
 
 def _chunks(snapshot: HostSnapshot, slices: tuple[frames.Slice, ...]) -> Iterator[memoryview]:

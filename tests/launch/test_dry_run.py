@@ -24,6 +24,7 @@ CASES = {
     "gpu_one": ("gpu.sh", ["--devices-per-host=1", "--gpu-memory-mb=81920"]),
     "gpu_eight": ("gpu.sh", ["--devices-per-host=8", "--config.sampler.count=3"]),
     "gpu_three_hosts": ("gpu.sh", [*SPREAD, "--run=runs/x"]),
+    "gpu_three_hosts_tls": ("gpu.sh", ["--tls=runs/x/tls", *SPREAD[1:], "--run=runs/x"]),
 }
 
 
@@ -96,7 +97,7 @@ def test_hosts_are_reached_by_quoted_lines_that_a_shell_takes_apart_again(tmp_pa
     assert (flag, host) == ("-tt", "box")
     assert inner.startswith("cd '/my dir' && exec env ")
     assert re.search(r"jaxroll sampler --index=0 '--config=my configs/c.py' --config.run.name=x ", inner)
-    assert inner.endswith("--store=localhost:7077 --host=box --insecure")
+    assert inner.endswith("--store=localhost:7077")
 
 
 @pytest.mark.process
@@ -125,5 +126,13 @@ def test_the_script_runs_all_lines_side_by_side_and_ends_them_together(tmp_path:
 
 
 def test_several_hosts_need_a_word_about_plain_text() -> None:
-    with pytest.raises(ConfigError, match=r"plain text.*--insecure.*JAXROLL_TOKEN"):
-        launchers.plan(CONFIG, Target("gpu", "configs/c.py", hosts={"sampler": "box"}, devices_per_host=8))
+    spread = Target("gpu", "configs/c.py", hosts={"sampler": "box"}, devices_per_host=8)
+    with pytest.raises(ConfigError, match=r"plain text.*jaxroll tls.*--tls=DIR.*--insecure.*JAXROLL_TOKEN"):
+        launchers.plan(CONFIG, spread)
+
+
+def test_certificates_take_the_place_of_the_word_about_plain_text() -> None:
+    for launch in launchers.plan(CONFIG, Target("gpu", "c.py", hosts={"sampler": "box"}, devices_per_host=8, tls="t")):
+        assert "--insecure" not in launch.argv and launch.env["JAXROLL_TLS"] == "t"
+    for launch in launchers.plan(CONFIG, Target("gpu", "c.py", devices_per_host=8, tls="t")):
+        assert "JAXROLL_TLS" not in launch.env, "on one host nothing leaves the loopback"

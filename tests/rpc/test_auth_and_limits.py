@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import stat
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,6 +43,55 @@ def test_the_secret_is_made_once_for_its_owner(tmp_path: Path) -> None:
     assert auth.load(None, {}) is None
 
 
+def test_a_token_that_others_can_read_is_closed_and_told_of(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "token").write_text("a secret of a user\n")
+    (tmp_path / "token").chmod(0o644)
+    assert auth.load(tmp_path, {}) == "a secret of a user"
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+    told = capsys.readouterr().err
+    assert "could be read by others (mode 644)" in told and "a secret" not in told
+    assert auth.load(tmp_path, {}) and capsys.readouterr().err == ""
+
+
+def test_an_empty_token_lets_nobody_in_by_mistake(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(" \n")
+    for read in (auth.create, lambda path: auth.load(path, {}), lambda path: auth.load_secret(path, {})):
+        with pytest.raises(ConfigError, match="let everybody in"):
+            read(tmp_path)
+
+
+def test_two_processes_that_make_a_token_have_the_same(tmp_path: Path) -> None:
+    made: list[str] = []
+    threads = [threading.Thread(target=lambda: made.append(auth.create(tmp_path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 8 and len(set(made)) == 1 and len(made[0]) == 64
+    assert sorted(os.listdir(tmp_path)) == ["token"]
+
+
+def test_a_role_token_cannot_stand_for_the_secret(tmp_path: Path) -> None:
+    """A store that took it for the secret would admit whoever knows it in every role."""
+    token = auth.bearer(SECRET, "sampler")
+    with pytest.raises(ConfigError, match="secret"):
+        auth.load_secret(tmp_path, {"JAXROLL_TOKEN": token})
+    assert auth.load(tmp_path, {"JAXROLL_TOKEN": token}) == token
+    assert auth.bearer(token, "learner") == token, "it is shown as it is, and refused"
+    assert not auth.admits(SECRET, "learner", token)
+
+
+def test_tokens_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every comparison of what was shown goes through hmac.compare_digest, and gets bytes of it whatever they are."""
+    compared = []
+    monkeypatch.setattr(auth.hmac, "compare_digest", lambda a, b: compared.append((a, b)) or a == b)
+    expected = auth.tokens(SECRET)
+    for shown in ("", "sampler.", "\udcff", "é" * 10_000, auth.bearer(SECRET, "sampler")):
+        assert auth.matches(expected, "sampler", shown) == (shown == auth.bearer(SECRET, "sampler"))
+    assert len(compared) == 5 and all(len(shown) <= 1024 for _, shown in compared)
+    assert not auth.matches(expected, "root", auth.bearer(SECRET, "sampler"))
+
+
 def test_roles_have_rights() -> None:
     assert [auth.right_of(r) for r in ("learner", "actor", "evaluator", "supervisor")] == [
         "learner", "sampler", "observer", "admin",
@@ -58,21 +110,44 @@ def test_what_is_no_name(name: str) -> None:
     assert not limits.is_name(name)
 
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("127.0.0.1", True), ("127.8.9.1", True), ("localhost", True), ("::1", True), ("[::1]", True), ("0.0.0.0", False),
-     ("10.0.0.1", False), ("example.org", False), ("", False)],
-)  # fmt: skip
-def test_loopback(host: str, loopback: bool) -> None:
+ADDRESSES = {
+    "127.0.0.1": True, "127.8.9.1": True, "localhost": True, "LOCALHOST": True, "::1": True, "[::1]": True,
+    "::ffff:127.0.0.1": True, "0:0:0:0:0:0:0:1": True,
+    "0.0.0.0": False, "::": False, "[::]": False, "": False, "0": False, "10.0.0.1": False, "192.168.1.4": False,
+    "172.16.0.1": False, "169.254.1.1": False, "8.8.8.8": False, "fe80::1": False, "fe80::1%eth0": False,
+    "fd00::1": False,
+    "2001:db8::1": False, "::ffff:10.0.0.1": False, "::ffff:0.0.0.0": False, "example.org": False,
+    "localhost.example.org": False, "127.0.0.1.example.org": False, "2130706433": False, "127.1": False, "*": False,
+}  # fmt: skip
+SECRET = "s" * 32
+
+
+@pytest.mark.parametrize(("host", "loopback"), ADDRESSES.items())
+def test_only_the_loopback_is_served_without_token_and_tls(host: str, loopback: bool) -> None:
     assert limits.is_loopback(host) == loopback
     if loopback:
-        limits.check_exposure(host, has_token=False, insecure=False)
-    else:
-        with pytest.raises(ConfigError):
-            limits.check_exposure(host, has_token=False, insecure=True)
-        with pytest.raises(ConfigError):
-            limits.check_exposure(host, has_token=True, insecure=False)
-        limits.check_exposure(host, has_token=True, insecure=True)
+        limits.check_exposure(host, secret=None, has_tls=False, insecure=False)
+        return
+    for secret, has_tls, insecure, words in (
+        (None, True, True, "no token"), ("", True, True, "no token"), ("short", True, True, "guessed"),
+        (SECRET, False, False, "plain text.*jaxroll tls.*--insecure"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            limits.check_exposure(host, secret=secret, has_tls=has_tls, insecure=insecure)
+    limits.check_exposure(host, secret=SECRET, has_tls=True, insecure=False)
+    limits.check_exposure(host, secret=SECRET, has_tls=False, insecure=True)
+
+
+@pytest.mark.parametrize(
+    ("resolved", "loopback"),
+    [(["127.0.0.1", "::1"], True), (["10.0.0.7"], False), (["127.0.0.1", "10.0.0.7"], False), (["::"], False)],
+)
+def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch, resolved: list[str], loopback: bool) -> None:
+    """/etc/hosts can say anything of localhost."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in resolved]
+    monkeypatch.setattr(limits.socket, "getaddrinfo", lambda *_, **__: found)
+    assert limits.is_loopback("localhost") == loopback
+    assert not limits.is_loopback("box")  # a name that happens to resolve to the loopback today
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_a_taken_port_is_not_shared() -> None:
 
 def test_an_address_that_is_not_here_is_refused() -> None:
     async def binds() -> None:
-        raw = RawServer("t.Service", {}, secret="s", max_message_bytes=2**20)
+        raw = RawServer("t.Service", {}, secret="s" * 32, max_message_bytes=2**20)
         with pytest.raises(ConfigError, match="cannot listen"):
             raw.bind("203.0.113.7", 0, insecure=True)
         await raw.stop(0)

@@ -203,9 +203,9 @@ def test_nothing_is_acknowledged_before_it_is_on_disk(
     config, disk = small.configured(), threading.Event()
     commit = store_log._commit
 
-    def held_back(connection, statements) -> None:
+    def held_back(*arguments) -> bool:
         assert disk.wait(small.DEADLINE_S)
-        commit(connection, statements)
+        return commit(*arguments)
 
     async def waits() -> None:
         disk.set()
@@ -389,7 +389,7 @@ def test_wrong_protocol_config_role_and_token_are_turned_away(tmp_path: Path, sm
                 async with small.connected(tmp_path, config, "sampler", config_digest=""):
                     pass
             async with small.connected(tmp_path, config, "sampler", token=shown_by_sampler) as sampler:
-                with pytest.raises(Unauthorized, match="may not call this"):
+                with pytest.raises(Unauthorized, match="the role sampler may not call Begin"):
                     await sampler.begin(None)
                 with pytest.raises(Unauthorized, match="protocol"):
                     await sampler._call("Hello", msg.Hello(99, digest(config)), msg.Welcome)
@@ -418,7 +418,7 @@ def test_a_message_too_large_is_refused_before_it_is_read(tmp_path: Path, small:
 
     async def large() -> None:
         async with small.serving(tmp_path, config), small.connected(tmp_path, config, "sampler") as sampler:
-            with pytest.raises(StoreRefusal, match="larger than max"):
+            with pytest.raises(StoreRefusal, match="1048577 bytes; at most 1048576"):
                 await sampler._raw.call("Put", bytes(2**20 + 1), 5.0)
             assert (await sampler.status())["issued"] == 0
 

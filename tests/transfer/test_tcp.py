@@ -15,7 +15,7 @@ from jaxroll import wire
 from jaxroll.clock import ManualClock, MonotonicClock
 from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone
 from jaxroll.records import Snapshot, Version
-from jaxroll.transfer import frames, tcp_listener
+from jaxroll.transfer import frames, tcp_connection, tcp_listener
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, Part
 
@@ -112,7 +112,7 @@ def test_a_socket_that_takes_few_bytes_at_a_time_gets_all_of_them_in_order() -> 
         rng = np.random.default_rng(0)
         buffers = [rng.bytes(int(n)) for n in [*rng.integers(0, 9, 100), *rng.integers(1, 60_000, 20)]]
         wanted = b"".join(buffers)
-        connection = tcp_listener._Connection(ours, 0.0)
+        connection = tcp_connection.Connection(ours, 0.0)
         connection.more = iter([memoryview(buffer) for buffer in buffers])
         got, partial = b"", 0
         while len(got) < len(wanted):
@@ -227,6 +227,7 @@ def _advance_until_hung_up(clock: ManualClock, sock: socket.socket) -> None:
         b"\xff\xff\xff\xff",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         frames.LENGTH.pack(3) + b"abc",
+        frames.frame(frames.AskManifest(wire.PROTOCOL_VERSION, "ab", VERSION)).replace(b"ab", b"\xff\xa5"),
         frames.frame(frames.AskSlices(wire.PROTOCOL_VERSION, "", VERSION, (frames.Slice(9, 0, (), False),))),
         frames.frame(
             frames.AskSlices(wire.PROTOCOL_VERSION, "", VERSION, (frames.Slice(0, 0, ((-1, 2), (0, 2)), False),))

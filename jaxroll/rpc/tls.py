@@ -1,0 +1,204 @@
+"""TLS between machines: certificates from a folder, both ends verified, and words for what went wrong.
+
+The folder is JAXROLL_TLS, or RUN/tls. What lies in it decides: with `ca.pem` a process speaks TLS and trusts only that
+CA; `cert.pem` and `key.pem` are what it shows as a server; `client-cert.pem` and `client-key.pem` (else the former)
+what it shows as a client where mutual TLS is on. `jaxroll tls RUN` makes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from jaxroll.errors import ConfigError
+from jaxroll.rpc import auth
+
+TLS_VARIABLE, TLS_FOLDER = "JAXROLL_TLS", "tls"
+CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
+CLIENT_CERT, CLIENT_KEY = "client-cert.pem", "client-key.pem"
+PROBE_S = 3.0
+_PROBES, _PROBE_PAUSE_S = 3, 0.2
+_REMAKE = "make new certificates with `jaxroll tls RUN --host=NAME`, and copy RUN/tls to the hosts again"
+
+
+@dataclass(frozen=True)
+class Material:
+    """A folder of certificates that has been looked at."""
+
+    folder: Path
+
+    def server_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
+        """What a gRPC server shows; with `mutual` it asks callers for a certificate of the same CA."""
+        cert, key = self._server_files()
+        return grpc.ssl_server_credentials(
+            [(key.read_bytes(), cert.read_bytes())], (self.folder / CA).read_bytes(), require_client_auth=mutual
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """What a gRPC client trusts and shows."""
+        files = self.client_certificate()
+        shown = (files[1].read_bytes(), files[0].read_bytes()) if files else (None, None)
+        return grpc.ssl_channel_credentials((self.folder / CA).read_bytes(), *shown)
+
+    def server_context(self, *, mutual: bool) -> ssl.SSLContext:
+        """The same for a plain socket that listens."""
+        cert, key = self._server_files()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._load(context, (cert, key))
+        if mutual:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def client_context(self) -> ssl.SSLContext:
+        """The same for a plain socket that connects; it verifies the name it connects to."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._load(context, self.client_certificate())
+        return context
+
+    def _load(self, context: ssl.SSLContext, shown: tuple[Path, Path] | None) -> None:
+        try:
+            context.load_verify_locations(self.folder / CA)
+            if shown:
+                context.load_cert_chain(*shown)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(str(self.folder), str(error), "these certificates cannot be used",
+                              f"{_REMAKE[0].upper()}{_REMAKE[1:]}.") from error  # fmt: skip
+
+    def _server_files(self) -> tuple[Path, Path]:
+        cert, key = self.folder / CERT, self.folder / KEY
+        for path in (cert, key):
+            if not path.is_file():
+                raise ConfigError(str(self.folder), path.name, "is missing, and a server must show a certificate",
+                                  f"Copy {CERT} and {KEY} to this host, which listens.")  # fmt: skip
+        auth.keep_private(key)
+        return cert, key
+
+    def client_certificate(self) -> tuple[Path, Path] | None:
+        """Certificate and key that a client shows; None when there are none."""
+        for cert, key in ((CLIENT_CERT, CLIENT_KEY), (CERT, KEY)):
+            if (self.folder / cert).is_file() and (self.folder / key).is_file():
+                auth.keep_private(self.folder / key)
+                return self.folder / cert, self.folder / key
+        return None
+
+
+def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Material | None:
+    """The certificates of this process; None when there are none, and it speaks plain text."""
+    named = environment.get(TLS_VARIABLE, "").strip()
+    folder = Path(named) if named else run_dir / TLS_FOLDER if run_dir is not None else None
+    if folder is None or not (named or folder.is_dir()):
+        return None
+    if not (folder / CA).is_file():
+        raise ConfigError(str(folder), CA, "is missing: nobody could be trusted",
+                          "Copy the folder that `jaxroll tls RUN` made.")  # fmt: skip
+    return Material(folder)
+
+
+def diagnosis(address: str, material: Material | None) -> str | None:
+    """Why no connection to host:port can come about, in words that say what to do; None when TLS is not the reason.
+
+    Tries the handshake once, as gRPC would, within PROBE_S.
+    """
+    for _ in range(_PROBES):
+        with contextlib.suppress(_HungUp):
+            return _probe(address, material)
+        time.sleep(_PROBE_PAUSE_S)  # a server that dies at this moment looks the same, but not three times
+    return None if material is None else _unwelcome(material)
+
+
+class _HungUp(Exception):
+    """The other end closed the connection when the handshake seemed done."""
+
+
+def _probe(address: str, material: Material | None) -> str | None:
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal():
+        return None
+    try:
+        with socket.create_connection((host, int(port)), timeout=PROBE_S) as sock:
+            sock.settimeout(PROBE_S)
+            return _plain_diagnosis(sock, host) if material is None else _tls_diagnosis(sock, host, material)
+    except OSError:
+        return None  # nobody is there: no word about TLS can be said
+
+
+def _plain_diagnosis(sock: socket.socket, host: str) -> str | None:
+    """What a peer that speaks plain text should know of the other end."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        context.wrap_socket(sock, server_hostname=host).close()
+    except ssl.SSLError as error:
+        if "ALERT" not in str(error.reason):
+            return None
+    return (f"it speaks TLS and this process has no certificates: copy {CA} of RUN/tls (with mutual TLS also "
+            f"{CLIENT_CERT} and {CLIENT_KEY}) to a folder here and name it in {TLS_VARIABLE}")  # fmt: skip
+
+
+def _tls_diagnosis(sock: socket.socket, host: str, material: Material) -> str | None:
+    context = material.client_context()
+    context.set_alpn_protocols(["h2"])
+    try:
+        secured = context.wrap_socket(sock, server_hostname=host)
+    except ssl.SSLError as error:
+        return explanation(error, material)
+    with secured:
+        try:
+            # In TLS 1.3 a server looks at our certificate after we believe to be done; gRPC's then hangs up in silence,
+            # where one that is content speaks first.
+            if secured.recv(1):
+                return None
+        except (ssl.SSLEOFError, ConnectionError):
+            pass
+        except ssl.SSLError as error:
+            return explanation(error, material)
+        raise _HungUp
+
+
+def _unwelcome(material: Material) -> str:
+    if material.client_certificate() is None:
+        return (f"it asks for a certificate (mutual TLS) and {material.folder} has none: copy {CLIENT_CERT} and "
+                f"{CLIENT_KEY} of RUN/tls there")  # fmt: skip
+    return f"it does not accept the certificate in {material.folder}: {_REMAKE}"
+
+
+def explanation(error: ssl.SSLError, material: Material | None) -> str | None:
+    """What an error of a handshake means and what to do; None for one that is not about certificates."""
+    folder = material.folder if material is not None else TLS_FOLDER
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted ({error.verify_message}) by {folder}/{CA}: {_advice(error)}"
+    reason = str(error.reason)
+    if material is not None and ("CERTIFICATE_REQUIRED" in reason or "HANDSHAKE_FAILURE" in reason):
+        return _unwelcome(material)
+    if "ALERT" in reason and any(word in reason for word in ("CERT", "UNKNOWN_CA", "ACCESS_DENIED")):
+        return f"it does not accept the certificate in {folder} ({reason}): {_REMAKE}"
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE"):
+        return f"it speaks plain text, and this process has certificates ({folder}): give it some too, or remove these"
+    return None
+
+
+def _advice(error: ssl.SSLCertVerificationError) -> str:
+    words = error.verify_message.lower()
+    if "mismatch" in words:
+        return f"it was made for other names; {_REMAKE}"
+    if "expired" in words or "not yet valid" in words:
+        return f"look at the clocks, or {_REMAKE}"
+    return f"it is of another CA; copy {CA} of the run whose store this is"
+
+
+def close_quietly(sock: socket.socket) -> None:
+    """Close a socket whatever state it is in."""
+    with contextlib.suppress(OSError):
+        sock.close()

@@ -1,0 +1,134 @@
+"""TLS between the ends of a call: what is accepted, and what every misfit is told."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import stat
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxroll.control import certificates
+from jaxroll.errors import ConfigError, Unauthorized
+from jaxroll.rpc import tls
+from jaxroll.rpc.client import RawClient
+from jaxroll.rpc.server import Caller, Method, RawServer
+from jaxroll.rpc.tls import Material
+
+PATIENCE_S = 40.0  # a misfit must be told at once, long before this
+
+
+async def _echo(caller: Caller, body: bytes) -> bytes:
+    return body
+
+
+def call(server_tls: Material | None, client_tls: Material | None, *, mutual: bool = False, host: str = "127.0.0.1"):
+    """The answer to one call of `client_tls` to a server with `server_tls`; raises what the client raises."""
+
+    async def calls() -> bytes:
+        methods = {"echo": Method(_echo, frozenset({"sampler"}))}
+        server = RawServer(
+            "t.S", methods, secret="s" * 32, max_message_bytes=2**20, tls=server_tls, mutual_tls=mutual
+        )  # fmt: skip
+        port = server.bind("127.0.0.1", 0)
+        await server.start()
+        client = RawClient(
+            "t.S", f"{host}:{port}", role="sampler", name="s", token="s" * 32, patience_s=PATIENCE_S,
+            max_message_bytes=2**20, tls=client_tls,
+        )  # fmt: skip
+        started = time.monotonic()
+        try:
+            return await client.call("echo", b"x" * 300_000, 20.0)
+        finally:
+            assert time.monotonic() - started < PATIENCE_S / 2
+            await client.close()
+            await server.stop(0)
+
+    return asyncio.run(calls())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize(("client", "mutual"), [("anonymous", False), ("client", False), ("client", True)])
+def test_both_ends_with_certificates_of_one_ca_understand_each_other(
+    certified: SimpleNamespace, client: str, mutual: bool, host: str
+) -> None:
+    assert call(certified.server, getattr(certified, client), mutual=mutual, host=host) == b"x" * 300_000
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "mutual", "words"),
+    [
+        ("server", "stranger", False, r"not accepted.*another CA; copy ca\.pem"),
+        ("past", "client", False, r"expired.*clocks.*jaxroll tls"),
+        ("elsewhere", "client", False, r"made for other names.*jaxroll tls RUN --host"),
+        ("server", None, False, r"speaks TLS.*no certificates.*copy ca\.pem.*JAXROLL_TLS"),
+        ("server", None, True, r"speaks TLS.*no certificates"),
+        ("server", "anonymous", True, r"asks for a certificate \(mutual TLS\).*copy client-cert\.pem and client-key"),
+        ("server", "trusting_stranger", True, r"does not accept the certificate.*jaxroll tls"),
+        (None, "client", False, r"speaks plain text.*give it some too, or remove these"),
+    ],
+)  # fmt: skip
+def test_a_misfit_is_refused_at_once_and_told_what_to_do(
+    certified: SimpleNamespace, server: str | None, client: str | None, mutual: bool, words: str
+) -> None:
+    ends = [None if name is None else getattr(certified, name) for name in (server, client)]
+    with pytest.raises(Unauthorized, match=words):
+        call(*ends, mutual=mutual)
+
+
+def test_the_folder_of_the_run_or_the_environment_is_used(certified: SimpleNamespace, tmp_path: Path) -> None:
+    assert tls.load(None, {}) is None and tls.load(tmp_path, {}) is None
+    assert tls.load(certified.root / "run", {}) == Material(certified.root / "run" / "tls")
+    named = {"JAXROLL_TLS": str(certified.server.folder)}
+    assert tls.load(certified.root / "run", named) == certified.server == tls.load(None, named)
+
+
+def test_a_folder_that_lacks_something_is_named(certified: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "tls").mkdir()
+    with pytest.raises(ConfigError, match=r"ca\.pem.*nobody could be trusted"):
+        tls.load(tmp_path, {})
+    with pytest.raises(ConfigError, match="nobody could be trusted"):
+        tls.load(None, {"JAXROLL_TLS": str(tmp_path / "nowhere")})
+    for make in (certified.client.server_credentials, certified.client.server_context):
+        with pytest.raises(ConfigError, match=r"cert\.pem.*a server must show a certificate"):
+            make(mutual=False)
+    for file in ("ca.pem", "cert.pem", "key.pem"):
+        (tmp_path / "tls" / file).write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"cannot be used.*jaxroll tls"):
+        Material(tmp_path / "tls").server_context(mutual=False)
+
+
+def test_a_key_that_others_can_read_is_closed(certified: SimpleNamespace, tmp_path: Path) -> None:
+    shutil.copytree(certified.root / "run" / "tls", tmp_path / "tls")
+    (tmp_path / "tls" / "key.pem").chmod(0o644)
+    Material(tmp_path / "tls").server_credentials(mutual=False)
+    assert stat.S_IMODE((tmp_path / "tls" / "key.pem").stat().st_mode) == 0o600
+
+
+def test_made_again_the_ca_stays_and_new_hosts_come_in(tmp_path: Path, certified: SimpleNamespace) -> None:
+    shutil.copytree(certified.root / "run", tmp_path / "run")
+    ca = (tmp_path / "run" / "tls" / "ca.pem").read_bytes()
+    told = certificates.make(tmp_path / "run", ["box", "10.0.0.3", "::2"], 1)
+    assert "box, 10.0.0.3, ::2, localhost" in told and "the CA stayed" in told
+    assert (tmp_path / "run" / "tls" / "ca.pem").read_bytes() == ca
+    assert call(Material(tmp_path / "run" / "tls"), certified.client, mutual=True)
+    private = [path for path in (tmp_path / "run").rglob("*") if path.name.endswith("key.pem") or path.name == "token"]
+    assert len(private) == 4 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
+    secret = (tmp_path / "run" / "token").read_text().strip()
+    assert secret not in told
+
+
+@pytest.mark.parametrize("host", ["a b", "../x", "x,DNS:evil", "", "x\ny"])
+def test_a_host_that_is_no_host_is_refused(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match="neither a host name nor an address"):
+        certificates.make(tmp_path, [host], 1)
+
+
+def test_without_openssl_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"Install it.*Between machines"):
+        certificates.make(tmp_path, [], 1)
+    assert list(tmp_path.iterdir()) == []

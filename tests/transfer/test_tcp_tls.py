@@ -1,0 +1,123 @@
+"""The weight channel under TLS, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxroll.clock import ManualClock
+from jaxroll.errors import ConfigError, Unauthorized
+from jaxroll.records import Version
+from jaxroll.rpc.tls import Material
+from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
+from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.publish import Exposure, Publisher
+
+VERSION = Version(0, 1)
+TOKEN = "sampler." + "0" * 64
+SHAPE = (1024, 1031)  # several chunks, none of a round size
+
+
+def sender_of(kit, tls: Material | None, **options) -> tuple[str, bytes]:
+    """The address of a sender with one snapshot, and the bytes of its one leaf."""
+    sender = TcpSender(token=TOKEN, tls=tls, **options)
+    kit.stack.callback(sender.close)
+    value = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    return sender.offer(kit.host_snapshot(VERSION, {"a": value})), value.tobytes()
+
+
+def read(kit, address: str, tls: Material | None) -> bytes:
+    """The leaf as it arrives at a reader with `tls`."""
+    with contextlib.closing(TcpReader(address, VERSION, TOKEN, Deadline(15.0, "reading"), tls)) as reader:
+        manifest = kit.host_snapshot(VERSION, {"a": np.zeros(SHAPE, np.float32)}).manifest
+        assert reader.manifest()
+        into = np.empty(SHAPE, np.uint32)
+        reader.read(manifest, [Part(0, 0, ((0, SHAPE[0]), (0, SHAPE[1])), into, checked=True)])
+        return into.tobytes()
+
+
+@pytest.mark.parametrize("mutual", [False, True])
+def test_weights_arrive_exactly_under_tls(kit, certified: SimpleNamespace, mutual: bool) -> None:
+    address, value = sender_of(kit, certified.server, mutual_tls=mutual)
+    assert read(kit, address, certified.client) == value
+    if not mutual:
+        assert read(kit, address, certified.anonymous) == value
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "mutual", "words"),
+    [
+        ("server", "stranger", False, r"not accepted.*another CA; copy ca\.pem"),
+        ("past", "client", False, r"expired.*clocks.*jaxroll tls"),
+        ("elsewhere", "client", False, r"made for other names.*jaxroll tls RUN --host"),
+        ("server", None, False, r"speaks TLS.*no certificates.*JAXROLL_TLS"),
+        ("server", "anonymous", True, r"asks for a certificate \(mutual TLS\).*copy client-cert\.pem"),
+        ("server", "trusting_stranger", True, r"does not accept the certificate.*jaxroll tls"),
+        (None, "client", False, r"speaks plain text.*give it some too, or remove these"),
+    ],
+)  # fmt: skip
+def test_a_misfit_is_refused_and_told_what_to_do(
+    kit, certified: SimpleNamespace, server: str | None, client: str | None, mutual: bool, words: str
+) -> None:
+    ends = [None if name is None else getattr(certified, name) for name in (server, client)]
+    address, _ = sender_of(kit, ends[0], mutual_tls=mutual)
+    with pytest.raises(Unauthorized, match=words):
+        read(kit, address, ends[1])
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "learner.example"])
+def test_another_address_is_refused_in_plain_text_and_without_token(kit, certified: SimpleNamespace, host: str) -> None:
+    config = kit.config()
+    for token, exposure, words in (
+        (TOKEN, Exposure(), "plain text"),
+        ("", Exposure(tls=certified.server), "no token"),
+        ("", Exposure(insecure=True), "no token"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Publisher(config, kit.folder, host, token=token, exposure=exposure)
+    if host == "0.0.0.0":
+        for exposure in (Exposure(insecure=True), Exposure(tls=certified.server)):
+            Publisher(config, kit.folder, host, token=TOKEN, exposure=exposure).close()
+
+
+def test_strangers_who_say_nothing_make_room_for_readers(kit, certified: SimpleNamespace) -> None:
+    """All places are taken by connections that never shake hands; a reader that waits gets one of them in time."""
+    clock = ManualClock()
+    address, value = sender_of(kit, certified.server, max_connections=2, stall_s=1e9, clock=clock)
+    host, _, port = address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(2)]
+        give_up_s = time.monotonic() + 20
+        for sock in silent:
+            sock.settimeout(0.05)
+            while time.monotonic() < give_up_s:
+                clock.advance(6.0)
+                with contextlib.suppress(TimeoutError):
+                    assert sock.recv(1) == b""
+                    break
+            else:
+                pytest.fail("a silent stranger kept its place")
+        assert read(kit, address, certified.client) == value
+
+
+def test_a_stranger_is_read_little_of(kit) -> None:
+    address, value = sender_of(kit, None)
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as rude:
+        rude.sendall((1 << 20).to_bytes(4, "little"))
+        answer = rude.recv(4096)
+    assert b"at most 65536 are read" in answer
+    assert read(kit, address, None) == value
+
+
+def test_names_are_verified_at_both_ends(certified: SimpleNamespace) -> None:
+    context = certified.client.client_context()
+    assert context.check_hostname and context.verify_mode is ssl.CERT_REQUIRED
+    assert certified.server.server_context(mutual=True).verify_mode is ssl.CERT_REQUIRED
+    assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
