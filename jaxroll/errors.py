@@ -32,6 +32,10 @@ class DataError(JaxRollError):
     """This item cannot be worked on (its environment raised, its scorer failed); trying again will not help."""
 
 
+class CheckpointDamaged(InfraError):
+    """A checkpoint whose files are not what was written."""
+
+
 class TransferError(InfraError):
     """A parameter transfer that must not be used."""
 

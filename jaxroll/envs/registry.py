@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable
 
 from jaxroll.config import TaskConfig
+from jaxroll.config.parsing import nearest
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Environment
@@ -35,17 +36,18 @@ def register(name: str) -> Callable[[Factory], Factory]:
 
 def create(name: str, pool: ScoringPool, config: TaskConfig) -> Environment:
     """A fresh environment for one episode. An unknown name raises ConfigError."""
+    return factory(name)(pool, config)
+
+
+def factory(name: str) -> Factory:
+    """What makes the environment `name`; imports its module. ConfigError when there is none."""
     for module in (*_BUILT_IN, *scorer_modules(name)):
         _load(module, name)
     short = name.rpartition(":")[2]
     if short not in _FACTORIES:
-        raise ConfigError(
-            "task.env",
-            name,
-            "there is no such environment",
-            f"Known are {', '.join(sorted(_FACTORIES))}; others are named package.module:name.",
-        )
-    return _FACTORIES[short](pool, config)
+        remedy = f"{nearest(short, tuple(_FACTORIES))} Others are named package.module:name."
+        raise ConfigError("task.env", name, "there is no such environment", remedy)
+    return _FACTORIES[short]
 
 
 def scorer_modules(name: str) -> tuple[str, ...]:
@@ -57,7 +59,15 @@ def scorer_modules(name: str) -> tuple[str, ...]:
 def _load(module: str, name: str) -> None:
     try:
         importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            "task.env", name, f"its module cannot be imported: {error}", "Install it, or run where it can be found."
-        ) from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        ImportError,
+        LookupError,
+        NameError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ) as e:
+        reason = f"its module cannot be imported: {type(e).__name__}: {e}"
+        raise ConfigError("task.env", name, reason, "Install or mend it, or run where it can be found.") from e

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import signal
 from collections import deque
 from dataclasses import dataclass, field
 
 from jaxroll.envs import scorers
+from jaxroll.envs.isolation import Doors
 from jaxroll.envs.scoring_messages import Ready, Scored, ScoreItem
 from jaxroll.envs.scoring_process import ScoringProcess
 from jaxroll.envs.scoring_worker import WorkerSettings
 from jaxroll.errors import DataError, InfraError
 
+_LOG = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 32  # items a worker holds: enough to hide the pipe, few enough that a hang delays little
 _STUCK_S = 0.05  # scorers take microseconds
 _START_LIMIT_S = 120.0  # importing sympy on a loaded machine
@@ -75,6 +78,7 @@ class ScoringPool:
             raise ValueError(f"a pool needs workers and time, not {workers} workers and {time_limit_s} s")
         self.time_limit_s = time_limit_s
         self.restarts = 0
+        self.doors: Doors | None = None  # what workers are kept from here; None until the first has started
         self._count = workers
         self._settings = WorkerSettings(os.getpid(), time_limit_s, memory_mb << 20, libraries, modules)
         self._workers: list[_Worker] = []
@@ -183,6 +187,12 @@ class ScoringPool:
                 batch.append(job)
         return batch
 
+    def _note_doors(self, doors: Doors) -> None:
+        """Says once, loudly, what scorers are not kept from here."""
+        if self.doors is None and doors.open:
+            _LOG.warning("scoring workers: %s. `jaxroll doctor` says more", doors)
+        self.doors = doors
+
     def _on_room(self, worker: _Worker) -> None:
         worker.progress_s = self._loop.time()  # it reads: time spent in the pipe is not the item's
         if worker.process.flush():
@@ -195,6 +205,7 @@ class ScoringPool:
         for reply in replies:
             if isinstance(reply, Ready):
                 worker.ready, worker.failed_starts = True, 0
+                self._note_doors(reply.doors)
                 self._disarm(worker)  # what it was armed for is the much longer time to start
             elif worker.jobs and worker.jobs[0].item.id == reply.id:
                 _settle(worker.jobs.popleft(), reply)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from jaxroll.envs.isolation import Doors
+
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
 
@@ -26,7 +28,9 @@ class Work(msgspec.Struct, frozen=True, tag="work"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Worker to pool: started, limits set, libraries loaded."""
+    """Worker to pool: started, limits set, libraries loaded, and these doors closed."""
+
+    doors: Doors = Doors()
 
 
 class Scored(msgspec.Struct, frozen=True, tag="scored", omit_defaults=True):

@@ -1,8 +1,11 @@
 """One scoring process: `python -m jaxroll.envs.scoring_worker '{…limits…}'`, work on stdin, replies on stdout.
 
-It judges untrusted text, so it limits itself before it loads anything: memory, processor time per item, no files, no
-core dumps, no new processes. It dies with its parent, by signal even when a scorer never returns, and by the end of
-stdin otherwise. Limits keep an accident small; they are no sandbox, so only scorers that compare belong here.
+It judges untrusted text, so it limits itself: memory and core dumps before it loads anything, then processor time per
+item, no files, no new processes, and what `jaxroll.envs.isolation` closes on this machine (network, signals to others).
+It dies with its parent, by signal even when a scorer never returns, and by the end of stdin otherwise. A scorer that
+leaves a thread running has its answer given, and the worker ends: what it goes on doing is nobody's item.
+
+It can still read files and talk nonsense to its own pool, so scorers that execute an answer do not belong here.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ import math
 import os
 import resource
 import sys
+import threading
 from typing import BinaryIO
 
 import msgspec
 
 from jaxroll import lifeline
-from jaxroll.envs import scorers
+from jaxroll.envs import isolation, scorers
 from jaxroll.envs.scoring_messages import Ready, Scored, frame, read_work
 
 _MAX_ERROR_CHARS = 500
@@ -46,11 +50,12 @@ def main(argument: str) -> int:
     _lower(resource.RLIMIT_FSIZE, 0)
     _lower(resource.RLIMIT_NPROC, 0)  # without effect for root
     _silence(2)
-    replies.write(frame(Ready()))
+    replies.write(frame(Ready(isolation.close_doors())))
     return _serve(work, replies, settings.time_limit_s)
 
 
 def _serve(work: BinaryIO, replies: BinaryIO, time_limit_s: float) -> int:
+    threads = _threads()
     while (message := read_work(work)) is not None:
         for item in message.items:
             _allow_processor_time(time_limit_s)
@@ -63,7 +68,17 @@ def _serve(work: BinaryIO, replies: BinaryIO, time_limit_s: float) -> int:
             except Exception as error:  # noqa: BLE001 - foreign code may raise anything; the item has no score then
                 reply = Scored(item.id, error=_text(error))
             replies.write(frame(reply))
+            if _threads() > threads:
+                return 1
     return 0
+
+
+def _threads() -> int:
+    """Threads of this process, those that Python does not know of included where the kernel tells."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()
 
 
 def _text(error: BaseException) -> str:

@@ -5,7 +5,8 @@ A checkpoint is the folder `LINEAGE.STEP` (zero-padded) with two items: `state`,
 name and renames it when all is on disk, so a folder with the right name is a whole checkpoint. The mesh it was written
 from is not part of it: it is restored into whatever shardings are asked for.
 
-`save` returns when the arrays have been copied to the host; a thread of orbax writes them. Nothing else waits for it.
+`save` returns when the arrays have been copied to the host; a thread of orbax writes them, and one of ours then sums up
+the files (see `checksums`) and sees to it that they reach the disk. Nothing else waits for it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from jaxroll.errors import ConfigError, InfraError
+from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
+from jaxroll.learner import checksums
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
 
@@ -36,8 +39,11 @@ class Checkpoints:
         if kept < 1:
             raise ConfigError("learner.checkpoints_kept", kept, "at least one checkpoint must stay to resume from")
         self.folder, self.kept = Path(folder).absolute(), kept
+        self.damaged: set[Version] = set()  # found to be when they were to be read; not what `latest` is asked for
         self._writing: list[Version] = []
         self._writer: ocp.AsyncCheckpointer | None = None
+        self._settler = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-settle")
+        self._settling: dict[Version, Future[None]] = {}
 
     def save(self, version: Version, position: int, state: TrainState) -> None:
         """Start writing `state` as `version`; the caller may donate it as soon as this returns.
@@ -67,9 +73,15 @@ class Checkpoints:
         Raises InfraError when a write failed. Older checkpoints beyond `kept` are removed.
         """
         self._raise_failure(wait)
-        durable = [version for version in self._writing if self.path(version).exists()]
+        for version in self._writing:
+            if version not in self._settling and self.path(version).exists():
+                self._settling[version] = self._settler.submit(_settle, self.path(version))
+        durable = [version for version, settled in self._settling.items() if wait or settled.done()]
         for version in durable:
-            _reach_disk(self.path(version))
+            try:
+                self._settling.pop(version).result()
+            except OSError as error:
+                raise InfraError(f"{self.path(version)} does not reach the disk: {error}") from error
         self._writing = [version for version in self._writing if version not in durable]
         if durable:
             self._remove_old()
@@ -79,16 +91,33 @@ class Checkpoints:
         """Versions that have become durable since the last call, once no write is going on."""
         return self.finished(wait=True)
 
-    def list(self) -> tuple[Version, ...]:
+    def versions(self) -> tuple[Version, ...]:
         """Every whole checkpoint, oldest first."""
         if not self.folder.is_dir():
             return ()
         names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if (path / _ABOUT).is_dir())
         return tuple(sorted(Version(int(match[1]), int(match[2])) for match in names if match))
 
-    def latest(self) -> Version | None:
-        """The newest checkpoint: of the highest lineage, the highest step; None when there is none."""
-        return max(self.list(), default=None)
+    def latest(self, usable: Callable[[Version], bool] = lambda version: True) -> Version | None:
+        """The newest usable checkpoint: of the highest lineage, the highest step; None when there is none.
+
+        Those that `restore` found damaged are not usable.
+        """
+        return max((v for v in self.versions() if v not in self.damaged and usable(v)), default=None)
+
+    def at(self, words: str) -> Version | None:
+        """The checkpoint that STEP or LINEAGE.STEP names (of the highest lineage that has it), or "" for the newest.
+
+        None is the run's beginning, step 0, when it has no checkpoint. ConfigError when there is no such checkpoint.
+        """
+        lineage, dot, step = words.rpartition(".")
+        found = [v for v in self.versions() if words in ("", str(v)) or (not dot and words == str(v.step))]
+        if found:
+            return max(found)
+        if step == "0" and lineage in ("", "0"):
+            return None
+        have = ", ".join(map(str, self.versions())) or "none"
+        raise ConfigError("--fork", words, "no such checkpoint in this run", f"There are: {have}.")
 
     def about(self, version: Version) -> dict[str, Any]:
         """What the checkpoint says about itself: format, lineage, step, position, arrays."""
@@ -98,8 +127,12 @@ class Checkpoints:
     def restore(self, version: Version, abstract: TrainState) -> tuple[TrainState, int]:
         """The state of `version`, lying as `abstract` says, and its log position.
 
-        Raises InfraError when it is not there or cannot be read, ConfigError when it is of another model or optimizer.
+        Raises InfraError when it is not there, CheckpointDamaged when it cannot be read or is not what was written,
+        ConfigError when it is of another model or optimizer.
         """
+        self._check_whole(version)
+        if wrong := checksums.damage(self.path(version)):
+            raise self._is_damaged(version, wrong)
         about = self.about(version)
         wanted = _flat(abstract)
         _check_same(wanted, about, version)
@@ -120,19 +153,26 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        self._settler.shutdown(wait=True)
+
+    def _check_whole(self, version: Version) -> None:
+        if version not in self.versions():
+            have = ", ".join(map(str, self.versions())) or "none"
+            raise InfraError(f"{self.folder} has no whole checkpoint {version} (there are: {have})")
+
+    def _is_damaged(self, version: Version, why: str) -> CheckpointDamaged:
+        self.damaged.add(version)
+        return CheckpointDamaged(
+            f"checkpoint {self.path(version)} cannot be read ({why}); remove that folder to resume from an older one"
+        )
 
     def _read(self, version: Version, args: ocp.args.Composite) -> Any:
-        if version not in self.list():
-            have = ", ".join(map(str, self.list())) or "none"
-            raise InfraError(f"{self.folder} has no whole checkpoint {version} (there are: {have})")
+        self._check_whole(version)
         try:
             with ocp.Checkpointer(_handler()) as reader:
                 return reader.restore(self.path(version), args=args)
         except (OSError, ValueError, KeyError) as error:
-            raise InfraError(
-                f"checkpoint {self.path(version)} cannot be read ({error}); "
-                "remove that folder to resume from an older one"
-            ) from error
+            raise self._is_damaged(version, str(error)) from error
 
     def _raise_failure(self, wait: bool) -> None:
         if self._writer is None:
@@ -145,7 +185,7 @@ class Checkpoints:
             raise InfraError(f"writing a checkpoint to {self.folder} failed: {error}") from error
 
     def _remove_old(self) -> None:
-        for version in self.list()[: -self.kept]:
+        for version in self.versions()[: -self.kept]:
             shutil.rmtree(self.path(version), ignore_errors=True)
 
     def _discard_unfinished(self) -> None:
@@ -154,6 +194,12 @@ class Checkpoints:
         for path in self.folder.iterdir():
             if path.is_dir() and not _NAME.fullmatch(path.name) and _NAME.match(path.name):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _settle(folder: Path) -> None:
+    """Sum up a whole checkpoint and make it survive a power cut."""
+    checksums.write(folder)
+    _reach_disk(folder)
 
 
 def _reach_disk(folder: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxroll.errors import DataError
-from jaxroll.records import Claim, Finished, Member, Segment, ages
+from jaxroll.records import Claim, Finished, Member, Segment, Version, ages
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Sample:
     behaviour: np.ndarray  # float32 [T]: log-prob under the policy that sampled, 0 where not sampled
     ages: np.ndarray  # int32 [T]: trained step minus sampled step, 0 where not sampled
     sampled_tokens: int  # sampled, whether trained on or masked as stale
-    fresh: bool  # all sampled tokens are of the version that is being trained
+    fresh: bool  # all sampled tokens are of the very version, lineage included, that is being trained
     reward: float
     advantage: float = 0.0
     weight: float = 0.0
@@ -33,8 +33,8 @@ class Sample:
         return int(self.mask.sum())
 
 
-def of_member(member: Member, trained_at: int) -> Sample:
-    """The sample of a finished member at claim step `trained_at`; DataError when the record contradicts itself."""
+def of_member(member: Member, trained_at: Version) -> Sample:
+    """The sample of a finished member whose claim is trained at `trained_at`; DataError when it contradicts itself."""
     where = f"group {member.group}, member {member.member}"
     outcome = member.outcome
     if not isinstance(outcome, Finished):
@@ -44,21 +44,22 @@ def of_member(member: Member, trained_at: int) -> Sample:
     tokens, mask, behaviour = _streams(outcome.segments, where)
     sampled = _sampled_positions(outcome.segments, sum(run.count for run in outcome.versions), where)
     token_ages = np.zeros(len(tokens), np.int32)
-    token_ages[sampled] = ages(outcome.versions, trained_at)
+    token_ages[sampled] = ages(outcome.versions, trained_at.step)
     return Sample(
         tokens=tokens,
         mask=mask,
         behaviour=np.where(mask, behaviour, np.float32(0)),
         ages=token_ages,
         sampled_tokens=len(sampled),
-        fresh=all(run.version.step == trained_at for run in outcome.versions),
+        fresh=all(run.version == trained_at for run in outcome.versions),
         reward=float(outcome.reward),
     )
 
 
 def of_claim(claim: Claim) -> list[list[Sample]]:
     """The samples of every group of `claim`, in the claim's order."""
-    return [[of_member(member, claim.step) for member in group.members] for group in claim.groups]
+    trained_at = Version(claim.lineage, claim.step)
+    return [[of_member(member, trained_at) for member in group.members] for group in claim.groups]
 
 
 def supervised(prompt: list[int], answer: list[int]) -> Sample:

@@ -17,6 +17,8 @@ from jaxroll.rpc import auth
 from jaxroll.store.client import StoreClient
 from jaxroll.transfer.receive import Receiver
 
+RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
+
 
 class WeightFollower:
     """Brings published parameters into the engine: fetch off both threads, place and swap on the JAX thread.
@@ -53,17 +55,27 @@ class WeightFollower:
         """Keep the engine at the newest published version, for ever.
 
         A transfer that fails leaves the engine where it is (the store's age limit then stops its leases) and is tried
-        again: at once if something newer was published, else after a pause.
+        again after a pause that doubles, or with whatever was published meanwhile. It is said once for each snapshot
+        and kind of failure, and again when it is over: a learner that is down for an hour costs one line.
         """
+        failing: Snapshot | None = None
+        failures, said = 0, ""
         while True:
             snapshot = await store.published(self.version, wait_s)
             if snapshot is None:
                 continue
+            if snapshot != failing:
+                failing, failures, said = snapshot, 0, ""
             try:
                 await self.bring(snapshot)
             except TransferError as error:
-                self._progress(f"weights {snapshot.version}: {error}")
-                await asyncio.sleep(0.2)
+                failures += 1
+                if said != (said := type(error).__name__):
+                    self._progress(f"weights {snapshot.version}: {said}: {error}")
+                await asyncio.sleep(min(RETRY_FIRST_S * 2 ** (failures - 1), RETRY_MAX_S))
+                continue
+            if failures:
+                self._progress(f"weights {snapshot.version}: here at attempt {failures + 1}")
 
     def _install(self, version: Version, params: dict[str, jax.Array]) -> None:
         engine = self._host.engine

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.errors import ConfigError, InfraError
+from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.records import Version
@@ -102,7 +102,7 @@ def test_saving_compiles_nothing(folder, trainer):
 def test_the_last_ones_are_kept_and_a_higher_lineage_is_newer(folder, trainer):
     versions = [Version(0, 1), Version(0, 2), Version(0, 30), Version(1, 3)]
     checkpoints = saved(folder, trainer, *versions, kept=2)
-    assert checkpoints.list() == (Version(0, 30), Version(1, 3))
+    assert checkpoints.versions() == (Version(0, 30), Version(1, 3))
     assert checkpoints.latest() == Version(1, 3)
     assert checkpoints.about(Version(1, 3))["position"] == 103
     checkpoints.close()
@@ -119,7 +119,7 @@ def test_saving_a_version_again_keeps_the_one_on_disk(folder, trainer):
 
 def test_an_empty_or_missing_folder_has_no_latest(folder, trainer):
     checkpoints = Checkpoints(folder, 3)
-    assert checkpoints.latest() is None and checkpoints.list() == () and checkpoints.wait() == []
+    assert checkpoints.latest() is None and checkpoints.versions() == () and checkpoints.wait() == []
     with pytest.raises(InfraError, match=r"no whole checkpoint 0\.5 \(there are: none\)"):
         checkpoints.restore(Version(0, 5), trainer.abstract_state())
 
@@ -150,6 +150,44 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(folder, trainer):
             path.write_bytes(b"")
     with pytest.raises(InfraError, match=r"0000\.00000002 cannot be read.*remove that folder"):
         checkpoints.restore(Version(0, 2), trainer.abstract_state())
+    state, _ = checkpoints.restore(Version(0, 1), trainer.abstract_state())
+    assert same_bits(state, trainer.state)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("kind", ["arrays", "metadata", "sums"])
+def test_one_flipped_bit_is_found_wherever_it_is(folder, trainer, kind):
+    """Arrays carry no sum of their own: without ours a flipped bit would be restored and trained on."""
+    checkpoints = saved(folder, trainer, Version(0, 1), Version(0, 2))
+    files = [path for path in (folder / "0000.00000002").rglob("*") if path.is_file()]
+    found = {
+        "arrays": max(files, key=lambda path: path.stat().st_size),
+        "metadata": next(path for path in files if path.name == "_METADATA"),
+        "sums": next(path for path in files if path.name == "sums.json"),
+    }
+    data = bytearray(found[kind].read_bytes())
+    data[len(data) // 2] ^= 0x80
+    found[kind].write_bytes(data)
+    assert checkpoints.latest() == Version(0, 2), "nobody has looked into it yet"
+    with pytest.raises(CheckpointDamaged, match=r"0000\.00000002 cannot be read"):
+        checkpoints.restore(Version(0, 2), trainer.abstract_state())
+    assert checkpoints.latest() == Version(0, 1) and checkpoints.damaged == {Version(0, 2)}
+    checkpoints.close()
+
+
+def test_a_file_that_is_gone_is_named(folder, trainer):
+    checkpoints = saved(folder, trainer, Version(0, 1))
+    victim = max((folder / "0000.00000001").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    victim.unlink()
+    with pytest.raises(CheckpointDamaged, match=f"{victim.name} is gone"):
+        checkpoints.restore(Version(0, 1), trainer.abstract_state())
+    checkpoints.close()
+
+
+def test_without_sums_a_whole_folder_counts(folder, trainer):
+    """Its writer was killed between the rename and the sums, so nobody was told that it is durable."""
+    checkpoints = saved(folder, trainer, Version(0, 1))
+    (folder / "0000.00000001" / "sums.json").unlink()
     state, _ = checkpoints.restore(Version(0, 1), trainer.abstract_state())
     assert same_bits(state, trainer.state)
     checkpoints.close()
@@ -215,7 +253,7 @@ def test_killed_while_writing_what_was_durable_is_whole(folder, durable):
         {f"layer.{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=here) for i in range(8)},
         (), jax.ShapeDtypeStruct((), jnp.int32, sharding=here),
     )  # fmt: skip
-    for version in checkpoints.list():
+    for version in checkpoints.versions():
         state, position = checkpoints.restore(version, shapes)
         assert position == version.step == int(state.step)
         assert all((np.asarray(leaf) == version.step).all() for leaf in state.params.values())

@@ -28,7 +28,7 @@ RUNS = [VersionRun(Version(0, 3), 2), VersionRun(Version(0, 4), 3)]
 
 
 def test_two_turns_end_to_end():
-    got = samples.of_member(member(TWO_TURNS, RUNS), trained_at=4)
+    got = samples.of_member(member(TWO_TURNS, RUNS), trained_at=Version(0, 4))
     np.testing.assert_array_equal(got.tokens, [5, 6, 7, 8, 2, 9, 4, 2])
     np.testing.assert_array_equal(got.mask, [0, 0, 1, 1, 1, 0, 1, 1])
     np.testing.assert_allclose(got.behaviour, [0, 0, -0.1, -0.2, -0.3, 0, -0.4, -0.5])
@@ -38,13 +38,14 @@ def test_two_turns_end_to_end():
 
 def test_fresh_means_wholly_of_the_trained_version():
     now = [VersionRun(Version(1, 4), 5)]
-    assert samples.of_member(member(TWO_TURNS, now), trained_at=4).fresh
-    assert not samples.of_member(member(TWO_TURNS, now), trained_at=5).fresh
+    assert samples.of_member(member(TWO_TURNS, now), trained_at=Version(1, 4)).fresh
+    assert not samples.of_member(member(TWO_TURNS, now), trained_at=Version(1, 5)).fresh
+    assert not samples.of_member(member(TWO_TURNS, now), trained_at=Version(2, 4)).fresh, "the weights of another life"
 
 
 def test_stale_tokens_lose_their_mask_and_the_others_keep_their_age():
     masked = [TWO_TURNS[0], segment([7, 8, 2], [0, 0, 1], [-0.1, -0.2, -0.3]), *TWO_TURNS[2:]]
-    got = samples.of_member(member(masked, RUNS), trained_at=4)
+    got = samples.of_member(member(masked, RUNS), trained_at=Version(0, 4))
     np.testing.assert_array_equal(got.ages, [0, 0, 1, 1, 0, 0, 0, 0])
     np.testing.assert_array_equal(got.mask, [0, 0, 0, 0, 1, 0, 1, 1])
     np.testing.assert_array_equal(got.behaviour[:4], np.zeros(4))
@@ -63,12 +64,12 @@ def test_stale_tokens_lose_their_mask_and_the_others_keep_their_age():
 )
 def test_a_record_that_contradicts_itself_is_named(segments, runs, reason):
     with pytest.raises(DataError, match=f"group 7, member 2.*{reason}"):
-        samples.of_member(member(segments, runs), trained_at=0)
+        samples.of_member(member(segments, runs), trained_at=Version(0, 0))
 
 
 def test_a_failed_member_cannot_be_trained_on():
     with pytest.raises(DataError, match="scorer died"):
-        samples.of_member(Member(7, 2, 0, Failed("DATA", "scorer died")), trained_at=0)
+        samples.of_member(Member(7, 2, 0, Failed("DATA", "scorer died")), trained_at=Version(0, 0))
 
 
 def test_supervised_trains_on_the_answer_alone():

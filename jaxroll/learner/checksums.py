@@ -1,0 +1,49 @@
+"""Sums over the files of a checkpoint: what was written is what is read, or it is said which file is not.
+
+They are taken once the folder is complete and before it counts as durable. Orbax finds damage in its own metadata, but
+the bytes of arrays carry no sum of their own: a flipped bit in them would be trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+NAME = "sums.json"
+_DIGEST = "blake2b"
+
+
+def write(folder: Path) -> None:
+    """Put the sums of all files of `folder` beside them, in one rename; again without effect."""
+    if (folder / NAME).exists():
+        return
+    draft = folder / f".{NAME}"
+    draft.write_text(json.dumps({"digest": _DIGEST, "files": _sums(folder)}))
+    os.replace(draft, folder / NAME)
+
+
+def damage(folder: Path) -> str:
+    """What is wrong with the files of `folder`, in words; empty when nothing is, or when there are no sums to go by."""
+    try:
+        said = json.loads((folder / NAME).read_text())
+    except FileNotFoundError:
+        return ""  # its writer was killed before it was durable; the folder's name says that it is whole
+    except ValueError as error:
+        return f"{NAME} is damaged: {error}"
+    found = _sums(folder)
+    for name, digest in sorted(said["files"].items()):
+        if found.get(name) != digest:
+            return f"{name} is {'not what was written' if name in found else 'gone'}"
+    return ""
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    names = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (NAME, f".{NAME}"))
+    return {str(path.relative_to(folder)): _sum(path) for path in names}
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _DIGEST).hexdigest()

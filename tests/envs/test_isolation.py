@@ -1,0 +1,102 @@
+"""What a worker gives up: rule by rule in a child, and in words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxroll.envs import isolation
+from jaxroll.envs.isolation import Doors
+from jaxroll.envs.scoring import ScoringPool
+
+CHILD = """
+import json, os, sys, threading
+from jaxroll.envs import isolation
+if sys.argv[2] == "without landlock":
+    isolation._landlock = lambda libc: False
+doors = isolation.close_doors()
+found = {}
+def tried(name, job):
+    try:
+        job()
+        found[name] = "done"
+    except OSError as error:
+        found[name] = type(error).__name__
+path = sys.argv[1]
+tried("read", lambda: open(path).read())
+tried("write", lambda: open(path, "a"))
+tried("create", lambda: open(path + ".new", "x"))
+tried("null", lambda: open(os.devnull, "w"))
+tried("chmod", lambda: os.chmod(path, 0))
+tried("rename", lambda: os.rename(path, path + ".moved"))
+tried("others' memory", lambda: open(f"/proc/{os.getppid()}/environ").read())
+tried("itself", lambda: os.kill(os.getpid(), 0))
+thread = threading.Thread(target=lambda: found.update(thread="done"))
+thread.start(); thread.join()
+os.write(1, json.dumps([list(doors.open), str(doors), found]).encode())
+"""
+
+
+def child(path: Path, how: str) -> tuple[list[str], str, dict[str, str]]:
+    """What is open, in words, and what came of each trial in a process that closed its doors."""
+    path.write_text("text")
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(path), how], capture_output=True, text=True, timeout=60, check=True
+    )
+    still_open, words, found = json.loads(done.stdout)
+    if still_open:
+        pytest.skip(f"this kernel leaves doors open: {words}")
+    assert path.read_text() == "text" and sorted(path.parent.iterdir()) == [path]
+    return still_open, words, found
+
+
+@pytest.mark.process
+def test_files_can_be_read_and_not_changed(tmp_path: Path) -> None:
+    _, words, found = child(tmp_path / "file", "")
+    assert words == "no network by seccomp, no processes by seccomp, no signals by seccomp, no files by " + (
+        "landlock" if "landlock" in words else "seccomp"
+    )
+    changes = {found[name] for name in ("write", "create", "chmod", "rename")}
+    assert changes == {"PermissionError"}
+    assert {found["read"], found["itself"], found["thread"]} == {"done"}
+    if "landlock" in words:
+        assert found["null"] == "done" and found["others' memory"] == "PermissionError"
+
+
+@pytest.mark.process
+def test_without_landlock_the_filter_refuses_to_open_for_writing(tmp_path: Path) -> None:
+    _, words, found = child(tmp_path / "file", "without landlock")
+    assert words.endswith("no files by seccomp")
+    assert {found[name] for name in ("write", "create", "chmod", "rename", "null")} == {"PermissionError"}
+    assert {found["read"], found["itself"], found["thread"]} == {"done"}
+
+
+def test_every_machine_denies_something_of_each_kind_and_no_number_twice() -> None:
+    for machine in isolation._MACHINES.values():
+        assert {*machine.denied} == {"network", "processes", "signals", "files"} == {*Doors().open}
+        numbers = [*(n for some in machine.denied.values() for n in some), machine.clone, *machine.kills]
+        numbers += [*machine.opens, isolation._CLONE3, isolation._OPENAT2]
+        assert len(numbers) == len({*numbers})
+        assert len(isolation._rules(machine, 1, True)) < 4096, "the kernel takes no longer program"
+
+
+def test_what_is_open_is_said() -> None:
+    assert str(Doors("a", "b", "c", "d")) == "no network by a, no processes by b, no signals by c, no files by d"
+    assert str(Doors("a")) == "no network by a; OPEN: processes, signals, files (resource limits only)"
+    assert str(Doors()) == "OPEN: network, processes, signals, files (resource limits only)"
+
+
+def test_a_pool_says_once_and_loudly_what_its_workers_are_not_kept_from(caplog: pytest.LogCaptureFixture) -> None:
+    pool = ScoringPool(1)
+    for _ in range(2):  # a worker and its replacement
+        pool._note_doors(Doors("seccomp"))
+    assert [(r.levelname, "OPEN: processes, signals, files" in r.getMessage()) for r in caplog.records] == [
+        ("WARNING", True)
+    ]
+    caplog.clear()
+    ScoringPool(1)._note_doors(Doors("a", "b", "c", "d"))
+    assert caplog.records == []
