@@ -19,8 +19,8 @@ _MARK = "=== started "
 class Child:
     """A started process. It is told its supervisor's pid, to die with it (see `jaxroll.lifeline`)."""
 
-    def __init__(self, spec: ProcessSpec, log: Path, environ: Mapping[str, str], *, again: bool) -> None:
-        argv = [*spec.argv, "--resume"] if again and "--resume" not in spec.argv else list(spec.argv)
+    def __init__(self, spec: ProcessSpec, log: Path, environ: Mapping[str, str]) -> None:
+        argv = list(spec.argv)
         env = {**environ, **spec.env, PARENT_ENV: str(os.getpid())}
         with log.open("ab") as file:
             file.write(f"{_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())

@@ -71,14 +71,11 @@ def parser() -> argparse.ArgumentParser:
     train = add("train", "start all roles on this machine and watch over them")
     _run_options(train)
     train.add_argument("--resume", action="store_true", help="continue the run in --run")
+    _fork_option(train)
     for role in ROLES:
         one = add(role, f"run the role {role} alone")
         _run_options(one)
-        one.add_argument("--store", metavar="HOST:PORT", help="where the store is (for the store: where it listens)")
-        one.add_argument("--host", default="127.0.0.1", help="the name under which other machines reach this process")
-        one.add_argument("--insecure", action="store_true", help="plain text to other machines (the run has a token)")
-        one.add_argument("--index", type=int, default=0, help="which of several samplers")
-        one.add_argument("--resume", action="store_true", help="marks a later life; the role itself looks at the disk")
+        _role_options(role, one)
     for name, text in OFFLINE.items():
         _run_options(add(name, text))
     config = add("config", "print the resolved config")
@@ -86,15 +83,52 @@ def parser() -> argparse.ArgumentParser:
     report = add("report", "summary of a run, and its page report.html")
     report.add_argument("folder", metavar="RUN")
     report.add_argument("--json", action="store_true", help="print one JSON object")
+    inspect = add("inspect", "what goes on in a run: leases, waits, failures; or one trajectory group in full")
+    inspect.add_argument("--group", type=int, metavar="ID", help="this group: text, rewards, versions, events")
+    replay = add("replay", "drive a run's log through the store's rules again and check every record")
+    export = add("export", "the trajectories that a run keeps, one row per member")
+    export.add_argument("--parquet", metavar="FILE", help="needs pyarrow (pip install 'jaxroll[data]')")
+    export.add_argument("--jsonl", metavar="FILE", help="one JSON object a line")
+    for one in (inspect, replay, export):
+        one.add_argument("folder", metavar="RUN")
+    for one in (inspect, replay):
+        one.add_argument("--json", action="store_true", help="print one JSON object")
     demo = add("demo", "a small model learns by asynchronous RL on the CPU")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--config", metavar="FILE", help="default: configs/demo.py")
     listing = add("list", "the runs in a folder")
     listing.add_argument("folder", nargs="?", default="runs")
+    tls = add("tls", "certificates for a run whose roles are on several machines, in RUN/tls, and its token")
+    tls.add_argument("folder", metavar="RUN")
+    tls.add_argument(
+        "--host", action="append", default=[], metavar="NAME", help="of the store's and the learner's hosts, repeatedly"
+    )
+    tls.add_argument("--token-of", metavar="ROLE", help="only print what a machine shows that may speak as ROLE alone")
+    tls.add_argument("--days", type=int, default=365, help="how long they are good for")
     add("doctor", "what is installed here, what will be skipped, how to get it")
     launch = add("launch", "the same roles on other machines (used by launch/*.sh)")
     _launch_options(launch)
     return top
+
+
+def _role_options(role: str, one: argparse.ArgumentParser) -> None:
+    """The options that `role` reads, and no other."""
+    if role != "feeder":
+        one.add_argument("--store", metavar="HOST:PORT", help="where the store is (for the store: where it listens)")
+    if role in ("store", "learner"):
+        one.add_argument("--insecure", action="store_true", help="plain text to other machines, where there is no TLS")
+    if role == "learner":
+        one.add_argument("--host", default="127.0.0.1", help="the name under which samplers reach this process")
+        _fork_option(one)
+    if role == "sampler":
+        one.add_argument("--index", type=int, default=0, help="which of several samplers")
+
+
+def _fork_option(one: argparse.ArgumentParser) -> None:
+    one.add_argument(
+        "--fork", metavar="STEP", nargs="?", const="", help="give up what was trained after the checkpoint of STEP (or "
+        "LINEAGE.STEP; the newest without one) and go on from there in a new lineage"
+    )  # fmt: skip
 
 
 def _run_options(one: argparse.ArgumentParser) -> None:
@@ -118,4 +152,7 @@ def _launch_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--zone", default="", help="of the TPU VMs")
     one.add_argument("--project", default="", help="of the TPU VMs")
     one.add_argument("--insecure", action="store_true", help="several hosts: plain text between them, on a trusted net")
+    one.add_argument(
+        "--tls", default="", metavar="DIR", help="several hosts: where their certificates are on each host"
+    )
     one.add_argument("--dry-run", action="store_true", help="print host, command and environment per role")

@@ -17,7 +17,7 @@ from pathlib import Path
 from jaxroll import config as configs
 from jaxroll.config import Config, RoleArgs
 from jaxroll.control import inventory as inventories
-from jaxroll.control import placement, program, run_dir, train
+from jaxroll.control import placement, preflight, program, run_dir, train
 from jaxroll.errors import ConfigError
 from jaxroll.lifeline import PARENT_ENV
 
@@ -26,6 +26,8 @@ RUNS = Path("runs")
 
 def run_train(options: argparse.Namespace) -> int:
     """`train`: a new run, or the rest of one."""
+    if options.fork is not None and not options.resume:
+        raise ConfigError("--fork", options.fork, "a new run has nothing to fork", "Add --resume and --run=DIR.")
     if options.resume:
         if not options.run:
             raise ConfigError("--resume", True, "no run named", "Add --run=DIR (`jaxroll list` shows them).")
@@ -33,8 +35,8 @@ def run_train(options: argparse.Namespace) -> int:
         if options.config:
             raise ConfigError("--config", options.config, "a run is resumed with its own config",
                               "Leave --config out; --config.KEY=VALUE may change a few keys.")  # fmt: skip
-        config = run_dir.resume(path, options.overrides)
-        return train.train(config, path, train.find_inventory(config), again=True)
+        config = run_dir.resume(path, options.overrides, lambda new: (preflight.check(new), train.find_inventory(new)))
+        return train.train(config, path, train.find_inventory(config), fork=options.fork)
     config = _config_of_file(options)
     inventory = train.find_inventory(config)
     path = _new_run(options, config.run.name, config)
@@ -56,9 +58,13 @@ def run_role(options: argparse.Namespace) -> int:
 
 def role_args(options: argparse.Namespace) -> RoleArgs:
     """What the command line says to a role; a role with a config but no run folder gets a new one."""
-    name = f"{options.command}{f'-{options.index}' if options.command == 'sampler' else ''}"
+    index = getattr(options, "index", 0)
+    if index < 0:
+        raise ConfigError("--index", index, "samplers are numbered from 0", "Use 0 for the first.")
+    name = f"{options.command}{f'-{index}' if options.command == 'sampler' else ''}"
     config, path = _config_and_run(options, name)
-    return RoleArgs(config, path, options.store, options.index, options.resume, options.host, options.insecure)
+    given = {key: getattr(options, key) for key in ("host", "insecure", "fork") if hasattr(options, key)}
+    return RoleArgs(config, path, getattr(options, "store", None), index, **given)
 
 
 def place_alone(role: str, args: RoleArgs) -> None:
@@ -123,6 +129,31 @@ def run_report(options: argparse.Namespace) -> int:
     return report.main(path, as_json=options.json)
 
 
+def run_inspect(options: argparse.Namespace) -> int:
+    """`inspect`: a look into a live or finished run."""
+    path = _absolute(options.folder)
+    config = run_dir.load(path)["config"]
+    from jaxroll.report import inspect_run
+
+    return inspect_run.main(path, config, group=options.group, as_json=options.json)
+
+
+def run_replay(options: argparse.Namespace) -> int:
+    """`replay`: every record of the log, checked. The log alone is enough."""
+    from jaxroll.report import replayed
+
+    return replayed.main(_absolute(options.folder), as_json=options.json)
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """`export`: trajectories as a table."""
+    path = _absolute(options.folder)
+    config = run_dir.load(path)["config"]
+    from jaxroll.report import export
+
+    return export.main(path, config, parquet=options.parquet, jsonl=options.jsonl)
+
+
 def run_list(options: argparse.Namespace) -> None:
     """`list`: one line per run."""
     runs = run_dir.find_runs(Path(options.folder))
@@ -148,15 +179,37 @@ def run_doctor(options: argparse.Namespace) -> int:
     return doctor.main()
 
 
+def run_tls(options: argparse.Namespace) -> None:
+    """`tls`: a CA and certificates for a run, or the token of one role."""
+    from jaxroll.control import certificates
+    from jaxroll.rpc import auth
+
+    if options.token_of:
+        secret = auth.load_secret(_absolute(options.folder))
+        if secret is None:
+            raise ConfigError("RUN", options.folder, "has no token", "Make it with `jaxroll tls RUN`.")
+        print(auth.bearer(secret, auth.right_of(options.token_of)))
+        return
+    print(certificates.make(_absolute(options.folder), options.host, options.days))
+
+
 def run_launch(options: argparse.Namespace) -> None:
     """`launch`: prints what launch/*.sh runs."""
     from jaxroll.control import launchers
 
-    config = _config_of_file(options)
+    config = _loaded(options)
+    preflight.check_described(config)  # the files it names stand on the hosts
     print(launchers.text(config, launchers.target_of(options), dry_run=options.dry_run))
 
 
 def _config_of_file(options: argparse.Namespace) -> Config:
+    """The config that can run here."""
+    config = _loaded(options)
+    preflight.check(config)
+    return config
+
+
+def _loaded(options: argparse.Namespace) -> Config:
     if not options.config:
         raise ConfigError("--config", None, "no experiment named", "Add --config=FILE, as configs/demo.py.")
     return configs.load(options.config, options.overrides)
@@ -206,8 +259,12 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(("sft", "eval", "generate"), run_offline),
     "config": run_config,
     "report": run_report,
+    "inspect": run_inspect,
+    "replay": run_replay,
+    "export": run_export,
     "list": run_list,
     "demo": run_demo,
     "doctor": run_doctor,
     "launch": run_launch,
+    "tls": run_tls,
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jaxroll
 from jaxroll import config as configs
-from jaxroll.control import run_dir, train
+from jaxroll.control import preflight, run_dir, train
 from jaxroll.errors import ConfigError
 
 NAME = "demo"
@@ -30,6 +30,7 @@ def demo(file: str | None, seed: int, overrides: list[str], argv: list[str]) -> 
 
     began = time.monotonic()
     config = configs.load(find_config(file, Path.cwd()), [f"run.seed={seed}", *overrides])
+    preflight.check(config)
     inventory = train.find_inventory(config)
     path = run_dir.create_unique(Path("runs"), NAME, config, argv, suffix=f"-seed{seed}")
     run_dir.link(path, NAME)

@@ -43,17 +43,24 @@ def _program(name: str) -> Callable[[], bool]:
     return lambda: shutil.which(name) is not None
 
 
+def _environment(name: str) -> Callable[[], bool]:
+    return Path(f".venv-{name}", "bin", "python").exists  # in the folder where doctor is asked
+
+
 OPTIONAL = (
     Optional("reasoning-gym", _module("reasoning_gym"), "its tasks, and the demo", "pip install 'jaxroll[envs]'"),
     Optional("pyarrow", _module("pyarrow"), "Parquet files as a source of tasks", "pip install 'jaxroll[data]'"),
-    Optional("transformers", _module("transformers"), "chat templates of Hugging Face", "pip install 'jaxroll[hf]'"),
-    Optional("math-verify", _module("math_verify"), "the math reward", "pip install 'jaxroll[math]'"),
+    Optional("jinja2", _module("jinja2"), "chat templates of Hugging Face folders", "pip install 'jaxroll[hf]'"),
     Optional("libtpu", _module("libtpu"), "TPUs, and compiling for them ahead of time (Linux x86-64)",
              "pip install 'jaxroll[tpu]'"),
     Optional("CUDA plugin", lambda: any(map(_module_found, ("jax_cuda12_plugin", "jax_cuda13_plugin"))), "NVIDIA GPUs",
              "pip install 'jaxroll[gpu]'"),
     Optional("pytest", _module("pytest"), "the tests", "pip install 'jaxroll[dev]', or `make test`"),
-    Optional("bubblewrap", _program("bwrap"), "tasks whose scorers execute model output", "apt install bubblewrap"),
+    Optional(".venv-torch", _environment("torch"), "comparisons with transformers in `make soak`", "make venv-torch"),
+    Optional(".venv-tunix", _environment("tunix"), "benchmarks beside google-tunix", "make venv-tunix"),
+    Optional(".venv-jetstream", _environment("jetstream"), "tests beside google-jetstream", "make venv-jetstream"),
+    Optional("math-verify", _module("math_verify"), "nothing yet (no scorer uses it)", "pip install 'jaxroll[math]'"),
+    Optional("ray", _module("ray"), "nothing yet (no launcher uses it)", "pip install 'jaxroll[ray]'"),
     Optional("nvidia-smi", _program("nvidia-smi"), "finding NVIDIA GPUs", "comes with the NVIDIA driver"),
     Optional("gcloud", _program("gcloud"), "launch/tpu_vm.sh", "https://cloud.google.com/sdk"),
 )  # fmt: skip
@@ -74,6 +81,7 @@ def main() -> int:
         print(f"MISSING   {name}: nothing works without it. Get it: pip install jaxroll (or `make`)")
     for line in device_lines():
         print(f"devices   {line}")
+    print(f"scoring   {scoring_doors()}")
     for line in optional_lines():
         print(line)
     return 1 if absent or sys.version_info < (3, 11) else 0
@@ -104,6 +112,17 @@ def device_lines(python: str = sys.executable) -> list[str]:
     gpus, chips = inventories.gpu_memories_mb(), inventories.tpu_chips()
     lines.append(f"the machine has {chips} TPU chips and {len(gpus)} NVIDIA GPUs{f' ({gpus[0]} MB)' if gpus else ''}")
     return lines
+
+
+def scoring_doors(python: str = sys.executable) -> str:
+    """What scoring processes are kept from here, and by what; asked of a child, which gives it up for good."""
+    try:
+        done = subprocess.run(
+            [python, "-m", "jaxroll.envs.isolation"], capture_output=True, text=True, timeout=PROBE_S, check=True
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        return f"OPEN: everything (the probe failed: {error})"
+    return done.stdout.strip()
 
 
 def _free_gb(path: Path) -> float:

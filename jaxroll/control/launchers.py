@@ -17,6 +17,7 @@ from jaxroll.control import placement
 from jaxroll.control.program import role_words
 from jaxroll.errors import ConfigError
 from jaxroll.rpc.auth import TOKEN_VARIABLE
+from jaxroll.rpc.tls import TLS_VARIABLE
 
 LOCAL = "localhost"
 CACHE = ".cache/jax"
@@ -39,6 +40,7 @@ class Target:
     zone: str = ""
     project: str = ""
     insecure: bool = False
+    tls: str = ""  # the folder with certificates, the same on every host
 
     def host(self, name: str) -> str:
         """The host of process `name`: named itself, or by its role, else this machine."""
@@ -67,7 +69,7 @@ def target_of(options: argparse.Namespace) -> Target:
         raise ConfigError("--zone", "", "TPU VMs are found by their zone", "Add --zone=ZONE.")
     return Target(options.target, options.config, tuple(options.overrides), hosts, options.run or Target.run,
                   options.workdir, options.python, options.port, options.devices_per_host, options.gpu_memory_mb,
-                  options.zone, options.project, options.insecure)  # fmt: skip
+                  options.zone, options.project, options.insecure, options.tls)  # fmt: skip
 
 
 def plan(config: Config, target: Target) -> list[Launch]:
@@ -79,10 +81,11 @@ def plan(config: Config, target: Target) -> list[Launch]:
     envs = _device_envs(config, target)
     common = placement.common_env(CACHE)
     spread = len({target.host(name) for name in names}) > 1
-    if spread and not target.insecure:
+    if spread and not (target.tls or target.insecure):
         raise ConfigError("--on", " ".join(f"{n}={h}" for n, h in target.hosts.items()), "plain text between machines",
-                          "On a net you trust add --insecure, and give every host the run's secret in "
-                          f"{TOKEN_VARIABLE}.")  # fmt: skip
+                          "Make certificates with `jaxroll tls RUN --host=NAME` (the store's and the learner's hosts), "
+                          "copy them to the hosts and add --tls=DIR; or add --insecure on a net you trust. Every host "
+                          f"needs the run's secret in {TOKEN_VARIABLE}.")  # fmt: skip
     address = f"{target.host('store') if spread else '127.0.0.1'}:{target.port}"
     return [_launch(name, target, common | envs[name], address, spread) for name in names]
 
@@ -92,7 +95,11 @@ def _launch(name: str, target: Target, env: Mapping[str, str], address: str, spr
     argv = [target.python, "-m", "jaxroll", *role_words(name), f"--config={target.config_file}"]
     argv += [*(f"--config.{text}" for text in target.overrides), f"--run={target.run}", f"--store={address}"]
     if spread:
-        argv += [f"--host={host}", "--insecure"]
+        argv += [f"--host={host}"] if name == "learner" else []  # samplers fetch its weights
+        if target.tls:
+            env = {**env, TLS_VARIABLE: target.tls}
+        elif name in ("store", "learner"):  # those who are called
+            argv += ["--insecure"]
     return Launch(name, host, tuple(argv), env)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxroll.config import Config
@@ -15,6 +15,7 @@ from jaxroll.config.rules import Inventory, roles_with_devices
 from jaxroll.control import placement
 
 STORE_ADDRESS_FILE = "store.addr"
+FORKED_FILE = ".forked"  # the learner makes it when its fork is done
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,23 @@ def build(
         for name in roles_with_devices(config)
     ]
     return (store, *others)
+
+
+def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -> tuple[ProcessSpec, ...]:
+    """`specs` of a run whose learner forks it at the checkpoint `at` first; the others wait until it has.
+
+    A finished run would turn samplers away before. `name` tells the store that a learner that was started again means
+    the same fork.
+    """
+    ready = run_dir / FORKED_FILE
+    found = []
+    for spec in specs:
+        if spec.role == "learner":
+            spec = replace(spec, argv=(*spec.argv, f"--fork={at}@{name}"), ready_file=ready)
+        elif spec.role != "store":
+            spec = replace(spec, after=(*spec.after, "learner"))
+        found.append(spec)
+    return tuple(found)
 
 
 def role_of(name: str) -> str:

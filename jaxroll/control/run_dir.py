@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,11 @@ def load_config(path: Path) -> Config:
     return configs.parse(load(path)["config"])
 
 
-def resume(path: Path, overrides: Sequence[str]) -> Config:
-    """The config to continue the run with; overrides may change what does not change the experiment."""
+def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], object]) -> Config:
+    """The config to continue the run with; overrides may change what does not change the experiment.
+
+    It is kept in run.json once `check` has let it pass.
+    """
     values = load(path)
     for text in overrides:
         key = text.removeprefix("--").removeprefix("config.").partition("=")[0]
@@ -93,6 +96,7 @@ def resume(path: Path, overrides: Sequence[str]) -> Config:
             raise ConfigError(key, text.partition("=")[2], "cannot change in the middle of a run",
                               f"Start a new run. On --resume may change: {', '.join(RESUMABLE)}.")  # fmt: skip
     config = configs.parse(configs.override(values["config"], overrides))
+    check(config)
     if configs.digest(config) != values.get("digest"):
         write(path, values | _config_part(config))
     return config

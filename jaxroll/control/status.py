@@ -72,8 +72,6 @@ class Status:
                 rates.append(row.get("tokens_per_s") or 0.0)
             case "store":
                 self._waits = {str(who): str(why) for who, why in (row.get("waits") or {}).items()}
-            case "warm":
-                return warm_line(row)
             case "compile":
                 return self._compile(row)
             case "event":
@@ -103,7 +101,7 @@ class Status:
         ]
         parts += [f"{p.name} died, starts again soon" for p in processes if p.state == "backoff"]
         parts += [f"waiting for {p.name}, {p.seconds:.0f} s" for p in processes if p.state == "starting"]
-        parts += [f"waiting for {who}, which {why}" for who, why in self._waits.items()]
+        parts += [f"waiting for {who} ({why})" for who, why in self._waits.items()]
         if self.steps and self.steps[-1].step >= self.of_steps:
             parts.insert(0, "all steps are trained")
         elif self._last_step_t is not None:
@@ -132,7 +130,7 @@ class Status:
     def _wait_text(self, row: Mapping[str, Any]) -> str:
         wait_s = row.get("wait_s") or 0.0
         parts = [f"learner for groups, {wait_s:.1f} s"] if wait_s >= 0.05 else []
-        return "; ".join(parts + [f"for {who}, which {why}" for who, why in self._waits.items()])
+        return "; ".join(parts + [f"for {who} ({why})" for who, why in self._waits.items()])
 
     def _eval(self, row: Mapping[str, Any]) -> str | None:
         if row.get("accuracy") is None:
@@ -147,13 +145,6 @@ class Status:
             return None
         self.running.pop(key, None)
         return f"{key[0]}: {key[1]} took {row.get('seconds') or 0.0:.1f} s"
-
-
-def warm_line(row: Mapping[str, Any]) -> str:
-    """The line of one report of the warm start."""
-    words = [f"warm start: step {row.get('step', '?')}"]
-    words += [f"{name} {row[name]:.3f}" for name in ("loss", "accuracy") if isinstance(row.get(name), (int, float))]
-    return "  ".join(words)
 
 
 def _number(value: float | None, form: str) -> str:

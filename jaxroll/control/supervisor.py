@@ -65,7 +65,6 @@ class _Slot:
     since_s: float = 0.0  # when the present state began
     due_s: float | None = 0.0  # when to start it; None while it runs or is done
     done: bool = False
-    started: bool = False
     stopping: bool = False
 
 
@@ -85,9 +84,8 @@ class Supervisor:
         leader: str = "learner",
         environ: Mapping[str, str] | None = None,
         clock: Clock | None = None,
-        again: bool = False,
     ) -> None:
-        self._slots = {spec.name: _Slot(spec, started=again) for spec in specs}
+        self._slots = {spec.name: _Slot(spec) for spec in specs}
         self._run_dir, self._config, self._observer, self._leader = run_dir, config, observer, leader
         self._environ = dict(os.environ if environ is None else environ)
         self._clock = clock or MonotonicClock()
@@ -161,8 +159,8 @@ class Supervisor:
                 raise ConfigError(slot.spec.name, "waiting", f"{', '.join(unready)} not ready after {READY_S:.0f} s",
                                   f"See {self._log(unready[0])}.")  # fmt: skip
             return
-        slot.child = Child(slot.spec, self._log(slot.spec.name), self._environ, again=slot.started)
-        slot.started, slot.due_s, slot.since_s = True, None, now
+        slot.child = Child(slot.spec, self._log(slot.spec.name), self._environ)
+        slot.due_s, slot.since_s = None, now
         self._begun.add(slot.spec.name)
 
     def _ready(self, name: str) -> bool:

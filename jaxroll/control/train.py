@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,29 +18,30 @@ from jaxroll.control import program, run_dir
 from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
-from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
+from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.rpc import auth
 
 WARM_MARK = ".warm-done"
 
 
 def find_inventory(config: Config) -> Inventory:
-    """The devices the run will use; ConfigError when its roles do not fit them, or a file it names is not here."""
-    for key, path in (("model.path", config.model.path), ("tokenizer.path", config.tokenizer.path),
-                      ("task.path", config.task.path)):  # fmt: skip
-        if path and "://" not in path and not Path(path).exists():
-            raise ConfigError(key, path, "no such file or folder on this machine", f"Looked in {Path.cwd()}.")
+    """The devices the run will use; ConfigError when its roles do not fit them."""
     inventory = inventories.find(config.placement.platform)
     check_inventory(config, inventory)
     return inventory
 
 
-def train(config: Config, path: Path, inventory: Inventory, *, again: bool = False) -> int:
-    """Run `config` in the run folder `path` (made already); the exit code."""
+def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None = None) -> int:
+    """Run `config` in the run folder `path` (made already); the exit code.
+
+    `fork` names the checkpoint of an earlier life to fork at ("": the newest); None continues where it ended.
+    """
     began = time.monotonic()
     cache_dir = program.default_cache_dir(path, os.environ)
     gpus = inventories.visible_gpus()
     specs = program.build(config, path, inventory, python=sys.executable, cache_dir=cache_dir, visible_gpus=gpus)
+    if fork is not None:
+        specs = program.forked(specs, path, fork, name=uuid.uuid4().hex)
     auth.create(path)
     with run_dir.locked(path):
         view = open_view(path, config.schedule.steps)
@@ -49,18 +52,16 @@ def train(config: Config, path: Path, inventory: Inventory, *, again: bool = Fal
                 view.say(f"Warm start: {config.sft.steps} steps on worked answers.")
                 code = _supervise([warm], path, config, view, leader="sft")
             if code == 0:
-                code = _supervise(specs, path, config, view, leader="learner", again=again)
+                code = _supervise(specs, path, config, view, leader="learner")
         finally:
             view.close()
     print(closing_words(code, path, time.monotonic() - began), flush=True)
     return code
 
 
-def _supervise(
-    specs: Sequence[ProcessSpec], path: Path, config: Config, view: View, *, leader: str, again: bool = False
-):
+def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: View, *, leader: str) -> int:
     restarts = config.supervisor if leader == "learner" else replace(config.supervisor, max_restarts=1)
-    return Supervisor(specs, path, restarts, view, leader=leader, again=again).run()
+    return Supervisor(specs, path, restarts, view, leader=leader).run()
 
 
 def needs_warm_start(config: Config, path: Path) -> bool:
@@ -75,9 +76,18 @@ def warm_spec(path: Path, env: dict[str, str]) -> ProcessSpec:
 
 def closing_words(code: int, path: Path, seconds: float) -> str:
     """What to type next."""
-    shown = os.path.relpath(path)
+    shown, command = os.path.relpath(path), own_command()
     if code == 0:
-        return f"The run is complete after {seconds:.0f} s. See it with: jaxroll report {shown}"
+        return f"The run is complete after {seconds:.0f} s. See it with: {command} report {shown}"
     if code == EXIT_INTERRUPTED:
-        return f"Stopped after {seconds:.0f} s. Go on with: jaxroll train --run={shown} --resume"
+        return f"Stopped after {seconds:.0f} s. Go on with: {command} train --run={shown} --resume"
     return f"The run ended after {seconds:.0f} s without finishing. Logs: {shown}/{run_dir.LOGS}/"
+
+
+def own_command() -> str:
+    """What to type for `jaxroll` here: the bare word where the shell finds it, else the path of the one that runs."""
+    beside = Path(sys.executable).with_name("jaxroll")
+    if shutil.which("jaxroll") or not beside.exists():
+        return "jaxroll"
+    near = os.path.relpath(beside)
+    return str(beside) if near.startswith("..") else near

@@ -24,14 +24,21 @@ class Candidate:
     answer: str | None
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """An item that is not trained on, and why."""
+
+    reason: str
+
+
 class Candidates:
-    """Items of the config's source by index, as tasks; knows the source's ranges."""
+    """Items of the config's source by index, as tasks; knows the source's ranges and the run's tokenizer."""
 
     def __init__(self, config: Config) -> None:
         self._config = config.task
         self._source = open_source(config.task)
         self.ranges = ranges.of(config, self._source.size)
-        self._tokenizer = tokenizers.build(config.tokenizer, self._source.alphabet())
+        self.tokenizer = tokenizers.build(config.tokenizer, self._source.alphabet())
         self.identity = self._source.identity
 
     def at(self, index: int) -> Candidate:
@@ -39,7 +46,7 @@ class Candidates:
         item = self._source.item(index)
         text = item.compact if self._config.prompt == "compact" else item.question
         messages = (Message("user", text),)
-        tokens = len(self._tokenizer.render(messages))
+        tokens = len(self.tokenizer.render(messages))
         if tokens > self._config.max_prompt_tokens:
             limit = self._config.max_prompt_tokens
             raise DataError(f"item {index} has {tokens} prompt tokens, task.max_prompt_tokens is {limit}")
@@ -53,3 +60,15 @@ class Candidates:
             question_hash=question_hash(item.compact.lower()),
         )
         return Candidate(task, item.answer)
+
+    def trainable(self, index: int, kept_aside: frozenset[str], *, taught: bool = False) -> Candidate | Skipped:
+        """Item `index`, unless it cannot be made, asks a question of `kept_aside`, or has no answer to be `taught`."""
+        try:
+            candidate = self.at(index)
+        except DataError as error:
+            return Skipped(str(error))
+        if taught and candidate.answer is None:
+            return Skipped(f"item {index} has no answer")
+        if candidate.task.question_hash in kept_aside:
+            return Skipped(f"item {index} is held out")
+        return candidate

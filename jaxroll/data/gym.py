@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
+import dataclasses
 import io
 import json
 from typing import Any
 
 from jaxroll.config import TaskConfig
-from jaxroll.data.gym_tasks import PRINTABLE, REFUSED, TASKS, GymTask
+from jaxroll.config.parsing import nearest
+from jaxroll.data.gym_tasks import PRINTABLE, TASKS, allowed
 from jaxroll.data.sources import Item
 from jaxroll.errors import ConfigError, DataError
 
@@ -26,7 +27,7 @@ class GymSource:
     size = None
 
     def __init__(self, cfg: TaskConfig) -> None:
-        self._task = _allowed(cfg.name)
+        self._task = allowed(cfg.name)
         if cfg.prompt == "compact" and self._task.compact is None:
             raise ConfigError(
                 "task.prompt",
@@ -75,19 +76,6 @@ def _with_compact() -> list[str]:
     return sorted(name for name, task in TASKS.items() if task.compact is not None)
 
 
-def _allowed(name: str) -> GymTask:
-    """The task `name`, or a ConfigError that says why it is refused."""
-    if name in TASKS:
-        return TASKS[name]
-    if name in REFUSED:
-        raise ConfigError("task.name", name, REFUSED[name], f"Choose one of {', '.join(sorted(TASKS))}.")
-    near = difflib.get_close_matches(name, TASKS, n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else f"Choose one of {', '.join(sorted(TASKS))}."
-    raise ConfigError(
-        "task.name", name, "it is not on the list of tasks whose scorers were read and only compare", hint
-    )
-
-
 def _create_dataset(name: str, args: dict[str, Any]) -> Any:
     """The dataset object; anything it prints is dropped, since stdout belongs to the command."""
     for key in ("seed", "size"):
@@ -112,6 +100,13 @@ def _create_dataset(name: str, args: dict[str, Any]) -> Any:
         with contextlib.redirect_stdout(io.StringIO()):
             return reasoning_gym.create_dataset(name, seed=_SEED, size=_VIRTUAL_SIZE, **args)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError(
-            "task.args", args, f"{name} refuses them: {error}", f"See the settings of reasoning-gym's {name}."
-        ) from error
+        raise ConfigError("task.args", args, f"{name} refuses them: {error}", _settings_of(name, args)) from error
+
+
+def _settings_of(name: str, args: dict[str, Any]) -> str:
+    """What the task can be told: the setting nearest to the first unknown one, else all of them."""
+    from reasoning_gym.factory import DATASETS
+
+    known = tuple(field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size"))
+    unknown = [key for key in args if key not in known]
+    return nearest(unknown[0], known) if unknown else f"Its settings: {', '.join(sorted(known))}."

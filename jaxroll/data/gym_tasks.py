@@ -12,6 +12,9 @@ from typing import Any
 
 import msgspec
 
+from jaxroll.config.parsing import nearest
+from jaxroll.errors import ConfigError
+
 Metadata = Mapping[str, Any]
 
 PRINTABLE = string.printable[:95] + "\n"
@@ -137,3 +140,13 @@ REFUSED: Mapping[str, str] = {
     "rearc": "its score changes when the item travels as JSON",
     "maze": "its generator fails for some seeds and its alphabet changes with every item",
 }
+
+
+def allowed(name: str) -> GymTask:
+    """The task `name`, or a ConfigError that says why it is refused."""
+    if name in TASKS:
+        return TASKS[name]
+    if name in REFUSED:
+        raise ConfigError("task.name", name, REFUSED[name], f"Choose one of {', '.join(sorted(TASKS))}.")
+    reason = "it is not on the list of tasks whose scorers were read and only compare"
+    raise ConfigError("task.name", name, reason, nearest(name, tuple(TASKS)))

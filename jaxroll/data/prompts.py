@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 
 from jaxroll.config import Config
 from jaxroll.data import heldout, order
-from jaxroll.data.candidates import MAX_SKIPPED_IN_A_ROW, Candidates
+from jaxroll.data.candidates import MAX_SKIPPED_IN_A_ROW, Candidates, Skipped
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.protocols import Tokenizer
 from jaxroll.records import Task
 
 _STATE_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """An item that is not trained on, and why."""
-
-    reason: str
 
 
 class PromptPipeline:
@@ -54,6 +47,11 @@ class PromptPipeline:
             "Hold out fewer items, raise task.max_prompt_tokens, or use a task with more questions.",
         )
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer."""
+        return self._candidates.tokenizer
+
     def state(self) -> bytes:
         """Where the stream stands, as JSON."""
         state = {"format": _STATE_FORMAT, "fingerprint": self._fingerprint, "grain": self._iterator.get_state()}
@@ -81,13 +79,8 @@ class PromptPipeline:
         self._iterator.set_state(position)
 
     def _admit(self, index: int) -> Task | Skipped:
-        try:
-            task = self._candidates.at(index).task
-        except DataError as error:
-            return Skipped(str(error))
-        if task.question_hash in self._heldout:
-            return Skipped(f"item {index} is held out")
-        return task
+        found = self._candidates.trainable(index, self._heldout)
+        return found if isinstance(found, Skipped) else found.task
 
 
 def _fingerprint(config: Config, candidates: Candidates) -> str:

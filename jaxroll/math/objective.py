@@ -89,7 +89,10 @@ def cross_entropy() -> Objective:
 
 def build(config: LearnerConfig) -> Objective:
     """The per-token objective (log π_θ, log π_prox, log π_b, A) → TokenLoss that the config describes."""
+    return _ALGORITHMS[config.algorithm](config)
 
+
+def _grpo(config: LearnerConfig) -> Objective:
     def token_loss(logprob, proximal, behaviour, advantage):
         if config.correction == "tis":
             return truncated_importance(logprob, behaviour, advantage, config.correction_cap)
@@ -107,3 +110,6 @@ def build(config: LearnerConfig) -> Objective:
         )
 
     return token_loss
+
+
+_ALGORITHMS = {"grpo": _grpo}

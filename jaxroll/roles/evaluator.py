@@ -83,9 +83,10 @@ class Evaluating:
         results = await evaluation.scores(self.manager, self.tasks, self.tokenizer, version, permits=permits)
         t1 = time.time()
         examples = [
-            {"prompt": score.task.messages[-1].content, "text": score.text, "ok": score.right}
+            {"prompt": score.task.messages[-1].content, "answer": evaluation.expected(score.task), "text": score.text,
+             "ok": score.right}
             for score in results[:EXAMPLES]
-        ]
+        ]  # fmt: skip
         return {
             "t": t1, "role": self.session.role, "kind": "eval", "step": version.step, "lineage": version.lineage,
             "accuracy": evaluation.accuracy(results), "correct": evaluation.marks(results),

@@ -20,6 +20,7 @@ from jaxroll import lifeline, wire
 from jaxroll.config import RoleArgs
 from jaxroll.errors import ConfigError, InfraError, JaxRollError
 from jaxroll.records import Task
+from jaxroll.text import tokenizers
 
 _HEADER = struct.Struct("<I")
 
@@ -51,7 +52,9 @@ def main(args: RoleArgs) -> None:
         if frame is None:
             return
         try:
-            pipeline = pipeline or PromptPipeline(args.config)
+            if pipeline is None:
+                pipeline = PromptPipeline(args.config)
+                tokenizers.note(args.run_dir, pipeline.tokenizer)
             reply = _answer(pipeline, wire.decode(frame, FeedRequest))
         except JaxRollError as error:
             reply = FeedReply(error=str(error))

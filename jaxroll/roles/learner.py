@@ -18,7 +18,15 @@ import time
 import jax
 
 from jaxroll.config import Config, RoleArgs
-from jaxroll.errors import EXIT_INTERRUPTED, Closed, NotReady
+from jaxroll.errors import (
+    EXIT_INTERRUPTED,
+    CheckpointDamaged,
+    Closed,
+    ConfigError,
+    JaxRollError,
+    NotReady,
+    StaleClient,
+)
 from jaxroll.learner import weights
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.trainer import Trainer
@@ -26,14 +34,18 @@ from jaxroll.models import families, pretrained
 from jaxroll.records import Claim, Version
 from jaxroll.roles import build
 from jaxroll.roles.progress import Progress
+from jaxroll.roles.restoring import start_of
 from jaxroll.roles.weights import weights_token
+from jaxroll.rpc import tls
 from jaxroll.sharding import meshes, rules
 from jaxroll.store.client import BlockingStore
-from jaxroll.transfer.publish import Publisher
+from jaxroll.store.settings import END_OF_DATA
+from jaxroll.transfer.publish import Exposure, Publisher
 
 CLAIM_WAIT_S = 2.0
 HOLDER_POLL_S = 0.2
 FINISHED = "finished"
+FORKED_FILE = ".forked"  # tells the supervisor that the others may start
 
 
 def main(args: RoleArgs) -> int:
@@ -56,10 +68,14 @@ class LearnerSession:
         self.store = BlockingStore(
             args.store_address or args.run_dir / "store.addr",
             role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
-            call_s=self.config.store.rpc_deadline_s,
+            call_s=self.config.store.rpc_deadline_s, run_dir=args.run_dir,
         )  # fmt: skip
+        self._end = FINISHED  # the reason with which the run is closed when this life ends it
         self.progress = Progress("learner", lambda row: self.store.report([row]))
-        self.publisher = Publisher(self.config.transfer, args.run_dir, args.host, token=weights_token(args.run_dir))
+        exposure = Exposure(tls.load(args.run_dir), self.config.store.mutual_tls, args.insecure)
+        self.publisher = Publisher(
+            self.config.transfer, args.run_dir, args.host, token=weights_token(args.run_dir), exposure=exposure
+        )
         self.checkpoints = Checkpoints(args.run_dir / "checkpoints", self.config.learner.checkpoints_kept)
 
     def run(self) -> int:
@@ -68,11 +84,16 @@ class LearnerSession:
         trainer = new_trainer(self.config)
         durable = self._restore(trainer)
         try:
-            version = self.store.begin(durable)
+            version = self.store.begin(durable, self._fork)
         except Closed as closed:
-            if str(closed) != FINISHED:
+            if str(closed) not in (FINISHED, END_OF_DATA):
                 raise
             return 0  # we died between the last word and the exit
+        except StaleClient as refusal:
+            raise self._no_start(refusal) from refusal
+        if self.args.fork is not None:
+            self.progress(f"forked: version {version}")
+            (self.args.run_dir / FORKED_FILE).touch()
         self.progress.end("building the learner")
         self.progress.devices(trainer.layout.mesh)
         self._publish(trainer, version)  # first, so that samplers compile while we do
@@ -92,10 +113,10 @@ class LearnerSession:
         if self._durable != version:
             self._checkpoint(trainer, version)
         self._settle_durable(wait=True)
-        if version.step < self.config.schedule.steps:
+        if version.step < self.config.schedule.steps and self._end == FINISHED:
             return EXIT_INTERRUPTED
         self._await_evaluator(version, self.config.supervisor.finish_s)
-        self.store.close_run(FINISHED)
+        self.store.close_run(self._end)
         return 0
 
     def close(self) -> None:
@@ -105,24 +126,52 @@ class LearnerSession:
         self.store.aclose()
 
     def _restore(self, trainer: Trainer) -> Version | None:
-        """Put the newest checkpoint (or the warm start) into `trainer`; the version restored, None if nothing was."""
-        self._durable = self.checkpoints.latest()
-        if self._durable is not None:
-            trainer.state, _ = self.checkpoints.restore(self._durable, trainer.abstract_state())
+        """Put the newest checkpoint (or the warm start) into `trainer`; the version restored, None if nothing was.
+
+        A damaged checkpoint is said and passed over. Whether an older one will do is the store's to say: it will unless
+        the claims after it are trimmed. CheckpointDamaged when no other is left.
+        """
+        lineages = self.store.welcome.lineages
+        self._durable, self._fork = start_of(self.checkpoints, lineages, self.args.fork)
+        while self._durable is not None:
+            try:
+                trainer.state, _ = self.checkpoints.restore(self._durable, trainer.abstract_state())
+            except CheckpointDamaged as error:
+                self.progress(f"{error}")
+                self._durable, self._fork = start_of(self.checkpoints, lineages, self.args.fork)
+                if self._durable is None or self._durable in self.checkpoints.damaged:
+                    raise
+                continue
             self.progress(f"restored version {self._durable}")
-        elif (warm := self.args.run_dir / "warm").is_dir():
+            return self._durable
+        if (warm := self.args.run_dir / "warm").is_dir():
             trainer.set_params(weights.load(warm))
         elif self.config.model.path:
             trainer.set_params(pretrained.weights(self.config.model, trainer.spec))
         return self._durable
 
+    def _no_start(self, refusal: StaleClient) -> JaxRollError:
+        """Why there is nothing to start from, with the way out if a damaged checkpoint is the reason."""
+        if not self.checkpoints.damaged:
+            return refusal
+        damaged = ", ".join(str(self.checkpoints.path(version)) for version in sorted(self.checkpoints.damaged))
+        return ConfigError(
+            "checkpoint", damaged, f"is damaged, and an older one will not do: {refusal}",
+            "Put it back from a copy, or go on from the older one with --fork=STEP.",
+        )  # fmt: skip
+
     def _claim(self, version: Version) -> Claim | None:
-        """The batch of this step; None when a stop was asked for."""
+        """The batch of this step; None when a stop was asked for or the data has ended."""
         while not self._stop.is_set():
             try:
                 return self.store.claim(version.lineage, version.step, CLAIM_WAIT_S)
             except NotReady:
                 continue
+            except Closed as closed:
+                if str(closed) != END_OF_DATA:
+                    raise
+                self._end = END_OF_DATA
+                break
         return None
 
     def _step(self, trainer: Trainer, version: Version, claim: Claim, wait_s: float) -> Version:
@@ -159,7 +208,7 @@ class LearnerSession:
         """Wait until the evaluator holds `version`, which nobody else keeps, but not longer than `limit_s`."""
         if not self.config.evaluator.every:
             return
-        self.progress(f"until the evaluator has version {version}")
+        self.progress(f"waiting until the evaluator has version {version}")
         deadline_s = time.monotonic() + limit_s
         while self.store.status()["holders"].get("evaluator") != str(version):
             if self._stop.wait(HOLDER_POLL_S) or time.monotonic() > deadline_s:

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from jaxroll.config import Config, MeshConfig, RoleArgs
 from jaxroll.envs import registry
@@ -23,9 +23,11 @@ from jaxroll.errors import EXIT_INTERRUPTED, Closed
 from jaxroll.protocols import SamplingParams
 from jaxroll.roles.progress import Progress
 from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rpc import tls
 from jaxroll.store.client import StoreClient
 
 if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
+    from jaxroll.engine.engine import Flip
     from jaxroll.engine.host import EngineProxy
     from jaxroll.roles.build import Inference
 
@@ -73,7 +75,7 @@ class Session:
         self.store = await StoreClient.connect(
             self.args.store_address or self.args.run_dir / "store.addr",
             role=self.role.partition("-")[0], name=self.role, config_digest=self.args.config_digest,
-            patience_s=STORE_PATIENCE_S, call_s=self.config.store.rpc_deadline_s,
+            patience_s=STORE_PATIENCE_S, call_s=self.config.store.rpc_deadline_s, run_dir=self.args.run_dir,
         )  # fmt: skip
         reporting = asyncio.ensure_future(self._send_rows())
         stopping = asyncio.ensure_future(self.stopping.wait())
@@ -114,7 +116,7 @@ def main(
     *,
     mesh: MeshConfig,
     slots: int,
-    flip: Literal["keep_kv", "drain"],
+    flip: Flip,
 ) -> int:
     """Run `play` beside an engine of `slots` slots on `mesh` until it ends (0) or is stopped (EXIT_INTERRUPTED)."""
     config: Config = args.config
@@ -142,7 +144,14 @@ def main(
         session.progress.start("building the engine")
         token = weights.weights_token(args.run_dir)
         parts = build.inference(
-            config, role.partition("-")[0], mesh, slots=slots, flip=flip, token=token, progress=session.progress
+            config,
+            role.partition("-")[0],
+            mesh,
+            slots=slots,
+            flip=flip,
+            token=token,
+            progress=session.progress,
+            tls=tls.load(args.run_dir),
         )
         session.progress.end("building the engine")
         finished.add_done_callback(lambda _: parts.host.stop())

@@ -49,6 +49,14 @@ def marks(results: Sequence[Score]) -> str:
     return "".join("01"[score.right] if score.pinned else "-" for score in results)
 
 
+def expected(task: Task) -> str:
+    """The answer that the task's arguments name, for a person to compare with; empty where they name none."""
+    args = task.args()
+    entry = args.get("entry")
+    answer = args.get("answer", entry.get("answer") if isinstance(entry, dict) else None)
+    return "" if answer is None else str(answer)
+
+
 def _score(task: Task, member: Member, tokenizer: Tokenizer, version: Version) -> Score:
     outcome = member.outcome
     if not isinstance(outcome, Finished):

@@ -6,15 +6,20 @@ padding or another special token in the middle of an answer has not given that a
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 from jaxroll.config import TokenizerConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Message
 from jaxroll.text.hf import HFTokenizer
 
-__all__ = ["CharTokenizer", "HFTokenizer", "build"]
+__all__ = ["CharTokenizer", "HFTokenizer", "build", "note", "of_run"]
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+ALPHABET_FILE = "alphabet.json"
 _VOCAB_MULTIPLE = 8  # so that the embedding table splits over small meshes
 
 
@@ -81,6 +86,24 @@ class CharTokenizer:
             unanswered = message.role != "assistant"
         ids.append(self.turn_id)
         return ids
+
+
+def note(run_dir: Path, tokenizer: Tokenizer) -> None:
+    """Write into the run's folder what cannot be read off its config: the alphabet of a `char` tokenizer."""
+    if isinstance(tokenizer, CharTokenizer):
+        scratch = run_dir / f".{ALPHABET_FILE}.{os.getpid()}"
+        scratch.write_text(json.dumps(tokenizer.alphabet) + "\n")
+        os.replace(scratch, run_dir / ALPHABET_FILE)
+
+
+def of_run(run_dir: Path, cfg: TokenizerConfig) -> Tokenizer | None:
+    """The tokenizer of a run, without its task; None when its alphabet is not known (yet)."""
+    if cfg.kind != "char":
+        return build(cfg, "")
+    try:
+        return CharTokenizer(json.loads((run_dir / ALPHABET_FILE).read_text()))
+    except FileNotFoundError:
+        return None
 
 
 def build(cfg: TokenizerConfig, alphabet: str) -> Tokenizer:

@@ -48,7 +48,7 @@ BAD = [
     pytest.param(["sampler.mesh.data=3"], "sampler.slots", "32", "33", id="slots do not divide"),
     pytest.param(["evaluator.mesh.data=3"], "evaluator.slots", "64", "66", id="evaluator's slots do not divide"),
     pytest.param(["learner.row_tokens=20"], "learner.row_tokens", "20", "28", id="sequence budget"),
-    pytest.param(["sampler.page_tokens=8", "sampler.cache_pages=4"], "sampler.cache_pages", "4", "5 or more", id="pages"),
+    pytest.param(["sampler.page_tokens=8", "sampler.cache_pages=4"], "sampler.cache_pages", "4", "or more", id="pages"),
     pytest.param(["sampler.prefill_buckets=32,16"], "sampler.prefill_buckets", "(32, 16)", "increasing", id="order"),
     pytest.param(["sampler.prefill_buckets=()"], "sampler.prefill_buckets", "()", "(16, 32)", id="no bucket"),
     pytest.param(["learner.learning_rate=0"], "learner.learning_rate", "0.0", "positive", id="no learning"),

@@ -38,7 +38,8 @@ def main() -> int:
         code = f"{bound}import time; time.sleep(600)"
         child = subprocess.Popen([sys.executable, "-c", code])
         Path(events).with_name(f"child-of-{name}").write_text(str(child.pid))
-    note("again" if "resume" in options else "start")
+    lived = Path(events).read_text().splitlines() if Path(events).exists() else []
+    note("again" if any(line.split()[:2] == ["start", name] for line in lived) else "start")
     print(f"{name} speaks", flush=True)
     lives = sum(
         line.split()[:2] in (["start", name], ["again", name]) for line in Path(events).read_text().splitlines()

@@ -47,14 +47,24 @@ def test_config_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -
         (["train", f"--config={SMOKE}", "--config.learner.lr=1"], 64, "learner.learning_rate"),
         (["train", f"--config={SMOKE}", "--config.placement.platform=tpu"], 64, "no TPU chip"),
         (["train", f"--config={SMOKE}", "--config.tokenizer.kind=hf", "--config.tokenizer.path=nope"], 64, "nope"),
+        (["train", f"--config={SMOKE}", "--config.sampler.mesh.tensor=3"], 64, "sampler.mesh.tensor"),
+        (["demo", f"--config={SMOKE}", "--config.task.name=spell"], 64, "task.name"),
+        (["demo", f"--config={SMOKE}", f"--seed={2**32}"], 64, "run.seed"),
+        (["sampler", f"--config={SMOKE}", "--run=r", "--config.task.env=none"], 64, "task.env"),
+        (["sft", f"--config={SMOKE}", "--config.learner.mesh.tensor=3"], 64, "learner.mesh.tensor"),
+        (["launch", "--target=gpu", f"--config={SMOKE}", "--config.sampler.mesh.tensor=3"], 64, "sampler.mesh.tensor"),
         (["train", "--resume"], 64, "--run=DIR"),
         (["train", "--resume", "--run=nowhere"], 64, "no run here"),
+        (["train", "--fork=3", "--config=configs/smoke.py"], 64, "--resume"),
         (["learner"], 64, "--run"),
         (["generate"], 64, "--run"),
         (["generate", "nowhere", "x"], 64, "no run here"),
         (["learner", "--run=nowhere"], 64, "no run here"),
         (["report", "nowhere"], 64, "no run here"),
         (["train", "--steps=3"], 2, "unknown argument --steps=3"),
+        (["learner", "--run=r", "--resume"], 2, "unknown argument --resume"),
+        (["evaluator", "--run=r", "--index=1"], 2, "unknown argument --index=1"),
+        (["sampler", f"--config={SMOKE}", "--run=r", "--index=-1"], 64, "--index"),
     ],
 )
 def test_bad_words_end_with_a_sentence_and_leave_nothing(
@@ -91,8 +101,8 @@ def test_a_role_under_a_supervisor_reads_the_run(here: Path, monkeypatch: pytest
     seen = given_role(monkeypatch, "jaxroll.roles.sampler")
     path = run_dir.create(here / "run", Config(), [])
     monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: True)
-    assert cli.main(["sampler", "--index=1", f"--run={path}", "--resume"]) == 0
-    assert seen == [RoleArgs(Config(), path, None, 1, True)]
+    assert cli.main(["sampler", "--index=1", f"--run={path}"]) == 0
+    assert seen == [RoleArgs(Config(), path, None, 1)]
     assert seen[0].config_digest == configs.digest(Config())
 
 
@@ -111,6 +121,21 @@ def test_a_role_alone_makes_its_run_folder_and_its_environment(here: Path, monke
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert cli.main(words) == 0  # a second process of the same run joins it
     assert cli.main([*words, "--config.run.seed=1"]) == 64
+
+
+def test_a_role_takes_the_options_that_it_reads_and_no_other() -> None:
+    (action,) = (a for a in cli.parser()._actions if a.dest == "command")
+    common, found = {"--help", "-h", "--config", "--run"}, {}
+    for role in cli.ROLES:
+        words = {word for a in action.choices[role]._actions for word in a.option_strings}  # type: ignore[index]
+        found[role] = words - common
+    assert found == {
+        "store": {"--store", "--insecure"},
+        "sampler": {"--store", "--index"},
+        "learner": {"--store", "--host", "--insecure", "--fork"},
+        "evaluator": {"--store"},
+        "feeder": set(),
+    }
 
 
 def test_errors_of_a_role_become_exit_codes(
@@ -172,8 +197,23 @@ def test_train_warms_up_once_runs_all_roles_and_resumes(here: Path, capsys: pyte
     assert cli.main(["train", "--run=r", "--resume", "--config.schedule.steps=9"]) == 0
     later = calls(here / "r")[len(first) :]
     assert sorted(words[0] for words in later) == ["evaluator", "learner", "sampler", "store"]
-    assert all("--resume" in words for words in later)
+    assert [words for words in later if "--resume" in words] == [], "a role looks at the disk by itself"
     assert run_dir.load_config(here / "r").schedule.steps == 9
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("pretended_python")
+def test_the_demo_is_always_a_new_run_which_its_link_names(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxroll.report import cli as report
+
+    reported: list[Path] = []
+    monkeypatch.setattr(report, "main", lambda path, as_json: reported.append(path))
+    for seed in (1, 1, 2):
+        assert cli.main(["demo", f"--config={SMOKE}", f"--seed={seed}"]) == 0
+        assert (here / "runs" / "demo").resolve() == reported[-1].resolve(), "the link follows"
+    made = [path for path in (here / "runs").iterdir() if not path.is_symlink()]
+    assert len(made) == len(set(reported)) == 3, "none is deleted, none is used again"
+    assert [run_dir.load_config(path).run.seed for path in reported] == [1, 1, 2]
 
 
 @pytest.mark.process
@@ -212,3 +252,19 @@ def test_train_ends_with_what_a_role_refused(here: Path, capsys: pytest.CaptureF
     (here / "r" / "refuse").touch()
     assert cli.main(["train", "--run=r", "--resume"]) == 64
     assert "refused its configuration" in capsys.readouterr().out
+
+
+def test_what_to_type_next_works_where_the_shell_does_not_know_the_command(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxroll.control import train
+
+    (here / "bin").mkdir()
+    monkeypatch.setattr(sys, "executable", str(here / "bin" / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert train.own_command() == "jaxroll", "it was not installed as a command"
+    (here / "bin" / "jaxroll").touch(mode=0o755)
+    assert train.own_command() == "bin/jaxroll"
+    monkeypatch.setenv("PATH", str(here / "bin"))
+    assert train.own_command() == "jaxroll"
+    assert train.closing_words(130, here / "r", 3.2).endswith("jaxroll train --run=r --resume")

@@ -16,6 +16,12 @@ def test_doctor_names_python_packages_devices_and_what_is_absent(capsys: pytest.
     out = capsys.readouterr().out
     assert "python    3." in out and "jax 0." in out and "JAX uses cpu: " in out
     assert "NVIDIA GPUs" in out
+    assert "\nscoring   no network by seccomp" in out or "OPEN: " in out
+
+
+@pytest.mark.process
+def test_a_probe_of_the_scoring_process_that_fails_counts_as_open_doors(tmp_path: Path) -> None:
+    assert doctor.scoring_doors(str(tmp_path / "nothing")).startswith("OPEN: everything")
 
 
 def test_what_is_absent_is_said_with_what_it_costs_and_how_to_get_it() -> None:

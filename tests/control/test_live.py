@@ -45,7 +45,7 @@ def folded(rows: list[dict]) -> Status:
 def test_a_step_shows_reward_accuracy_rate_age_and_waits() -> None:
     cells = folded(ROWS).steps[-1].cells(50)
     assert cells == ("3/50", "0.625", "47.1 % @0", "20,000", "0.40 / 1", "1.25",
-                     "learner for groups, 0.3 s; for sampler-1, which has group 7")  # fmt: skip
+                     "learner for groups, 0.3 s; for sampler-1 (has group 7)")  # fmt: skip
 
 
 def test_what_is_unknown_is_a_dash() -> None:
@@ -96,7 +96,7 @@ def test_the_newest_word_of_a_role_stands_until_it_gets_somewhere() -> None:
 
 def test_between_steps_the_next_one_and_the_waits_are_named() -> None:
     said = folded(ROWS).doing(113.5, [])
-    assert said.startswith("step 4, 4 s") and "waiting for sampler-1, which has group 7" in said
+    assert said.startswith("step 4, 4 s") and "waiting for sampler-1 (has group 7)" in said
 
 
 def test_plain_view_prints_every_step_and_breaks_every_silence_before_ten_seconds(tmp_path: Path) -> None:

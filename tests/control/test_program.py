@@ -50,6 +50,15 @@ def _as_json(spec: program.ProcessSpec) -> dict:
             "ready_file": str(spec.ready_file) if spec.ready_file else None}  # fmt: skip
 
 
+def test_everybody_waits_for_the_learner_to_fork_and_nothing_else_changes() -> None:
+    specs, forked = built("cpu"), program.forked(built("cpu"), Path("/r/run"), "4", name="abc")
+    assert forked[0] == specs[0], "the store waits for nobody"
+    assert forked[1].argv == (*specs[1].argv, "--fork=4@abc")
+    assert forked[1].ready_file == Path("/r/run/.forked")
+    for before, after in zip(specs[2:], forked[2:], strict=True):
+        assert after == replace(before, after=("store", "learner"))
+
+
 def test_every_role_is_there_and_only_the_evaluator_can_be_left_out() -> None:
     names = ["store", "learner", "sampler-0", "sampler-1", "evaluator"]
     assert [spec.name for spec in built("cpu")] == names

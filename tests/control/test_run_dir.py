@@ -13,7 +13,7 @@ import pytest
 import jaxroll
 from jaxroll import config as configs
 from jaxroll.config import Config
-from jaxroll.control import run_dir
+from jaxroll.control import preflight, run_dir
 from jaxroll.errors import ConfigError
 
 
@@ -53,13 +53,15 @@ def test_a_folder_without_a_run_is_a_config_error(tmp_path: Path, text: str | No
 
 def test_resuming_may_change_how_long_but_not_what(tmp_path: Path) -> None:
     path = run_dir.create(tmp_path / "run", Config(), [])
-    longer = run_dir.resume(path, ["--config.schedule.steps=500"])
+    longer = run_dir.resume(path, ["--config.schedule.steps=500"], preflight.check)
     assert longer.schedule.steps == 500 and run_dir.load_config(path) == longer
     assert run_dir.load(path)["digest"] == configs.digest(longer)
     with pytest.raises(ConfigError, match="middle of a run"):
-        run_dir.resume(path, ["learner.learning_rate=1"])
+        run_dir.resume(path, ["learner.learning_rate=1"], preflight.check)
     with pytest.raises(ConfigError, match="unknown key"):
-        run_dir.resume(path, ["supervisor.patience=1"])
+        run_dir.resume(path, ["supervisor.patience=1"], preflight.check)
+    with pytest.raises(ConfigError, match=r"evaluator\.mesh\.tensor"):
+        run_dir.resume(path, ["evaluator.mesh.tensor=3"], preflight.check)
     assert run_dir.load_config(path) == longer
 
 

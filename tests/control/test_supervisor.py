@@ -127,7 +127,7 @@ def test_an_evaluation_that_never_ends_is_cut_off(stage: Stage) -> None:
     assert stage.names("term")[0] == "evaluator"
 
 
-def test_a_killed_role_is_started_again_and_told_so(stage: Stage) -> None:
+def test_a_killed_role_is_started_again(stage: Stage) -> None:
     stage.start()
     stage.all_up()
     killed = {}

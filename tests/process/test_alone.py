@@ -4,11 +4,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from jaxroll import config as configs
 from jaxroll import metrics
+from jaxroll.control import run_dir
 from jaxroll.errors import EXIT_CONFIG
 from tests.process.trains import ROOT, last_step
 
@@ -18,13 +21,13 @@ WORDS = (f"--config={ROOT / 'configs' / 'smoke.py'}", "--config.sft.steps=0", "-
 LIMIT_S = 200.0
 
 
-def start(role: str, run_dir: Path, address: str, *words: str) -> subprocess.Popen:
+def start(role: str, path: Path, address: str, *words: str, config: Sequence[str] = WORDS) -> subprocess.Popen:
     """`jaxroll ROLE --config=FILE --store=HOST:PORT --run=DIR`, its output in DIR.log."""
     env = {**os.environ, "XLA_FLAGS": "", "JAXROLL_CACHE": str(ROOT / ".cache" / "jax")}
     del env["XLA_FLAGS"]  # a role that is started alone sets its own devices
-    with run_dir.with_suffix(f".{role}.log").open("w") as out:
+    with path.with_suffix(f".{role}.log").open("w") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "jaxroll", role, *WORDS, f"--store={address}", f"--run={run_dir}", *words],
+            [sys.executable, "-m", "jaxroll", role, *config, f"--store={address}", f"--run={path}", *words],
             stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=env,
         )  # fmt: skip
 
@@ -37,7 +40,10 @@ def free_port() -> int:
 
 
 def test_a_task_without_prompts_ends_the_store_with_its_reason(tmp_path: Path) -> None:
-    store = start("store", tmp_path / "a", "127.0.0.1:0", "--config.task.max_prompt_tokens=1")
+    """As where the data changed after the run was made: the command that looked at it before saw something else."""
+    settings = configs.load(ROOT / "configs" / "smoke.py", ["task.max_prompt_tokens=1"])
+    run_dir.create(tmp_path / "a", settings, [])
+    store = start("store", tmp_path / "a", "127.0.0.1:0", config=())
     try:
         assert store.wait(timeout=60) == EXIT_CONFIG
         assert "gives no prompts" in (tmp_path / "a.store.log").read_text()

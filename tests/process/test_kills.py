@@ -7,7 +7,7 @@ import threading
 import psutil
 import pytest
 
-from tests.process.trains import SMALL, Train, assert_sound, last_step
+from tests.process.trains import LEARNING, SMALL, Train, assert_sound, differing, last_step, trained_again
 
 pytestmark = pytest.mark.process
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.process
 def test_a_run_survives_three_kills_of(role, free_run_dir):
     """After each kill the run goes on by itself; no group is trained twice into durable weights."""
     steps, chance = 60, random.Random(f"kills of {role}")
-    words = (*SMALL, f"--config.schedule.steps={steps}", "--config.learner.checkpoint_every=7",
+    words = (*LEARNING, f"--config.schedule.steps={steps}", "--config.learner.checkpoint_every=7",
              "--config.supervisor.backoff_s=0.1")  # fmt: skip
     with Train(free_run_dir, *words) as train:
         for _ in range(3):
@@ -30,6 +30,10 @@ def test_a_run_survives_three_kills_of(role, free_run_dir):
         assert train.finish(400) == 0, train.logs()
         assert_sound(train, steps=steps, alpha=1)
         assert train.report()["restarts"] == 3
+        again = trained_again(train.rows)
+        assert differing(again) == {}, "a step that is trained again is the same step, bit for bit"
+        if role == "learner":
+            assert any(life["grad_norm"] for lives in again.values() for life in lives), "it went back, and it learned"
 
 
 @pytest.mark.parametrize("role", ["sampler", "learner"])

@@ -27,6 +27,7 @@ def test_a_run_from_warm_start_to_report(free_run_dir):
         evals = [row for row in train.rows if row["kind"] == "eval"]
         assert evals[0]["step"] == 0 and evals[-1]["step"] == 6, "the gain is measured from the warm start to the end"
         assert all(row["n"] == 16 for row in evals), "every item is answered wholly at the pinned version"
+        assert all(example["answer"].lower() == example["prompt"][::-1] for row in evals for example in row["examples"])
         assert (free_run_dir / "report.html").stat().st_size > 10_000
         assert {"learner", "sampler-0", "evaluator"} <= {row["role"] for row in train.rows if row["kind"] == "devices"}
 

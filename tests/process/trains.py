@@ -11,26 +11,33 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from jaxroll import metrics
+from jaxroll.report.checks import checks
 
 ROOT = Path(__file__).resolve().parents[2]
 UNEQUAL_MESHES = ("--config.learner.mesh.fsdp=2", "--config.sampler.mesh.tensor=2")
 SMALL = ("--config.sft.steps=0", "--config.evaluator.every=0", *UNEQUAL_MESHES)
+LEARNING = (
+    *SMALL,
+    "--config.task.env=tests.process.dense_reward:dense_reward",
+)  # parameters move from the first step on
 START_S, LIMIT_S = 120.0, 240.0
+SAME = ("groups", "loss", "grad_norm", "tokens_trained", "tokens_computed", "reward_mean")  # of a step
 
 
 class Train:
-    """One `jaxroll train` (or `--resume`) on configs/smoke.py. Use as a context manager: nothing outlives it."""
+    """One `jaxroll train` on configs/NAME.py (or `--resume`). Use as a context manager: nothing outlives it."""
 
-    def __init__(self, run_dir: Path, *overrides: str, resume: bool = False) -> None:
+    def __init__(self, run_dir: Path, *overrides: str, config: str = "smoke", resume: bool = False) -> None:
         self.run_dir = run_dir
-        words = ["--resume"] if resume else [f"--config={ROOT / 'configs' / 'smoke.py'}"]
+        words = ["--resume"] if resume else [f"--config={ROOT / 'configs' / config}.py"]
         self.output = run_dir.parent / f"{run_dir.name}-{'resumed' if resume else 'first'}.out"
         self._rows = metrics.Follower(run_dir / "metrics.jsonl", at_end=resume)
         self.rows: list[dict] = []
@@ -63,9 +70,9 @@ class Train:
                 pytest.fail(f"waited {limit_s:g} s for {what}; the run {state}\n{self.logs()}", pytrace=False)
             pause.wait(0.05)
 
-    def until_step(self, step: int) -> None:
+    def until_step(self, step: int, limit_s: float = START_S) -> None:
         """Returns when `step` steps are trained."""
-        self.until(lambda rows: last_step(rows) >= step, f"step {step}")
+        self.until(lambda rows: last_step(rows) >= step, f"step {step}", limit_s)
 
     def finish(self, limit_s: float = LIMIT_S) -> int:
         """The exit code of the run."""
@@ -118,6 +125,26 @@ class Train:
         done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+
+def trained_again(rows: Sequence[dict]) -> dict[int, list[dict]]:
+    """What was computed in every life of the steps that were trained more than once."""
+    lives = defaultdict(list)
+    for row in rows:
+        if row.get("kind") == "step":
+            lives[row["step"]].append({key: row[key] for key in SAME})
+    return {step: found for step, found in lives.items() if len(found) > 1}
+
+
+def differing(lives: Mapping[int, list[dict]]) -> dict[int, list[dict]]:
+    """Those of the steps that were not the same in every life."""
+    return {step: found for step, found in lives.items() if any(life != found[0] for life in found)}
+
+
+def broken_promises(train: Train, report: dict) -> list[str]:
+    """The lines of the report that say NO."""
+    config = json.loads((train.run_dir / "run.json").read_text())["config"]
+    return [f"{c.name}: {c.found}, {c.bound}" for c in checks(report, config) if c.holds is False]
 
 
 def last_step(rows: Sequence[dict]) -> int:

@@ -1,0 +1,77 @@
+"""What a role would refuse about its config, refused before one is started and before a device is touched.
+
+`check_described` judges what stands in the config alone. `check` also opens what the config names on this machine:
+files, the task's library, the tokenizer, the environment's module. Neither loads JAX. tests/control/test_preflight.py
+holds the list of refusals in the roles' rooms, and how each is met here.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from jaxroll.config import Config, MeshConfig
+from jaxroll.config.parsing import nearest
+from jaxroll.data import gym_tasks, supply
+from jaxroll.envs import registry
+from jaxroll.errors import ConfigError
+from jaxroll.models import families, folders
+from jaxroll.models.families import ModelSpec
+from jaxroll.store.settings import Settings
+
+
+def check_described(config: Config) -> None:
+    """Raise ConfigError for what is wrong wherever the run takes place."""
+    if config.task.source == "reasoning_gym":
+        gym_tasks.allowed(config.task.name)
+    if not config.model.path:
+        _check_meshes(config, families.spec(config.model.size))
+    Settings.of(config)
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for what is wrong here: what a role on this machine would end with exit code 64 for."""
+    check_described(config)
+    _check_files(config)
+    _see_working_folder()
+    registry.factory(config.task.env)
+    tokenizer = supply.check(config)
+    model = folders.spec(config.model, tokenizer.vocab_size)
+    _check_meshes(config, model)
+    if config.model.path:
+        folders.check_weights(config.model, model)
+
+
+def _check_meshes(config: Config, model: ModelSpec) -> None:
+    for role, mesh in meshes(config).items():
+        families.check_mesh(model, mesh, f"{role}.mesh")
+
+
+def meshes(config: Config) -> dict[str, MeshConfig]:
+    """The mesh of every role that has one, by the role's name."""
+    found = {"learner": config.learner.mesh, "sampler": config.sampler.mesh}
+    return found | ({"evaluator": config.evaluator.mesh} if config.evaluator.every else {})
+
+
+def _check_files(config: Config) -> None:
+    for key, path in (("model.path", config.model.path), ("tokenizer.path", config.tokenizer.path),
+                      ("task.path", config.task.path)):  # fmt: skip
+        if path and not Path(path).expanduser().exists():
+            raise ConfigError(key, path, "no such file or folder on this machine", _beside(Path(path)))
+
+
+def _beside(path: Path) -> str:
+    """What stands where the missing `path` should, nearest name first."""
+    folder = path.expanduser().absolute().parent
+    if not folder.is_dir():
+        return f"Looked in {Path.cwd()}; there is no folder {folder} either."
+    names = tuple(entry.name for entry in folder.iterdir())
+    likely = nearest(path.name, names) if names else ""
+    return f"Looked in {folder}. {likely if likely.startswith('Did') else 'Give the path of what is there.'}"
+
+
+def _see_working_folder() -> None:
+    """Let modules of the working folder be found, as in the roles, which are started by `python -m jaxroll`."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)

@@ -1,0 +1,339 @@
+"""What a role would refuse is refused by the command, before a role exists: key, value, remedy, and no JAX."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxroll import config as configs
+from jaxroll.config import MODEL_SIZES
+from jaxroll.control import cli, preflight
+from jaxroll.errors import ConfigError
+from jaxroll.models import families
+
+ROOT = Path(__file__).parents[2]
+SMOKE = str(ROOT / "configs" / "smoke.py")
+HUGGING_FACE = {
+    "model_type": "qwen3", "vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "tie_word_embeddings": True,
+}  # fmt: skip
+
+# name: (what is made in the working folder, overrides, the key that is blamed, its value, words of reason or remedy)
+Make = Callable[[Path], object]
+Case = tuple[Make | None, list[str], str, str, str]
+
+
+def rows(*lines: dict | str) -> Make:
+    """A file x.jsonl of these rows."""
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    return lambda here: (here / "x.jsonl").write_text(text + "\n" * bool(lines))
+
+
+def folder(**files: object) -> Make:
+    """A folder hf: `config` is config.json, `tokenizer` is tokenizer.json, and so on; text is written as it is."""
+
+    def make(here: Path) -> None:
+        (here / "hf").mkdir()
+        for name, content in files.items():
+            text = content if isinstance(content, str) else json.dumps(content)
+            (here / "hf" / (f"{name}.json" if "_j" not in name else name.replace("_j", ".j"))).write_text(text)
+
+    return make
+
+
+def weights(count: int, **files: object) -> Make:
+    """A folder hf with a checkpoint of `count` numbers."""
+
+    def make(here: Path) -> None:
+        folder(config=HUGGING_FACE, **files)(here)
+        save_file({"model.norm.weight": np.zeros(count, np.float32)}, here / "hf" / "model.safetensors")
+
+    return make
+
+
+def module(text: str) -> Make:
+    """A module game.py in the working folder."""
+    return lambda here: (here / "game.py").write_text(text)
+
+
+GOOD = {"question": "1+1", "answer": "2"}
+JSONL = ["task.source=jsonl", "task.path=x.jsonl", "task.heldout_items=1"]
+HF = ["tokenizer.kind=hf", "tokenizer.path=hf"]
+PATH = ["model.path=hf"]
+WORDS = {"model": {"type": "WordLevel", "vocab": {"a": 0, "<e>": 1}, "unk_token": "a"}, "version": "1.0"}
+EOS = {"eos_token": "<e>"}
+
+CASES: dict[str, Case] = {
+    "sampler's heads": (None, ["sampler.mesh.tensor=3"], "sampler.mesh.tensor", "3", "Use one of [1, 2]"),
+    "learner's heads": (None, ["learner.mesh.tensor=8"], "learner.mesh.tensor", "8", "4 query heads"),
+    "learner's width": (
+        None, ["learner.mesh.fsdp=5", "learner.micro_rows=10"], "learner.mesh.fsdp", "5", "32 of width"),
+    "evaluator's heads": (None, ["evaluator.mesh.tensor=3"], "evaluator.mesh.tensor", "3", "does not divide"),
+    "task unknown": (None, ["task.name=spell_backwards"], "task.name", "spell_backwards", "'spell_backward'"),
+    "task refused": (None, ["task.name=countdown"], "task.name", "countdown", "executes"),
+    "task's setting unknown": (
+        None, ["task.args.min_word_length=2"], "task.args", "min_word_length", "Did you mean 'min_word_len'?"),
+    "task's setting wrong": (None, ["task.args.min_word_len=-1"], "task.args", "-1", "min_word_len"),
+    "task's range": (None, ["task.args.seed=3"], "task.args.seed", "3", "task.train_start"),
+    "no compact prompt": (
+        None, ["task.name=leg_counting", "task.args={}"], "task.prompt", "compact", "task.prompt='full'"),
+    "task too small": (
+        None, ["task.name=count_bits", 'task.args={"max_n": 9}'], "task.heldout_items", "16", "distinct questions"),
+    "prompts too long": (None, ["task.max_prompt_tokens=1"], "task.heldout_items", "16", "max_prompt_tokens"),
+    "environment unknown": (None, ["task.env=single-turn"], "task.env", "single-turn", "Did you mean 'single_turn'?"),
+    "environment's module absent": (None, ["task.env=nowhere_at_all:x"], "task.env", "nowhere_at_all:x", "imported"),
+    "environment's module broken": (module("x ="), ["task.env=game:x"], "task.env", "game:x", "SyntaxError"),
+    "environment absent in its module": (
+        module("from jaxroll.envs import registry\nregistry.register('chase')(print)"), ["task.env=game:chess"],
+        "task.env", "game:chess", "Did you mean 'chase'?"),
+    "no such rows": (None, JSONL, "task.path", "x.jsonl", "no such file"),
+    "rows, nearly": (rows(GOOD), [*JSONL, "task.path=x.json"], "task.path", "x.json", "Did you mean 'x.jsonl'?"),
+    "no rows": (rows(), JSONL, "task.path", "x.jsonl", "no rows"),
+    "a row that is none": (rows(GOOD, "{"), JSONL, "task.path", "x.jsonl:2", "A row is"),
+    "no parquet": (rows(GOOD), ["task.source=parquet", "task.path=x.jsonl"], "task.path", "x.jsonl", "Parquet"),
+    "too few rows": (rows(GOOD), [*JSONL, "task.train_start=1"], "task.train_start", "1", "1 rows"),
+    "rows held out first": (
+        rows(GOOD, GOOD), [*JSONL, "task.train_start=1", "task.heldout_start=0"], "task.heldout_start", "0", "before"),
+    "every row held out": (rows(GOOD), JSONL, "task.path", "x.jsonl", "gives no prompts"),
+    "a letter that stands for none": (
+        rows({"question": "\ufffd", "answer": "1"}), JSONL, "tokenizer.kind", "char", "stands for"),
+    "rows for the warm start too long": (
+        rows(*({"question": f"{n}", "answer": "9" * 400} for n in range(30))), JSONL, "learner.row_tokens", "128",
+        "tokens with its question"),
+    "every row of the warm start held out": (
+        rows(*({"question": f"{n}", "answer": "9"} for n in range(4))),
+        [*JSONL, "task.heldout_items=2", "task.heldout_start=2", "sft.start=2"], "sft.steps", "5", "held out"),
+    "no such tokenizer": (None, HF, "tokenizer.path", "hf", "no such file"),
+    "folder without a tokenizer": (folder(), HF, "tokenizer.path", "hf", "no tokenizer.json"),
+    "tokenizer unreadable": (folder(tokenizer="{"), HF, "tokenizer.path", "tokenizer.json", "cannot be read"),
+    "tokenizer's settings unreadable": (
+        folder(tokenizer=WORDS, tokenizer_config="{"), HF, "tokenizer.path", "tokenizer_config.json", "not JSON"),
+    "tokenizer's settings a list": (
+        folder(tokenizer=WORDS, tokenizer_config=[]), HF, "tokenizer.path", "tokenizer_config.json", "JSON object"),
+    "tokenizer without an end": (folder(tokenizer=WORDS), HF, "tokenizer.path", "hf", "ends a sequence"),
+    "chat template no text": (
+        folder(tokenizer=WORDS, tokenizer_config={**EOS, "chat_template": 3}), HF, "tokenizer.path", "hf", "not text"),
+    "chat template broken": (
+        folder(tokenizer=WORDS, tokenizer_config={**EOS, "chat_template": "{%"}), HF, "tokenizer.path", "hf", "parse"),
+    "no such model": (None, PATH, "model.path", "hf", "no such file"),
+    "folder without a model": (folder(), PATH, "model.path", "hf", "config.json cannot be read"),
+    "another architecture": (
+        folder(config={**HUGGING_FACE, "model_type": "llama"}), PATH, "config.json model_type", "llama", "Covered"),
+    "another rope": (
+        folder(config={**HUGGING_FACE, "rope_parameters": {"rope_type": "yarn"}}), PATH, "config.json rope_type",
+        "yarn", "Covered"),
+    "model without a size": (folder(config={"model_type": "qwen3"}), PATH, "config.json", "model_type", "lacks"),
+    "model of no layers": (
+        folder(config={**HUGGING_FACE, "num_hidden_layers": 0}), PATH, "model.layers", "0", "least 1"),
+    "model of odd heads": (folder(config={**HUGGING_FACE, "head_dim": 7}), PATH, "model.head_dim", "7", "even"),
+    "heads without keys": (
+        folder(config={**HUGGING_FACE, "num_key_value_heads": 3}), PATH, "model.kv_heads", "3", "does not divide"),
+    "no number of layers": (
+        folder(config={**HUGGING_FACE, "num_hidden_layers": None}), PATH, "model.path", "hf", "no number"),
+    "a list for a config.json": (folder(config=[]), PATH, "model.path", "hf", "not a JSON object"),
+    "a model smaller than its tokenizer": (
+        folder(config={**HUGGING_FACE, "vocab_size": 8}), PATH, "model.path", "hf", "8 token ids"),
+    "model without weights": (folder(config=HUGGING_FACE), PATH, "model.path", "hf", "holds neither"),
+    "weights of another model": (weights(12), PATH, "model.path", "hf", "hold 12 numbers"),
+    "weights unreadable": (
+        folder(config=HUGGING_FACE, model_j="", **{"model.safetensors.index": {"weight_map": {"a": "nowhere"}}}), PATH,
+        "model.path", "hf", "nowhere"),
+    "an index of nothing": (
+        folder(config=HUGGING_FACE, **{"model.safetensors.index": {}}), PATH, "model.path", "hf", "weight_map"),
+    "a mesh for the model of the path": (
+        folder(config={**HUGGING_FACE, "num_attention_heads": 6}), [*PATH, "sampler.mesh.tensor=4"],
+        "sampler.mesh.tensor", "4", "6 query heads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_command_refuses_what_a_role_would(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, overrides, key, value, words = case
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "game", raising=False)
+    if make is not None:
+        make(tmp_path)
+    assert cli.main(["config", f"--config={SMOKE}", *(f"--config.{text}" for text in overrides)]) == 64
+    printed = capsys.readouterr()
+    assert printed.out == "", "nothing is resolved"
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"error: {key} = ")
+    assert value in line and words in line, line
+    assert line.endswith((".", "?")), "the last sentence is the remedy"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
+def test_the_configs_pass(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = configs.load(path)
+    preflight.check_described(loaded)
+    if not loaded.model.path:
+        preflight.check(loaded)
+
+
+def test_the_sizes_of_the_schema_are_those_of_the_families() -> None:
+    assert families.names() == MODEL_SIZES
+
+
+def test_a_whole_checkpoint_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights(families.parameter_count(families.from_huggingface(HUGGING_FACE)))(tmp_path)
+    preflight.check(configs.load(SMOKE, ["model.path=hf"]))
+
+
+@pytest.mark.process
+def test_refusing_and_accepting_work_without_jax(tmp_path: Path) -> None:
+    """JAX and grain are made impossible to import: a refusal that took a device would need them."""
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('jax', 'jaxlib', 'flax', 'grain', 'optax')))\n"  # None: ImportError
+        "from jaxroll.control import cli\n"
+        f"print(cli.main(['config', '--config={SMOKE}', '--config.sampler.mesh.tensor=3']),\n"
+        f"      cli.main(['config', '--config={SMOKE}']))\n"
+    )
+    words = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.splitlines()[-1] == "64 0", done.stderr
+
+
+# --- every refusal in the roles' rooms is met before a role starts, or cannot be
+
+ROOMS = ("rpc", "math", "sharding", "text", "schedule", "models", "engine", "data", "envs", "rollout", "store",
+         "learner", "transfer", "roles")  # fmt: skip
+TYPED = "the schema or a bound refuses the value first"
+RULED = "a rule of config/rules.py is at least as strict"
+CODE = "only a mistake in our code"
+CALLED = "an adapter that is used by a program of one's own; no role starts it"
+HERE = "what this machine is or has: an address, a device, a package, a file of the run"
+
+# Where a role's rooms raise ConfigError: the cases above in which the command meets it first, or why it needs none. A
+# file without a function stands for all of its functions that have no entry of their own.
+REFUSALS: dict[str, str | tuple[str, ...]] = {
+    "rpc/auth.py::right_of": CODE,
+    "rpc/auth.py": HERE,
+    "rpc/limits.py::check_exposure": HERE,
+    "rpc/tls.py": HERE,
+    "rpc/server.py::RawServer.bind": HERE,
+    "math/kl.py::loss": CODE,
+    "sharding/backend.py::platform": HERE,
+    "sharding/meshes.py::build": HERE,
+    "sharding/rules.py::spec": CODE,
+    "sharding/rules.py::sharding": CODE,
+    "sharding/rules.py::_mesh_axes": CODE,
+    "text/chat.py::jinja_format": ("chat template broken",),
+    "text/hf.py::HFTokenizer.__init__": RULED,
+    "text/hf.py::HFTokenizer._eos_id": ("tokenizer without an end",),
+    "text/hf.py::HFTokenizer._chat_format": ("chat template no text",),
+    "text/hf.py::_load": ("folder without a tokenizer", "tokenizer unreadable"),
+    "text/hf.py::_read_json": ("tokenizer's settings unreadable", "tokenizer's settings a list"),
+    "text/tokenizers.py::CharTokenizer.__init__": ("a letter that stands for none",),
+    "text/tokenizers.py::build": TYPED,
+    "schedule/limiter.py::AgeLimiter.__post_init__": RULED,
+    "models/families.py::ModelSpec.__post_init__": ("model of no layers", "model of odd heads", "heads without keys"),
+    "models/families.py::spec": TYPED,
+    "models/families.py::from_huggingface": ("another architecture", "model without a size", "another rope"),
+    "models/families.py::check_mesh": ("sampler's heads", "learner's width", "a mesh for the model of the path"),
+    "models/folders.py::spec": ("a model smaller than its tokenizer", "no number of layers"),
+    "models/folders.py::weight_files": ("model without weights", "an index of nothing"),
+    "models/folders.py::check_weights": ("weights of another model", "weights unreadable"),
+    "models/folders.py::_json": ("folder without a model", "a list for a config.json"),
+    "models/pretrained.py::weights": ("weights of another model", "weights unreadable"),
+    "engine/engine.py::_check_sizes": RULED,
+    "engine/jetstream_programs.py": CALLED,
+    "engine/jetstream_proxy.py": CALLED,
+    "data/files.py::ParquetSource.__init__": ("no parquet",),
+    "data/files.py::_existing": ("no such rows",),
+    "data/files.py::_some_rows": ("no rows",),
+    "data/files.py::_bad_row": ("a row that is none",),
+    "data/gym.py::GymSource.__init__": ("no compact prompt",),
+    "data/gym.py::_create_dataset": ("task's setting unknown", "task's setting wrong", "task's range"),
+    "data/gym_tasks.py::allowed": ("task unknown", "task refused"),
+    "data/heldout.py::tasks": ("task too small", "prompts too long"),
+    "data/prompts.py::PromptPipeline.__next__": ("every row held out",),
+    "data/prompts.py::PromptPipeline.restore": HERE,
+    "data/ranges.py::of": ("too few rows", "rows held out first"),
+    "data/ranges.py::_endless": RULED,
+    "data/sources.py::open_source": TYPED,
+    "data/supply.py::_check_prompts": ("every row held out",),
+    "data/supply.py::_check_worked": ("every row of the warm start held out",),
+    "data/supply.py::_check_length": ("rows for the warm start too long",),
+    "data/worked.py::examples": ("every row of the warm start held out",),
+    "envs/registry.py::factory": ("environment unknown", "environment absent in its module"),
+    "envs/registry.py::_load": ("environment's module absent", "environment's module broken"),
+    "store/settings.py::Settings.__post_init__": TYPED,
+    "store/opening.py": HERE,
+    "learner/checkpoint.py::Checkpoints.__init__": TYPED,
+    "learner/checkpoint.py::Checkpoints.at": HERE,
+    "learner/checkpoint.py::_check_same": HERE,
+    "learner/packing.py::row_buckets": RULED,
+    "learner/packing.py::pack": ("rows for the warm start too long",),
+    "learner/state.py::placed": HERE,
+    "learner/weights.py::load": HERE,
+    "learner/weights.py::model_spec": HERE,
+    "learner/weights.py::_json": HERE,
+    "learner/weights.py::_file": HERE,
+    "roles/feeder.py::FeederProcess.next": ("every row held out",),
+    "roles/learner.py::LearnerSession._no_start": HERE,
+}
+
+
+def test_every_refusal_of_a_role_is_on_the_list() -> None:
+    found = {site for room in ROOMS for path in (ROOT / "jaxroll" / room).rglob("*.py") for site in sites(path)}
+    new = sorted(site for site in found - REFUSALS.keys() if site.partition("::")[0] not in REFUSALS)
+    assert not new, f"can `jaxroll config` refuse these first? Say so in REFUSALS: {new}"
+    files = {site.partition("::")[0] for site in found}
+    assert not (gone := sorted(REFUSALS.keys() - found - files)), f"not raised any more: {gone}"
+
+
+def test_the_list_names_cases_that_exist() -> None:
+    named = {case for entry in REFUSALS.values() if isinstance(entry, tuple) for case in entry}
+    assert named <= CASES.keys()
+
+
+def sites(path: Path) -> set[str]:
+    """room/file.py::function of every ConfigError that is made in the file."""
+    found = set()
+    file = f"{path.parent.relative_to(ROOT / 'jaxroll')}/{path.name}"
+
+    def walk(node: ast.AST, name: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = name
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                inner = f"{name}.{child.name}" if name else child.name
+            if isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "ConfigError":
+                found.add(f"{file}::{name}")
+            walk(child, inner)
+
+    walk(ast.parse(path.read_text(encoding="utf-8")), "")
+    return found
+
+
+def test_what_the_rules_accept_the_limiter_and_the_engine_accept() -> None:
+    """The entries that say RULED: the rules are compared with the constructors over a grid of settings."""
+    refused = accepted = 0
+    for alpha in (0, 0.1, 0.5, 0.7, 1, 1.5, 2):
+        for groups in (1, 3, 10, 30):
+            for publish_every in (1, 2, 3):
+                for buffer in (0, 1, 5, 17, 33, 60, 90):
+                    words = [f"schedule.alpha={alpha}", f"schedule.groups_per_step={groups}",
+                             f"schedule.publish_every={publish_every}", f"schedule.buffer_groups={buffer}"]  # fmt: skip
+                    try:
+                        made = configs.load(SMOKE, words)
+                    except ConfigError:
+                        refused += 1
+                        continue
+                    preflight.check_described(made)
+                    accepted += 1
+    assert refused > 100 and accepted > 100
