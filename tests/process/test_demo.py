@@ -11,7 +11,6 @@ from tests.process.trains import Train, assert_sound, broken_promises
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(1200)]
 LIMIT_S = 900.0
 STEPS = 100
-QUIET_LOAD = 7.0  # the demo's own processes make up to 5
 
 
 class Watch(threading.Thread):
@@ -48,12 +47,8 @@ def finished(run_dir, *overrides, config="demo"):
 
 
 def assert_promises(train, report, watch):
-    """All that the report promises. How much runs at the same time is judged only where the run had the machine."""
-    broken = broken_promises(train, report)
-    assert [line for line in broken if not line.startswith("overlap")] == []
-    if broken and watch.load > QUIET_LOAD:
-        pytest.skip(f"all but the overlap holds; {broken[0]} is not judged at a load of {watch.load:.0f}")
-    assert broken == []
+    """All that the report promises. The demo's own processes make a load of up to 5; beside others it overlaps less."""
+    assert broken_promises(train, report) == [], f"the largest load meanwhile was {watch.load:.0f}"
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -72,7 +67,7 @@ def test_the_demo_learns_at_other_bounds_of_age(free_run_dir, alpha):
     train, report, watch = finished(free_run_dir, f"--config.schedule.alpha={alpha}")
     assert_sound(train, steps=STEPS, alpha=alpha)
     ages = {int(age) for row in train.rows if row["kind"] == "step" for age in row["age_hist"]}
-    assert ages == set(range(alpha + 1)), "every age that is allowed occurs, and no other"
+    assert {0, min(alpha, 1)} <= ages <= set(range(alpha + 1)), "α is a bound, not a target"
     assert report["accuracy_gain_low"] >= 0.08, report
     assert_promises(train, report, watch)
 
