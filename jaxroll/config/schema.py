@@ -122,6 +122,7 @@ class SamplerConfig:
     cache_pages: int = 0  # 0 gives every slot room for the longest request; fewer pages make requests wait for them
     scoring_workers: int = 1
 
+
 @dataclass(frozen=True)
 class LearnerConfig:
     """The training role: mesh, algorithm, optimizer, packing, checkpoints."""
