@@ -19,12 +19,13 @@ TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cach
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test soak lint bench docs constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream
+.PHONY: help demo test test-jetstream soak lint bench docs constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream
 
 help:
 	@echo "make demo         install core + environments (about 1.1 GB) and train a small model here; SEED=0"
 	@echo "make test         install the rest (about 2.2 GB in all) and run the tests; ARGS='-k store' is passed on"
 	@echo "make soak         the long tests, also those beside the peers; installs the peers first (about 6 GB)"
+	@echo "                  test-jetstream: only those beside google-jetstream (with TensorFlow, 5 GB of disk)"
 	@echo "make lint         ruff and pyright"
 	@echo "make bench        every script in benchmarks/; SCRIPTS=benchmarks/store.py ARGS=--quick for one of them"
 	@echo "make docs         the reference pages, in docs/_build"
@@ -44,6 +45,10 @@ test: venv
 soak: venv peers
 	@$(TEST_ENV) JAXROLL_PEERS="$(PEERS)" HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -rfEs --durations=15 -m soak $(ARGS) </dev/null || [ $$? -eq 5 ]  # 5: there is none
 
+# Of the peers' tests those that every check-in runs: JetStream drives our model and serves our evaluation.
+test-jetstream: venv venv-jetstream
+	@$(TEST_ENV) JAXROLL_PEERS=jetstream $(VENV)/bin/python -m pytest -rfEs -m soak tests/peers/test_jetstream.py $(ARGS) </dev/null
+
 lint: venv
 	@echo "ruff check" && $(VENV)/bin/ruff check .
 	@echo "ruff format --check" && $(VENV)/bin/ruff format --check .
@@ -53,10 +58,13 @@ SCRIPTS ?= $(wildcard benchmarks/[!_]*.py)
 bench: venv peers
 	@set -e; for script in $(SCRIPTS); do echo "== $$script"; $(VENV)/bin/python "$$script" $(ARGS) </dev/null; done
 
-# pdoc looks for the annotations of a NamedTuple's fields in another module than ours and says that it finds none.
+# pdoc looks for the annotations of a NamedTuple's fields in another module than ours and says that it finds none. It
+# cannot load what needs google-jetstream, which this environment has not.
 docs: venv
 	@rm -rf docs/_build
-	@$(TEST_ENV) $(VENV)/bin/python -W 'ignore:Error parsing type annotation ForwardRef' -m pdoc --docformat google -o docs/_build jaxroll
+	@$(TEST_ENV) $(VENV)/bin/python -W 'ignore:Error parsing type annotation ForwardRef' \
+	  -W "ignore:Couldn't import jaxroll.engine.jetstream" \
+	  -m pdoc --docformat google -o docs/_build jaxroll '!jaxroll\.engine\.jetstream$$'
 	@echo "docs/_build/index.html"
 
 # uv resolves for every Python and platform at once; it lives in a folder of its own and is used for nothing else.

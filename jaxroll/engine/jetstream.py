@@ -1,0 +1,183 @@
+"""JaxRoll's model as an engine of JetStream (google-jetstream 0.2; extra `jetstream`, an environment of its own).
+
+JetStream's orchestrator and gRPC server own the queue and the slots and call the verbs here: prefill, insert, generate.
+What its interface cannot say is fixed here:
+
+- It names no request. The n-th prefill draws as group n, member 0, unless the caller of `prefill` gives a key.
+- It puts the tokenizer's bos before every prompt of token ids. The tokenizer it gets from here says NO_BOS, which
+  `prefill` takes away again: the ids that a client sends are the prompt, and nothing else is.
+- It reports what `generate` returns, and nothing of a prefill: a step returns the tokens drawn before it, the first of
+  which the prefill drew, and draws the next ones.
+- It never says that a slot is free. One whose request drew the end of the sequence, or is full, idles from then on.
+
+This module is loaded only where google-jetstream is installed; `jaxroll.engine.jetstream_proxy` needs nothing of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jetstream.core import orchestrator  # pyright: ignore[reportMissingImports]
+from jetstream.engine import (  # pyright: ignore[reportMissingImports]
+    engine_api,
+    token_utils,
+    tokenizer_api,
+    tokenizer_pb2,
+)
+
+from jaxroll.engine.jetstream_programs import NO_BOS, DecodeState, Prefix, Serving, SlotPrograms
+from jaxroll.models import params as model_params
+from jaxroll.models.families import ModelSpec
+from jaxroll.models.params import Params
+from jaxroll.protocols import GenerationKey, Tokenizer
+from jaxroll.sharding.rules import Layout, Rules, replicated
+
+
+class JetStreamEngine(engine_api.Engine):
+    """One model on one mesh. Nothing is compiled or allocated before the first call; `weights` is called once a load.
+
+    One prefill and one insert are compiled for every length that JetStream pads to, and one generate; the decode state
+    is donated from call to call.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, rules: Rules, tokenizer: Tokenizer, weights: Callable[[], Params],
+        serving: Serving,
+    ) -> None:  # fmt: skip
+        self._mesh, self._serving, self._tokenizer, self._weights = mesh, serving, tokenizer, weights
+        self._params = model_params.shardings(spec, mesh, rules)
+        self._programs = made = SlotPrograms(spec, Layout(mesh, rules), serving, tokenizer.eos_id)
+        self._order = itertools.count()
+        state = made.state_shardings()
+        self._prefill = jax.jit(made.prefill, out_shardings=made.prefix_shardings())
+        self._insert = jax.jit(made.insert, out_shardings=state, donate_argnums=1)
+        self._generate = jax.jit(made.generate, out_shardings=(state, replicated(mesh)), donate_argnums=1)
+
+    # --- JetStream's verbs
+
+    def load_params(self) -> Params:
+        """The weights where this engine wants them."""
+        return jax.device_put(self._weights(), self._params)
+
+    def init_decode_state(self) -> DecodeState:
+        """All slots idle."""
+        return jax.jit(self._programs.empty, out_shardings=self._programs.state_shardings())()
+
+    def prefill(
+        self, *, params: Params, existing_prefix: Prefix | None = None, padded_tokens: jax.Array | np.ndarray,
+        true_length: int, key: GenerationKey | None = None,
+    ) -> Prefix:  # fmt: skip
+        """The prefix of a prompt; `key` (this engine's own argument) says who draws its tokens."""
+        if existing_prefix is not None:
+            raise NotImplementedError("JaxRoll's JetStream engine computes whole prompts: pass no existing_prefix")
+        key = key or GenerationKey(next(self._order), 0)
+        identity = np.array([key.group, key.member, key.salt], np.int32)
+        return self._prefill(params, jnp.asarray(padded_tokens, jnp.int32), np.int32(true_length), identity)
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        """`decode_state`, which is used up, with the prefix in `slot`."""
+        return self._insert(prefix, decode_state, np.int32(slot))
+
+    def generate(self, params: Params, decode_state: DecodeState) -> tuple[DecodeState, Any]:
+        """The state after one more step, and JetStream's ResultTokens: a slot's token, whether it counts, how many."""
+        state, packed = self._generate(params, decode_state)
+        return state, engine_api.ResultTokens(packed, (0, 1), (1, 2), (2, 3), samples_per_slot=1)
+
+    # --- what JetStream asks about an engine
+
+    def get_prefix_destination_sharding(self) -> Prefix:
+        """Where a prefix must lie: a prefix of shardings."""
+        return self._programs.prefix_shardings()
+
+    def get_tokenizer(self) -> Any:
+        """Parameters that name no file: `build_tokenizer` has the tokenizer."""
+        return tokenizer_pb2.TokenizerParameters(path="jaxroll")
+
+    def build_tokenizer(self, metadata: Any) -> JetStreamTokenizer:
+        """JaxRoll's tokenizer as JetStream wants it."""
+        return JetStreamTokenizer(self._tokenizer)
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        """Slots."""
+        return self._serving.slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        """Tokens of the longest prompt that is computed whole."""
+        return self._serving.max_prefill
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where the model lies."""
+        return self._mesh
+
+    @property
+    def colocated_cpus(self) -> None:
+        """None: this engine leaves no work to the hosts' CPUs."""
+        return None
+
+
+class JetStreamTokenizer(tokenizer_api.Tokenizer):
+    """A tokenizer of JaxRoll. Text is encoded as it stands, after the tokenizer's own bos where it has one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, s: str, **kwargs: Any) -> tuple[jax.Array | np.ndarray, int]:
+        """The padded ids of `s`, and how many there are."""
+        opening = getattr(self._tokenizer, "bos_id", None) if kwargs.pop("is_bos", True) else None
+        ids = [*([] if opening is None else [opening]), *self._tokenizer.encode(s)]
+        return token_utils.pad_tokens(np.array(ids, np.int32), NO_BOS, self.pad_id, is_bos=False, **kwargs)
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
+        """The text of `token_ids`."""
+        return self._tokenizer.decode(token_ids)
+
+    @property
+    def pad_id(self) -> int:
+        """The tokenizer's padding."""
+        return self._tokenizer.pad_id
+
+    @property
+    def eos_id(self) -> int:
+        """The tokenizer's end of sequence."""
+        return self._tokenizer.eos_id
+
+    @property
+    def bos_id(self) -> int:
+        """A mark that `JetStreamEngine.prefill` takes away."""
+        return NO_BOS
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        """The end of sequence alone: who samples padding has not ended an answer."""
+        return {self.eos_id}
+
+
+def current_orchestrator() -> ModuleType:
+    """`jetstream.core.orchestrator`, able to run with today's JAX; to be called before a Driver is made.
+
+    0.2.2 frees inserted prefixes through `jax.tree_map`, which JAX has dropped: the thread that calls it would kill the
+    process.
+    """
+    if not hasattr(jax, "tree_map"):
+        orchestrator.delete_pytree = lambda tree: jax.tree.map(_deleted, tree)
+    return orchestrator
+
+
+def _deleted(leaf: Any) -> None:
+    if isinstance(leaf, jax.Array):
+        leaf.delete()
