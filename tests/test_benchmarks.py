@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -66,6 +67,53 @@ def test_the_store_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     arms = [(row["arm"], row["round"]) for row in map(json.loads, runs.read_text().splitlines())]
     puts = [("ours", 0), ("floor", 0), ("raw", 0), ("raw", 1), ("floor", 1), ("ours", 1)]
     assert arms == [("disk", 0), *puts, ("loop", 0), ("kill", 0)]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_the_engine_is_raced_and_watched(tmp_path: Path) -> None:
+    """Peers that are not installed are left out, and said to be."""
+    path, races = tmp_path / "runs.jsonl", {"tunix_lognormal": "tunix", "transformers_equal": "torch"}
+    cases = [f"--case={name}" for name in [*races, "storm", "swap"]]
+    done = run(BENCHMARKS / "engine.py", "--quick", "--rounds=2", "--runs-file", str(path), *cases)
+    result = json.loads(done.stdout.splitlines()[-1])
+    runs = [json.loads(line) for line in path.read_text().splitlines()]
+    for name, peer in races.items():
+        if not (BENCHMARKS.parent / f".venv-{peer}").exists():
+            assert result[name] == {"skipped": f"no .venv-{peer}"}
+            continue
+        assert result[name]["greedy_equal"] == 1.0
+        assert result[name]["ratio"]["low"] <= result[name]["ratio"]["value"] <= result[name]["ratio"]["high"]
+        order = [(row["arm"], row["round"]) for row in runs if row["arm"] in (f"{name} ours", f"{name} {peer}")]
+        arms = f"{name} ours", f"{name} {peer}"
+        assert order == [(arms[0], 0), (arms[1], 0), (arms[1], 1), (arms[0], 1)]
+    storm, swap = result["storm"], result["swap"]
+    assert storm["adds"] > storm["aborts"] > 0 and storm["prefill_tokens"] > 0
+    assert all(value > 0 for value in storm["p99_ms"]["storm"].values()) and storm["first_token_ms"]["99"] > 0
+    assert swap["pause_chunks"]["runs"] > 0
+
+
+def test_arms_that_differ_are_not_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    engine = importlib.import_module("engine")
+    same = [[1, 2], [3, 4], [5, 6]]
+    assert engine.agreement(same, same) == 1.0
+    assert engine.agreement(same, [[1, 2], [3, 9], [5, 6]]) == pytest.approx(2 / 3)
+    asked: list[str] = []
+
+    class Disagreeing(engine.Race):
+        def _best(self, arm: str) -> int:
+            return 1
+
+        def _equal(self, best: dict[str, int]) -> float:
+            return 0.9
+
+        def _run(self, arm: str, threads: int) -> dict:
+            asked.append(arm)
+            return {}
+
+    race = Disagreeing(engine.CASES[0], None, None, {})
+    assert race.result(rounds=3)["met"] is False and not asked
 
 
 def test_a_ratio_is_paired_and_its_interval_holds_it(report: ModuleType) -> None:

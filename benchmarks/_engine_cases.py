@@ -1,0 +1,186 @@
+"""The cases of benchmarks/engine.py: their work, the folder that every arm reads, and the arms as child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from _engine_latency import Scale
+from _engine_ours import SPEC
+from _engine_work import MODEL, Work
+from _report import ROOT, Runs, percentile_ms, ratio, spread
+from safetensors.numpy import save_file
+
+from jaxroll.config import MeshConfig
+from jaxroll.models import huggingface, params
+from jaxroll.sharding import meshes, rules
+
+_HERE = Path(__file__).resolve().parent
+_DEADLINE_S = 300.0
+_SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # else every token repeats the one before
+_OURS_ALONE = ("PYTHONPATH", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # of this process; nothing to a peer
+
+
+@dataclass(frozen=True)
+class Case:
+    """Work, the peer it is raced against, the ratio that is aimed at, and our engine's options for it."""
+
+    name: str
+    peer: str
+    aim: float
+    groups: int  # of requests with one prompt
+    group_size: int
+    prompt_tokens: int
+    median: int  # tokens that a request wants
+    sigma: float = 0.0  # of their logarithm; 0: all the same
+    most: int = 0
+    batch: int = 64
+    repeats: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a request wants."""
+        return self.most or self.median
+
+    def work(self) -> Work:
+        """Random prompts without token 0, and lengths: log-normal, cut at `most`."""
+        rng = np.random.default_rng(1)
+        prompts = rng.integers(1, MODEL["vocab_size"], (self.groups, self.prompt_tokens)).astype(np.int32)
+        count = self.groups * self.group_size
+        lengths = np.rint(self.median * np.exp(self.sigma * rng.standard_normal(count)))
+        lengths = np.clip(lengths, 1, self.longest).astype(np.int32)
+        return Work(prompts.repeat(self.group_size, axis=0), lengths, self.batch, self.repeats)
+
+    def engine_options(self) -> dict[str, Any]:
+        """Of our engine: a slot for every request of a batch."""
+        most = self.prompt_tokens + self.longest
+        return {"slots": self.batch, "max_tokens": most, "prefill_buckets": [self.prompt_tokens], **self.options}
+
+    def settings(self) -> dict[str, Any]:
+        """What a run depends on."""
+        return {**asdict(self), "options": self.engine_options()}
+
+
+def prepare(folder: Path, cases: list[Case]) -> None:
+    """Random weights for every arm, scaled so that the model has opinions that change, and each case's work."""
+    made = params.init(SPEC, jax.random.key(0), meshes.build(MeshConfig()), rules.SAMPLER)
+    weights = {name: np.asarray(leaf) * _SCALE.get(name.split(".", 2)[-1], 1.0) for name, leaf in made.items()}
+    np.savez(folder / "weights.npz", allow_pickle=False, **weights)
+    save_file(huggingface.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": SPEC.vocab_size,
+        "hidden_size": SPEC.width, "intermediate_size": SPEC.hidden, "num_hidden_layers": SPEC.layers,
+        "num_attention_heads": SPEC.heads, "num_key_value_heads": SPEC.kv_heads, "head_dim": SPEC.head_dim,
+        "rope_theta": SPEC.rope_theta, "rms_norm_eps": SPEC.norm_eps, "tie_word_embeddings": True,
+        "max_position_embeddings": 4096, "hidden_act": "silu", "attention_bias": False, "dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    for case in cases:
+        case.work().save(folder / f"{case.name}.npz")
+
+
+def python_of(arm: str) -> Path:
+    """The interpreter that an arm runs in; it need not exist."""
+    return Path(sys.executable) if arm == "ours" else ROOT / f".venv-{arm}" / "bin" / "python"
+
+
+class Child:
+    """A program of this folder as a process that answers; it dies with this one, whose end closes its stdin."""
+
+    def __init__(self, program: str, arm: str, threads: int, *words: str) -> None:
+        self._name, count = f"{program} with {threads} thread{'s' * (threads > 1)}", str(threads)
+        environment = {key: value for key, value in os.environ.items() if key not in _OURS_ALONE}
+        environment |= {
+            "JAX_PLATFORMS": "cpu", "NPROC": count, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count,
+            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / f"jax-{arm}"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }  # fmt: skip
+        if arm == "ours":
+            environment["PYTHONPATH"] = str(ROOT)
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+        self._process = subprocess.Popen(
+            [str(python_of(arm)), str(_HERE / program), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._errors, text=True, env=environment,
+        )  # fmt: skip
+        self._answer()
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """What it answers."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        out = self._process.stdout
+        assert out is not None
+        line = out.readline() if select.select([out], [], [], _DEADLINE_S)[0] else ""
+        if not line:
+            self.close()
+            self._errors.seek(0)
+            raise RuntimeError(f"{self._name} gave no answer:\n{self._errors.read()[-3000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def racer(arm: str, folder: Path, case: Case, threads: int) -> Child:
+    """An arm of a race: answers `greedy` and `run`."""
+    extra = [json.dumps(case.engine_options())] if arm == "ours" else []
+    return Child(f"_engine_{arm}.py", arm, threads, str(folder), case.name, *extra)
+
+
+def measured_alone(runs: Runs, scale: Scale, folder: Path, rounds: int, wanted: list[str]) -> dict[str, Any]:
+    """`storm` and `swap`, of our engine alone on one thread: every run in the same process, in turn."""
+    with ExitStack() as stack:
+        started: list[Child] = []
+
+        def ask(what: str) -> dict[str, Any]:
+            if not started:
+                started.append(Child("_engine_latency.py", "ours", 1, str(folder), json.dumps(asdict(scale))))
+                stack.callback(started[0].close)
+            return started[0].ask(what)
+
+        arms = {"storm": ["quiet", "storm", "first"], "swap": ["swap"]}
+        named = {what: lambda what=what: ask(what) for case in arms if case in wanted for what in arms[case]}
+        results = runs.alternate(named, rounds)
+    found = {"storm": _storm(results)} if "storm" in wanted else {}
+    return found | ({"swap": _swap(results["swap"])} if "swap" in wanted else {})
+
+
+def _storm(results: dict[str, list[dict]]) -> dict[str, Any]:
+    quiet, storm = results["quiet"], results["storm"]
+    p99 = {what: [percentile_ms(run["token_s"], 99) for run in results[what]] for what in ("quiet", "storm")}
+    between = {what: [percentile_ms(run["report_s"], 99) for run in results[what]] for what in ("quiet", "storm")}
+    found, waits = ratio(p99["storm"], p99["quiet"]), [s for run in results["first"] for s in run["first_token_s"]]
+    return {
+        "aim": 2.0, "p99_ratio": found, "met": found["value"] <= 2.0, "p99_ms": {k: spread(v) for k, v in p99.items()},
+        "p50_ms": {what: percentile_ms([s for r in results[what] for s in r["token_s"]], 50) for what in p99},
+        "between_reports_p99_ratio": ratio(between["storm"], between["quiet"]),
+        "first_token_ms": {str(percent): percentile_ms(waits, percent) for percent in (50, 99)},
+        "host_share": spread([run["host_share"] for run in quiet]),
+        **{key: sum(run[key] for run in storm) for key in ("adds", "aborts", "guests_finished", "prefill_tokens")},
+    }  # fmt: skip
+
+
+def _swap(runs: list[dict]) -> dict[str, Any]:
+    pauses = [pause / run["chunk_s"] for run in runs for pause in run["pause_s"]]
+    return {
+        "aim": 1.0, "pause_chunks": spread(pauses), "met": max(pauses) < 1.0,
+        "chunk_ms": spread([1e3 * run["chunk_s"] for run in runs]),
+        "pause_ms": spread([1e3 * pause for run in runs for pause in run["pause_s"]]),
+    }  # fmt: skip
