@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+Flip = Literal["keep_kv", "reprefill", "restart", "drain"]  # what new weights do to running requests
 MODEL_SIZES = ("nano", "tiny", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
 
 
@@ -92,7 +93,7 @@ class ScheduleConfig:
     last_batch: Literal["deliver", "drop"] = "deliver"  # what is left at the data's end, too little for a whole claim
     order: Literal["lease_order", "ready_first", "freshest_first"] = "lease_order"
     on_stale: Literal["expire", "mask"] = "expire"
-    flip: Literal["keep_kv", "reprefill", "restart", "drain"] = "keep_kv"  # what new weights do to running requests
+    flip: Flip = "keep_kv"
     straggler: Literal["wait", "shrink"] = "shrink"
     straggler_deadline_s: float = 300.0
 

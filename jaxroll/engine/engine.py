@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxroll.config import Flip
 from jaxroll.config.rules import page_size
 from jaxroll.engine import requests
 from jaxroll.engine.device import Device
@@ -32,10 +33,9 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import Completion, Progress
 from jaxroll.records import Version
-from jaxroll.schedule.seating import Limits, Seat, Seating
+from jaxroll.schedule.seating import Seating
+from jaxroll.schedule.seats import Limits, Seat
 from jaxroll.sharding.rules import Rules
-
-Flip = Literal["keep_kv", "drain", "restart", "reprefill"]
 
 
 class Engine:

@@ -16,7 +16,8 @@ from jaxroll.errors import DataError
 from jaxroll.models.params import Params
 from jaxroll.records import Version
 from jaxroll.schedule.prefixes import Prefix
-from jaxroll.schedule.seating import Chunk, Row, Seat, Seating, Start
+from jaxroll.schedule.seating import Seating
+from jaxroll.schedule.seats import Chunk, Row, Seat, Start
 
 Decode = Callable[[list[int]], str]
 

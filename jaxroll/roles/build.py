@@ -8,9 +8,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from jaxroll.config import Config, MeshConfig
+from jaxroll.config import Config, Flip, MeshConfig
 from jaxroll.data import sources
-from jaxroll.engine.engine import Engine, Flip
+from jaxroll.engine.engine import Engine
 from jaxroll.engine.host import EngineHost
 from jaxroll.models import families, params, pretrained
 from jaxroll.protocols import Tokenizer

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from jaxroll.config import Config, MeshConfig, RoleArgs
+from jaxroll.config import Config, Flip, MeshConfig, RoleArgs
 from jaxroll.envs import registry
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import EXIT_INTERRUPTED, Closed
@@ -27,7 +27,6 @@ from jaxroll.rpc import tls
 from jaxroll.store.client import StoreClient
 
 if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
-    from jaxroll.engine.engine import Flip
     from jaxroll.engine.host import EngineProxy
     from jaxroll.roles.build import Inference
 

@@ -49,6 +49,8 @@ def _check(outcome: Finished, key: tuple[int, int, int]) -> None:
         ones = np.count_nonzero(segment.loss_mask)
         if np.count_nonzero(segment.loss_mask == 1) != ones:
             raise StoreRefusal(f"put {key}: segment {i} has a loss mask beside 0 and 1")
+        if not np.isfinite(segment.logprobs).all():
+            raise StoreRefusal(f"put {key}: segment {i} has a log-prob that is not a finite number")
         sampled += ones
     covered = sum(run.count for run in outcome.versions)
     if covered != sampled:

@@ -8,7 +8,8 @@ import pytest
 
 from jaxroll.schedule.pages import Pages
 from jaxroll.schedule.prefixes import Prefix
-from jaxroll.schedule.seating import Limits, Row, Seat, Seating, bucket_of
+from jaxroll.schedule.seating import Seating
+from jaxroll.schedule.seats import Limits, Row, Seat, bucket_of
 
 U = 4  # tokens a page
 LIMITS = {"rows": 2, "inserts": 4, "refill": 1, "buckets": (4, 8), "page_tokens": U, "budget": 16}

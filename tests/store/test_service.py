@@ -350,6 +350,7 @@ def test_malformed_members_are_refused_and_do_no_harm(tmp_path: Path, small: Sim
                 broken(key, loss_mask=np.full(3, 2, np.uint8)),
                 broken(key, count=2),
                 broken(key, reward=float("nan")),
+                broken(key, logprobs=np.array([0, np.nan, 0], np.float32)),
                 small.failed(*key, "MOOD"),
             ):
                 with pytest.raises(StoreRefusal):
