@@ -19,10 +19,11 @@ import psutil
 import pytest
 
 from jaxroll import config as configs
-from jaxroll import metrics
+from jaxroll import metrics, wire
 from jaxroll.lifeline import PARENT_ENV
 from jaxroll.records import Member, Version
 from jaxroll.rpc import auth
+from jaxroll.store import events as ev
 from jaxroll.store.client import BlockingStore, StoreClient
 from jaxroll.store.messages import Key
 from tests.faults.scripted import Journal
@@ -260,6 +261,11 @@ class Cluster:
         mode = "ro" if self.store.alive else "rw"  # a WAL that nobody holds open must be recovered by its reader
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode={mode}", uri=True, timeout=LIMIT_S)) as db:
             return db.execute(sql, parameters).fetchall()
+
+    def granted(self, holder: str) -> set[tuple[int, int, int]]:
+        """Keys that the log says were leased to `holder`: also those of a reply that it did not live to read."""
+        leased = [wire.decode(body, ev.Event) for (body,) in self.query("SELECT body FROM log WHERE kind = 'leased'")]
+        return {(e.group, member, attempt) for e in leased if e.holder == holder for member, attempt in e.members}
 
     def disk_bytes(self) -> int:
         """The size of RUN/store.db with its WAL."""
