@@ -219,9 +219,13 @@ async def wrong_token(attack: Attack) -> None:
 
 
 async def wrong_role(attack: Attack) -> None:
+    await _greet(attack)
+
     def one(channel: grpc.aio.Channel) -> Awaitable[bytes]:
         right = attack.random.choice(("sampler", "learner", "admin"))
-        return attack.call(channel, attack.random.choice(LEARNER_METHODS), b"", attack.said(right=right))
+        method = attack.random.choice(LEARNER_METHODS)  # with what would do harm: a new lineage, the end of the run
+        body = {"Begin": msg.BeginCall(None), "Close": msg.CloseCall("mallory")}.get(method)
+        return attack.call(channel, method, wire.encode(body) if body else b"", attack.said(right=right))
 
     await attack.flood(one)
 
@@ -288,16 +292,21 @@ async def polls(attack: Attack) -> None:
         "Lease": wire.encode(msg.LeaseCall(known, 1, 30.0, "r")),
         "Published": wire.encode(msg.PublishedCall(known, 30.0)),
     }
-    hello = wire.encode(msg.Hello(wire.PROTOCOL_VERSION, attack.orders.get("config_digest", "")))
-    channel = attack.channels()[0]
-    await attack.call(channel, "Hello", hello, attack.said())
-    await channel.close()
+    await _greet(attack)
 
     def one(channel: grpc.aio.Channel) -> Awaitable[bytes]:
         method = attack.random.choice(tuple(bodies))
         return attack.call(channel, method, bodies[method], attack.said())
 
     await attack.flood(one)
+
+
+async def _greet(attack: Attack) -> None:
+    """Says Hello once, as a sampler would."""
+    hello = wire.encode(msg.Hello(wire.PROTOCOL_VERSION, attack.orders.get("config_digest", "")))
+    channel = attack.channels()[0]
+    await attack.call(channel, "Hello", hello, attack.said())
+    await channel.close()
 
 
 async def crowd(attack: Attack) -> None:
