@@ -2,6 +2,9 @@
 
 R rows, T tokens of a row. Several samples share a row; `segment_ids` tells them apart (0 is padding) and attention
 stays inside a segment. The same samples always give the same micro-batches.
+
+All shards wait for the slowest at the end of a micro-batch, so each should have the same work: `work` counts it, and
+the rows of a micro-batch are filled evenly and dealt to the shards by it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import numpy as np
 
 from jaxroll.errors import ConfigError
 from jaxroll.learner.samples import Sample
+from jaxroll.models.families import ModelSpec, parameter_count
 
 BUCKETS = 3  # at most: each is one more program to compile
 
@@ -98,8 +102,32 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     return bins
 
 
-def pack(samples: Sequence[Sample], row_tokens: int, buckets: Sequence[int]) -> list[MicroBatch]:
-    """Micro-batches that hold every token of `samples` exactly once; none when there are no samples."""
+def work(lengths: np.ndarray | Sequence[int], quadratic: float) -> np.ndarray:
+    """float64: what a sample of n tokens costs, n + quadratic·n², in units of one token's matrix products.
+
+    Attention is the quadratic part: a token meets n/2 others in the mean. See `attention_share`.
+    """
+    tokens = np.asarray(lengths, np.float64)
+    return tokens + quadratic * tokens**2
+
+
+def attention_share(spec: ModelSpec) -> float:
+    """`quadratic` of `work` for this model: multiplications a pair of tokens costs over those that one token costs.
+
+    Per layer a query meets a key in N·H products for its score and as many for its value, for half of all pairs; one
+    token costs a product a parameter that it is multiplied with (embeddings count once, for the logits).
+    """
+    products = parameter_count(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.width)
+    return spec.layers * spec.heads * spec.head_dim / products
+
+
+def pack(
+    samples: Sequence[Sample], row_tokens: int, buckets: Sequence[int], *, shards: int = 1, quadratic: float = 0.0
+) -> list[MicroBatch]:
+    """Micro-batches that hold every token of `samples` exactly once; none when there are no samples.
+
+    `shards` are the parts into which the mesh cuts the rows; `quadratic` is that of `work`.
+    """
     lengths = [len(sample.tokens) for sample in samples]
     if lengths and max(lengths) > row_tokens:
         raise ConfigError(
@@ -108,12 +136,60 @@ def pack(samples: Sequence[Sample], row_tokens: int, buckets: Sequence[int]) -> 
             f"a sample of {max(lengths)} tokens does not fit into a row",
             f"Use at least {max(lengths)}, or lower task.max_prompt_tokens or sampling.max_tokens.",
         )
-    rows = first_fit_decreasing(lengths, row_tokens)
+    rows, cost = first_fit_decreasing(lengths, row_tokens), work(lengths, quadratic)
     batches, first = [], 0
     for count in split_rows(len(rows), buckets):
-        batches.append(_filled(samples, rows[first : first + count], count, row_tokens))
+        even = levelled(rows[first : first + count], lengths, cost, count, row_tokens)
+        batches.append(_filled(samples, dealt(even, cost, shards), count, row_tokens))
         first += count
     return batches
+
+
+def levelled(
+    rows: Sequence[list[int]], lengths: Sequence[int], cost: np.ndarray, count: int, capacity: int
+) -> list[list[int]]:
+    """The samples of `rows` in `count` rows of as even a cost as longest-first finds; the given ones if better.
+
+    Each sample, dearest first, goes into the cheapest row that has room (R. L. Graham, "Bounds on multiprocessing
+    timing anomalies", 1969). Full rows often admit no other arrangement: they stay, and are even because they are full.
+    """
+    given = [*rows, *([] for _ in range(count - len(rows)))]
+    even: list[list[int]] = [[] for _ in range(count)]
+    room, total = [capacity] * count, [0.0] * count
+    for index in sorted((i for row in rows for i in row), key=lambda i: (-cost[i], i)):
+        fits = [r for r in range(count) if room[r] >= lengths[index]]
+        if not fits:
+            return given
+        row = min(fits, key=lambda r: (total[r], r))
+        even[row].append(index)
+        room[row] -= lengths[index]
+        total[row] += cost[index]
+    return even if max(total) < max(_costs(given, cost)) else given
+
+
+def dealt(rows: list[list[int]], cost: np.ndarray, shards: int) -> list[list[int]]:
+    """`rows` in the order in which `shards` parts of a mesh get equal work: part s holds the s-th block of them."""
+    if shards == 1:
+        return rows
+    totals, each = _costs(rows, cost), len(rows) // shards
+    hands: list[list[int]] = [[] for _ in range(shards)]
+    held = [0.0] * shards
+    for row in sorted(range(len(rows)), key=lambda r: (-totals[r], r)):
+        shard = min((s for s in range(shards) if len(hands[s]) < each), key=lambda s: (held[s], s))
+        hands[shard].append(row)
+        held[shard] += totals[row]
+    return [rows[row] for hand in hands for row in hand]
+
+
+def shard_imbalance(batches: Sequence[MicroBatch], shards: int, quadratic: float) -> float:
+    """Work of the busiest shard over the mean, each micro-batch by itself and weighted by its work; 1 is even."""
+    busiest = mean = 0.0
+    for batch in batches:
+        held = np.zeros(shards)
+        for place in batch.placements:
+            held[place.row * shards // batch.rows] += work([place.length], quadratic)[0]
+        busiest, mean = busiest + held.max(), mean + held.mean()
+    return float(busiest / mean) if mean else 1.0
 
 
 def padding_waste(batches: Sequence[MicroBatch]) -> float:
@@ -121,6 +197,10 @@ def padding_waste(batches: Sequence[MicroBatch]) -> float:
     cells = sum(batch.streams["segment_ids"].size for batch in batches)
     real = sum(int((batch.streams["segment_ids"] > 0).sum()) for batch in batches)
     return 1.0 - real / cells if cells else 0.0
+
+
+def _costs(rows: Sequence[Sequence[int]], cost: np.ndarray) -> list[float]:
+    return [float(sum(cost[index] for index in row)) for row in rows]
 
 
 def empty_streams(rows: int, row_tokens: int) -> dict[str, np.ndarray]:

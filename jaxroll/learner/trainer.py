@@ -39,7 +39,8 @@ class Trainer:
     def __init__(self, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array) -> None:
         self.config, self.spec = config, spec
         self.layout = Layout(mesh, rules)
-        self.buckets = packing.row_buckets(config.learner.micro_rows, mesh.shape["data"] * mesh.shape["fsdp"])
+        self._shards, self._quadratic = mesh.shape["data"] * mesh.shape["fsdp"], packing.attention_share(spec)
+        self.buckets = packing.row_buckets(config.learner.micro_rows, self._shards)
         self.programs = Programs(recipe(config, spec, self.layout))
         self.state: TrainState = self._fresh(model_params.init(spec, key, mesh, rules))
         self._compiles = CompileCounter()
@@ -73,11 +74,12 @@ class Trainer:
             placed = [[self._with_proximal(streams) for streams in batches] for batches in placed]
         reports = jax.device_get([self._substep(batches) for batches in placed])
         _check_finite(reports, claim)
-        waste = packing.padding_waste([batch for batches in packed for batch in batches])
+        batches = [batch for of_substep in packed for batch in of_substep]
         return data_metrics(prepared.groups) | _step_metrics(reports) | {
-            "padding_waste": waste,
+            "padding_waste": packing.padding_waste(batches),
+            "shard_imbalance": packing.shard_imbalance(batches, self._shards, self._quadratic),
             "tokens_computed": sum(sample.trained_tokens for samples in prepared.substeps for sample in samples),
-            "micro_batches": sum(len(batches) for batches in packed),
+            "micro_batches": len(batches),
             "compiles": self._compiles.count,
         }  # fmt: skip
 
@@ -85,7 +87,9 @@ class Trainer:
         return states.fresh(params, self.spec, self.layout, self.programs.recipe.optimizer.transform)
 
     def _packed(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        return packing.pack(samples, self.config.learner.row_tokens, self.buckets)
+        return packing.pack(
+            samples, self.config.learner.row_tokens, self.buckets, shards=self._shards, quadratic=self._quadratic
+        )
 
     def _with_proximal(self, streams: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return streams | {PROXIMAL: self.programs.logprobs(self.state.params, streams)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from jaxroll.errors import ConfigError
 from jaxroll.learner import packing
 from jaxroll.learner.samples import Sample
+from jaxroll.models import families
 
 LENGTHS = st.lists(st.integers(1, 32), max_size=40)
 BUCKETS = st.sampled_from([(8, 4, 2), (4,), (6, 3), (1,), (12, 6)])
@@ -122,3 +124,38 @@ def test_the_same_samples_give_the_same_batches(lengths):
         assert one.placements == other.placements
         for name in packing.STREAMS:
             np.testing.assert_array_equal(one.streams[name], other.streams[name])
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_shards_get_equal_work_of_lengths_that_are_very_unequal(shards, seed):
+    """Log-normal lengths (σ = 1, at most 16 medians), 40 samples a shard; dealt as they come they are not equal."""
+    chance = np.random.default_rng(seed)
+    lengths = np.clip(chance.lognormal(np.log(128), 1.0, 40 * shards), 1, 2048).astype(int)
+    samples = [sample(int(n), i) for i, n in enumerate(lengths)]
+    quadratic, buckets = packing.attention_share(families.spec("qwen3_0p6b")), packing.row_buckets(2 * shards, shards)
+    batches = packing.pack(samples, 2048, buckets, shards=shards, quadratic=quadratic)
+    assert packing.shard_imbalance(batches, shards, quadratic) <= 1.05
+    assert sorted(place.sample for batch in batches for place in batch.placements) == list(range(len(samples)))
+
+
+@given(lengths=st.lists(st.integers(1, 32), min_size=1, max_size=40), shards=st.sampled_from([1, 2, 4]))
+def test_dealing_to_shards_loses_nothing_and_needs_no_more_rows(lengths, shards):
+    samples, buckets = [sample(n, i) for i, n in enumerate(lengths)], packing.row_buckets(8, shards)
+    batches = packing.pack(samples, 32, buckets, shards=shards, quadratic=0.1)
+    assert sorted(place.sample for batch in batches for place in batch.placements) == list(range(len(lengths)))
+    rows = len(packing.first_fit_decreasing(lengths, 32))
+    assert [batch.rows for batch in batches] == packing.split_rows(rows, buckets)
+    for batch in batches:
+        used = (batch.streams["segment_ids"] > 0).sum(axis=1)
+        assert used.sum() == sum(place.length for place in batch.placements)
+
+
+def test_the_work_of_a_sample_is_its_matrix_products_and_its_attention():
+    """A model of one layer of width 4, one head of 2, hidden 3, five words: 4·2·4 + 3·4·3 + 5·4 + norms products."""
+    spec = families.ModelSpec("by hand", 5, 1, 4, 1, 1, 2, 3, qk_norm=False)
+    products = 4 * 2 * 4 + 3 * 4 * 3 + 5 * 4 + 2 * 4 + 4
+    assert packing.attention_share(spec) == pytest.approx(1 * 1 * 2 / products)
+    untied = dataclasses.replace(spec, tied_embeddings=False)
+    assert packing.attention_share(untied) == packing.attention_share(spec)
+    assert packing.work([1, 10], 0.5).tolist() == [1.5, 60.0]
