@@ -247,7 +247,7 @@ def test_commands_come_from_any_thread(bench, work):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"flip": "later"}, "keep_kv, drain, restart, reprefill"),
+        ({"flip": "later"}, "keep_kv, reprefill, restart, drain"),
         ({"cache_pages": 4}, "sampler.cache_pages = 4.*needs 5 pages of 8 tokens"),
         ({"slots": 0}, "sampler.slots = 0"),
         ({"decode_chunk": 0}, "sampler.decode_chunk = 0"),
