@@ -39,8 +39,15 @@ help:
 demo: venv-demo
 	@$(VENV)/bin/jaxroll demo --seed=$(SEED) $(ARGS)
 
+# Tests without processes of their own run on both cores, a file at a time; those with processes one by one after them.
+# What the first half says of failures and of what it skipped is printed again at the end. pytest's 5: there was no test.
+PYTEST = $(TEST_ENV) $(VENV)/bin/python -m pytest -rfEs --durations=15
 test: venv
-	@$(TEST_ENV) $(VENV)/bin/python -m pytest -rfEs --durations=15 $(ARGS) </dev/null
+	@mkdir -p .cache; set -o pipefail; halves=(0 0); \
+	$(PYTEST) -n 2 --dist loadfile -m "not soak and not process" $(ARGS) </dev/null 2>&1 | tee .cache/first_half.log || halves[0]=$$?; \
+	$(PYTEST) -m "process and not soak" $(ARGS) </dev/null || halves[1]=$$?; \
+	echo "the first half, without processes:"; sed -n '/= short test summary info =/,$$p' .cache/first_half.log | sed 1d | grep . || tail -n 1 .cache/first_half.log; \
+	case "$${halves[*]}" in "0 0" | "0 5" | "5 0") ;; *) echo "the halves of make test ended with $${halves[*]}"; exit 1;; esac
 
 soak: venv peers
 	@$(TEST_ENV) JAXROLL_PEERS="$(PEERS)" HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -rfEs --durations=15 -m soak $(ARGS) </dev/null || [ $$? -eq 5 ]  # 5: there is none
