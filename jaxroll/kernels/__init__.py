@@ -1,1 +1,1 @@
-"""Attention under one signature: a slow reference, an XLA form that runs everywhere, and the library's fused one."""
+"""Attention: a slow reference, an XLA form that runs everywhere, fused kernels, and which of them is taken."""

@@ -1,4 +1,6 @@
-"""Attention: softmax(q·kᵀ / √H + mask)·v with grouped key-value heads, one signature for every implementation.
+"""Attention as XLA computes it, softmax(q·kᵀ / √H + mask)·v with grouped key-value heads, and a slow reference.
+
+The fused kernels (`tpu`, `gpu`) take segment ids where these take a mask; `placed` brings both under one signature.
 
 B rows, T queries, U keys, N query heads, K key-value heads (N = K·G, head n reads key-value head n // G), H head
 dimension. A query that may see no key at all gets a finite, meaningless output.
@@ -6,24 +8,11 @@ dimension. A query that may see no key at all gets a finite, meaningless output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
-
-Attention = Callable[..., Array]
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 _MASKED = -1e30  # finite, so that a row without keys stays finite in value and gradient
-
-
-def attention(
-    q: Float[Array, "B T N H"], k: Float[Array, "B U K H"], v: Float[Array, "B U K H"], mask: Bool[Array, "#B T U"]
-) -> Float[Array, "B T N H"]:
-    """The implementation that suits this process: the library's fused kernel on a GPU in half precision, else XLA."""
-    half = q.dtype in (jnp.bfloat16, jnp.float16)
-    chosen = fused if half and jax.default_backend() == "gpu" else grouped
-    return chosen(q, k, v, mask)
 
 
 def grouped(
@@ -38,13 +27,6 @@ def grouped(
     scores = jnp.where(mask[:, None, None], scores * H**-0.5, _MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return jnp.einsum("bkgtu,bukh->btkgh", weights, v, precision=precision).reshape(B, T, N, H)
-
-
-def fused(
-    q: Float[Array, "B T N H"], k: Float[Array, "B U K H"], v: Float[Array, "B U K H"], mask: Bool[Array, "#B T U"]
-) -> Float[Array, "B T N H"]:
-    """Attention by `jax.nn.dot_product_attention`, which takes cuDNN's flash kernel where shapes and dtype allow."""
-    return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
 
 
 def reference(
@@ -63,6 +45,20 @@ def reference(
         return jnp.dot(weights, v[b, :, n // group], precision=exact)
 
     return jnp.stack([jnp.stack([jnp.stack([one(b, t, n) for n in range(N)]) for t in range(T)]) for b in range(B)])
+
+
+def visible(tokens: int, segments: Int[Array, "B T"] | None = None) -> Bool[Array, "#B T T"]:
+    """True where query t may see key u: u ≤ t and, where segments are given, of the same one and not padding (0)."""
+    causal = jnp.tril(jnp.ones((tokens, tokens), bool))
+    if segments is None:
+        return causal[None]
+    same = segments[:, :, None] == segments[:, None, :]
+    return same & (segments > 0)[:, None, :] & causal
+
+
+def lengthened(x: Shaped[Array, "B T *rest"], multiple: int) -> Shaped[Array, "B T1 *rest"]:
+    """`x` with zeros behind its tokens, up to a multiple of `multiple`."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple), *((0, 0),) * (x.ndim - 2)))
 
 
 def exact_precision(dtype: jnp.dtype) -> jax.lax.Precision:

@@ -1,4 +1,4 @@
-"""Attention over a paged cache: one signature, a slow reference, and a loop over pages that reads what is there.
+"""Attention over a paged cache: one signature, and a loop over pages that reads what is there.
 
 B rows of T consecutive queries each, N query heads, K key-value heads, H head dimension; a pool of P pages of U tokens;
 a row's table names its J pages in order. Query t of row b stands at position starts[b] + t and sees the keys at
@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxroll.kernels.attention import exact_precision, grouped
+from jaxroll.kernels.attention import exact_precision
+from jaxroll.sharding import backend
+from jaxroll.sharding.rules import Layout
 
 _MASKED = -1e30  # finite: a row that sees nothing stays finite
+_CHUNK_TOKENS = 32  # small pages are read several at a time: every turn of the loop costs its dispatch
+_CPU_ROWS = 4
 
 
 def paged(
@@ -22,56 +27,81 @@ def paged(
     values: Float[Array, "K P U H"],
     tables: Int[Array, "B J"],
     starts: Int[Array, " B"],
-    reach: Int[Array, ""],
+    reach: Int[Array, " blocks"],
 ) -> Float[Array, "B T N H"]:
     """softmax(q·kᵀ / √H)·v, page by page with a running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867).
 
-    Only the first `reach` pages of every table are read: see `reach`. To a row that ended earlier a further page adds
-    exact zeros, so a row's result does not depend, to the bit, on how long the others are or where its pages lie.
+    The rows stand in equal blocks, one after the other; of block i only the first reach[i] pages are read: see `reach`.
+    All blocks are computed by the same operations, and to a row that ended earlier a further page adds exact zeros; so
+    a row's result does not depend, to the bit, on how long the others are, where it stands or where its pages lie.
     """
     B, T, N, H = q.shape
     K, U = keys.shape[0], keys.shape[2]
-    exact = exact_precision(q.dtype)
+    rows, pages = -(-B // len(reach)), _pages_at_once(U)
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
     wide = (q.reshape(B, T, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)).transpose(2, 0, 3, 1, 4)
-    positions = starts[:, None] + jnp.arange(T)
 
-    def page(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def block(i: Int[Array, ""], out: Float[Array, "K B G T H"]) -> Float[Array, "K B G T H"]:
+        at = jnp.minimum(i * rows, B - rows)  # the last may begin within the one before: the same again
+        here = lambda x, axis=0: jax.lax.dynamic_slice_in_dim(x, at, rows, axis)  # noqa: E731
+        mean = _block(here(wide, 1), keys, values, here(tables), here(starts), -(-reach[i] // pages))
+        return jax.lax.dynamic_update_slice_in_dim(out, mean, at, axis=1)
+
+    nothing = jnp.zeros(wide.shape, jnp.float32)
+    out = block(jnp.int32(0), nothing) if len(reach) == 1 else jax.lax.fori_loop(0, len(reach), block, nothing)
+    return out.transpose(1, 3, 0, 2, 4).reshape(B, T, N, H).astype(q.dtype)
+
+
+def _block(
+    wide: Float[Array, "K R G T H"], keys: Float[Array, "K P U H"], values: Float[Array, "K P U H"],
+    tables: Int[Array, "R J"], starts: Int[Array, " R"], chunks: Int[Array, ""],
+) -> Float[Array, "K R G T H"]:  # fmt: skip
+    """The rows of one block over their first `chunks` chunks of pages, in float32."""
+    K, R, G, T, H = wide.shape
+    pages, exact = _pages_at_once(keys.shape[2]), exact_precision(wide.dtype)
+    C = pages * keys.shape[2]
+    queries = wide.reshape(K, R, G * T, H)
+    positions = jnp.broadcast_to((starts[:, None] + jnp.arange(T))[:, None], (R, G, T)).reshape(R, G * T)
+
+    def chunk(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, out = carry
-        here = jax.lax.dynamic_index_in_dim(tables, j, axis=1, keepdims=False)
-        k, v = keys[:, here], values[:, here]
-        scores = jnp.einsum("kbgth,kbuh->kbgtu", wide, k, precision=exact, preferred_element_type=jnp.float32)
-        seen = (j * U + jnp.arange(U)) <= positions[..., None]
-        scores = jnp.where(seen[:, None], scores, _MASKED)
+        here = jax.lax.dynamic_slice_in_dim(tables, j * pages, pages, axis=1)
+        k, v = keys[:, here].reshape(K, R, C, H), values[:, here].reshape(K, R, C, H)
+        # Keys on the left: on the right the CPU backend would first lay every page out anew.
+        scores = jnp.einsum("kbuh,kbqh->kbqu", k, queries, precision=exact, preferred_element_type=jnp.float32)
+        scores = jnp.where(j * C + jnp.arange(C) <= positions[..., None], scores, _MASKED)
         higher = jnp.maximum(best, jnp.max(scores, axis=-1))
-        weights = jnp.where(seen[:, None], jnp.exp(scores - higher[..., None]), 0.0)
-        fading = jnp.exp(best - higher)
+        weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(best - higher)
         gained = jnp.einsum(
-            "kbgtu,kbuh->kbgth", weights.astype(v.dtype), v, precision=exact, preferred_element_type=jnp.float32
+            "kbqu,kbuh->kbqh", weights.astype(v.dtype), v, precision=exact, preferred_element_type=jnp.float32
         )
         return higher, total * fading + jnp.sum(weights, axis=-1), out * fading[..., None] + gained
 
-    rows = (K, B, N // K, T)
-    nothing = jnp.full(rows, _MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((*rows, H), jnp.float32)
-    _, total, out = jax.lax.fori_loop(0, reach, page, nothing)
-    mean = out / jnp.maximum(total, 1e-30)[..., None]
-    return mean.transpose(1, 3, 0, 2, 4).reshape(B, T, N, H).astype(q.dtype)
+    each = (K, R, G * T)
+    nothing = jnp.full(each, _MASKED, jnp.float32), jnp.zeros(each, jnp.float32), jnp.zeros((*each, H), jnp.float32)
+    _, total, out = jax.lax.fori_loop(0, chunks, chunk, nothing)
+    return (out / jnp.maximum(total, 1e-30)[..., None]).reshape(K, R, G, T, H)
 
 
-def reach(starts: Int[Array, " *rows"], queries: int, page_tokens: int) -> Int[Array, ""]:
-    """How many pages the longest row needs."""
-    return (jnp.max(starts) + queries - 1) // page_tokens + 1
+def blocks(rows: int, layout: Layout | None) -> int:
+    """In how many blocks the loop should take `rows` rows of one query each.
+
+    On a CPU small ones: a long row then costs only those beside it. Elsewhere a turn of the loop costs more than what
+    it computes, and all rows go together.
+    """
+    platform = jax.default_backend() if layout is None else backend.platform(layout.mesh)
+    return -(-rows // _CPU_ROWS) if platform == "cpu" else 1
 
 
-def reference(
-    q: Float[Array, "B T N H"],
-    keys: Float[Array, "K P U H"],
-    values: Float[Array, "K P U H"],
-    tables: Int[Array, "B J"],
-    starts: Int[Array, " B"],
-) -> Float[Array, "B T N H"]:
-    """The same by gathering every row's pages into one array: reads the maximum, and is easy to read."""
-    B, J = tables.shape
-    K, _, U, H = keys.shape
-    gather = lambda pool: pool[:, tables].reshape(K, B, J * U, H).transpose(1, 2, 0, 3)  # noqa: E731
-    positions = starts[:, None] + jnp.arange(q.shape[1])
-    return grouped(q, gather(keys), gather(values), jnp.arange(J * U) <= positions[..., None])
+def reach(starts: Int[Array, "*shards B"], queries: int, page_tokens: int, blocks: int = 1) -> Int[Array, " blocks"]:
+    """How many pages the longest row of each block needs, for B rows in `blocks` blocks; the most of all shards."""
+    count = starts.shape[-1]
+    rows = -(-count // blocks)
+    begins = np.minimum(np.arange(blocks) * rows, count - rows)
+    members = jnp.asarray(starts)[..., begins[:, None] + np.arange(rows)]
+    last = jnp.max(members, axis=-1).reshape(-1, blocks).max(axis=0)
+    return (last + queries - 1) // page_tokens + 1
+
+
+def _pages_at_once(page_tokens: int) -> int:
+    return max(1, _CHUNK_TOKENS // page_tokens)

@@ -12,12 +12,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxroll.kernels.attention import exact_precision
 from jaxroll.models.families import ModelSpec
 
 Rotation = tuple[Array, Array]  # cos and sin, each float32 [..., 1, H]
+PRODUCT = "product"  # the name by which a remat policy keeps what a parameter was multiplied to
 Attend = Callable[[Array, Array, Array], Array]
 
 
@@ -35,7 +37,7 @@ def project(x: Float[Array, " ..."], weight: nnx.Param, inputs: int = 1) -> Floa
     kernel = weight[...].astype(x.dtype)
     rows, out = x.shape[: x.ndim - inputs], kernel.shape[inputs:]
     flat = _product(x.reshape(math.prod(rows), -1), kernel.reshape(-1, math.prod(out)))
-    return flat.reshape(*rows, *out)
+    return checkpoint_name(flat.reshape(*rows, *out), PRODUCT)
 
 
 @jax.custom_vjp

@@ -13,15 +13,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxroll.kernels.attention import attention
-from jaxroll.kernels.paged import paged, reach
+from jaxroll.kernels import placed
+from jaxroll.kernels.choice import XLA
+from jaxroll.kernels.paged import blocks, paged, reach
 from jaxroll.models.cache import KVCache, appended, constrained, filled
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.layers import Block, Decoder, rotation
+from jaxroll.models.layers import PRODUCT, Block, Decoder, rotation
 from jaxroll.models.params import module
 from jaxroll.sharding.rules import Layout
 
 Params = Mapping[str, jax.Array]
+_KEPT = {"layer": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}
 Layers = tuple[Float[Array, "R T K H"], ...]
 
 
@@ -43,17 +45,21 @@ def forward(
     segment_ids: Int[Array, "B T"],
     *,
     layout: Layout | None = None,
+    attention: str = XLA,
 ) -> Float[Array, "B T D"]:
-    """The final hidden states of packed rows: attention is causal and stays within a segment; segment 0 is padding."""
+    """The final hidden states of packed rows: attention is causal and stays within a segment; segment 0 is padding.
+
+    `attention` names its implementation (`kernels.choice`); all but the XLA form need a layout.
+    """
     decoder = module(spec, params)
-    mask = _packed_mask(segment_ids)
+    attend = placed.rows(attention, tokens.shape[1], segment_ids, layout)
     turn = rotation(positions, spec.head_dim, spec.rope_theta)
 
     def layer(block: Block, x: Array) -> Array:
-        return _pinned(block(x, turn, lambda q, k, v: attention(q, k, v, mask)), layout, "rows")
+        return _pinned(block(x, turn, attend), layout, "rows")
 
-    if spec.remat:
-        layer = jax.checkpoint(layer)
+    if spec.remat != "none":
+        layer = jax.checkpoint(layer, policy=_KEPT[spec.remat])
     x = _pinned(decoder.embedded(tokens), layout, "rows")
     for block in decoder.layers:
         x = layer(block, x)
@@ -72,6 +78,7 @@ def prefill(
     lengths: Int[Array, " R"],
     *,
     layout: Layout | None = None,
+    attention: str = XLA,
 ) -> tuple[Float[Array, "R V"], Layers, Layers]:
     """The logits after each prompt's last token, and the keys and values of every layer to put into the cache.
 
@@ -80,13 +87,13 @@ def prefill(
     decoder = module(spec, params)
     T = tokens.shape[1]
     turn = rotation(jnp.arange(T)[None], spec.head_dim, spec.rope_theta)
-    causal = jnp.tril(jnp.ones((1, T, T), bool))
+    causal = placed.rows(attention, T, None, layout)
     keys, values = [], []
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         keys.append(k)
         values.append(v)
-        return attention(q, k, v, causal)
+        return causal(q, k, v)
 
     x = _through(decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turn, attend)
     return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), tuple(keys), tuple(values)
@@ -134,6 +141,7 @@ def decode(
     tables: Int[Array, "S J"],
     *,
     layout: Layout | None = None,
+    attention: str = XLA,
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """The logits after one more token in every slot, and the cache with that token's keys and values written.
 
@@ -141,12 +149,18 @@ def decode(
     one beyond the table's pages, is not written, and its logits mean nothing.
     """
     decoder = module(spec, params)
-    turn = rotation(positions[:, None], spec.head_dim, spec.rope_theta)
     keys, values = list(cache.keys), list(cache.values)
-    layer, far = iter(range(spec.layers)), reach(positions, 1, cache.page_tokens)
     split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731  (slots of a shard side by side)
+    count = blocks(len(tokens) // cache.shards, layout) if attention == XLA else 1
+    # The longest slots of each shard first: those in one block, whose longest says how far it reads, are alike.
+    order = jnp.argsort(-split(positions), axis=1) if count > 1 else None
+    tokens, positions, tables = (_ordered(x, order) for x in (tokens, positions, tables))
+    turn = rotation(positions[:, None], spec.head_dim, spec.rope_theta)
     here, where = split(tables), split(positions)
+    layer, far = iter(range(spec.layers)), reach(where, 1, cache.page_tokens, count)
     over_shards = jax.vmap(paged, in_axes=(0, 0, 0, 0, 0, None))
+    if attention != XLA:
+        over_shards = placed.pages(attention, layout)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         # Every layer has an array of its own, written a token at a time: with the cache donated nothing is copied.
@@ -156,7 +170,15 @@ def decode(
         return over_shards(split(q), keys[at], values[at], here, where, far).reshape(q.shape)
 
     x = _through(decoder, decoder.embedded(tokens[:, None]), turn, attend)
-    return decoder.logits(decoder.final_norm(x[:, 0])), constrained(KVCache(tuple(keys), tuple(values)), layout)
+    x = _ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
+    return decoder.logits(decoder.final_norm(x)), constrained(KVCache(tuple(keys), tuple(values)), layout)
+
+
+def _ordered(x: Array, order: Int[Array, "D B"] | None) -> Array:
+    """The rows of `x` [D·B, …] with those of each shard in `order`; as they are without one."""
+    if order is None:
+        return x
+    return jax.vmap(lambda rows, at: rows[at])(x.reshape(*order.shape, *x.shape[1:]), order).reshape(x.shape)
 
 
 def _at(x: Float[Array, "R T D"], index: Int[Array, " R"]) -> Float[Array, "R D"]:
@@ -174,13 +196,6 @@ def _through(decoder: Decoder, x: Array, turn: tuple[Array, Array], attend: Call
     for block in decoder.layers:
         x = block(x, turn, attend)
     return x
-
-
-def _packed_mask(segment_ids: Int[Array, "B T"]) -> Array:
-    """True where query t may see key u: the same segment, not padding, and u ≤ t."""
-    T = segment_ids.shape[1]
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return same & (segment_ids > 0)[:, None, :] & jnp.tril(jnp.ones((T, T), bool))
 
 
 def _pinned(x: Float[Array, "B T D"], layout: Layout | None, rows: str) -> Float[Array, "B T D"]:

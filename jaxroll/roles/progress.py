@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,13 +28,15 @@ class Progress:
         seconds = time.monotonic() - self._started.pop(what, time.monotonic())
         self._say({"kind": "compile", "what": what, "state": "end", "seconds": seconds}, f"{what}: {seconds:.1f} s")
 
-    def devices(self, mesh: Mesh) -> None:
-        """What this process runs on, and as which mesh."""
+    def devices(self, mesh: Mesh, attention: Mapping[str, str]) -> None:
+        """What this process runs on, as which mesh, and what computes attention there, by use."""
         from jaxroll.sharding import backend  # loads JAX, which must come after a sampler's scoring pool
 
         platform, kind = backend.platform(mesh), backend.device_kind(mesh)
         row = {"kind": "devices", "platform": platform, "devices": f"{mesh.size} x {kind}", "mesh": dict(mesh.shape)}
-        self._say(row, f"{mesh.size} x {kind} ({platform}) as {dict(mesh.shape)}")
+        chosen = ", ".join(f"{use} {name}" for use, name in attention.items())
+        line = f"{mesh.size} x {kind} ({platform}) as {dict(mesh.shape)}; attention: {chosen}"
+        self._say(row | {"attention": dict(attention)}, line)
 
     def span(self, what: str, t0: float, t1: float, **more: Any) -> None:
         """`what` took from `t0` to `t1` (unix seconds); only the metrics hear of it."""

@@ -1,4 +1,4 @@
-"""Every attention implementation against the one that loops, in value and gradient."""
+"""The XLA form of attention against the one that loops, in value and gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from jaxroll.kernels import attention as kernels
-
-IMPLEMENTATIONS = [kernels.grouped, kernels.fused, kernels.attention]
 
 
 def problem(dtype=jnp.float32, *, rows=2, queries=5, keys=7, heads=4, kv_heads=2, head_dim=8):
@@ -18,32 +16,29 @@ def problem(dtype=jnp.float32, *, rows=2, queries=5, keys=7, heads=4, kv_heads=2
     return q, k, v, mask
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_equals_the_reference(implementation, kv_heads):
+def test_equals_the_reference(kv_heads):
     q, k, v, mask = problem(kv_heads=kv_heads)
-    np.testing.assert_allclose(implementation(q, k, v, mask), kernels.reference(q, k, v, mask), atol=2e-6)
+    np.testing.assert_allclose(kernels.grouped(q, k, v, mask), kernels.reference(q, k, v, mask), atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_one_mask_may_serve_all_rows(implementation):
+def test_one_mask_may_serve_all_rows():
     q, k, v, mask = problem()
-    once = implementation(q, k, v, mask[:1])
+    once = kernels.grouped(q, k, v, mask[:1])
     np.testing.assert_allclose(once, kernels.reference(q, k, v, jnp.repeat(mask[:1], 2, axis=0)), atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_gradients_equal_the_reference(implementation):
+def test_gradients_equal_the_reference():
     q, k, v, mask = problem(rows=1, queries=3, keys=3)
 
     def loss(attend):
         return jax.grad(lambda *x: jnp.sum(attend(*x, mask) ** 2), argnums=(0, 1, 2))(q, k, v)
 
-    for got, expected in zip(loss(implementation), loss(kernels.reference), strict=True):
+    for got, expected in zip(loss(kernels.grouped), loss(kernels.reference), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, kernels.reference])
+@pytest.mark.parametrize("implementation", [kernels.grouped, kernels.reference])
 def test_a_query_without_keys_stays_finite(implementation):
     q, k, v, mask = problem()
     mask = mask.at[:, 1].set(False)
@@ -52,17 +47,22 @@ def test_a_query_without_keys_stays_finite(implementation):
     assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bfloat16_stays_bfloat16_and_near(implementation):
+def test_bfloat16_stays_bfloat16_and_near():
     q, k, v, mask = problem(jnp.bfloat16)
-    got = implementation(q, k, v, mask)
+    got = kernels.grouped(q, k, v, mask)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(got.astype(jnp.float32), kernels.reference(q, k, v, mask), atol=0.05)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_masked_keys_have_no_influence(implementation):
+def test_masked_keys_have_no_influence():
     q, k, v, mask = problem()
     mask = mask.at[:, :, 3].set(False)
-    poisoned = implementation(q, k.at[:, 3].set(9.0), v.at[:, 3].set(5.0), mask)
-    np.testing.assert_array_equal(poisoned, implementation(q, k, v, mask))
+    poisoned = kernels.grouped(q, k.at[:, 3].set(9.0), v.at[:, 3].set(5.0), mask)
+    np.testing.assert_array_equal(poisoned, kernels.grouped(q, k, v, mask))
+
+
+def test_a_token_sees_its_own_segment_up_to_itself():
+    seen = kernels.visible(5, jnp.array([[1, 1, 2, 2, 0]]))
+    expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 0]]
+    np.testing.assert_array_equal(seen[0], np.array(expected, bool))
+    np.testing.assert_array_equal(kernels.visible(5), np.tril(np.ones((1, 5, 5), bool)))

@@ -49,7 +49,7 @@ def alone():
     return loss_and_gradients(families.spec("nano"), ONE, "propagated")
 
 
-@pytest.mark.parametrize(("pinned", "remat"), [("propagated", False), ("pinned", True)])
+@pytest.mark.parametrize(("pinned", "remat"), [("propagated", "none"), ("pinned", "layer")])
 def test_loss_and_gradients_equal_one_device(pinned, remat):
     spec = dataclasses.replace(families.spec("nano"), remat=remat)
     expected_loss, expected = alone()

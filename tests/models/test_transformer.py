@@ -19,7 +19,7 @@ VARIANTS = {
     "untied": dataclasses.replace(NANO, tied_embeddings=False),
     "no_qk_norm": dataclasses.replace(NANO, qk_norm=False),
     "one_kv_head": dataclasses.replace(NANO, kv_heads=1, layers=1),
-    "theta_1e6": dataclasses.replace(NANO, rope_theta=1e6, norm_eps=1e-2, remat=True),
+    "theta_1e6": dataclasses.replace(NANO, rope_theta=1e6, norm_eps=1e-2, remat="layer"),
 }
 
 

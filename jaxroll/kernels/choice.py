@@ -1,0 +1,144 @@
+"""Which implementation computes attention, decided once from what is known before anything is compiled. No JAX here.
+
+There are three uses: `packed` rows of a training batch, fresh prompts of a `prefill`, and one more token over the
+`paged` cache. Each has a key in the config. `auto` takes the fused kernel of the platform where it fits, and the XLA
+form elsewhere, with the reason; any other value is taken or refused, never replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from jaxroll.errors import ConfigError
+
+Use = Literal["packed", "prefill", "paged"]
+AUTO, XLA = "auto", "xla"
+BLOCK = 128  # tokens: the least that the fused kernels take at once; shorter rows would be padded to it
+KEYS: Mapping[Use, str] = {
+    "packed": "learner.attention",
+    "prefill": "sampler.prefill_attention",
+    "paged": "sampler.paged_attention",
+}
+
+_TPU_LANES = 128
+_TRITON_HEADS = (16, 32, 64, 128)  # the sides of its tiles are powers of two
+_CUDNN_HEADS = 128  # the largest that every generation takes
+_PLATFORMS = {"splash": ("tpu",), "triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu", "gpu")}
+_FUSED: Mapping[tuple[Use, str], str] = {
+    ("packed", "tpu"): "splash",
+    ("packed", "gpu"): "triton",
+    ("prefill", "tpu"): "splash",
+    ("prefill", "gpu"): "cudnn",
+    ("paged", "tpu"): "pallas",
+    ("paged", "gpu"): "pallas",
+}
+
+
+class Heads(Protocol):
+    """What attention is like in a model."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def compute_dtype(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where attention is computed: the model, its devices, and the tokens of a row (of a page, for `paged`).
+
+    `platform` is cpu, gpu or tpu; empty where it is not known yet. `tensor` devices share the heads.
+    """
+
+    model: Heads
+    platform: str
+    tensor: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation, and why it is this one."""
+
+    name: str = XLA
+    reason: str = "by default"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+UNASKED = Choice()
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The choices of an engine."""
+
+    prefill: Choice = UNASKED
+    paged: Choice = UNASKED
+
+    def described(self) -> dict[str, str]:
+        """Each use with its choice, for a person."""
+        return {"prefill": str(self.prefill), "paged": str(self.paged)}
+
+
+PLAIN = Serving()
+
+
+def choose(use: Use, wanted: str, site: Site) -> Choice:
+    """What `wanted` means at `site`; ConfigError where it is an implementation that cannot work there."""
+    if wanted == XLA:
+        return Choice(XLA, "as configured")
+    if wanted != AUTO:
+        check(use, wanted, site)
+        return Choice(wanted, "as configured")
+    fused = _FUSED.get((use, site.platform))
+    if fused is None:
+        return Choice(XLA, f"no fused kernel on {site.platform}")
+    obstacle = _obstacle(use, fused, site)
+    return Choice(XLA, f"no {fused}: {obstacle}") if obstacle else Choice(fused, f"auto on {site.platform}")
+
+
+def check(use: Use, wanted: str, site: Site) -> None:
+    """Nothing, or ConfigError where `wanted` cannot work at `site`, or, its platform unknown, nowhere."""
+    obstacle = "" if wanted in (AUTO, XLA) else _obstacle(use, wanted, site)
+    if obstacle:
+        raise ConfigError(KEYS[use], wanted, obstacle, "Set it to 'xla', or to 'auto', which says what it takes.")
+
+
+def _obstacle(use: Use, name: str, site: Site) -> str:
+    """Why `name` cannot serve `use` at `site`; empty when it can."""
+    model = site.model
+    if site.platform and site.platform not in _PLATFORMS[name]:
+        return f"it is a kernel for {' and '.join(_PLATFORMS[name])}, and this is {site.platform}"
+    if model.compute_dtype != "bfloat16":
+        return f"it multiplies in bfloat16 and model.dtype is {model.compute_dtype}"
+    if model.heads % site.tensor or model.kv_heads % site.tensor:
+        heads = f"{model.heads} query and {model.kv_heads} key-value heads"
+        return f"{heads} are not shared evenly by {site.tensor} devices"
+    if use != "paged" and site.tokens < BLOCK:
+        return f"rows have {site.tokens} tokens and it computes blocks of {BLOCK}"
+    return _misfit(use, name, site)
+
+
+def _misfit(use: Use, name: str, site: Site) -> str:
+    """What of the shapes one kernel does not take."""
+    head, tokens = site.model.head_dim, site.tokens
+    tpu, gpu = site.platform == "tpu", site.platform == "gpu"
+    if (name == "splash" or (name == "pallas" and tpu)) and head % _TPU_LANES:
+        return f"a TPU has {_TPU_LANES} lanes and a head {head} numbers"
+    if (name == "triton" or (name == "pallas" and gpu)) and head not in _TRITON_HEADS:
+        return f"heads have {head} numbers and it takes {', '.join(map(str, _TRITON_HEADS))}"
+    if name == "cudnn" and (head % 8 or head > _CUDNN_HEADS):
+        return f"heads have {head} numbers and it takes multiples of 8 up to {_CUDNN_HEADS}"
+    if use == "paged" and tpu and tokens % 8:
+        return f"pages have {tokens} tokens and it takes multiples of 8"
+    if use == "paged" and gpu and (tokens < 16 or tokens & (tokens - 1)):
+        return f"pages have {tokens} tokens and it takes powers of two from 16 on"
+    return ""

@@ -1,0 +1,76 @@
+"""JAX's own Pallas kernels for TPU under our signatures, for the arrays of one device.
+
+They compile for a TPU. Elsewhere, slowly, splash runs with `interpret`, and `paged`, whose kernel has no such argument,
+under `pltpu.force_tpu_interpret_mode`.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jaxtyping import Array, Float, Int
+
+from jaxroll.kernels.attention import lengthened
+from jaxroll.kernels.choice import BLOCK
+
+_BLOCKS = (4 * BLOCK, 2 * BLOCK, BLOCK)
+_PAGED_TOKENS = 512  # of keys that are fetched and multiplied at once
+
+
+def splash(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    segments: Int[Array, "B T"] | None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B T N H"]:
+    """Causal attention within segments, by splash attention: no array has T·T elements, forward or backward.
+
+    Segment 0, padding, sees itself: finite, and of no meaning.
+    """
+    _, T, N, H = q.shape
+    q, k, v = (lengthened(x, BLOCK).swapaxes(1, 2) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
+    kernel = _kernel(N, q.shape[2], interpret)
+    if segments is None:
+        out = jax.vmap(kernel)(q, k, v)
+    else:
+        ids = lengthened(segments, BLOCK)
+        out = jax.vmap(lambda q, k, v, own: kernel(q, k, v, segment_ids=kernels.SegmentIds(own, own)))(q, k, v, ids)
+    return cast(Array, out).swapaxes(1, 2)[:, :T]
+
+
+def _kernel(heads: int, tokens: int, interpret: bool) -> kernels.SplashAttentionKernel:
+    block = next(size for size in _BLOCKS if tokens % size == 0)
+    sizes = kernels.BlockSizes(
+        block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
+        block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
+    )  # fmt: skip
+    causal = masks.MultiHeadMask([masks.CausalMask((tokens, tokens))] * heads)
+    return kernels.make_splash_mha(causal, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
+
+
+def paged(
+    q: Float[Array, "S N H"],
+    keys: Float[Array, "K P U H"],
+    values: Float[Array, "K P U H"],
+    tables: Int[Array, "S J"],
+    positions: Int[Array, " S"],
+) -> Float[Array, "S N H"]:
+    """softmax(q·kᵀ / √H)·v over the keys at 0 … positions[s] of slot s's pages; 0 for a slot at -1.
+
+    Queries go in as float32, so that the running mean is kept in float32.
+    """
+    _, P, U, H = keys.shape
+    J = tables.shape[1]
+    at_once = max(1, min(J, _PAGED_TOKENS // U))
+    # Whole blocks of a table are fetched, also what no slot uses of it: every entry must name a page.
+    named = jnp.pad(jnp.clip(tables, 0, P - 1), ((0, 0), (0, -J % at_once)))
+    lengths = jnp.clip(positions + 1, 0, J * U).astype(jnp.int32)
+    wide = q.astype(jnp.float32) * H**-0.5
+    return paged_attention(wide, keys, values, lengths, named, pages_per_compute_block=at_once).astype(q.dtype)

@@ -1,0 +1,77 @@
+"""Which implementation of attention is taken where, why, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from jaxroll.errors import ConfigError
+from jaxroll.kernels.choice import Choice, Site, check, choose
+from jaxroll.models import families
+
+QWEN = families.spec("qwen3_0p6b", compute_dtype="bfloat16")
+TINY = families.spec("tiny", compute_dtype="bfloat16")
+
+
+def site(spec=QWEN, *, platform="tpu", tensor=1, tokens=512) -> Site:
+    return Site(spec, platform, tensor, tokens)
+
+
+def model(**change) -> families.ModelSpec:
+    return dataclasses.replace(QWEN, **change)
+
+
+@pytest.mark.parametrize(
+    ("use", "platform", "tokens", "name"),
+    [
+        ("packed", "tpu", 512, "splash"), ("prefill", "tpu", 512, "splash"), ("paged", "tpu", 64, "pallas"),
+        ("packed", "gpu", 512, "triton"), ("prefill", "gpu", 512, "cudnn"), ("paged", "gpu", 64, "pallas"),
+        ("packed", "cpu", 512, "xla"), ("prefill", "cpu", 512, "xla"), ("paged", "cpu", 64, "xla"),
+    ],
+)  # fmt: skip
+def test_auto_takes_the_kernel_of_the_platform(use, platform, tokens, name):
+    assert choose(use, "auto", site(platform=platform, tokens=tokens)).name == name
+    assert choose(use, "xla", site(platform=platform, tokens=tokens)) == Choice("xla", "as configured")
+
+
+# use, what is wrong with the site, the kernel that a config may name, and words of the reason
+MISFITS = [
+    ("packed", site(TINY), "splash", "128 lanes and a head 32"),
+    ("paged", site(TINY, tokens=64), "pallas", "128 lanes and a head 32"),
+    ("packed", site(model(compute_dtype="float32")), "splash", "model.dtype is float32"),
+    ("prefill", site(platform="gpu", spec=model(compute_dtype="float32")), "cudnn", "model.dtype is float32"),
+    ("packed", site(tensor=16), "splash", "not shared evenly by 16 devices"),
+    ("paged", site(tensor=3, tokens=64), "pallas", "not shared evenly by 3 devices"),
+    ("prefill", site(tokens=16), "splash", "rows have 16 tokens"),
+    ("prefill", site(platform="gpu", tokens=16), "cudnn", "rows have 16 tokens"),
+    ("packed", site(model(head_dim=96), platform="gpu"), "triton", "heads have 96"),
+    ("prefill", site(model(head_dim=192), platform="gpu"), "cudnn", "heads have 192"),
+    ("paged", site(tokens=20), "pallas", "pages have 20"),
+    ("paged", site(platform="gpu", tokens=8), "pallas", "powers of two from 16"),
+    ("paged", site(platform="gpu", tokens=48), "pallas", "powers of two from 16"),
+]
+
+
+@pytest.mark.parametrize(("use", "where", "named", "words"), MISFITS)
+def test_what_does_not_fit_is_refused_by_name_and_passed_over_with_a_reason_by_auto(use, where, named, words):
+    with pytest.raises(ConfigError, match=words) as refusal:
+        choose(use, named, where)
+    assert refusal.value.value == named
+    passed = choose(use, "auto", where)
+    assert passed.name == "xla"
+    assert words in passed.reason and named in passed.reason
+
+
+@pytest.mark.parametrize(
+    ("use", "named", "platform"),
+    [("packed", "splash", "cpu"), ("packed", "triton", "tpu"), ("prefill", "cudnn", "tpu"), ("paged", "pallas", "cpu")],
+)
+def test_a_kernel_of_another_platform_is_refused(use, named, platform):
+    with pytest.raises(ConfigError, match=f"this is {platform}"):
+        choose(use, named, site(platform=platform))
+
+
+def test_where_the_platform_is_not_known_only_what_fits_nowhere_is_refused():
+    check("packed", "splash", site(platform=""))
+    check("packed", "auto", site(TINY, platform=""))
+    with pytest.raises(ConfigError, match=r"learner\.attention"):
+        check("packed", "splash", site(model(compute_dtype="float32"), platform=""))

@@ -1,0 +1,130 @@
+"""The fused kernels, interpreted on the CPU over a mesh, against the XLA forms: packed rows, prompts, pages."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxroll.config import MeshConfig
+from jaxroll.kernels import gpu, paged, placed, tpu
+from jaxroll.sharding import backend, meshes, rules
+from jaxroll.sharding.rules import Layout
+
+B, T, N, K, H = 2, 150, 4, 2, 32
+LAYOUT = Layout(meshes.build(MeshConfig(fsdp=2, tensor=2)), rules.LEARNER)
+ROW_KERNELS: dict[str, Callable] = {"splash": tpu.splash, "triton": gpu.triton}
+# Rows of several segments and of different lengths; the rest is padding.
+SEGMENTS = np.array([np.repeat([1, 2, 3, 0], [40, 50, 45, 15]), np.repeat([4, 9, 0], [100, 1, 49])], np.int32)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row kernels run on the CPU."""
+    monkeypatch.setattr(placed, "_row_kernel", lambda name: partial(ROW_KERNELS[name], interpret=True))
+
+
+def rows_problem() -> tuple[jax.Array, jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.float32) for heads in (N, K, K))
+    return q, k, v
+
+
+@pytest.mark.parametrize("name", ROW_KERNELS)
+@pytest.mark.usefixtures("interpreted")
+def test_packed_rows_equal_the_masked_form_in_value_and_gradient(name: str) -> None:
+    q, k, v = rows_problem()
+    weight = np.random.default_rng(1).normal(size=q.shape) * (SEGMENTS > 0)[:, :, None, None]
+
+    def total(name: str) -> tuple:
+        attend = placed.rows(name, T, jnp.asarray(SEGMENTS), LAYOUT)
+
+        def weighted(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = attend(q, k, v) * (SEGMENTS > 0)[:, :, None, None]
+            return jnp.sum(out * weight), out
+
+        return jax.jit(jax.grad(weighted, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+
+    for got, expected in zip(jax.tree.leaves(total(name)), jax.tree.leaves(total("xla")), strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ROW_KERNELS)
+@pytest.mark.usefixtures("interpreted")
+def test_prompts_equal_the_masked_form(name: str) -> None:
+    """Three rows are not shared evenly by two groups of devices: each computes all."""
+    q, k, v = (jnp.concatenate([x, x[:1]]) for x in rows_problem())
+    got, expected = (jax.jit(placed.rows(each, T, None, LAYOUT))(q, k, v) for each in (name, "xla"))
+    np.testing.assert_allclose(got, expected, atol=2e-6)
+
+
+# --- pages
+
+D, S, P, U, J = 2, 6, 9, 16, 3  # shards, slots of one, its pages, tokens of a page, pages of a table
+POSITIONS = np.array([[-1, 0, 15, 16, 47, 20], [3, -1, -1, 33, 46, 7]], np.int32)
+
+
+@pytest.fixture
+def as_tpu() -> Iterator[None]:
+    """TPU kernels run on the CPU."""
+    with pltpu.force_tpu_interpret_mode():
+        yield
+
+
+def pages_problem(shards: int = D) -> tuple[jax.Array, ...]:
+    rng = np.random.default_rng(2)
+    q = jnp.asarray(rng.normal(size=(shards, S, 1, N, H)), jnp.bfloat16)
+    keys, values = (jnp.asarray(rng.normal(size=(shards, K, P, U, H)), jnp.bfloat16) for _ in range(2))
+    tables = jnp.asarray(rng.integers(0, P, (shards, S, J)), jnp.int32)
+    return q, keys, values, tables, jnp.asarray(POSITIONS[:shards])
+
+
+def by_the_loop(q: jax.Array, keys: jax.Array, values: jax.Array, tables: jax.Array, starts: jax.Array) -> np.ndarray:
+    far = paged.reach(starts, 1, U)
+    return np.asarray(jax.vmap(paged.paged, (0, 0, 0, 0, 0, None))(q, keys, values, tables, starts, far), np.float32)
+
+
+def assert_near(got: jax.Array, expected: np.ndarray) -> None:
+    """Equal to bfloat16's rounding where a slot sees something; a slot at -1 gets zeros, so that nothing is spoilt."""
+    sees = POSITIONS >= 0
+    np.testing.assert_allclose(np.asarray(got, np.float32)[sees], expected[sees], atol=0.02)
+    np.testing.assert_array_equal(np.asarray(got, np.float32)[~sees], 0)
+
+
+@pytest.mark.usefixtures("as_tpu")
+def test_pages_on_a_tpu_equal_the_loop() -> None:
+    problem = pages_problem()
+    got = jax.jit(placed.pages("pallas", LAYOUT))(*problem, jnp.int32(0))
+    assert got.dtype == jnp.bfloat16
+    assert_near(got, by_the_loop(*problem))
+
+
+def test_pages_on_a_gpu_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "platform", lambda mesh: "gpu")
+    monkeypatch.setattr(gpu, "paged", partial(gpu.paged, interpret=True))
+    problem = pages_problem()
+    got = jax.jit(placed.pages("pallas", LAYOUT))(*problem, jnp.int32(0))
+    assert_near(got, by_the_loop(*problem))
+
+
+@pytest.mark.usefixtures("as_tpu")
+def test_what_no_slot_uses_of_a_table_may_name_no_page() -> None:
+    """Whole blocks of a table are fetched: an entry that names no page would be read from beyond the pool."""
+    q, keys, values, tables, starts = (x[0] for x in pages_problem(1))
+    used = np.arange(J) <= np.asarray(starts)[:, None] // U
+    stray = jnp.where(used, tables, P + 7)
+    got = jax.jit(tpu.paged)(q[:, 0], keys, values, stray, starts)
+    np.testing.assert_array_equal(got, jax.jit(tpu.paged)(q[:, 0], keys, values, tables, starts))
+
+
+def test_a_kernel_without_a_layout_is_refused() -> None:
+    with pytest.raises(ValueError, match="splash needs a layout"):
+        placed.rows("splash", T, None, None)
+
+
+def test_cudnn_is_not_given_segments() -> None:
+    with pytest.raises(ValueError, match="takes no segment ids"):
+        placed.rows("cudnn", T, jnp.asarray(SEGMENTS), LAYOUT)(*rows_problem())

@@ -1,0 +1,44 @@
+"""What a role says of its devices and of what computes attention there, and what an engine's choice comes from."""
+
+import dataclasses
+
+import pytest
+
+from jaxroll.config import MeshConfig
+from jaxroll.engine import attention
+from jaxroll.engine.packets import Sizes
+from jaxroll.errors import ConfigError
+from jaxroll.models import families
+from jaxroll.roles.progress import Progress
+from jaxroll.sharding import backend, meshes
+
+MESH = meshes.build(MeshConfig(data=2))
+SIZES = Sizes(
+    slots=4, max_tokens=512, rows=2, inserts=2, buckets=(16, 256), chunk=1, max_stops=1, page_tokens=64, shards=2
+)
+
+
+def test_the_choice_of_attention_is_said_with_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    rows: list[dict] = []
+    chosen = attention.chosen(families.spec("nano"), MESH, SIZES).described()
+    Progress("sampler-0", rows.append).devices(MESH, chosen)
+    expected = {"prefill": "xla (no fused kernel on cpu)", "paged": "xla (no fused kernel on cpu)"}
+    (row,) = rows
+    assert (row["role"], row["kind"], row["platform"], row["attention"]) == ("sampler-0", "devices", "cpu", expected)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("attention: prefill xla (no fused kernel on cpu), paged xla (no fused kernel on cpu)")
+
+
+def test_an_engine_judges_by_its_largest_bucket_and_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "platform", lambda mesh: "tpu")
+    spec = families.spec("qwen3_0p6b", compute_dtype="bfloat16")
+    serving = attention.chosen(spec, MESH, SIZES)
+    assert (serving.prefill.name, serving.paged.name) == ("splash", "pallas")
+    serving = attention.chosen(spec, MESH, dataclasses.replace(SIZES, buckets=(16,), page_tokens=20))
+    assert "16 tokens" in serving.prefill.reason
+    assert "20 tokens" in serving.paged.reason
+
+
+def test_an_engine_refuses_what_cannot_work() -> None:
+    with pytest.raises(ConfigError, match=r"sampler\.paged_attention"):
+        attention.chosen(families.spec("nano"), MESH, SIZES, paged="pallas")
