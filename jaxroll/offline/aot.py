@@ -47,7 +47,8 @@ def tpu_environment() -> dict[str, str]:
     """This process's environment, changed so that a child compiles for TPU without looking for one."""
     # What is compiled for a topology is written to the compilation cache and cannot be read back from it.
     settings = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    return os.environ | settings | {"JAX_PLATFORMS": "cpu"}
+    # libtpu locks the machine for the one process that has its chips; a compiler takes none.
+    return os.environ | settings | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
 
 
 def topology_mesh(cfg: MeshConfig, topology: str, platform: str = "tpu") -> Mesh:
@@ -73,8 +74,13 @@ def abstract(shapes: Tree, shardings: Tree) -> Tree:
 
 def compiled(name: str, jitted: Any, *args: Tree, **kwargs: Tree) -> tuple[jax.stages.Compiled, ProgramCost]:
     """The program and its cost: `jitted` compiled for abstract arguments, whose shardings name the devices."""
+    return finished(name, jitted.lower(*args, **kwargs))
+
+
+def finished(name: str, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, ProgramCost]:
+    """The program and its cost: `lowered` compiled for the devices that its arguments name."""
     started = time.perf_counter()
-    program = jitted.lower(*args, **kwargs).compile()
+    program = lowered.compile()
     return program, _cost(name, program, time.perf_counter() - started)
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import jax
 
@@ -33,33 +32,24 @@ SIZES = Sizes(
 COLLECTIVES = ("all-reduce", "all-gather")  # as the compiler writes them: " all-gather(", " all-gather-start("
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """A program as `aot.compiled` takes it: the rooms lower theirs themselves, with arguments of their own."""
-
-    lower: Callable[[], jax.stages.Lowered]
-
-
-def learner_programs(topology: str) -> Iterator[tuple[str, Traced]]:
+def learner_programs(topology: str) -> Iterator[tuple[str, jax.stages.Lowered]]:
     """The two programs of every optimizer step, by name."""
     layout = Layout(aot.topology_mesh(LEARNER_MESH, topology), LEARNER)
     programs = step.Programs(trainer.recipe(CONFIG, SPEC, layout))
     for name, rows in (("accumulate", CONFIG.learner.micro_rows), ("apply", 0)):
-        yield name, Traced(partial(programs.lowered, name, rows))
+        yield name, programs.lowered(name, rows)
 
 
-def engine_programs(topology: str) -> Iterator[tuple[str, Traced]]:
+def engine_programs(topology: str) -> Iterator[tuple[str, jax.stages.Lowered]]:
     """Prefill with insert, and a dispatch of decode steps, by name."""
-    lowered = engine.lowered(SPEC, aot.topology_mesh(SAMPLER_MESH, topology), SAMPLER, SIZES)
-    for name, program in lowered.items():
-        yield name, Traced(lambda program=program: program)
+    yield from engine.lowered(SPEC, aot.topology_mesh(SAMPLER_MESH, topology), SAMPLER, SIZES).items()
 
 
 def main(topology: str) -> None:
     """Compile everything, one line of JSON each."""
     for programs in (learner_programs, engine_programs):
-        for name, traced in programs(topology):
-            program, cost = aot.compiled(name, traced)
+        for name, lowered in programs(topology):
+            program, cost = aot.finished(name, lowered)
             text = program.as_text()
             counted = {"collectives": {kind: text.count(f" {kind}") for kind in COLLECTIVES}}
             print(json.dumps(dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes} | counted), flush=True)

@@ -1,0 +1,88 @@
+"""The learner's and the engine's programs with attention by fused kernels, compiled for TPU chips that exist by name.
+
+    python tpu_kernels.py TOPOLOGY SIZE
+
+SIZE is `lean`, a model of one layer whose heads fill a TPU's lanes, on meshes of 4 chips, or `qwen3_0p6b` on 16.
+Whoever starts it sets its environment (`aot.tpu_environment`). Every line on stdout is one program as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxroll.config import Config, LearnerConfig, MeshConfig
+from jaxroll.engine import attention, packets
+from jaxroll.engine import programs as engine
+from jaxroll.learner import step, trainer
+from jaxroll.models import families
+from jaxroll.models.families import ModelSpec
+from jaxroll.offline import aot
+from jaxroll.sharding.rules import LEARNER, SAMPLER, Layout
+
+LEAN = ModelSpec("lean", 256, 1, 256, 4, 2, 128, 320, compute_dtype="bfloat16", remat="layer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model and how it is run."""
+
+    spec: ModelSpec
+    learner_mesh: MeshConfig
+    sampler_mesh: MeshConfig
+    row_tokens: int
+    micro_rows: int
+    sizes: packets.Sizes
+
+
+CASES = {
+    "lean": Case(
+        LEAN, MeshConfig(fsdp=2, tensor=2), MeshConfig(data=2, tensor=2), 384, 4,
+        packets.Sizes(slots=8, max_tokens=256, rows=4, inserts=4, buckets=(192,), chunk=4, max_stops=4, page_tokens=32,
+                      shards=2),
+    ),
+    "qwen3_0p6b": Case(
+        families.spec("qwen3_0p6b", compute_dtype="bfloat16"), MeshConfig(fsdp=8, tensor=2),
+        MeshConfig(data=4, tensor=4), 4096, 16,
+        packets.Sizes(slots=256, max_tokens=4096, rows=16, inserts=16, buckets=(1024,), chunk=16, max_stops=4,
+                      page_tokens=64, shards=4, pages=64 * 32),
+    ),
+}  # fmt: skip
+
+
+def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.Lowered]]:
+    """Name, implementation of attention, and lowered program."""
+    for wanted in ("auto", "xla"):
+        config = Config(learner=LearnerConfig(row_tokens=case.row_tokens, attention=wanted))
+        layout = Layout(aot.topology_mesh(case.learner_mesh, topology), LEARNER)
+        recipe = trainer.recipe(config, case.spec, layout)
+        yield "accumulate", str(recipe.attention), step.Programs(recipe).lowered("accumulate", case.micro_rows)
+        mesh = aot.topology_mesh(case.sampler_mesh, topology)
+        serving = attention.chosen(case.spec, mesh, case.sizes, prefill=wanted, paged=wanted)
+        lowered = engine.lowered(case.spec, mesh, SAMPLER, case.sizes, serving)
+        for name, chosen in ((f"prefill_{case.sizes.buckets[0]}", serving.prefill), ("decode", serving.paged)):
+            yield name, str(chosen), lowered[name]
+
+
+def main(topology: str, size: str) -> None:
+    """One line of JSON each. The XLA forms are only lowered: they are there for comparison."""
+    case = CASES[size]
+    for name, chosen, lowered in programs(case, topology):
+        row: dict[str, Any] = {"name": name, "attention": chosen}
+        text = lowered.as_text()
+        if not chosen.startswith("xla"):
+            program, cost = aot.finished(name, lowered)
+            row |= dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes}
+            row["custom_calls"] = program.as_text().count("tpu_custom_call")
+        row.setdefault("custom_calls", text.count("@tpu_custom_call"))
+        squares = text.count(f"x{case.row_tokens}x{case.row_tokens}x")
+        print(json.dumps(row | {"squares": squares}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
