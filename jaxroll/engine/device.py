@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxroll.engine import packets, programs
 from jaxroll.engine.packets import Sizes
 from jaxroll.errors import TransferError
+from jaxroll.kernels.choice import PLAIN, Serving
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
@@ -49,10 +50,12 @@ class Dispatch:
 class Device:
     """Slots, a cache and compiled programs on one mesh. Construction allocates, `warmup` compiles."""
 
-    def __init__(self, spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, *, seed: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, *, seed: int, attention: Serving = PLAIN
+    ) -> None:
         self._name, self._sizes = spec.name, sizes
         self._shapes = {name: leaf.shape for name, leaf in model_params.abstract(spec).items()}
-        self._programs = programs.build(spec, mesh, rules, sizes)
+        self._programs = programs.build(spec, mesh, rules, sizes, attention)
         self._state = self._programs.empty()
         self._seed = self._placed(jax.random.key(seed))
         # Each placed once: fresh ones would be one more host-to-device copy in every dispatch.
@@ -128,11 +131,16 @@ class Device:
         self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, limits)
         return Dispatch(report, self._sizes.chunk)
 
+    @property
+    def words(self) -> int:
+        """V0: words that a mask speaks of; 0 in an engine without masks."""
+        return self._state.allowed.shape[1]
+
     def allow(self, masks: Mapping[int, np.ndarray]) -> None:
         """What the requests in some slots may draw next: slot to bool [V]."""
         sizes = self._sizes
         slots = np.full(sizes.slots, sizes.slots, np.int32)
-        rows = np.ones((sizes.slots, self._state.allowed.shape[1]), bool)
+        rows = np.ones((sizes.slots, self.words), bool)
         for index, (slot, mask) in enumerate(masks.items()):
             slots[index], rows[index] = slot, mask
         self._state = self._programs.allow(self._state, slots, rows)

@@ -20,14 +20,16 @@ from jax.sharding import Mesh
 
 from jaxroll.config import Flip
 from jaxroll.config.rules import page_size
-from jaxroll.engine import requests
+from jaxroll.engine import attention, requests
 from jaxroll.engine.device import Device
 from jaxroll.engine.latency import Latencies
+from jaxroll.engine.ledger import Partial
 from jaxroll.engine.packets import Sizes
 from jaxroll.engine.requests import OnDone, Request, Result
 from jaxroll.engine.stats import EngineStats
 from jaxroll.engine.work import Work
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.kernels.choice import AUTO
 from jaxroll.models import cache as kv
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
@@ -57,6 +59,8 @@ class Engine:
 
     Requests may have a repetition penalty only with `penalties`, say what is allowed next only with `masks` (both take
     memory of the device), and have stop strings only with `decode`, the tokenizer's.
+
+    `prefill_attention` and `paged_attention` name implementations (`kernels.choice`); `attention` says what was taken.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Engine:
         refill: int | None = None, insert_rows: int | None = None, max_stops: int = 4, page_tokens: int = 0,
         cache_pages: int = 0, prefill_budget: int = 0, penalties: bool = False, masks: bool = False,
         decode: Callable[[list[int]], str] | None = None, clock: Callable[[], float] = time.time,
+        prefill_attention: str = AUTO, paged_attention: str = AUTO,
     ) -> None:  # fmt: skip
         page_tokens = page_size(page_tokens, max_tokens)
         inserts = insert_rows or max(prefill_rows, min(slots // 2, 16))
@@ -78,7 +83,8 @@ class Engine:
         budget = prefill_budget or prefill_rows * sizes.buckets[-1]
         limits = Limits(prefill_rows, inserts, refill, sizes.buckets, page_tokens, budget, reserve=not cache_pages)
         self._sizes, self._flip, self._clock, self._vocab_size = sizes, flip, clock, spec.vocab_size
-        self._device = Device(spec, mesh, rules, sizes, seed=seed)
+        self.attention = attention.chosen(spec, mesh, sizes, prefill=prefill_attention, paged=paged_attention)
+        self._device = Device(spec, mesh, rules, sizes, seed=seed, attention=self.attention)
         self._seating = Seating(slots, shards, sizes.shard_pages, sizes.logit_rows, limits)
         self._work = Work(self._device, self._seating, sizes, clock, decode)
         self._able = requests.Able(penalties, masks, decode is not None)
@@ -196,14 +202,30 @@ class Engine:
         if found is None:
             return
         add, drawn = found
+        self._gone(add, drawn)
+        if command.keep:
+            self._deliver_partly(add, drawn)
+
+    def _refuse(self) -> bool:
+        """Whether somebody had to leave, since its `allowed` gave no answer; it is told why."""
+        refused = self._work.refused()
+        for add, drawn, error in refused:
+            self._gone(add, drawn)
+            self._deliver_partly(add, drawn, error)
+        return bool(refused)
+
+    def _gone(self, add: requests.Add, drawn: Partial | None) -> None:
+        tokens = len(drawn.tokens) if drawn else 0
+        self._stats = replace(
+            self._stats, aborted=self._stats.aborted + 1, tokens_aborted=self._stats.tokens_aborted + tokens
+        )
+        self._leave([add.request.id])
+
+    def _deliver_partly(self, add: requests.Add, drawn: Partial | None, error: DataError | None = None) -> None:
         now_s = self._clock()
-        self._stats = replace(self._stats, aborted=self._stats.aborted + 1)
-        self._leave([command.id])
-        if not command.keep:
-            return
         nothing = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), "abort")
         tokens = Completion(drawn.tokens, drawn.logprobs, drawn.versions, "abort") if drawn else nothing
-        add.on_done(Result(tokens, drawn.start_s if drawn else now_s, now_s))
+        add.on_done(Result(tokens, drawn.start_s if drawn else now_s, now_s, error))
 
     # -------------------------------------------------------------------------------------------------- one step
 
@@ -213,13 +235,17 @@ class Engine:
         assert version is not None
         begun_s = self._clock()
         filled = self._work.fill(params, version)
+        refused = self._refuse()
         if not self._seating.running:
-            return self._seating.active > 0
+            return self._seating.active > 0 or refused
         preempted = self._work.make_room(self._sizes.chunk)
         if not self._seating.running:
             self._stats = replace(self._stats, preemptions=self._stats.preemptions + preempted)
             return True
-        dispatch = self._device.decode(params, self._work.steps(), self._seating.until_idle())
+        steps = self._work.steps()
+        if self._refuse() and not self._seating.running:
+            return True
+        dispatch = self._device.decode(params, steps, self._seating.until_idle())
         self._deliver()  # what ended in the dispatch before, while this one is under way
         asked_s = self._clock()
         report = dispatch.report()

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxroll.engine.engine import Engine
-from jaxroll.engine.requests import Request, Result
+from jaxroll.engine.requests import Allowed, Request, Result
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 
 R = TypeVar("R")
@@ -113,10 +113,17 @@ class EngineProxy:
         self._host, self._loop, self._ids = host, loop, itertools.count()
         self._intervals: list[tuple[int, int, float, float, int]] = []
 
-    async def generate(self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams) -> Completion:
-        """The completion of `prompt`; cancelling the call aborts the request and discards its tokens."""
+    async def generate(
+        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False,
+        allowed: Allowed | None = None,
+    ) -> Completion:  # fmt: skip
+        """The completion of `prompt`; cancelling the call aborts the request and discards its tokens.
+
+        With `keep` its keys and values stay in the cache, so that the next turn computes only what is new. `allowed`
+        constrains what is drawn (`Request`); DataError if it leaves no word or fails.
+        """
         done: asyncio.Future = self._loop.create_future()
-        request = Request(next(self._ids), prompt, key, params)
+        request = Request(next(self._ids), prompt, key, params, keep=keep, allowed=allowed)
 
         def deliver(result: Result) -> None:
             self._loop.call_soon_threadsafe(_resolve, done, result)
@@ -139,8 +146,12 @@ class EngineProxy:
         return taken
 
 
-def _resolve(future: asyncio.Future, result: Any) -> None:
-    if not future.done():
+def _resolve(future: asyncio.Future, result: Result) -> None:
+    if future.done():
+        return
+    if result.error is not None:
+        future.set_exception(result.error)
+    else:
         future.set_result(result)
 
 

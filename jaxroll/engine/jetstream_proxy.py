@@ -92,8 +92,13 @@ class JetStreamProxy:
         self._work: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jetstream")
 
-    async def generate(self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams) -> Completion:
-        """The completion of `prompt` (int32 [P]), the stop token included; cancelling the call frees its slot."""
+    async def generate(
+        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
+    ) -> Completion:
+        """The completion of `prompt` (int32 [P]), the stop token included; cancelling the call frees its slot.
+
+        JetStream's engines have no cache of beginnings: with `keep` the next turn is computed anew all the same.
+        """
         self._check(prompt, params)
         call = _Call(np.asarray(prompt, np.int32), params, asyncio.get_running_loop().create_future())
         self._waiting.append(call)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxroll.engine import packets
 from jaxroll.engine.packets import Sizes
+from jaxroll.kernels.choice import PLAIN, Serving
 from jaxroll.math import sampling
 from jaxroll.models import cache as kv
 from jaxroll.models import params as model_params
@@ -97,14 +98,14 @@ class Programs:
         return sum(program._cache_size() for program in every)  # type: ignore[attr-defined]
 
 
-def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> Programs:
+def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving = PLAIN) -> Programs:
     """The programs for `spec` on `mesh`. Nothing is compiled or allocated yet."""
     whole = NamedSharding(mesh, PartitionSpec())
     like = abstract_state(spec, mesh, rules, sizes)
     state = jax.tree.map(lambda leaf: leaf.sharding, like)
     params = model_params.shardings(spec, mesh, rules)
     tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table))
-    model = _Model(spec, Layout(mesh, rules))
+    model = _Model(spec, Layout(mesh, rules), attention)
     # Partials of their own: jitted wrappers of one function share their cache, and `compiled` counts this engine's.
     update = lambda change: jax.jit(  # noqa: E731
         partial(change), in_shardings=(state, whole), out_shardings=state, donate_argnums=0
@@ -141,9 +142,11 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> Programs:
     )  # fmt: skip
 
 
-def lowered(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> dict[str, jax.stages.Lowered]:
+def lowered(
+    spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving = PLAIN
+) -> dict[str, jax.stages.Lowered]:
     """Name to lowered program, without touching a device: for ahead-of-time compilation and for sizing."""
-    programs = build(spec, mesh, rules, sizes)
+    programs = build(spec, mesh, rules, sizes, attention)
 
     def whole(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=programs.replicated)
@@ -191,10 +194,11 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> D
 
 @dataclass(frozen=True)
 class _Model:
-    """A model and where its activations lie."""
+    """A model, where its activations lie, and what computes its attention."""
 
     spec: ModelSpec
     layout: Layout
+    attention: Serving
 
 
 def _draw(
@@ -228,7 +232,9 @@ def _status(
 def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
     """`state` with prompts, from position 0 on, in their pages, and the logits after them."""
     batch = packets.unpack_prefill(packed, bucket)
-    logits, keys, values = transformer.prefill(model.spec, params, batch.tokens, batch.lengths, layout=model.layout)
+    logits, keys, values = transformer.prefill(
+        model.spec, params, batch.tokens, batch.lengths, layout=model.layout, attention=model.attention.prefill.name
+    )
     fill = partial(kv.filled, shards=batch.shards, tables=batch.tables, starts=batch.starts, lengths=batch.lengths)
     cache = kv.KVCache(
         tuple(fill(pool, new) for pool, new in zip(state.cache.keys, keys, strict=True)),
@@ -327,7 +333,7 @@ def _decode_step(
     running = state.status == packets.RUNNING
     logits, cache = transformer.decode(
         model.spec, params, state.cache, state.tokens, jnp.where(running, state.positions, -1), tables,
-        layout=model.layout,
+        layout=model.layout, attention=model.attention.paged.name,
     )  # fmt: skip
     positions = state.positions + running
     tokens, logprobs = _draw(seed, state.requests, logits, positions, state.text, state.allowed)

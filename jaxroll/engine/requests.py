@@ -12,6 +12,8 @@ from jaxroll.models.params import Params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version
 
+Allowed = Callable[[np.ndarray], np.ndarray]  # tokens drawn so far, int32 [T]; the words that may be next, bool [V]
+
 _KEY_LIMIT = 2**31
 
 
@@ -26,7 +28,8 @@ class Request:
 
     `allowed` constrains what is drawn: it is given the tokens drawn so far (int32 [T]) and answers which words may come
     next (bool [V], one at least). It is called on the stepping thread before each token, so every dispatch is one step
-    while such a request runs; what may be drawn must not depend on anything else, or a replay would differ.
+    while such a request runs; what may be drawn must not depend on anything else, or a replay would differ. If it
+    raises, or answers with something else, the request ends with an error; the others do not notice.
     """
 
     id: int
@@ -35,7 +38,7 @@ class Request:
     params: SamplingParams
     position: int = 0
     keep: bool = False
-    allowed: Callable[[np.ndarray], np.ndarray] | None = None
+    allowed: Allowed | None = None
 
     @property
     def first_position(self) -> int:
@@ -45,11 +48,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """A completion and when it was made: from its prefill to its delivery, in seconds of the engine's clock."""
+    """A completion and when it was made: from its prefill to its delivery, in seconds of the engine's clock.
+
+    With an `error` the request could not go on, through a fault of its own; the completion is what it drew before.
+    """
 
     completion: Completion
     t_start_s: float
     t_end_s: float
+    error: DataError | None = None
 
 
 OnDone = Callable[[Result], None]
@@ -88,6 +95,21 @@ class Swap:
 
     version: Version
     params: Params
+
+
+def allowed_next(request: Request, drawn: np.ndarray, vocab_size: int) -> np.ndarray:
+    """What `request` allows after it has drawn the tokens `drawn`: bool [V]; DataError if that is no answer."""
+    assert request.allowed is not None
+    name = f"request {request.id}: its `allowed`"
+    try:
+        mask = np.asarray(request.allowed(drawn), bool)
+    except Exception as error:  # the caller's code: whatever it does is the caller's to hear of, not the engine's
+        raise DataError(f"{name} raised {type(error).__name__} after {len(drawn)} tokens: {error}") from error
+    if mask.shape != (vocab_size,):
+        raise DataError(f"{name} answered with shape {mask.shape}; one bool for each of {vocab_size} words is needed")
+    if not mask.any():
+        raise DataError(f"{name} leaves no word to draw after {len(drawn)} tokens; one at least must be")
+    return mask
 
 
 Command = Add | Abort | Suspend | Resume | Swap

@@ -30,6 +30,7 @@ class EngineStats:
     started: int = 0
     finished: int = 0
     aborted: int = 0
+    tokens_aborted: int = 0  # drawn by requests that were aborted before their end
     flips: int = 0
     queue_depth: int = 0
     active: int = 0

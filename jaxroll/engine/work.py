@@ -11,7 +11,7 @@ from jaxroll.engine import packets
 from jaxroll.engine.device import Device, SavedPages
 from jaxroll.engine.ledger import Ended, Ledger, Partial, Progressed
 from jaxroll.engine.packets import Sizes
-from jaxroll.engine.requests import Add, Result
+from jaxroll.engine.requests import Add, Result, allowed_next
 from jaxroll.errors import DataError
 from jaxroll.models.params import Params
 from jaxroll.records import Version
@@ -51,6 +51,7 @@ class Work:
         self._device, self._seating, self._sizes, self._clock = device, seating, sizes, clock
         self._ledger = Ledger(sizes.slots, sizes.max_tokens + sizes.chunk)
         self._open: dict[int, _Open] = {}
+        self._refused: dict[int, DataError] = {}  # requests that cannot go on
         self._tables_of = -1
 
     def enter(self, add: Add, seat: Seat) -> Seat:
@@ -161,10 +162,10 @@ class Work:
             assert seat.slot is not None
             request = self._open[seat.id].add.request
             if request.allowed is not None:
-                mask = np.asarray(request.allowed(self._drawn(seat)), bool)
-                if not mask.any():
-                    raise DataError(f"request {request.id}: its `allowed` leaves no word to draw; one at least must be")
-                masks[seat.slot] = mask
+                try:
+                    masks[seat.slot] = allowed_next(request, self._drawn(seat), self._device.words)
+                except DataError as error:
+                    self._refused[seat.id] = error  # it leaves before anything is drawn for it
             elif everyone:
                 masks[seat.slot] = np.ones(1, bool)
         if masks:
@@ -218,17 +219,30 @@ class Work:
         del self._open[add.request.id]
         return add, result
 
+    def refused(self) -> list[tuple[Add, Partial | None, DataError]]:
+        """The requests that cannot go on, what each has drawn (None: nothing), and why; they have left."""
+        refused, self._refused = self._refused, {}
+        left = []
+        for id, error in refused.items():
+            found = self.abort(id)
+            assert found is not None
+            left.append((*found, error))
+        return left
+
     def abort(self, id: int) -> tuple[Add, Partial | None] | None:
         """The request and what it has drawn (None: nothing); None if it is not here any more."""
-        slots = {seat.id: seat.slot for seat in self._seating.running}
+        running = {seat.id: (seat.slot, seat.sampled) for seat in self._seating.running}
         if self._seating.abort(id) is None:
             return None
         one = self._open.pop(id)
-        slot = slots.get(id)
+        slot, sampled = running.get(id, (None, 0))
         if slot is None:
             return one.add, one.before
         self._device.cancel([slot])
-        return self._ledger.interrupt(slot)
+        if sampled:
+            return self._ledger.interrupt(slot)
+        self._ledger.forget(slot)  # even its first token is not known here
+        return one.add, one.before
 
     def flip(self, version: Version, *, running: bool, forget_tokens: bool) -> int:
         """New weights from now on; returns how many tokens were thrown away for it."""

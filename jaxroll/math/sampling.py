@@ -66,9 +66,20 @@ def sample(
     )
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(_typed(keys))
     perturbed = tempered(kept, temperature) + jnp.where(greedy[:, None], 0.0, noise)
-    tokens = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+    tokens = _first_best(perturbed)
     judged = jnp.where((untruncated & truncated)[:, None], logits, kept)
     return tokens, token_logprobs(judged, tokens, temperature)
+
+
+def _first_best(scores: Float[Array, "S V"]) -> Int[Array, " S"]:
+    """The index of each row's largest score, of equals the first; the last index where a score is no number.
+
+    As two reductions: argmax is one over pairs, which the CPU backend computes word by word, with the noise inside.
+    """
+    last = scores.shape[-1] - 1
+    best = scores == jnp.max(scores, axis=-1, keepdims=True)
+    words = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    return jnp.min(jnp.where(best, words, last), axis=-1)
 
 
 def support(

@@ -189,11 +189,16 @@ class Seating:
     def _slots_for(self, seat: Seat) -> list[int]:
         """One free slot of each shard: first where the prompt is known, then where most pages are free."""
         found: dict[int, int] = {}
-        for slot, taken in enumerate(self.seats):
-            if taken is None:
-                found.setdefault(self.shard_of(slot), slot)
+        for shard in range(self.shards):
+            seats = self._seats_of(shard)
+            if None in seats:
+                found[shard] = shard * len(seats) + seats.index(None)
         worth = lambda shard: (self._known(shard, seat.prompt), self.pages[shard].free)  # noqa: E731
         return [found[shard] for shard in sorted(found, key=worth, reverse=True)]
+
+    def _seats_of(self, shard: int) -> list[Seat | None]:
+        size = len(self.seats) // self.shards
+        return self.seats[shard * size : (shard + 1) * size]
 
     def _known(self, shard: int, prompt: bytes) -> int:
         if self.prefixes.find(shard, prompt) is not None:
@@ -269,8 +274,9 @@ class Seating:
 
     def _room(self, shard: int, need: int, keep: Prefix | None) -> bool:
         """Whether `need` pages can be taken and one is left for each of the others to grow; idle prefixes go for it."""
-        others = [slot for slot, seat in enumerate(self.seats) if seat is not None and self.shard_of(slot) == shard]
-        return self._freed(shard, need + (0 if self.limits.reserve else len(others)), keep)
+        seats = self._seats_of(shard)
+        others = 0 if self.limits.reserve else len(seats) - seats.count(None)
+        return self._freed(shard, need + others, keep)
 
     def _freed(self, shard: int, need: int, keep: Prefix | None = None) -> bool:
         """Whether `need` pages are free, now that as many idle prefixes as that takes (not `keep`) are forgotten."""

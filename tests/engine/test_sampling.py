@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
 
 from jaxroll.engine import naive
+from jaxroll.engine.host import EngineHost, EngineProxy
 from jaxroll.engine.requests import Request
 from jaxroll.errors import DataError
-from jaxroll.protocols import GenerationKey, SamplingParams
+from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 
 
 def letters(ids: list[int]) -> str:
@@ -102,12 +105,66 @@ def test_a_mask_is_asked_before_every_token_and_kept_to(able, spec, seed, model)
         np.testing.assert_array_equal(alone[request.id].tokens, results[request.id].completion.tokens)
 
 
-def test_a_mask_that_leaves_nothing_is_an_error(able):
+def after(tokens: int, answer):
+    """An `allowed` that lets everything pass until so many tokens are drawn, and then gives `answer()`."""
+    return lambda drawn: np.ones(64, bool) if len(drawn) < tokens else answer()
+
+
+def failing():
+    raise KeyError("a grammar's own fault")
+
+
+@pytest.mark.parametrize(
+    ("drawn", "answer", "words"),
+    [
+        (0, lambda: np.zeros(64, bool), "request 2: its `allowed` leaves no word to draw after 0 tokens"),
+        (3, lambda: np.zeros(64, bool), "leaves no word to draw after 3 tokens"),
+        (3, failing, "raised KeyError after 3 tokens"),
+        (0, lambda: np.ones(63, bool), "one bool for each of 64 words is needed"),
+    ],
+    ids=["at first", "later", "raises", "wrong shape"],
+)
+def test_a_mask_that_is_no_answer_costs_its_own_request_only(able, drawn, answer, words):
+    """Its caller gets the error and what was drawn; the others' tokens stay, and so do those who wait for its slot."""
+    others = [request for request in requests_of(SamplingParams(9)) if request.id != 2]
+    alone = {r.id: able().run([r])[r.id].completion for r in others}
+    bad = requests_of(SamplingParams(9))[2]
+    free = able().run([bad])[2].completion
     b = able()
-    b.add(*requests_of(SamplingParams(4), 1, allowed=lambda drawn: np.zeros(64, bool)))
-    with pytest.raises(DataError, match="leaves no word to draw"):
-        b.engine.step()
-    b.engine.abort(0, keep=False)
+    b.run([*others[:2], dataclasses.replace(bad, allowed=after(drawn, answer)), *others[2:]])
+    ended = b.results.pop(2)
+    assert isinstance(ended.error, DataError)
+    assert words in str(ended.error)
+    assert ended.completion.tokens.tolist() == free.tokens[:drawn].tolist()
+    assert ended.completion.finish == "abort"
+    assert b.results.keys() == alone.keys()
+    for id, result in b.results.items():
+        assert result.error is None
+        np.testing.assert_array_equal(result.completion.tokens, alone[id].tokens)
+        np.testing.assert_array_equal(result.completion.logprobs, alone[id].logprobs)
+
+
+def test_the_caller_of_the_proxy_gets_the_error_and_others_their_tokens(able):
+    b = able()
+    host = EngineHost(b.engine)
+    thread = threading.Thread(target=host.run, daemon=True)
+
+    async def both():
+        proxy, (one, other) = EngineProxy(host, asyncio.get_running_loop()), requests_of(SamplingParams(9), 2)
+        ask = lambda request, **more: proxy.generate(request.prompt, request.key, request.params, **more)  # noqa: E731
+        nothing_more = after(2, lambda: np.zeros(64, bool))
+        async with asyncio.timeout(60):
+            return await asyncio.gather(ask(one, allowed=nothing_more), ask(other), return_exceptions=True)
+
+    thread.start()
+    try:
+        refused, served = asyncio.run(both())
+    finally:
+        host.stop()
+        thread.join(60)
+    assert isinstance(refused, DataError)
+    assert isinstance(served, Completion)
+    assert len(served.tokens) == 9
 
 
 def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(able):

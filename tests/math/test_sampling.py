@@ -100,6 +100,13 @@ def test_greedy_takes_the_first_best_word_with_its_untempered_log_prob():
     np.testing.assert_allclose(logprobs, jax.nn.log_softmax(logits)[:, 1], rtol=1e-6)
 
 
+def test_logits_that_are_no_numbers_give_a_word_of_the_vocabulary_and_say_so():
+    logits = jnp.zeros((2, 5)).at[0].set(jnp.nan)
+    tokens, logprobs = sample(logits, jax.random.split(RUN_KEY, 2), jnp.ones(2), jnp.zeros(2, int), jnp.ones(2))
+    assert all(0 <= token < 5 for token in tokens.tolist())
+    assert np.isnan(np.asarray(logprobs)).tolist() == [True, False]
+
+
 def test_a_row_does_not_feel_its_neighbours_or_its_slot():
     logits = jax.random.normal(jax.random.key(1), (8, 24))
     temperature = jnp.array([1.0, 0.0, 0.5, 1.0, 1.0, 2.0, 1.0, 1.0])
