@@ -1,10 +1,11 @@
 """Parameters in a folder that other tools can open: safetensors, with the model and the tokenizer beside them as JSON.
 
-    model.safetensors   float32 arrays under our flat names
+    model.safetensors   arrays under our flat names, float32 or as they were imported
     model.json          the ModelSpec
-    tokenizer.json      what `jaxroll.text.tokenizers` needs to be built again
+    text.json           what `jaxroll.text.tokenizers` needs to be built again
 
-A warm start is such a folder; unlike a checkpoint it knows nothing of an optimizer or a run.
+A warm start is such a folder, and so is what `jaxroll weights import` writes, with the files of its tokenizer besides;
+unlike a checkpoint it knows nothing of an optimizer or a run. Arrays are written and read one at a time.
 """
 
 from __future__ import annotations
@@ -12,42 +13,67 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.models import folders, tensor_files
 from jaxroll.models.families import ModelSpec
+from jaxroll.models.tensor_files import Converted, Leaf
 
-_ARRAYS, _MODEL, _TOKENIZER = "model.safetensors", "model.json", "tokenizer.json"
+_ARRAYS, _MODEL, _TOKENIZER = tensor_files.SINGLE, folders.MODEL_FILE, "text.json"
+_FLOAT32 = np.dtype(np.float32)
 
 
 def save(folder: Path, params: Mapping[str, Any], spec: ModelSpec, tokenizer: Mapping[str, Any]) -> None:
     """Write everything beside `folder`, then put it there in one rename; what was there before is replaced."""
+    leaves = {name: Leaf(_FLOAT32, tuple(value.shape)) for name, value in params.items()}
+    with written_whole(folder) as unfinished:
+        write(unfinished, leaves, lambda name: jax.device_get(params[name]), spec, tokenizer)
+
+
+def write(
+    folder: Path,
+    leaves: Mapping[str, Leaf],
+    value: Callable[[str], np.ndarray],
+    spec: ModelSpec,
+    tokenizer: Mapping[str, Any],
+) -> None:
+    """Write the three files into `folder`, asking for one `value` after the other."""
+    tensor_files.write(folder / _ARRAYS, leaves, value)
+    (folder / _MODEL).write_text(json.dumps(dataclasses.asdict(spec), indent=1))
+    (folder / _TOKENIZER).write_text(json.dumps(dict(tokenizer), indent=1, ensure_ascii=False))
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `folder` in one rename at the end and is removed when the writing fails."""
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    arrays = {name: np.ascontiguousarray(value, np.float32) for name, value in jax.device_get(dict(params)).items()}
-    save_file(arrays, unfinished / _ARRAYS)
-    (unfinished / _MODEL).write_text(json.dumps(dataclasses.asdict(spec), indent=1))
-    (unfinished / _TOKENIZER).write_text(json.dumps(dict(tokenizer), indent=1, ensure_ascii=False))
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
 
-def load(folder: Path) -> dict[str, np.ndarray]:
-    """The parameters, as float32 host arrays under our flat names."""
+def load(folder: Path) -> Mapping[str, np.ndarray]:
+    """The parameters, as float32 host arrays under our flat names; each is read when it is asked for, and not kept."""
     path = _file(folder, _ARRAYS)
     try:
-        return load_file(path)
-    except SafetensorError as error:
+        tensors = tensor_files.opened(path)
+    except DataError as error:
         raise ConfigError("weights", str(path), f"not a safetensors file ({error})", "Write it again.") from error
+    return Converted(tensors, lambda name: np.asarray(tensors[name], np.float32))
 
 
 def model_spec(folder: Path) -> ModelSpec:

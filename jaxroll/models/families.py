@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
 
 _DTYPES = ("float32", "bfloat16")
+# Nothing; all of a layer; all of it but what its parameters were multiplied to.
+Remat = Literal["none", "layer", "dots"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class ModelSpec:
     tied_embeddings: bool = True
     qk_norm: bool = True
     compute_dtype: str = "float32"
-    remat: bool = False  # recompute a layer's activations in the backward pass instead of keeping them
+    remat: Remat = "none"  # what the backward pass computes again instead of keeping it
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "hidden"):
@@ -47,9 +49,9 @@ class ModelSpec:
 _FAMILIES = {
     "nano": ModelSpec("nano", 64, 2, 32, 4, 2, 8, 96, rope_theta=1e4),
     "tiny": ModelSpec("tiny", 96, 3, 128, 4, 2, 32, 320, rope_theta=1e4),
-    "qwen3_0p6b": ModelSpec("qwen3_0p6b", 151_936, 28, 1024, 16, 8, 128, 3072, remat=True),
-    "qwen3_1p7b": ModelSpec("qwen3_1p7b", 151_936, 28, 2048, 16, 8, 128, 6144, remat=True),
-    "qwen3_8b": ModelSpec("qwen3_8b", 151_936, 36, 4096, 32, 8, 128, 12_288, tied_embeddings=False, remat=True),
+    "qwen3_0p6b": ModelSpec("qwen3_0p6b", 151_936, 28, 1024, 16, 8, 128, 3072, remat="layer"),
+    "qwen3_1p7b": ModelSpec("qwen3_1p7b", 151_936, 28, 2048, 16, 8, 128, 6144, remat="layer"),
+    "qwen3_8b": ModelSpec("qwen3_8b", 151_936, 36, 4096, 32, 8, 128, 12_288, tied_embeddings=False, remat="layer"),
 }
 
 
@@ -71,6 +73,11 @@ def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32
     for key, covered in _COVERED.items():
         if config.get(key, covered[0]) not in covered:
             raise ConfigError(f"config.json {key}", config[key], "not covered by this decoder", f"Covered: {covered}.")
+    kinds = set(config.get("layer_types") or ())
+    if kinds - {"full_attention"}:
+        raise ConfigError(
+            "config.json layer_types", sorted(kinds), "not covered by this decoder", "Covered: full_attention."
+        )
     missing = [key for key in _FROM_HUGGINGFACE.values() if key not in config]
     if missing:
         raise ConfigError("config.json", sorted(config), f"lacks {', '.join(missing)}", "Is this a Qwen3 checkpoint?")
@@ -86,10 +93,34 @@ def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         compute_dtype=compute_dtype,
-        remat=True,
+        remat="layer",
         **sizes,
     )
 
+
+def to_huggingface(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The config.json of this model with weights of `dtype`, read by transformers 4.51 and newer.
+
+    What the model does not say (token ids, the longest context) is taken from `base`, the config.json it came from.
+    """
+    said = dict(base or {"max_position_embeddings": LONGEST_CONTEXT})
+    for old in ("rope_theta", "torch_dtype", "rope_scaling"):
+        said.pop(old, None)
+    said |= {theirs: getattr(spec, ours) for ours, theirs in _FROM_HUGGINGFACE.items()}
+    said |= {key: covered[0] for key, covered in _COVERED.items() if key != "rope_scaling"}
+    rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
+    return said | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "rms_norm_eps": spec.norm_eps,
+        "tie_word_embeddings": spec.tied_embeddings,
+        "rope_theta": spec.rope_theta,  # transformers 4 reads this one, 5 the other
+        "rope_parameters": rope,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+LONGEST_CONTEXT = 40_960  # Qwen3's own: nothing here depends on it
 
 _FROM_HUGGINGFACE = {
     "vocab_size": "vocab_size",

@@ -1,79 +1,95 @@
-"""What stands in a Hugging Face folder, read without JAX: the model it describes, and the files of its weights."""
+"""What stands in a folder with a model, read without JAX: which model it is, and whether its weights are all there.
+
+Two kinds are known: a Hugging Face checkpoint (config.json, tensors by their names), and what `jaxroll sft` and
+`jaxroll weights import` write (model.json, arrays by ours; see `jaxroll.learner.weights`).
+"""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable
 from pathlib import Path
-
-from safetensors import SafetensorError, safe_open
+from typing import Any
 
 from jaxroll.config import ModelConfig
-from jaxroll.errors import ConfigError
-from jaxroll.models import families
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.models import families, hf_names, tensor_files
 from jaxroll.models.families import ModelSpec
+from jaxroll.models.tensor_files import Tensors
 
-_CONFIG, _INDEX, _SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+CONFIG_FILE = "config.json"  # of a Hugging Face checkpoint
+MODEL_FILE = "model.json"  # of a folder of our own
 
 
 def spec(config: ModelConfig, vocab_size: int) -> ModelSpec:
     """The model of `config.path` where one is given (which must hold the tokenizer's words), else of `config.size`."""
     if not config.path:
         return families.spec(config.size, vocab_size=vocab_size, compute_dtype=config.dtype)
-    try:
-        found = families.from_huggingface(_json(Path(config.path), _CONFIG), compute_dtype=config.dtype)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            "model.path", config.path, f"its {_CONFIG} holds no number where one is needed ({error})", "Copy it again."
-        ) from error
+    found = described(Path(config.path), config.dtype)
     if vocab_size > found.vocab_size:
-        reason = f"its {_CONFIG} has {found.vocab_size} token ids and the tokenizer makes {vocab_size}"
+        reason = f"its model has {found.vocab_size} token ids and the tokenizer makes {vocab_size}"
         raise ConfigError(
             "model.path", config.path, reason, "Set tokenizer.kind = hf and tokenizer.path to its folder."
         )
     return found
 
 
-def weight_files(folder: Path) -> dict[str, str] | None:
-    """The file of every tensor by the tensor's name, from the index; None where one file holds them all."""
-    if (folder / _INDEX).is_file():
-        files = _json(folder, _INDEX).get("weight_map")
-        if isinstance(files, dict):
-            return files
-        raise ConfigError("model.path", str(folder), f"its {_INDEX} has no weight_map", "Copy it again.")
-    if (folder / _SINGLE).is_file():
-        return None
-    raise ConfigError("model.path", str(folder), f"holds neither {_SINGLE} nor {_INDEX}", "Give a checkpoint's folder.")
+def described(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
+    """The model that a folder of either kind describes; ConfigError when it describes none that is known here."""
+    name = MODEL_FILE if is_ours(folder) else CONFIG_FILE
+    values = read_json(folder, name)
+    try:
+        if name == CONFIG_FILE:
+            return families.from_huggingface(values, compute_dtype=compute_dtype)
+        said: dict[str, Any] = {**values, "compute_dtype": compute_dtype}
+        return ModelSpec(**said)
+    except (TypeError, ValueError) as error:
+        reason = f"its {name} holds no number where one is needed, or an unknown key ({error})"
+        raise ConfigError("model.path", str(folder), reason, "Copy it again.") from error
 
 
-def file_of(folder: Path, files: dict[str, str] | None, tensor: str) -> Path:
-    """Where a tensor stands; KeyError when the index does not name it."""
-    return folder / (files[tensor] if files is not None else _SINGLE)
+def is_ours(folder: Path) -> bool:
+    """Whether the folder holds arrays under our names; otherwise it is read as a Hugging Face checkpoint."""
+    return (folder / MODEL_FILE).is_file()
+
+
+def weight_tensors(folder: Path) -> Tensors:
+    """The tensors of the folder's weights, from their headers; ConfigError when there are none or one is damaged."""
+    try:
+        found = tensor_files.opened_folder(folder)
+    except (OSError, DataError) as error:
+        raise ConfigError("model.path", str(folder), str(error), "Copy the checkpoint again.") from error
+    if found is None:
+        reason = f"holds neither {tensor_files.SINGLE} nor {tensor_files.INDEX}"
+        raise ConfigError("model.path", str(folder), reason, "Give a checkpoint's folder.")
+    return found
 
 
 def check_weights(config: ModelConfig, model: ModelSpec) -> None:
     """Nothing, or ConfigError when the weights of `config.path` cannot be those of `model`. Reads headers only."""
     folder = Path(config.path)
-    files = weight_files(folder)
-    names = sorted(set(files.values())) if files is not None else [_SINGLE]
-    try:
-        held = sum(_elements(folder / name) for name in names)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError("model.path", config.path, str(error), "Copy the checkpoint again.") from error
+    tensors = weight_tensors(folder)
+    remedy = f"Is this the checkpoint of its {MODEL_FILE if is_ours(folder) else CONFIG_FILE}?"
+    if wrong := misfit(folder, model, tensors):
+        raise ConfigError("model.path", config.path, wrong, remedy)
     needed = families.parameter_count(model)
-    if held < needed:  # more is no harm: a tied head may be written out
-        reason = f"its weights hold {held} numbers and the model of its {_CONFIG} has {needed}"
-        raise ConfigError("model.path", config.path, reason, f"Is this the checkpoint of its {_CONFIG}?")
+    if tensors.elements < needed:  # more is no harm: a tied head may be written out
+        reason = f"its weights hold {tensors.elements} numbers and its model has {needed}"
+        raise ConfigError("model.path", config.path, reason, remedy)
 
 
-def _elements(path: Path) -> int:
-    with safe_open(path, framework="numpy") as file:
-        names: Iterable[str] = file.keys()
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+def misfit(folder: Path, model: ModelSpec, tensors: Tensors) -> str:
+    """Which tensor of `model` is missing from the folder, or which one in it is not of `model`; empty when none is."""
+    if not is_ours(folder):
+        return hf_names.misfit(model, tensors.keys())
+    wanted = set(hf_names.ours(model))
+    different = sorted(wanted ^ set(tensors))
+    if not different:
+        return ""
+    return f"has no array {different[0]!r}" if different[0] in wanted else f"has an array {different[0]!r} besides"
 
 
-def _json(folder: Path, name: str) -> dict:
+def read_json(folder: Path, name: str) -> dict:
+    """The object in a file of the folder; ConfigError when it cannot be read or is none."""
     try:
         found = json.loads((folder / name).read_text())
     except (OSError, ValueError) as error:

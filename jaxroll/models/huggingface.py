@@ -1,10 +1,12 @@
 """Hugging Face names and layouts ↔ our tree: pure renaming and reshaping of numpy arrays, no files, no torch.
 
-Their linear weights are [out, in] with heads and head dimension in one axis; ours are [in, heads, head_dim].
+Their linear weights are [out, in] with heads and head dimension in one axis; ours are [in, heads, head_dim]. A value
+keeps the dtype of its source.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -12,57 +14,49 @@ import numpy as np
 from jaxroll.errors import DataError
 from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
+from jaxroll.models.hf_names import name
 
-_TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-
-
-def name(ours: str) -> str:
-    """Their name of our parameter: "model.layers.0.self_attn.q_proj.weight" for "layers.00.attn.q"."""
-    if ours in _TOP:
-        return _TOP[ours]
-    _, layer, rest = ours.split(".", 2)
-    return f"model.layers.{int(layer)}.{_LAYER[rest]}.weight"
+__all__ = ["check_shape", "exported", "imported", "leaf", "name", "shape", "theirs"]
 
 
 def imported(spec: ModelSpec, tensor: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
     """Our parameters (float32) read from `tensor(their name)`; DataError for a tensor that is missing or misshapen."""
-    return {ours: _ours(ours, leaf.shape, tensor) for ours, leaf in params.abstract(spec).items()}
+    return {ours: np.asarray(leaf(ours, at.shape, tensor), np.float32) for ours, at in params.abstract(spec).items()}
 
 
 def exported(spec: ModelSpec, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Their tensors by their names, contiguous, in the dtype of `values`."""
-    return {name(ours): np.ascontiguousarray(_theirs(ours, np.asarray(values[ours]))) for ours in params.abstract(spec)}
+    return {name(ours): theirs(ours, np.asarray(values[ours])) for ours in params.abstract(spec)}
 
 
-def _ours(ours: str, shape: tuple[int, ...], tensor: Callable[[str], np.ndarray]) -> np.ndarray:
+def leaf(ours: str, at: tuple[int, ...], tensor: Callable[[str], np.ndarray]) -> np.ndarray:
+    """Our parameter of shape `at`, contiguous; DataError for a tensor that is missing or misshapen."""
     try:
-        value = np.asarray(tensor(name(ours)), np.float32)
+        value = np.asarray(tensor(name(ours)))
     except KeyError as error:
         raise DataError(f"the checkpoint has no tensor {name(ours)!r}, which {ours!r} is read from") from error
-    expected = _theirs(ours, np.empty(shape, np.bool_)).shape
-    if value.shape != expected:
-        raise DataError(f"tensor {name(ours)!r} has shape {value.shape}; {ours!r} of this model needs {expected}")
-    return np.ascontiguousarray((value.T if _transposed(ours) else value).reshape(shape))
+    check_shape(ours, at, value.shape)
+    return np.ascontiguousarray((value.T if _transposed(ours) else value).reshape(at))
 
 
-def _theirs(ours: str, value: np.ndarray) -> np.ndarray:
+def check_shape(ours: str, at: tuple[int, ...], found: tuple[int, ...]) -> None:
+    """Nothing, or DataError when their tensor of our parameter (of shape `at`) has another shape than it should."""
+    if found != shape(ours, at):
+        raise DataError(f"tensor {name(ours)!r} has shape {found}; {ours!r} of this model needs {shape(ours, at)}")
+
+
+def shape(ours: str, at: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of their tensor of our parameter of shape `at`: [out, in] where it is a linear weight."""
     if not _transposed(ours):
-        return value
-    inputs = value.shape[:-1] if ours.endswith(".attn.o") else value.shape[:1]
-    return value.reshape(int(np.prod(inputs)), -1).T
+        return at
+    inputs = at[:-1] if ours.endswith(".attn.o") else at[:1]
+    return math.prod(at) // math.prod(inputs), math.prod(inputs)
+
+
+def theirs(ours: str, value: np.ndarray) -> np.ndarray:
+    """Their tensor of our parameter, contiguous."""
+    rows, *columns = shape(ours, value.shape)
+    return np.ascontiguousarray(value.reshape(*columns, rows).T if _transposed(ours) else value)
 
 
 def _transposed(ours: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Message
@@ -32,8 +32,9 @@ def jinja_format(source: str, special_tokens: Mapping[str, str], where: str) -> 
     `special_tokens` (eos_token, …) are its variables, `where` names its file in errors.
     """
     try:
-        from jinja2 import TemplateError
-        from jinja2.ext import loopcontrols
+        from jinja2 import TemplateError, nodes
+        from jinja2.ext import Extension, loopcontrols
+        from jinja2.parser import Parser
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
         raise ConfigError(
@@ -46,7 +47,18 @@ def jinja_format(source: str, special_tokens: Mapping[str, str], where: str) -> 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    class Generation(Extension):
+        """`{% generation %}` marks what the assistant said, for masks made from text; it shows as it is."""
+
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -63,7 +75,9 @@ def jinja_format(source: str, special_tokens: Mapping[str, str], where: str) -> 
     def render(messages: tuple[Message, ...]) -> str:
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return template.render(messages=turns, add_generation_prompt=True, **special_tokens)
+            return template.render(
+                messages=turns, tools=None, documents=None, add_generation_prompt=True, **special_tokens
+            )
         except TemplateError as error:
             raise DataError(f"the chat template of {where} refused the messages: {error}") from error
 
@@ -82,9 +96,10 @@ def continuation(render: ChatFormat, messages: tuple[Message, ...], eos_token: s
     return rest.removeprefix(eos_token)
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
     # Jinja's own filter escapes for HTML, which models have not seen.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(pattern: str) -> str:

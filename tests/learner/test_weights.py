@@ -48,6 +48,6 @@ def test_what_is_no_such_folder_is_named(tmp_path):
     (tmp_path / "model.json").write_text('{"planets": 9}')
     with pytest.raises(ConfigError, match="describes no model of this version"):
         weights.model_spec(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("[")
+    (tmp_path / "text.json").write_text("[")
     with pytest.raises(ConfigError, match="not JSON"):
         weights.tokenizer(tmp_path)

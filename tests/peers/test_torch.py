@@ -1,46 +1,75 @@
-"""A checkpoint that transformers wrote, read by us: the same logits, the same greedy tokens."""
+"""Qwen3 beside transformers: our goldens are still what it writes, and what we export comes back from it unchanged."""
 
 from __future__ import annotations
 
-import functools
+import json
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from jaxroll.config import ModelConfig
+from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.engine import naive
 from jaxroll.engine.requests import Request
-from jaxroll.models import families, pretrained, transformer
+from jaxroll.learner import weights as own
+from jaxroll.models import families, folders, params, pretrained
+from jaxroll.offline import weights
 from jaxroll.protocols import GenerationKey, SamplingParams
+from jaxroll.sharding import meshes, rules
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(300)]
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def forward_logits(spec, params, tokens, positions, segments):
-    return transformer.logits(spec, params, transformer.forward(spec, params, tokens, positions, segments))
-
-
-@pytest.mark.parametrize("embeddings", ["tied", "untied"])
-def test_a_qwen3_of_transformers_gives_our_logits_and_greedy_tokens(tmp_path: Path, peer, embeddings: str) -> None:
-    folder = tmp_path / "qwen3"
-    said = peer("torch", "write_qwen3.py", str(folder), embeddings)
+def test_transformers_writes_the_goldens_that_we_keep(tmp_path: Path, peer) -> None:
+    """Written again: the same tensors bit for bit, the same continuations and chats, logits but for rounding."""
+    said = peer("torch", "../../golden/write_qwen3.py", str(tmp_path))
     assert said["torch"].startswith("2.13.0") and "cu" not in said["torch"], "not the pinned build"
-    config, expected = ModelConfig(path=str(folder)), np.load(folder / "expected.npz")
-    spec = pretrained.spec(config, vocab_size=64)
-    params = {name: jax.numpy.asarray(value) for name, value in pretrained.weights(config, spec).items()}
-    assert spec.tied_embeddings == (embeddings == "tied")
-    assert families.parameter_count(spec) == said["parameters"]
-    assert said["logits_std"] > 1, "flat logits would prove little"
+    for variant in ("tied", "untied"):
+        kept, written = GOLDEN / variant, tmp_path / variant
+        assert sorted(p.name for p in kept.iterdir()) == sorted(p.name for p in written.iterdir())
+        for file in kept.iterdir():
+            if file.suffix != ".npz":
+                assert (written / file.name).read_bytes() == file.read_bytes(), f"{variant}/{file.name}"
+        old, new = np.load(kept / "expected.npz"), np.load(written / "expected.npz")
+        assert np.array_equal(old["tokens"], new["tokens"]) and np.array_equal(old["greedy"], new["greedy"])
+        assert np.abs(old["logits"] - new["logits"]).max() < 1e-5
+        assert said[variant]["parameters"] == families.parameter_count(folders.described(kept))
 
-    tokens = expected["tokens"]
-    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    logits = forward_logits(spec, params, tokens, positions, np.ones_like(tokens))
-    assert np.abs(np.asarray(logits) - expected["logits"]).max() < 1e-4
 
+@pytest.mark.parametrize("variant", ["tied", "untied"])
+def test_the_slow_loop_generates_the_greedy_tokens_of_transformers(variant: str) -> None:
+    config, expected = ModelConfig(path=str(GOLDEN / variant)), np.load(GOLDEN / variant / "expected.npz")
+    spec = pretrained.spec(config, vocab_size=280)
+    values = {name: jax.numpy.asarray(value) for name, value in pretrained.weights(config, spec).items()}
     wanted = SamplingParams(max_tokens=expected["greedy"].shape[1], temperature=0.0)
-    for row, prompt in enumerate(tokens):
+    for row, prompt in enumerate(expected["tokens"]):
         request = Request(row, prompt, GenerationKey(row, 0), wanted)
-        assert naive.generate(spec, params, request, seed=0)[0].tolist() == expected["greedy"][row].tolist()
+        assert naive.generate(spec, values, request, seed=0)[0].tolist() == expected["greedy"][row].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+def test_what_is_exported_comes_back_from_transformers_bit_for_bit(
+    tmp_path: Path, peer, embeddings: str, dtype: str
+) -> None:
+    """Ours → safetensors in several files → from_pretrained → save_pretrained in several files → ours."""
+    spec = families.ModelSpec("own", 64, 3, 24, 4, 2, 8, 40, tied_embeddings=embeddings == "tied", rope_theta=123.0)
+    values = params.init(spec, jax.random.key(11), meshes.build(MeshConfig()), rules.LEARNER)
+    own.save(tmp_path / "ours", values, spec, {})
+    with weights.opened(tmp_path / "ours", None) as source:
+        weights.export(source, tmp_path / "theirs", dtype, shard_bytes=9_000)
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
+    said = peer("torch", "reload_qwen3.py", str(tmp_path / "theirs"), str(tmp_path / "back"))
+    assert said["dtype"] == f"torch.{dtype}" and said["files"] > 1
+    assert said["missing"] == [] and said["unexpected"] == [] and said["tied"] == (embeddings == "tied")
+    weights.import_folder(tmp_path / "back", tmp_path / "again", weights.AS_STORED)
+    weights.import_folder(tmp_path / "theirs", tmp_path / "direct", weights.AS_STORED)
+    again, direct = (folders.weight_tensors(tmp_path / name) for name in ("again", "direct"))
+    assert again.keys() == values.keys() == direct.keys()
+    for name in values:
+        assert again.leaf(name) == direct.leaf(name) and again[name].tobytes() == direct[name].tobytes()
+        assert np.array_equal(again[name], np.asarray(values[name]).astype(again[name].dtype))
+    described = [json.loads((tmp_path / name / "model.json").read_text()) for name in ("again", "direct")]
+    assert described[0] == described[1] and described[0]["rope_theta"] == 123.0

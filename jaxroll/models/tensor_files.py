@@ -1,0 +1,205 @@
+"""Safetensors files, read and written one tensor at a time. No JAX: what is only looked at is not copied.
+
+A file is the length of its header (8 bytes), the header (JSON: name → dtype, shape, offsets), and the bytes of all
+tensors without gaps. A folder holds one file, or several with an index that says which tensor stands in which.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxroll.errors import DataError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEADER_LIMIT = 100 << 20  # as the reference reader has it: a length beyond it is no header
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64), "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "U8": np.dtype(np.uint8),
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What one tensor is, wherever it stands."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One tensor in a file, from byte `start` on."""
+
+    leaf: Leaf
+    file: Path
+    start: int
+
+
+class Tensors(Mapping[str, np.ndarray]):
+    """The tensors of some files by name. One that is asked for is mapped from its file, read-only."""
+
+    def __init__(self, placed: Mapping[str, Placed]) -> None:
+        self._placed = dict(placed)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        placed = self._placed[name]
+        if not placed.leaf.size_bytes:
+            return np.zeros(placed.leaf.shape, placed.leaf.dtype)
+        return np.memmap(placed.file, placed.leaf.dtype, "r", placed.start, placed.leaf.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._placed)
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    def leaf(self, name: str) -> Leaf:
+        """Dtype and shape, without touching the tensor."""
+        return self._placed[name].leaf
+
+    @property
+    def elements(self) -> int:
+        """Numbers in all tensors together."""
+        return sum(math.prod(placed.leaf.shape) for placed in self._placed.values())
+
+
+class Converted(Mapping[str, np.ndarray]):
+    """Arrays by name that are made when they are asked for, one at a time, and not kept."""
+
+    def __init__(self, names: Mapping[str, Any], make: Callable[[str], np.ndarray]) -> None:
+        self._names, self._make = tuple(names), make
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def opened(path: Path) -> Tensors:
+    """The tensors of one file. DataError says what is wrong with it; OSError when it cannot be opened."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= HEADER_LIMIT:
+            raise DataError(f"{path.name} is no safetensors file")
+        text, size = file.read(length), path.stat().st_size
+    try:
+        header = json.loads(text)
+        placed = {name: _placed(path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"the header of {path.name} cannot be read ({type(error).__name__}: {error})") from error
+    end = max((one.start + one.leaf.size_bytes for one in placed.values()), default=8 + length)
+    if end != size:
+        raise DataError(f"{path.name} has {size} bytes and its header speaks of {end}: it was not copied whole")
+    return Tensors(placed)
+
+
+def opened_folder(folder: Path) -> Tensors | None:
+    """All tensors of a folder, from one file or by its index; None when it has neither. DataError as `opened`."""
+    index = folder / INDEX
+    if not index.is_file():
+        return opened(folder / SINGLE) if (folder / SINGLE).is_file() else None
+    try:
+        files: Any = json.loads(index.read_text()).get("weight_map")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{INDEX} cannot be read ({error})") from error
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise DataError(f"its {INDEX} has no weight_map")
+    held = {file: opened(_beside(folder, file)) for file in sorted(set(files.values()))}
+    for name, file in files.items():
+        if name not in held[file]:
+            raise DataError(f"its {INDEX} says that {name!r} stands in {file}, which does not hold it")
+    return Tensors({name: placed for tensors in held.values() for name, placed in tensors._placed.items()})
+
+
+def write(path: Path, leaves: Mapping[str, Leaf], value: Callable[[str], np.ndarray]) -> None:
+    """Write a file of `leaves` in their order, asking for one `value` after the other and letting it go."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, leaf in leaves.items():
+        start, end = end, end + leaf.size_bytes
+        header[name] = {"dtype": code(leaf.dtype), "shape": list(leaf.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, leaf in leaves.items():
+            array = np.ascontiguousarray(value(name), leaf.dtype)
+            if array.shape != leaf.shape:
+                raise ValueError(f"{name} has shape {array.shape}, announced was {leaf.shape}")
+            file.write(array.reshape(-1).view(np.uint8).data)
+
+
+def write_folder(folder: Path, leaves: Mapping[str, Leaf], value: Callable[[str], np.ndarray], shard_bytes: int) -> int:
+    """Write `leaves` into one file, or into several with an index where they exceed `shard_bytes`; how many files."""
+    shards = _shards(leaves, shard_bytes)
+    if len(shards) == 1:
+        write(folder / SINGLE, leaves, value)
+        return 1
+    files = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write(folder / file, {name: leaves[name] for name in names}, value)
+        files |= dict.fromkeys(names, file)
+    total = sum(leaf.size_bytes for leaf in leaves.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return len(shards)
+
+
+def code(dtype: np.dtype) -> str:
+    """How a header writes this dtype."""
+    return _CODES[np.dtype(dtype)]
+
+
+def _shards(leaves: Mapping[str, Leaf], shard_bytes: int) -> list[list[str]]:
+    """Names in order, cut where the next would not fit; one larger than a shard stands alone."""
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, leaf in leaves.items():
+        if shards[-1] and held + leaf.size_bytes > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += leaf.size_bytes
+    return shards
+
+
+def _placed(path: Path, data: int, entry: Mapping[str, Any]) -> Placed:
+    dtype = DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"dtype {entry['dtype']} is not read; known: {', '.join(DTYPES)}")
+    leaf = Leaf(dtype, tuple(int(size) for size in entry["shape"]))
+    start, end = entry["data_offsets"]
+    if start < 0 or end - start != leaf.size_bytes:
+        raise ValueError(f"{end - start} bytes for a tensor of {leaf.size_bytes}")
+    return Placed(leaf, path, data + start)
+
+
+def _beside(folder: Path, file: str) -> Path:
+    """A file of the folder itself: an index names no file elsewhere."""
+    if Path(file).name != file:
+        raise DataError(f"its {INDEX} names {file!r}, which is not a file of the folder")
+    return folder / file

@@ -1,0 +1,28 @@
+"""For .venv-torch: load a Qwen3 checkpoint with transformers and save it again.
+
+python reload_qwen3.py FOLDER OUT
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+
+def main() -> None:
+    """Write OUT in files of a few kB; the last line says what was loaded."""
+    folder, out = map(Path, sys.argv[1:])
+    torch.set_num_threads(1)
+    qwen, loading = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    qwen.save_pretrained(out, max_shard_size="9KB")
+    print(json.dumps({
+        "dtype": str(qwen.dtype), "missing": sorted(loading["missing_keys"]),
+        "unexpected": sorted(loading["unexpected_keys"]), "tied": qwen.config.tie_word_embeddings,
+        "files": len(list(out.glob("*.safetensors"))),
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
