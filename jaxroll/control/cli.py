@@ -93,6 +93,11 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument("folder", metavar="RUN")
     for one in (inspect, replay):
         one.add_argument("--json", action="store_true", help="print one JSON object")
+    checkpoints = add("checkpoints", "what a run has to resume from: step, lineage, size, time, log position, durable")
+    checkpoints.add_argument("folder", metavar="RUN")
+    checkpoints.add_argument("--verify", action="store_true", help="read every byte and compare it with its sum")
+    checkpoints.add_argument("--json", action="store_true", help="print one JSON object")
+    _weights_options(add("weights", "a model from and to Hugging Face"))
     demo = add("demo", "a small model learns by asynchronous RL on the CPU")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--config", metavar="FILE", help="default: configs/demo.py")
@@ -122,6 +127,20 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
         _fork_option(one)
     if role == "sampler":
         one.add_argument("--index", type=int, default=0, help="which of several samplers")
+
+
+def _weights_options(weights: argparse.ArgumentParser) -> None:
+    directions = weights.add_subparsers(dest="direction", required=True, metavar="import|export")
+    for name, source, text in (
+        ("import", "HF_FOLDER", "a Qwen3 checkpoint as a folder for model.path and tokenizer.path"),
+        ("export", "SOURCE", "a run's newest checkpoint, one checkpoint, or such a folder, for transformers"),
+    ):
+        one = directions.add_parser(name, help=text, description=text, allow_abbrev=False)
+        one.add_argument("source", metavar=source)
+        one.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
+        one.add_argument("--dtype", choices=("as-stored", "float32", "bfloat16"), default="as-stored")
+        if name == "export":
+            one.add_argument("--shard-mb", type=int, default=5000, metavar="MB", help="of one file at most")
 
 
 def _fork_option(one: argparse.ArgumentParser) -> None:

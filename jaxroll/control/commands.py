@@ -154,6 +154,34 @@ def run_export(options: argparse.Namespace) -> int:
     return export.main(path, config, parquet=options.parquet, jsonl=options.jsonl)
 
 
+def run_checkpoints(options: argparse.Namespace) -> int:
+    """`checkpoints`: what a run has to resume from. Files are read, no JAX, no device, no store."""
+    path = _absolute(options.folder)
+    run_dir.load(path)
+    from jaxroll.report import checkpoints
+
+    return checkpoints.main(path, verify=options.verify, as_json=options.json)
+
+
+def run_weights(options: argparse.Namespace) -> int:
+    """`weights`: to and from Hugging Face, in a child that leaves every device alone."""
+    if not options.child:
+        env = placement.common_env(str(program.default_cache_dir(RUNS, os.environ))) | placement.cpu_env()
+        return run_foreground([sys.executable, "-m", "jaxroll", *options.words], env)
+    from jaxroll.offline import weights
+
+    source, out = _absolute(options.source), _absolute(options.out)
+    if options.direction == "import":
+        print(weights.import_folder(source, out, options.dtype))
+        return 0
+    above = (source, source.parent, source.parent.parent)  # RUN, RUN/warm, RUN/checkpoints/LINEAGE.STEP
+    home = next((path for path in above if (path / run_dir.RUN_FILE).is_file()), None)
+    run = None if home is None else weights.OfRun(home, run_dir.load_config(home))
+    with weights.opened(source, run) as held:
+        print(weights.export(held, out, options.dtype, options.shard_mb * 10**6))
+    return 0
+
+
 def run_list(options: argparse.Namespace) -> None:
     """`list`: one line per run."""
     runs = run_dir.find_runs(Path(options.folder))
@@ -262,6 +290,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "inspect": run_inspect,
     "replay": run_replay,
     "export": run_export,
+    "checkpoints": run_checkpoints,
+    "weights": run_weights,
     "list": run_list,
     "demo": run_demo,
     "doctor": run_doctor,

@@ -31,7 +31,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tens
             "reasoning-gym", "libtpu")  # fmt: skip
 # What may change when a run is resumed: how long, how watched, how placed; never what is learned from what.
 RESUMABLE = ("schedule.steps", "supervisor.", "placement.", "evaluator.", "store.", "sampler.count", "sampler.slots",
-             "sampler.scoring_workers", "learner.checkpoint", "transfer.")  # fmt: skip
+             "sampler.scoring_workers", "sampler.mesh.", "learner.checkpoint", "learner.mesh.", "learner.micro_rows",
+             "transfer.")  # fmt: skip
 
 
 def new_name(name: str, now_s: float, suffix: str = "") -> str:
@@ -105,7 +106,8 @@ def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], objec
 def note_devices(path: Path, role: str, row: dict[str, Any]) -> None:
     """Write into run.json what devices a role found."""
     values = load(path)
-    values.setdefault("devices", {})[role] = {key: row[key] for key in ("platform", "devices", "mesh") if key in row}
+    told = ("platform", "devices", "mesh", "attention")
+    values.setdefault("devices", {})[role] = {key: row[key] for key in told if key in row}
     write(path, values)
 
 

@@ -12,7 +12,6 @@ the files (see `checksums`) and sees to it that they reach the disk. Nothing els
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,13 +22,12 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
-from jaxroll.learner import checksums
+from jaxroll.learner import checkpoint_files, checksums
+from jaxroll.learner.checkpoint_files import ABOUT, NAME, STATE
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
 
 FORMAT = 1
-_NAME = re.compile(r"(\d{4,})\.(\d{8,})")
-_STATE, _ABOUT = "state", "about"
 
 
 class Checkpoints:
@@ -45,8 +43,10 @@ class Checkpoints:
         self._settler = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-settle")
         self._settling: dict[Version, Future[None]] = {}
 
-    def save(self, version: Version, position: int, state: TrainState) -> None:
+    def save(self, version: Version, position: int, state: TrainState, base: str = "") -> None:
         """Start writing `state` as `version`; the caller may donate it as soon as this returns.
+
+        `base` is the digest of what a state of adapters is put upon (`Trainer.base_digest`).
 
         Waits for the write before it, if that still goes on. A version that is already on disk is not written again.
         """
@@ -62,6 +62,7 @@ class Checkpoints:
             "lineage": version.lineage,
             "step": version.step,
             "position": position,
+            "base": base,
             "arrays": {name: _described(leaf) for name, leaf in arrays.items()},
         }
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), about=ocp.args.JsonSave(about))
@@ -93,10 +94,7 @@ class Checkpoints:
 
     def versions(self) -> tuple[Version, ...]:
         """Every whole checkpoint, oldest first."""
-        if not self.folder.is_dir():
-            return ()
-        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if (path / _ABOUT).is_dir())
-        return tuple(sorted(Version(int(match[1]), int(match[2])) for match in names if match))
+        return checkpoint_files.versions(self.folder)
 
     def latest(self, usable: Callable[[Version], bool] = lambda version: True) -> Version | None:
         """The newest usable checkpoint: of the highest lineage, the highest step; None when there is none.
@@ -122,13 +120,13 @@ class Checkpoints:
     def about(self, version: Version) -> dict[str, Any]:
         """What the checkpoint says about itself: format, lineage, step, position, arrays."""
         args = ocp.args.Composite(about=ocp.args.JsonRestore())
-        return self._read(version, args)[_ABOUT]
+        return self._read(version, args)[ABOUT]
 
-    def restore(self, version: Version, abstract: TrainState) -> tuple[TrainState, int]:
+    def restore(self, version: Version, abstract: TrainState, base: str = "") -> tuple[TrainState, int]:
         """The state of `version`, lying as `abstract` says, and its log position.
 
         Raises InfraError when it is not there, CheckpointDamaged when it cannot be read or is not what was written,
-        ConfigError when it is of another model or optimizer.
+        ConfigError when it is of another model or optimizer, or its adapters were trained upon another `base`.
         """
         self._check_whole(version)
         if wrong := checksums.damage(self.path(version)):
@@ -136,17 +134,18 @@ class Checkpoints:
         about = self.about(version)
         wanted = _flat(abstract)
         _check_same(wanted, about, version)
+        _check_base(about.get("base", ""), base, version)
         arguments = jax.tree.map(
             lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), wanted
         )
         items = ocp.args.Composite(state=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments))
-        arrays = self._read(version, items)[_STATE]
+        arrays = self._read(version, items)[STATE]
         leaves = [arrays[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), int(about["position"])
 
     def path(self, version: Version) -> Path:
         """Where `version` is or would be."""
-        return self.folder / f"{version.lineage:04d}.{version.step:08d}"
+        return checkpoint_files.path_of(self.folder, version)
 
     def close(self) -> None:
         """Wait for what is being written and let the writer's threads go."""
@@ -186,13 +185,16 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         for version in self.versions()[: -self.kept]:
-            shutil.rmtree(self.path(version), ignore_errors=True)
+            removed = self.path(version).with_name(f"{self.path(version).name}.removed")
+            shutil.rmtree(removed, ignore_errors=True)
+            self.path(version).rename(removed)  # first: who looks meanwhile finds it whole or not at all
+            shutil.rmtree(removed, ignore_errors=True)
 
     def _discard_unfinished(self) -> None:
-        """Remove what a killed learner left half-written; it never had a checkpoint's name."""
+        """Remove what a killed learner left half-written or half-removed; it has no checkpoint's name."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():
-            if path.is_dir() and not _NAME.fullmatch(path.name) and _NAME.match(path.name):
+            if path.is_dir() and not NAME.fullmatch(path.name) and NAME.match(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -220,7 +222,7 @@ def _handler() -> ocp.CompositeCheckpointHandler:
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.CompositeCheckpointHandler(
-        **{_STATE: ocp.PyTreeCheckpointHandler(type_handler_registry=registry), _ABOUT: ocp.JsonCheckpointHandler()}
+        **{STATE: ocp.PyTreeCheckpointHandler(type_handler_registry=registry), ABOUT: ocp.JsonCheckpointHandler()}
     )
 
 
@@ -248,3 +250,10 @@ def _check_same(wanted: Mapping[str, Any], about: Mapping[str, Any], version: Ve
             + (f" ({len(different) - 1} more arrays differ)" if len(different) > 1 else ""),
             "Resume with the model and optimizer it was written with.",
         )
+
+
+def _check_base(have: str, want: str, version: Version) -> None:
+    if have != want:
+        reason = "its adapters were trained upon other parameters than those that this run starts from"
+        remedy = "Put back the folder of model.path, or the run's warm/, as it was."
+        raise ConfigError(f"checkpoint {version}", have, reason, remedy)

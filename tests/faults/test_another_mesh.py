@@ -1,0 +1,94 @@
+"""A learner killed at a random instant and resumed on another mesh: the same data in the same order, the same losses.
+
+Between meshes sums are taken in another order, so "the same" is up to float32 rounding; on one mesh it is bit for bit
+(test_exactness). The members are a function of their question, as there.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxroll import metrics
+from jaxroll.control import run_dir
+from tests.faults import deaths
+from tests.faults.real_roles import ROOT, World
+from tests.faults.scripted_groups import ScriptedSampler
+
+pytestmark = [pytest.mark.process, pytest.mark.soak]
+STEPS, CHECKPOINT_EVERY = 10, 2
+RULES = {"schedule__alpha": STEPS, "schedule__steps": STEPS, "learner__checkpoint_every": CHECKPOINT_EVERY,
+         "learner__micro_rows": 4, "learner__mesh__fsdp": 2}  # fmt: skip
+OTHER_MESHES = {
+    "tensor 2": ("learner.mesh.fsdp=1", "learner.mesh.tensor=2"),
+    "data 4": ("learner.mesh.fsdp=1", "learner.mesh.data=4"),
+    "one device": ("learner.mesh.fsdp=1",),
+}
+
+
+class Resumed(World):
+    """The same run again, as `--resume` with `overrides` has it."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        super().__init__(folder.with_name("scratch"))
+        self.config = run_dir.resume(folder, overrides, lambda config: None)
+        self.run_dir = folder
+        self._follower = metrics.Follower(folder / "metrics.jsonl")
+
+
+def claims(run: World) -> list[tuple]:
+    return run.query(
+        "SELECT step, shuffle_seed, place, group_id FROM claim_groups JOIN claims USING (step) ORDER BY 1, 3"
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def four_devices() -> Iterator[None]:
+    """Of every learner: a supervisor forces as many as its mesh needs, and nobody supervises here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_NUM_CPU_DEVICES", "4")
+        yield
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, dict], list[tuple]]:
+    with World(tmp_path_factory.mktemp("whole") / "run", **RULES) as run:
+        with ScriptedSampler(run.tap.address, run.config):
+            run.learner()
+            assert run.ended("learner") == 0, run.logs()
+        return {row["step"]: row for row in run.step_rows()}, claims(run)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mesh", OTHER_MESHES)
+def test_killed_and_resumed_on_another_mesh(mesh: str, tmp_path: Path, undisturbed) -> None:
+    rows, wanted_claims = undisturbed
+    chance, folder = random.Random(f"another mesh {mesh}"), tmp_path / "run"
+    step = chance.randrange(CHECKPOINT_EVERY + 1, STEPS - 1)
+    with World(folder, **RULES) as first, ScriptedSampler(first.tap.address, first.config):
+        first.learner()
+        deaths.in_step(first, step, chance.uniform(0.0, 0.1)).wait()
+    with Resumed(folder, *OTHER_MESHES[mesh]) as second, ScriptedSampler(second.tap.address, second.config):
+        second.learner()
+        assert second.ended("learner") == 0, second.logs()
+        assert claims(second) == wanted_claims, "the same groups in the same order"
+        trained = second.step_rows()
+        sizes = {role: told["mesh"] for role, told in run_dir.load(folder)["devices"].items()}
+    last = {row["step"]: row for row in trained}
+    assert sorted(last) == list(range(1, STEPS + 1))
+    resumed = [row for row in trained if row["replayed"]]
+    assert resumed and resumed[-1]["step"] <= step + 1, "it went on from a checkpoint and was handed its claims again"
+    for key, tolerance in (("loss", 2e-4), ("entropy", 2e-4), ("grad_norm", 2e-3)):
+        want, got = (np.array([of[number][key] for number in sorted(rows)]) for of in (rows, last))
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=f"{key} on {mesh} {sizes}")
+    listed = [sys.executable, "-m", "jaxroll", "checkpoints", str(folder), "--verify", "--json"]
+    done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    newest = json.loads(done.stdout)["checkpoints"][-1]
+    assert newest["step"] == STEPS and newest["durable"] and newest["position"] > STEPS

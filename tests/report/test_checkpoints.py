@@ -1,0 +1,118 @@
+"""`jaxroll checkpoints`: what is listed is what is there, a damaged one is named, and JAX is not needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from jaxroll import config as configs
+from jaxroll.control import run_dir
+from jaxroll.learner import checkpoint_files
+from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.learner.state import TrainState
+from jaxroll.records import Version
+from jaxroll.report import checkpoints as report
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = (Version(0, 0), Version(0, 4), Version(1, 6))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three checkpoints and no log."""
+    path = run_dir.create(tmp_path_factory.mktemp("run") / "run", configs.parse(configs.defaults()), [])
+    checkpoints = Checkpoints(path / "checkpoints", 3)
+    for number, version in enumerate(VERSIONS):
+        state = TrainState({"embed": jnp.full((64, 64), number, jnp.float32)}, (), jnp.int32(version.step))
+        checkpoints.save(version, 100 + number, state)
+        checkpoints.wait()
+    checkpoints.close()
+    return path
+
+
+@pytest.fixture
+def run(written: Path, tmp_path: Path) -> Path:
+    shutil.copytree(written, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def flip_a_bit(checkpoint: Path) -> str:
+    """Of its largest file; the file's name."""
+    victim = max((p for p in (checkpoint / "state").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 4
+    victim.write_bytes(data)
+    return victim.name
+
+
+def test_every_checkpoint_is_listed_with_what_it_carries(run: Path) -> None:
+    found = report.facts(run, verify=True)["checkpoints"]
+    assert [(row["lineage"], row["step"]) for row in found] == [(0, 0), (0, 4), (1, 6)]
+    assert [row["position"] for row in found] == [100, 101, 102]
+    assert all(row["summed"] and not row["problem"] and row["durable"] is None for row in found)
+    for row in found:
+        files = [path for path in Path(row["path"]).rglob("*") if path.is_file()]
+        assert row["size_bytes"] == sum(path.stat().st_size for path in files) > 64 * 64 * 4 // 50
+        assert checkpoint_files.about(Path(row["path"])) == Checkpoints(run / "checkpoints", 1).about(
+            Version(row["lineage"], row["step"])
+        )
+
+
+def test_a_damaged_one_is_named_and_ends_the_command_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = flip_a_bit(run / "checkpoints" / "0000.00000004")
+    assert report.main(run, verify=False, as_json=False) == 0, "nobody has read it"
+    capsys.readouterr()
+    assert report.main(run, verify=True, as_json=False) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "DAMAGED" in line]
+    assert len(lines) == 1 and lines[0].startswith("0.4 ") and f"{name} is not what was written" in lines[0]
+    (run / "checkpoints" / "0001.00000006" / "about" / "metadata").write_text("{")
+    assert report.main(run, verify=False, as_json=True) == 1
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert "about/metadata cannot be read" in rows[2]["problem"] and rows[2]["position"] == -1
+
+
+def test_one_that_is_removed_meanwhile_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on and keeps its newest ones only."""
+    looked = checkpoint_files.checksums.damage
+
+    def removed_while_read(path: Path) -> str:
+        if path.name == "0000.00000000":
+            path.rename(path.with_name(f"{path.name}.removed"))
+            return "state is gone"
+        return looked(path)
+
+    monkeypatch.setattr(checkpoint_files.checksums, "damage", removed_while_read)
+    found = report.facts(run, verify=True)["checkpoints"]
+    assert [row["step"] for row in found] == [4, 6] and not any(row["problem"] for row in found)
+
+
+def test_what_is_being_written_is_none_and_a_missing_sum_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "0001.00000008.orbax-checkpoint-tmp" / "about").mkdir(parents=True)
+    (run / "checkpoints" / "0001.00000006" / "sums.json").unlink()
+    assert report.main(run, verify=True, as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["0.0", "0.4", "1.6"]
+    assert lines[4].endswith("its sums were not written")
+
+
+@pytest.mark.process
+def test_the_command_needs_no_jax(run: Path) -> None:
+    flip_a_bit(run / "checkpoints" / "0000.00000004")
+    code = (
+        "import sys\n"
+        "sys.modules.update(dict.fromkeys(('jax', 'jaxlib', 'flax', 'orbax', 'optax')))\n"
+        "from jaxroll.control import cli\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    words = [sys.executable, "-c", code, "checkpoints", str(run), "--verify", "--json"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert [bool(row["problem"]) for row in json.loads(done.stdout)["checkpoints"]] == [False, True, False]
