@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jaxroll.math import aggregate
 
+LENGTH = 6
 LOSSES = st.lists(st.lists(st.floats(-5, 5), max_size=6), min_size=1, max_size=6)
 
 
@@ -21,13 +22,14 @@ def reference(losses: list[list[float]], kind: str) -> float:
         "token_mean": lambda: np.concatenate(kept).mean(),
         "seq_mean_token_mean": lambda: np.mean([sequence.mean() for sequence in kept]),
         "seq_mean_token_sum": lambda: np.mean([sequence.sum() for sequence in kept]),
+        "constant_length": lambda: np.mean([sequence.sum() for sequence in kept]) / LENGTH,
     }[kind]()
 
 
 @pytest.mark.parametrize("kind", aggregate.KINDS)
 @given(losses=LOSSES)
 def test_the_weighted_sum_is_the_mean(kind, losses):
-    weights = aggregate.sequence_weights(np.array([len(sequence) for sequence in losses]), kind)
+    weights = aggregate.sequence_weights(np.array([len(sequence) for sequence in losses]), kind, LENGTH)
     got = sum(weight * sum(sequence) for weight, sequence in zip(weights, losses, strict=True))
     np.testing.assert_allclose(got, reference(losses, kind), rtol=1e-4, atol=1e-5)
 

@@ -1,0 +1,132 @@
+"""The rules on `learner`'s algorithm: what it can be combined with. The first broken one is raised as ConfigError."""
+
+from __future__ import annotations
+
+from jaxroll.config.algorithms import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, is_custom, preset, settled
+from jaxroll.config.parsing import nearest
+from jaxroll.config.schema import Config, LearnerConfig
+from jaxroll.errors import ConfigError
+
+_KL_REASONS = {
+    ("loss", "k1"): "its gradient is zero in expectation, so it would only add noise",
+    ("loss", "k3"): "its gradient is that of another divergence, so it is biased",
+    ("reward", "k2"): "as a reward it has not the gradient of the divergence",
+    ("reward", "k3"): "as a reward it has not the gradient of the divergence",
+}
+
+
+def check_algorithm(config: Config) -> None:
+    """Raise ConfigError where the algorithm and what it is given do not go together."""
+    name = config.learner.algorithm
+    if not is_custom(name) and name not in PRESETS:
+        raise ConfigError("learner.algorithm", name, "there is no such algorithm",
+                          f"{nearest(name, tuple(PRESETS))} One's own is named package.module:name.")  # fmt: skip
+    row, learner = preset(name), settled(config.learner)
+    _check_choices(config, row)
+    _check_clips(learner)
+    _check_unread(config.learner, learner)
+    _check_correction(learner)
+    _check_reference(learner, row)
+    _check_rewards(config)
+    least = 1 if learner.advantage in ACROSS_GROUPS else 2
+    if config.schedule.group_size < least and not is_custom(name):
+        raise ConfigError("schedule.group_size", config.schedule.group_size,
+                          f"advantage {learner.advantage!r} compares the members of a group",
+                          "Set it to 2 or more.")  # fmt: skip
+
+
+def _check_choices(config: Config, row: Preset) -> None:
+    """Every key that chooses among words must choose one that this algorithm has."""
+    learner = config.learner
+    name = learner.algorithm
+    levels = ("token", "sequence") if settled(learner).correction == "tis" else row.levels
+    for key, value, allowed in (
+        ("advantage", learner.advantage, row.advantages),
+        ("aggregation", learner.aggregation, row.aggregations),
+        ("correction", learner.correction, row.corrections),
+        ("level", learner.level, levels),
+    ):
+        if value != "auto" and value not in allowed:
+            words = " or ".join(map(repr, allowed)) or "'auto'"
+            raise ConfigError(f"learner.{key}", value, f"algorithm {name!r} does not go with it", f"Set it to {words}.")
+    if config.schedule.alpha > 0 and learner.correction == "none":
+        raise ConfigError("learner.correction", "none",
+                          f"alpha = {config.schedule.alpha:g} would train on stale samples",
+                          "Leave it at 'auto', set it to 'decoupled' or 'tis', or schedule.alpha to 0.")  # fmt: skip
+
+
+def _check_clips(learner: LearnerConfig) -> None:
+    name = learner.algorithm
+    if learner.clip_low > 1 or (learner.clip_low == 1 and name != "cispo" and not is_custom(name)):
+        raise ConfigError("learner.clip_low", learner.clip_low, "a ratio cannot fall below 0",
+                          "Set it below 1 (0.2 is usual).")  # fmt: skip
+    if 0 < learner.dual_clip <= 1:
+        raise ConfigError("learner.dual_clip", learner.dual_clip, "would bound the loss of samples that are on policy",
+                          "Set it above 1 (3 is usual), or to 0.")  # fmt: skip
+    if learner.dual_clip and (learner.correction == "tis" or not (is_custom(name) or _clips(name))):
+        raise ConfigError("learner.dual_clip", learner.dual_clip, "this loss has no clip that could be doubled",
+                          "Set it to 0.")  # fmt: skip
+
+
+def _check_unread(given: LearnerConfig, learner: LearnerConfig) -> None:
+    """A number that the chosen algorithm does not read is a mistake, not a wish; `given` is what was written."""
+    usual, name = LearnerConfig(), learner.algorithm
+    for key, reads, by in (
+        ("positive_weight", name == "topr", "algorithm 'topr'"),
+        ("negative_weight", name == "topr", "algorithm 'topr'"),
+        ("dpo_beta", name == "dpo", "algorithm 'dpo'"),
+        ("discount", learner.advantage in OF_TURNS, "advantage 'gigpo' or 'segment_return'"),
+        ("step_weight", learner.advantage == "gigpo", "advantage 'gigpo'"),
+        ("correction_floor", learner.correction == "icepop", "correction 'icepop'"),
+        ("kl_in", learner.kl_coef > 0, "learner.kl_coef above 0"),
+    ):
+        if (value := getattr(given, key)) != getattr(usual, key) and not (reads or is_custom(name)):
+            raise ConfigError(f"learner.{key}", value, f"nothing reads it; it needs {by}", "Leave it out.")
+
+
+def _clips(name: str) -> bool:
+    return preset(name).loss in ("clipped", "gspo")
+
+
+def _check_correction(learner: LearnerConfig) -> None:
+    masks = learner.correction == "decoupled" or learner.algorithm == "cispo"
+    if learner.correction_mode == "mask" and not masks and not is_custom(learner.algorithm):
+        raise ConfigError("learner.correction_mode", "mask", f"correction {learner.correction!r} has no such mode",
+                          "Set it to 'truncate', or learner.correction to 'decoupled'.")  # fmt: skip
+    if learner.correction_cap < 1:
+        raise ConfigError("learner.correction_cap", learner.correction_cap, "would weigh fresh samples down",
+                          "Set it to 1 or more, or to 0 for the usual value.")  # fmt: skip
+    if learner.correction == "icepop" and learner.correction_floor >= 1:
+        raise ConfigError("learner.correction_floor", learner.correction_floor, "would drop fresh samples",
+                          "Set it below 1 (0.5 is usual).")  # fmt: skip
+
+
+def _check_reference(learner: LearnerConfig, row: Preset) -> None:
+    wants = row.needs_reference or learner.kl_coef > 0
+    if wants and learner.reference == "none":
+        why = "learner.kl_coef" if learner.kl_coef > 0 else f"algorithm {learner.algorithm!r}"
+        raise ConfigError("learner.reference", "none", f"{why} compares with a reference model", "Set it to 'init'.")
+    if learner.reference != "none" and not wants and not is_custom(learner.algorithm):
+        raise ConfigError("learner.reference", learner.reference, "nothing compares with it",
+                          "Set it to 'none', or learner.kl_coef above 0.")  # fmt: skip
+    if learner.reference_offload and learner.reference == "none":
+        raise ConfigError("learner.reference_offload", True, "there is no reference to offload",
+                          "Set it to false, or learner.reference to 'init'.")  # fmt: skip
+    if learner.kl_coef > 0 and row.loss == "preference":
+        raise ConfigError("learner.kl_coef", learner.kl_coef, "dpo holds the policy near the reference by dpo_beta",
+                          "Set it to 0.")  # fmt: skip
+    if reason := _KL_REASONS.get((learner.kl_in, learner.kl_estimator)):
+        usual = "k2" if learner.kl_in == "loss" else "k1"
+        raise ConfigError("learner.kl_estimator", learner.kl_estimator, f"in the {learner.kl_in} {reason}",
+                          f"Set it to '{usual}'.")  # fmt: skip
+
+
+def _check_rewards(config: Config) -> None:
+    learner, sampling = config.learner, config.sampling
+    if learner.overlong_tokens >= sampling.max_tokens:
+        raise ConfigError("learner.overlong_tokens", learner.overlong_tokens,
+                          f"every answer would be too long: sampling.max_tokens = {sampling.max_tokens}",
+                          f"Set it below {sampling.max_tokens} (a fifth is usual).")  # fmt: skip
+    if learner.shuffle_rewards and settled(learner).advantage in OF_TURNS:
+        raise ConfigError("learner.shuffle_rewards", True, f"advantage {learner.advantage!r} reads rewards of turns",
+                          "Set it to false, or learner.advantage to 'group_std'.")  # fmt: skip

@@ -1,0 +1,114 @@
+"""Algorithms by name: what the learner minimises, and who earns what.
+
+Those of `jaxroll.config.algorithms` are put together here. A new one is one file: a function of the learner's config
+under `@register("name")`, named `package.module:name` in a config.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from jaxroll.config import LearnerConfig
+from jaxroll.config import algorithms as rows
+from jaxroll.config.parsing import nearest
+from jaxroll.errors import ConfigError
+from jaxroll.math import clipped, importance, kl, preference
+from jaxroll.math import ratio as ratios
+from jaxroll.math.credit import Credit
+from jaxroll.math.tokens import Objective, TokenLoss, Tokens
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What the learner needs to know; it is blind to everything else.
+
+    `credit` gives every member of every group its advantage; None leaves that to `learner.advantage`. A member without
+    advantage is not computed when `multiple_of_advantage` says that its loss is 0 anyway. `credited_only` leaves those
+    members out of the denominators too. Members of a group with an advantage share a row when they are `together`
+    (2: pairs).
+    """
+
+    objective: Objective
+    credit: Credit | None = None
+    multiple_of_advantage: bool = False
+    credited_only: bool = False
+    needs_reference: bool = False
+    together: int = 1
+
+
+Factory = Callable[[LearnerConfig], Algorithm]
+
+_LOSSES: dict[str, Callable[[LearnerConfig], Objective]] = {
+    "clipped": clipped.clipped,
+    "gspo": clipped.gspo,
+    "cispo": importance.cispo,
+    "topr": importance.topr,
+    "likelihood": importance.likelihood,
+    "preference": preference.dpo,
+}
+_FACTORIES: dict[str, Factory] = {}
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """A decorator that makes a function of the (settled) learner's config the algorithm `name`."""
+
+    def add(factory: Factory) -> Factory:
+        if _FACTORIES.get(name, factory) is not factory:
+            raise ValueError(f"there is an algorithm {name!r} already")
+        _FACTORIES[name] = factory
+        return factory
+
+    return add
+
+
+def build(learner: LearnerConfig) -> Algorithm:
+    """The algorithm that the config describes, with its KL penalty; ConfigError when there is none of its name."""
+    learner = rows.settled(learner)
+    if rows.is_custom(learner.algorithm):
+        return penalised(_custom(learner), learner)
+    row = rows.preset(learner.algorithm)
+    made = Algorithm(
+        objective=_LOSSES[row.loss](learner),
+        multiple_of_advantage=True,
+        credited_only=row.credited_only,
+        needs_reference=row.needs_reference,
+        together=2 if row.loss == "preference" else 1,
+    )
+    return penalised(made, learner)
+
+
+def penalised(algorithm: Algorithm, learner: LearnerConfig) -> Algorithm:
+    """`algorithm` with coef · sg[min(ρ, cap)] · k2(π_θ, π_ref) added to its loss, if the config puts the KL there."""
+    if not learner.kl_coef or learner.kl_in != "loss":
+        return algorithm
+
+    def token_loss(tokens: Tokens) -> TokenLoss:
+        token = algorithm.objective(tokens)
+        weight = ratios.truncated(ratios.ratio(tokens.logprob, tokens.behaviour), learner.correction_cap)
+        penalty = kl.loss(learner.kl_estimator, tokens.logprob, jax.lax.stop_gradient(tokens.reference), weight)
+        return TokenLoss(token.loss + learner.kl_coef * penalty, token.bounded)
+
+    # A member without advantage is held near the reference like any other.
+    return Algorithm(token_loss, algorithm.credit, False, algorithm.credited_only, True, algorithm.together)
+
+
+def _custom(learner: LearnerConfig) -> Algorithm:
+    """The user's algorithm; imports its module."""
+    module, _, short = learner.algorithm.rpartition(":")
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever a user's module raises, the config named it
+        reason = f"its module cannot be imported: {type(error).__name__}: {error}"
+        raise ConfigError("learner.algorithm", learner.algorithm, reason, "Mend it, or run where it is.") from error
+    if short not in _FACTORIES:
+        raise ConfigError("learner.algorithm", learner.algorithm, "there is no such algorithm in that module",
+                          nearest(short, tuple(_FACTORIES)))  # fmt: skip
+    made = _FACTORIES[short](learner)
+    if made.needs_reference and learner.reference == "none":
+        raise ConfigError("learner.reference", "none", f"{learner.algorithm} compares with a reference model",
+                          "Set it to 'init'.")  # fmt: skip
+    return made
