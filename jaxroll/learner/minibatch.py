@@ -1,77 +1,72 @@
 """From a claim's groups to what each optimizer step trains on: a function of the claim and the config alone.
 
-G is the group size, N the number of groups.
+Rewards as earned → shuffled (the control) → shaped (overlong answers, KL to the reference) → advantages → weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import jax
 import numpy as np
 
-from jaxroll.config import Config
-from jaxroll.errors import DataError
+from jaxroll.config import Config, LearnerConfig
+from jaxroll.config.algorithms import preset, settled
+from jaxroll.learner import credit
 from jaxroll.learner.samples import Sample, of_claim
-from jaxroll.math import advantage, aggregate
+from jaxroll.math import aggregate, algorithms
+from jaxroll.math.algorithms import Algorithm
+from jaxroll.math.credit import overlong_penalty
 from jaxroll.records import Claim
 
-_centred = jax.jit(jax.vmap(advantage.group_centred, in_axes=(0, 0, None)), static_argnums=2)
+Groups = list[list[Sample]]
+Costs = Callable[[Sequence[Sample]], list[np.ndarray]]  # of each sample what its tokens cost, float [T]
 
 
 @dataclass(frozen=True)
 class Prepared:
     """`groups` as they came, rewards untouched; `substeps` the weighted samples of each optimizer step, in order."""
 
-    groups: list[list[Sample]]
+    groups: Groups
     substeps: list[list[Sample]]
 
 
-def prepare(claim: Claim, config: Config) -> Prepared:
+def prepare(
+    claim: Claim, config: Config, *, algorithm: Algorithm | None = None, costs: Costs | None = None
+) -> Prepared:
     """Samples of `claim` with advantages and weights, divided into `learner.substeps` optimizer steps.
 
-    The denominators of a step are counted over all its samples, before any micro-batch is made.
+    The denominators of a step are counted over all its samples, before any micro-batch is made. `costs` prices tokens
+    before advantages are taken: a KL penalty in the reward. `algorithm` is the config's, built here if it is not given.
     """
-    learner, groups = config.learner, of_claim(claim)
-    rewards = [np.array([sample.reward for sample in group], np.float32) for group in groups]
-    if learner.shuffle_rewards:
-        rewards = shuffled(rewards, claim, config.run.seed)
-    shape = (config.schedule.groups_per_step, config.schedule.group_size)
-    advantages = group_advantages(rewards, shape, learner.advantage == "group_std")
+    learner: LearnerConfig = settled(config.learner)
+    groups = of_claim(claim)
+    algorithm = algorithm or algorithms.build(config.learner)
+    credit.check_sizes(groups, config.schedule.group_size)
+    shaped = _shaped(shuffled(groups, claim, config.run.seed) if learner.shuffle_rewards else groups, config)
+    if costs:
+        priced = iter(costs([sample for group in shaped for sample in group]))
+        shaped = [[sample.charged(next(priced)) for sample in group] for group in shaped]
+    advantages = (algorithm.credit or credit.estimator(config))(shaped)
     credited = [
-        [replace(sample, advantage=float(a)) for sample, a in zip(group, of_group, strict=True)]
+        [replace(sample, advantage=a) for sample, a in zip(group, of_group, strict=True)]
         for group, of_group in zip(groups, advantages, strict=True)
     ]
     parts = divided(credited, learner.substeps, claim.shuffle_seed)
-    return Prepared(groups, [weighted(part, learner.aggregation) for part in parts])
+    length = config.sampling.max_tokens
+    return Prepared(groups, [weighted(part, learner.aggregation, algorithm, length) for part in parts])
 
 
-def group_advantages(rewards: list[np.ndarray], shape: tuple[int, int], divide_by_std: bool) -> list[np.ndarray]:
-    """float32 [Gᵢ] for every group; computed in blocks of `shape` [N, G], so that one program serves every claim."""
-    block, size = shape
-    largest = max((len(group) for group in rewards), default=0)
-    if largest > size:
-        raise DataError(f"a claimed group has {largest} members, schedule.group_size is {size}")
-    out = []
-    for first in range(0, len(rewards), block):
-        padded, mask = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        for row, group in enumerate(rewards[first : first + block]):
-            padded[row, : len(group)], mask[row, : len(group)] = group, 1.0
-        result = np.asarray(_centred(padded, mask, divide_by_std))
-        out += [result[row, : len(group)] for row, group in enumerate(rewards[first : first + block])]
+def shuffled(groups: Groups, claim: Claim, seed: int) -> Groups:
+    """`groups` with rewards permuted inside each, the same way whenever this claim is trained: the control of a run."""
+    key, out = (seed, claim.shuffle_seed, claim.step), []
+    for claimed, group in zip(claim.groups, groups, strict=True):
+        order = np.random.default_rng([abs(int(part)) for part in (*key, claimed.group)]).permutation(len(group))
+        out.append([sample.earning(group[other].reward) for sample, other in zip(group, order, strict=True)])
     return out
 
 
-def shuffled(rewards: list[np.ndarray], claim: Claim, seed: int) -> list[np.ndarray]:
-    """`rewards` permuted inside each group, the same way whenever this claim is trained: the control of a run."""
-    key = (seed, claim.shuffle_seed, claim.step)
-    return [
-        np.random.default_rng([abs(int(part)) for part in (*key, group.group)]).permutation(of_group)
-        for group, of_group in zip(claim.groups, rewards, strict=True)
-    ]
-
-
-def divided(groups: list[list[Sample]], substeps: int, shuffle_seed: int) -> list[list[Sample]]:
+def divided(groups: Groups, substeps: int, shuffle_seed: int) -> list[list[Sample]]:
     """`substeps` lists of samples; groups stay whole and are dealt by the claim's logged seed."""
     if substeps == 1:
         return [[sample for group in groups for sample in group]]
@@ -79,13 +74,35 @@ def divided(groups: list[list[Sample]], substeps: int, shuffle_seed: int) -> lis
     return [[sample for index in part for sample in groups[index]] for part in np.array_split(order, substeps)]
 
 
-def weighted(samples: list[Sample], aggregation: str) -> list[Sample]:
+def weighted(samples: list[Sample], aggregation: str, algorithm: Algorithm, length: int = 1) -> list[Sample]:
     """Those of `samples` that move the parameters, with the weight that `aggregation` gives each of their tokens.
 
-    Every loss here is a multiple of the advantage, so a sample whose advantage is 0 has no gradient: it counts in the
-    denominators, like any other, and is not computed. Groups whose members all did equally well cost nothing.
+    Where the loss is a multiple of the advantage, a sample whose advantage is 0 has no gradient: it counts in the
+    denominators, like any other (unless they count those with an advantage only), and is not computed. Groups whose
+    members all did equally well cost nothing. With a KL penalty in the loss every sample is computed.
     """
     samples = [sample for sample in samples if sample.mask.any()]
-    weights = aggregate.sequence_weights(np.array([sample.trained_tokens for sample in samples]), aggregation)
-    credited = zip(samples, weights, strict=True)
-    return [replace(sample, weight=float(w)) for sample, w in credited if sample.advantage != 0.0]
+    if algorithm.credited_only:
+        samples = [sample for sample in samples if sample.credited]
+    weights = aggregate.sequence_weights(np.array([sample.trained_tokens for sample in samples]), aggregation, length)
+    weighed = zip(samples, weights, strict=True)
+    skips = algorithm.multiple_of_advantage
+    return [replace(sample, weight=float(w)) for sample, w in weighed if sample.credited or not skips]
+
+
+def _shaped(groups: Groups, config: Config) -> Groups:
+    """`groups` with the penalty for answers that come near the limit of their length."""
+    limit = config.sampling.max_tokens
+    last = config.learner.overlong_tokens
+    if not last and preset(config.learner.algorithm).overlong:
+        last = max(limit // 5, 1)
+    if not last:
+        return groups
+
+    def shaped(sample: Sample) -> Sample:
+        cost = np.zeros(len(sample.mask))
+        longest = max((turn.stop - turn.start for turn in sample.turns), default=0)
+        cost[np.flatnonzero(sample.mask)[-1:]] = -overlong_penalty(longest, limit, last)
+        return sample.charged(cost)
+
+    return [[shaped(sample) for sample in group] for group in groups]

@@ -122,25 +122,36 @@ def attention_share(spec: ModelSpec) -> float:
 
 
 def pack(
-    samples: Sequence[Sample], row_tokens: int, buckets: Sequence[int], *, shards: int = 1, quadratic: float = 0.0
+    samples: Sequence[Sample],
+    row_tokens: int,
+    buckets: Sequence[int],
+    *,
+    shards: int = 1,
+    quadratic: float = 0.0,
+    together: int = 1,
 ) -> list[MicroBatch]:
     """Micro-batches that hold every token of `samples` exactly once; none when there are no samples.
 
-    `shards` are the parts into which the mesh cuts the rows; `quadratic` is that of `work`.
+    `shards` are the parts into which the mesh cuts the rows; `quadratic` is that of `work`. Of `samples` each
+    `together` that follow one another (2: 0 and 1, 2 and 3, …) share a row, side by side and in order.
     """
-    lengths = [len(sample.tokens) for sample in samples]
+    units = [range(first, first + together) for first in range(0, len(samples), together)]
+    lengths = [sum(len(samples[index].tokens) for index in unit) for unit in units]
     if lengths and max(lengths) > row_tokens:
         raise ConfigError(
             "learner.row_tokens",
             row_tokens,
-            f"a sample of {max(lengths)} tokens does not fit into a row",
+            f"{'a sample' if together == 1 else f'{together} samples that belong together'} of {max(lengths)} tokens "
+            f"{'does' if together == 1 else 'do'} not fit into a row",
             f"Use at least {max(lengths)}, or lower task.max_prompt_tokens or sampling.max_tokens.",
         )
-    rows, cost = first_fit_decreasing(lengths, row_tokens), work(lengths, quadratic)
+    rows = first_fit_decreasing(lengths, row_tokens)
+    cost = np.array([work([len(samples[index].tokens) for index in unit], quadratic).sum() for unit in units])
     batches, first = [], 0
     for count in split_rows(len(rows), buckets):
         even = levelled(rows[first : first + count], lengths, cost, count, row_tokens)
-        batches.append(_filled(samples, dealt(even, cost, shards), count, row_tokens))
+        filled = [[index for unit in row for index in units[unit]] for row in dealt(even, cost, shards)]
+        batches.append(_filled(samples, filled, count, row_tokens))
         first += count
     return batches
 

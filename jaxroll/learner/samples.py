@@ -5,17 +5,20 @@ T is the number of tokens of one member, prompt included.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jaxroll.errors import DataError
+from jaxroll.math.credit import Advantage, Turn
 from jaxroll.records import Claim, Finished, Member, Segment, Version, ages
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One trainable sequence. `advantage` and `weight` belong to every trained token of it."""
+    """One trainable sequence. `weight` belongs to every trained token of it, and so does an `advantage` that is one
+    number."""
 
     tokens: np.ndarray  # int32 [T]
     mask: np.ndarray  # bool [T]: trained on
@@ -24,13 +27,33 @@ class Sample:
     sampled_tokens: int  # sampled, whether trained on or masked as stale
     fresh: bool  # all sampled tokens are of the very version, lineage included, that is being trained
     reward: float
-    advantage: float = 0.0
+    turns: tuple[Turn, ...] = ()
+    advantage: Advantage = 0.0
     weight: float = 0.0
 
     @property
     def trained_tokens(self) -> int:
         """Number of tokens that carry loss."""
         return int(self.mask.sum())
+
+    @property
+    def credited(self) -> bool:
+        """Whether some trained token has an advantage other than 0."""
+        return bool(np.any(np.where(self.mask, self.advantage, 0.0)))
+
+    def earning(self, reward: float) -> Sample:
+        """The same sample as if `reward` was what its last turn earned, and the others nothing."""
+        last = len(self.turns) - 1
+        turns = tuple(turn._replace(reward=reward if k == last else 0.0) for k, turn in enumerate(self.turns))
+        return replace(self, reward=reward, turns=turns)
+
+    def charged(self, costs: np.ndarray) -> Sample:
+        """The same sample with the costs (float [T]) of its trained tokens taken off what it and its turns earned."""
+        costs = np.where(self.mask, costs, 0.0)
+        turns = tuple(
+            turn._replace(reward=turn.reward - float(costs[turn.start : turn.stop].sum())) for turn in self.turns
+        )
+        return replace(self, reward=self.reward - float(costs.sum()), turns=turns)
 
 
 def of_member(member: Member, trained_at: Version) -> Sample:
@@ -53,6 +76,7 @@ def of_member(member: Member, trained_at: Version) -> Sample:
         sampled_tokens=len(sampled),
         fresh=all(run.version == trained_at for run in outcome.versions),
         reward=float(outcome.reward),
+        turns=_turns(outcome.segments, sampled, float(outcome.reward), outcome.reward_parts),
     )
 
 
@@ -62,19 +86,45 @@ def of_claim(claim: Claim) -> list[list[Sample]]:
     return [[of_member(member, trained_at) for member in group.members] for group in claim.groups]
 
 
-def supervised(prompt: list[int], answer: list[int]) -> Sample:
-    """A sample that trains on `answer` after `prompt`, with advantage 1."""
-    mask = np.arange(len(prompt) + len(answer)) >= len(prompt)
+def supervised(runs: Sequence[tuple[Sequence[int], bool]]) -> Sample:
+    """A sample of token runs end to end that trains, with advantage 1, on those that say so."""
+    mask = np.concatenate([np.full(len(run), trained, bool) for run, trained in runs])
     return Sample(
-        tokens=np.array([*prompt, *answer], np.int32),
+        tokens=np.concatenate([np.asarray(run, np.int32) for run, _ in runs]),
         mask=mask,
         behaviour=np.zeros(len(mask), np.float32),
         ages=np.zeros(len(mask), np.int32),
-        sampled_tokens=len(answer),
+        sampled_tokens=int(mask.sum()),
         fresh=False,
         reward=0.0,
         advantage=1.0,
     )
+
+
+def _turns(
+    segments: tuple[Segment, ...], sampled: np.ndarray, reward: float, parts: Mapping[str, float]
+) -> tuple[Turn, ...]:
+    """The sampled segments, each with the tokens shown since the one before it as its state.
+
+    Turn k earns the reward part `turn.k`; where an environment gives none of these the last turn earns it all.
+    """
+    is_sampled = np.zeros(sum(len(segment.tokens) for segment in segments), bool)
+    is_sampled[sampled] = True
+    found: list[tuple[int, int, bytes]] = []
+    start, shown = 0, b""
+    for segment in segments:
+        stop = start + len(segment.tokens)
+        if is_sampled[start:stop].any():
+            found.append((start, stop, shown))
+            shown = b""
+        else:
+            shown += segment.tokens.astype(np.int32).tobytes()
+        start = stop
+    names = [f"turn.{k}" for k in range(len(found))]
+    earned = [parts.get(name, 0.0) for name in names]
+    if found and not any(name in parts for name in names):
+        earned[-1] = reward
+    return tuple(Turn(*place, float(r)) for place, r in zip(found, earned, strict=True))
 
 
 def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

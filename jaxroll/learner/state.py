@@ -1,4 +1,4 @@
-"""Parameters and optimizer state: what a checkpoint holds and an optimizer step replaces."""
+"""Parameters (or their adapters) and optimizer state: what a checkpoint holds and an optimizer step replaces."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import numpy as np
 import optax
 
 from jaxroll.errors import ConfigError
+from jaxroll.learner import lora as adapters
+from jaxroll.learner.lora import Lora
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.sharding.rules import Layout, replicated
@@ -22,8 +24,9 @@ Params = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The learner's arrays. `step` (int32) counts optimizer steps, which is claims × substeps.
+    """The learner's arrays. `params` are what is trained: all parameters, or adapters (see `lora`).
 
+    `step` (int32) counts optimizer steps, which is claims × substeps.
     A state that only describes one holds ShapeDtypeStructs or shardings in their places.
     """
 
@@ -32,34 +35,48 @@ class TrainState:
     step: Any
 
 
-def shardings(spec: ModelSpec, layout: Layout, transform: optax.GradientTransformation) -> TrainState:
+def shardings(
+    spec: ModelSpec, layout: Layout, transform: optax.GradientTransformation, lora: Lora | None = None
+) -> TrainState:
     """A TrainState of NamedShardings: moments lie where their parameter lies, counters everywhere."""
-    params = model_params.shardings(spec, layout.mesh, layout.rules)
+    params = adapters.shardings(spec, layout, lora) if lora else model_params.shardings(spec, layout.mesh, layout.rules)
     everywhere = replicated(layout.mesh)
     opt_state = optax.tree_map_params(
         transform,
         lambda _, sharding: sharding,
-        jax.eval_shape(transform.init, model_params.abstract(spec)),
+        jax.eval_shape(transform.init, _trained(spec, lora)),
         params,
         transform_non_params=lambda _: everywhere,
     )
     return TrainState(params, opt_state, everywhere)
 
 
-def abstract(spec: ModelSpec, layout: Layout, transform: optax.GradientTransformation) -> TrainState:
+def abstract(
+    spec: ModelSpec, layout: Layout, transform: optax.GradientTransformation, lora: Lora | None = None
+) -> TrainState:
     """A TrainState of ShapeDtypeStructs with shardings: what to compile against and to restore into."""
-    params = model_params.abstract(spec)
+    params = _trained(spec, lora)
     shapes = TrainState(params, jax.eval_shape(transform.init, params), jax.ShapeDtypeStruct((), jnp.int32))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        shardings(spec, layout, transform),
+        shardings(spec, layout, transform, lora),
     )
 
 
-def fresh(params: Params, spec: ModelSpec, layout: Layout, transform: optax.GradientTransformation) -> TrainState:
-    """The state of `params` before the first step; the moments are made where they will lie."""
-    placed = shardings(spec, layout, transform)
+def _trained(spec: ModelSpec, lora: Lora | None) -> dict[str, jax.ShapeDtypeStruct]:
+    return adapters.abstract(spec, lora) if lora else model_params.abstract(spec)
+
+
+def fresh(
+    params: Params,
+    spec: ModelSpec,
+    layout: Layout,
+    transform: optax.GradientTransformation,
+    lora: Lora | None = None,
+) -> TrainState:
+    """The state of `params` (of the adapters, with `lora`) before the first step; moments are made where they lie."""
+    placed = shardings(spec, layout, transform, lora)
     opt_state = jax.jit(transform.init, out_shardings=placed.opt_state)(params)
     return TrainState(params, opt_state, jax.device_put(np.int32(0), placed.step))
 
@@ -75,15 +92,15 @@ def placed(params: Mapping[str, np.ndarray], spec: ModelSpec, layout: Layout) ->
             f"the weights lack {missing[:3]} and have {unknown[:3]} besides",
             "Another model's?",
         )
-    for name, leaf in expected.items():
-        if params[name].shape != leaf.shape:
-            raise ConfigError(
-                "model.size",
-                spec.name,
-                f"{name} has shape {params[name].shape} in the weights, the model has {leaf.shape}",
-            )
     where = model_params.shardings(spec, layout.mesh, layout.rules)
+    return {name: _on_devices(spec, name, params[name], where[name]) for name in expected}
+
+
+def _on_devices(spec: ModelSpec, name: str, value: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
+    """One leaf, once it has arrived: `params` may read each from a file, and then only one is in memory at a time."""
+    shape = model_params.abstract(spec)[name].shape
+    if value.shape != shape:
+        reason = f"{name} has shape {value.shape} in the weights, the model has {shape}"
+        raise ConfigError("model.size", spec.name, reason, "Another model's?")
     # Not aliased: a step donates its parameters, and the caller still holds the host arrays.
-    return {
-        name: jax.device_put(np.asarray(params[name], np.float32), where[name], may_alias=False) for name in expected
-    }
+    return jax.block_until_ready(jax.device_put(np.asarray(value, np.float32), where, may_alias=False))

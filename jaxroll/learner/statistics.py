@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxroll.math import kl, ratio
-from jaxroll.math.objective import TokenLoss
+from jaxroll.math.tokens import TokenLoss
 
 SUMS = (
     "tokens", "loss", "bounded", "delta", "kl", "ratio", "ratio_squared", "entropy", "logits_variance", "fresh_tokens",

@@ -1,7 +1,7 @@
 """The learner's compiled programs. After `Programs.compile` nothing compiles again, whatever the claims look like.
 
     accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
-    logprobs    (params, micro-batch) → log π per token              one per row bucket, only with several substeps
+    logprobs    (params, micro-batch) → log π per token              one per row bucket, if the recipe adds streams
     apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
 
 R rows, T tokens of a row. The log-prob of token t comes from the hidden state at t − 1 of the same segment; the first
@@ -11,23 +11,27 @@ token of a segment has none and never carries loss.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
+from jaxroll.kernels.choice import UNASKED, Choice
+from jaxroll.learner import lora, statistics
 from jaxroll.learner import state as states
-from jaxroll.learner import statistics
+from jaxroll.learner.head import TokenTerms, token_terms
+from jaxroll.learner.lora import Lora
 from jaxroll.learner.optimizer import Optimizer
 from jaxroll.learner.packing import STREAMS
 from jaxroll.learner.state import Params, TrainState
-from jaxroll.math import logprob, objective
+from jaxroll.math.tokens import Objective, Tokens
 from jaxroll.models import params as model_params
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
@@ -35,7 +39,7 @@ from jaxroll.protocols import Progress
 from jaxroll.sharding.rules import Layout, batch_spec, replicated
 
 Streams = Mapping[str, jax.Array]
-PROXIMAL = "proximal"  # the stream that `logprobs` adds to a micro-batch
+PROXIMAL, REFERENCE = "proximal", "reference"  # streams that `logprobs` adds to a micro-batch
 
 
 @jax.tree_util.register_dataclass
@@ -47,57 +51,48 @@ class Accumulator:
     statistics: dict[str, Any]
 
 
-class TokenTerms(NamedTuple):
-    """What one forward pass says about every token, float32 [R, T]."""
-
-    logprob: Float[Array, "R T"]
-    entropy: Float[Array, "R T"]
-    logits_variance: Float[Array, "R T"]
-
-
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What the programs are made of. `recompute` adds a pass for the proximal log-probs at the start of a claim."""
+    """What the programs are made of. `added` names the streams of log-probs that are computed before the gradients: of
+    the trainer at the start of the claim (PROXIMAL), of the reference model (REFERENCE).
+    """
 
     spec: ModelSpec
     layout: Layout
-    token_loss: objective.Objective
+    token_loss: Objective
     optimizer: Optimizer
     temperature: float
     row_tokens: int
     age_buckets: int = 1
-    recompute: bool = False
+    added: tuple[str, ...] = ()
+    logits_mb: float = math.inf  # of `head.token_terms`
+    attention: Choice = UNASKED
+    lora: Lora | None = None  # with it `params` of a state are adapters, and `base` what they are put upon
 
 
-def token_terms(spec: ModelSpec, layout: Layout, temperature: float, params: Params, streams: Streams) -> TokenTerms:
-    """The terms of every token of packed rows; of no meaning where `mask` is False."""
+def terms_of(recipe: Recipe, params: Params, streams: Streams) -> TokenTerms:
+    """What one forward pass says about every token of packed rows; of no meaning where `mask` is False."""
+    spec, layout = recipe.spec, recipe.layout
     hidden = transformer.forward(
-        spec, params, streams["tokens"], streams["positions"], streams["segment_ids"], layout=layout
-    )
-    before = jnp.roll(hidden, 1, axis=1)
-
-    @jax.checkpoint  # [R, T, V] is the largest array of all: made again in the backward pass rather than kept
-    def head(params: Params, before: Array) -> TokenTerms:
-        logits = transformer.logits(spec, params, before)
-        constant = jax.lax.stop_gradient(logits)
-        log_all = jax.nn.log_softmax(logprob.tempered(constant, temperature))
-        entropy = -jnp.sum(jnp.exp(log_all) * log_all, axis=-1)
-        return TokenTerms(
-            logprob.token_logprobs(logits, streams["tokens"], temperature), entropy, constant.var(axis=-1)
-        )
-
-    return head(params, before)
+        spec, params, streams["tokens"], streams["positions"], streams["segment_ids"], layout=layout,
+        attention=recipe.attention.name,
+    )  # fmt: skip
+    return token_terms(spec, layout, recipe.temperature, params, hidden, streams["tokens"], recipe.logits_mb)
 
 
-def gradients(recipe: Recipe, params: Params, streams: Streams) -> tuple[Params, statistics.Statistics]:
-    """∇ Σ weight · token loss over one micro-batch, and its statistics."""
+def gradients(
+    recipe: Recipe, params: Params, streams: Streams, base: Params | None = None
+) -> tuple[Params, statistics.Statistics]:
+    """∇ Σ weight · token loss over one micro-batch by `params` (with LoRA adapters upon `base`), and its statistics."""
 
     def total(params: Params) -> tuple[Array, statistics.Statistics]:
-        terms = token_terms(recipe.spec, recipe.layout, recipe.temperature, params, streams)
+        terms = terms_of(recipe, dense(recipe, params, base or {}), streams)
         logprobs = jnp.where(streams["mask"], terms.logprob, 0.0)
         # One step per claim: the proximal policy is this very forward pass, so the identity is exact and free.
         proximal = streams.get(PROXIMAL, jax.lax.stop_gradient(logprobs))
-        token = recipe.token_loss(logprobs, proximal, streams["behaviour"], streams["advantage"])
+        reference = streams.get(REFERENCE, jnp.zeros_like(logprobs))
+        given = (streams[name] for name in ("advantage", "mask", "segment_ids"))
+        token = recipe.token_loss(Tokens(logprobs, proximal, streams["behaviour"], reference, *given))
         seen = statistics.of_batch(streams, proximal, token, terms.entropy, terms.logits_variance, recipe.age_buckets)
         return jnp.sum(jnp.where(streams["mask"], streams["weight"] * token.loss, 0.0)), seen
 
@@ -105,17 +100,24 @@ def gradients(recipe: Recipe, params: Params, streams: Streams) -> tuple[Params,
     return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), seen
 
 
+def dense(recipe: Recipe, params: Params, base: Params) -> Params:
+    """The parameters that the model computes with: `params`, or `base` with them as adapters."""
+    return lora.merged(recipe.spec, recipe.layout, recipe.lora, base, params) if recipe.lora else params
+
+
 class Programs:
     """The programs of one recipe, compiled ahead of time; calls only look them up."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.state = states.abstract(recipe.spec, recipe.layout, recipe.optimizer.transform)
+        spec, layout, transform = recipe.spec, recipe.layout, recipe.optimizer.transform
+        self.state = states.abstract(spec, layout, transform, recipe.lora)
+        where = model_params.shardings(spec, layout.mesh, layout.rules)
+        self.params = {name: _struct(leaf, where[name]) for name, leaf in model_params.abstract(spec).items()}
+        self.base = self.params if recipe.lora else {}
         self._everywhere = replicated(recipe.layout.mesh)
         self._batch = NamedSharding(recipe.layout.mesh, batch_spec(recipe.layout.rules))
-        shapes = Accumulator(
-            model_params.abstract(recipe.spec), jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets))
-        )
+        shapes = Accumulator(self.state.params, jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets)))
         shardings = Accumulator(
             {name: leaf.sharding for name, leaf in self.state.params.items()},
             dict.fromkeys(shapes.statistics, self._everywhere),
@@ -123,13 +125,18 @@ class Programs:
         self.accumulator = jax.tree.map(_struct, shapes, shardings)
         self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
 
-    def compile(self, buckets: Sequence[int], progress: Progress | None = None) -> None:
-        """Compile everything for micro-batches of `buckets` rows, saying before each what and after it how long."""
+    def compile(self, buckets: Sequence[int], progress: Progress | None = None, *, logprobs: bool = False) -> None:
+        """Compile everything for micro-batches of `buckets` rows, saying before each what and after it how long.
+
+        With `logprobs` also that program when the recipe adds no stream: for a caller who wants the numbers.
+        """
         self._get("zeros", 0, progress)
         self._get("apply", 0, progress)
+        if self.recipe.lora:
+            self._get("merge", 0, progress)
         for rows in buckets:
             self._get("accumulate", rows, progress)
-            if self.recipe.recompute:
+            if self.recipe.added or logprobs:
                 self._get("logprobs", rows, progress)
 
     def zeros(self) -> Accumulator:
@@ -140,13 +147,19 @@ class Programs:
         """The streams of a micro-batch on the devices, rows over data and fsdp."""
         return jax.device_put(dict(streams), self._batch)
 
-    def accumulate(self, params: Params, accumulator: Accumulator, streams: Streams) -> Accumulator:
-        """`accumulator` (donated) with one micro-batch more."""
-        return self._get("accumulate", streams["tokens"].shape[0])(params, accumulator, dict(streams))
+    def accumulate(
+        self, params: Params, accumulator: Accumulator, streams: Streams, base: Params | None = None
+    ) -> Accumulator:
+        """`accumulator` (donated) with one micro-batch more; `base` are the frozen parameters below adapters."""
+        return self._get("accumulate", streams["tokens"].shape[0])(params, accumulator, dict(streams), base or {})
+
+    def merge(self, params: Params, base: Params) -> Params:
+        """`base` with the adapters `params` in it."""
+        return self._get("merge", 0)(params, base)
 
     def logprobs(self, params: Params, streams: Streams) -> jax.Array:
         """log π [R, T] of the trained tokens under `params`, 0 elsewhere."""
-        return self._get("logprobs", streams["tokens"].shape[0])(params, dict(streams))
+        return self._get("logprobs", streams["tokens"].shape[0])(params, {name: streams[name] for name in STREAMS})
 
     def apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
         """The next state, an empty accumulator, and the step's report; both arguments are donated."""
@@ -165,33 +178,34 @@ class Programs:
         return self._compiled[key]
 
     def lowered(self, name: str, rows: int = 0) -> jax.stages.Lowered:
-        """The program before compilation: zeros and apply have no rows. Needs the mesh, not its devices."""
+        """The program before compilation: zeros, merge and apply have no rows. Needs the mesh, not its devices."""
         recipe, state, accumulator = self.recipe, self.state, self.accumulator
         if name == "zeros":
             return jax.jit(lambda: _zeroed(accumulator), out_shardings=_shardings(accumulator)).lower()
+        if name == "merge":
+            merge = jax.jit(lambda params, base: dense(recipe, params, base), out_shardings=_shardings(self.params))
+            return merge.lower(state.params, self.base)
         if name == "apply":
             out = (_shardings(state), _shardings(accumulator), self._everywhere)
             return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, accumulator)
         streams = {key: self._stream(rows, dtype) for key, dtype in STREAMS.items()}
         if name == "logprobs":
-            return jax.jit(self._logprobs, out_shardings=self._batch).lower(state.params, streams)
-        if recipe.recompute:
-            streams[PROXIMAL] = self._stream(rows, np.dtype(np.float32))
+            return jax.jit(self._logprobs, out_shardings=self._batch).lower(self.params, streams)
+        streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in recipe.added}
         accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=_shardings(accumulator))
-        return accumulate.lower(state.params, accumulator, streams)
+        return accumulate.lower(state.params, accumulator, streams, self.base)
 
     def _stream(self, rows: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, self.recipe.row_tokens), dtype, sharding=self._batch)
 
-    def _accumulate(self, params: Params, accumulator: Accumulator, streams: Streams) -> Accumulator:
-        grads, seen = gradients(self.recipe, params, streams)
+    def _accumulate(self, params: Params, accumulator: Accumulator, streams: Streams, base: Params) -> Accumulator:
+        grads, seen = gradients(self.recipe, params, streams, base)
         return Accumulator(
             jax.tree.map(jnp.add, accumulator.grads, grads), statistics.merged(accumulator.statistics, seen)
         )
 
     def _logprobs(self, params: Params, streams: Streams) -> jax.Array:
-        recipe = self.recipe
-        terms = token_terms(recipe.spec, recipe.layout, recipe.temperature, params, streams)
+        terms = terms_of(self.recipe, params, streams)
         return jnp.where(streams["mask"], terms.logprob, 0.0)
 
     def _apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:

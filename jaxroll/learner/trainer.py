@@ -6,8 +6,10 @@ time of the step. What it computes is a function of (state, claim): micro-batche
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -16,33 +18,49 @@ from jax.sharding import Mesh
 
 from jaxroll.config import Config
 from jaxroll.errors import JaxRollError
-from jaxroll.learner import minibatch, optimizer, packing, statistics
+from jaxroll.kernels import choice
+from jaxroll.learner import credit, lora, minibatch, optimizer, packing, statistics
 from jaxroll.learner import state as states
 from jaxroll.learner.compiles import CompileCounter
+from jaxroll.learner.lora import Lora
 from jaxroll.learner.packing import MicroBatch
+from jaxroll.learner.reference import Reference
 from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import TrainState
-from jaxroll.learner.step import PROXIMAL, Accumulator, Programs, Recipe
-from jaxroll.math import objective
+from jaxroll.learner.step import PROXIMAL, REFERENCE, Accumulator, Programs, Recipe
+from jaxroll.math import algorithms
+from jaxroll.math.algorithms import Algorithm
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim
+from jaxroll.sharding import backend
 from jaxroll.sharding.rules import Layout, Rules
 
 Metrics = dict[str, Any]
+Streams = dict[str, jax.Array]
+_ADAPTERS = 0x10FA  # folded into the run's seed for fresh adapters: no other stream of the run takes it
 
 
 class Trainer:
-    """The parameters of a run and the programs that train them, on one mesh."""
+    """The parameters of a run and the programs that train them, on one mesh.
+
+    With `learner.reference` a frozen copy of the parameters that the run starts from is kept beside them.
+    """
 
     def __init__(self, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array) -> None:
         self.config, self.spec = config, spec
         self.layout = Layout(mesh, rules)
         self._shards, self._quadratic = mesh.shape["data"] * mesh.shape["fsdp"], packing.attention_share(spec)
         self.buckets = packing.row_buckets(config.learner.micro_rows, self._shards)
-        self.programs = Programs(recipe(config, spec, self.layout))
-        self.state: TrainState = self._fresh(model_params.init(spec, key, mesh, rules))
+        self.algorithm = algorithms.build(config.learner)
+        self.programs = Programs(recipe(config, spec, self.layout, self.algorithm))
+        self.lora = self.programs.recipe.lora
+        self.base: states.Params = {}  # frozen, below the adapters; empty where all parameters are trained
+        self._base_digest = ""
+        params = model_params.init(spec, key, mesh, rules)
+        self.reference = Reference.of(config.learner, params)
+        self.state: TrainState = self._fresh(params)
         self._compiles = CompileCounter()
         self._accumulator: Accumulator | None = None
 
@@ -50,15 +68,28 @@ class Trainer:
         """Shapes, dtypes and shardings of `state`: what a checkpoint is restored into."""
         return self.programs.state
 
+    def params(self) -> states.Params:
+        """The parameters that the model computes with now; with adapters a copy of all, merged."""
+        return self.programs.merge(self.state.params, self.base) if self.lora else self.state.params
+
+    def base_digest(self) -> str:
+        """What the adapters are put upon, by its bits; empty where all parameters are trained."""
+        return self._base_digest
+
     def set_params(self, params: Mapping[str, np.ndarray]) -> None:
-        """Start from `params` (host arrays) with a fresh optimizer."""
-        self.state = self._fresh(states.placed(params, self.spec, self.layout))
+        """Start from `params` (host arrays) with a fresh optimizer; they are the reference too."""
+        placed = states.placed(params, self.spec, self.layout)
+        self.reference = Reference.of(self.config.learner, placed)
+        self.state = self._fresh(placed)
+
+    def set_reference(self, params: Mapping[str, np.ndarray]) -> None:
+        """Compare with `params` (host arrays): what a run that goes on had started from."""
+        self.reference = Reference.of(self.config.learner, states.placed(params, self.spec, self.layout))
 
     def warmup(self, progress: Progress | None = None) -> None:
         """Compile every program that any claim can need; from here on `compiles` counts what should not happen."""
-        self.programs.compile(self.buckets, progress)
-        shape = (self.config.schedule.groups_per_step, self.config.schedule.group_size)
-        minibatch.group_advantages([np.zeros(1, np.float32)], shape, self.config.learner.advantage == "group_std")
+        self.programs.compile(self.buckets, progress, logprobs=_kl_in_reward(self.config))
+        credit.warmup(self.config)
         self._accumulator = self.programs.zeros()
         self._compiles.reset()
 
@@ -67,15 +98,20 @@ class Trainer:
 
         Raises JaxRollError when a gradient is not finite; the state is then spoilt and must be restored.
         """
-        prepared = minibatch.prepare(claim, self.config)
-        packed = [self._packed(samples) for samples in prepared.substeps]
+        costs = self._kl_costs if _kl_in_reward(self.config) else None
+        prepared = minibatch.prepare(claim, self.config, algorithm=self.algorithm, costs=costs)
+        packed = [self._packed(samples, self.algorithm.together) for samples in prepared.substeps]
         placed = [[self.programs.placed(batch.streams) for batch in batches] for batches in packed]
-        if self.programs.recipe.recompute:
-            placed = [[self._with_proximal(streams) for streams in batches] for batches in placed]
+        for name in self.programs.recipe.added:
+            placed = self._with_logprobs(placed, name)
         reports = jax.device_get([self._substep(batches) for batches in placed])
         _check_finite(reports, claim)
         batches = [batch for of_substep in packed for batch in of_substep]
-        return data_metrics(prepared.groups) | _step_metrics(reports) | {
+        seen = _step_metrics(reports)
+        rewards = rewards_by_age(prepared.groups, self.programs.recipe.age_buckets)
+        seen["by_age"] = {age: {"tokens": 0, "reward": reward} | seen["by_age"].get(age, {})
+                          for age, reward in rewards.items()}  # fmt: skip
+        return data_metrics(prepared.groups) | seen | {
             "padding_waste": packing.padding_waste(batches),
             "shard_imbalance": packing.shard_imbalance(batches, self._shards, self._quadratic),
             "tokens_computed": sum(sample.trained_tokens for samples in prepared.substeps for sample in samples),
@@ -84,37 +120,81 @@ class Trainer:
         }  # fmt: skip
 
     def _fresh(self, params: states.Params) -> TrainState:
-        return states.fresh(params, self.spec, self.layout, self.programs.recipe.optimizer.transform)
+        transform = self.programs.recipe.optimizer.transform
+        if self.lora:
+            self.base, self._base_digest = params, lora.digest(params)
+            key = jax.random.fold_in(jax.random.key(self.config.run.seed), _ADAPTERS)
+            params = lora.init(self.spec, self.layout, self.lora, key)
+        return states.fresh(params, self.spec, self.layout, transform, self.lora)
 
-    def _packed(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def _packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
         return packing.pack(
-            samples, self.config.learner.row_tokens, self.buckets, shards=self._shards, quadratic=self._quadratic
-        )
+            samples, self.config.learner.row_tokens, self.buckets,
+            shards=self._shards, quadratic=self._quadratic, together=together,
+        )  # fmt: skip
 
-    def _with_proximal(self, streams: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return streams | {PROXIMAL: self.programs.logprobs(self.state.params, streams)}
+    def _with_logprobs(self, placed: list[list[Streams]], name: str) -> list[list[Streams]]:
+        """The micro-batches of all substeps with the stream `name`: log π of whom it is named for."""
+        if name == PROXIMAL:
+            params = nullcontext(self.params())
+        else:
+            assert self.reference is not None  # the rules refuse a config that needs one and has none
+            params = self.reference.params()
+        with params as lent:
+            return [[of | {name: self.programs.logprobs(lent, of)} for of in batches] for batches in placed]
+
+    def _kl_costs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """kl_coef · k1(π_prox, π_ref) of the tokens of each sample, [T]."""
+        batches = self._packed(samples)
+        placed = [[self.programs.placed(batch.streams) for batch in batches]]
+        for name in (PROXIMAL, REFERENCE):
+            placed = self._with_logprobs(placed, name)
+        costs: list[np.ndarray] = [np.zeros(0)] * len(samples)
+        for batch, streams in zip(batches, placed[0], strict=True):
+            logp, logq = jax.device_get((streams[PROXIMAL], streams[REFERENCE]))
+            cost = self.config.learner.kl_coef * (logp.astype(np.float64) - logq)
+            for place in batch.placements:
+                costs[place.sample] = cost[place.row, place.start : place.start + place.length]
+        return costs
 
     def _substep(self, batches: Sequence[dict[str, jax.Array]]) -> dict[str, Any]:
         """One optimizer step over all of `batches`; its report, still on the device."""
         accumulator = self._accumulator or self.programs.zeros()
         for streams in batches:
-            accumulator = self.programs.accumulate(self.state.params, accumulator, streams)
+            accumulator = self.programs.accumulate(self.state.params, accumulator, streams, self.base)
         self.state, self._accumulator, report = self.programs.apply(self.state, accumulator)
         return report
 
 
-def recipe(config: Config, spec: ModelSpec, layout: Layout) -> Recipe:
+def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm | None = None) -> Recipe:
     """What the learner's programs are made of under this config."""
+    algorithm = algorithm or algorithms.build(config.learner)
+    added = [PROXIMAL] if config.learner.substeps > 1 else []
+    remat = config.learner.remat
     return Recipe(
-        spec=spec,
+        spec=spec if remat == "auto" else dataclasses.replace(spec, remat=remat),
         layout=layout,
-        token_loss=objective.build(config.learner),
+        token_loss=algorithm.objective,
         optimizer=optimizer.build(config.learner),
         temperature=config.sampling.temperature,
         row_tokens=config.learner.row_tokens,
         age_buckets=math.ceil(config.schedule.alpha) + 1,
-        recompute=config.learner.substeps > 1,
+        added=(*added, REFERENCE) if algorithm.needs_reference else tuple(added),
+        logits_mb=config.learner.logits_mb,
+        attention=attention(config, spec, layout),
+        lora=Lora.of(config.learner),
     )
+
+
+def attention(config: Config, spec: ModelSpec, layout: Layout) -> choice.Choice:
+    """The implementation of attention in packed rows; ConfigError when the config names one that cannot work here."""
+    mesh = layout.mesh
+    site = choice.Site(spec, backend.platform(mesh), mesh.shape["tensor"], config.learner.row_tokens)
+    return choice.choose("packed", config.learner.attention, site)
+
+
+def _kl_in_reward(config: Config) -> bool:
+    return config.learner.kl_coef > 0 and config.learner.kl_in == "reward"
 
 
 def data_metrics(groups: Sequence[Sequence[Sample]]) -> Metrics:
@@ -134,6 +214,16 @@ def data_metrics(groups: Sequence[Sequence[Sample]]) -> Metrics:
         "age_hist": {str(age): int(count) for age, count in zip(*counts, strict=True)},
         "groups_without_signal": sum(len({sample.reward for sample in group}) <= 1 for group in groups),
     }
+
+
+def rewards_by_age(groups: Sequence[Sequence[Sample]], age_buckets: int) -> dict[str, float]:
+    """The mean reward of the members over the trained tokens of each age; the last bucket takes whatever is older."""
+    samples = [sample for group in groups for sample in group if sample.mask.any()]
+    if not samples:
+        return {}
+    ages = np.concatenate([np.clip(sample.ages[sample.mask], 0, age_buckets - 1) for sample in samples])
+    rewards = np.repeat([sample.reward for sample in samples], [sample.trained_tokens for sample in samples])
+    return {str(age): float(rewards[ages == age].mean()) for age in np.unique(ages)}
 
 
 def _step_metrics(reports: Sequence[Mapping[str, Any]]) -> Metrics:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from jaxroll.config import RoleArgs
+from jaxroll.config.rules import episode_tokens
 from jaxroll.data import heldout
 from jaxroll.engine.host import EngineProxy
 from jaxroll.envs import registry
+from jaxroll.envs.places import Places
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.offline import trained
 from jaxroll.protocols import SamplingParams
 from jaxroll.rollout import evaluation
+from jaxroll.rollout.episode import Bounds
 from jaxroll.rollout.manager import RolloutManager
 
 
@@ -20,15 +23,18 @@ def main(args: RoleArgs) -> int:
     pool.start()
     try:
         slots = config.evaluator.slots
-        model = trained.load(config, args.run_dir, slots=slots, max_tokens=config.sampling.max_tokens)
+        said = episode_tokens(config) - config.task.max_prompt_tokens
+        model = trained.load(config, args.run_dir, slots=slots, max_tokens=said)
         sampling = SamplingParams(config.sampling.max_tokens, 0.0, 0, 1.0, (model.tokenizer.eos_id,))
         tasks = heldout.tasks(config)
 
         async def play(proxy: EngineProxy) -> None:
-            manager = RolloutManager(
-                proxy, lambda name: registry.create(name, pool, config.task), model.tokenizer, sampling
-            )
-            results = await evaluation.scores(manager, tasks, model.tokenizer, model.version, permits=2 * slots)
+            places, bounds = Places(pool, config), Bounds(tokens=episode_tokens(config))
+            manager = RolloutManager(proxy, places.create, model.tokenizer, sampling, bounds=bounds)
+            try:
+                results = await evaluation.scores(manager, tasks, model.tokenizer, model.version, permits=2 * slots)
+            finally:
+                await places.close()
             share = evaluation.accuracy(results) or 0.0
             print(f"{model.source}: {100 * share:.1f} % of {len(results)} held-out items right")
 

@@ -1,7 +1,8 @@
 """The warm start: supervised training on a task's worked answers, with the learner's own programs.
 
 Cross-entropy is −A · log π with A = 1, so packing, accumulation and the optimizer are those of the reinforcement
-learner; only the objective and the schedule differ. Trained tokens are the answer and the end of sequence.
+learner; only the objective and the schedule differ. Trained tokens are the answers and their ends of sequence, also of
+a conversation of several turns.
 """
 
 from __future__ import annotations
@@ -19,22 +20,24 @@ import numpy as np
 from jaxroll.config import Config, RoleArgs
 from jaxroll.data import sources, worked
 from jaxroll.errors import ConfigError
-from jaxroll.learner import minibatch, optimizer, packing, samples, statistics, weights
+from jaxroll.learner import minibatch, optimizer, packing, samples, statistics, trainer, weights
 from jaxroll.learner import state as states
 from jaxroll.learner.step import Programs, Recipe
-from jaxroll.math import objective
+from jaxroll.math import importance
+from jaxroll.math.algorithms import Algorithm
 from jaxroll.metrics import JsonlTracker
 from jaxroll.models import families, pretrained
 from jaxroll.models import params as model_params
 from jaxroll.offline.teacher import exact_share
 from jaxroll.protocols import Progress, Tokenizer
-from jaxroll.records import Task
+from jaxroll.records import Message, Task
 from jaxroll.sharding import meshes, rules
-from jaxroll.text import tokenizers
+from jaxroll.text import dialogue, tokenizers
 
 SAY_EVERY_S = 5.0
 CHECK_EXAMPLES = 256  # at most, and at most a tenth: questions kept out of training for the estimate at the end
 MAX_GRAD_NORM = 1.0
+SUPERVISED = Algorithm(importance.likelihood(), multiple_of_advantage=True)
 PADDING = 0.15  # share of padded cells that is cheaper than compiling another program
 
 
@@ -64,6 +67,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     progress(f"warm start: {config.sft.steps} steps of {config.sft.batch} worked answers, {spec.name}")
     course = prepared(config, text, buckets)
     programs = Programs(_recipe(config, spec, layout))
+    progress(f"attention: packed {programs.recipe.attention}")
     if config.model.path:
         params = states.placed(pretrained.weights(config.model, spec), spec, layout)
     else:
@@ -99,23 +103,21 @@ def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> Course:
     examples = worked.examples(config, steps * size + CHECK_EXAMPLES)
     questions = list(dict.fromkeys(task.question_hash for task, _ in examples))
     kept_out = set(questions[: min(CHECK_EXAMPLES, len(questions) // 10)])
-    check = {
-        task.question_hash: example(text, task, answer) for task, answer in examples if task.question_hash in kept_out
-    }
+    check = {task.question_hash: example(text, task, said) for task, said in examples if task.question_hash in kept_out}
     taught = itertools.cycle(pair for pair in examples if pair[0].question_hash not in kept_out)
     tokens, batches = config.learner.row_tokens, []
     for step in range(steps):
-        taken = [example(text, task, answer) for task, answer in itertools.islice(taught, size)]
-        batch = minibatch.weighted(taken, "token_mean")
+        taken = [example(text, task, said) for task, said in itertools.islice(taught, size)]
+        batch = minibatch.weighted(taken, "token_mean", SUPERVISED)
         if step == 0:
             buckets = _fewest(buckets, batch, tokens)
         batches.append(packing.pack(batch, tokens, buckets))
     return Course(batches, list(check.values()))
 
 
-def example(text: Tokenizer, task: Task, answer: str) -> samples.Sample:
-    """The sample of one worked answer: the prompt as the sampler would see it, then the answer and eos."""
-    return samples.supervised(text.render(task.messages), [*text.encode(answer), text.eos_id])
+def example(text: Tokenizer, task: Task, said: tuple[Message, ...]) -> samples.Sample:
+    """The sample of one worked conversation: every prompt as the sampler would see it, then the answer and eos."""
+    return samples.supervised(dialogue.runs(text, task.messages, said))
 
 
 def described(config: Config) -> dict[str, Any]:
@@ -138,10 +140,11 @@ def _recipe(config: Config, spec: families.ModelSpec, layout: rules.Layout) -> R
     return Recipe(
         spec=spec,
         layout=layout,
-        token_loss=objective.cross_entropy(),
+        token_loss=SUPERVISED.objective,
         optimizer=optimizer.adamw(schedule, config.learner.weight_decay, MAX_GRAD_NORM),
         temperature=1.0,
         row_tokens=config.learner.row_tokens,
+        attention=trainer.attention(config, spec, layout),
     )
 
 

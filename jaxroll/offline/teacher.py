@@ -35,7 +35,8 @@ def exact_share(programs: Programs, params: Params, check: Sequence[Sample], buc
 def _likeliest(recipe: Recipe, params: Params, streams: Mapping[str, jax.Array]) -> jax.Array:
     """bool [R, T]: where the token is the argmax of the distribution that predicts it."""
     hidden = transformer.forward(
-        recipe.spec, params, streams["tokens"], streams["positions"], streams["segment_ids"], layout=recipe.layout
-    )
+        recipe.spec, params, streams["tokens"], streams["positions"], streams["segment_ids"], layout=recipe.layout,
+        attention=recipe.attention.name,
+    )  # fmt: skip
     logits = transformer.logits(recipe.spec, params, jnp.roll(hidden, 1, axis=1))
     return logits.argmax(-1) == streams["tokens"]

@@ -15,9 +15,10 @@ from jaxroll.data import sources
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.host import EngineHost, EngineProxy
 from jaxroll.errors import ConfigError
-from jaxroll.learner import optimizer, weights
+from jaxroll.learner import lora, optimizer, weights
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.learner.lora import Lora
 from jaxroll.models import families, params, pretrained
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Version
@@ -50,6 +51,7 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
         max_tokens=max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets) + max_tokens,
         prefill_rows=min(slots, config.sampler.prefill_rows), prefill_buckets=config.sampler.prefill_buckets,
         decode_chunk=config.sampler.decode_chunk, seed=config.run.seed, penalties=penalties, decode=text.decode,
+        prefill_attention=config.sampler.prefill_attention, paged_attention=config.sampler.paged_attention,
     )  # fmt: skip
     engine.warmup(placed, print)
     engine.swap(version, placed)
@@ -63,15 +65,27 @@ def newest_params(
     checkpoints = Checkpoints(run_dir / "checkpoints", config.learner.checkpoints_kept)
     latest = checkpoints.latest()
     if latest is not None:
-        transform = optimizer.build(config.learner).transform
-        state, _ = checkpoints.restore(latest, states.abstract(spec, layout, transform))
-        return state.params, latest, f"checkpoint {latest}"
+        transform, adapters = optimizer.build(config.learner).transform, Lora.of(config.learner)
+        base = _base(config, spec, run_dir, layout) if adapters else {}
+        digest = lora.digest(base) if adapters else ""
+        state, _ = checkpoints.restore(latest, states.abstract(spec, layout, transform, adapters), digest)
+        values = lora.merged(spec, layout, adapters, base, state.params) if adapters else state.params
+        return values, latest, f"checkpoint {latest}"
     warm = run_dir / "warm"
     if warm.is_dir():
         return states.placed(weights.load(warm), spec, layout), Version(0, 0), "the warm start"
     if config.model.path:
         return states.placed(pretrained.weights(config.model, spec), spec, layout), Version(0, 0), config.model.path
     raise ConfigError("RUN", str(run_dir), "has neither checkpoints nor a warm start", "Train first: jaxroll train.")
+
+
+def _base(config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout) -> states.Params:
+    """What the run started from: the warm start, the model of the path, or its fresh init."""
+    if (warm := run_dir / "warm").is_dir():
+        return states.placed(weights.load(warm), spec, layout)
+    if config.model.path:
+        return states.placed(pretrained.weights(config.model, spec), spec, layout)
+    return params.init(spec, jax.random.key(config.run.seed), layout.mesh, layout.rules)
 
 
 def ask(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]]) -> None:

@@ -7,9 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxroll.config import LearnerConfig
 from jaxroll.errors import DataError
 from jaxroll.learner import minibatch
+from jaxroll.math import algorithms
 from jaxroll.records import Claim
+
+GRPO = algorithms.build(LearnerConfig())
 
 
 def rewards_and_advantages(claim: Claim, config) -> list[tuple[float, float]]:
@@ -83,8 +87,10 @@ def test_shuffled_rewards_stay_in_their_group_and_are_a_function_of_the_claim(sm
 
 def test_every_group_is_shuffled_its_own_way(small_config, make_claim):
     claim = make_claim(groups=4)
-    ranks = minibatch.shuffled([np.arange(16)] * 4, claim, seed=0)
-    assert len({tuple(rank) for rank in ranks}) == 4
+    (sample, *_), *_ = minibatch.prepare(claim, small_config()).groups
+    ranked = [[sample.earning(float(rank)) for rank in range(16)] for _ in range(4)]
+    ranks = minibatch.shuffled(ranked, claim, seed=0)
+    assert len({tuple(one.reward for one in group) for group in ranks}) == 4
 
 
 def test_shuffling_breaks_the_link_between_reward_and_advantage(small_config, make_claim):
@@ -100,7 +106,7 @@ def test_members_without_trained_tokens_carry_nothing(small_config, make_claim):
     claim = make_claim(groups=1)
     samples = [replace(sample, advantage=1.0) for sample in minibatch.prepare(claim, small_config()).groups[0]]
     masked = replace(samples[0], mask=np.zeros(len(samples[0].tokens), bool))
-    kept = minibatch.weighted([masked, *samples[1:]], "seq_mean_token_mean")
+    kept = minibatch.weighted([masked, *samples[1:]], "seq_mean_token_mean", GRPO)
     assert len(kept) == 3
     np.testing.assert_allclose(sum(s.weight * s.trained_tokens for s in kept), 1.0, rtol=1e-5)
 
@@ -109,6 +115,6 @@ def test_members_without_advantage_count_in_the_denominator_only(small_config, m
     samples = [
         replace(sample, advantage=1.0) for sample in minibatch.prepare(make_claim(groups=1), small_config()).groups[0]
     ]
-    all_of_them = minibatch.weighted(samples, "token_mean")
-    without = minibatch.weighted([replace(samples[0], advantage=0.0), *samples[1:]], "token_mean")
+    all_of_them = minibatch.weighted(samples, "token_mean", GRPO)
+    without = minibatch.weighted([replace(samples[0], advantage=0.0), *samples[1:]], "token_mean", GRPO)
     assert [s.weight for s in without] == [s.weight for s in all_of_them[1:]]

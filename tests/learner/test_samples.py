@@ -73,6 +73,6 @@ def test_a_failed_member_cannot_be_trained_on():
 
 
 def test_supervised_trains_on_the_answer_alone():
-    got = samples.supervised([1, 5, 3], [6, 2])
+    got = samples.supervised([([1, 5, 3], False), ([6, 2], True)])
     np.testing.assert_array_equal(got.mask, [0, 0, 0, 1, 1])
     assert got.advantage == 1.0

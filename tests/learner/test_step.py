@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
+from jaxroll.config.algorithms import settled
 from jaxroll.learner import minibatch, packing
 from jaxroll.models import transformer
 
@@ -28,7 +29,7 @@ def one_a_row(samples) -> dict[str, np.ndarray]:
 
 def plain_loss(config, spec, samples):
     """params → the loss as a textbook would write it, over padded rows."""
-    learner, rows = config.learner, one_a_row(samples)
+    learner, rows = settled(config.learner), one_a_row(samples)
     mask, tokens = jnp.asarray(rows["mask"], jnp.float32), rows["tokens"]
 
     def loss(params):

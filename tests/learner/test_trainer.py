@@ -96,6 +96,9 @@ def test_the_row_of_a_step(small_config, make_claim, make_trainer):
     assert (row["samples"], row["tokens_trained"], row["masked_tokens"]) == (16, tokens, 0)
     assert (row["age_mean"], row["age_max"], row["age_hist"]) == (1.0, 1, {"1": tokens})
     assert row["by_age"]["1"]["tokens"] == tokens
+    lengths = [int(s.loss_mask.sum()) for g in claim.groups for m in g.members for s in m.outcome.segments]
+    by_token = np.repeat(rewards, [n for n in lengths if n])
+    assert row["by_age"].keys() == {"1"} and row["by_age"]["1"]["reward"] == pytest.approx(by_token.mean())
     assert 0 < row["ess"] < 1 and row["grad_norm"] > 0 and row["learning_rate"] == pytest.approx(1e-2)
     assert 0 <= row["padding_waste"] < 1 and row["logits_std"] > 0 and row["clip_share"] >= 0
     assert row["logprob_mismatch_max"] is None
@@ -207,7 +210,7 @@ def test_leaving_out_members_without_advantage_changes_nothing(
     row = trainer.train(claim)
     less = jax.device_get(trainer.state.params)
 
-    def all_of_them(samples, how):
+    def all_of_them(samples, how, algorithm, length):
         weights = aggregate.sequence_weights(np.array([s.trained_tokens for s in samples]), how)
         return [replace(s, weight=float(w)) for s, w in zip(samples, weights, strict=True)]
 

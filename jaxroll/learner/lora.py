@@ -1,0 +1,149 @@
+"""Low-rank adapters: the model computes with W + (α/r)·A·B, where W is frozen and A and B are what is trained.
+
+E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (their ΔW = BA is our AB: weights here are
+[*in, *out]). B begins at zero, so the first step sees the model that the run starts from. Samplers, evaluation and
+export see W + (α/r)·A·B as one array; a checkpoint holds A, B and their optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+
+from jaxroll.config import LearnerConfig
+from jaxroll.models import params as model_params
+from jaxroll.models.families import ModelSpec
+from jaxroll.sharding.rules import Layout
+
+Params = dict[str, jax.Array]
+_A, _B = ".A", ".B"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Which parameters are adapted, at which rank; `alpha` / `rank` scales the product."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    @classmethod
+    def of(cls, learner: LearnerConfig) -> Lora | None:
+        """The adapters that the config asks for; None where all parameters are trained."""
+        if not learner.lora_rank:
+            return None
+        return cls(learner.lora_rank, learner.lora_alpha, tuple(learner.lora_targets))
+
+    @property
+    def scale(self) -> float:
+        """α/r."""
+        return self.alpha / self.rank
+
+    def adapts(self, name: str) -> bool:
+        """Whether the parameter of this name has adapters: "layers.03.attn.q" of the target "attn.q"."""
+        return name.startswith("layers.") and name.split(".", 2)[2] in self.targets
+
+
+def abstract(spec: ModelSpec, lora: Lora) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name to shape of every adapter (float32): A [*in, r] and B [r, *out] of each target parameter, sorted."""
+    found = {}
+    for name, leaf in model_params.abstract(spec).items():
+        if lora.adapts(name):
+            inputs = _inputs(name)
+            found[name + _A] = jax.ShapeDtypeStruct((*leaf.shape[:inputs], lora.rank), leaf.dtype)
+            found[name + _B] = jax.ShapeDtypeStruct((lora.rank, *leaf.shape[inputs:]), leaf.dtype)
+    return found
+
+
+def shardings(spec: ModelSpec, layout: Layout, lora: Lora) -> dict[str, jax.NamedSharding]:
+    """Name to where the adapter lies: its axes as those of its parameter, the rank whole everywhere."""
+    axes = model_params.logical_axes(spec)
+
+    def logical(adapter: str) -> tuple[str | None, ...]:
+        name = adapter.removesuffix(_A).removesuffix(_B)
+        inputs = _inputs(name)
+        return (*axes[name][:inputs], None) if adapter.endswith(_A) else (None, *axes[name][inputs:])
+
+    return {name: layout.sharding(logical(name), leaf.shape) for name, leaf in abstract(spec, lora).items()}
+
+
+def init(spec: ModelSpec, layout: Layout, lora: Lora, key: PRNGKeyArray) -> Params:
+    """Fresh adapters, sharded at birth: A normal with deviation 1/√in, B zero. The mesh does not change them."""
+    create = jax.jit(functools.partial(_created, spec, lora), out_shardings=shardings(spec, layout, lora))
+    return create(key)
+
+
+def merged(
+    spec: ModelSpec, layout: Layout | None, lora: Lora, base: Mapping[str, Array], adapters: Mapping[str, Array]
+) -> Params:
+    """The parameters that the model computes with, by name: W, or W + (α/r)·A·B (float32) where there are adapters.
+
+    With a `layout` each product lies where its parameter does.
+    """
+    axes = model_params.logical_axes(spec)
+
+    def one(name: str, value: Array) -> Array:
+        if not lora.adapts(name):
+            return value
+        product = jnp.tensordot(adapters[name + _A], adapters[name + _B], 1, precision=jax.lax.Precision.HIGHEST)
+        product = product if layout is None else layout.constrain(product, axes[name])
+        return value + lora.scale * product
+
+    return {name: one(name, value) for name, value in base.items()}
+
+
+def merged_on_host(lora: Lora, name: str, base: np.ndarray, adapters: Mapping[str, np.ndarray]) -> np.ndarray:
+    """One parameter as `merged` has it, of host arrays."""
+    if not lora.adapts(name):
+        return base
+    product = np.tensordot(adapters[name + _A], adapters[name + _B], 1)
+    return (base + np.float32(lora.scale) * product).astype(np.float32)
+
+
+def digest(base: Mapping[str, Any]) -> str:
+    """A name for the frozen parameters, by their bits: what adapters were trained upon is what they are put upon.
+
+    Each is asked for once, and let go.
+    """
+    text = ",".join(f"{name}:{int(_bit_sum(jnp.asarray(base[name], jnp.float32))):08x}" for name in sorted(base))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@jax.jit
+def _bit_sum(value: Array) -> Array:
+    """uint32: the sum of the bits as numbers, each times an odd number of its own place, modulo 2³²."""
+    bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
+    place = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, stride in enumerate(_strides(bits.shape)):
+        place = place + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride % 2**32)
+    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
+def _created(spec: ModelSpec, lora: Lora, key: PRNGKeyArray) -> Params:
+    shapes = abstract(spec, lora)
+    keys = dict(zip(shapes, jax.random.split(key, len(shapes)), strict=True))
+
+    def one(name: str, leaf: jax.ShapeDtypeStruct) -> Array:
+        if name.endswith(_B):
+            return jnp.zeros(leaf.shape, leaf.dtype)
+        return jax.random.normal(keys[name], leaf.shape, leaf.dtype) / math.sqrt(math.prod(leaf.shape[:-1]))
+
+    return {name: one(name, leaf) for name, leaf in shapes.items()}
+
+
+def _inputs(name: str) -> int:
+    """How many of a parameter's axes are its inputs: heads and head dimension of the output projection, else one."""
+    return 2 if name.endswith(".attn.o") else 1

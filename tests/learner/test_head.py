@@ -1,0 +1,81 @@
+"""The logits of a step in parts: the same numbers, and never the whole array."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxroll.config import MeshConfig
+from jaxroll.learner import head, packing
+from jaxroll.learner.step import Programs
+from jaxroll.models import families, params
+from jaxroll.sharding import meshes, rules
+from jaxroll.sharding.rules import Layout
+
+ROWS, TOKENS = 4, 64
+SPEC = families.spec("nano", vocab_size=1024)
+WHOLE_MB = ROWS * TOKENS * SPEC.vocab_size * 4 / 2**20
+CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
+
+
+@pytest.fixture
+def programs(small_config, make_trainer):
+    """The programs of a learner whose logits may take `logits_mb` on a device."""
+
+    def make(logits_mb: float, mesh: MeshConfig) -> Programs:
+        recipe = make_trainer(small_config(micro_rows=ROWS, row_tokens=TOKENS, mesh=mesh)).programs.recipe
+        return Programs(dataclasses.replace(recipe, spec=SPEC, logits_mb=logits_mb))
+
+    return make
+
+
+def streams() -> dict[str, np.ndarray]:
+    chance, out = np.random.default_rng(0), packing.empty_streams(ROWS, TOKENS)
+    out["tokens"][:] = chance.integers(0, SPEC.vocab_size, (ROWS, TOKENS))
+    out["positions"][:], out["segment_ids"][:], out["mask"][:, 1:] = np.arange(TOKENS), 1, True
+    out["behaviour"][:], out["advantage"][:] = -chance.random((ROWS, TOKENS)), chance.normal(size=(ROWS, TOKENS))
+    out["weight"][:, 1:] = 1 / (ROWS * (TOKENS - 1))
+    return out
+
+
+def gradients(made: Programs) -> dict[str, np.ndarray]:
+    layout = made.recipe.layout
+    weights = params.init(SPEC, jax.random.key(0), layout.mesh, layout.rules)
+    out = made.accumulate(weights, made.zeros(), made.placed(streams()))
+    return jax.device_get({**out.grads, **out.statistics})
+
+
+def largest_array(program: jax.stages.Lowered) -> int:
+    """Elements of the largest float32 array that has the vocabulary among its axes, in the compiled program."""
+    text = program.compile().as_text()
+    assert text is not None
+    shapes = [[int(n) for n in found.split(",")] for found in re.findall(r"f32\[([0-9,]+)\]", text)]
+    return max(math.prod(shape) for shape in shapes if SPEC.vocab_size in shape and SPEC.width not in shape)
+
+
+def test_no_array_of_all_tokens_and_words_is_in_the_program(programs):
+    whole, parts = (programs(mb, MeshConfig()).lowered("accumulate", ROWS) for mb in (WHOLE_MB, WHOLE_MB / 8))
+    assert largest_array(whole) == ROWS * TOKENS * SPEC.vocab_size  # or this would not see it
+    assert largest_array(parts) == ROWS * TOKENS * SPEC.vocab_size // 8
+
+
+def test_parts_change_neither_gradients_nor_statistics(programs):
+    whole, parts = gradients(programs(WHOLE_MB, MeshConfig())), gradients(programs(WHOLE_MB / 64, CUBE))
+    for name, want in whole.items():
+        scale = max(1e-6, float(np.abs(want).max()))
+        np.testing.assert_allclose(parts[name], want, rtol=0, atol=2e-5 * scale, err_msg=name)
+
+
+def test_a_part_is_what_a_device_may_hold():
+    layout = Layout(meshes.build(CUBE), rules.LEARNER)
+    spec = families.spec("qwen3_0p6b")
+    a_row = 4 * spec.vocab_size // 2  # bytes of a token's logits on one of two tensor shards
+    assert head.part_tokens(spec, layout, (4, 4096), 512) == 1024 < 512 * 2**20 / a_row < 2048
+    assert head.part_tokens(spec, layout, (8, 4096), 512) == 512
+    assert head.part_tokens(spec, layout, (4, 4096), math.inf) == 4096
+    assert head.part_tokens(spec, layout, (4, 100), 1e-6) == 25  # halves that are whole

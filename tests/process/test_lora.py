@@ -1,0 +1,45 @@
+"""A run that trains adapters: interrupted, resumed, its samplers served with the merged parameters, exported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxroll.errors import EXIT_INTERRUPTED
+from jaxroll.learner import checkpoint_files
+from jaxroll.models import folders
+from tests.process.trains import LEARNING, ROOT, Train, assert_sound
+
+pytestmark = [pytest.mark.process, pytest.mark.soak]
+STEPS = 8
+
+
+@pytest.mark.timeout(600)
+def test_a_run_of_adapters_resumes_and_is_exported(tmp_path):
+    words = (
+        *LEARNING, f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=2",
+        "--config.learner.lora_rank=4", "--config.learner.lora_alpha=8", "--config.learner.learning_rate=3e-3",
+    )  # fmt: skip
+    with Train(tmp_path / "run", *words) as first:
+        first.until_step(3)
+        first.interrupt()
+        assert first.finish(120) == EXIT_INTERRUPTED, first.logs()
+    with Train(tmp_path / "run", resume=True) as second:
+        assert second.finish() == 0, second.logs()
+        assert_sound(second, steps=STEPS, alpha=1)
+        steps = [row for row in (*first.rows, *second.rows) if row["kind"] == "step"]
+        assert any(row["grad_norm"] > 0 for row in steps), "nothing was learned"
+        # What a sampler drew from, against what the learner computes with: the merged parameters are the same.
+        assert max(row["logprob_mismatch_max"] for row in steps if row["logprob_mismatch_tokens"]) < 1e-3
+    found = checkpoint_files.versions(tmp_path / "run" / "checkpoints")
+    assert found[-1].step == STEPS
+    newest = checkpoint_files.path_of(tmp_path / "run" / "checkpoints", found[-1])
+    held = checkpoint_files.params(checkpoint_files.about(newest))
+    assert held and all(name.endswith((".A", ".B")) for name in held)
+    command = [sys.executable, "-m", "jaxroll", "weights", "export", str(tmp_path / "run"), str(tmp_path / "hf")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0 and "adapters merged" in done.stdout, done.stderr
+    out = tmp_path / "hf"
+    assert folders.misfit(out, folders.described(out), folders.weight_tensors(out)) == ""
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"
