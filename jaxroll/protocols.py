@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -60,8 +61,14 @@ class Completion(msgspec.Struct, frozen=True):
 class LLMProxy(Protocol):
     """Generation as a service: many requests in flight, none waits for another."""
 
-    async def generate(self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams) -> Completion:
-        """The completion of `prompt` (int32 [P]); cancelling the call aborts the request."""
+    async def generate(
+        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
+    ) -> Completion:
+        """The completion of `prompt` (int32 [P]); cancelling the call aborts the request.
+
+        With `keep` a later prompt that begins with this one and its completion will follow: what is computed for them
+        stays as long as there is room.
+        """
         ...
 
 
@@ -76,19 +83,64 @@ class StepResult(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode's world. RLVR is an environment of one turn."""
+    """One episode's world. RLVR is an environment of one turn.
+
+    Its methods are coroutines or plain functions. What it declares about itself it has as attributes, of the class
+    where they do not depend on the config; those that are absent are as in `Traits`.
+    """
 
     step_limit_s: float
 
-    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+    def reset(self, task: Task, seed: int) -> tuple[Message, ...] | Awaitable[tuple[Message, ...]]:
         """The messages the model sees first."""
         ...
 
-    async def step(self, answer: str) -> StepResult:
+    def step(self, answer: str) -> StepResult | Awaitable[StepResult]:
         """The consequence of one assistant message. Raises DataError or InfraError, never returns a made-up reward."""
         ...
 
-    async def close(self) -> None: ...
+    def close(self) -> Awaitable[None] | None:
+        """Let go of what is held. Called once, however the episode ended; not after a call that never came back."""
+        ...
+
+
+Place = Literal["loop", "thread", "process"]
+PLACES: tuple[Place, ...] = get_args(Place)
+MAX_TURNS = 64
+
+
+class Traits(msgspec.Struct, frozen=True):
+    """What an environment declares: limits of its calls, where they run, what may be repeated, how long it may last.
+
+    `place` is where its methods run: on the event loop (coroutines, and functions that return at once), in a thread, or
+    in a process that is killed when it hangs. A call that raises InfraError is made again, after a pause that doubles,
+    up to `reset_retries` or `step_retries` times: declare these only where a call that failed has changed nothing.
+    `max_turns` answers are asked for at most.
+    """
+
+    place: Place
+    reset_limit_s: float
+    step_limit_s: float
+    reset_retries: int = 0
+    step_retries: int = 0
+    max_turns: int = MAX_TURNS
+
+
+def traits(environment: Any) -> Traits:
+    """What `environment` (an object or its class) declares. Without a place, coroutines run on the loop, others do not.
+
+    Raises ValueError for a place that there is not.
+    """
+    get = lambda name, default: getattr(environment, name, default)  # noqa: E731
+    step_limit_s = float(get("step_limit_s", 60.0))
+    usual = "loop" if inspect.iscoroutinefunction(get("step", None)) else "thread"
+    place = get("place", usual)
+    if place not in PLACES:
+        raise ValueError(f"place = {place!r}: an environment runs in one of {', '.join(PLACES)}")
+    return Traits(
+        place, float(get("reset_limit_s", step_limit_s)), step_limit_s, int(get("reset_retries", 0)),
+        int(get("step_retries", 0)), int(get("max_turns", MAX_TURNS)),
+    )  # fmt: skip
 
 
 class Tokenizer(Protocol):

@@ -7,21 +7,26 @@ are decoded for the environment and never encoded again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
-from jaxroll.protocols import Completion, Environment, GenerationKey, LLMProxy, SamplingParams, StepResult, Tokenizer
+from jaxroll.protocols import (
+    MAX_TURNS,
+    Completion,
+    Environment,
+    GenerationKey,
+    LLMProxy,
+    SamplingParams,
+    StepResult,
+    Tokenizer,
+)
 from jaxroll.records import Finished, Message, Segment, Task, VersionRun
+from jaxroll.rollout.asking import Asking
 
-MAX_TURNS = 64
 GENERATION_LIMIT_S = 600.0
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -30,22 +35,27 @@ class Transcript:
 
     segments: list[Segment] = field(default_factory=list)
     versions: list[VersionRun] = field(default_factory=list)
+    length: int = 0
 
     def show(self, ids: list[int]) -> None:
         """Adds tokens that the model did not sample."""
         tokens = np.asarray(ids, np.int32)
         zeros = np.zeros(len(tokens), np.uint8)
-        self.segments.append(Segment(tokens, zeros, zeros.astype(np.float32)))
+        self._append(Segment(tokens, zeros, zeros.astype(np.float32)))
 
     def add(self, completion: Completion) -> None:
         """Adds what the model sampled, exactly as it was sampled."""
         tokens = np.asarray(completion.tokens, np.int32)
         ones = np.ones(len(tokens), np.uint8)
-        self.segments.append(Segment(tokens, ones, np.asarray(completion.logprobs, np.float32)))
+        self._append(Segment(tokens, ones, np.asarray(completion.logprobs, np.float32)))
         for run in completion.versions:
             if self.versions and self.versions[-1].version == run.version:
                 run = VersionRun(run.version, self.versions.pop().count + run.count)
             self.versions.append(run)
+
+    def _append(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self.length += len(segment.tokens)
 
     def context(self) -> np.ndarray:
         """int32 [all tokens so far]."""
@@ -56,6 +66,16 @@ class Transcript:
         return Finished(tuple(self.segments), finish, reward, parts, tuple(self.versions))
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """What ends an episode that does not end by itself: turns, tokens of the whole conversation (0: no such bound),
+    and seconds that one generation may take."""
+
+    turns: int = MAX_TURNS
+    tokens: int = 0
+    generation_s: float = GENERATION_LIMIT_S
+
+
 async def run(
     task: Task,
     key: GenerationKey,
@@ -64,31 +84,54 @@ async def run(
     proxy: LLMProxy,
     tokenizer: Tokenizer,
     sampling: SamplingParams,
-    max_turns: int = MAX_TURNS,
-    generation_limit_s: float = GENERATION_LIMIT_S,
+    bounds: Bounds = Bounds(),
+    asking: Asking | None = None,
 ) -> Finished:
     """The finished episode of `task`; `key` decides the random draws.
 
     A completion that did not end by itself ends the episode with reward 0 (`finish` "length", reward part `truncated`
-    1): a model must end its answer to be paid for it. So does the turn after `max_turns`. An environment that does not
-    answer within its `step_limit_s` raises DataError, a proxy within `generation_limit_s` DeadlineExceeded; whatever
-    else they raise passes through. Cancelling aborts the generation.
+    1): a model must end its answer to be paid for it. So do the turn after the last one that `bounds` or the
+    environment allows, and a conversation that has no room for another answer. An environment that does not answer
+    within its limits raises DataError, a proxy within `bounds.generation_s` DeadlineExceeded; whatever else they raise
+    passes through, InfraError after the retries that the environment declares. Cancelling aborts the generation.
     """
-    sampling = _with_stop(sampling, tokenizer)
+    asking = asking or Asking()
+    traits = asking.traits(env)
+    turns, sampling = min(bounds.turns, traits.max_turns), _with_stop(sampling, tokenizer)
     transcript = Transcript()
-    messages = await _in_time(env.reset(task, task.seed), env.step_limit_s, "reset")
-    for turn in range(max_turns):
+    messages = await asking.reset(env, task)
+    for turn in range(turns):
         transcript.show(_rendered(tokenizer, messages, first=turn == 0))
-        completion = await _generated(proxy, transcript.context(), key, sampling, generation_limit_s)
+        room = _room(bounds.tokens, transcript.length, sampling)
+        if room is None:
+            return _cut(transcript)
+        more = turn + 1 < turns
+        completion = await _generated(proxy, transcript.context(), key, room, bounds.generation_s, keep=more)
         transcript.add(completion)
         if completion.finish == "length":
-            return transcript.finished("length", 0.0, {"truncated": 1.0})
+            return _cut(transcript)
         answer = tokenizer.decode(_without_stop(completion, sampling))
-        result = await _in_time(env.step(answer), env.step_limit_s, "step")
+        result = await asking.step(env, answer)
         if result.done:
             return transcript.finished("stop" if turn == 0 else "done", *_reward(result))
         messages = result.messages
-    return transcript.finished("length", 0.0, {"truncated": 1.0, "turns": float(max_turns)})
+    return _cut(transcript)
+
+
+def _room(tokens: int, length: int, sampling: SamplingParams) -> SamplingParams | None:
+    """`sampling` with no more tokens than the conversation has room for; None where there is none."""
+    if not tokens or tokens - length >= sampling.max_tokens:
+        return sampling
+    return msgspec.structs.replace(sampling, max_tokens=tokens - length) if tokens > length else None
+
+
+def _cut(transcript: Transcript) -> Finished:
+    """An episode that did not come to its end."""
+    if not transcript.versions:
+        raise DataError(f"the first message alone has {transcript.length} tokens: there is no room for an answer")
+    if not transcript.segments[-1].loss_mask.any():
+        transcript.segments.pop()  # shown, and never answered
+    return transcript.finished("length", 0.0, {"truncated": 1.0})
 
 
 def _reward(result: StepResult) -> tuple[float, dict[str, float]]:
@@ -119,13 +162,13 @@ def _without_stop(completion: Completion, sampling: SamplingParams) -> list[int]
 
 
 async def _generated(
-    proxy: LLMProxy, prompt: np.ndarray, key: GenerationKey, sampling: SamplingParams, limit_s: float
+    proxy: LLMProxy, prompt: np.ndarray, key: GenerationKey, sampling: SamplingParams, limit_s: float, *, keep: bool
 ) -> Completion:
     """A completion that holds together; anything else is the engine's failure, not the item's."""
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
-            completion = await proxy.generate(prompt, key, sampling)
+            completion = await proxy.generate(prompt, key, sampling, keep=keep)
     except TimeoutError as error:
         if limit.expired():
             raise DeadlineExceeded(f"waited {limit_s:g} s for a completion of {len(prompt)} prompt tokens") from error
@@ -140,15 +183,3 @@ async def _generated(
     if not np.all(np.isfinite(completion.logprobs)):
         raise InfraError("a sampled token has a log-prob that is not finite")
     return completion
-
-
-async def _in_time(call: Awaitable[T], limit_s: float, what: str) -> T:
-    """The environment's answer. A hang is the item's fault: the same answer would hang again."""
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            return await call
-    except TimeoutError as error:
-        if limit.expired():
-            raise DataError(f"the environment's {what} took longer than {limit_s:g} s") from error
-        raise DataError(f"the environment's {what} timed out: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Finished, Grant, Member, Task, Version
@@ -22,6 +22,7 @@ class Score:
     text: str
     right: bool
     pinned: bool
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 async def scores(
@@ -44,6 +45,13 @@ def accuracy(results: Sequence[Score]) -> float | None:
     return sum(counted) / len(counted) if counted else None
 
 
+def parts(results: Sequence[Score]) -> dict[str, float]:
+    """The mean of every reward part over the items that count."""
+    counted = [score.parts for score in results if score.pinned]
+    names = sorted({name for found in counted for name in found})
+    return {name: sum(found.get(name, 0.0) for found in counted) / len(counted) for name in names}
+
+
 def marks(results: Sequence[Score]) -> str:
     """One character an item: 1 right, 0 wrong, - not counted."""
     return "".join("01"[score.right] if score.pinned else "-" for score in results)
@@ -63,4 +71,4 @@ def _score(task: Task, member: Member, tokenizer: Tokenizer, version: Version) -
         return Score(task, outcome.error, right=False, pinned=False)
     sampled = [int(t) for s in outcome.segments for t, on in zip(s.tokens, s.loss_mask, strict=True) if on]
     pinned = all(run.version == version for run in outcome.versions)
-    return Score(task, tokenizer.decode(sampled), outcome.reward == 1.0, pinned)
+    return Score(task, tokenizer.decode(sampled), outcome.reward == 1.0, pinned, outcome.reward_parts)

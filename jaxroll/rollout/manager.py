@@ -1,23 +1,49 @@
-"""Members from leases: many episodes at once, each of which can fail alone."""
+"""Members from leases: many episodes at once, each of which can fail alone.
+
+Every member is a coroutine of its own on one event loop: no episode waits for another, and what an environment does to
+one of them is no concern of the others. Thousands of them fit into one process.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from jaxroll.errors import InfraError
 from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer
-from jaxroll.records import Failed, Grant, Member, Outcome
+from jaxroll.records import Failed, Finished, Grant, Member, Outcome
 from jaxroll.rollout import episode
+from jaxroll.rollout.asking import Asked, Asking
 
 _LOG = logging.getLogger(__name__)
 _MAX_ERROR_CHARS = 1000
 _CLOSE_LIMIT_S = 10.0
 
 
+@dataclass
+class Counts:
+    """How the episodes since the start went: finished, failed by kind, and the sums of their reward parts."""
+
+    finished: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        """One more."""
+        if isinstance(outcome, Finished):
+            self.finished += 1
+            for name, value in outcome.reward_parts.items():
+                self.parts[name] = self.parts.get(name, 0.0) + value
+        else:
+            self.failed[outcome.kind] += 1
+
+
 class RolloutManager:
-    """Runs episodes of granted members. Holds no state of its own between calls; all methods run on one event loop."""
+    """Runs episodes of granted members; all methods run on one event loop. What it holds between calls are counts."""
 
     def __init__(
         self,
@@ -26,18 +52,25 @@ class RolloutManager:
         tokenizer: Tokenizer,
         sampling: SamplingParams,
         *,
-        max_turns: int = episode.MAX_TURNS,
-        generation_limit_s: float = episode.GENERATION_LIMIT_S,
+        bounds: episode.Bounds = episode.Bounds(),  # noqa: B008 - it is frozen
     ) -> None:
         self._proxy, self._make_env, self._tokenizer, self._sampling = proxy, make_env, tokenizer, sampling
-        self._max_turns, self._generation_limit_s = max_turns, generation_limit_s
+        self._bounds, self._asking = bounds, Asking()
+        self.counts = Counts()
+
+    @property
+    def asked(self) -> Asked:
+        """What was asked of environments so far."""
+        return self._asking.asked
 
     async def run_member(self, grant: Grant, member: int, attempt: int) -> Member:
         """Member `member`, finished or failed: INFRA where the machinery broke, DATA for whatever else went wrong.
 
         Never raises for an episode's sake. Cancelling aborts the episode and raises CancelledError.
         """
-        return Member(grant.group, member, attempt, await self._outcome(grant, member))
+        outcome = await self._outcome(grant, member)
+        self.counts.add(outcome)
+        return Member(grant.group, member, attempt, outcome)
 
     async def run_group(self, grant: Grant, put: Callable[[Member], Awaitable[object]]) -> None:
         """Runs all members of the grant at once and puts each the moment it ends, rewarded.
@@ -69,8 +102,8 @@ class RolloutManager:
                     proxy=self._proxy,
                     tokenizer=self._tokenizer,
                     sampling=self._sampling,
-                    max_turns=self._max_turns,
-                    generation_limit_s=self._generation_limit_s,
+                    bounds=self._bounds,
+                    asking=self._asking,
                 )
             finally:
                 await _closed(env)
@@ -84,7 +117,9 @@ async def _closed(env: Environment) -> None:
     """Closes the environment; how that goes does not change what the episode was."""
     try:
         async with asyncio.timeout(_CLOSE_LIMIT_S):
-            await env.close()
+            closing = env.close()
+            if inspect.isawaitable(closing):
+                await closing
     except Exception as error:  # noqa: BLE001 - foreign code, and the outcome stands already
         _LOG.warning("closing an environment failed: %s", _text(error))
 

@@ -36,9 +36,13 @@ class FakeProxy:
 
     completions: list[Completion | BaseException]
     asked: list[tuple[list[int], GenerationKey, SamplingParams]] = field(default_factory=list)
+    kept: list[bool] = field(default_factory=list)
 
-    async def generate(self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
+    ) -> Completion:
         assert prompt.dtype == np.int32
+        self.kept.append(keep)
         self.asked.append((prompt.tolist(), key, params))
         found = self.completions[len(self.asked) - 1]
         if isinstance(found, BaseException):
@@ -153,9 +157,36 @@ def test_sampled_ids_are_never_tokenised_again(ids: list[int]) -> None:
 
 def test_an_endless_conversation_is_cut_and_unpaid() -> None:
     more = StepResult(done=False, messages=(Message("user", "b"),), reward=0.7)
-    finished = run(FakeEnv([more] * 3), FakeProxy([completion("a")] * 3), max_turns=3)
+    finished = run(FakeEnv([more] * 3), FakeProxy([completion("a")] * 3), bounds=episode.Bounds(turns=3))
     assert (finished.finish, finished.reward, finished.reward_parts["truncated"]) == ("length", 0.0, 1.0)
     assert len(finished.segments) == 6
+
+
+def test_what_is_computed_is_kept_for_the_next_turn_where_there_can_be_one() -> None:
+    more = StepResult(done=False, messages=(Message("user", "b"),))
+    for declared, bounds, expected in (
+        (3, episode.Bounds(), [True, True, False]),
+        (9, episode.Bounds(turns=2), [True, False]),
+        (1, episode.Bounds(), [False]),
+    ):
+        env, proxy = FakeEnv([more] * 9), FakeProxy([completion("a")] * 9)
+        env.max_turns = declared  # type: ignore[attr-defined]
+        assert run(env, proxy, bounds=bounds).finish == "length"
+        assert proxy.kept == expected
+
+
+def test_a_conversation_ends_where_its_tokens_do() -> None:
+    """5 tokens shown, 2 said, 2 shown, 2 said: there a bound of 11 leaves no third turn."""
+    more = StepResult(done=False, messages=(Message("user", "b"),), reward=0.7)
+    for tokens, asked in ((8, [3]), (9, [4]), (10, [5, 1]), (11, [6, 2]), (13, [6, 4]), (15, [6, 6, 2])):
+        env, proxy = FakeEnv([more] * 9), FakeProxy([completion("a")] * 9)
+        finished = run(env, proxy, bounds=episode.Bounds(tokens=tokens))
+        assert [params.max_tokens for _, _, params in proxy.asked] == asked
+        assert (finished.finish, finished.reward, finished.reward_parts) == ("length", 0.0, {"truncated": 1.0})
+        assert sum(len(segment.tokens) for segment in finished.segments) <= 5 + 4 * len(asked)
+        assert finished.segments[-1].loss_mask.all(), "what nobody answered is not part of the sample"
+    with pytest.raises(DataError, match="first message alone has 5 tokens"):
+        run(FakeEnv([more]), FakeProxy([completion("a")]), bounds=episode.Bounds(tokens=5))
 
 
 def test_other_stop_tokens_are_kept() -> None:
@@ -212,12 +243,12 @@ def test_a_hanging_environment_is_a_data_error_within_its_limit(where: str) -> N
 
 def test_a_hanging_proxy_is_the_machines_fault() -> None:
     class Silent(FakeProxy):
-        async def generate(self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams) -> Completion:
+        async def generate(self, *args: object, **more: object) -> Completion:
             await asyncio.Event().wait()
             raise AssertionError
 
     with pytest.raises(DeadlineExceeded, match=r"0\.05 s"):
-        run(FakeEnv([]), Silent([]), generation_limit_s=0.05)
+        run(FakeEnv([]), Silent([]), bounds=episode.Bounds(generation_s=0.05))
     with pytest.raises(InfraError, match="timed out"):
         run(FakeEnv([]), FakeProxy([TimeoutError("of its own")]))
 

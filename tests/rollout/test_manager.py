@@ -40,7 +40,9 @@ class FakeProxy:
     keys: list[GenerationKey] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
 
-    async def generate(self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
+    ) -> Completion:
         self.keys.append(key)
         try:
             if key.member in self.gates:

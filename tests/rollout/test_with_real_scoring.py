@@ -28,7 +28,9 @@ class Speller:
     def __init__(self, tokenizer: CharTokenizer, change: dict[int, Callable[[list[int]], list[int]]]) -> None:
         self._tokenizer, self._change = tokenizer, change
 
-    async def generate(self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams) -> Completion:
+    async def generate(
+        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
+    ) -> Completion:
         tokens = [*reversed(prompt.tolist()[1:-1]), self._tokenizer.eos_id]
         tokens = self._change.get(key.member, lambda same: same)(tokens)
         finish = "stop" if tokens[-1] in params.stop_tokens else "length"

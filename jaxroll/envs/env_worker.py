@@ -1,0 +1,111 @@
+"""One process of environments: `python -m jaxroll.envs.env_worker '{…}'`, orders on stdin, answers on stdout.
+
+It plays one episode at a time and makes its environment anew for each. It dies with its parent. What an environment
+prints goes to stderr, which is the log of the role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+from typing import Any, BinaryIO
+
+import msgspec
+
+from jaxroll import lifeline
+from jaxroll.config import TaskConfig
+from jaxroll.envs import env_messages as words
+from jaxroll.envs import registry
+from jaxroll.errors import DataError, InfraError
+from jaxroll.protocols import Environment
+
+_MAX_ERROR_CHARS = 1000
+
+
+class NoPool:
+    """Stands where a scoring pool would: there is none in a process of environments."""
+
+    time_limit_s = 5.0
+
+    async def score(self, env_args: str, answer: str) -> float:
+        """Never a score."""
+        raise DataError("an environment in a process of its own has no scoring pool: judge the answer in the process")
+
+
+class Player:
+    """The environment of the episode at hand. All its methods run on one event loop of this process."""
+
+    def __init__(self, task: TaskConfig, runner: asyncio.Runner) -> None:
+        self._task, self._runner, self._env = task, runner, None
+
+    def answer(self, order: words.Order) -> words.Answer:
+        """What follows from one order."""
+        try:
+            return self._followed(order)
+        except Exception as error:  # noqa: BLE001 - foreign code may raise anything; it is the episode's answer
+            return words.Raised(f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS], isinstance(error, InfraError))
+
+    def _followed(self, order: words.Order) -> words.Answer:
+        match order:
+            case words.Reset(name, task, seed):
+                self._env = registry.create(name, NoPool(), self._task)  # type: ignore[arg-type]
+                return words.Shown(tuple(self._done(self._env.reset(task, seed))))
+            case words.Again(task, seed):
+                return words.Shown(tuple(self._done(self._current.reset(task, seed))))
+            case words.Step(text):
+                return words.Stepped(self._done(self._current.step(text)))
+            case words.Close():
+                env, self._env = self._env, None
+                if env is not None:
+                    self._done(env.close())
+                return words.Closed()
+
+    @property
+    def _current(self) -> Environment:
+        if self._env is None:
+            raise DataError("step() before reset(): there is no environment")
+        return self._env
+
+    def _done(self, found: Any) -> Any:
+        async def waited() -> Any:
+            return await found
+
+        return self._runner.run(waited()) if inspect.isawaitable(found) else found
+
+
+def main(argument: str) -> int:
+    """Answers orders until stdin ends; returns the exit status."""
+    settings = msgspec.json.decode(argument, type=words.Settings)
+    lifeline.bind(settings.parent_pid)
+    orders, answers = _private_pipes()
+    answers.write(words.frame(words.Ready()))
+    with asyncio.Runner() as runner:
+        player = Player(settings.task, runner)
+        while (body := _read(orders)) is not None:
+            answers.write(words.frame(player.answer(words.order(body))))
+    return 0
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Stdin and stdout under other numbers; what an environment reads is empty, what it prints goes to stderr."""
+    orders = os.fdopen(os.dup(0), "rb", buffering=1 << 16)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    return orders, answers
+
+
+def _read(stream: BinaryIO) -> bytes | None:
+    header = stream.read(words.LENGTH.size)
+    if len(header) < words.LENGTH.size:
+        return None
+    (size,) = words.LENGTH.unpack(header)
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

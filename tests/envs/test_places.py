@@ -1,0 +1,158 @@
+"""Environments run where they say, and what they do there costs their own episode only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from jaxroll import protocols
+from jaxroll.config import Config, SamplerConfig, TaskConfig
+from jaxroll.envs.places import Places
+from jaxroll.envs.scoring import ScoringPool
+from jaxroll.errors import DataError, InfraError
+from jaxroll.protocols import Environment
+from jaxroll.records import Message, Task
+from jaxroll.rollout.asking import Asking
+
+NAME = "tests.envs.blocking_envs:{}"
+TASK = Task(0, (Message("user", "hello"),), "x", "{}", 5, "h")
+DEADLINE_S = 60.0
+
+
+def play(body: Callable[[Places], Awaitable[object]], *, processes: int = 1) -> None:
+    async def within_deadline() -> None:
+        config = Config(task=TaskConfig(name="told"), sampler=SamplerConfig(env_processes=processes))
+        places = Places(ScoringPool(1), config)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await body(places)
+        finally:
+            await places.close()
+
+    asyncio.run(within_deadline())
+
+
+async def where(env: Environment) -> tuple[int, int]:
+    """Process and thread that the environment says it is in; the other words check what it was told."""
+    messages = await Asking().reset(env, TASK)
+    process, thread, name, seed = messages[-1].content.split()
+    assert (messages[0], name, seed) == (TASK.messages[0], "told", "5")
+    return int(process), int(thread)
+
+
+@pytest.mark.parametrize("name", ["on_loop", "asynchronous"])
+def test_on_the_loop(name: str) -> None:
+    async def body(places: Places) -> None:
+        env = places.create(NAME.format(name))
+        assert await where(env) == (os.getpid(), threading.get_ident())
+
+    play(body)
+
+
+def test_plain_functions_go_to_a_thread() -> None:
+    async def body(places: Places) -> None:
+        env = places.create(NAME.format("in_thread"))
+        process, thread = await where(env)
+        assert process == os.getpid() and thread != threading.get_ident()
+        assert not (await Asking().step(env, "a")).done
+        assert (await Asking().step(env, "b")).reward == 1.0
+        await env.close()  # type: ignore[misc]
+
+    play(body)
+
+
+@pytest.mark.parametrize("name", ["misplaced", "nowhere"])
+def test_a_place_that_cannot_be_is_refused(name: str) -> None:
+    async def body(places: Places) -> None:
+        with pytest.raises(DataError, match="place"):
+            places.create(NAME.format(name))
+
+    play(body)
+
+
+def test_what_is_declared_reaches_whoever_asks() -> None:
+    async def body(places: Places) -> None:
+        env = places.create(NAME.format("in_process"))
+        assert (protocols.traits(env).step_retries, protocols.traits(env).max_turns) == (1, protocols.MAX_TURNS)
+
+    play(body)
+
+
+@pytest.mark.process
+def test_a_process_plays_one_episode_after_another() -> None:
+    async def body(places: Places) -> None:
+        seen = set()
+        for _ in range(3):
+            env, asking = places.create(NAME.format("in_process")), Asking()
+            process, _ = await where(env)
+            seen.add(process)
+            assert (await asking.step(env, "print")).messages == (Message("user", "and?"),)
+            assert (await asking.step(env, "b")).reward_parts == {"turns": 2.0}
+            await env.close()  # type: ignore[misc]
+        assert len(seen) == 1 and os.getpid() not in seen
+        assert places.processes.pids == [*seen]
+        assert places.counts()["env_processes_replaced"] == 0
+
+    play(body)
+
+
+@pytest.mark.process
+def test_a_process_that_hangs_or_dies_is_replaced_and_what_raises_is_not() -> None:
+    async def body(places: Places) -> None:
+        for name, answer, error, words, replaced in (
+            ("in_process", "raise", DataError, "ZeroDivisionError: of the environment", 0),
+            ("in_process_hasty", "hang", DataError, r"step took longer than 0\.5 s", 1),
+            ("in_process", "die", InfraError, "died in step|process is gone", 2),
+        ):
+            env, before = places.create(NAME.format(name)), places.processes.pids
+            await where(env)
+            with pytest.raises(error, match=words):
+                await Asking().step(env, answer)
+            await env.close()  # type: ignore[misc]
+            assert places.counts()["env_processes_replaced"] == replaced
+            assert bool(set(before) & set(places.processes.pids)) == (answer == "raise" and bool(before))
+        await where(env := places.create(NAME.format("in_process")))
+        assert not (await Asking().step(env, "a")).done, "the next episode finds a process"
+        await env.close()  # type: ignore[misc]
+
+    play(body)
+
+
+@pytest.mark.process
+def test_an_infra_error_in_a_process_may_be_asked_again() -> None:
+    async def body(places: Places) -> None:
+        env, pauses = places.create(NAME.format("in_process")), []
+
+        async def sleep(pause_s: float) -> None:
+            pauses.append(pause_s)
+
+        asking = Asking(sleep)
+        await asking.reset(env, TASK)
+        assert not (await asking.step(env, "flaky")).done
+        assert (len(pauses), asking.asked.retries) == (1, 1)
+        await env.close()  # type: ignore[misc]
+
+    play(body)
+
+
+@pytest.mark.process
+def test_an_episode_waits_for_a_process_and_cancelling_kills_it() -> None:
+    async def body(places: Places) -> None:
+        first, second = (places.create(NAME.format("in_process")) for _ in range(2))
+        process, _ = await where(first)
+        waiting = asyncio.ensure_future(where(second))
+        hanging = asyncio.ensure_future(Asking().step(first, "hang"))
+        done, _ = await asyncio.wait([waiting, hanging], timeout=0.2)
+        assert not done, "there is one process, and the first episode has it"
+        hanging.cancel()
+        await asyncio.wait([hanging])
+        await first.close()  # type: ignore[misc]
+        other, _ = await waiting
+        assert other != process and places.processes.pids == [other]
+        await second.close()  # type: ignore[misc]
+
+    play(body)
