@@ -18,10 +18,10 @@ MAX_SKIPPED_IN_A_ROW = 10_000
 
 @dataclass(frozen=True)
 class Candidate:
-    """A task and its answer (None where the source has none)."""
+    """A task, and what a teacher says to it: answers and, between them, its environment replies. Empty: unknown."""
 
     task: Task
-    answer: str | None
+    worked: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Candidates:
             # Over the compact form in lower case: a question is the same however it is dressed.
             question_hash=question_hash(item.compact.lower()),
         )
-        return Candidate(task, item.answer)
+        answer = () if item.answer is None else (Message("assistant", item.answer),)
+        return Candidate(task, item.worked or answer)
 
     def trainable(self, index: int, kept_aside: frozenset[str], *, taught: bool = False) -> Candidate | Skipped:
         """Item `index`, unless it cannot be made, asks a question of `kept_aside`, or has no answer to be `taught`."""
@@ -67,7 +68,7 @@ class Candidates:
             candidate = self.at(index)
         except DataError as error:
             return Skipped(str(error))
-        if taught and candidate.answer is None:
+        if taught and not candidate.worked:
             return Skipped(f"item {index} has no answer")
         if candidate.task.question_hash in kept_aside:
             return Skipped(f"item {index} is held out")

@@ -9,19 +9,23 @@ import msgspec
 
 from jaxroll.config import TaskConfig
 from jaxroll.errors import ConfigError
+from jaxroll.records import Message
 
 
 class Item(msgspec.Struct, frozen=True):
     """One question with its answer.
 
     `question` is the full text, `compact` the short form for small models (the same text where a source has none).
-    `answer` is None where the source knows no answer; `env_args` is what the environment needs to judge one.
+    `answer` is None where the source knows no answer; `env_args` is what the environment needs to judge one. `worked`
+    is a conversation that a teacher would have had, its own messages and the environment's in turn, where an answer
+    alone does not tell.
     """
 
     question: str
     compact: str
     answer: str | None
     env_args: dict[str, Any]
+    worked: tuple[Message, ...] = ()
 
 
 class Source(Protocol):
@@ -74,9 +78,16 @@ def _open_parquet(cfg: TaskConfig) -> Source:
     return ParquetSource(cfg)
 
 
+def _open_game(cfg: TaskConfig) -> Source:
+    from jaxroll.data.games import open_game
+
+    return open_game(cfg)
+
+
 # Opened by name so that a config pays only for the library it uses.
 _OPENERS: dict[str, Callable[[TaskConfig], Source]] = {
     "reasoning_gym": _open_reasoning_gym,
     "jsonl": _open_jsonl,
     "parquet": _open_parquet,
+    "game": _open_game,
 }

@@ -12,6 +12,7 @@ from jaxroll.data import heldout
 from jaxroll.data.candidates import MAX_SKIPPED_IN_A_ROW, Candidate, Candidates, Skipped
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Tokenizer
+from jaxroll.text import dialogue
 
 _LENGTHS_SEEN = 256  # worked answers whose lengths are looked at
 
@@ -62,10 +63,9 @@ def _check_worked(config: Config, candidates: Candidates, kept_aside: frozenset[
 
 def _check_length(config: Config, text: Tokenizer, found: Candidate) -> None:
     try:
-        answer = text.encode(found.answer or "")
+        tokens = sum(len(run) for run, _ in dialogue.runs(text, found.task.messages, found.worked))
     except DataError as error:
         raise ConfigError("tokenizer.kind", config.tokenizer.kind, str(error), "Set sft.steps=0.") from error
-    tokens = len(text.render(found.task.messages)) + len(answer) + 1
     if tokens > config.learner.row_tokens:
         raise ConfigError(
             "learner.row_tokens",

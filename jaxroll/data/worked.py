@@ -1,4 +1,4 @@
-"""Questions with their answers, for the warm start."""
+"""Questions with what a teacher answers, for the warm start."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from jaxroll.config import Config
 from jaxroll.data import heldout, order
 from jaxroll.data.candidates import MAX_SKIPPED_IN_A_ROW, Candidates, Skipped
 from jaxroll.errors import ConfigError
-from jaxroll.records import Task
+from jaxroll.records import Message, Task
 
 
-def examples(config: Config, count: int) -> list[tuple[Task, str]]:
-    """`count` tasks with what the model should have answered, in the order that `run.seed` decides.
+def examples(config: Config, count: int) -> list[tuple[Task, tuple[Message, ...]]]:
+    """`count` tasks, each with a worked conversation, in the order that `run.seed` decides.
 
+    A conversation is what the model should have said, and between two answers what the environment replied.
     They come from the warm start's own range and never ask a held-out question; questions may repeat.
     """
     candidates = Candidates(config)
     kept_aside = heldout.hashes(heldout.tasks(config, candidates))
-    found: list[tuple[Task, str]] = []
+    found: list[tuple[Task, tuple[Message, ...]]] = []
     skipped = 0
     indices = iter(order.in_this_thread(order.shuffled(candidates.ranges.sft, config.run.seed, "sft")))
     while len(found) < count:
         candidate = candidates.trainable(next(indices), kept_aside, taught=True)
         if not isinstance(candidate, Skipped):
-            assert candidate.answer is not None
-            found.append((candidate.task, candidate.answer))
+            found.append((candidate.task, candidate.worked))
             skipped = 0
         elif (skipped := skipped + 1) == MAX_SKIPPED_IN_A_ROW:
             raise ConfigError(

@@ -18,7 +18,7 @@ from jaxroll.protocols import Environment
 
 Factory = Callable[[ScoringPool, TaskConfig], Environment]
 
-_BUILT_IN = ("jaxroll.envs.single_turn",)
+_BUILT_IN = ("jaxroll.envs.single_turn", "jaxroll.envs.frozen_lake", "jaxroll.envs.calculator")
 _FACTORIES: dict[str, Factory] = {}
 
 

@@ -16,6 +16,7 @@ from jaxroll.config import Config, RunConfig, SftConfig, TaskConfig
 from jaxroll.data import heldout, ranges, worked
 from jaxroll.data.prompts import PromptPipeline
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.records import Message
 
 CONFIG = Config()
 ARITHMETIC = dataclasses.replace(
@@ -97,7 +98,7 @@ def test_case_and_blanks_do_not_make_another_question(tmp_path: Path) -> None:
 def test_worked_examples_are_questions_with_their_answers() -> None:
     found = worked.examples(CONFIG, 200)
     assert len(found) == 200
-    assert all(answer == task.messages[0].content[::-1] for task, answer in found)
+    assert all(said == (Message("assistant", task.messages[0].content[::-1]),) for task, said in found)
     assert all(task.index >= CONFIG.sft.start for task, _ in found)
     assert found == worked.examples(CONFIG, 200)
     other = worked.examples(dataclasses.replace(CONFIG, run=RunConfig(seed=1)), 200)
@@ -116,7 +117,7 @@ def test_without_usable_examples_the_warm_start_says_so(monkeypatch: pytest.Monk
     from jaxroll.data import candidates
 
     at = candidates.Candidates.at
-    monkeypatch.setattr(candidates.Candidates, "at", lambda self, i: dataclasses.replace(at(self, i), answer=None))
+    monkeypatch.setattr(candidates.Candidates, "at", lambda self, i: dataclasses.replace(at(self, i), worked=()))
     with pytest.raises(ConfigError, match=r"sft\.steps.*has no answer"):
         worked.examples(CONFIG, 1)
 

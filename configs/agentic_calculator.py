@@ -1,0 +1,46 @@
+"""An agent with a tool: multiply two-digit numbers, which a model of half a million parameters cannot, by a calculator.
+
+Command   jaxroll train --config=configs/agentic_calculator.py
+Hardware  anything; measured on two CPU cores, one device a role
+Setting   problems of reasoning-gym's products; the warm start shows answers without the tool twice as often as with it,
+          and calls with a wrong digit; then GRPO at alpha = 1 on reward 1 for the right answer
+Seen      seed 0, load average 7 on two cores, 60 steps in 44 s of RL: held-out accuracy 32.8 % to 100 % (256 problems),
+          share of episodes in which the tool gave a result 33.6 % to 100 %
+"""
+
+from ml_collections import ConfigDict
+
+from jaxroll.config import defaults
+
+
+def get_config() -> ConfigDict:
+    """A problem of 7 tokens, a call of 19, its result of 6, an answer of 5; three calls more may go wrong."""
+    config = defaults()
+    config.run.name = "agentic_calculator"
+    config.placement.platform = "cpu"
+    config.task.source = "game"
+    config.task.name = "calculator"
+    config.task.env = "calculator"
+    config.task.args = {
+        "problem": "products", "problem_args": {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2},
+        "direct": 0.67, "slips": 0.2,
+    }  # fmt: skip
+    config.task.max_prompt_tokens = 8
+    config.task.max_episode_tokens = 96
+    config.task.heldout_items = 256
+    config.sft.steps = 150
+    config.sft.batch = 64
+    config.schedule.steps = 60
+    config.schedule.groups_per_step = 16
+    config.schedule.group_size = 8
+    config.sampling.max_tokens = 24
+    config.sampler.slots = 32
+    config.sampler.episodes = 64
+    config.sampler.prefill_buckets = (8, 32)
+    config.sampler.decode_chunk = 4
+    config.sampler.page_tokens = 8
+    config.sampler.cache_pages = 1200
+    config.learner.row_tokens = 96
+    config.learner.micro_rows = 16
+    config.evaluator.every = 20
+    return config
