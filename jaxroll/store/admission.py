@@ -31,10 +31,15 @@ def is_slow(settings: Settings, state: State, name: str) -> bool:
     return 0.0 < (settings.limiter.alpha + 1) * state.step_s < state.member_s.get(name, 0.0)
 
 
-def has_room(settings: Settings, state: State, but: str, now_s: float) -> str:
-    """A sampler other than `but` that is not slow and was turned away a moment ago; '' when there is none."""
+def with_room(settings: Settings, state: State, but: str, now_s: float) -> list[str]:
+    """Samplers other than `but` that are not slow and were turned away a moment ago."""
     asking = (name for name, at_s in state.hungry.items() if name != but and now_s - at_s <= HUNGRY_S)
-    return next((name for name in asking if not is_slow(settings, state, name)), "")
+    return [name for name in asking if not is_slow(settings, state, name)]
+
+
+def has_room(settings: Settings, state: State, but: str, now_s: float) -> str:
+    """One of `with_room`; '' when there is none."""
+    return next(iter(with_room(settings, state, but, now_s)), "")
 
 
 def over(settings: Settings, state: State) -> str:

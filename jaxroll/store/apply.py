@@ -8,6 +8,7 @@ from typing import Any
 from jaxroll.records import Version
 from jaxroll.store import cuts, difficulty, speeds
 from jaxroll.store import events as ev
+from jaxroll.store.settings import FILTERED
 from jaxroll.store.state import DONE, DROPPED, FREE, LEASED, Batch, Group, LeaseReceipt, Lineage, Slot, State, base_step
 
 
@@ -28,7 +29,7 @@ def replay(state: State, events: Iterable[ev.Event], now_s: float) -> State:
 def _issued(state: State, e: ev.Issued, now_s: float) -> None:
     ordinal = state.next_ordinal if e.ordinal < 0 else e.ordinal
     slots = [Slot() for _ in range(e.size)]
-    state.open[e.group] = Group(e.group, e.task, slots, e.reissue_of, e.reissues, ordinal)
+    state.open[e.group] = Group(e.group, e.task, slots, e.reissue_of, e.reissues, ordinal, e.wanted)
     state.next_group = e.group + 1
     state.issued += 1
     difficulty.touch(state.questions, e.task.question_hash).issued += 1
@@ -61,6 +62,7 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
         slot.status, slot.attempt, slot.holder, slot.session = LEASED, attempt, e.holder, e.session
         slot.deadline_s, slot.rests_until_s, slot.leased_at_s = now_s + e.ttl_s, 0.0, now_s
     state.hungry.pop(e.holder, None)
+    state.rooms.pop(e.holder, None)
     receipt = state.receipts.get(e.session)
     if receipt is None or receipt.request != e.request:
         receipt = state.receipts[e.session] = LeaseReceipt(e.request, ())
@@ -111,10 +113,22 @@ def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
     _note_ready(state, group)
 
 
+def _aborted(state: State, e: ev.Aborted, now_s: float) -> None:
+    group = state.open[e.group]
+    for member in e.members:
+        group.slots[member].status = DROPPED
+    state.aborted_members += len(e.members)
+    _note_ready(state, group)
+
+
 def _expired(state: State, e: ev.Expired, now_s: float) -> None:
     group = state.open.pop(e.group, None) or state.held.pop(e.group)
-    state.expired[e.reason] = state.expired.get(e.reason, 0) + 1
-    _lost(state, group, e.reason)
+    kind = e.reason.partition(":")[0]
+    state.expired[kind] = state.expired.get(kind, 0) + 1
+    if kind == FILTERED:
+        state.filtered += 1
+        _count_rewards(state, group)
+    _lost(state, group, kind)
 
 
 def _died(state: State, e: ev.Died, now_s: float) -> None:
@@ -142,7 +156,7 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     cut = state.claim_cuts[e.step] = cuts.cut_of(state)
     state.batches[e.step] = Batch(e.step, e.groups, e.shuffle_seed)
     state.stream = {ordinal: after for ordinal, after in state.stream.items() if ordinal >= cut.ordinal - 1}
-    state.next_claim = e.step + 1
+    state.next_claim, state.filtered = e.step + 1, 0
     state.tokens_masked += e.masked_tokens
     state.pace = e.pace if e.pace is not None else state.pace
     if e.worked_s > 0:
@@ -152,12 +166,18 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
 
 
 def _count_trained(state: State, group: Group) -> None:
-    rewards = [slot.reward for _, slot in group.done()]
     state.lengths.trained_tokens += group.tokens
-    state.lengths.trained_members += len(rewards)
+    state.lengths.trained_members += sum(1 for _ in group.done())
+    row = _count_rewards(state, group)
+    row.trained, row.last_step = row.trained + 1, group.step
+
+
+def _count_rewards(state: State, group: Group) -> difficulty.Question:
+    """The row of the group's question, with its finished members."""
+    rewards = [slot.reward for _, slot in group.done()]
     row = difficulty.touch(state.questions, group.task.question_hash)
-    row.trained, row.members, row.last_step = row.trained + 1, row.members + len(rewards), group.step
-    row.reward_sum += sum(rewards)
+    row.members, row.reward_sum = row.members + len(rewards), row.reward_sum + sum(rewards)
+    return row
 
 
 def _acked(state: State, e: ev.Acked, now_s: float) -> None:
@@ -220,7 +240,7 @@ def _forked(state: State, version: Version, cut: ev.Cut) -> None:
     state.claim_cuts.clear()
     state.cursor, state.next_ordinal, state.passed = cut.cursor, cut.ordinal, set(cut.passed)
     state.stream = {} if cut.cursor is None else {cut.ordinal - 1: cut.cursor}
-    state.data_ended, state.closed = False, ""
+    state.data_ended, state.closed, state.filtered = False, "", 0
 
 
 def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
@@ -237,7 +257,7 @@ def _run_closed(state: State, e: ev.RunClosed, now_s: float) -> None:
 
 
 def _run_opened(state: State, e: ev.RunOpened, now_s: float) -> None:
-    state.closed = ""
+    state.closed, state.filtered = "", 0
     state.moved_at_s = now_s
 
 
@@ -247,9 +267,10 @@ def _awaited(state: State, e: ev.Awaited, now_s: float) -> None:
 
 def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
     if e.hungry:
-        state.hungry[e.name] = now_s
+        state.hungry[e.name], state.rooms[e.name] = now_s, e.room
     else:
         state.hungry.pop(e.name, None)
+        state.rooms.pop(e.name, None)
 
 
 def _renewed(state: State, e: ev.Renewed, now_s: float) -> None:
@@ -281,6 +302,7 @@ _EFFECTS: dict[type, Callable[[State, Any, float], None]] = {
     ev.Put: _put,
     ev.MemberFailed: _member_failed,
     ev.Shrunk: _shrunk,
+    ev.Aborted: _aborted,
     ev.Expired: _expired,
     ev.Died: _died,
     ev.Claimed: _claimed,

@@ -91,6 +91,11 @@ class StoreClient:
         call = msg.Members(tuple((g, m, a) for g, m, a in grants))
         return list((await self._call("Renew", call, msg.Members)).members)
 
+    async def ended(self, wait_s: float) -> list[Key]:
+        """Leases of this caller that ended without a put of it, as soon as there are any; none within `wait_s`."""
+        call = msg.EndedCall(min(wait_s, limits.MAX_WAIT_S))
+        return list((await self._call("Ended", call, msg.Members, call.wait_s)).members)
+
     async def put(self, member: Member) -> str:
         """OK, or SURPLUS when its group ended without it. Raises Conflict, Fenced."""
         return wire.decode(await self._raw.call("Put", wire.encode(member), self._call_s), msg.PutReply).result
@@ -240,6 +245,10 @@ class BlockingStore:
     def renew(self, grants: Sequence[Key]) -> list[Key]:
         """See StoreClient.renew."""
         return self._run(self._held().renew(grants))
+
+    def ended(self, wait_s: float) -> list[Key]:
+        """See StoreClient.ended."""
+        return self._run(self._held().ended(wait_s))
 
     def put(self, member: Member) -> str:
         """See StoreClient.put."""

@@ -9,6 +9,7 @@ from jaxroll.store import events as ev
 from jaxroll.store import puts, training, work
 from jaxroll.store import requests as rq
 from jaxroll.store.apply import apply, replay
+from jaxroll.store.endings import ended_by
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import State, rebased
 from jaxroll.store.work import Decision
@@ -53,5 +54,6 @@ class Core:
         """Decide and apply. The caller makes the events durable before it passes the answer on."""
         decision = decide(self.settings, self.state, request, now_s)
         for event in decision.events:
+            decision.ended += ended_by(self.state, event)
             apply(self.state, event, now_s)
         return decision

@@ -1,7 +1,7 @@
 """How hard each question has been, and whether long answers are trained on as often as short ones. Kept in the state.
 
-Every group that is claimed counts once, however often a learner trains on the claim. Only the questions touched last
-are kept here; the table `questions` of the database has all of them.
+Every group that is claimed, or rejected by the filter, counts once, however often a learner trains on the claim. Only
+the questions touched last are kept here; the table `questions` of the database has all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ QUESTIONS_KEPT = 20_000
 
 
 class Question(msgspec.Struct, array_like=True):
-    """What became of one question: groups issued, groups claimed, their finished members, the sum of their rewards."""
+    """What became of one question: groups issued, groups claimed; finished members judged, the sum of their rewards."""
 
     issued: int = 0
     trained: int = 0
@@ -22,7 +22,7 @@ class Question(msgspec.Struct, array_like=True):
 
     @property
     def reward_mean(self) -> float | None:
-        """Over all members that were claimed; None before the first."""
+        """Over all members that were claimed or rejected by the filter; None before the first."""
         return self.reward_sum / self.members if self.members else None
 
 

@@ -16,7 +16,7 @@ class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
     """A prompt became a group. `cursor` is the prompt pipeline's state after it (None for a re-issue).
 
     `ordinal` is the prompt's place in the stream; −1 is the next one. A re-issue carries that of its prompt, and the
-    length class of the group that ended.
+    length class of the group that ended. Of its `size` members the first `wanted` to finish count; 0: all of them.
     """
 
     group: int
@@ -27,6 +27,7 @@ class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
     cursor: bytes | None = None
     ordinal: int = -1
     length: int = 0
+    wanted: int = 0
 
 
 class Skipped(msgspec.Struct, frozen=True, array_like=True, tag="skipped"):
@@ -88,8 +89,19 @@ class Shrunk(msgspec.Struct, frozen=True, array_like=True, tag="shrunk"):
     reason: str
 
 
+class Aborted(msgspec.Struct, frozen=True, array_like=True, tag="aborted"):
+    """Redundant members are not needed any more: their group has `enough`, or they `failed` for good."""
+
+    group: int
+    members: tuple[int, ...]
+    reason: str
+
+
 class Expired(msgspec.Struct, frozen=True, array_like=True, tag="expired"):
-    """A group ended untrained: stale, lineage, surplus, last_batch. A fork may end claimed groups too (lineage)."""
+    """A group ended untrained: stale, lineage, surplus, last_batch, or filtered and, after a colon, why.
+
+    A fork may end claimed groups too (lineage).
+    """
 
     group: int
     reason: str
@@ -190,10 +202,14 @@ class Awaited(msgspec.Struct, frozen=True, array_like=True, tag="awaited"):
 
 
 class Hungry(msgspec.Struct, frozen=True, array_like=True, tag="hungry"):
-    """`name` has room and got nothing because the window is full (or, `hungry` False, that is over). Not logged."""
+    """`name` has `room` (members) and got nothing because the window is full (or, `hungry` False, that is over).
+
+    Not logged.
+    """
 
     name: str
     hungry: bool
+    room: int = 0
 
 
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
@@ -210,7 +226,7 @@ class Extended(msgspec.Struct, frozen=True, array_like=True, tag="extended"):
 
 
 Event = (
-    Issued | Skipped | Leased | LeaseEnded | Put | MemberFailed | Shrunk | Expired | Died | Claimed | Acked
+    Issued | Skipped | Leased | LeaseEnded | Put | MemberFailed | Shrunk | Aborted | Expired | Died | Claimed | Acked
     | MadeDurable | Published | Began | Arrived | DataEnded | RunClosed | RunOpened | Awaited | Hungry | Renewed
     | Extended
 )  # fmt: skip

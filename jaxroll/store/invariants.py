@@ -63,8 +63,8 @@ def state_name(state: State, gid: int) -> str | None:
 def _issued(seen: Seen, state: State, e: ev.Issued) -> str:
     if e.group != state.next_group:
         return f"group {e.group} is issued, the next is {state.next_group}"
-    if e.size < 1:
-        return f"group {e.group} has {e.size} members"
+    if e.size < 1 or not 0 <= e.wanted <= e.size:
+        return f"group {e.group} has {e.size} members, of which {e.wanted} count"
     if e.reissue_of is not None and not 0 <= e.reissue_of < e.group:
         return f"group {e.group} is issued again for group {e.reissue_of}, which never was"
     return ""
@@ -120,8 +120,25 @@ def _shrunk(seen: Seen, state: State, e: ev.Shrunk) -> str:
     return "" if done >= 2 else f"group {e.group} is closed with {done} finished members, two are the least"
 
 
+def _aborted(seen: Seen, state: State, e: ev.Aborted) -> str:
+    why = _members_are(state, e.group, e.members, (LEASED, FREE), "the end")
+    if why:
+        return why
+    group = state.open[e.group]
+    there = sum(slot.status in (DONE, LEASED, FREE) for slot in group.slots) - len(e.members)
+    done = sum(1 for _ in group.done())
+    if not group.wanted or there < group.wanted or (e.reason == "enough" and done != group.wanted):
+        return f"members {e.members} of group {e.group} are let go; {done} are done, {group.wanted} are wanted"
+    return ""
+
+
 def _expired(seen: Seen, state: State, e: ev.Expired) -> str:
-    return "" if state.find(e.group) else f"group {e.group} expires, but it is not alive"
+    group = state.find(e.group)
+    if group is None:
+        return f"group {e.group} expires, but it is not alive"
+    if e.reason.startswith("filtered") and (group.step is not None or not group.ready):
+        return f"group {e.group} is filtered, but it is {group.state}"
+    return ""
 
 
 def _died(seen: Seen, state: State, e: ev.Died) -> str:
@@ -228,8 +245,8 @@ def _attempt(state: State, e: ev.Put | ev.MemberFailed) -> str:
 
 _CHECKS: dict[type, Callable[[Seen, State, Any], str]] = {
     ev.Issued: _issued, ev.Leased: _leased, ev.LeaseEnded: _lease_ended, ev.Put: _put, ev.MemberFailed: _failed,
-    ev.Shrunk: _shrunk, ev.Expired: _expired, ev.Died: _died, ev.Claimed: _claimed, ev.Acked: _acked,
-    ev.MadeDurable: _durable, ev.Published: _published, ev.Began: _began,
+    ev.Shrunk: _shrunk, ev.Aborted: _aborted, ev.Expired: _expired, ev.Died: _died, ev.Claimed: _claimed,
+    ev.Acked: _acked, ev.MadeDurable: _durable, ev.Published: _published, ev.Began: _began,
 }  # fmt: skip
 
 
@@ -238,6 +255,9 @@ def group_contradicts(group: Group) -> str:
     missing = [m for m, s in enumerate(group.slots) if s.status not in (DONE, DROPPED)]
     if group.ready and missing:
         return f"group {group.id} is {group.state} and misses members {missing}"
+    done = sum(1 for _ in group.done())
+    if group.ready and group.wanted and done != group.wanted and not group.note:
+        return f"group {group.id} is {group.state} with {done} members, {group.wanted} are wanted"
     if group.step is not None and not group.ready:
         return f"group {group.id} is {group.state}, but it was never ready"
     return ""

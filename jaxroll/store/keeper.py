@@ -16,8 +16,10 @@ from jaxroll.store import schema
 from jaxroll.store.core import Core
 from jaxroll.store.log import Log, Recovered
 from jaxroll.store.settings import Settings
+from jaxroll.store.shares import free_members
 from jaxroll.store.state import State
-from jaxroll.store.wakeups import CLAIM, LEASE, PUBLISHED, Wakeups
+from jaxroll.store.untold import Untold
+from jaxroll.store.wakeups import CLAIM, ENDED, LEASE, PUBLISHED, Wakeups
 
 COMPACT_EVERY, COMPACT_BYTES = 20_000, 32 * 2**20  # log records, and their bytes: what a restart reads at most
 _QUIET = (ev.Leased, ev.Awaited, ev.Hungry, ev.Renewed, ev.Extended, ev.Arrived)
@@ -30,7 +32,7 @@ class Keeper:
         self.settings, self.log, self._clock = settings, log, clock
         known = log.recovered
         self.core = Core.recovered(settings, known.state, known.events, clock.now_s())
-        self.wakeups = Wakeups()
+        self.wakeups, self.untold = Wakeups(), Untold()
         log.recovered = Recovered(known.run_id, None, ())  # megabytes that nobody needs any more
         self._records, self._bytes = len(known.events), known.log_bytes
         self.on_acked: Callable[[], None] = lambda: None
@@ -54,6 +56,9 @@ class Keeper:
         decision = self.core.handle(request, self._clock.now_s())
         self._log(decision.events, before, payload)
         self._wake(decision.events)
+        if decision.ended:
+            self.untold.add(decision.ended)
+            self.wakeups.notify(ENDED)
         return decision.reply
 
     async def answer(self, request: rq.Request, payload: schema.Statement | None = None) -> Any:
@@ -96,8 +101,14 @@ class Keeper:
             self._records = self._bytes = 0
             self.log.compact()
 
+    def _leaves_members(self, gid: int) -> bool:
+        group = self.state.open.get(gid)
+        return group is not None and bool(free_members(group, self._clock.now_s()))
+
     def _wake(self, events: list[ev.Event]) -> None:
         for event in events:
+            if isinstance(event, ev.Leased) and self._leaves_members(event.group):
+                self.wakeups.notify(LEASE)  # they were left for somebody who waits
             if isinstance(event, _QUIET):
                 continue
             if isinstance(event, ev.Put):

@@ -48,9 +48,15 @@ class LeaseReply(msgspec.Struct, frozen=True):
 
 
 class Members(msgspec.Struct, frozen=True):
-    """Leases by key: to renew, to release, or lost."""
+    """Leases by key: to renew, to release, lost, or ended."""
 
     members: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class EndedCall(msgspec.Struct, frozen=True):
+    """Wait until a lease of the caller has ended without a put of it."""
+
+    wait_s: float
 
 
 class PutReply(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ from jaxroll.errors import Conflict, Fenced, StaleClient, StoreRefusal
 from jaxroll.records import Version, VersionRun
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
+from jaxroll.store.completion import after_put, can_spare_one
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import DONE, DROPPED, Group, Slot, State, on_line, slot_of, was_published
 from jaxroll.store.work import Decision, refuse
@@ -31,7 +32,7 @@ def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Deci
         return refuse(StaleClient(f"put {r.group}.{r.member}.{r.attempt}: {invalid}"))
     took_s = _took_s(slot, now_s)
     put = ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs, r.reward, took_s)
-    return Decision([put], "OK")
+    return Decision([put, *after_put(settings, state, group, put)], "OK")
 
 
 def _took_s(slot: Slot, now_s: float) -> float:
@@ -80,6 +81,8 @@ def _put_failure(settings: Settings, group: Group, slot: Slot, r: rq.PutMember) 
     failed = ev.MemberFailed(r.group, r.member, r.attempt, r.digest, kind, error, rest_s)
     if failures <= budget:
         return Decision([failed], "OK")
+    if can_spare_one(group):
+        return Decision([failed, ev.Aborted(group.id, (r.member,), "failed")], "OK")
     return Decision([failed, ev.Died(group.id, f"member {r.member}: {failures} {kind} failures: {error}")], "OK")
 
 

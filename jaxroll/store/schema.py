@@ -33,6 +33,7 @@ from jaxroll import wire
 from jaxroll.records import Task
 from jaxroll.store import audit
 from jaxroll.store import events as ev
+from jaxroll.store.settings import FILTERED
 from jaxroll.store.state import Group, State
 
 SCHEMA_VERSION = 2
@@ -196,6 +197,14 @@ def _shrunk(e: ev.Shrunk, state: State, unix_s: float) -> list[Statement]:
     return rows + _group_state(e.group, state)
 
 
+def _aborted(e: ev.Aborted, state: State, unix_s: float) -> list[Statement]:
+    sql = "UPDATE members SET state = 'surplus', ended_unix_s = ? WHERE group_id = ? AND member = ?"
+    needless = e.members if e.reason == "enough" else ()  # the others failed, which their rows say
+    rows: list[Statement] = [(sql, (unix_s, e.group, member)) for member in needless]
+    rows.append(("UPDATE groups SET size = size - ? WHERE id = ?", (len(e.members), e.group)))
+    return rows + _group_state(e.group, state)
+
+
 # Payloads go in bounded portions, later: a transaction that removed those of many groups would hold up every put.
 _RETIRE = (
     "INSERT OR IGNORE INTO retired (group_id, bytes) SELECT id, (SELECT COALESCE(SUM(bytes), 0) FROM members"
@@ -209,6 +218,21 @@ def _ended(gid: int, name: str, reason: str, unix_s: float) -> list[Statement]:
         ("UPDATE members SET state = 'ended' WHERE group_id = ? AND state = 'leased'", (gid,)),
         (_RETIRE.format("groups.id = ?"), (gid,)),
     ]
+
+
+def _expired(e: ev.Expired, state: State, unix_s: float) -> list[Statement]:
+    rejected = e.reason.partition(":")[0] == FILTERED
+    judged: list[Statement] = [(_QUESTION_JUDGED, (e.group,) * 3)] if rejected else []
+    return [*judged, *_ended(e.group, "EXPIRED", e.reason, unix_s)]
+
+
+# Of a group that the filter rejects; it is no longer in the state.
+_QUESTION_JUDGED = (
+    "UPDATE questions SET"
+    " members = members + (SELECT COUNT(*) FROM members AS m WHERE m.group_id = ? AND m.state = 'done'),"
+    " reward_sum = reward_sum + (SELECT TOTAL(reward) FROM members AS m WHERE m.group_id = ? AND m.state = 'done')"
+    " WHERE question_hash = (SELECT question_hash FROM groups WHERE id = ?)"
+)
 
 
 def _claimed(e: ev.Claimed, state: State, unix_s: float) -> list[Statement]:
@@ -306,7 +330,8 @@ _FOLLOW: dict[type, Callable[[Any, State, float], list[Statement]]] = {
     ev.Put: _put,
     ev.MemberFailed: _member_failed,
     ev.Shrunk: _shrunk,
-    ev.Expired: lambda e, state, unix_s: _ended(e.group, "EXPIRED", e.reason, unix_s),
+    ev.Aborted: _aborted,
+    ev.Expired: _expired,
     ev.Died: lambda e, state, unix_s: _ended(e.group, "DEAD", e.reason, unix_s),
     ev.Claimed: _claimed,
     ev.Acked: _acked,

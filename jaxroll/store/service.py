@@ -26,7 +26,7 @@ from jaxroll.store.payload import check_key, masked, put_request
 from jaxroll.store.prompts import PromptBuffer
 from jaxroll.store.state import Batch
 from jaxroll.store.waits import status
-from jaxroll.store.wakeups import CLAIM, LEASE, PUBLISHED
+from jaxroll.store.wakeups import CLAIM, ENDED, LEASE, PUBLISHED
 
 PAGE_BYTES = 8 * 2**20
 _REPLY_MARGIN_S = 0.5  # an answer leaves this long before its caller's deadline
@@ -35,7 +35,7 @@ WORKERS = frozenset({"sampler", "admin"})
 LEARNERS = frozenset({"learner", "admin"})
 EVERYONE = frozenset({"sampler", "learner", "admin", "observer"})
 _WITH_LEASES = frozenset({"sampler", "learner"})  # whose former process must be forgotten when a new one arrives
-_HELD = frozenset({"Lease", "Claim", "Published"})  # these wait for something to happen
+_HELD = frozenset({"Lease", "Ended", "Claim", "Published"})  # these wait for something to happen
 MAX_MEMBERS_PER_LEASE = 4096
 MAX_REPORT_BYTES = 4 * 2**20
 
@@ -67,6 +67,7 @@ class StoreService:
             "Hello": (self._hello, EVERYONE),
             "Lease": (self._lease, WORKERS),
             "Renew": (self._renew, WORKERS),
+            "Ended": (self._ended, WORKERS),
             "Put": (self._put, WORKERS),
             "Release": (self._release, WORKERS),
             "Claim": (self._claim, LEARNERS),
@@ -135,6 +136,15 @@ class StoreService:
     async def _renew(self, caller: Caller, body: bytes) -> msg.Members:
         members = wire.decode(body, msg.Members).members
         return msg.Members(await self._keeper.answer(rq.Renew(caller.session, members)))
+
+    async def _ended(self, caller: Caller, body: bytes) -> msg.Members:
+        wanted_s = wire.decode(body, msg.EndedCall).wait_s
+        keeper, deadline_s = self._keeper, self._keeper.now_s() + self._wait_s(caller, wanted_s)
+        while not keeper.untold.has(caller.session) and (left_s := deadline_s - keeper.now_s()) > 0:
+            await keeper.wakeups.wait(ENDED, left_s)
+        ended = keeper.untold.take(caller.session)
+        await keeper.log.committed()
+        return msg.Members(ended)
 
     async def _release(self, caller: Caller, body: bytes) -> msg.Members:
         await self._keeper.answer(rq.Release(wire.decode(body, msg.Members).members))

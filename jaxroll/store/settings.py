@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxroll.config import Config
 from jaxroll.errors import ConfigError
+from jaxroll.schedule.filters import Filter
 from jaxroll.schedule.limiter import AgeLimiter
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 CHECKPOINT_WANTED_AT = 0.8  # of what may be retained
+FILTERED = "filtered"  # a group that ended so; what the filter said follows a colon
 END_OF_DATA = "end of data"  # why a run is over whose prompts are all used
 
 
@@ -34,6 +36,9 @@ class Settings:
     retention_bytes: int = 512 * 2**20
     window: str = "full"
     last_batch: str = "deliver"
+    filter: Filter = field(default_factory=Filter)
+    redundant_members: int = 0
+    replicate: str = "auto"
 
     def __post_init__(self) -> None:
         for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
@@ -52,7 +57,24 @@ class Settings:
             limiter, s.group_size, s.steps, config.run.seed, s.order, s.on_stale, s.straggler, s.straggler_deadline_s,
             store.lease_s, store.infra_retries, store.data_retries, store.reissues, store.retention_mb * 2**20,
             s.window, s.last_batch,
+            Filter(s.filter, s.filter_low, s.filter_high, s.filter_limit, s.on_filter_limit), s.redundant_members,
+            s.replicate,
         )  # fmt: skip
+
+    @property
+    def members_leased(self) -> int:
+        """Members of a new group: those that count, and the redundant ones."""
+        return self.group_size + self.redundant_members
+
+    @property
+    def members_wanted(self) -> int:
+        """How many of a group's members count, as its record says it: 0 is all."""
+        return self.group_size if self.redundant_members else 0
+
+    @property
+    def filter_limit(self) -> int:
+        """Groups that may be rejected between two claims."""
+        return self.filter.windows * self.limiter.window(0)
 
     def backoff_s(self, failures: int) -> float:
         """How long a member rests after its `failures`-th INFRA failure."""

@@ -60,6 +60,7 @@ class Group(msgspec.Struct, gc=False):
     reissue_of: int | None = None
     reissues: int = 0
     ordinal: int = 0
+    wanted: int = 0  # of its members the first so many to finish count; 0: all
     leased_at_s: float | None = None
     ready_place: int | None = None
     step: int | None = None
@@ -169,7 +170,9 @@ class State(msgspec.Struct):
     trimmed: int = 0
     expired: dict[str, int] = {}
     dead: int = 0
+    filtered: int = 0  # groups that the filter rejected since the last claim
     shrunk: int = 0
+    aborted_members: int = 0  # redundant ones that were not needed in the end
     tokens_put: int = 0
     tokens_expired: dict[str, int] = {}
     tokens_masked: int = 0
@@ -179,6 +182,7 @@ class State(msgspec.Struct):
     step_s: float = 0.0  # how long the learner lately worked on a claim; 0 before it is known
     member_s: dict[str, float] = {}  # holder → how long its members lately took from lease to put
     hungry: dict[str, float] = {}  # sampler → when it last got nothing because the window was full
+    rooms: dict[str, int] = {}  # and for how many members it has room
     questions: dict[str, Question] = {}  # by question hash, the newest last
     lengths: Lengths = msgspec.field(default_factory=Lengths)
     claimed_at_s: float | None = None  # when the newest claim went to this learner; None after a beginning or a restart
@@ -282,6 +286,7 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
     state.moved_at_s = now_s
     state.claimed_at_s = state.awaited_at_s = None
     state.hungry.clear()
+    state.rooms.clear()
     return state
 
 

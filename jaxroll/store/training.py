@@ -14,6 +14,7 @@ from jaxroll.store import events as ev
 from jaxroll.store import forks
 from jaxroll.store import requests as rq
 from jaxroll.store.admission import adapted_pace
+from jaxroll.store.completion import judged
 from jaxroll.store.difficulty import length_class
 from jaxroll.store.settings import END_OF_DATA, Settings
 from jaxroll.store.state import Batch, Group, Lineage, State, base_step, on_line
@@ -51,26 +52,35 @@ def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) 
     if last and settings.last_batch == "drop" and len(usable) < settings.limiter.batch_groups:
         events += [ev.Expired(group.id, "last_batch") for group in usable]
         usable = []
-    if last and not usable:
-        return Decision(events, Closed(END_OF_DATA))
     shrinking = _shrunk(settings, usable, now_s)
-    events += shrinking
+    rejected = _rejected(settings, state, shrinking)
+    events += [*shrinking, *rejected]
+    if over := [e.reason for e in rejected if isinstance(e, ev.RunClosed)]:
+        return Decision(events, Closed(over[0]))
     closed = {e.group: place for place, e in enumerate(shrinking)}
-    candidates = [_candidate(settings, g, closed, state.ready_places) for g in usable]
+    gone = {e.group for e in rejected if isinstance(e, ev.Expired)}
+    candidates = [_candidate(settings, g, closed, state.ready_places) for g in usable if g.id not in gone]
+    if last and not candidates:
+        return Decision(events, Closed(END_OF_DATA))
     limiter = settings.limiter
     pick = order.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
     if not pick.chosen:
         if state.awaited_at_s is None:
             events.append(ev.Awaited(r.step))
-        return Decision(events, NotReady(_what_is_missing(state, pick.missing, len(usable), limiter.batch_groups)))
+        there = len(candidates)
+        return Decision(events, NotReady(_what_is_missing(state, pick.missing, there, limiter.batch_groups)))
+    events += [ev.Expired(gid, "surplus") for gid in pick.surplus]
+    claimed = _claimed(settings, state, r, pick, now_s)
+    return Decision([*events, claimed], Batch(r.step, claimed.groups, claimed.shuffle_seed))
+
+
+def _claimed(settings: Settings, state: State, r: rq.ClaimStep, pick: order.Pick, now_s: float) -> ev.Claimed:
     seed = settings.shuffle_seed(r.step)
     groups = order.shuffled(pick.chosen, seed)
     masked = sum(_stale_tokens(settings, state.open[gid], r.step) for gid in groups)
-    events += [ev.Expired(gid, "surplus") for gid in pick.surplus]
     waited_s, worked_s = _learner_s(state, now_s)
     pace = adapted_pace(settings, state, waited_s, worked_s)
-    events.append(ev.Claimed(r.step, state.lineage, groups, seed, masked, waited_s, worked_s, pace))
-    return Decision(events, Batch(r.step, groups, seed))
+    return ev.Claimed(r.step, state.lineage, groups, seed, masked, waited_s, worked_s, pace)
 
 
 def _learner_s(state: State, now_s: float) -> tuple[float, float]:
@@ -108,8 +118,8 @@ def expire_and_reissue(
 def _reissued(settings: Settings, group: Group, new: int) -> ev.Issued:
     longest = max((slot.tokens for _, slot in group.done()), default=0)
     return ev.Issued(
-        new, group.task, settings.group_size, reissue_of=group.id, reissues=group.reissues + 1,
-        ordinal=group.ordinal, length=length_class(longest),
+        new, group.task, settings.members_leased, reissue_of=group.id, reissues=group.reissues + 1,
+        ordinal=group.ordinal, length=length_class(longest), wanted=settings.members_wanted,
     )  # fmt: skip
 
 
@@ -129,15 +139,26 @@ def _shrunk(settings: Settings, usable: list[Group], now_s: float) -> list[ev.Sh
     return found
 
 
+def _rejected(settings: Settings, state: State, shrinking: list[ev.Shrunk]) -> list[ev.Event]:
+    """What the filter says of the groups that are closed as stragglers in this decision."""
+    events: list[ev.Event] = []
+    for shrunk in shrinking:
+        if any(isinstance(e, ev.RunClosed) for e in events):
+            break
+        rewards = [slot.reward for _, slot in state.open[shrunk.group].done()]
+        events += judged(settings, state, shrunk.group, rewards, len(events))
+    return events
+
+
 def _candidate(settings: Settings, group: Group, closed: dict[int, int], ready_places: int) -> order.Candidate:
     """`closed` are the groups that the same decision closes, in the order in which they become ready."""
     place = ready_places + closed[group.id] if group.id in closed else group.ready_place
     return order.Candidate(group.id, place, group.oldest_step if settings.order == "freshest_first" else 0)
 
 
-def _what_is_missing(state: State, missing: tuple[int, ...], usable: int, batch: int) -> str:
+def _what_is_missing(state: State, missing: tuple[int, ...], there: int, batch: int) -> str:
     if not missing:
-        return f"{usable} of {batch} groups are there; the others are not leased yet"
+        return f"{there} of {batch} groups are there; the others are not leased yet"
     head = state.open[missing[0]]
     lacking = [m for m, _ in head.missing()]
     return f"{len(missing)} groups are not finished; group {head.id} misses members {lacking} ({head.state})"

@@ -73,6 +73,7 @@ def status(settings: Settings, state: State, prompts_ready: bool = True) -> dict
         "conservation_residual": conservation_residual(state),
         "expired": dict(state.expired),
         "shrunk": state.shrunk,
+        "aborted_members": state.aborted_members,
         "wasted_tokens": wasted / state.tokens_put if state.tokens_put else 0.0,
         "tokens_put": state.tokens_put,
         "tokens_expired": dict(state.tokens_expired),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-LEASE, CLAIM, PUBLISHED, PROMPTS = "lease", "claim", "published", "prompts"
+LEASE, CLAIM, PUBLISHED, ENDED = "lease", "claim", "published", "ended"
 
 
 class Wakeups:

@@ -9,13 +9,14 @@ from typing import Any
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
 from jaxroll.records import Grant
 from jaxroll.schedule.order import groups_ahead
+from jaxroll.schedule.sharing import Share
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
 from jaxroll.store.admission import has_room, is_slow, kept_groups, over, window_in_force
 from jaxroll.store.settings import Settings
+from jaxroll.store.shares import free_members, is_awaited, share_of
 from jaxroll.store.state import (
     DONE,
-    FREE,
     LEASED,
     Group,
     Slot,
@@ -32,10 +33,14 @@ _ASK_AGAIN_S = 0.05
 
 @dataclass
 class Decision:
-    """Events to log, in order, and the answer: a value, or a StoreRefusal (not raised: events may go with it)."""
+    """Events to log, in order, and the answer: a value, or a StoreRefusal (not raised: events may go with it).
+
+    `ended` are the leases (session, key) that the events took from their holders, once they are applied.
+    """
 
     events: list[ev.Event] = field(default_factory=list)
     reply: Any = None
+    ended: list[tuple[str, rq.Key]] = field(default_factory=list)
 
 
 def refuse(refusal: StoreRefusal) -> Decision:
@@ -68,10 +73,11 @@ def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decisi
         return Decision(reply=rq.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
     if is_slow(settings, state, r.name) and (other := has_room(settings, state, r.name, now_s)):
         return refuse(NoCredit(f"slow: {r.name} holds claims up, and {other} has room", _ASK_AGAIN_S))
-    events, grants, room, refused = _lease_open(settings, state, r, now_s)
+    share = share_of(settings, state, r, now_s)
+    events, grants, room, refused = _lease_open(settings, state, r, share, now_s)
     used = 0
     if room > 0 and not refused:
-        used, more_events, more_grants, refused = _lease_prompts(settings, state, r, room)
+        used, more_events, more_grants, refused = _lease_prompts(settings, state, r, share, room)
         events, grants = events + more_events, grants + more_grants
     if not grants and not used:
         return Decision(_hunger(state, r, refused), _no_credit(settings, state, r, refused, now_s))
@@ -110,23 +116,24 @@ def _granted_again(settings: Settings, state: State, r: rq.Lease, members: Itera
 
 
 def _lease_open(
-    settings: Settings, state: State, r: rq.Lease, now_s: float
+    settings: Settings, state: State, r: rq.Lease, share: Share, now_s: float
 ) -> tuple[list[ev.Event], list[Grant], int, str]:
-    """Events and grants for missing members, the room left, and why nothing newer may be leased ('' if it may)."""
+    """Events and grants for missing members, the share left, and why nothing newer may be leased ('' if it may)."""
     events: list[ev.Event] = []
     grants: list[Grant] = []
-    room, claimed, total = r.max_members, unpublished_groups(state), len(state.open)
+    room, claimed, total = share.members, unpublished_groups(state), len(state.open)
     in_force, newest = window_in_force(settings, state), _published_step(state)
     for place, group in enumerate(state.open.values()):
         if room == 0:
             break
-        free = [(m, s) for m, s in group.missing() if s.status == FREE and s.rests_until_s <= now_s][:room]
+        free = free_members(group, now_s)
         if not free:
             continue
         ahead = claimed + groups_ahead(settings.order, place, total)
         if not settings.limiter.admits(ahead, newest, r.version.step, in_force, state.next_claim - newest):
             return events, grants, room, "window"
-        members = [(m, s.attempt + 1) for m, s in free]
+        count = share.of_group(len(free), room, is_awaited(settings, state, place), begun=True)
+        members = [(m, s.attempt + 1) for m, s in free[:count]]
         events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s))
         grants += _grants(settings, group, members)
         room -= len(members)
@@ -134,14 +141,14 @@ def _lease_open(
 
 
 def _lease_prompts(
-    settings: Settings, state: State, r: rq.Lease, room: int
+    settings: Settings, state: State, r: rq.Lease, share: Share, room: int
 ) -> tuple[int, list[ev.Event], list[Grant], str]:
     """Prompts used, events and grants for new groups, and why there are not more."""
     events: list[ev.Event] = []
     grants: list[Grant] = []
     unclaimed, claimed = len(state.open), unpublished_groups(state)
-    size, used, issued = settings.group_size, 0, 0
-    leased_again = r.max_members - room
+    size, used, issued = settings.members_leased, 0, 0
+    leased_again = share.members - room
     budget_bytes = settings.retention_bytes - held_bytes(state) - leased_again * state.member_bytes
     while room > 0:
         spare_bytes = budget_bytes - issued * size * state.member_bytes
@@ -154,8 +161,9 @@ def _lease_prompts(
             return used, events, grants, why or "prompts"
         task, cursor = r.prompts[used]
         group = Group(state.next_group + issued, task, [Slot() for _ in range(size)])
-        members = [(m, 1) for m in range(min(room, size))]
-        events.append(ev.Issued(group.id, task, size, cursor=cursor))
+        awaited = is_awaited(settings, state, unclaimed + issued)
+        members = [(m, 1) for m in range(share.of_group(size, room, awaited, begun=False))]
+        events.append(ev.Issued(group.id, task, size, cursor=cursor, wanted=settings.members_wanted))
         events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s))
         grants += _grants(settings, group, members)
         used, issued = used + 1, issued + 1
@@ -207,7 +215,7 @@ def _hunger(state: State, r: rq.Lease, refused: str) -> list[ev.Event]:
     if r.version.step < _published_step(state):
         return []
     hungry = refused == "window"
-    return [ev.Hungry(r.name, hungry)] if hungry or r.name in state.hungry else []
+    return [ev.Hungry(r.name, hungry, r.max_members)] if hungry or r.name in state.hungry else []
 
 
 def _grants(settings: Settings, group: Group, members: list[tuple[int, int]]) -> list[Grant]:

@@ -19,7 +19,7 @@ from jaxroll.store.client import StoreClient
 from jaxroll.store.messages import Key
 from tests.faults.scripted import Journal, Orders, connected, first_of, orders_of, pair, stop_event
 
-FOLLOW_WAIT_S = 10.0
+FOLLOW_WAIT_S, ENDED_WAIT_S = 10.0, 10.0
 PROMPT_TOKENS = 4
 
 
@@ -27,7 +27,7 @@ class SamplerOrders(Orders, frozen=True, kw_only=True):
     """`work_s` is the mean time of a member; `slow_member` of every `slow_every`-th group takes `slow_factor` as long.
 
     A member has `tokens_low` to `tokens_high` sampled tokens, of 9 bytes each. `follows` False: stuck at the first
-    weights it sees.
+    weights it sees. Members of every `dull_every`-th prompt have the same reward.
     """
 
     slots: int = 8
@@ -40,6 +40,7 @@ class SamplerOrders(Orders, frozen=True, kw_only=True):
     slow_factor: float = 100.0
     fails: float = 0.0
     follows: bool = True
+    dull_every: int = 0
 
 
 class Sampler:
@@ -53,7 +54,7 @@ class Sampler:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until the run is closed or a stop is asked for; unfinished leases go back."""
-        jobs = (self._follow(), self._lease(), self._renew(), stop.wait(), self.closed.wait())
+        jobs = (self._follow(), self._lease(), self._end_early(), self._renew(), stop.wait(), self.closed.wait())
         try:
             await first_of(*map(asyncio.ensure_future, jobs))
         finally:
@@ -114,13 +115,26 @@ class Sampler:
             count = chance.randint(self.orders.tokens_low, self.orders.tokens_high)
             failed = chance.random() < self.orders.fails
             runs = _runs(first, self.version or first, count)
-            outcome = Failed("INFRA", "injected") if failed else finished(key, runs)
+            reward = 1.0 if self._is_dull(grant) else float(key[1] % 2)
+            outcome = Failed("INFRA", "injected") if failed else finished(key, runs, reward)
             await put(self.store, self.journal, Member(*key, outcome))
         except Closed:
             self.closed.set()
         finally:
             self.open.pop(key, None)
             self.room.set()
+
+    def _is_dull(self, grant: Grant) -> bool:
+        return self.orders.dull_every > 0 and grant.task.index % self.orders.dull_every == 0
+
+    async def _end_early(self) -> None:
+        while True:
+            ended = await self.store.ended(ENDED_WAIT_S)
+            for key in ended:
+                if (job := self.open.get(key)) is not None:
+                    job.cancel()
+            if ended:
+                self.journal.log("ended", keys=[list(key) for key in ended])
 
     async def _renew(self) -> None:
         while True:
@@ -159,7 +173,7 @@ def _runs(first: Version, last: Version, count: int) -> tuple[VersionRun, ...]:
     return (VersionRun(first, count - count // 2), VersionRun(last, count // 2))
 
 
-def finished(key: Key, runs: tuple[VersionRun, ...]) -> Finished:
+def finished(key: Key, runs: tuple[VersionRun, ...], reward: float = 1.0) -> Finished:
     """A rollout whose tokens tell whose they are."""
     count = sum(run.count for run in runs)
     prompt = Segment(
@@ -167,7 +181,7 @@ def finished(key: Key, runs: tuple[VersionRun, ...]) -> Finished:
     )
     tokens = np.random.default_rng(key).integers(0, 1000, count, dtype=np.int32)
     answer = Segment(tokens, np.ones(count, np.uint8), np.linspace(-1, 0, count, dtype=np.float32))
-    return Finished((prompt, answer), "stop", float(key[1] % 2), {}, runs)
+    return Finished((prompt, answer), "stop", reward, {}, runs)
 
 
 async def _main(orders: SamplerOrders) -> None:

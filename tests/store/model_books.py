@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
 Fact = (
     tuple  # what the log says: (issued, group, prompt, reissue_of) (expired, group, why) (dead, group) (shrunk, group)
+    # (closed, None, why) (aborted, group, members)
 )
 
 
@@ -50,6 +51,16 @@ class Rules:
     buffer: int = 0
     window: str = "full"
     last_batch: str = "deliver"
+    filter: tuple[str, float, float] = ("none", 0.0, 1.0)  # kind, low, high
+    filter_windows: int = 10
+    at_limit: str = "stop"
+    spare: int = 0  # members of a group beyond `size`
+    replicate: str = "together"
+
+    @property
+    def members(self) -> int:
+        """Of a new group."""
+        return self.size + self.spare
 
 
 @functools.cache
@@ -83,10 +94,14 @@ class Books:
         self.next_prompt = self.begun_at = 0
         self.published: tuple[int, int, str] | None = None  # lineage, step, address
         self.turned_away: dict[str, float] = {}  # sampler → when it last got nothing
+        self.rooms: dict[str, tuple[float, int]] = {}  # the same with its room, until it gets something
+        self.slow: set[str] = set()  # samplers that the store calls slow
+        self.awaited = False  # the learner waits for a claim
         self.learner = self.closed = ""
         self.data_ended = False
         self.next_group = self.prompts = self.next_claim = self.acked = self.durable = 0
         self.completions = self.largest = self.tokens_put = self.tokens_masked = 0
+        self.rejected = self.stopped = self.dealt = 0
 
     def state(self, group: dict) -> str:
         """The name of its state in the contract."""
@@ -178,7 +193,7 @@ class Books:
     def member(self, gid: int, number: int) -> dict | None:
         """A member of a group that is open or held."""
         group = self.open.get(gid) or self.held.get(gid)
-        return group["members"][number] if group is not None and 0 <= number < self.rules.size else None
+        return group["members"][number] if group is not None and 0 <= number < self.rules.members else None
 
     def holds(self, session: str, key: tuple[int, int, int]) -> bool:
         """Whether `session` has this lease."""
@@ -189,6 +204,11 @@ class Books:
             and (member["session"], member["attempt"]) == (session, key[2])
         )
 
+    def leases(self) -> set[tuple[str, tuple[int, int, int]]]:
+        """(session, key) of every member in work."""
+        return {(m["session"], (gid, number, m["attempt"])) for gid, group in self.open.items()
+                for number, m in enumerate(group["members"]) if m["status"] == LEASED}  # fmt: skip
+
     # --- changes
 
     def add(self, gid: int, prompt: int, reissues: int) -> None:
@@ -197,8 +217,8 @@ class Books:
             broken("conservation", f"group {gid} is issued twice")
         self.next_group = gid + 1
         fields = {"status": FREE, "attempt": 0, "fenced": 0, "session": "", "name": "", "deadline": 0.0, "rest": 0.0}
-        fields |= {"digest": "", "bytes": 0, "runs": (), "INFRA": 0, "DATA": 0}
-        members = [fields | {"failed": {}} for _ in range(self.rules.size)]
+        fields |= {"digest": "", "bytes": 0, "runs": (), "INFRA": 0, "DATA": 0, "reward": 0.0}
+        members = [fields | {"failed": {}} for _ in range(self.rules.members)]
         group = {"prompt": prompt, "reissues": reissues, "members": members, "leased_at": None, "place": None}
         self.open[gid] = group | {"step": None}
 
@@ -208,6 +228,17 @@ class Books:
         self.ended[how] += 1
         self.tokens_ended[how] += sum(run[2] for run in self.runs(group))
         return group
+
+    def rejects(self, group: dict) -> bool:
+        """Whether the filter wants nothing of this group; in fractions, so that nothing is rounded."""
+        kind, low, high = self.rules.filter
+        rewards = [Fraction(m["reward"]) for m in group["members"] if m["status"] == DONE]
+        if kind == "pass_rate":
+            rewards = [Fraction(r >= 1) for r in rewards]
+        mean = sum(rewards, Fraction(0)) / len(rewards)
+        if kind == "min_std":
+            return sum((r - mean) ** 2 for r in rewards) / len(rewards) <= Fraction(low) ** 2
+        return kind != "none" and not Fraction(low) < mean < Fraction(high)
 
     def note_completion(self, group: dict) -> None:
         """Gives it its place in the order of completion once nothing is missing."""
@@ -225,6 +256,8 @@ class Books:
     def recovered(self, now: float) -> None:
         """The store came back: every open lease counts from now, rests are over, waits begin anew."""
         self.turned_away.clear()
+        self.rooms.clear()
+        self.awaited = False
         for group in self.open.values():
             if group["leased_at"] is not None:
                 group["leased_at"] = now

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tests.store.model_world import World
 
 BYTES = (100, 900, 3000)  # of a member
+REWARDS = (0.0, 0.0, 0.5, 1.0)
 Heard = Callable[[Any], None]
 
 
@@ -51,7 +52,7 @@ class Sampler:
             if self.version is None or rng.random() < 0.7:
                 self.flip(world)
         elif roll < 0.35 and not self.leasing:
-            self.lease(world, rng.randint(1, 2 * world.rules.size + 1))
+            self.lease(world, rng.randint(1, 2 * world.rules.members + 1))
         elif roll < 0.85 and self.holding:
             for key in rng.sample(list(self.holding), rng.randint(1, min(4, len(self.holding)))):
                 if key in self.holding:  # an answer may have taken it away meanwhile
@@ -110,7 +111,8 @@ class Sampler:
         failure = None
         if rng.random() < 0.06 * world.faults:
             failure = (rng.choice(("INFRA", "DATA")), "injected")
-        put = rq.PutMember(*key, world.name("d"), rng.choice(BYTES), () if failure else tuple(runs), failure)
+        sampled, reward = () if failure else tuple(runs), rng.choice(REWARDS)
+        put = rq.PutMember(*key, world.name("d"), rng.choice(BYTES), sampled, failure, reward=reward)
         world.sent = [*world.sent[-40:], put]
         world.ask(self, put, ignore)
 
@@ -140,7 +142,7 @@ def wrong_put(world: World) -> rq.PutMember:
     elif kind == 2:
         group += rng.choice((1, 100))
     elif kind == 3:
-        member = rng.choice((-1, world.rules.size))
+        member = rng.choice((-1, world.rules.members))
     elif kind == 4:
         runs = [(VersionRun(Version(0, 1), 1), *runs[0])]
     failure = ("INFRA", "injected") if rng.random() < 0.2 else None

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from jaxroll.store import requests as rq
-from tests.store.model_books import DONE, DROPPED, FREE, LEASED, Books, Fact, Rules, broken
+from tests.store.model_books import DONE, DROPPED, FREE, LEASED, Books, Fact, Rules, broken, whole_groups
 
 
 class LearnerSide(Books):
@@ -28,6 +28,40 @@ class LearnerSide(Books):
         if name not in allowed:
             broken(promise, f"{reply!r} where {sorted(allowed)} is due")
 
+    def missing(self, group: dict) -> tuple[int, ...]:
+        """Its members that may still be put."""
+        return tuple(number for number, m in enumerate(group["members"]) if m["status"] in (FREE, LEASED))
+
+    def let_go(self, gid: int, members: tuple[int, ...]) -> None:
+        """The log must say that these redundant members are not needed any more."""
+        if not members:
+            return
+        if ("aborted", gid, members) not in self.facts:
+            broken("redundant members", f"{members} of group {gid} are not needed; the log says {self.facts}")
+        self.facts.remove(("aborted", gid, members))
+        for number in members:
+            self.open[gid]["members"][number]["status"] = DROPPED
+
+    def judge(self, gid: int) -> None:
+        """A complete group that the filter rejects must have ended, the run with it if there were too many."""
+        rules, group = self.rules, self.open[gid]
+        limit = rules.filter_windows * (whole_groups(rules.alpha, rules.batch, 0) + rules.redundant)
+        stays = not self.rejects(group) or (self.rejected >= limit and rules.at_limit == "deliver")
+        ended = ("expired", gid, "filtered") in self.facts
+        if stays == ended:
+            broken("filter", f"group {gid} {'ends as filtered' if ended else 'stays'}: {group['members']}, {limit}")
+        if stays:
+            return
+        self.facts.remove(("expired", gid, "filtered"))
+        self.end(gid, "filtered")
+        self.rejected += 1
+        if self.rejected < limit or self.closed or rules.at_limit == "deliver":
+            return
+        why = self.take("closed")
+        if len(why) != 1 or not why[0][2].startswith("schedule.filter"):
+            broken("filter", f"{self.rejected} groups are filtered, {limit} may be, and the run goes on: {why}")
+        self.closed, self.stopped = why[0][2], self.stopped + 1
+
     # --- what the learner says
 
     def stale_learner(self, session: str, lineage: int | None = None) -> set[str]:
@@ -47,7 +81,7 @@ class LearnerSide(Books):
         begun = (len(self.lines) - 1 + rewinds, step)
         if isinstance(reply, Exception) or (reply.lineage, reply.step) != begun:
             broken("lineage", f"begin at {lineage}.{step} answers {reply} where {begun} is due")
-        self.learner, self.acked = r.session, step
+        self.learner, self.acked, self.awaited = r.session, step, False
         self.trim(step)
         if rewinds:
             self.rewind(step)
@@ -94,7 +128,8 @@ class LearnerSide(Books):
         self.start_line(lineage, step)
         self.batches, self.next_prompt, self.begun_at = {}, 0, step
         self.next_claim = self.durable = self.acked = step
-        self.learner, self.closed, self.data_ended = r.session, "", False
+        self.learner, self.closed, self.data_ended, self.rejected = r.session, "", False, 0
+        self.awaited = False
         self.forks.add(r.fork)
         return None
 
@@ -180,13 +215,19 @@ class LearnerSide(Books):
         last = self.data_ended and len(self.open) == len(usable)
         if last and rules.last_batch == "drop" and len(usable) < rules.batch:
             usable = self.drop(usable)
-        self.shrink(usable[: rules.batch], now)
+        for gid in self.shrink(usable[: rules.batch], now):
+            if not self.closed:
+                self.judge(gid)
+        if self.closed:
+            return self.one_of(reply, {"Closed"}, "filter")
+        usable = [gid for gid in usable if gid in self.open]
         head = usable[: rules.batch + rules.redundant] if rules.order == "lease_order" else usable
         complete = [gid for gid in head if self.open[gid]["place"] is not None]
         wanted = min(rules.batch, len(usable)) if last else rules.batch
         if not wanted:
             self.one_of(reply, {"Closed"}, "11 typed ends")
         elif len(complete) < wanted:
+            self.awaited = True
             self.one_of(reply, {"NotReady"}, "3 atomic groups" if len(usable) >= wanted else "11 typed ends")
         elif isinstance(reply, Exception):
             broken("11 typed ends", f"{reply!r} where {complete} are complete")
@@ -207,20 +248,23 @@ class LearnerSide(Books):
         old = [self.too_old(run[1], step) for run in self.runs(group)]
         return any(old) if self.rules.on_stale == "expire" else bool(old) and all(old)
 
-    def shrink(self, head: list[int], now: float) -> None:
-        """The straggler policy: late groups at the head are closed with two finished members or more."""
+    def shrink(self, head: list[int], now: float) -> list[int]:
+        """The straggler policy: late groups at the head are closed with two finished members or more. Which ones."""
+        closed = []
         for gid in head if self.rules.straggler == "shrink" else ():
             group = self.open[gid]
             late = group["leased_at"] is not None and now - group["leased_at"] >= self.rules.straggler_s
             done = [number for number, member in enumerate(group["members"]) if member["status"] == DONE]
             if late and group["place"] is None and len(done) >= 2:
-                missing = tuple(number for number in range(self.rules.size) if number not in done)
+                missing = self.missing(group)
                 if ("shrunk", gid, missing) not in self.facts:
                     broken("8 stragglers", f"group {gid} is late; the log does not say that {missing} are dropped")
                 self.facts.remove(("shrunk", gid, missing))
                 for number in missing:
                     group["members"][number]["status"] = DROPPED
                 self.note_completion(group)
+                closed.append(gid)
+        return closed
 
     def check_order(self, reply: Any, complete: list[int], wanted: int) -> None:
         """The batch is what the order policy says, shuffled by the logged seed."""
@@ -255,7 +299,7 @@ class LearnerSide(Books):
             if any(m["status"] not in (DONE, DROPPED) for m in group["members"]):
                 broken("3 atomic groups", f"group {gid} is claimed in parts")
         self.batches[step] = (reply.groups, reply.shuffle_seed)
-        self.next_claim = step + 1
+        self.next_claim, self.rejected, self.awaited = step + 1, 0, False
         here = (self.branch_of[-1], self.next_claim)
         self.claims[here[0], step] = reply.groups
         begun = self.skip_passed(self.next_prompt)

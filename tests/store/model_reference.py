@@ -11,14 +11,14 @@ from typing import Any
 
 from jaxroll.store import requests as rq
 from tests.store.model_books import DONE, DROPPED, FREE, LEASED, Fact, broken
-from tests.store.model_learner import LearnerSide
+from tests.store.model_deals import Deal, Sharing
 
 FIRST_GUESS_BYTES = 4096  # what may be reserved for a member before any was seen
 HAS_ROOM_S = 10.0  # a sampler that was turned away so lately has room
 BACKOFF_S = (0.5, 30.0)  # the first rest after an INFRA failure, doubled each time, and the longest
 
 
-class Reference(LearnerSide):
+class Reference(Sharing):
     """What a store that keeps its promises knows after the requests it `observe`d."""
 
     def observe(self, request: Any, reply: Any, facts: list[Fact], now: float) -> None:
@@ -45,7 +45,7 @@ class Reference(LearnerSide):
 
     def on_Release(self, r: rq.Release, reply: Any, now: float) -> None:
         keys = {key[:2]: key[2] for key in r.members}
-        for gid, number in keys.keys() & {(g, m) for g in self.open for m in range(self.rules.size)}:
+        for gid, number in keys.keys() & {(g, m) for g in self.open for m in range(self.rules.members)}:
             member = self.open[gid]["members"][number]
             if member["status"] == LEASED and member["attempt"] == keys[gid, number]:
                 member["status"] = FREE
@@ -77,8 +77,11 @@ class Reference(LearnerSide):
             return None if grants == still else broken("2 asked again", f"{grants} where {r.session} holds {still}")
         if grants:
             self.asked[r.session] = (r.request, tuple((*key, attempt) for key, attempt in grants.items()))
-        left = self.grant_retries(r, dict(grants), now)
-        self.grant_prompts(r, *left, getattr(reply, "prompts_used", 0), now)
+        deal = self.deal(r, now)
+        left = self.grant_retries(r, dict(grants), deal, now)
+        self.grant_prompts(r, *left, getattr(reply, "prompts_used", 0), deal, now)
+        self.note_room(r, grants, str(reply), now)
+        self.dealt += deal.is_known and deal.fraction < 1 and bool(grants)
         if any(self.open[g.group]["members"][m]["DATA"] != g.key_salt for g in given for m, _ in g.members):
             broken("failures", f"{given}: a DATA failure would repeat itself with the same key")
         return None
@@ -114,31 +117,35 @@ class Reference(LearnerSide):
         member["deadline"] = now + self.rules.lease_s
         group["leased_at"] = now if group["leased_at"] is None else group["leased_at"]
 
-    def grant_retries(self, r: rq.Lease, grants: dict, now: float) -> tuple[dict, int, bool]:
+    def grant_retries(self, r: rq.Lease, grants: dict, deal: Deal, now: float) -> tuple[dict, int, bool]:
         """Follows the grants of members that groups in work miss: in order, within the window, none passed over.
 
-        Returns the grants that are left, the room left, and whether new prompts may follow.
+        Returns the grants that are left, what is left of the asker's share, and whether new prompts may follow.
         """
         least, most = self.window(self.base() - r.version.step)
-        room, goes_on, unpublished = r.max_members, True, self.unpublished()
+        room, goes_on, unpublished = deal.most, True, self.unpublished()
         for place, (gid, group) in enumerate(self.open.items()):
+            free = self.free_now(group, now)
+            if not free:
+                continue
             ahead = unpublished + (place if self.rules.order == "lease_order" else len(self.open) - 1)
-            for number, member in enumerate(group["members"]):
-                if member["status"] != FREE or member["rest"] > now:
-                    continue
-                attempt = grants.pop((gid, number), None)
-                if attempt is None:
-                    if goes_on and room and ahead < least:
-                        broken("2 re-leased", f"{gid}.{number} is free and within the window, and passed over")
-                    goes_on = False
-                elif not goes_on or not room or ahead >= most:
-                    broken("7a admission", f"{gid}.{number} is granted with {ahead} groups ahead of it, room {room}")
-                else:
-                    self.grant(r, gid, number, attempt, now)
-                    room -= 1
-        return grants, room, goes_on or not room
+            got, part = [number for number in free if (gid, number) in grants], deal.part(len(free), place)
+            if not got:
+                if goes_on and room > 0 and ahead < least and deal.is_known:
+                    broken("2 re-leased", f"{free} of {gid} are free and within the window, and passed over")
+                goes_on = False
+            elif not goes_on or room <= 0 or ahead >= most:
+                broken("7a admission", f"{got} of {gid} are granted with {ahead} groups ahead of it, room {room}")
+            elif deal.is_known and got != free[: min(room, part)]:
+                broken("9 shares", f"{got} of {free} of group {gid} go to {r.name}, {part} may, {room} left of {deal}")
+            for number in got:
+                self.grant(r, gid, number, grants.pop((gid, number)), now)
+            room -= len(got)
+        return grants, room, goes_on or room <= 0
 
-    def grant_prompts(self, r: rq.Lease, grants: dict, room: int, may_follow: bool, used: int, now: float) -> None:
+    def grant_prompts(
+        self, r: rq.Lease, grants: dict, room: int, may_follow: bool, used: int, deal: Deal, now: float
+    ) -> None:
         """Follows the groups made of new prompts."""
         least, most = self.window(self.base() - r.version.step)
         issued = self.take("issued")
@@ -152,22 +159,24 @@ class Reference(LearnerSide):
             self.next_prompt = self.skip_passed(self.next_prompt)
             if prompt != self.next_prompt or reissue_of is not None:
                 broken("10 prompts in order", f"prompt {prompt} is issued where {self.next_prompt} is next")
-            if self.outstanding() >= most or not room:
+            if self.outstanding() >= most or room <= 0:
                 broken("7a admission", f"group {gid} with {self.outstanding()} outstanding of {most}, room {room}")
             if self.must_not_issue():
                 broken("6 retention", f"group {gid} is issued: {self.must_not_issue()}")
+            place, whole = len(self.open), room + deal.room - deal.most
             self.add(gid, prompt, 0)
             self.prompts, self.next_prompt = self.prompts + 1, prompt + 1
-            mine = [number for number in range(self.rules.size) if (gid, number) in grants]
-            if len(mine) != min(room, self.rules.size):
-                broken("9 backpressure", f"members {mine} of the new group {gid} go to a sampler with room {room}")
+            mine = [number for number in range(self.rules.members) if (gid, number) in grants]
+            due = min(deal.part(self.rules.members, place), room if deal.splits(place) else whole)
+            if len(mine) != due and (deal.is_known or not 0 < len(mine) <= whole):
+                broken("9 shares", f"members {mine} of the new group {gid} go to {r.name}, {due} should, of {deal}")
             for number in mine:
                 self.grant(r, gid, number, grants.pop((gid, number)), now)
             room -= len(mine)
         if grants:
             broken("2 attempts per member", f"{grants} were not free")
         more = [t.index for t, _ in r.prompts[used:] if t.index not in self.passed]
-        if may_follow and room and more and len(self.open) + self.unpublished() < least:
+        if may_follow and room > 0 and more and len(self.open) + self.unpublished() < least and deal.is_known:
             if not self.may_refuse_to_issue():
                 broken("9 backpressure", f"no group for prompt {more[0]}, with room {room} and {least} in the window")
 
@@ -188,7 +197,7 @@ class Reference(LearnerSide):
     def may_refuse_to_issue(self) -> bool:
         """Whether a store that reserves generously may say that its budget, or the run, is at its end."""
         per_claim = self.rules.batch + self.rules.redundant
-        reserve = max(self.largest, FIRST_GUESS_BYTES) * (self.unfinished(LEASED, FREE) + self.rules.size)
+        reserve = max(self.largest, FIRST_GUESS_BYTES) * (self.unfinished(LEASED, FREE) + self.rules.members)
         full = self.buffer_is_full() or self.bytes() + reserve >= self.rules.retention_bytes
         return (full and len(self.open) >= per_claim) or len(self.open) >= (
             self.rules.steps - self.next_claim
@@ -207,14 +216,20 @@ class Reference(LearnerSide):
             return self.fail(r, member, r.failure[0], now)
         runs = tuple((run.version.lineage, run.version.step, run.count) for run in r.runs)
         member |= {"status": DONE, "digest": r.digest, "bytes": r.size_bytes, "runs": runs, "rest": 0.0}
+        member["reward"] = r.reward
         self.finished[r.group, r.member] = (r.attempt, r.digest)
         self.largest = max(self.largest, r.size_bytes)
         self.tokens_put += sum(run[2] for run in runs)
-        self.note_completion(self.open[r.group])
+        group = self.open[r.group]
+        if self.rules.spare and sum(m["status"] == DONE for m in group["members"]) == self.rules.size:
+            self.let_go(r.group, self.missing(group))
+        self.note_completion(group)
+        if self.open[r.group]["place"] is not None:
+            self.judge(r.group)
 
     def put_answers(self, r: rq.PutMember) -> set[str]:
         """What promise 2 allows."""
-        if not 0 <= r.group < self.next_group or not 0 <= r.member < self.rules.size:
+        if not 0 <= r.group < self.next_group or not 0 <= r.member < self.rules.members:
             return (
                 {"StaleClient"} if r.group >= self.next_group or (r.group in self.open) else {"StaleClient", "SURPLUS"}
             )
@@ -255,10 +270,15 @@ class Reference(LearnerSide):
         rest = min(BACKOFF_S[1], BACKOFF_S[0] * 2 ** (member["INFRA"] - 1)) if kind == "INFRA" else 0.0
         member |= {"status": FREE, "rest": now + rest if rest else 0.0}
         over = member[kind] > (self.rules.infra_retries if kind == "INFRA" else self.rules.data_retries)
+        if over and len(self.missing(group := self.open[r.group])) > self.rules.size - sum(
+            m["status"] == DONE for m in group["members"]
+        ):
+            return self.let_go(r.group, (r.member,))
         if over != (self.take("dead") == [("dead", r.group)]):
             broken("failures", f"{r.group}.{r.member}: {member[kind]} {kind} failures, dead should be {over}")
         if over:
             self.end(r.group, "dead")
+        return None
 
     # --- the end
 
@@ -266,7 +286,11 @@ class Reference(LearnerSide):
         self.data_ended = True
 
     def on_Close(self, r: rq.Close, reply: Any, now: float) -> None:
+        said = [f[2] for f in self.take("closed")]
+        if said != ([] if self.closed else [r.reason]):
+            broken("11 typed ends", f"closed by {r.reason}, the log says {said}")
         self.closed = self.closed or r.reason
 
     def on_Open(self, r: rq.Open, reply: Any, now: float) -> None:
-        self.closed = self.closed if self.acked >= self.rules.steps else ""
+        if self.closed and self.acked < self.rules.steps:
+            self.closed, self.rejected = "", 0

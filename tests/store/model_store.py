@@ -25,7 +25,7 @@ from jaxroll.store.core import Core, decide
 from jaxroll.store.settings import Settings
 from tests.store.model_books import Broken, Fact, Rules, broken
 from tests.store.model_reference import Reference
-from tests.store.model_views import answered, facts, figures, members_of, settings, timeless
+from tests.store.model_views import answered, facts, figures, members_of, settings, slow, timeless
 
 REMEMBER_EVERY = 64  # decisions between two copies of the reference
 WHOLE_EVERY = 16  # decisions between two comparisons of every member
@@ -42,6 +42,7 @@ class Waiting:
     puts: list[ev.Put]
     now: float
     branch: int = 0
+    slow: frozenset[str] = frozenset()  # the samplers that the core called slow then
     state: bytes | None = None
 
 
@@ -74,7 +75,7 @@ class Store:
         self.settings = settings(rules)
         self.core, self.disk, self.ref = Core(self.settings), Disk(), Reference(rules)
         self.waiting: list[Waiting] = []
-        self.fed = self.done = 0
+        self.fed = self.done = self.narrowed = 0
         self.answered: Counter[str] = Counter()
         self.now = 0.0
         self._since: list[Waiting] = []  # on disk since the reference was copied
@@ -100,15 +101,19 @@ class Store:
         request = self.completed(request, prompts)
         if self.done % WHOLE_EVERY == 0:
             self.check_pure(request)
+        leased = self.ref.leases()
+        self.ref.slow = slow(self.settings, self.core.state)
         decision = self.core.handle(request, self.now)
         logged = [e for e in decision.events if not isinstance(e, ev.NOT_LOGGED)]
         puts = [e for e in logged if isinstance(e, ev.Put)]
         encoded = [wire.encode(e) for e in logged]
         entry = Waiting(request, decision.reply, encoded, facts(logged), puts, self.now)
         self.ref.observe(request, decision.reply, entry.facts, self.now)
+        self.check_told(request, leased, decision.ended)
         self.waiting.append(entry)
         self.answered[answered(request, decision.reply)] += 1
-        entry.branch = self.ref.branch_of[-1]
+        self.narrowed += 0 < self.core.state.pace.groups < self.ref.window(0)[1]
+        entry.branch, entry.slow = self.ref.branch_of[-1], frozenset(self.ref.slow)
         self.fed += getattr(decision.reply, "prompts_used", 0)
         if getattr(request, "fork", "") and not isinstance(decision.reply, Exception):
             self.fed = int(self.core.state.cursor or b"0")
@@ -164,6 +169,7 @@ class Store:
         self.ref.__dict__ = pickle.loads(self._copy)
         for entry in (*self._since, *survivors):
             if entry.request is not None:
+                self.ref.slow = set(entry.slow)
                 self.ref.observe(entry.request, entry.reply, entry.facts, entry.now)
         self.now, self.waiting = clock_s, []
         self.core = self.disk.recovered(self.settings, clock_s)
@@ -186,6 +192,16 @@ class Store:
         self.now += seconds
 
     # --- checks
+
+    def check_told(self, request: Any, before: set[tuple], told: list[tuple]) -> None:
+        """Whoever lost a lease is told of it at once; but not of one that ran out, or that it ended itself."""
+        gone = before - self.ref.leases()
+        if isinstance(request, rq.Release | rq.Tick | rq.Arrive):
+            gone = set()
+        elif isinstance(request, rq.PutMember):
+            gone = {lease for lease in gone if lease[1][:2] != (request.group, request.member)}
+        if len(set(told)) != len(told) or set(told) != gone:
+            broken("11 who lost a lease is told", f"{request}: {told} are told, {gone} were lost")
 
     def compare(self, whole: bool) -> None:
         """The core's own figures against the reference's; with `whole` every member as well."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxroll.schedule.filters import Filter
 from jaxroll.schedule.limiter import AgeLimiter
 from jaxroll.store import events as ev
 from jaxroll.store import state as st
+from jaxroll.store.admission import is_slow
 from jaxroll.store.settings import Settings
 from tests.store.model_books import Fact, Rules
 
@@ -19,6 +21,8 @@ def settings(rules: Rules) -> Settings:
         straggler_deadline_s=rules.straggler_s, lease_s=rules.lease_s, infra_retries=rules.infra_retries,
         data_retries=rules.data_retries, reissues=rules.reissues, retention_bytes=rules.retention_bytes,
         window=rules.window, last_batch=rules.last_batch,
+        filter=Filter(*rules.filter, windows=rules.filter_windows, at_limit=rules.at_limit),
+        redundant_members=rules.spare, replicate=rules.replicate,
     )  # fmt: skip
 
 
@@ -29,7 +33,11 @@ def facts(events: list[Any]) -> list[Fact]:
         if isinstance(e, ev.Issued):
             found.append(("issued", e.group, e.task.index, e.reissue_of))
         elif isinstance(e, ev.Expired):
-            found.append(("expired", e.group, e.reason))
+            found.append(("expired", e.group, e.reason.partition(":")[0]))
+        elif isinstance(e, ev.RunClosed):
+            found.append(("closed", None, e.reason))
+        elif isinstance(e, ev.Aborted):
+            found.append(("aborted", e.group, e.members))
         elif isinstance(e, ev.Died):
             found.append(("dead", e.group))
         elif isinstance(e, ev.Shrunk):
@@ -74,3 +82,8 @@ def members_of(state: st.State) -> dict[int, list[tuple[str, int, str]]]:
         gid: [(s.status, s.attempt if s.status in (st.LEASED, st.DONE) else 0, s.digest) for s in group.slots]
         for gid, group in (*state.open.items(), *state.held.items())
     }
+
+
+def slow(settings: Settings, state: st.State) -> set[str]:
+    """The samplers that the core calls slow, as it measures them."""
+    return {name for name in state.member_s if is_slow(settings, state, name)}

@@ -18,26 +18,34 @@ from tests.store.model_clients import Heard, Learner, Sampler, ignore, wrong_put
 from tests.store.model_store import Store
 
 ORDERS = ("lease_order", "ready_first", "freshest_first")
+FILTERS = (("none", 0.0, 1.0), ("mean_band", 0.2, 0.9), ("none", 0.0, 1.0), ("pass_rate", 0.0, 1.0),
+           ("min_std", 0.2, 0.0))  # fmt: skip
 FINISH_WITHIN = 3000  # operations that a run without faults may still need
 
 
 def some_rules(rng: random.Random) -> Rules:
-    """Settings of a small run; one in three is made so that tokens grow old, and as many adapt their window."""
-    aging = rng.random() < 0.35
+    """Settings of a small run; nearly half are made so that tokens grow old, one in three adapts its window."""
+    aging = rng.random() < 0.45
     adaptive = rng.random() < 0.3
     alpha = rng.choice((0.5, 1) if aging else (0, 0, 0.5, 1, 1.5, 2, 4))
     batch, redundant = rng.choice((1, 2, 2, 3)), rng.choice((0, 0, 0, 1, 2))
     least_buffer = int((alpha + 1) * batch) + redundant
+    size = rng.choice((2, 3) if aging else (1, 2, 2, 3))
+    on_stale = rng.choice(("expire", "mask") if aging else ("expire", "expire", "mask"))
+    kinds = FILTERS[: 1 if on_stale == "mask" else 2 if size == 1 else None]  # masking is rare enough as it is
     return Rules(
         alpha=alpha, batch=batch, redundant=redundant, buffer=rng.choice((0, 0, least_buffer, least_buffer + 3)),
         publish_every=rng.randint(1, int(alpha + 1)) if rng.random() < 0.3 else 1,
-        size=rng.choice((2, 3) if aging else (1, 2, 2, 3)), steps=rng.randint(4, 9) + 6 * adaptive,
+        size=size, steps=rng.randint(4, 9) + 9 * adaptive,
         order=rng.choice(ORDERS[1:] if aging else (*ORDERS, "lease_order")),
-        on_stale=rng.choice(("expire", "mask") if aging else ("expire", "expire", "mask")),
+        on_stale=on_stale,
         straggler=rng.choice(("shrink", "wait")), straggler_s=rng.choice((4.0, 40.0)), lease_s=10.0,
         infra_retries=rng.choice((1, 3)), data_retries=rng.choice((0, 2)), reissues=rng.choice((1, 3, 100)),
         retention_bytes=rng.choice((6000, 30_000, 10**9)), window="adaptive" if adaptive else "full",
-        last_batch=rng.choice(("deliver", "drop")),
+        last_batch=rng.choice(("deliver", "drop")), filter=rng.choice(kinds),
+        filter_windows=rng.choice((1, 1, 5)), at_limit=rng.choice(("stop", "deliver")),
+        spare=rng.choice((0, 0, 0, 1, 2)),
+        replicate=rng.choice(("together", "spread", "auto")),
     )  # fmt: skip
 
 
@@ -206,6 +214,8 @@ class World:
             if self.store.done > end:
                 broken("liveness", f"the run does not end: {self.store.ref.figures()}, {self.store.ref.members()}")
             self.do("wait", 0.6)
+            if self.store.ref.closed:  # the filter rejected too much: the operator starts the run again
+                self.crash()
             self.ask(None, rq.Tick(), ignore)
             self.train()
             for s in self.samplers:
@@ -243,7 +253,7 @@ class World:
         """A sampler that keeps up."""
         s.flip(self)
         if s.version is not None:
-            s.lease(self, 2 * self.rules.size)
+            s.lease(self, 2 * self.rules.members)
             self.sync()
         if s.holding:
             s.renew(self)

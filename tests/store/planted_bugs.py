@@ -1,6 +1,7 @@
 """Mistakes to plant in the store, each in one place, each with the promise that it breaks.
 
-Those of this file are about puts and leases, those of planted_bugs_training.py about claims, versions and forks.
+Those of this file are about puts and leases, planted_bugs_training.py has claims, versions and forks, and
+planted_bugs_choosing.py the filter, redundant members and shares.
 A bug is planted with pytest's MonkeyPatch (`BUGS[name].plant(patch)`) and undone with it. The random test must find
 every one of them: what it cannot find it does not check.
 """
@@ -162,7 +163,10 @@ def data_failure_repeats_its_key(patch: Patch) -> None:
 
 @breaks("7a admission")
 def alpha_off_by_one_in_admission(patch: Patch) -> None:
-    wrap(patch, AgeLimiter, "window", lambda window, self, *rest: window(self, *rest) + self.batch_groups)
+    def admits(original: Any, self: AgeLimiter, ahead: int, *rest: Any) -> bool:
+        return original(self, ahead - self.batch_groups, *rest)  # in `window` it would contradict the buffer
+
+    wrap(patch, AgeLimiter, "admits", admits)
 
 
 @breaks("7a admission")
@@ -206,8 +210,8 @@ def lease_asked_again_grants_more(patch: Patch) -> None:
 
 @breaks("8 retries first")
 def retries_behind_new_prompts(patch: Patch) -> None:
-    def missing(original: Any, settings: Any, now: Any, r: rq.Lease, now_s: float) -> Any:
-        return ([], [], r.max_members, "") if r.prompts else original(settings, now, r, now_s)
+    def missing(original: Any, settings: Any, now: Any, r: rq.Lease, *rest: Any) -> Any:
+        return ([], [], r.max_members, "") if r.prompts else original(settings, now, r, *rest)
 
     wrap(patch, work, "_lease_open", missing)
 

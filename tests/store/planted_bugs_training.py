@@ -1,4 +1,4 @@
-"""More mistakes to plant, as in planted_bugs.py: claims, versions, checkpoints, forks. `BUGS` are all of them."""
+"""More mistakes to plant, as in planted_bugs.py: claims, versions, checkpoints, forks."""
 
 from __future__ import annotations
 

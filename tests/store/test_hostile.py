@@ -63,6 +63,7 @@ def _valid() -> dict[str, list[bytes]]:
         "Renew": [msg.Members(((0, 0, 1), (-1, 2**62, 0)))],
         "Put": [member, Member(0, 0, 1, Failed("DATA", "x")), Member(2**53, 2**53, 2**53, Failed("INFRA", "x"))],
         "Release": [msg.Members(((0, 0, 1), (2**62, -5, 2**40)))],
+        "Ended": [msg.EndedCall(0.0), msg.EndedCall(float("nan"))],
         "Claim": [msg.ClaimCall(0, 0, 0.0, 2**53), msg.ClaimCall(2**53, 2**53, float("inf"))],
         "Begin": [msg.BeginCall(None), msg.BeginCall(Version(2**53, 2**53)), msg.BeginCall(V0, "fork")],
         "Publish": [Snapshot(Version(0, 2**53), "tcp", "x", "y")],

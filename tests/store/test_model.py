@@ -14,13 +14,14 @@ import pytest
 from tests.store.model_books import Broken
 from tests.store.model_store import first_broken, shortened
 from tests.store.model_world import World
-from tests.store.planted_bugs_training import BUGS
+from tests.store.planted_bugs_choosing import BUGS
 
 OPERATIONS, SOAK_OPERATIONS, FOUND_WITHIN = 200_000, 5_000_000, 50_000
 A_RUN = 500  # operations drawn for one run; it needs some more to end
 SHOWN = 20  # operations
 REACHED = """
     trimmed, stale, lineage, surplus, dead, last_batch, rewinds, forks, crashes, shrunk, masked, narrowed, slow,
+    filtered, stopped by the filter, aborted, shared,
     Lease Leases, Lease NoCredit, Lease StaleClient, Lease Closed, Renew tuple, Release None, Tick None,
     PutMember OK, PutMember SURPLUS, PutMember Fenced, PutMember Conflict, PutMember StaleClient,
     failed PutMember OK, failed PutMember SURPLUS, failed PutMember Fenced, failed PutMember Conflict,
@@ -52,7 +53,8 @@ def what_happened(world: World) -> Counter[str]:
     found = world.store.answered + ref.ended
     found.update(rewinds=len(ref.lines) - 1, forks=len(ref.forks), masked=ref.tokens_masked, shrunk=core.shrunk)
     found.update(crashes=sum(operation[0] == "crash" for operation in world.operations))
-    found.update(narrowed=0 < core.pace.groups < ref.window(0)[1])
+    found.update({"stopped by the filter": ref.stopped, "aborted": core.aborted_members, "shared": ref.dealt})
+    found.update(narrowed=world.store.narrowed)
     return found
 
 

@@ -36,7 +36,7 @@ TRAIN = {"learner", "admin"}
 ALL = {"sampler", "learner", "admin", "observer"}
 RIGHTS = {
     "Hello": ALL, "Published": ALL, "Report": ALL, "Status": ALL,
-    "Lease": WORK, "Renew": WORK, "Put": WORK, "Release": WORK,
+    "Lease": WORK, "Renew": WORK, "Put": WORK, "Release": WORK, "Ended": WORK,
     "Claim": TRAIN, "Begin": TRAIN, "Publish": TRAIN, "Ack": TRAIN, "Durable": TRAIN, "Close": TRAIN,
 }  # fmt: skip
 

@@ -1,0 +1,142 @@
+"""More mistakes to plant, as in planted_bugs.py: the filter, redundant members, shares. `BUGS` are all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from jaxroll.schedule import filters
+from jaxroll.schedule.sharing import Share
+from jaxroll.store import apply, completion, core, puts, shares, state, training, work
+from jaxroll.store import events as ev
+from tests.store.planted_bugs import Patch, breaks, wrap
+from tests.store.planted_bugs_training import BUGS
+
+__all__ = ["BUGS"]
+
+# --- the filter
+
+
+@breaks("filter")
+def groups_are_not_judged(patch: Patch) -> None:
+    patch.setattr(completion, "judged", lambda *rest: [])
+
+
+@breaks("filter")
+def stragglers_are_not_judged(patch: Patch) -> None:
+    patch.setattr(training, "_rejected", lambda *rest: [])
+
+
+@breaks("filter")
+def bounds_of_the_band_are_inside(patch: Patch) -> None:
+    wrap(patch, filters, "_band", lambda band, value, low, high, what: band(value, low - 1e-9, high + 1e-9, what))
+
+
+@breaks("filter")
+def rejections_are_never_too_many(patch: Patch) -> None:
+    patch.setattr(completion, "_why_over", lambda *rest: "")
+
+
+@breaks("filter")
+def limit_of_rejections_is_not_counted_anew(patch: Patch) -> None:
+    def claimed(original: Any, now: state.State, e: ev.Claimed, now_s: float) -> None:
+        before = now.filtered
+        original(now, e, now_s)
+        now.filtered = before
+
+    wrap(patch, apply._EFFECTS, ev.Claimed, claimed)
+
+
+@breaks("7a rejected groups make room")
+def rejected_groups_still_count_as_outstanding(patch: Patch) -> None:
+    wrap(patch, work, "unpublished_groups", lambda unpublished, now: unpublished(now) + now.filtered)
+
+
+# --- redundant members
+
+
+@breaks("redundant members")
+def redundant_members_are_waited_for(patch: Patch) -> None:
+    def after_put(original: Any, settings: Any, now: Any, group: state.Group, put: ev.Put) -> Any:
+        return original(settings, now, msgspec.structs.replace(group, wanted=0), put)
+
+    wrap(patch, puts, "after_put", after_put)
+
+
+@breaks("redundant members")
+def group_is_complete_one_member_early(patch: Patch) -> None:
+    def issued(original: Any, now: state.State, e: ev.Issued, now_s: float) -> None:
+        original(now, msgspec.structs.replace(e, wanted=e.wanted - 1) if e.wanted > 1 else e, now_s)
+
+    wrap(patch, apply._EFFECTS, ev.Issued, issued)
+
+
+@breaks("failure budgets")
+def group_dies_of_a_member_it_can_spare(patch: Patch) -> None:
+    patch.setattr(puts, "can_spare_one", lambda group: False)
+
+
+@breaks("redundant members")
+def free_members_that_are_not_needed_stay(patch: Patch) -> None:
+    def aborted(original: Any, now: state.State, e: ev.Aborted, now_s: float) -> None:
+        slots = now.open[e.group].slots
+        free = [slots[member] for member in e.members if slots[member].status == state.FREE]
+        original(now, e, now_s)
+        for slot in free:
+            slot.status = state.FREE
+
+    wrap(patch, apply._EFFECTS, ev.Aborted, aborted)
+
+
+@breaks("11 who lost a lease is told")
+def holders_of_surplus_work_are_not_told(patch: Patch) -> None:
+    def ended_by(original: Any, now: state.State, event: ev.Event) -> Any:
+        return [] if isinstance(event, ev.Aborted) else original(now, event)
+
+    wrap(patch, core, "ended_by", ended_by)
+
+
+@breaks("11 who lost a lease is told")
+def holders_are_told_of_leases_that_others_have(patch: Patch) -> None:
+    def ended_by(original: Any, now: state.State, event: ev.Event) -> Any:
+        return [("somebody", key) for _, key in original(now, event)]
+
+    wrap(patch, core, "ended_by", ended_by)
+
+
+# --- shares of scarce work
+
+
+@breaks("9 shares")
+def first_asker_takes_everything(patch: Patch) -> None:
+    patch.setattr(work, "share_of", lambda settings, now, r, now_s: Share(r.max_members))
+
+
+@breaks("9 shares")
+def samplers_that_are_gone_are_waited_for(patch: Patch) -> None:
+    def with_room(settings: Any, now: state.State, but: str, now_s: float) -> list[str]:
+        return [name for name in now.hungry if name != but]
+
+    patch.setattr(shares, "with_room", with_room)
+
+
+@breaks("9 shares")
+def who_was_given_work_still_has_room(patch: Patch) -> None:
+    def leased(original: Any, now: state.State, e: ev.Leased, now_s: float) -> None:
+        hungry, rooms = dict(now.hungry), dict(now.rooms)
+        original(now, e, now_s)
+        now.hungry.update(hungry)
+        now.rooms.update(rooms)
+
+    wrap(patch, apply._EFFECTS, ev.Leased, leased)
+
+
+@breaks("9 shares")
+def group_kept_together_is_split(patch: Patch) -> None:
+    patch.setattr(Share, "splits", lambda self, awaited: self.others > 0)
+
+
+@breaks("9 shares")
+def group_to_be_spread_is_kept_together(patch: Patch) -> None:
+    patch.setattr(Share, "splits", lambda self, awaited: False)

@@ -1,0 +1,62 @@
+"""A sampler hears at once that a lease of its own ended: by a call that waits, once for each, never of others."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+from jaxroll.records import Version
+
+V0 = Version(0, 0)
+WAIT_S = 20.0
+
+
+def test_who_works_on_what_nobody_needs_is_told(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured(alpha=0.0, groups_per_step=1, group_size=2, redundant_members=1, steps=2)
+
+    async def job() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler", "a") as a,
+            small.connected(tmp_path, config, "sampler", "b") as b,
+        ):
+            await learner.begin(None)
+            await learner.publish(small.snapshot(V0))
+            mine = small.keys(await a.lease(V0, 2, WAIT_S))
+            (other,) = small.keys(await b.lease(V0, 2, WAIT_S))
+            waiting = asyncio.ensure_future(b.ended(WAIT_S))
+            for key in mine:
+                assert not waiting.done()
+                await a.put(small.finished(*key, (V0, 3)))
+            assert await waiting == [other]
+            assert await b.ended(0.0) == [], "each is told once"
+            assert await a.ended(0.0) == [], "what it put itself did not end"
+            assert await b.put(small.finished(*other, (V0, 3))) == "SURPLUS"
+
+    run(job())
+
+
+def test_a_rewind_and_a_filtered_group_are_told_too(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured(alpha=1.0, groups_per_step=1, group_size=2, steps=4)
+
+    async def job() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler", "a") as a,
+        ):
+            await learner.begin(None)
+            await learner.publish(small.snapshot(V0))
+            await small.produce(a, V0, 2)
+            await learner.claim(0, 0, WAIT_S)
+            await learner.publish(small.snapshot(Version(0, 1)))
+            await learner.ack(V0)
+            held = small.keys(await a.lease(Version(0, 1), 2, WAIT_S))
+            waiting = asyncio.ensure_future(a.ended(WAIT_S))
+            async with small.connected(tmp_path, config, "learner", "again") as again:
+                await again.begin(V0)
+            assert await waiting == held
+
+    run(job())
