@@ -15,5 +15,5 @@ def get_config() -> ConfigDict:
     """rlvr_tiny without asynchrony."""
     config = read(Path(__file__).with_name("rlvr_tiny.py"))
     config.run.name = "rlvr_sync"
-    config.schedule.alpha = 0.0
+    config.schedule.mode = "sync"
     return config

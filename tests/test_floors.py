@@ -43,6 +43,7 @@ ROOMS: Mapping[str, Room] = {
     "metrics": Room(0, "none"),
     "errors": Room(0, "none"),
     "clock": Room(0, "none"),
+    "games": Room(1, "none", forbidden=("asyncio", "threading", "time")),  # rules of worlds: pure, as the schedule is
     "rpc": Room(1, "none"),
     "math": Room(1),
     "sharding": Room(1),

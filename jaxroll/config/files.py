@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_collections
 
+from jaxroll.config import schedules
 from jaxroll.config.parsing import assign, build, plain
 from jaxroll.config.rules import check
 from jaxroll.config.schema import Config
@@ -53,6 +54,7 @@ def parse(values: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:
     if isinstance(values, ml_collections.ConfigDict):
         values = values.to_dict()
     config = build(Config, values)
+    config = dataclasses.replace(config, schedule=schedules.settled(config.schedule, config.schedule.mode))
     check(config)
     return config
 

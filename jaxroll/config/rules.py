@@ -12,8 +12,9 @@ import re
 from dataclasses import dataclass
 
 from jaxroll.config.bounds import check_bounds, value_at
+from jaxroll.config.learner_rules import check_algorithm
 from jaxroll.config.parsing import nearest
-from jaxroll.config.schema import MODEL_SIZES, Config, SamplerConfig
+from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig
 from jaxroll.errors import ConfigError
 
 GPU_CONTEXT_MB = 512
@@ -34,7 +35,8 @@ class Inventory:
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first rule that `config` breaks."""
-    for rule in (check_bounds, _check_names, _check_schedule, _check_shapes, _check_learner, _check_ranges,
+    for rule in (check_bounds, _check_names, _check_schedule, _check_shapes, _check_learner, check_algorithm,
+                 _check_ranges,
                  _check_deadlines, _check_fractions):  # fmt: skip
         rule(config)
 
@@ -73,11 +75,11 @@ def _check_names(config: Config) -> None:
     if config.tokenizer.kind == "hf" and not config.tokenizer.path:
         raise ConfigError("tokenizer.path", "", "tokenizer.kind is 'hf' but there is no folder to read",
                           "Set tokenizer.path to a folder with tokenizer.json, or kind to 'char'.")  # fmt: skip
-    if config.task.source != "reasoning_gym" and not config.task.path:
+    if config.task.source in ("jsonl", "parquet") and not config.task.path:
         raise ConfigError("task.path", "", f"task.source is {config.task.source!r} but there is no file to read",
                           "Set task.path to the file.")  # fmt: skip
-    if config.task.source == "reasoning_gym" and not config.task.name:
-        raise ConfigError("task.name", "", "no reasoning-gym task named", "Name one, as 'spell_backward'.")
+    if config.task.source in ("reasoning_gym", "game") and not config.task.name:
+        raise ConfigError("task.name", "", f"no task of {config.task.source} named", "Name one, as 'spell_backward'.")
     _check_unread(config)
 
 
@@ -95,9 +97,6 @@ def _check_unread(config: Config) -> None:
 
 def _check_schedule(config: Config) -> None:
     schedule = config.schedule
-    if schedule.alpha > 0 and config.learner.correction == "none":
-        raise ConfigError("learner.correction", "none", f"alpha = {schedule.alpha:g} would train on stale samples",
-                          "Set learner.correction to 'decoupled' or 'tis', or schedule.alpha to 0.")  # fmt: skip
     needed = math.ceil((schedule.alpha + 1) * schedule.groups_per_step) + schedule.redundant_groups
     if 0 < schedule.buffer_groups < needed:
         raise ConfigError("schedule.buffer_groups", schedule.buffer_groups,
@@ -108,10 +107,6 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError("schedule.publish_every", schedule.publish_every,
                           f"more than alpha + 1 = {window} claims between publications deadlocks",
                           f"Set it to {window} or less, or raise schedule.alpha.")  # fmt: skip
-    if schedule.group_size < 2:
-        raise ConfigError("schedule.group_size", schedule.group_size,
-                          f"advantage {config.learner.advantage!r} compares the members of a group",
-                          "Set it to 2 or more.")  # fmt: skip
     sampling = config.sampling
     if sampling.temperature <= 0:
         raise ConfigError("sampling.temperature", sampling.temperature, "training needs samples, not one greedy answer",
@@ -124,11 +119,23 @@ def _check_schedule(config: Config) -> None:
 
 def _check_shapes(config: Config) -> None:
     task, sampler, learner = config.task, config.sampler, config.learner
-    budget = task.max_prompt_tokens + config.sampling.max_tokens
+    first, budget = task.max_prompt_tokens + config.sampling.max_tokens, episode_tokens(config)
+    if budget < first:
+        raise ConfigError("task.max_episode_tokens", budget,
+                          f"the first turn alone may have task.max_prompt_tokens + sampling.max_tokens = {first}",
+                          f"Set it to {first} or more, or to 0 for one turn.")  # fmt: skip
     if budget > learner.row_tokens:
-        raise ConfigError("learner.row_tokens", learner.row_tokens,
-                          f"a sequence may have task.max_prompt_tokens + sampling.max_tokens = {budget} tokens",
+        what = "task.max_episode_tokens" if budget > first else "task.max_prompt_tokens + sampling.max_tokens"
+        raise ConfigError("learner.row_tokens", learner.row_tokens, f"a sequence may have {what} = {budget} tokens",
                           f"Set it to {budget} or more.")  # fmt: skip
+    if learner.algorithm == "dpo" and 2 * budget > learner.row_tokens:
+        raise ConfigError("learner.row_tokens", learner.row_tokens,
+                          f"two answers to a question share a row, and may have {2 * budget} tokens",
+                          f"Set it to {2 * budget} or more.")  # fmt: skip
+    if 0 < sampler.episodes < config.schedule.members_per_group:
+        raise ConfigError("sampler.episodes", sampler.episodes, "a group is leased whole, and schedule.group_size + "
+                          f"redundant_members = {config.schedule.members_per_group}",
+                          f"Set it to {config.schedule.members_per_group} or more, or to 0.")  # fmt: skip
     buckets = sampler.prefill_buckets
     if not buckets or any(a >= b for a, b in itertools.pairwise(buckets)) or buckets[0] < 1:
         raise ConfigError("sampler.prefill_buckets", buckets, "bucket lengths must be positive and increasing",
@@ -146,6 +153,11 @@ def _check_shapes(config: Config) -> None:
         if rows % shards:
             up = math.ceil(rows / shards) * shards
             raise ConfigError(key, rows, f"not divisible by the mesh's data * fsdp = {shards}", f"Set it to {up}.")
+
+
+def episode_tokens(config: Config) -> int:
+    """The most tokens of a whole episode: of the conversation, or of one question and its answer."""
+    return config.task.max_episode_tokens or config.task.max_prompt_tokens + config.sampling.max_tokens
 
 
 def page_size(wanted: int, longest: int) -> int:
@@ -172,9 +184,11 @@ def _check_learner(config: Config) -> None:
         raise ConfigError("learner.substeps", learner.substeps,
                           f"does not divide schedule.groups_per_step = {groups}",
                           "Set it to a divisor (1 is one optimizer step per claim).")  # fmt: skip
-    if learner.correction_mode == "mask" and learner.correction != "decoupled":
-        raise ConfigError("learner.correction_mode", "mask", f"correction {learner.correction!r} has no such mode",
-                          "Set it to 'truncate', or learner.correction to 'decoupled'.")  # fmt: skip
+    unknown = sorted(set(learner.lora_targets) - set(LORA_TARGETS))
+    if unknown or not learner.lora_targets:
+        raise ConfigError("learner.lora_targets", learner.lora_targets,
+                          f"no parameter {unknown[0]!r} to adapt" if unknown else "nothing to adapt",
+                          f"Use some of {', '.join(LORA_TARGETS)}, and lora_rank = 0 for none.")  # fmt: skip
     if 0 < learner.decay_steps <= learner.warmup_steps:
         raise ConfigError("learner.decay_steps", learner.decay_steps,
                           f"ends before the warm-up of {learner.warmup_steps} steps",
@@ -186,7 +200,7 @@ def _check_ranges(config: Config) -> None:
     if config.evaluator.every and config.task.heldout_items == 0:
         raise ConfigError("task.heldout_items", 0, "the evaluator has nothing to evaluate on",
                           "Set it to 512, or evaluator.every to 0.")  # fmt: skip
-    if config.task.source != "reasoning_gym":
+    if config.task.source not in ("reasoning_gym", "game"):
         return
     spans = item_ranges(config)
     for a, b in (("task.heldout_start", "task.train_start"), ("task.heldout_start", "sft.start"),

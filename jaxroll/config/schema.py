@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Flip = Literal["keep_kv", "reprefill", "restart", "drain"]  # what new weights do to running requests
+LORA_TARGETS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
 MODEL_SIZES = ("nano", "tiny", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
 
 
@@ -56,13 +57,14 @@ class TokenizerConfig:
 class TaskConfig:
     """Where prompts come from and how answers are judged."""
 
-    source: Literal["reasoning_gym", "jsonl", "parquet"] = "reasoning_gym"
+    source: Literal["reasoning_gym", "jsonl", "parquet", "game"] = "reasoning_gym"
     name: str = "spell_backward"
     args: dict = field(default_factory=lambda: {"min_word_len": 3, "max_word_len": 10})
     path: str = ""
     prompt: Literal["compact", "full"] = "compact"
     env: str = "single_turn"
     max_prompt_tokens: int = 16
+    max_episode_tokens: int = 0  # of a whole conversation of several turns; 0: of one question and one answer
     train_start: int = 0
     heldout_start: int = 10_000_000
     heldout_items: int = 512
@@ -82,20 +84,33 @@ class SftConfig:
 class ScheduleConfig:
     """Who may run ahead of whom, and by how much (STORE.md, promises 7 and 8)."""
 
+    mode: Literal["sync", "one_step", "async"] = "async"  # a name for some of the values below (config/schedules.py)
     alpha: float = 1.0
     steps: int = 100  # claims to train
     groups_per_step: int = 24
     group_size: int = 8
     buffer_groups: int = 0  # groups kept (in work, waiting, or trained without a checkpoint) at most; 0: no such limit
     redundant_groups: int = 0
+    replicate: Literal["auto", "together", "spread"] = "auto"  # whether a group's members are split over samplers
+    redundant_members: int = 0  # leased beyond group_size; the first group_size to finish make the group
     publish_every: int = 1
     window: Literal["adaptive", "full"] = "adaptive"  # adaptive: the smallest at which the learner does not wait
     last_batch: Literal["deliver", "drop"] = "deliver"  # what is left at the data's end, too little for a whole claim
     order: Literal["lease_order", "ready_first", "freshest_first"] = "lease_order"
     on_stale: Literal["expire", "mask"] = "expire"
+    filter: str = "none"  # mean_band, pass_rate, min_std, or module:function of the rewards: groups it rejects expire
+    filter_low: float = 0.0
+    filter_high: float = 1.0  # what is judged must lie strictly between the two; min_std has no upper bound
+    filter_limit: int = 10  # groups rejected between two claims at most, in windows: (alpha + 1) * groups_per_step
+    on_filter_limit: Literal["stop", "deliver"] = "stop"
     flip: Flip = "keep_kv"
     straggler: Literal["wait", "shrink"] = "shrink"
     straggler_deadline_s: float = 300.0
+
+    @property
+    def members_per_group(self) -> int:
+        """Members of a new group: those that count, and the redundant ones."""
+        return self.group_size + self.redundant_members
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,11 @@ class SamplerConfig:
     page_tokens: int = 0  # of one page of the cache; 0 means 64, or what the longest request needs if that is less
     cache_pages: int = 0  # 0 gives every slot room for the longest request; fewer pages make requests wait for them
     scoring_workers: int = 1
+    prefill_attention: Literal["auto", "xla", "splash", "triton", "cudnn"] = "auto"  # of fresh prompts: docs/kernels.md
+    paged_attention: Literal["auto", "xla", "pallas"] = "auto"  # of one more token over the cache
+    episodes: int = 0  # in flight at most; 0: the slots and four groups. More, where environments take their time
+    env_threads: int = 1024  # for environments that block, at most; they are started as they are wanted
+    env_processes: int = 8  # for environments that ask for one each, at most
 
 
 @dataclass(frozen=True)
@@ -129,14 +149,34 @@ class LearnerConfig:
     """The training role: mesh, algorithm, optimizer, packing, checkpoints."""
 
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    algorithm: Literal["grpo"] = "grpo"
-    correction: Literal["decoupled", "tis", "none"] = "decoupled"
-    correction_cap: float = 2.0
+    algorithm: str = "grpo"  # a name of docs/algorithms.md, or package.module:name; "auto" and 0 below mean its own
+    advantage: Literal[
+        "auto", "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "positive", "best",
+        "best_worst", "segment_return", "gigpo",
+    ] = "auto"  # fmt: skip
+    aggregation: Literal["auto", "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"] = "auto"
+    correction: Literal["auto", "decoupled", "icepop", "tis", "none"] = "auto"
+    correction_cap: float = 0.0
+    correction_floor: float = 0.0  # of icepop
     correction_mode: Literal["truncate", "mask"] = "truncate"
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    advantage: Literal["group_std", "group_mean"] = "group_std"
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    level: Literal["auto", "token", "sequence"] = "auto"  # of the ratios
+    clip_low: float = 0.0
+    clip_high: float = 0.0
+    dual_clip: float = 0.0  # bounds the loss of A < 0 at this many |A| (3 is usual); 0: no bound
+    positive_weight: float = 1.0  # of topr
+    negative_weight: float = 1.0
+    discount: float = 0.95  # of later turns; read by segment_return and gigpo
+    step_weight: float = 1.0  # of gigpo's step term beside its episode term
+    dpo_beta: float = 0.1
+    overlong_tokens: int = 0  # the last tokens before sampling.max_tokens, over which the reward sinks by 1
+    reference: Literal["none", "init"] = "none"  # init: the parameters of the start, frozen
+    reference_offload: bool = False  # keep the reference in the host's memory between its uses
+    kl_coef: float = 0.0  # of KL(policy, reference)
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    lora_rank: int = 0  # of adapters that are trained in place of the parameters, which stay as they are; 0: none
+    lora_alpha: float = 16.0  # the adapters' product counts lora_alpha / lora_rank times
+    lora_targets: tuple[str, ...] = LORA_TARGETS  # the parameters of each layer that are adapted
     learning_rate: float = 3e-4
     warmup_steps: int = 5
     decay_steps: int = 0  # 0 keeps the learning rate constant after warm-up
@@ -145,6 +185,9 @@ class LearnerConfig:
     substeps: int = 1  # optimizer steps per claim
     micro_rows: int = 8  # rows of one packed micro-batch
     row_tokens: int = 128  # tokens of one packed row
+    remat: Literal["auto", "none", "layer", "dots"] = "auto"  # made again in the backward pass; auto: as the model says
+    logits_mb: int = 512  # of float32 logits on a device at once; a large vocabulary is worked through in parts
+    attention: Literal["auto", "xla", "splash", "triton"] = "auto"  # of packed rows; see docs/kernels.md
     checkpoint_every: int = 20
     checkpoints_kept: int = 3
     shuffle_rewards: bool = False  # a control: rewards permuted inside each group, so nothing can be learned
@@ -196,6 +239,7 @@ class PlacementConfig:
     """What hardware a role may take. Fractions apply when roles share one GPU."""
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    cpu_threads: int = 1  # of each role on CPU: one is as fast, unless the others stand idle meanwhile (alpha = 0)
     sampler_memory_fraction: float = 0.30
     learner_memory_fraction: float = 0.40
     evaluator_memory_fraction: float = 0.10

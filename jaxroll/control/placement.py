@@ -33,20 +33,21 @@ def device_env(config: Config, inventory: Inventory, visible_gpus: Sequence[str]
     if inventory.platform == "gpu":
         gpus = tuple(visible_gpus) or tuple(map(str, range(inventory.gpus)))
         return gpu_env(wanted, memory_fractions(config), gpus)
-    return {name: cpu_env(devices) for name, devices in wanted.items()}
+    return {name: cpu_env(devices, config.placement.cpu_threads) for name, devices in wanted.items()}
 
 
-def cpu_env(devices: int = 1) -> Env:
-    """One thread's worth of CPU that looks like `devices` devices.
+def cpu_env(devices: int = 1, threads: int = 1) -> Env:
+    """`threads` worth of CPU that looks like `devices` devices.
 
-    NPROC=1 fixes XLA's thread pool, so that the bits do not depend on the visible cores.
+    NPROC fixes XLA's thread pool, so that the bits do not depend on the visible cores.
     """
+    count = str(threads)
     flags = [f"--xla_force_host_platform_device_count={devices}",
              f"--xla_cpu_collective_call_warn_stuck_timeout_seconds={CPU_COLLECTIVE_WARN_S}",
              f"--xla_cpu_collective_call_terminate_timeout_seconds={CPU_COLLECTIVE_ABORT_S}",
              f"--xla_cpu_collective_timeout_seconds={CPU_COLLECTIVE_ABORT_S}"]  # fmt: skip
-    return {"JAX_PLATFORMS": "cpu", "NPROC": "1", "XLA_FLAGS": " ".join(flags), "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # fmt: skip
+    return {"JAX_PLATFORMS": "cpu", "NPROC": count, "XLA_FLAGS": " ".join(flags), "OMP_NUM_THREADS": count,
+            "OPENBLAS_NUM_THREADS": count, "MKL_NUM_THREADS": count}  # fmt: skip
 
 
 def gpu_env(wanted: Mapping[str, int], shares: Mapping[str, float], gpus: Sequence[str]) -> dict[str, Env]:

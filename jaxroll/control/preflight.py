@@ -7,14 +7,18 @@ holds the list of refusals in the roles' rooms, and how each is met here.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.parsing import nearest
-from jaxroll.data import gym_tasks, supply
+from jaxroll.config.rules import episode_tokens, page_size
+from jaxroll.data import games, gym_tasks, supply
 from jaxroll.envs import registry
 from jaxroll.errors import ConfigError
+from jaxroll.kernels import choice
 from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
 from jaxroll.store.settings import Settings
@@ -24,8 +28,12 @@ def check_described(config: Config) -> None:
     """Raise ConfigError for what is wrong wherever the run takes place."""
     if config.task.source == "reasoning_gym":
         gym_tasks.allowed(config.task.name)
+    if config.task.source == "game":
+        games.check(config.task)
     if not config.model.path:
-        _check_meshes(config, families.spec(config.model.size))
+        model = families.spec(config.model.size, compute_dtype=config.model.dtype)
+        _check_meshes(config, model)
+        _check_attention(config, model)
     Settings.of(config)
 
 
@@ -34,10 +42,13 @@ def check(config: Config) -> None:
     check_described(config)
     _check_files(config)
     _see_working_folder()
+    _check_algorithm(config.learner.algorithm)
     registry.factory(config.task.env)
+    Settings.of(config).filter.check()
     tokenizer = supply.check(config)
     model = folders.spec(config.model, tokenizer.vocab_size)
     _check_meshes(config, model)
+    _check_attention(config, model)
     if config.model.path:
         folders.check_weights(config.model, model)
 
@@ -45,6 +56,21 @@ def check(config: Config) -> None:
 def _check_meshes(config: Config, model: ModelSpec) -> None:
     for role, mesh in meshes(config).items():
         families.check_mesh(model, mesh, f"{role}.mesh")
+
+
+def _check_attention(config: Config, model: ModelSpec) -> None:
+    """The kernels that are named, on the platform that is named; on one still to be found, what fits nowhere."""
+    platform = "" if config.placement.platform == "auto" else config.placement.platform
+    learner, sampler = config.learner, config.sampler
+    site = choice.Site(model, platform, learner.mesh.tensor, learner.row_tokens)
+    choice.check("packed", learner.attention, site)
+    for role, mesh in meshes(config).items():
+        if role != "learner":
+            site = choice.Site(model, platform, mesh.tensor, sampler.prefill_buckets[-1])
+            choice.check("prefill", sampler.prefill_attention, site)
+            longest = max(episode_tokens(config), sampler.prefill_buckets[-1])
+            pages = replace(site, tokens=page_size(sampler.page_tokens, longest))
+            choice.check("paged", sampler.paged_attention, pages)
 
 
 def meshes(config: Config) -> dict[str, MeshConfig]:
@@ -58,6 +84,18 @@ def _check_files(config: Config) -> None:
                       ("task.path", config.task.path)):  # fmt: skip
         if path and not Path(path).expanduser().exists():
             raise ConfigError(key, path, "no such file or folder on this machine", _beside(Path(path)))
+
+
+def _check_algorithm(name: str) -> None:
+    """Whether the module of one's own algorithm is there. It loads JAX, so what stands in it is seen by the learner."""
+    module = name.rpartition(":")[0]
+    try:
+        found = not module or importlib.util.find_spec(module) is not None
+    except ImportError:  # of a package that it stands in
+        found = False
+    if not found:
+        raise ConfigError("learner.algorithm", name, f"there is no module {module} here",
+                          "Run where it can be found, or install it.")  # fmt: skip
 
 
 def _beside(path: Path) -> str:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from jaxroll.config import Config, Flip, MeshConfig
+from jaxroll.config.rules import episode_tokens
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.host import EngineHost
@@ -62,13 +63,14 @@ def inference(
     spec = model_spec(config, text)
     families.check_mesh(spec, mesh_config, f"{role}.mesh")
     mesh = meshes.build(mesh_config)
-    progress.devices(mesh)
     engine = Engine(
         spec, mesh, rules.SAMPLER, slots=slots, max_tokens=cache_tokens(config), flip=flip, seed=config.run.seed,
         prefill_rows=min(config.sampler.prefill_rows, slots), prefill_buckets=config.sampler.prefill_buckets,
         decode_chunk=config.sampler.decode_chunk, prefill_budget=config.sampler.prefill_budget,
         page_tokens=config.sampler.page_tokens, cache_pages=config.sampler.cache_pages if role == "sampler" else 0,
+        prefill_attention=config.sampler.prefill_attention, paged_attention=config.sampler.paged_attention,
     )  # fmt: skip
+    progress.devices(mesh, engine.attention.described())
     host = EngineHost(engine)
     target = params.shardings(spec, mesh, rules.SAMPLER)
     receiver = Receiver(config.transfer, token=token, tls=tls)
@@ -77,8 +79,8 @@ def inference(
 
 
 def cache_tokens(config: Config) -> int:
-    """Positions that a request may need in the cache: the longest prompt and the longest answer."""
-    return max(config.task.max_prompt_tokens + config.sampling.max_tokens, config.sampler.prefill_buckets[-1])
+    """Positions that a request may need in the cache: those of the longest episode."""
+    return max(episode_tokens(config), config.sampler.prefill_buckets[-1])
 
 
 class LoopThread:

@@ -90,5 +90,6 @@ class Evaluating:
         return {
             "t": t1, "role": self.session.role, "kind": "eval", "step": version.step, "lineage": version.lineage,
             "accuracy": evaluation.accuracy(results), "correct": evaluation.marks(results),
-            "n": sum(score.pinned for score in results), "t0": t0, "t1": t1, "seconds": t1 - t0, "examples": examples,
+            "n": sum(score.pinned for score in results), "reward_parts": evaluation.parts(results),
+            "t0": t0, "t1": t1, "seconds": t1 - t0, "examples": examples,
         }  # fmt: skip

@@ -14,8 +14,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Mapping
 
 import jax
+import numpy as np
 
 from jaxroll.config import Config, RoleArgs
 from jaxroll.errors import (
@@ -95,7 +97,7 @@ class LearnerSession:
             self.progress(f"forked: version {version}")
             (self.args.run_dir / FORKED_FILE).touch()
         self.progress.end("building the learner")
-        self.progress.devices(trainer.layout.mesh)
+        self.progress.devices(trainer.layout.mesh, {"packed": str(trainer.programs.recipe.attention)})
         self._publish(trainer, version)  # first, so that samplers compile while we do
         self.progress.start("compiling the learner")
         trainer.warmup(self.progress)
@@ -133,9 +135,13 @@ class LearnerSession:
         """
         lineages = self.store.welcome.lineages
         self._durable, self._fork = start_of(self.checkpoints, lineages, self.args.fork)
+        if trainer.lora and (start := self._start(trainer)) is not None:
+            trainer.set_params(start)  # adapters are put upon what the run starts from; no checkpoint holds that
         while self._durable is not None:
             try:
-                trainer.state, _ = self.checkpoints.restore(self._durable, trainer.abstract_state())
+                trainer.state, _ = self.checkpoints.restore(
+                    self._durable, trainer.abstract_state(), trainer.base_digest()
+                )
             except CheckpointDamaged as error:
                 self.progress(f"{error}")
                 self._durable, self._fork = start_of(self.checkpoints, lineages, self.args.fork)
@@ -143,12 +149,18 @@ class LearnerSession:
                     raise
                 continue
             self.progress(f"restored version {self._durable}")
+            if trainer.reference is not None and (start := self._start(trainer)) is not None:
+                trainer.set_reference(start)
             return self._durable
-        if (warm := self.args.run_dir / "warm").is_dir():
-            trainer.set_params(weights.load(warm))
-        elif self.config.model.path:
-            trainer.set_params(pretrained.weights(self.config.model, trainer.spec))
+        if (start := self._start(trainer)) is not None:
+            trainer.set_params(start)
         return self._durable
+
+    def _start(self, trainer: Trainer) -> Mapping[str, np.ndarray] | None:
+        """What the run starts from (host arrays): the warm start, or the model of the path. None for a fresh init."""
+        if (warm := self.args.run_dir / "warm").is_dir():
+            return weights.load(warm)
+        return pretrained.weights(self.config.model, trainer.spec) if self.config.model.path else None
 
     def _no_start(self, refusal: StaleClient) -> JaxRollError:
         """Why there is nothing to start from, with the way out if a damaged checkpoint is the reason."""
@@ -193,10 +205,10 @@ class LearnerSession:
         return after
 
     def _publish(self, trainer: Trainer, version: Version) -> None:
-        self.store.publish(self.publisher.publish(version, trainer.state.params))
+        self.store.publish(self.publisher.publish(version, trainer.params()))
 
     def _checkpoint(self, trainer: Trainer, version: Version) -> None:
-        self.checkpoints.save(version, version.step, trainer.state)
+        self.checkpoints.save(version, self.store.position, trainer.state, trainer.base_digest())
         self._durable = version
 
     def _settle_durable(self, *, wait: bool) -> None:

@@ -4,6 +4,7 @@ The main thread dispatches JAX; everything here runs on the loop thread (see `ja
 
 - *follow* waits for the learner's snapshots and flips the engine;
 - *lease* asks the store for work while there is room; every member is a task that plays its episode and puts it;
+- *ended* hears of leases that are not needed any more, and aborts their members at once: their slots are free again;
 - *renew* keeps the leases alive; *report* sends metrics every second.
 
 It waits for the store (leases) and, before its first token, for the learner's first snapshot. It ends when the run is
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from typing import Any
 
 from jaxroll.config import Config, RoleArgs
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
@@ -22,7 +24,7 @@ from jaxroll.protocols import SamplingParams, Tokenizer
 from jaxroll.records import Grant
 from jaxroll.roles import session as sessions
 
-LEASE_WAIT_S = 5.0
+LEASE_WAIT_S, ENDED_WAIT_S = 5.0, 10.0
 REPORT_EVERY_S = 1.0
 GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commit, during which slots go on emptying
 Key = tuple[int, int, int]  # group, member, attempt
@@ -38,8 +40,9 @@ def main(args: RoleArgs) -> int:
 
 
 def capacity_members(config: Config) -> int:
-    """How many members a sampler holds: its slots, and groups enough that a freed slot never waits for a lease."""
-    return config.sampler.slots + GROUPS_AHEAD * config.schedule.group_size
+    """How many members a sampler holds: what is asked for, or its slots and groups enough that a freed slot never waits
+    for a lease. Members whose environments take their time hold no slot meanwhile."""
+    return config.sampler.episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
 
 
 def training_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
@@ -57,13 +60,16 @@ class Sampling:
         self.manager = session.manager(training_params(self.config, session.parts.tokenizer))
         self.capacity = capacity_members(self.config)
         self.open: dict[Key, asyncio.Task] = {}
+        self.ended: set[Key] = set()  # not needed any more, and not heard of yet: their lease is still on its way
+        self.aborted = 0
         self.room = asyncio.Event()
         self._reported = (time.monotonic(), self.engine.stats())
 
     async def run(self) -> None:
         """All loops, until one of them ends; then unfinished leases go back."""
         follow = self.session.parts.follower.follow(self.store)
-        loops = [asyncio.ensure_future(job) for job in (follow, self._lease(), self._renew(), self._report())]
+        jobs = (follow, self._lease(), self._end_early(), self._renew(), self._report())
+        loops = [asyncio.ensure_future(job) for job in jobs]
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
             for job in done:
@@ -79,14 +85,14 @@ class Sampling:
         while True:
             self.room.clear()
             free = self.capacity - len(self.open)
-            if free < self.config.schedule.group_size:
+            if free < self.config.schedule.members_per_group:
                 await self.room.wait()
                 continue
             for grant in await self._grants(free):
                 for member, attempt in grant.members:
-                    self.open[grant.group, member, attempt] = asyncio.ensure_future(
-                        self._produce(grant, member, attempt)
-                    )
+                    if (key := (grant.group, member, attempt)) not in self.ended:
+                        self.open[key] = asyncio.ensure_future(self._produce(grant, member, attempt))
+            self.ended.clear()  # what is granted from now on cannot have ended before
 
     async def _grants(self, free: int) -> list[Grant]:
         version = self.session.parts.follower.version
@@ -116,8 +122,19 @@ class Sampling:
         while True:
             await asyncio.sleep(self.config.store.lease_s / 3)
             for key in await self.store.renew(list(self.open)):
-                if (lost := self.open.get(key)) is not None:
-                    lost.cancel()
+                self._abort(key)
+
+    async def _end_early(self) -> None:
+        while True:
+            for key in await self.store.ended(ENDED_WAIT_S):
+                self._abort(key)
+
+    def _abort(self, key: Key) -> None:
+        """Stop working on what nobody needs any more."""
+        if (lost := self.open.get(key)) is None:
+            self.ended.add(key)
+        elif lost.cancel():
+            self.aborted += 1
 
     async def _report(self) -> None:
         while True:
@@ -146,9 +163,20 @@ class Sampling:
             "slot_steps_busy": busy, "slot_steps_total": total, "slot_occupancy": busy / total if total else None,
             "compiles": now.compiles, "host_share": now.host_share, "prefix_hits": now.prefix_hits,
             "preemptions": now.preemptions, "tokens_discarded": now.tokens_discarded,
+            "prefill_tokens": now.prefill_tokens, "open": len(self.open), "members_aborted": self.aborted,
+            "tokens_aborted": now.tokens_aborted, **self._episodes(),
             **self.engine.latencies.percentiles(),
         })  # fmt: skip
         return rows
+
+    def _episodes(self) -> dict[str, Any]:
+        """How episodes went since the start: ended, failed, environments that were asked again or given up."""
+        counts, asked = self.manager.counts, self.manager.asked
+        return {
+            "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
+            "env_retries": asked.retries, "env_overdue": asked.overdue, **self.session.places.counts(),
+            "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
+        }  # fmt: skip
 
     async def _give_back(self) -> None:
         unfinished = dict(self.open)

@@ -17,11 +17,14 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from jaxroll.config import Config, Flip, MeshConfig, RoleArgs
+from jaxroll.config.rules import episode_tokens
 from jaxroll.envs import registry
+from jaxroll.envs.places import Places
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import EXIT_INTERRUPTED, Closed
 from jaxroll.protocols import SamplingParams
 from jaxroll.roles.progress import Progress
+from jaxroll.rollout.episode import Bounds
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.rpc import tls
 from jaxroll.store.client import StoreClient
@@ -44,6 +47,7 @@ class Session:
         self.store: StoreClient
         self.parts: Inference
         self.proxy: EngineProxy
+        self.places: Places
         self.progress = Progress(role, self.add_row)
 
     def request_stop(self) -> None:
@@ -63,9 +67,9 @@ class Session:
         return rows
 
     def manager(self, sampling: SamplingParams) -> RolloutManager:
-        """Plays members against this process's engine."""
-        make_env = lambda name: registry.create(name, self.pool, self.config.task)  # noqa: E731
-        return RolloutManager(self.proxy, make_env, self.parts.tokenizer, sampling)
+        """Plays members against this process's engine, each environment where it asks to run."""
+        bounds = Bounds(tokens=episode_tokens(self.config))
+        return RolloutManager(self.proxy, self.places.create, self.parts.tokenizer, sampling, bounds=bounds)
 
     async def run(self, built: Future[Inference], play: Callable[[Session], Awaitable[None]]) -> None:
         """Connect, send rows as they come, and play until `play` ends, the run is closed or a stop is requested."""
@@ -84,7 +88,7 @@ class Session:
             if not wrapped.done():
                 return
             self.parts = wrapped.result()
-            self.proxy = EngineProxy(self.parts.host, self.loop)
+            self.proxy, self.places = EngineProxy(self.parts.host, self.loop), Places(self.pool, self.config)
             playing = asyncio.ensure_future(play(self))
             await asyncio.wait([playing, stopping, reporting], return_when="FIRST_COMPLETED")
             for job in (playing, reporting):
@@ -97,6 +101,8 @@ class Session:
                     job.cancel()
                     with contextlib.suppress(asyncio.CancelledError, Closed):
                         await job
+            if playing is not None:
+                await self.places.close()
             with contextlib.suppress(Closed):
                 await self.store.report(self.take_rows())
             await self.store.aclose()

@@ -133,9 +133,8 @@ def test_table_view_draws_on_a_terminal(tmp_path: Path) -> None:
 def test_view_writes_tensorboard_events_and_the_devices(tmp_path: Path) -> None:
     path = run_dir.create(tmp_path / "run", Config(), ["train"])
     view = live.PlainView(path, 50, out=io.StringIO())
-    view.rows(
-        [*ROWS, {"kind": "devices", "role": "learner", "platform": "cpu", "devices": ["cpu:0", "cpu:1"], "t": 1.0}]
-    )
+    found = {"platform": "cpu", "devices": ["cpu:0", "cpu:1"], "attention": {"packed": "xla (as configured)"}}
+    view.rows([*ROWS, {"kind": "devices", "role": "learner", "t": 1.0, **found}])
     view.close()
-    assert run_dir.load(path)["devices"] == {"learner": {"platform": "cpu", "devices": ["cpu:0", "cpu:1"]}}
+    assert run_dir.load(path)["devices"] == {"learner": found}
     assert len(list((path / "tb").iterdir())) == 1

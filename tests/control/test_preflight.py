@@ -18,7 +18,7 @@ from jaxroll import config as configs
 from jaxroll.config import MODEL_SIZES
 from jaxroll.control import cli, preflight
 from jaxroll.errors import ConfigError
-from jaxroll.models import families
+from jaxroll.models import families, hf_names
 
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")
@@ -50,14 +50,21 @@ def folder(**files: object) -> Make:
     return make
 
 
-def weights(count: int, **files: object) -> Make:
-    """A folder hf with a checkpoint of `count` numbers."""
+def weights(counts: dict[str, int], **files: object) -> Make:
+    """A folder hf with a checkpoint of tensors with these names and so many numbers."""
 
     def make(here: Path) -> None:
         folder(config=HUGGING_FACE, **files)(here)
-        save_file({"model.norm.weight": np.zeros(count, np.float32)}, here / "hf" / "model.safetensors")
+        tensors = {name: np.zeros(count, np.float32) for name, count in counts.items()}
+        save_file(tensors, here / "hf" / "model.safetensors")
 
     return make
+
+
+def named(count: int) -> dict[str, int]:
+    """The tensors of the model that HUGGING_FACE describes, each of `count` numbers."""
+    spec = families.from_huggingface(HUGGING_FACE)
+    return {hf_names.name(ours): count for ours in hf_names.ours(spec)}
 
 
 def module(text: str) -> Make:
@@ -67,12 +74,22 @@ def module(text: str) -> Make:
 
 GOOD = {"question": "1+1", "answer": "2"}
 JSONL = ["task.source=jsonl", "task.path=x.jsonl", "task.heldout_items=1"]
+GAME = ["task.source=game", "task.name=frozen_lake", "task.env=frozen_lake", "task.args={}",
+        "task.max_prompt_tokens=24", "task.max_episode_tokens=128"]  # fmt: skip
 HF = ["tokenizer.kind=hf", "tokenizer.path=hf"]
 PATH = ["model.path=hf"]
 WORDS = {"model": {"type": "WordLevel", "vocab": {"a": 0, "<e>": 1}, "unk_token": "a"}, "version": "1.0"}
 EOS = {"eos_token": "<e>"}
 
 CASES: dict[str, Case] = {
+    "a kernel in float32": (
+        None, ["learner.attention=splash", "placement.platform=tpu"], "learner.attention", "splash", "is float32"),
+    "a kernel on another platform": (
+        None, ["sampler.paged_attention=pallas", "model.dtype=bfloat16"],
+        "sampler.paged_attention", "pallas", "this is cpu"),
+    "a kernel for short prompts": (
+        None, ["sampler.prefill_attention=cudnn", "model.dtype=bfloat16", "placement.platform=auto"],
+        "sampler.prefill_attention", "cudnn", "blocks of 128"),
     "sampler's heads": (None, ["sampler.mesh.tensor=3"], "sampler.mesh.tensor", "3", "Use one of [1, 2]"),
     "learner's heads": (None, ["learner.mesh.tensor=8"], "learner.mesh.tensor", "8", "4 query heads"),
     "learner's width": (
@@ -95,6 +112,25 @@ CASES: dict[str, Case] = {
     "environment absent in its module": (
         module("from jaxroll.envs import registry\nregistry.register('chase')(print)"), ["task.env=game:chess"],
         "task.env", "game:chess", "Did you mean 'chase'?"),
+    "filter unknown": (None, ["schedule.filter=mean"], "schedule.filter", "mean", "mean_band"),
+    "filter's band empty": (
+        None, ["schedule.filter=pass_rate", "schedule.filter_low=1"], "schedule.filter_low", "1", "filter_high"),
+    "filter's module absent": (None, ["schedule.filter=nowhere_at_all:f"], "schedule.filter", "nowhere_at_all", "mend"),
+    "filter that fails": (
+        module("def f(rewards): return rewards[9]"), ["schedule.filter=game:f"], "schedule.filter", "game:f",
+        "IndexError"),
+    "no such game": (None, [*GAME, "task.name=frozen_like"], "task.name", "frozen_like", "Did you mean 'frozen_lake'?"),
+    "another game's environment": (None, [*GAME, "task.env=single_turn"], "task.env", "single_turn", "'frozen_lake'"),
+    "game's setting unknown": (
+        None, [*GAME, "task.args.seize=4"], "task.args.seize", "4", "Did you mean 'size'?"),
+    "game's setting wrong": (None, [*GAME, "task.args.size=1"], "task.args", "'size': 1", "2..16"),
+    "game's share": (None, [*GAME, "task.args.noise=2"], "task.args.noise", "2", "between 0 and 1"),
+    "game's module absent": (None, [*GAME, "task.name=nowhere_at_all:X"], "task.name", "nowhere_at_all:X", "imported"),
+    "tool without arithmetic": (
+        None, ["task.source=game", "task.name=calculator", "task.env=calculator", 'task.args={"problem": "product"}'],
+        "task.args.problem", "product", "Did you mean 'products'?"),
+    "algorithm's module absent": (
+        None, ["learner.algorithm=nowhere_at_all.inner:x"], "learner.algorithm", "nowhere_at_all.inner:x", "no module"),
     "no such rows": (None, JSONL, "task.path", "x.jsonl", "no such file"),
     "rows, nearly": (rows(GOOD), [*JSONL, "task.path=x.json"], "task.path", "x.json", "Did you mean 'x.jsonl'?"),
     "no rows": (rows(), JSONL, "task.path", "x.jsonl", "no rows"),
@@ -143,7 +179,9 @@ CASES: dict[str, Case] = {
     "a model smaller than its tokenizer": (
         folder(config={**HUGGING_FACE, "vocab_size": 8}), PATH, "model.path", "hf", "8 token ids"),
     "model without weights": (folder(config=HUGGING_FACE), PATH, "model.path", "hf", "holds neither"),
-    "weights of another model": (weights(12), PATH, "model.path", "hf", "hold 12 numbers"),
+    "weights of another model": (
+        weights({"model.norm.weight": 12}), PATH, "model.path", "hf", "no tensor 'model.embed_tokens.weight'"),
+    "weights too few": (weights(named(12)), PATH, "model.path", "hf", "hold 156 numbers"),
     "weights unreadable": (
         folder(config=HUGGING_FACE, model_j="", **{"model.safetensors.index": {"weight_map": {"a": "nowhere"}}}), PATH,
         "model.path", "hf", "nowhere"),
@@ -188,7 +226,9 @@ def test_the_sizes_of_the_schema_are_those_of_the_families() -> None:
 
 def test_a_whole_checkpoint_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    weights(families.parameter_count(families.from_huggingface(HUGGING_FACE)))(tmp_path)
+    counts = named(1)
+    counts["model.norm.weight"] += families.parameter_count(families.from_huggingface(HUGGING_FACE)) - len(counts)
+    weights(counts)(tmp_path)
     preflight.check(configs.load(SMOKE, ["model.path=hf"]))
 
 
@@ -210,8 +250,8 @@ def test_refusing_and_accepting_work_without_jax(tmp_path: Path) -> None:
 
 # --- every refusal in the roles' rooms is met before a role starts, or cannot be
 
-ROOMS = ("rpc", "math", "sharding", "text", "schedule", "models", "engine", "data", "envs", "rollout", "store",
-         "learner", "transfer", "roles")  # fmt: skip
+ROOMS = ("rpc", "math", "sharding", "text", "schedule", "kernels", "models", "engine", "data", "envs", "rollout",
+         "store", "learner", "transfer", "roles")  # fmt: skip
 TYPED = "the schema or a bound refuses the value first"
 RULED = "a rule of config/rules.py is at least as strict"
 CODE = "only a mistake in our code"
@@ -227,6 +267,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "rpc/tls.py": HERE,
     "rpc/server.py::RawServer.bind": HERE,
     "math/kl.py::loss": CODE,
+    "math/algorithms.py::_custom": ("algorithm's module absent",),
     "sharding/backend.py::platform": HERE,
     "sharding/meshes.py::build": HERE,
     "sharding/rules.py::spec": CODE,
@@ -240,16 +281,20 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "text/hf.py::_read_json": ("tokenizer's settings unreadable", "tokenizer's settings a list"),
     "text/tokenizers.py::CharTokenizer.__init__": ("a letter that stands for none",),
     "text/tokenizers.py::build": TYPED,
+    "schedule/filters.py::Filter.__post_init__": ("filter unknown", "filter's band empty"),
+    "schedule/filters.py::Filter.check": ("filter's module absent", "filter that fails"),
     "schedule/limiter.py::AgeLimiter.__post_init__": RULED,
+    "kernels/choice.py::check": ("a kernel in float32", "a kernel on another platform", "a kernel for short prompts"),
     "models/families.py::ModelSpec.__post_init__": ("model of no layers", "model of odd heads", "heads without keys"),
     "models/families.py::spec": TYPED,
     "models/families.py::from_huggingface": ("another architecture", "model without a size", "another rope"),
     "models/families.py::check_mesh": ("sampler's heads", "learner's width", "a mesh for the model of the path"),
-    "models/folders.py::spec": ("a model smaller than its tokenizer", "no number of layers"),
-    "models/folders.py::weight_files": ("model without weights", "an index of nothing"),
-    "models/folders.py::check_weights": ("weights of another model", "weights unreadable"),
-    "models/folders.py::_json": ("folder without a model", "a list for a config.json"),
-    "models/pretrained.py::weights": ("weights of another model", "weights unreadable"),
+    "models/folders.py::spec": ("a model smaller than its tokenizer",),
+    "models/folders.py::described": ("no number of layers",),
+    "models/folders.py::weight_tensors": ("model without weights", "weights unreadable", "an index of nothing"),
+    "models/folders.py::check_weights": ("weights of another model", "weights too few"),
+    "models/folders.py::read_json": ("folder without a model", "a list for a config.json"),
+    "models/pretrained.py::leaves": ("weights of another model", "weights too few"),
     "engine/engine.py::_check_sizes": RULED,
     "engine/jetstream_programs.py": CALLED,
     "engine/jetstream_proxy.py": CALLED,
@@ -257,6 +302,12 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/files.py::_existing": ("no such rows",),
     "data/files.py::_some_rows": ("no rows",),
     "data/files.py::_bad_row": ("a row that is none",),
+    "data/games.py::CalculatorSource.__init__": ("tool without arithmetic",),
+    "data/games.py::check": ("no such game", "another game's environment"),
+    "data/games.py::_loaded": ("game's module absent",),
+    "data/games.py::_share": ("game's share",),
+    "data/games.py::_settings": ("game's setting wrong",),
+    "data/games.py::_refuse_unknown": ("game's setting unknown",),
     "data/gym.py::GymSource.__init__": ("no compact prompt",),
     "data/gym.py::_create_dataset": ("task's setting unknown", "task's setting wrong", "task's range"),
     "data/gym_tasks.py::allowed": ("task unknown", "task refused"),
@@ -277,9 +328,11 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/checkpoint.py::Checkpoints.__init__": TYPED,
     "learner/checkpoint.py::Checkpoints.at": HERE,
     "learner/checkpoint.py::_check_same": HERE,
+    "learner/checkpoint.py::_check_base": HERE,
     "learner/packing.py::row_buckets": RULED,
     "learner/packing.py::pack": ("rows for the warm start too long",),
     "learner/state.py::placed": HERE,
+    "learner/state.py::_on_devices": HERE,
     "learner/weights.py::load": HERE,
     "learner/weights.py::model_spec": HERE,
     "learner/weights.py::_json": HERE,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.config import Config, EvaluatorConfig, LearnerConfig, MeshConfig, SamplerConfig
+from jaxroll.config import Config, EvaluatorConfig, LearnerConfig, MeshConfig, PlacementConfig, SamplerConfig
 from jaxroll.config.rules import Inventory
 from jaxroll.control import placement, program
 from jaxroll.errors import ConfigError
@@ -119,6 +119,13 @@ def test_cache_stands_beside_the_runs_unless_it_is_named() -> None:
 def test_a_program_that_does_not_fit_is_refused_before_it_exists() -> None:
     with pytest.raises(ConfigError, match="chip"):
         program.build(UNEQUAL, Path("/r"), Inventory("tpu", chips=4), python="python", cache_dir=Path("/c"))
+
+
+def test_a_role_on_cpu_has_one_thread_or_as_many_as_it_is_given() -> None:
+    config = replace(UNEQUAL, placement=PlacementConfig(cpu_threads=2))
+    for given, count in ((UNEQUAL, "1"), (config, "2")):
+        envs = placement.device_env(given, Inventory("cpu"))
+        assert {env["NPROC"] for env in envs.values()} == {env["OMP_NUM_THREADS"] for env in envs.values()} == {count}
 
 
 @pytest.mark.process

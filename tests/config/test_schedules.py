@@ -1,0 +1,50 @@
+"""The named schedules: what they fix, what they refuse, and that a resolved config resolves to itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jaxroll import config as configs
+from jaxroll.config import ScheduleConfig
+from jaxroll.config.schedules import MODES, settled
+from jaxroll.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+SMOKE = ROOT / "configs" / "smoke.py"
+
+
+@pytest.mark.parametrize(
+    ("mode", "alpha", "window", "flip"),
+    [("sync", 0.0, "full", "keep_kv"), ("one_step", 1.0, "full", "drain"), ("async", 1.0, "adaptive", "keep_kv")],
+)
+def test_a_mode_is_what_it_fixes(mode: str, alpha: float, window: str, flip: str) -> None:
+    schedule = configs.load(SMOKE, [f"schedule.mode={mode}"]).schedule
+    assert (schedule.alpha, schedule.window, schedule.flip) == (alpha, window, flip)
+
+
+def test_a_resolved_config_resolves_to_itself() -> None:
+    for mode in MODES:
+        config = configs.load(SMOKE, [f"schedule.mode={mode}"])
+        assert configs.parse(configs.to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("mode", "override"),
+    [("sync", "alpha=2"), ("sync", "order=ready_first"), ("one_step", "alpha=0.5"), ("one_step", "flip=restart"),
+     ("one_step", "publish_every=2")],
+)  # fmt: skip
+def test_another_value_for_what_a_mode_fixes_is_refused(mode: str, override: str) -> None:
+    key = f"schedule.{override.partition('=')[0]}"
+    with pytest.raises(ConfigError, match=f"{key}.*schedule.mode = '{mode}'"):
+        configs.load(SMOKE, [f"schedule.mode={mode}", f"schedule.{override}"])
+
+
+def test_async_leaves_everything_as_it_is() -> None:
+    schedule = ScheduleConfig(alpha=2.5, publish_every=3, order="freshest_first", flip="restart")
+    assert settled(schedule, "async") == schedule
+
+
+def test_the_baseline_is_synchronous() -> None:
+    assert configs.load(ROOT / "configs" / "rlvr_sync.py").schedule.alpha == 0.0
