@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,7 @@ class TensorBoardTracker:
 
     SHOWN = frozenset({"step", "eval", "stats", "store", "warm"})
     NOT_SCALARS = frozenset({"t", "t0", "t1", "step", "lineage"})
+    NESTED = frozenset({"by_age"})  # a number for each age: `by_age/1/ess`
 
     def __init__(self, folder: str | Path) -> None:
         from tensorboardX import SummaryWriter  # heavy, and only the one process that writes events needs it
@@ -151,10 +152,18 @@ class TensorBoardTracker:
         prefix = f"{role}/{kind}"
         self._counts[prefix] = count = self._counts.get(prefix, 0) + 1
         step = row.get("step", count)
-        for name, value in row.items():
+        for name, value in self._flat(row):
             if name in self.NOT_SCALARS or isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
             self._writer.add_scalar(f"{prefix}/{name}", value, int(step), walltime=row.get("t"))
+
+    def _flat(self, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, value in row.items():
+            if name not in self.NESTED:
+                yield name, value
+                continue
+            for key, inner in value.items():
+                yield from ((f"{name}/{key}/{each}", number) for each, number in inner.items())
 
     def close(self) -> None:
         """Flush and let go of the files."""

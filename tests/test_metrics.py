@@ -124,12 +124,17 @@ def test_fanout_gives_every_row_to_all(tmp_path: Path) -> None:
 
 def test_tensorboard_events_hold_the_scalars_of_known_kinds(tmp_path: Path) -> None:
     tracker = metrics.TensorBoardTracker(tmp_path / "tb")
-    tracker.log({"role": "learner", "kind": "step", "step": 7, "t": 12.0, "loss": 0.5, "note": "x", "ok": True})
+    tracker.log({"role": "learner", "kind": "step", "step": 7, "t": 12.0, "loss": 0.5, "note": "x", "ok": True,
+                 "by_age": {"2": {"ess": 0.25, "reward": None}}, "age_hist": {"2": 9}})  # fmt: skip
     tracker.log({"role": "sampler-0", "kind": "stats", "t": 13.0, "tokens_per_s": 100})
     tracker.log({"role": "sampler-0", "kind": "span", "t0": 1.0, "t1": 2.0, "tokens": 5})
     tracker.close()
     (file,) = (tmp_path / "tb").iterdir()
-    assert _scalars(file) == {("learner/step/loss", 7): 0.5, ("sampler-0/stats/tokens_per_s", 1): 100.0}
+    assert _scalars(file) == {
+        ("learner/step/loss", 7): 0.5,
+        ("learner/step/by_age/2/ess", 7): 0.25,
+        ("sampler-0/stats/tokens_per_s", 1): 100.0,
+    }
 
 
 def _scalars(file: Path) -> dict[tuple[str, int], float]:

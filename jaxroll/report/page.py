@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxroll.report import by_age
 from jaxroll.report import head_sections as head
 from jaxroll.report import log_sections as log
 from jaxroll.report import work_sections as work
@@ -32,6 +33,7 @@ def sections(view: View) -> list[Markup]:
         columns(log.promises(view), tag("div", work.time_split(view), work.ages(view))),
         head.before_and_after(view),
         work.steps_and_tokens(view),
+        by_age.section(view),
         work.health(view),
         columns(work.weights_card(view), log.groups(view)),
         log.events(view),

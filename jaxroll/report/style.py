@@ -76,6 +76,8 @@ h1 .gain.down { color: var(--bad); background: var(--bad-soft); }
 .limit { stroke: var(--bad); stroke-width: 1.4; stroke-dasharray: 3 4; fill: none; }
 .reward, .learner { stroke: var(--learner); } .heldout { stroke: var(--evaluator); }
 .sampler { stroke: var(--sampler); }
+.line.age-0 { stroke: var(--sampler); } .line.age-1 { stroke: var(--learner); }
+.line.age-2 { stroke: var(--publish); } .line.age-3 { stroke: var(--bad); }
 .dot { stroke: var(--card); stroke-width: 1.5; }
 .dot.heldout { fill: var(--evaluator); } .dot.learner, .dot.reward { fill: var(--learner); }
 .dot.sampler { fill: var(--sampler); }
@@ -90,6 +92,8 @@ rect.train { fill: var(--learner); } rect.wait { fill: var(--wait); } rect.publi
 .key.eval, .seg.eval { background: var(--evaluator); } .key.fetch, .seg.fetch { background: var(--publish); }
 .key.flip, .seg.flip { background: var(--bad); } .key.rest, .seg.rest { background: var(--grid); }
 .key.reward { background: var(--learner); } .key.heldout { background: var(--evaluator); }
+.key.age-0 { background: var(--sampler); } .key.age-1 { background: var(--learner); }
+.key.age-2 { background: var(--publish); } .key.age-3 { background: var(--bad); }
 .key.learner { background: var(--learner); }
 .key.sampler { background: var(--sampler); } .key.warm, .seg.warm { background: var(--warm); }
 .key.compile, .seg.compile { background: var(--compile); }

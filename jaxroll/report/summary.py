@@ -20,6 +20,7 @@ from jaxroll.report import activity
 from jaxroll.report.history import History
 from jaxroll.report.intervals import Interval, intersection, length_s
 from jaxroll.report.record import Run
+from jaxroll.report.waste import waste
 
 Row = dict[str, Any]
 BOOTSTRAP_DRAWS = 4000
@@ -45,6 +46,7 @@ def summary(run: Run) -> dict[str, Any]:
         "groups_trained_twice": trained_twice(steps, history),
         "heldout_in_train": history.heldout_in_train,
         "wasted_tokens": history.wasted_tokens,
+        **waste(rows, steps),
         "restarts": len(of_kind(rows, "restart")),
         "learner_mesh": config["learner"]["mesh"],
         "sampler_mesh": config["sampler"]["mesh"],
@@ -80,13 +82,14 @@ def numbers(rows: Iterable[Row], key: str) -> list[float]:
 def accuracy(evals: Sequence[Row]) -> dict[str, Any]:
     """Held-out accuracy at the first and the last evaluation, and the gain with its 95 % interval."""
     names = ("accuracy_start", "accuracy_end", "accuracy_gain", "accuracy_gain_low", "accuracy_gain_high",
-             "heldout_items", "eval_steps")  # fmt: skip
+             "heldout_items", "eval_steps", "parts_start", "parts_end")  # fmt: skip
     if not evals:
         return dict.fromkeys(names)
     first, last = evals[0], evals[-1]
     low, high = paired_interval(first["correct"], last["correct"])
     gain = last["accuracy"] - first["accuracy"]
-    figures = (first["accuracy"], last["accuracy"], gain, low, high, last["n"], [first["step"], last["step"]])
+    figures = (first["accuracy"], last["accuracy"], gain, low, high, last["n"], [first["step"], last["step"]],
+               first.get("reward_parts"), last.get("reward_parts"))  # fmt: skip
     return dict(zip(names, figures, strict=True))
 
 
