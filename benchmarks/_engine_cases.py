@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import select
-import subprocess
-import sys
-import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,20 +10,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from _children import Child
 from _engine_latency import Scale
 from _engine_ours import SPEC
 from _engine_work import MODEL, Work
-from _report import ROOT, Runs, percentile_ms, ratio, spread
+from _report import Runs, percentile_ms, ratio, spread
 from safetensors.numpy import save_file
 
 from jaxroll.config import MeshConfig
 from jaxroll.models import huggingface, params
 from jaxroll.sharding import meshes, rules
 
-_HERE = Path(__file__).resolve().parent
-_DEADLINE_S = 300.0
 _SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # else every token repeats the one before
-_OURS_ALONE = ("PYTHONPATH", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # of this process; nothing to a peer
 
 
 @dataclass(frozen=True)
@@ -88,54 +81,6 @@ def prepare(folder: Path, cases: list[Case]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     for case in cases:
         case.work().save(folder / f"{case.name}.npz")
-
-
-def python_of(arm: str) -> Path:
-    """The interpreter that an arm runs in; it need not exist."""
-    return Path(sys.executable) if arm == "ours" else ROOT / f".venv-{arm}" / "bin" / "python"
-
-
-class Child:
-    """A program of this folder as a process that answers; it dies with this one, whose end closes its stdin."""
-
-    def __init__(self, program: str, arm: str, threads: int, *words: str) -> None:
-        self._name, count = f"{program} with {threads} thread{'s' * (threads > 1)}", str(threads)
-        environment = {key: value for key, value in os.environ.items() if key not in _OURS_ALONE}
-        environment |= {
-            "JAX_PLATFORMS": "cpu", "NPROC": count, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count,
-            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / f"jax-{arm}"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }  # fmt: skip
-        if arm == "ours":
-            environment["PYTHONPATH"] = str(ROOT)
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
-        self._process = subprocess.Popen(
-            [str(python_of(arm)), str(_HERE / program), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._errors, text=True, env=environment,
-        )  # fmt: skip
-        self._answer()
-
-    def ask(self, command: str) -> dict[str, Any]:
-        """What it answers."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        out = self._process.stdout
-        assert out is not None
-        line = out.readline() if select.select([out], [], [], _DEADLINE_S)[0] else ""
-        if not line:
-            self.close()
-            self._errors.seek(0)
-            raise RuntimeError(f"{self._name} gave no answer:\n{self._errors.read()[-3000:]}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
 
 
 def racer(arm: str, folder: Path, case: Case, threads: int) -> Child:

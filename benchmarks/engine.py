@@ -24,7 +24,8 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from _engine_cases import Case, Child, measured_alone, prepare, python_of, racer
+from _children import Child, python_of
+from _engine_cases import Case, measured_alone, prepare, racer
 from _engine_latency import Scale
 from _report import Runs, arguments, finish, ratio, say, spread
 

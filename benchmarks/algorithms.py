@@ -1,0 +1,150 @@
+"""Which loss learns from stale samples? Every algorithm at α = 0, 2 and 8, three seeds, from one warm start.
+
+Staleness is exact (see _stale.py): after the first α steps every token is α steps old. Held-out accuracy is greedy.
+"grpo" is the clip without a correction, which a run refuses at α > 0: the control. "decoupled" is a run's default.
+
+python benchmarks/algorithms.py [--quick] [--resume] [--only NAME ...]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("NPROC", "1")
+
+import _report
+import numpy as np
+
+NAME = "algorithms"
+ALPHAS, SEEDS, STEPS = (0, 2, 8), (0, 1, 2), 60
+QUICK_ALPHAS, QUICK_STEPS = (2,), 3
+OFFLINE = {"reference": "init"}
+FULL: Mapping[str, dict[str, Any]] = {
+    "grpo": {"correction": "none"},
+    "decoupled": {},
+    "tis": {"algorithm": "tis"},
+    "cispo": {"algorithm": "cispo"},
+    "topr": {"algorithm": "topr"},
+    "gspo": {"algorithm": "gspo"},
+    "rloo": {"algorithm": "rloo"},
+    "dpo": {"algorithm": "dpo", **OFFLINE},
+}
+ONCE: Mapping[str, dict[str, Any]] = {
+    "dapo": {"algorithm": "dapo"},
+    "dr_grpo": {"algorithm": "dr_grpo"},
+    "decoupled, masked": {"correction_mode": "mask"},
+    "icepop": {"algorithm": "icepop"},
+    "tis, sequence": {"algorithm": "tis", "level": "sequence"},
+    "reinforce_pp": {"algorithm": "reinforce_pp"},
+    "raft_pp": {"algorithm": "raft_pp"},
+    "raft": {"algorithm": "raft"},
+    "gigpo": {"algorithm": "gigpo"},
+    "decoupled, KL in the loss": {"kl_coef": 0.01, **OFFLINE},
+    "decoupled, KL in the reward": {"kl_coef": 0.01, "kl_in": "reward", **OFFLINE},
+}
+"""At α = 1, one seed."""
+
+
+def settings(quick: bool) -> Any:
+    """The config that all runs share; α sizes the age buckets, the loop decides what it really is."""
+    from jaxroll import config as configs
+
+    values = configs.defaults().to_dict()
+    values["schedule"] |= {"alpha": float(max(ALPHAS)), "steps": STEPS, "groups_per_step": 24, "group_size": 8}
+    values["task"] |= {"heldout_items": 512}
+    values["sft"] |= {"steps": 140}
+    values["learner"] |= {"micro_rows": 16, "row_tokens": 64}
+    if quick:
+        values["model"] |= {"size": "nano"}
+        values["schedule"] |= {"steps": QUICK_STEPS, "groups_per_step": 8, "group_size": 8}
+        values["task"] |= {"heldout_items": 32, "args": {"min_word_len": 3, "max_word_len": 4}}
+        values["sft"] |= {"steps": 150, "batch": 32}
+        values["learner"] |= {"micro_rows": 1}
+    return configs.parse(values)
+
+
+def plan(quick: bool, only: Sequence[str]) -> list[tuple[str, dict[str, Any], int, int]]:
+    """(name, learner keys, α, seed) of every run; the seeds outermost, so that a benchmark cut short has whole ones."""
+    seeds, alphas = ((0,), QUICK_ALPHAS) if quick else (SEEDS, ALPHAS)
+    runs = [(name, keys, alpha, seed) for seed in seeds for alpha in alphas for name, keys in FULL.items()]
+    runs += [(name, keys, 1, 0) for name, keys in ONCE.items()]
+    if quick and not only:
+        only = ("gspo", "dpo")
+    return [one for one in runs if not only or one[0] in only]
+
+
+def summary(results: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str, Any]:
+    """By algorithm and α: gain in held-out accuracy (mean over seeds, with the seeds' range), and how stale it was."""
+    found: dict[str, Any] = {}
+    for (name, alpha), runs in results.items():
+        gains = [one["after"] - one["before"] for one in runs]
+        found.setdefault(name, {})[str(alpha)] = {
+            "before": float(np.mean([one["before"] for one in runs])),
+            "after": _report.spread([one["after"] for one in runs]),
+            "gain": float(np.mean(gains)),
+            "gain_95": interval(gains),
+            **{key: _mean(runs, key) for key in ("ess", "clip_share", "kl_behaviour", "ratio_max", "reward_last")},
+            "by_age": runs[0]["by_age"],
+        }
+    return found
+
+
+def interval(values: Sequence[float]) -> list[float] | None:
+    """95 % interval of the mean by Student's t; None for a single value."""
+    if len(values) < 2:
+        return None
+    quantile = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}[len(values)]
+    half = quantile * float(np.std(values, ddof=1)) / len(values) ** 0.5
+    return [float(np.mean(values)) - half, float(np.mean(values)) + half]
+
+
+def _mean(runs: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    values = [one[key] for one in runs if one[key] is not None]
+    return float(np.mean(values)) if values else None
+
+
+def measured(bench: Any, keys: dict[str, Any], alpha: int, seed: int, steps: int) -> Callable[[], dict[str, Any]]:
+    """A function that makes the run."""
+
+    def measure() -> dict[str, Any]:
+        import _stale
+
+        learner = replace(bench.config.learner, **keys)
+        bench.trainer(learner)  # compiled before the clock starts
+        started = time.monotonic()
+        result = _stale.run(bench, learner, alpha, seed, steps)
+        return result | {"seconds": time.monotonic() - started}
+
+    return measure
+
+
+def main() -> None:
+    """Make the runs that are not in the file yet, and print what all of them say."""
+    parser = _report.arguments((__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", action="append", default=[], choices=[*FULL, *ONCE], help="one algorithm; may repeat")
+    options, started = parser.parse_args(), time.monotonic()
+    import _stale
+
+    config, steps = settings(options.quick), QUICK_STEPS if options.quick else STEPS
+    about = {"steps": steps, "quick": options.quick, "groups": config.schedule.groups_per_step,
+             "size": config.schedule.group_size, "model": config.model.size, "task": config.task.name}  # fmt: skip
+    runs = _report.Runs(NAME, about, options.runs_file, options.resume)
+    warm = runs.path.with_name(f"{runs.path.stem}-warm-{config.model.size}-{config.sft.steps}")
+    bench = _stale.Bench(config, warm, _report.say)
+    results: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for name, keys, alpha, seed in plan(options.quick, options.only):
+        made = runs.run(f"{name} at {alpha}", seed, measured(bench, keys, alpha, seed, steps))
+        results.setdefault((name, alpha), []).append(made)
+    longest = max(one["seconds"] for made in results.values() for one in made)
+    result = about | {"algorithms": summary(results), "longest_run_s": longest, "parameters": "one warm start"}
+    _report.finish(result, command=" ".join(["benchmarks/algorithms.py", *sys.argv[1:]]), started=started)
+
+
+if __name__ == "__main__":
+    main()
