@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
+import numpy as np
 import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import TaskConfig
-from jaxroll.control import cli, commands
+from jaxroll.config.algorithms import ESTIMATORS, PRESETS
+from jaxroll.control import cli, commands, preflight
+from jaxroll.data import worked
 from jaxroll.envs import registry
+from jaxroll.envs.places import Places
 from jaxroll.envs.scoring import ScoringPool
+from jaxroll.math import algorithms
+from jaxroll.math.tokens import Tokens
+from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
 from jaxroll.report import record, summary
+from jaxroll.rollout.asking import Asking
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALGORITHMS = ROOT / "docs" / "algorithms.md"
 ENVIRONMENT = ROOT / "docs" / "add_an_environment.md"
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -89,7 +101,7 @@ def test_every_figure_of_the_report_is_defined(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_the_environment_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, config_file = _blocks(ENVIRONMENT, "python")
+    module, config_file, *_ = _blocks(ENVIRONMENT, "python")
     (tmp_path / "near_miss.py").write_text(module)
     (tmp_path / "near_miss_config.py").write_text(config_file)
     monkeypatch.syspath_prepend(tmp_path)
@@ -114,6 +126,74 @@ def test_the_environment_of_the_page_works(tmp_path: Path, monkeypatch: pytest.M
 
     found = asyncio.run(play(["nus", "nun", "", "nusnus"]))
     assert found == [(1.0, {"exact": 1.0}), (2 / 3, {"exact": 0.0}), (0.0, {"exact": 0.0}), (0.5, {"exact": 0.0})]
+
+
+def test_the_game_of_the_page_is_played_as_it_is_taught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the teacher says wins, its replies are the environment's, and the whole config passes the preflight."""
+    *_, module, config_file = _blocks(ENVIRONMENT, "python")
+    (tmp_path / "higher.py").write_text(module)
+    (tmp_path / "higher_config.py").write_text(config_file)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = configs.load(tmp_path / "higher_config.py", [])
+    preflight.check(config)
+    places = Places(ScoringPool(1), config)
+
+    async def play(task: Task, answers: list[str]) -> tuple[list[str], StepResult]:
+        env, asking, heard = places.create(task.env), Asking(), []
+        assert await asking.reset(env, task) == task.messages
+        for answer in answers:
+            result = await asking.step(env, answer)
+            heard += [message.content for message in result.messages]
+        return heard, result
+
+    for task, said in worked.examples(config, 50):
+        answers = [message.content for message in said if message.role == "assistant"]
+        heard, result = asyncio.run(play(task, answers))
+        assert (result.done, result.reward, result.reward_parts) == (True, 1.0, {"guesses": float(len(answers))})
+        assert heard == [message.content for message in said if message.role == "user"]
+        heard, result = asyncio.run(play(task, ["1x", "²", ""]))
+        assert heard == ["?"] * 3 and not result.done
+
+
+def test_the_algorithm_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its config is accepted, its loss is the formula of the page, and its credit is what the page says."""
+    module, config_file = _blocks(ALGORITHMS, "python")
+    (tmp_path / "asymmetric.py").write_text(module)
+    (tmp_path / "asymmetric_config.py").write_text(config_file)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = configs.load(tmp_path / "asymmetric_config.py", [])
+    made = algorithms.build(config.learner)
+    one = np.ones((1, 1), np.float32)
+    for reward, beh, want in ((1.0, -3.0, 2.0 * 0.75), (0.0, -3.0, -1.0 * 0.25), (0.0, -1.5, -np.exp(-0.5) * 0.25)):
+        advantage = reward - 0.25
+        logprob = -2.0 * one
+        given = Tokens(logprob, logprob, beh * one, 0 * one, advantage * one, one > 0, one.astype(int))
+        grad = jax.grad(lambda x, given=given: made.objective(given._replace(logprob=x)).loss.sum())(logprob)
+        np.testing.assert_allclose(-grad, want * one, rtol=1e-5)
+    assert made.credit is not None
+
+    class Earned(NamedTuple):
+        reward: float
+        mask: np.ndarray = one[0] > 0
+        turns: tuple = ()
+
+    assert made.credit([[Earned(1.0), *[Earned(0.0)] * 3], [Earned(1.0)]]) == [[0.75, -0.25, -0.25, -0.25], [0.0]]
+
+
+def test_every_algorithm_and_every_key_of_it_has_its_place_in_the_page() -> None:
+    fields = [field.name for field in dataclasses.fields(configs.LearnerConfig)]
+    keys = fields[fields.index("algorithm") : fields.index("kl_estimator") + 1]
+    assert _first_words(ALGORITHMS, "What there is") == set(PRESETS)
+    assert _first_words(ALGORITHMS, "Advantages") == {*ESTIMATORS, "best_worst"}
+    assert _first_words(ALGORITHMS, "Keys") == set(keys)
+
+
+def _first_words(page: Path, section: str) -> set[str]:
+    """The words in code of the first column of a section's table, without its head."""
+    text = page.read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    words = {word for cell in cells for word in re.findall(r"`(\w+)`", cell)}
+    return words - {"learner"}
 
 
 def _blocks(page: Path, language: str) -> list[str]:
