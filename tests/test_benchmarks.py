@@ -70,6 +70,7 @@ def test_the_store_is_measured_and_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_the_engine_is_raced_and_watched(tmp_path: Path) -> None:
     """Peers that are not installed are left out, and said to be."""

@@ -67,7 +67,13 @@ def test_tokens_equal_the_naive_reference_on_meshes(bench, work, assert_naive, m
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"slots": 1}, {"slots": 3, "decode_chunk": 1, "prefill_rows": 1}, {"slots": 16}], ids=str
+    "sizes",
+    [
+        {"slots": 1},
+        {"slots": 3, "decode_chunk": 1, "prefill_rows": 1},
+        pytest.param({"slots": 16}, marks=pytest.mark.soak),
+    ],
+    ids=str,
 )
 def test_tokens_equal_the_naive_reference_for_other_slot_counts(bench, work, assert_naive, sizes):
     requests = work(8, 16)

@@ -119,6 +119,7 @@ def test_a_checkpoint_holds_adapters_alone_and_a_resume_is_exact(tmp_path, adapt
     checkpoints.close()
 
 
+@pytest.mark.soak
 def test_another_mesh_gives_the_same_losses(adapted, make_claim):
     one, many = adapted(), adapted(mesh=MeshConfig(fsdp=2, tensor=2))
     where = {name: value.sharding.spec for name, value in many.state.params.items()}

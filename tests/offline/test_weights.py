@@ -268,6 +268,7 @@ def test_the_names_are_those_that_the_module_declares() -> None:
 # --- adapters
 
 
+@pytest.mark.soak
 def test_adapters_are_served_and_exported_merged(tmp_path: Path) -> None:
     """Of a run that trained adapters upon its fresh init: evaluation and export see one array for each parameter."""
     words = ["model.size=nano", "learner.lora_rank=2", "learner.lora_alpha=6"]

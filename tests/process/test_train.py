@@ -7,7 +7,7 @@ from tests.process.trains import SMALL, UNEQUAL_MESHES, Train, assert_sound
 pytestmark = pytest.mark.process
 
 
-@pytest.mark.parametrize("alpha", [0, 1, 2])
+@pytest.mark.parametrize("alpha", [0, pytest.param(1, marks=pytest.mark.soak), 2])
 def test_no_trained_token_is_older_than_alpha(free_run_dir, alpha):
     with Train(free_run_dir, *SMALL, f"--config.schedule.alpha={alpha}", "--config.schedule.steps=8") as train:
         assert train.finish() == 0, train.logs()

@@ -407,6 +407,7 @@ def test_the_limits_that_hold_an_attacker_are_in_force() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 def test_what_an_attack_costs_is_measured() -> None:
     """benchmarks/hostile.py: a line for each attack, the figures of the good client last, as one JSON object."""
