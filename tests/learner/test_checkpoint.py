@@ -78,7 +78,7 @@ def test_training_goes_on_as_if_nothing_had_happened(folder, trainer, make_claim
     checkpoints.close()
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(tensor=2), MeshConfig(data=4)])
+@pytest.mark.parametrize("mesh", [pytest.param(MeshConfig(tensor=2), marks=pytest.mark.soak), MeshConfig(data=4)])
 def test_training_goes_on_upon_another_mesh_as_if_nothing_had_happened(
     folder, trainer, make_claim, small_config, make_trainer, mesh
 ):

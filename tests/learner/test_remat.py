@@ -40,6 +40,7 @@ def programs(small_config, make_trainer):
     return make
 
 
+@pytest.mark.soak
 def test_less_is_kept_more_is_computed_and_the_gradients_stay(programs):
     kept, work, gradients = {}, {}, {}
     weights = params.init(SPEC, jax.random.key(0), meshes.build(MeshConfig()), rules.LEARNER)

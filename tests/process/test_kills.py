@@ -36,7 +36,8 @@ def test_a_run_survives_three_kills_of(role, free_run_dir):
             assert any(life["grad_norm"] for lives in again.values() for life in lives), "it went back, and it learned"
 
 
-@pytest.mark.parametrize("role", [pytest.param("sampler", marks=pytest.mark.soak), "learner"])
+@pytest.mark.soak
+@pytest.mark.parametrize("role", ["sampler", "learner"])
 def test_a_role_that_is_told_to_leave_early_comes_back(role, free_run_dir):
     """SIGTERM from outside, as in a preemption: the role leaves in order, and the run is not over for that."""
     with Train(free_run_dir, *SMALL, "--config.schedule.steps=14", "--config.supervisor.backoff_s=0.1") as train:

@@ -144,7 +144,7 @@ def test_whatever_is_sent_the_answer_is_typed_and_the_store_lives(
                 for method, bodies in valid.items():
                     for body in bodies:
                         _note(seen, method, await speak(method, body))
-                    for _ in range(60):
+                    for _ in range(40):
                         _note(seen, method, await speak(method, _mutated(chance.choice(bodies), chance)))
             assert {grpc.StatusCode.INVALID_ARGUMENT, "REFUSED", "STALE_CLIENT", "OK"} <= seen
             async with small.connected(tmp_path, config, "observer", config_digest="") as observer:
