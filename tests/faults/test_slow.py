@@ -21,7 +21,7 @@ MEMBER_BYTES = 9 * MEMBER_TOKENS + 1000  # int32, uint8, float32, and the words 
 def test_12_a_learner_ten_times_slower_is_waited_for(tmp_path: Path, note: Callable[[Row], None], steps: int) -> None:
     """Memory and disk stay within what the window and the checkpoints hold, and nobody is told anything but `wait`."""
     shape = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=2", f"schedule.steps={2 * steps}",
-             "store.rpc_deadline_s=5")  # fmt: skip
+             "store.rpc_deadline_s=5", "store.keep_trajectories_mb=0")  # fmt: skip
     with Cluster(tmp_path / "run", *shape) as run:
         run.allow(steps)
         quick = run.learner("learner-quick", step_s=0.02, checkpoint_every=2)
