@@ -18,7 +18,7 @@ from _report import Runs, percentile_ms, ratio, spread
 from safetensors.numpy import save_file
 
 from jaxroll.config import MeshConfig
-from jaxroll.models import huggingface, params
+from jaxroll.models import families, huggingface, params
 from jaxroll.sharding import meshes, rules
 
 _SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # else every token repeats the one before
@@ -71,19 +71,12 @@ def prepare(folder: Path, cases: list[Case]) -> None:
     weights = {name: np.asarray(leaf) * _SCALE.get(name.split(".", 2)[-1], 1.0) for name, leaf in made.items()}
     np.savez(folder / "weights.npz", allow_pickle=False, **weights)
     save_file(huggingface.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": SPEC.vocab_size,
-        "hidden_size": SPEC.width, "intermediate_size": SPEC.hidden, "num_hidden_layers": SPEC.layers,
-        "num_attention_heads": SPEC.heads, "num_key_value_heads": SPEC.kv_heads, "head_dim": SPEC.head_dim,
-        "rope_theta": SPEC.rope_theta, "rms_norm_eps": SPEC.norm_eps, "tie_word_embeddings": True,
-        "max_position_embeddings": 4096, "hidden_act": "silu", "attention_bias": False, "dtype": "float32",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(families.to_huggingface(SPEC, "float32")))
     for case in cases:
         case.work().save(folder / f"{case.name}.npz")
 
 
-def racer(arm: str, folder: Path, case: Case, threads: int) -> Child:
+def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
     """An arm of a race: answers `greedy` and `run`."""
     extra = [json.dumps(case.engine_options())] if arm == "ours" else []
     return Child(f"_engine_{arm}.py", arm, threads, str(folder), case.name, *extra)

@@ -13,21 +13,21 @@ The last line is one JSON object with a case each.
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from _children import Child, python_of
+from _arms import Arms, best_threads, raced
+from _children import python_of
 from _engine_cases import Case, measured_alone, prepare, racer
 from _engine_latency import Scale
-from _report import Runs, arguments, finish, ratio, say, spread
+from _report import Runs, arguments, finish, say
 
 EQUAL = 0.99
 ROUNDS = 7
@@ -56,73 +56,28 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
-class Race:
-    """One case's arms; their processes start when a run is wanted that is not in the file yet."""
+def race(case: Case, arms: Arms, runs: Runs, threads: dict[str, int], rounds: int) -> dict[str, Any]:
+    """Agreement, then tokens a second of both arms and their ratio; without agreement no race."""
 
-    def __init__(self, case: Case, folder: Path, runs: Runs, threads: dict[str, int]) -> None:
-        self.case, self._folder, self._runs, self._threads = case, folder, runs, threads
-        self._arms: dict[tuple[str, int], Child] = {}
-        self._stack = ExitStack()
+    def run(arm: str, count: int) -> dict[str, Any]:
+        ran = arms.get(arm, count).ask("run")
+        return {"tokens_per_s": case.work().useful / ran["seconds"], "threads": count, **ran}
 
-    def __enter__(self) -> Race:
-        return self
+    def compare() -> dict[str, Any]:
+        ours, theirs = (arms.get(arm, count).ask("greedy")["tokens"] for arm, count in best.items())
+        return {"equal": agreement(ours, theirs)}
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _arm(self, name: str, threads: int) -> Child:
-        if (name, threads) not in self._arms:
-            arm = racer(name, self._folder, self.case, threads)
-            self._stack.callback(arm.close)
-            self._arms[name, threads] = arm
-        return self._arms[name, threads]
-
-    def result(self, rounds: int) -> dict[str, Any]:
-        """Agreement, then tokens a second of both and their ratio; without agreement no race."""
-        arms = ("ours", self.case.peer)
-        best = {arm: self._best(arm) for arm in arms}
-        equal = self._equal(best)
-        result: dict[str, Any] = {"aim": self.case.aim, "greedy_equal": equal, "threads": best}
-        if equal < EQUAL:
-            return result | {"met": False, "why": "the arms' greedy tokens differ: no race"}
-        raced = {arm: lambda arm=arm: self._run(arm, best[arm]) for arm in arms}
-        runs = self._runs.alternate({f"{self.case.name} {arm}": run for arm, run in raced.items()}, rounds)
-        rates = {arm: [run["tokens_per_s"] for run in runs[f"{self.case.name} {arm}"]] for arm in arms}
-        found = ratio(rates["ours"], rates[self.case.peer])
-        busy = {arm: [1 / run["cpu_s"] for run in runs[f"{self.case.name} {arm}"]] for arm in arms}
-        last = runs[f"{self.case.name} ours"][-1]
-        return result | {
-            "ratio": found, "ratio_per_cpu_second": ratio(busy["ours"], busy[self.case.peer]),
-            "met": found["value"] >= self.case.aim, "peer": self.case.peer,
-            "tokens_per_s": {arm: spread(values) for arm, values in rates.items()},
-            "useful_tokens": self.case.work().useful, "options": self.case.engine_options(),
-            **{key: last[key] for key in ("steps", "dispatches", "prefills", "host_share")},
-        }  # fmt: skip
-
-    def _run(self, arm: str, threads: int) -> dict[str, Any]:
-        ran = self._arm(arm, threads).ask("run")
-        return {"tokens_per_s": self.case.work().useful / ran["seconds"], "threads": threads, **ran}
-
-    def _best(self, arm: str) -> int:
-        """The number of threads, of one for each core, with which three runs of `arm` were fastest."""
-        if arm in self._threads:
-            return self._threads[arm]
-        tried = {}
-        for threads in range(1, min(2, os.cpu_count() or 1) + 1):
-            runs = [self._trial(arm, threads, number) for number in range(3)]
-            tried[threads] = statistics.median(run["tokens_per_s"] for run in runs)
-        return max(tried, key=lambda threads: tried[threads])
-
-    def _trial(self, arm: str, threads: int, number: int) -> dict[str, Any]:
-        name = f"{self.case.name} {arm}, trial with {threads} threads"
-        return self._runs.run(name, number, lambda: self._run(arm, threads))
-
-    def _equal(self, best: dict[str, int]) -> float:
-        def compare() -> dict[str, Any]:
-            ours, theirs = (self._arm(arm, threads).ask("greedy")["tokens"] for arm, threads in best.items())
-            return {"equal": agreement(ours, theirs)}
-
-        return self._runs.run(f"{self.case.name} greedy", 0, compare)["equal"]
+    best = {arm: best_threads(case.name, arm, threads, runs, run) for arm in ("ours", case.peer)}
+    equal = runs.run(f"{case.name} greedy", 0, compare)["equal"]
+    result: dict[str, Any] = {"aim": case.aim, "greedy_equal": equal, "threads": best}
+    if equal < EQUAL:
+        return result | {"met": False, "why": "the arms' greedy tokens differ: no race"}
+    found, of = raced(case.name, best, runs, run, rounds)
+    return result | found | {
+        "met": found["ratio"]["value"] >= case.aim, "useful_tokens": case.work().useful,
+        "options": case.engine_options(),
+        **{key: of["ours"][-1][key] for key in ("steps", "dispatches", "prefills", "host_share")},
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -148,8 +103,8 @@ def main() -> int:
                 result[case.name] = {"skipped": f"no .venv-{case.peer}"}
                 continue
             runs = Runs("engine", case.settings() | {"threads": threads}, chosen.runs_file, chosen.resume)
-            with Race(case, folder, runs, threads) as race:
-                result[case.name] = race.result(rounds)
+            with Arms(partial(racer, folder=folder, case=case)) as arms:
+                result[case.name] = race(case, arms, runs, threads, rounds)
         if {"storm", "swap"} & set(wanted):
             runs = Runs("engine", asdict(latency), chosen.runs_file, chosen.resume)
             result |= measured_alone(runs, latency, folder, rounds, wanted)

@@ -11,26 +11,25 @@ one JSON object with a case each.
 
 from __future__ import annotations
 
+import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import json
-
 import numpy as np
+from _arms import Arms, best_threads, raced
 from _children import Child, python_of
 from _engine_cases import prepare
 from _engine_ours import SPEC
 from _learner_work import GROUP, Batch
-from _report import Runs, arguments, finish, ratio, say, spread
+from _report import Runs, arguments, finish, say, spread
 
 from jaxroll.models import huggingface
 from jaxroll.models.families import parameter_count
@@ -94,75 +93,44 @@ def disagreement(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> 
     return max(float(np.abs(ours[name] - theirs[name]).max() / np.abs(ours[name]).max()) for name in ours)
 
 
-class Race:
-    """One case's arms; their processes start when a run is wanted that is not in the file yet."""
+def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
+    """An arm of a race: writes its gradients as it starts, and answers with the time of so many steps."""
+    extra = [json.dumps(case.options)] if arm == "ours" else []
+    return Child(f"_learner_{arm}.py", arm, threads, str(folder), case.name, arm, *extra)
 
-    def __init__(self, case: Case, folder: Path, runs: Runs, threads: dict[str, int]) -> None:
-        self.case, self._folder, self._runs, self._threads = case, folder, runs, threads
-        self._arms: dict[tuple[str, int], Child] = {}
-        self._stack, self._batch = ExitStack(), case.batch()
 
-    def __enter__(self) -> Race:
-        return self
+def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, int], rounds: int) -> dict[str, Any]:
+    """Agreement, then tokens a second of both arms and their ratio; without agreement no race."""
+    batch = case.batch()
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def run(arm: str, count: int) -> dict[str, Any]:
+        ran = arms.get(arm, count).ask(str(case.steps))
+        return {"tokens_per_s": batch.tokens / ran["seconds"], "threads": count, **ran}
 
-    def _arm(self, name: str, threads: int) -> Child:
-        if (name, threads) not in self._arms:
-            extra = [json.dumps(self.case.options)] if name == "ours" else []
-            arm = Child(f"_learner_{name}.py", name, threads, str(self._folder), self.case.name, name, *extra)
-            self._stack.callback(arm.close)
-            self._arms[name, threads] = arm
-        return self._arms[name, threads]
+    def compare() -> dict[str, Any]:
+        for arm, count in best.items():
+            arms.get(arm, count)
+        ours, theirs = (dict(np.load(folder / f"{case.name}.{arm}.npz")) for arm in best)
+        return {"apart": disagreement(ours, imported(theirs) if case.peer == "torch" else theirs)}
 
-    def result(self, rounds: int) -> dict[str, Any]:
-        """Agreement, then tokens a second of both and their ratio; without agreement no race."""
-        arms = ("ours", self.case.peer)
-        best = {arm: self._best(arm) for arm in arms}
-        apart = self._runs.run(f"{self.case.name} gradients", 0, lambda: {"apart": self._apart()})["apart"]
-        result: dict[str, Any] = {"aim": self.case.aim, "gradients_apart": apart, "threads": best}
-        if not apart <= EQUAL:
-            return result | {"met": False, "why": "the arms' gradients differ: no race"}
-        raced = {arm: lambda arm=arm: self._run(arm, best[arm]) for arm in arms}
-        runs = self._runs.alternate({f"{self.case.name} {arm}": run for arm, run in raced.items()}, rounds)
-        of = {arm: runs[f"{self.case.name} {arm}"] for arm in arms}
-        rates = {arm: [run["tokens_per_s"] for run in of[arm]] for arm in arms}
-        busy = {arm: [1 / run["cpu_s"] for run in of[arm]] for arm in arms}
-        found = ratio(rates["ours"], rates[self.case.peer])
-        return result | {
-            "ratio": found, "ratio_per_cpu_second": ratio(busy["ours"], busy[self.case.peer]),
-            "met": found["value"] >= self.case.aim, "peer": self.case.peer,
-            "tokens_per_s": {arm: spread(values) for arm, values in rates.items()},
-            "losses": {arm: [of[arm][0]["first_loss"], of[arm][0]["loss"]] for arm in arms},
-            "tokens": self._batch.tokens, "flops": flops(self._batch), "options": self.case.options,
-            "of_matmul": self._of_matmul([run["seconds"] for run in of["ours"]], best["ours"]),
-        }  # fmt: skip
+    best = {arm: best_threads(case.name, arm, threads, runs, run) for arm in ("ours", case.peer)}
+    apart = runs.run(f"{case.name} gradients", 0, compare)["apart"]
+    result: dict[str, Any] = {"aim": case.aim, "gradients_apart": apart, "threads": best}
+    if not apart <= EQUAL:
+        return result | {"met": False, "why": "the arms' gradients differ: no race"}
+    found, of = raced(case.name, best, runs, run, rounds)
+    limit = runs.run(f"{case.name} matmul, {best['ours']} threads", 0, lambda: _matmul(best["ours"]))["flops_per_s"]
+    return result | found | {
+        "met": found["ratio"]["value"] >= case.aim, "tokens": batch.tokens, "flops": flops(batch),
+        "losses": {arm: [of[arm][0]["first_loss"], of[arm][0]["loss"]] for arm in best}, "options": case.options,
+        "of_matmul": spread([flops(batch) / one["seconds"] / limit for one in of["ours"]]),
+        "matmul_gflops_per_s": limit / 1e9,
+    }  # fmt: skip
 
-    def _of_matmul(self, seconds: list[float], threads: int) -> dict[str, float]:
-        """The share of the rate of one large matrix product, with as many threads, measured beside the race."""
-        limit = self._runs.run(f"{self.case.name} matmul, {threads} threads", 0, lambda: _matmul(threads))
-        rate = limit["flops_per_s"]
-        return spread([flops(self._batch) / s / rate for s in seconds]) | {"limit_gflops": rate / 1e9}
 
-    def _apart(self) -> float:
-        arms = ("ours", self.case.peer)
-        ours, theirs = (dict(np.load(self._folder / f"{self.case.name}.{arm}.npz")) for arm in arms)
-        return disagreement(ours, huggingface.imported(SPEC, theirs.__getitem__) if arms[1] == "torch" else theirs)
-
-    def _run(self, arm: str, threads: int) -> dict[str, Any]:
-        ran = self._arm(arm, threads).ask(str(self.case.steps))
-        return {"tokens_per_s": self._batch.tokens / ran["seconds"], "threads": threads, **ran}
-
-    def _best(self, arm: str) -> int:
-        """The number of threads, of one for each core, with which three runs of `arm` were fastest."""
-        tried = {}
-        counts = range(1, min(2, os.cpu_count() or 1) + 1)
-        for threads in [self._threads[arm]] if arm in self._threads else counts:
-            name = f"{self.case.name} {arm}, trial with {threads} threads"
-            runs = [self._runs.run(name, n, lambda t=threads: self._run(arm, t)) for n in range(3)]
-            tried[threads] = statistics.median(run["tokens_per_s"] for run in runs)
-        return max(tried, key=lambda threads: tried[threads])
+def imported(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gradients of transformers' parameters by our names."""
+    return huggingface.imported(SPEC, theirs.__getitem__)
 
 
 def _matmul(threads: int) -> dict[str, float]:
@@ -194,8 +162,9 @@ def main() -> int:
                 continue
             case.batch().save(folder / f"{case.name}.npz")
             runs = Runs("learner", asdict(case) | {"threads": threads}, chosen.runs_file, chosen.resume)
-            with Race(case, folder, runs, threads) as race:
-                result[case.name] = race.result(chosen.rounds or (2 if chosen.quick else ROUNDS))
+            with Arms(partial(racer, folder=folder, case=case)) as arms:
+                rounds = chosen.rounds or (2 if chosen.quick else ROUNDS)
+                result[case.name] = race(case, arms, folder, runs, threads, rounds)
     result["class"] = "R"
     command = "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     finish(result, command=command, started=started)
