@@ -48,15 +48,17 @@ def best_threads(case: str, arm: str, given: dict[str, int], runs: Runs, run: Ru
 
 
 def raced(case: str, best: dict[str, int], runs: Runs, run: Run, rounds: int) -> tuple[dict[str, Any], dict[str, list]]:
-    """Ratio of the first arm to the second over alternating runs, with rates and spreads; and the runs by arm."""
+    """Tokens a second of ours (first of `best`) and its peer, their ratio with its interval; and the runs by arm."""
     ours, peer = best
     named = {f"{case} {arm}": lambda arm=arm: run(arm, best[arm]) for arm in best}
     found = runs.alternate(named, rounds)
     of = {arm: found[f"{case} {arm}"] for arm in best}
     rates = {arm: [one["tokens_per_s"] for one in of[arm]] for arm in best}
     busy = {arm: [1 / one["cpu_s"] for one in of[arm]] for arm in best}
+    spreads, value = {arm: spread(values) for arm, values in rates.items()}, ratio(rates[ours], rates[peer])
     result = {
-        "peer": peer, "ratio": ratio(rates[ours], rates[peer]), "ratio_per_cpu_second": ratio(busy[ours], busy[peer]),
-        "tokens_per_s": {arm: spread(values) for arm, values in rates.items()},
+        "ours": spreads[ours]["median"], "peer": spreads[peer]["median"], "ratio": value["value"],
+        "low": value["low"], "high": value["high"], "runs": rounds, "against": peer, "tokens_per_s": spreads,
+        "per_cpu_second": ratio(busy[ours], busy[peer]),
     }  # fmt: skip
     return result, of

@@ -121,7 +121,7 @@ def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, in
     found, of = raced(case.name, best, runs, run, rounds)
     limit = runs.run(f"{case.name} matmul, {best['ours']} threads", 0, lambda: _matmul(best["ours"]))["flops_per_s"]
     return result | found | {
-        "met": found["ratio"]["value"] >= case.aim, "tokens": batch.tokens, "flops": flops(batch),
+        "met": found["ratio"] >= case.aim, "tokens": batch.tokens, "flops": flops(batch),
         "losses": {arm: [of[arm][0]["first_loss"], of[arm][0]["loss"]] for arm in best}, "options": case.options,
         "of_matmul": spread([flops(batch) / one["seconds"] / limit for one in of["ours"]]),
         "matmul_gflops_per_s": limit / 1e9,

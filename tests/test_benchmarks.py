@@ -84,7 +84,7 @@ def test_the_engine_is_raced_and_watched(tmp_path: Path) -> None:
             assert result[name] == {"skipped": f"no .venv-{peer}"}
             continue
         assert result[name]["greedy_equal"] == 1.0
-        assert result[name]["ratio"]["low"] <= result[name]["ratio"]["value"] <= result[name]["ratio"]["high"]
+        assert result[name]["low"] <= result[name]["ratio"] <= result[name]["high"]
         order = [(row["arm"], row["round"]) for row in runs if row["arm"] in (f"{name} ours", f"{name} {peer}")]
         arms = f"{name} ours", f"{name} {peer}"
         assert order == [(arms[0], 0), (arms[1], 0), (arms[1], 1), (arms[0], 1)]
@@ -94,27 +94,63 @@ def test_the_engine_is_raced_and_watched(tmp_path: Path) -> None:
     assert swap["pause_chunks"]["runs"] > 0
 
 
-def test_arms_that_differ_are_not_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+class Arm:
+    """A child that says what it is told to, and is asked nothing else."""
+
+    def __init__(self, answers: dict[str, dict]) -> None:
+        self.answers, self.asked = answers, []
+
+    def ask(self, command: str) -> dict:
+        self.asked.append(command)
+        return self.answers[command]
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def test_arms_that_differ_are_not_raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: ModuleType) -> None:
+    """Other greedy tokens, other gradients: told, and no run is made."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    engine = importlib.import_module("engine")
+    arms, engine, learner = (importlib.import_module(name) for name in ("_arms", "engine", "learner"))
     same = [[1, 2], [3, 4], [5, 6]]
     assert engine.agreement(same, same) == 1.0
     assert engine.agreement(same, [[1, 2], [3, 9], [5, 6]]) == pytest.approx(2 / 3)
-    asked: list[str] = []
+    threads = {"ours": 1, "tunix": 1}
+    runs = report.Runs("race", {}, tmp_path / "runs.jsonl", resume=False)
 
-    class Disagreeing(engine.Race):
-        def _best(self, arm: str) -> int:
-            return 1
+    said = {"ours": Arm({"greedy": {"tokens": same}}), "tunix": Arm({"greedy": {"tokens": [[1, 2], [3, 9], [5, 6]]}})}
+    case = next(case for case in engine.CASES if case.name == "tunix_equal")
+    with arms.Arms(lambda arm, _: said[arm]) as started:
+        result = engine.race(case, started, runs, threads, 2)
+    assert not result["met"] and "no race" in result["why"] and "ratio" not in result
+    assert [arm.asked for arm in said.values()] == [["greedy"], ["greedy"]]
 
-        def _equal(self, best: dict[str, int]) -> float:
-            return 0.9
+    case = next(case for case in learner.CASES if case.name == "tunix_equal")
+    for arm, value in (("ours", 1.0), ("tunix", 1.1)):
+        np.savez(tmp_path / f"{case.name}.{arm}.npz", embed=np.full(3, value))
+    silent = {arm: Arm({}) for arm in threads}
+    with arms.Arms(lambda arm, _: silent[arm]) as started:
+        result = learner.race(case, started, tmp_path, runs, threads, 2)
+    assert not result["met"] and result["gradients_apart"] == pytest.approx(0.1) and "ratio" not in result
+    assert [arm.asked for arm in silent.values()] == [[], []]
 
-        def _run(self, arm: str, threads: int) -> dict:
-            asked.append(arm)
-            return {}
 
-    race = Disagreeing(engine.CASES[0], None, None, {})
-    assert race.result(rounds=3)["met"] is False and not asked
+def test_a_race_tells_both_rates_and_their_ratio(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: ModuleType
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    arms = importlib.import_module("_arms")
+    rates = {("ours", 1): 10.0, ("ours", 2): 12.0, ("peer", 1): 6.0, ("peer", 2): 5.0}
+    run = lambda arm, threads: {"tokens_per_s": rates[arm, threads], "cpu_s": threads / rates[arm, threads]}  # noqa: E731
+    runs = report.Runs("race", {}, tmp_path / "runs.jsonl", resume=False)
+    best = {arm: arms.best_threads("case", arm, {}, runs, run) for arm in ("ours", "peer")}
+    assert best == {"ours": 2, "peer": 1}
+    assert arms.best_threads("case", "ours", {"ours": 1}, runs, run) == 1, "what is ordered is not tried"
+    result, of = arms.raced("case", best, runs, run, 3)
+    assert (result["ours"], result["peer"], result["runs"], result["against"]) == (12.0, 6.0, 3, "peer")
+    assert result["low"] == result["high"] == result["ratio"] == pytest.approx(2.0)
+    assert result["per_cpu_second"]["value"] == pytest.approx(1.0)
+    assert [len(one) for one in of.values()] == [3, 3]
 
 
 def test_a_ratio_is_paired_and_its_interval_holds_it(report: ModuleType) -> None:
