@@ -26,8 +26,9 @@ def python_of(arm: str) -> Path:
 class Child:
     """A program of this folder as a process that answers; it dies with this one, whose end closes its stdin."""
 
-    def __init__(self, program: str, arm: str, threads: int, *words: str) -> None:
-        self._name, count = f"{program} with {threads} thread{'s' * (threads > 1)}", str(threads)
+    def __init__(self, program: str, arm: str, threads: int, *words: str, devices: int = 1) -> None:
+        """`threads` are one CPU device's; of several `devices` each has so many."""
+        self._name, count = f"{program} with {devices} x {threads} threads", str(threads)
         environment = {key: value for key, value in os.environ.items() if key not in _OURS_ALONE}
         environment |= {
             "JAX_PLATFORMS": "cpu", "NPROC": count, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count,
@@ -36,6 +37,8 @@ class Child:
         }  # fmt: skip
         if arm == "ours":
             environment["PYTHONPATH"] = str(ROOT)
+        if devices > 1:
+            environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
             [str(python_of(arm)), str(_HERE / program), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

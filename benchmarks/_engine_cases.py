@@ -77,9 +77,11 @@ def prepare(folder: Path, cases: list[Case]) -> None:
 
 
 def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
-    """An arm of a race: answers `greedy` and `run`."""
-    extra = [json.dumps(case.engine_options())] if arm == "ours" else []
-    return Child(f"_engine_{arm}.py", arm, threads, str(folder), case.name, *extra)
+    """An arm of a race: answers `greedy` and `run`. Ours has a mesh of `threads` devices, one thread each."""
+    if arm == "ours":
+        words = str(folder), case.name, json.dumps(case.engine_options())
+        return Child("_engine_ours.py", arm, 1, *words, devices=threads)
+    return Child(f"_engine_{arm}.py", arm, threads, str(folder), case.name)
 
 
 def measured_alone(runs: Runs, scale: Scale, folder: Path, rounds: int, wanted: list[str]) -> dict[str, Any]:

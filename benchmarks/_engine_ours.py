@@ -17,6 +17,7 @@ from _engine_work import MODEL, Generate, Work, serve
 from jaxroll.config import MeshConfig
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.requests import Request, Result
+from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
@@ -26,9 +27,10 @@ SPEC = ModelSpec("tiny", **MODEL)
 
 
 def engine(folder: Path, options: dict[str, Any]) -> tuple[Engine, dict[str, jax.Array]]:
-    """A warm engine that has no weights yet, and the folder's weights."""
-    made = Engine(SPEC, meshes.build(MeshConfig()), rules.SAMPLER, seed=0, **options)
-    weights = {name: jax.numpy.asarray(value) for name, value in np.load(folder / "weights.npz").items()}
+    """A warm engine that has no weights yet, its slots spread over all devices, and the folder's weights."""
+    mesh = meshes.build(MeshConfig(data=jax.device_count()))
+    made, where = Engine(SPEC, mesh, rules.SAMPLER, seed=0, **options), params.shardings(SPEC, mesh, rules.SAMPLER)
+    weights = {name: jax.device_put(leaf, where[name]) for name, leaf in np.load(folder / "weights.npz").items()}
     made.warmup(weights)
     return made, weights
 

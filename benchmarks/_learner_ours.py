@@ -44,18 +44,19 @@ def claim(batch: Batch) -> Claim:
 
 def made(folder: Path, batch: Batch) -> Arm:
     """A warm trainer with the folder's weights."""
+    mesh = MeshConfig(data=jax.device_count())
     config = Config(
         schedule=ScheduleConfig(alpha=0.0, groups_per_step=len(batch.prompts) // GROUP, group_size=GROUP),
         sampling=SamplingConfig(max_tokens=int(batch.lengths.max())),
         learner=LearnerConfig(
-            mesh=MeshConfig(), algorithm="grpo", advantage="group_std", correction="none",
+            mesh=mesh, algorithm="grpo", advantage="group_std", correction="none",
             aggregation="seq_mean_token_mean", learning_rate=LEARNING_RATE, warmup_steps=1, weight_decay=WEIGHT_DECAY,
             max_grad_norm=MAX_NORM, **json.loads(sys.argv[4]),
         ),
     )  # fmt: skip
     if (optimizer.BETA1, optimizer.BETA2) != BETAS:
         raise RuntimeError("the peers' optimizer is another than ours")
-    trainer = Trainer(config, SPEC, meshes.build(MeshConfig()), rules.LEARNER, key=jax.random.key(0))
+    trainer = Trainer(config, SPEC, meshes.build(mesh), rules.LEARNER, key=jax.random.key(0))
     trainer.set_params(dict(np.load(folder / "weights.npz")))
     trainer.warmup()
     work = claim(batch)

@@ -4,9 +4,9 @@
 
 Races: the same random Qwen3 of 0.67 million parameters, the same prompts and lengths, a long-lived process per arm.
 Greedy tokens must be equal on 99 % of the prompts, else there is no race. Then runs alternate, sampled at temperature
-1, compiled beforehand, each arm with the number of threads that suits it best; only tokens up to a request's own length
-count. Then our engine alone: inter-token latency while long prompts come and go (`storm`), and at a weight swap
-(`swap`).
+1, compiled beforehand, each arm with the number of threads that suits it best (ours with a mesh of as many devices of
+one thread each, slots spread over them); only tokens up to a request's own length count. Then our engine alone:
+inter-token latency while long prompts come and go (`storm`), and at a weight swap (`swap`).
 The last line is one JSON object with a case each.
 """
 

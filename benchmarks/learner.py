@@ -94,9 +94,14 @@ def disagreement(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> 
 
 
 def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
-    """An arm of a race: writes its gradients as it starts, and answers with the time of so many steps."""
-    extra = [json.dumps(case.options)] if arm == "ours" else []
-    return Child(f"_learner_{arm}.py", arm, threads, str(folder), case.name, arm, *extra)
+    """An arm of a race: writes its gradients as it starts, and answers with the time of so many steps.
+
+    Ours has a mesh of `threads` devices, one thread each.
+    """
+    words = str(folder), case.name, arm
+    if arm == "ours":
+        return Child("_learner_ours.py", arm, 1, *words, json.dumps(case.options), devices=threads)
+    return Child(f"_learner_{arm}.py", arm, threads, *words)
 
 
 def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, int], rounds: int) -> dict[str, Any]:
