@@ -40,7 +40,7 @@ class Scale:
     killed_puts: int = 12288  # of which about nine in ten are put when the kill comes
     disk_s: float = 2.0
     clients: int = 4
-    in_flight: int = 2
+    in_flight: int = 8
     group_size: int = 8
     payload_bytes: int = 65536
 

@@ -13,6 +13,7 @@ import asyncio
 import json
 import sqlite3
 import sys
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,17 @@ class Floor:
         self._gathering: asyncio.Future[None] | None = None
         self._writing = False
 
-    async def put(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """OK when the bytes are on disk."""
-        self._gathered.append(body)
+    async def put(self, pieces: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> bytes:
+        """OK for every member when their bytes are on disk."""
+        members = wire.decode(b"".join([piece async for piece in pieces]), msg.PutCall).members
+        self._gathered += members
         if self._gathering is None:
             self._gathering = asyncio.get_running_loop().create_future()
         waiting = self._gathering
         if not self._writing:
             self._write()
         await waiting
-        return _OK
+        return _envelope(msg.PutReply((_OK,) * len(members)))
 
     def _write(self) -> None:
         bodies, self._gathered = self._gathered, []
@@ -121,15 +123,16 @@ def _envelope(message: Any) -> bytes:
     return wire.encode(Envelope(wire.encode(message)))
 
 
-_OK = _envelope(msg.PutReply("OK"))
+_OK = msg.PutAnswer("OK")
 
 
 async def serve_floor(folder: Path, group_size: int) -> None:
     """Serve until killed."""
     floor = Floor(folder, group_size)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
-    methods = {"Put": floor.put, "Lease": floor.lease, "Hello": floor.hello, "Published": floor.published}
+    methods = {"Lease": floor.lease, "Hello": floor.hello, "Published": floor.published}
     handlers = {name: grpc.unary_unary_rpc_method_handler(method) for name, method in methods.items()}
+    handlers["Put"] = grpc.stream_unary_rpc_method_handler(floor.put)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(msg.SERVICE, handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, overload
 import msgspec
 import numpy as np
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 ARRAY_DTYPES = frozenset({"uint8", "int8", "int32", "int64", "uint32", "float32", "float64", "float16", "bool"})
 MAX_DIMS = 8
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in ARRAY_DTYPES}

@@ -56,7 +56,7 @@ def test_the_store_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     times = ["put_p50_ms", "put_p99_ms", "lease_p99_ms", "claim_p99_ms", "recovery_s_per_gb"]
     assert all(result[key] > 0 for key in [*rates, *times])
     assert result["put_p50_ms"] <= result["put_p99_ms"]
-    assert (result["synchronous"], result["in_flight"]) == ("FULL", 8)
+    assert (result["synchronous"], result["in_flight"]) == ("FULL", 32)
     assert result["member_bytes"] >= 64_000
     assert result["bytes_written_per_byte"] > 1, "what is durable was written at least once"
     assert result["of_floor"]["low"] <= result["of_floor"]["value"] <= result["of_floor"]["high"]

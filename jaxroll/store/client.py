@@ -24,6 +24,7 @@ from jaxroll.rpc import auth, limits, tls
 from jaxroll.rpc.client import RawClient
 from jaxroll.store import messages as msg
 from jaxroll.store.messages import Key, Welcome
+from jaxroll.store.outbox import Puts
 
 MAX_MESSAGE_BYTES = 2**30  # of what the store may send; the store has its own, smaller limit on what it takes
 _CALL_S = 10.0  # deadline of one attempt, beyond what a long poll waits
@@ -38,6 +39,7 @@ class StoreClient:
 
     def __init__(self, raw: RawClient, config_digest: str, call_s: float = _CALL_S) -> None:
         self._raw, self._config_digest, self._call_s = raw, config_digest, call_s
+        self._puts = Puts(lambda call: self._call("Put", call, msg.PutReply))
 
     @classmethod
     async def connect(
@@ -98,7 +100,7 @@ class StoreClient:
 
     async def put(self, member: Member) -> str:
         """OK, or SURPLUS when its group ended without it. Raises Conflict, Fenced."""
-        return wire.decode(await self._raw.call("Put", wire.encode(member), self._call_s), msg.PutReply).result
+        return await self._puts.put(wire.encode(member))
 
     async def release(self, grants: Sequence[Key]) -> None:
         """Give leases back."""
@@ -130,7 +132,7 @@ class StoreClient:
 
     async def publish(self, snapshot: Snapshot) -> None:
         """Samplers may fetch these weights."""
-        await self._call("Publish", snapshot, msg.PutReply)
+        await self._call("Publish", snapshot, msg.Done)
 
     async def published(self, known: Version | None, wait_s: float = 0.0) -> Snapshot | None:
         """A snapshot of another version than `known`, if there is one within `wait_s`."""
@@ -143,17 +145,17 @@ class StoreClient:
 
     async def ack(self, version: Version) -> None:
         """The claim of version.step was trained at `version`."""
-        await self._call("Ack", msg.VersionCall(version), msg.PutReply)
+        await self._call("Ack", msg.VersionCall(version), msg.Done)
 
     async def durable(self, version: Version) -> None:
         """A checkpoint of `version` is on disk: it holds the effect of every claim below version.step."""
-        await self._call("Durable", msg.VersionCall(version), msg.PutReply)
+        await self._call("Durable", msg.VersionCall(version), msg.Done)
 
     async def report(self, rows: Sequence[dict[str, Any]]) -> None:
         """Append metrics rows to the run's metrics.jsonl."""
         lines = tuple(metrics.dumps(row).encode() for row in rows)
         if lines:
-            await self._call("Report", msg.ReportCall(lines, uuid.uuid4().hex), msg.PutReply)
+            await self._call("Report", msg.ReportCall(lines, uuid.uuid4().hex), msg.Done)
 
     async def status(self) -> dict[str, Any]:
         """The run in numbers."""
@@ -161,10 +163,11 @@ class StoreClient:
 
     async def close_run(self, reason: str) -> None:
         """End the run: leases and new claims answer Closed."""
-        await self._call("Close", msg.CloseCall(reason), msg.PutReply)
+        await self._call("Close", msg.CloseCall(reason), msg.Done)
 
     async def aclose(self) -> None:
         """Let go of the connection."""
+        await self._puts.close()
         await self._raw.close()
 
     async def _call(self, method: str, message: Any, kind: type[T], held_s: float = 0.0) -> T:

@@ -1,4 +1,4 @@
-"""The messages of the store's service. Bodies are MessagePack of these; a put's body is its records.Member itself."""
+"""The messages of the store's service. Bodies are MessagePack of these."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Annotated
 import msgspec
 
 from jaxroll.records import Count, Grant, Label, Snapshot, Task, Version
+from jaxroll.rpc.envelope import Refusal
 from jaxroll.store.state import Lineage
 
 SERVICE = "jaxroll.Store"
 
 Key = tuple[int, int, int]  # (group, member, attempt)
-MAX_KEYS, MAX_ROWS = 65_536, 65_536  # in one message
+MAX_KEYS, MAX_ROWS, MAX_PUTS = 65_536, 65_536, 256  # in one message
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -59,10 +60,27 @@ class EndedCall(msgspec.Struct, frozen=True):
     wait_s: float
 
 
-class PutReply(msgspec.Struct, frozen=True):
-    """OK or SURPLUS."""
+class PutCall(msgspec.Struct, frozen=True):
+    """Members, each as the bytes of a records.Member."""
 
-    result: str
+    members: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_PUTS)]
+
+
+class PutAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Of one member: OK or SURPLUS, or why it is refused."""
+
+    result: str = ""
+    refusal: Refusal | None = None
+
+
+class PutReply(msgspec.Struct, frozen=True):
+    """An answer for each member, in their order."""
+
+    answers: tuple[PutAnswer, ...]
+
+
+class Done(msgspec.Struct, frozen=True):
+    """It is on disk."""
 
 
 class ClaimCall(msgspec.Struct, frozen=True):

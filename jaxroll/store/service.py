@@ -14,6 +14,7 @@ from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
 from jaxroll.records import Member, Snapshot, Version
 from jaxroll.rpc import limits
+from jaxroll.rpc.envelope import refusal_of
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
 from jaxroll.store import requests as rq
@@ -151,27 +152,34 @@ class StoreService:
         return msg.Members(())
 
     async def _put(self, caller: Caller, body: bytes) -> msg.PutReply:
-        member = wire.decode(body, Member)
-        check_key(member)
-        recorded = None
-        if self._keeper.state.find(member.group) is None:
-            recorded = await self._keeper.log.recorded(member.group, member.member)
-        request = put_request(body, member, recorded)
-        if request.failure is not None:
-            return msg.PutReply(await self._put_failure(caller, request))
-        payload = schema.payload(member.group, member.member, body)
-        return msg.PutReply(await self._keeper.answer(request, payload))
+        """Decides member by member, and answers for all of them once all are on disk."""
+        members = wire.decode(body, msg.PutCall).members
+        answers = tuple([await self._put_one(caller, one) for one in members])
+        await self._keeper.log.committed()
+        return msg.PutReply(answers)
 
-    async def _put_failure(self, caller: Caller, request: rq.PutMember) -> str:
-        """The answer to a member that failed; when its group dies of it, the audit says so."""
+    async def _put_one(self, caller: Caller, body: bytes) -> msg.PutAnswer:
+        member = wire.decode(body, Member)
+        try:
+            check_key(member)
+            recorded = None
+            if self._keeper.state.find(member.group) is None:
+                recorded = await self._keeper.log.recorded(member.group, member.member)
+            request = put_request(body, member, recorded)
+            reply = self._decide_put(caller, request, schema.payload(member.group, member.member, body))
+        except StoreRefusal as refusal:
+            reply = refusal
+        return msg.PutAnswer("", refusal_of(reply)) if isinstance(reply, StoreRefusal) else msg.PutAnswer(reply)
+
+    def _decide_put(self, caller: Caller, request: rq.PutMember, payload: schema.Statement) -> str | StoreRefusal:
+        """The answer; when a group dies of a member that failed, the audit says so."""
+        if request.failure is None:
+            return self._keeper.decide(request, payload)
         alive = self._keeper.state.find(request.group) is not None
         reply = self._keeper.decide(request)
-        if alive and self._keeper.state.find(request.group) is None and request.failure is not None:
+        if alive and self._keeper.state.find(request.group) is None:
             kind, error = request.failure
             self._audit.record(caller, "dead-letter", f"group {request.group}: {kind}: {error}", reply)
-        await self._keeper.log.committed()
-        if isinstance(reply, StoreRefusal):
-            raise reply
         return reply
 
     async def _claim(self, caller: Caller, body: bytes) -> msg.ClaimPage:
@@ -224,21 +232,21 @@ class StoreService:
         begun = "" if isinstance(reply, StoreRefusal) else f" at {reply}"
         return msg.VersionCall(await self._recorded(caller, "Begin", asked + begun, reply))
 
-    async def _publish(self, caller: Caller, body: bytes) -> msg.PutReply:
+    async def _publish(self, caller: Caller, body: bytes) -> msg.Done:
         snapshot = wire.decode(body, Snapshot)
         reply = self._keeper.decide(rq.Publish(caller.session, snapshot))
         await self._recorded(caller, "Publish", f"{snapshot.version} {snapshot.manifest_digest}", reply)
-        return msg.PutReply("OK")
+        return msg.Done()
 
-    async def _ack(self, caller: Caller, body: bytes) -> msg.PutReply:
+    async def _ack(self, caller: Caller, body: bytes) -> msg.Done:
         version = wire.decode(body, msg.VersionCall).version
         await self._recorded(caller, "Ack", str(version), self._keeper.decide(rq.Ack(caller.session, version)))
-        return msg.PutReply("OK")
+        return msg.Done()
 
-    async def _durable(self, caller: Caller, body: bytes) -> msg.PutReply:
+    async def _durable(self, caller: Caller, body: bytes) -> msg.Done:
         version = wire.decode(body, msg.VersionCall).version
         await self._recorded(caller, "Durable", str(version), self._keeper.decide(rq.Durable(caller.session, version)))
-        return msg.PutReply("OK")
+        return msg.Done()
 
     async def _published(self, caller: Caller, body: bytes) -> msg.PublishedReply:
         call = wire.decode(body, msg.PublishedCall)
@@ -255,7 +263,7 @@ class StoreService:
         snapshot = self._keeper.state.published
         return snapshot is not None and snapshot.version != known
 
-    async def _report(self, caller: Caller, body: bytes) -> msg.PutReply:
+    async def _report(self, caller: Caller, body: bytes) -> msg.Done:
         """Appends the rows; a report sent again (same request) is not written again."""
         call = wire.decode(body, msg.ReportCall)
         if (size := sum(map(len, call.rows))) > MAX_REPORT_BYTES:
@@ -264,7 +272,7 @@ class StoreService:
             rows = [msgspec.json.decode(row, type=dict) for row in call.rows]
             self._metrics.log_all(rows)
             self._last_report[caller.session] = call.request
-        return msg.PutReply("OK")
+        return msg.Done()
 
     async def _status(self, caller: Caller, body: bytes) -> msg.StatusReply:
         holders = {who: str(version) for who, version in self.holders.items()}
@@ -272,10 +280,10 @@ class StoreService:
         report["log"] = await self._keeper.log.facts()
         return msg.StatusReply(json.dumps(report).encode())
 
-    async def _close(self, caller: Caller, body: bytes) -> msg.PutReply:
+    async def _close(self, caller: Caller, body: bytes) -> msg.Done:
         reason = wire.decode(body, msg.CloseCall).reason[:500]
         await self._recorded(caller, "Close", reason, self._keeper.decide(rq.Close(reason)))
-        return msg.PutReply("OK")
+        return msg.Done()
 
     async def _recorded(self, caller: Caller, what: str, detail: str, reply: Any) -> Any:
         """The decided `reply`, once it and the row that says who asked are on disk; raises it when it is a refusal."""

@@ -23,7 +23,7 @@ from jaxroll.records import Finished, Member
 from jaxroll.rpc import limits
 from jaxroll.rpc.envelope import Envelope
 from jaxroll.store.client import MAX_MESSAGE_BYTES
-from jaxroll.store.messages import SERVICE, ClaimPage, PutReply
+from jaxroll.store.messages import SERVICE, ClaimPage, PutAnswer, PutCall, PutReply
 from tests.faults.scripted import Heartbeat
 
 START_S = 20.0
@@ -127,12 +127,17 @@ class Tap:
             self.journal.append({"kind": "claimed", "step": page.step, "digest": content})
         if call.method != "Put":
             return
-        member = wire.decode(call.body, Member)
-        said = refusal.code if refusal else wire.decode(envelope.body, PutReply).result
-        self.journal.append({
-            "kind": "put", "key": [member.group, member.member, member.attempt], "digest": wire.digest(call.body),
-            "finished": isinstance(member.outcome, Finished), "answer": said, "outcome": member.outcome,
-        })  # fmt: skip
+        bodies = wire.decode(call.body, PutCall).members
+        answers = [PutAnswer("", refusal)] * len(bodies)
+        if refusal is None:
+            answers = wire.decode(envelope.body, PutReply).answers
+        for body, answer in zip(bodies, answers, strict=True):
+            member = wire.decode(body, Member)
+            self.journal.append({
+                "kind": "put", "key": [member.group, member.member, member.attempt], "digest": wire.digest(body),
+                "finished": isinstance(member.outcome, Finished), "outcome": member.outcome,
+                "answer": answer.refusal.code if answer.refusal else answer.result,
+            })  # fmt: skip
 
 
 class _Everything(grpc.GenericRpcHandler):

@@ -53,15 +53,20 @@ MB = 2**20
 # --- bytes
 
 
+def _puts(*members: Member) -> msg.PutCall:
+    return msg.PutCall(tuple(wire.encode(member) for member in members))
+
+
 def _valid() -> dict[str, list[bytes]]:
     """Bodies that each method understands."""
     segment = Segment(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32))
     member = Member(0, 0, 1, Finished((segment,), "stop", 1.0, {"a": 1.0}, (VersionRun(V0, 3),)))
+    failed, far = Member(0, 0, 1, Failed("DATA", "x")), Member(2**53, 2**53, 2**53, Failed("INFRA", "x"))
     bodies: dict[str, list[Any]] = {
         "Hello": [msg.Hello(wire.PROTOCOL_VERSION, "x")],
         "Lease": [msg.LeaseCall(V0, 2**53, 0.0, "r"), msg.LeaseCall(V0, 0, float("nan"), "r")],
         "Renew": [msg.Members(((0, 0, 1), (-1, 2**62, 0)))],
-        "Put": [member, Member(0, 0, 1, Failed("DATA", "x")), Member(2**53, 2**53, 2**53, Failed("INFRA", "x"))],
+        "Put": [_puts(), _puts(member), _puts(member, failed, far)],
         "Release": [msg.Members(((0, 0, 1), (2**62, -5, 2**40)))],
         "Ended": [msg.EndedCall(0.0), msg.EndedCall(float("nan"))],
         "Claim": [msg.ClaimCall(0, 0, 0.0, 2**53), msg.ClaimCall(2**53, 2**53, float("inf"))],

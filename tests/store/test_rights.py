@@ -108,7 +108,7 @@ def test_what_does_not_agree_is_refused_with_both_sides_values(tmp_path: Path, s
     config = small.configured()
 
     async def refused(address: str, **said: str) -> str:
-        metadata = {"right": "sampler", "name": "s", "session": "x", "run": "", "protocol": "1",
+        metadata = {"right": "sampler", "name": "s", "session": "x", "run": "", "protocol": str(wire.PROTOCOL_VERSION),
                     "config": digest(config)} | said  # fmt: skip
         async with grpc.aio.insecure_channel(address, options=limits.client_options(2**20)) as channel:
             body = wire.encode(msg.Hello(wire.PROTOCOL_VERSION, digest(config)))
@@ -120,7 +120,7 @@ def test_what_does_not_agree_is_refused_with_both_sides_values(tmp_path: Path, s
 
     async def tries() -> None:
         async with small.serving(tmp_path, config) as address:
-            for protocol, shown in (("2", "2"), ("", "none"), ("x" * 100, "x" * 16)):
+            for protocol, shown in (("99", "99"), ("", "none"), ("x" * 100, "x" * 16)):
                 said = await refused(address, protocol=protocol)
                 assert f"protocol {wire.PROTOCOL_VERSION} is spoken here, the caller speaks {shown}:" in said
                 assert "install the same JaxRoll" in said
