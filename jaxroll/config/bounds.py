@@ -32,7 +32,7 @@ _AT_LEAST: tuple[tuple[str, float], ...] = (
     ("store.infra_retries", 0), ("store.data_retries", 0), ("store.reissues", 0),
     ("store.max_message_mb", 1), ("store.lease_s", 1), ("store.rpc_deadline_s", 1), ("transfer.deadline_s", 1),
     ("evaluator.every", 0), ("evaluator.slots", 1),
-    ("placement.cpu_threads", 1), ("supervisor.max_restarts", 0),
+    ("placement.actors", 0), ("placement.cpu_threads", 1), ("supervisor.max_restarts", 0),
 )  # fmt: skip
 
 _POSITIVE = (

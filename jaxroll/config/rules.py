@@ -17,6 +17,7 @@ from jaxroll.config.parsing import nearest
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig
 from jaxroll.errors import ConfigError
 
+GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commit, during which slots go on emptying
 GPU_CONTEXT_MB = 512
 GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and whoever else is there
 
@@ -56,6 +57,22 @@ def roles_with_devices(config: Config) -> dict[str, int]:
     if config.evaluator.every:
         wanted["evaluator"] = config.evaluator.mesh.devices
     return wanted
+
+
+def actor_names(config: Config) -> tuple[str, ...]:
+    """The processes that play episodes and have no devices."""
+    return tuple(f"actor-{index}" for index in range(config.placement.actors))
+
+
+def sampler_members(config: Config) -> int:
+    """How many members a sampler holds: what is asked for, or its slots and groups enough that a freed slot never waits
+    for a lease. Members whose environments take their time hold no slot meanwhile."""
+    return config.sampler.episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
+
+
+def actor_members(config: Config) -> int:
+    """How many members an actor holds: an equal part of what all samplers would hold, rounded up."""
+    return math.ceil(config.sampler.count * sampler_members(config) / config.placement.actors)
 
 
 def memory_fractions(config: Config) -> dict[str, float]:
@@ -136,6 +153,7 @@ def _check_shapes(config: Config) -> None:
         raise ConfigError("sampler.episodes", sampler.episodes, "a group is leased whole, and schedule.group_size + "
                           f"redundant_members = {config.schedule.members_per_group}",
                           f"Set it to {config.schedule.members_per_group} or more, or to 0.")  # fmt: skip
+    _check_actors(config)
     buckets = sampler.prefill_buckets
     if not buckets or any(a >= b for a, b in itertools.pairwise(buckets)) or buckets[0] < 1:
         raise ConfigError("sampler.prefill_buckets", buckets, "bucket lengths must be positive and increasing",
@@ -153,6 +171,17 @@ def _check_shapes(config: Config) -> None:
         if rows % shards:
             up = math.ceil(rows / shards) * shards
             raise ConfigError(key, rows, f"not divisible by the mesh's data * fsdp = {shards}", f"Set it to {up}.")
+
+
+def _check_actors(config: Config) -> None:
+    """Whether there is work enough for so many actors: each must hold a whole group."""
+    actors, group = config.placement.actors, config.schedule.members_per_group
+    count, each = config.sampler.count, sampler_members(config)
+    most = count * each // group
+    if actors > most:
+        raise ConfigError("placement.actors", actors, f"the {count} * {each} members in flight are divided among them, "
+                          f"and each leases whole groups of {group}",
+                          f"Set it to {most} or less, or raise sampler.episodes.")  # fmt: skip
 
 
 def episode_tokens(config: Config) -> int:

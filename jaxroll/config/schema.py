@@ -239,6 +239,7 @@ class PlacementConfig:
     """What hardware a role may take. Fractions apply when roles share one GPU."""
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
+    actors: int = 0  # processes that play the episodes and ask the samplers' engines; 0: the samplers play them
     cpu_threads: int = 1  # of each role on CPU: one is as fast, unless the others stand idle meanwhile (alpha = 0)
     sampler_memory_fraction: float = 0.30
     learner_memory_fraction: float = 0.40

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jaxroll import lifeline
 from jaxroll.errors import EXIT_INTERRUPTED, EXIT_USAGE, JaxRollError, exit_code
 
-ROLES = ("store", "sampler", "learner", "evaluator", "feeder")
+ROLES = ("store", "sampler", "actor", "learner", "evaluator", "feeder")
 OFFLINE = {
     "sft": "warm start on worked answers",
     "eval": "held-out accuracy of a run's newest weights",
@@ -120,13 +120,24 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
     """The options that `role` reads, and no other."""
     if role != "feeder":
         one.add_argument("--store", metavar="HOST:PORT", help="where the store is (for the store: where it listens)")
-    if role in ("store", "learner"):
+    if role in ("store", "learner", "sampler"):
         one.add_argument("--insecure", action="store_true", help="plain text to other machines, where there is no TLS")
     if role == "learner":
         one.add_argument("--host", default="127.0.0.1", help="the name under which samplers reach this process")
         _fork_option(one)
+    if role in ("sampler", "actor"):
+        one.add_argument("--index", type=int, default=0, help=f"which of several {role}s")
     if role == "sampler":
-        one.add_argument("--index", type=int, default=0, help="which of several samplers")
+        one.add_argument("--host", default="127.0.0.1", help="the name under which actors reach this process")
+        one.add_argument("--port", type=int, default=0, help="where it listens for actors; 0: any that is free")
+    if role == "actor":
+        one.add_argument(
+            "--sampler",
+            action="append",
+            default=[],
+            metavar="HOST:PORT",
+            help="of each sampler; else RUN says it",
+        )
 
 
 def _weights_options(weights: argparse.ArgumentParser) -> None:

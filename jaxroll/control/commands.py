@@ -60,10 +60,11 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
     """What the command line says to a role; a role with a config but no run folder gets a new one."""
     index = getattr(options, "index", 0)
     if index < 0:
-        raise ConfigError("--index", index, "samplers are numbered from 0", "Use 0 for the first.")
-    name = f"{options.command}{f'-{index}' if options.command == 'sampler' else ''}"
+        raise ConfigError("--index", index, f"{options.command}s are numbered from 0", "Use 0 for the first.")
+    name = f"{options.command}{f'-{index}' if options.command in ('sampler', 'actor') else ''}"
     config, path = _config_and_run(options, name)
-    given = {key: getattr(options, key) for key in ("host", "insecure", "fork") if hasattr(options, key)}
+    given = {key: getattr(options, key) for key in ("host", "port", "insecure", "fork") if hasattr(options, key)}
+    given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
     return RoleArgs(config, path, getattr(options, "store", None), index, **given)
 
 
@@ -283,7 +284,7 @@ def _absolute(folder: str) -> Path:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": run_train,
-    **dict.fromkeys(("store", "sampler", "learner", "evaluator", "feeder"), run_role),
+    **dict.fromkeys(("store", "sampler", "actor", "learner", "evaluator", "feeder"), run_role),
     **dict.fromkeys(("sft", "eval", "generate"), run_offline),
     "config": run_config,
     "report": run_report,

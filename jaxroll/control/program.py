@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxroll.config import Config
-from jaxroll.config.rules import Inventory, roles_with_devices
+from jaxroll.config.rules import Inventory, actor_names
 from jaxroll.control import placement
 
 STORE_ADDRESS_FILE = "store.addr"
@@ -42,13 +42,14 @@ def build(
     cache_dir: Path,
     visible_gpus: Sequence[str] = (),
 ) -> tuple[ProcessSpec, ...]:
-    """The processes of the run in `run_dir` in starting order: store, learner, samplers, evaluator.
+    """The processes of the run in `run_dir` in starting order: store, learner, samplers, evaluator, actors.
 
     Each reads its config from `run_dir/run.json` and finds the store through `run_dir/store.addr`.
     """
     common = placement.common_env(str(cache_dir))
     command = (python, "-m", "jaxroll")
     devices = placement.device_env(config, inventory, visible_gpus)
+    devices |= {name: placement.cpu_env() for name in actor_names(config)}
     store = ProcessSpec(
         "store",
         "store",
@@ -60,7 +61,7 @@ def build(
         ProcessSpec(
             name, role_of(name), (*command, *role_words(name), f"--run={run_dir}"), common | devices[name], ("store",)
         )
-        for name in roles_with_devices(config)
+        for name in devices
     ]
     return (store, *others)
 

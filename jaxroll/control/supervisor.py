@@ -2,7 +2,7 @@
 
 One thread, one loop: start what is due, look who ended (`policy` says what follows), show what is new in the metrics.
 The run is complete when its leader (the learner) ends with 0; then the evaluator may finish, and the others are asked
-to leave: learner, evaluator, samplers, store. An interrupt asks them in the same order; a second one kills them.
+to leave: learner, evaluator, actors, samplers, store. An interrupt asks them in that order; a second one kills them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError
 
 TICK_S = 0.1
 READY_S = 180.0
-STOP_ORDER = ("learner", "sft", "evaluator", "sampler", "store")
+STOP_ORDER = ("learner", "sft", "evaluator", "actor", "sampler", "store")
+LEAVING = "learner, evaluator, actors, samplers, store"
 
 
 class Observer(Protocol):
@@ -123,7 +124,7 @@ class Supervisor:
         finish_by_s: float | None = None
         while True:
             if self._interrupts:
-                self._observer.say("Stopping in order: learner, evaluator, samplers, store. Interrupt again to kill.")
+                self._observer.say(f"Stopping in order: {LEAVING}. Interrupt again to kill.")
                 return EXIT_INTERRUPTED
             failure = self._advance()
             if failure is not None:

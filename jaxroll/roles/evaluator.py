@@ -38,7 +38,7 @@ def main(args: RoleArgs) -> int:
 class Evaluating:
     """One evaluation after another."""
 
-    def __init__(self, session: sessions.Session) -> None:
+    def __init__(self, session: sessions.EngineSession) -> None:
         self.session, self.config = session, session.config
         self.tokenizer = session.parts.tokenizer
         eos = (self.tokenizer.eos_id,)

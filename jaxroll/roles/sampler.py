@@ -1,11 +1,13 @@
-"""The sampler role: leases groups, plays their members against its engine, puts the finished ones.
+"""The sampler role: leases groups, plays their members against its engine, puts the finished ones; or serves actors.
 
 The main thread dispatches JAX; everything here runs on the loop thread (see `jaxroll.roles.session`):
 
 - *follow* waits for the learner's snapshots and flips the engine;
-- *lease* asks the store for work while there is room; every member is a task that plays its episode and puts it;
-- *ended* hears of leases that are not needed any more, and aborts their members at once: their slots are free again;
-- *renew* keeps the leases alive; *report* sends metrics every second.
+- *lease*, *ended* and *renew* are those of `jaxroll.roles.members`; an aborted member's slot is free at once;
+- *report* sends metrics every second.
+
+With `placement.actors` the episodes are played in processes of their own (`jaxroll.roles.actor`): it leases nothing
+then and only serves its engine (`jaxroll.roles.serving`).
 
 It waits for the store (leases) and, before its first token, for the learner's first snapshot. It ends when the run is
 closed or on SIGTERM, giving unfinished leases back.
@@ -14,20 +16,18 @@ closed or on SIGTERM, giving unfinished leases back.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import time
 from typing import Any
 
-from jaxroll.config import Config, RoleArgs
-from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
-from jaxroll.protocols import SamplingParams, Tokenizer
-from jaxroll.records import Grant
+from jaxroll.config import RoleArgs
+from jaxroll.config.rules import sampler_members
+from jaxroll.records import Grant, Version
 from jaxroll.roles import session as sessions
+from jaxroll.roles.members import Members, Play, episode_counts, training_params, until_one_ends
+from jaxroll.roles.serving import Serving
 
-LEASE_WAIT_S, ENDED_WAIT_S = 5.0, 10.0
 REPORT_EVERY_S = 1.0
-GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commit, during which slots go on emptying
-Key = tuple[int, int, int]  # group, member, attempt
 
 
 def main(args: RoleArgs) -> int:
@@ -39,102 +39,46 @@ def main(args: RoleArgs) -> int:
     )  # fmt: skip
 
 
-def capacity_members(config: Config) -> int:
-    """How many members a sampler holds: what is asked for, or its slots and groups enough that a freed slot never waits
-    for a lease. Members whose environments take their time hold no slot meanwhile."""
-    return config.sampler.episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
+class Playing:
+    """Members that are leased and played here."""
 
+    def __init__(self, session: sessions.EngineSession) -> None:
+        self._session = session
+        self._manager = session.manager(training_params(session, session.parts.tokenizer))
+        self._members = Members(session, sampler_members(session.config), self._version, self._begin)
+        self.loops, self.give_back = self._members.loops, self._members.give_back
 
-def training_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
-    """How training answers are drawn."""
-    s = config.sampling
-    return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, (tokenizer.eos_id,))
+    def counts(self) -> dict[str, Any]:
+        """What the `stats` rows say of members and episodes."""
+        return self._members.counts() | episode_counts(self._manager, self._session.places)
+
+    async def _version(self) -> Version:
+        follower = self._session.parts.follower
+        await follower.first.wait()
+        assert follower.version is not None, "`first` says that there are weights"
+        return follower.version
+
+    def _begin(self, grant: Grant) -> Play:
+        return functools.partial(self._manager.run_member, grant)
 
 
 class Sampling:
-    """The members in flight and the loops around them."""
+    """The engine, its weights, who asks it, and the loops around them."""
 
-    def __init__(self, session: sessions.Session) -> None:
-        self.session, self.config, self.store = session, session.config, session.store
+    def __init__(self, session: sessions.EngineSession) -> None:
+        self.session, self.store = session, session.store
         self.engine = session.parts.engine
-        self.manager = session.manager(training_params(self.config, session.parts.tokenizer))
-        self.capacity = capacity_members(self.config)
-        self.open: dict[Key, asyncio.Task] = {}
-        self.ended: set[Key] = set()  # not needed any more, and not heard of yet: their lease is still on its way
-        self.aborted = 0
-        self.room = asyncio.Event()
+        self.asking = Serving(session) if session.config.placement.actors else Playing(session)
         self._reported = (time.monotonic(), self.engine.stats())
 
     async def run(self) -> None:
         """All loops, until one of them ends; then unfinished leases go back."""
         follow = self.session.parts.follower.follow(self.store)
-        jobs = (follow, self._lease(), self._end_early(), self._renew(), self._report())
-        loops = [asyncio.ensure_future(job) for job in jobs]
         try:
-            done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
-            for job in done:
-                job.result()
+            await until_one_ends((follow, *self.asking.loops(), self._report()))
         finally:
-            for job in loops:
-                job.cancel()
-            await self._give_back()
+            await self.asking.give_back()
             self._add_rows()
-
-    async def _lease(self) -> None:
-        await self.session.parts.follower.first.wait()
-        while True:
-            self.room.clear()
-            free = self.capacity - len(self.open)
-            if free < self.config.schedule.members_per_group:
-                await self.room.wait()
-                continue
-            for grant in await self._grants(free):
-                for member, attempt in grant.members:
-                    if (key := (grant.group, member, attempt)) not in self.ended:
-                        self.open[key] = asyncio.ensure_future(self._produce(grant, member, attempt))
-            self.ended.clear()  # what is granted from now on cannot have ended before
-
-    async def _grants(self, free: int) -> list[Grant]:
-        version = self.session.parts.follower.version
-        assert version is not None, "no lease is asked for before the first weights"
-        try:
-            return await self.store.lease(version, free, LEASE_WAIT_S)
-        except NoCredit as refusal:
-            await asyncio.sleep(min(refusal.retry_after_s, 1.0))
-        except StaleClient as refusal:
-            self.session.progress(f"lease refused: {refusal}")
-            await asyncio.sleep(0.2)
-        return []
-
-    async def _produce(self, grant: Grant, member: int, attempt: int) -> None:
-        key = (grant.group, member, attempt)
-        try:
-            await self.store.put(await self.manager.run_member(grant, member, attempt))
-        except Closed:
-            self.session.request_stop()
-        except StoreRefusal as refusal:  # somebody else owns this member now, or it is there already
-            self.session.progress(f"put {key}: {refusal}")
-        finally:
-            self.open.pop(key, None)
-            self.room.set()
-
-    async def _renew(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.store.lease_s / 3)
-            for key in await self.store.renew(list(self.open)):
-                self._abort(key)
-
-    async def _end_early(self) -> None:
-        while True:
-            for key in await self.store.ended(ENDED_WAIT_S):
-                self._abort(key)
-
-    def _abort(self, key: Key) -> None:
-        """Stop working on what nobody needs any more."""
-        if (lost := self.open.get(key)) is None:
-            self.ended.add(key)
-        elif lost.cancel():
-            self.aborted += 1
 
     async def _report(self) -> None:
         while True:
@@ -163,26 +107,7 @@ class Sampling:
             "slot_steps_busy": busy, "slot_steps_total": total, "slot_occupancy": busy / total if total else None,
             "compiles": now.compiles, "host_share": now.host_share, "prefix_hits": now.prefix_hits,
             "preemptions": now.preemptions, "tokens_discarded": now.tokens_discarded,
-            "prefill_tokens": now.prefill_tokens, "open": len(self.open), "members_aborted": self.aborted,
-            "tokens_aborted": now.tokens_aborted, **self._episodes(),
+            "prefill_tokens": now.prefill_tokens, "tokens_aborted": now.tokens_aborted, **self.asking.counts(),
             **self.engine.latencies.percentiles(),
         })  # fmt: skip
         return rows
-
-    def _episodes(self) -> dict[str, Any]:
-        """How episodes went since the start: ended, failed, environments that were asked again or given up."""
-        counts, asked = self.manager.counts, self.manager.asked
-        return {
-            "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
-            "env_retries": asked.retries, "env_overdue": asked.overdue, **self.session.places.counts(),
-            "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
-        }  # fmt: skip
-
-    async def _give_back(self) -> None:
-        unfinished = dict(self.open)
-        for task in unfinished.values():
-            task.cancel()
-        await asyncio.gather(*unfinished.values(), return_exceptions=True)
-        if unfinished:
-            with contextlib.suppress(Closed):
-                await self.store.release(list(unfinished))

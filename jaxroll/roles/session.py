@@ -1,7 +1,8 @@
-"""The life of a process that owns an engine: sampler or evaluator.
+"""The life of a process that plays episodes or owns an engine: sampler, actor, evaluator.
 
-The scoring pool starts first (before JAX and gRPC are loaded), then the loop thread connects to the store while the
-main thread builds the engine and becomes the JAX thread. `play`, the role's own coroutine, runs on the loop thread.
+The scoring pool starts first (before JAX and gRPC are loaded). With an engine (`main`) the loop thread then connects to
+the store while the main thread builds the engine and becomes the JAX thread. `play`, the role's own coroutine, runs on
+the loop thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxroll.envs import registry
 from jaxroll.envs.places import Places
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import EXIT_INTERRUPTED, Closed
-from jaxroll.protocols import SamplingParams
+from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.roles.progress import Progress
 from jaxroll.rollout.episode import Bounds
 from jaxroll.rollout.manager import RolloutManager
@@ -38,15 +39,13 @@ STOP_S = 15.0
 
 
 class Session:
-    """What `play` works with, all of it on the loop thread."""
+    """What `play` works with, all of it on the loop thread: the store, metrics rows, places for environments."""
 
     def __init__(self, role: str, args: RoleArgs, pool: ScoringPool, loop: asyncio.AbstractEventLoop) -> None:
         self.role, self.args, self.config, self.pool, self.loop = role, args, args.config, pool, loop
         self.stopping = asyncio.Event()
         self._rows: list[dict] = []
         self.store: StoreClient
-        self.parts: Inference
-        self.proxy: EngineProxy
         self.places: Places
         self.progress = Progress(role, self.add_row)
 
@@ -66,15 +65,16 @@ class Session:
         rows, self._rows = self._rows, []
         return rows
 
-    def manager(self, sampling: SamplingParams) -> RolloutManager:
-        """Plays members against this process's engine, each environment where it asks to run."""
+    def players(self, proxy: LLMProxy | None, tokenizer: Tokenizer, sampling: SamplingParams) -> RolloutManager:
+        """Plays members against `proxy` (None: each against its own), each environment where it asks to run."""
         bounds = Bounds(tokens=episode_tokens(self.config))
-        return RolloutManager(self.proxy, self.places.create, self.parts.tokenizer, sampling, bounds=bounds)
+        return RolloutManager(proxy, self.places.create, tokenizer, sampling, bounds=bounds)
 
-    async def run(self, built: Future[Inference], play: Callable[[Session], Awaitable[None]]) -> None:
-        """Connect, send rows as they come, and play until `play` ends, the run is closed or a stop is requested."""
-        from jaxroll.engine.host import EngineProxy
+    async def run(self, ready: Awaitable[None], play: Callable[[], Awaitable[None]]) -> None:
+        """Connect, send rows as they come, and play until `play` ends, the run is closed or a stop is requested.
 
+        `play` begins when `ready` is there.
+        """
         self.store = await StoreClient.connect(
             self.args.store_address or self.args.run_dir / "store.addr",
             role=self.role.partition("-")[0], name=self.role, config_digest=self.args.config_digest,
@@ -84,12 +84,13 @@ class Session:
         stopping = asyncio.ensure_future(self.stopping.wait())
         playing: asyncio.Future | None = None
         try:
-            await asyncio.wait([wrapped := asyncio.wrap_future(built), stopping], return_when="FIRST_COMPLETED")
+            await asyncio.wait([wrapped := asyncio.ensure_future(ready), stopping], return_when="FIRST_COMPLETED")
             if not wrapped.done():
+                wrapped.cancel()
                 return
-            self.parts = wrapped.result()
-            self.proxy, self.places = EngineProxy(self.parts.host, self.loop), Places(self.pool, self.config)
-            playing = asyncio.ensure_future(play(self))
+            wrapped.result()
+            self.places = Places(self.pool, self.config)
+            playing = asyncio.ensure_future(play())
             await asyncio.wait([playing, stopping, reporting], return_when="FIRST_COMPLETED")
             for job in (playing, reporting):
                 if job.done():
@@ -114,10 +115,50 @@ class Session:
                 await self.store.report(self.take_rows())
 
 
+class EngineSession(Session):
+    """A session beside an engine of this process."""
+
+    parts: Inference
+    proxy: EngineProxy
+
+    def manager(self, sampling: SamplingParams) -> RolloutManager:
+        """Plays members against this process's engine."""
+        return self.players(self.proxy, self.parts.tokenizer, sampling)
+
+    async def built(self, parts: Future[Inference]) -> None:
+        """Return when the engine is there."""
+        from jaxroll.engine.host import EngineProxy
+
+        self.parts = await asyncio.shield(asyncio.wrap_future(parts))  # who stops waiting stops nobody's building
+        self.proxy = EngineProxy(self.parts.host, self.loop)
+
+
+def scoring_pool(config: Config) -> ScoringPool:
+    """What scores answers for the run's environment, not started yet."""
+    return ScoringPool(config.sampler.scoring_workers, modules=registry.scorer_modules(config.task.env))
+
+
+def heed_signals(session: Session) -> threading.Event:
+    """Stop the session when told to (the event is set then), and print where it is when asked by SIGUSR1."""
+    told_to = threading.Event()
+
+    def stop(*_: object) -> None:
+        told_to.set()
+        session.request_stop()
+
+    signal.signal(signal.SIGUSR1, lambda *_: session.loop.call_soon_threadsafe(print_stacks, session.loop))
+    faulthandler.register(
+        signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True
+    )  # in C: threads too, when one hangs in XLA
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, stop)
+    return told_to
+
+
 def main(
     role: str,
     args: RoleArgs,
-    play: Callable[[Session], Awaitable[None]],
+    play: Callable[[EngineSession], Awaitable[None]],
     *,
     mesh: MeshConfig,
     slots: int,
@@ -125,26 +166,16 @@ def main(
 ) -> int:
     """Run `play` beside an engine of `slots` slots on `mesh` until it ends (0) or is stopped (EXIT_INTERRUPTED)."""
     config: Config = args.config
-    pool = ScoringPool(config.sampler.scoring_workers, modules=registry.scorer_modules(config.task.env))
-    pool.start()
+    pool = scoring_pool(config)
+    if not (role.startswith("sampler") and config.placement.actors):  # its episodes are played elsewhere
+        pool.start()
     from jaxroll.roles import build, weights
 
     thread = build.LoopThread(role)
-    session = Session(role, args, pool, thread.loop)
-    signal.signal(signal.SIGUSR1, lambda *_: thread.loop.call_soon_threadsafe(print_stacks, thread.loop))
-    faulthandler.register(
-        signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True
-    )  # in C: threads too, when one hangs in XLA
-    told_to = threading.Event()
-
-    def stop(*_: object) -> None:
-        told_to.set()
-        session.request_stop()
-
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, stop)
+    session = EngineSession(role, args, pool, thread.loop)
+    told_to = heed_signals(session)
     built: Future[Inference] = Future()
-    finished = thread.start(session.run(built, play))
+    finished = thread.start(session.run(session.built(built), lambda: play(session)))
     try:
         session.progress.start("building the engine")
         token = weights.weights_token(args.run_dir)

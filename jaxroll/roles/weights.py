@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ class WeightFollower:
         self._target, self._shapes = dict(target), dict(shapes)
         self.first = asyncio.Event()
         self.version: Version | None = None
+        self._flipped = asyncio.Event()
 
     async def bring(self, snapshot: Snapshot) -> None:
         """Fetch, verify, place and hand `snapshot` to the engine, which flips by its policy. TransferError if not."""
@@ -50,6 +52,16 @@ class WeightFollower:
         self._progress.span("flip", t1, time.time(), version=str(snapshot.version))
         self.version = snapshot.version
         self.first.set()
+        self._flipped.set()  # wakes all who wait now; who comes later waits for the next flip
+        self._flipped = asyncio.Event()
+
+    async def other_than(self, known: Version | None, wait_s: float) -> Version | None:
+        """The version, as soon as it is not `known` or `wait_s` is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while self.version == known:
+                    await self._flipped.wait()
+        return self.version
 
     async def follow(self, store: StoreClient, *, wait_s: float = 10.0) -> None:
         """Keep the engine at the newest published version, for ever.

@@ -43,11 +43,14 @@ class Counts:
 
 
 class RolloutManager:
-    """Runs episodes of granted members; all methods run on one event loop. What it holds between calls are counts."""
+    """Runs episodes of granted members; all methods run on one event loop. What it holds between calls are counts.
+
+    Without a `proxy` every member brings its own.
+    """
 
     def __init__(
         self,
-        proxy: LLMProxy,
+        proxy: LLMProxy | None,
         make_env: Callable[[str], Environment],
         tokenizer: Tokenizer,
         sampling: SamplingParams,
@@ -63,12 +66,15 @@ class RolloutManager:
         """What was asked of environments so far."""
         return self._asking.asked
 
-    async def run_member(self, grant: Grant, member: int, attempt: int) -> Member:
+    async def run_member(self, grant: Grant, member: int, attempt: int, proxy: LLMProxy | None = None) -> Member:
         """Member `member`, finished or failed: INFRA where the machinery broke, DATA for whatever else went wrong.
 
-        Never raises for an episode's sake. Cancelling aborts the episode and raises CancelledError.
+        Never raises for an episode's sake. Cancelling aborts the episode and raises CancelledError. Its completions are
+        asked of `proxy`, where one is given.
         """
-        outcome = await self._outcome(grant, member)
+        asked = proxy or self._proxy
+        assert asked is not None, "a manager without a proxy is given one with every member"
+        outcome = await self._outcome(grant, member, asked)
         self.counts.add(outcome)
         return Member(grant.group, member, attempt, outcome)
 
@@ -91,7 +97,7 @@ class RolloutManager:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _outcome(self, grant: Grant, member: int) -> Outcome:
+    async def _outcome(self, grant: Grant, member: int, proxy: LLMProxy) -> Outcome:
         try:
             env = self._make_env(grant.task.env)
             try:
@@ -99,7 +105,7 @@ class RolloutManager:
                     grant.task,
                     GenerationKey(grant.group, member, grant.key_salt),
                     env=env,
-                    proxy=self._proxy,
+                    proxy=proxy,
                     tokenizer=self._tokenizer,
                     sampling=self._sampling,
                     bounds=self._bounds,

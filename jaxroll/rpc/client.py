@@ -155,7 +155,7 @@ class RawClient:
         where = f"{self._service}.{method} at {self._target or self._address}"
         if isinstance(error, FileNotFoundError):
             if time.monotonic() >= give_up:
-                raise InfraError(f"{where}: no such address file; is the store running?") from error
+                raise InfraError(f"{where}: no such address file; is its server running?") from error
             return
         code, details = error.code(), error.details() or ""
         if code in _WHO_ARE_YOU:

@@ -36,11 +36,15 @@ class Busy(InfraError):
 
 
 class Intake:
-    """The bodies being read and worked on, each at most `max_body_bytes`."""
+    """The bodies being read and worked on, each at most `max_body_bytes`.
 
-    def __init__(self, max_body_bytes: int) -> None:
+    `held_bytes` is room for bodies of calls that are held for long, beyond the usual.
+    """
+
+    def __init__(self, max_body_bytes: int, held_bytes: int = 0) -> None:
         self.max_body_bytes = max_body_bytes
-        self._small, self._large = _Budget(SMALL_BYTES), _Budget(max(_LARGE_BODIES * max_body_bytes, PIECE_BYTES))
+        self._small = _Budget(SMALL_BYTES + held_bytes)
+        self._large = _Budget(max(_LARGE_BODIES * max_body_bytes, PIECE_BYTES) + held_bytes)
 
     @property
     def held_bytes(self) -> int:

@@ -19,6 +19,7 @@ NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of a process ("sampler-0"), a sessi
 MAX_WAIT_S = 30.0  # of one long poll; clients ask again
 MAX_CONNECTIONS = 1024
 CALLS_PER_CONNECTION = 64
+GENERATIONS_PER_CONNECTION = 4096  # of an actor, at one sampler: each of its episodes may wait for an answer
 POLLS_PER_CONNECTION, MAX_POLLS = 16, 1024  # calls that are held until something happens
 PIECE_BYTES = 256 * 1024  # a longer body travels in pieces of this size, the last one shorter
 HANDSHAKE_S, IDLE_S = 10.0, 300.0
@@ -104,8 +105,10 @@ def _common_options() -> list[tuple[str, int]]:
     ]
 
 
-def server_options(max_message_bytes: int, max_connections: int = MAX_CONNECTIONS) -> list[tuple[str, int]]:
-    """gRPC's options for a server that reads messages of at most `max_message_bytes`.
+def server_options(
+    max_message_bytes: int, max_connections: int = MAX_CONNECTIONS, calls: int = CALLS_PER_CONNECTION
+) -> list[tuple[str, int]]:
+    """gRPC's options for a server that reads messages of at most `max_message_bytes`, `calls` at once a connection.
 
     `so_reuseport` is off: two servers on one port would share its callers.
     """
@@ -116,7 +119,7 @@ def server_options(max_message_bytes: int, max_connections: int = MAX_CONNECTION
         ("grpc.so_reuseport", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
+        ("grpc.max_concurrent_streams", calls),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
         ("grpc.max_connection_idle_ms", int(IDLE_S * 1000)),
     ]

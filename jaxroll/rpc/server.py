@@ -72,12 +72,15 @@ class RawServer:
         tls: Material | None = None,
         mutual_tls: bool = False,
         refused: Refused | None = None,
+        calls_per_connection: int = limits.CALLS_PER_CONNECTION,
+        held_bytes: int = 0,
     ) -> None:
         self._secret, self._tls, self._mutual_tls = secret, tls, mutual_tls
-        self.intake = Intake(max_message_bytes)
+        self.intake = Intake(max_message_bytes, held_bytes)
         self.doorman = Doorman(refused)
         most = limits.connections(limits.raise_descriptor_limit())
-        self._server = grpc.aio.server(options=limits.server_options(limits.PIECE_BYTES, most))
+        options = limits.server_options(limits.PIECE_BYTES, most, calls_per_connection)
+        self._server = grpc.aio.server(options=options)
         paths = {f"/{service}/{name}": method for name, method in methods.items()}
         self._server.add_generic_rpc_handlers((_Door(paths, secret, self.doorman, self.intake, position),))
 

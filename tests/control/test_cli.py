@@ -131,7 +131,8 @@ def test_a_role_takes_the_options_that_it_reads_and_no_other() -> None:
         found[role] = words - common
     assert found == {
         "store": {"--store", "--insecure"},
-        "sampler": {"--store", "--index"},
+        "sampler": {"--store", "--index", "--host", "--port", "--insecure"},
+        "actor": {"--store", "--index", "--sampler"},
         "learner": {"--store", "--host", "--insecure", "--fork"},
         "evaluator": {"--store"},
         "feeder": set(),

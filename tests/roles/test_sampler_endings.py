@@ -1,4 +1,4 @@
-"""What a sampler does about leases that nobody needs any more, also when it hears of the end before the lease."""
+"""What a sampler or an actor does about leases that nobody needs any more, also when the end is heard of first."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from jaxroll.records import Grant, Task, Version
-from jaxroll.roles.sampler import Sampling
+from jaxroll.records import Grant, Member, Task, Version
+from jaxroll.roles.members import Members, Play
 
 TASK = Task(0, (), "single_turn", "{}", 0, "0")
 
@@ -27,21 +27,24 @@ class Store:
     async def ended(self, wait_s: float) -> list[tuple[int, int, int]]:
         return await self.endings.get()
 
+    async def put(self, member: Member) -> str:
+        raise AssertionError("nobody finishes here")
 
-def sampling(store: Store) -> Sampling:
-    made = Sampling.__new__(Sampling)
-    first = asyncio.Event()
-    first.set()
-    made.session = SimpleNamespace(parts=SimpleNamespace(follower=SimpleNamespace(first=first, version=Version(0, 0))))  # type: ignore[assignment]
-    made.config = SimpleNamespace(schedule=SimpleNamespace(members_per_group=2))  # type: ignore[assignment]
-    made.store = store  # type: ignore[assignment]
-    made.capacity, made.open, made.ended, made.aborted, made.room = 8, {}, set(), 0, asyncio.Event()
 
-    async def for_ever(*arguments: Any) -> None:
+def members(store: Store) -> Members:
+    schedule = SimpleNamespace(members_per_group=2)
+    session: Any = SimpleNamespace(config=SimpleNamespace(schedule=schedule), store=store)
+
+    async def version() -> Version:
+        return Version(0, 0)
+
+    async def for_ever(*arguments: Any) -> Any:
         await asyncio.Event().wait()
 
-    made._produce = for_ever  # type: ignore[method-assign]
-    return made
+    def begin(grant: Grant) -> Play:
+        return for_ever
+
+    return Members(session, 8, version, begin)
 
 
 def grant(group: int, attempt: int = 1) -> Grant:
@@ -56,7 +59,7 @@ async def settle() -> None:
 def test_members_are_aborted_when_they_end_early_and_never_begun_when_they_ended_before() -> None:
     async def job() -> None:
         store = Store()
-        work = sampling(store)
+        work = members(store)
         loops = [asyncio.ensure_future(work._lease()), asyncio.ensure_future(work._end_early())]
         await store.taken.wait()
         store.grants.put_nowait([grant(0)])
@@ -75,5 +78,16 @@ def test_members_are_aborted_when_they_end_early_and_never_begun_when_they_ended
         for task in (*loops, *work.open.values()):
             task.cancel()
         await asyncio.gather(*loops, *work.open.values(), return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(job(), 20))
+
+
+def test_a_member_that_is_aborted_before_it_begins_makes_room_again() -> None:
+    async def job() -> None:
+        work = members(Store())
+        work._start((5, 0, 1), work._begin(grant(5)))
+        work._abort((5, 0, 1))
+        await settle()
+        assert work.open == {} and work.room.is_set() and work.aborted == 1
 
     asyncio.run(asyncio.wait_for(job(), 20))

@@ -1,0 +1,113 @@
+"""An engine served to other processes: the service of a sampler whose episodes are played by actors.
+
+A `Generate` call is held until its completion is there. Its caller cancels it, or dies, and the request is aborted. It
+may be made again, here or at another sampler: the same key draws the same tokens at the same version. `Version` says
+which weights are in the engine, and is held until they are other ones than the caller knows.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from jaxroll import wire
+from jaxroll.errors import DataError, InfraError, StaleClient, Unauthorized
+from jaxroll.protocols import Completion, GenerationKey, LLMProxy, SamplingParams
+from jaxroll.records import Version
+from jaxroll.rpc import limits
+from jaxroll.rpc.intake import Busy
+from jaxroll.rpc.server import Caller, Method
+
+SERVICE = "jaxroll.Sampler"
+CALLERS = frozenset({"sampler", "admin"})  # an actor has the right of a sampler: it leases and puts as one
+MAX_OPEN = 16_384  # requests of all actors that one sampler holds
+_REPLY_MARGIN_S = 0.5  # an answer leaves this long before its caller's deadline
+
+
+class GenerateCall(msgspec.Struct, frozen=True):
+    """One request (`LLMProxy.generate`). Every token is drawn at version `floor` or at a later one."""
+
+    prompt: np.ndarray  # int32 [P]
+    key: GenerationKey
+    params: SamplingParams
+    keep: bool
+    floor: Version
+
+
+class GenerateReply(msgspec.Struct, frozen=True):
+    """The completion as the engine delivered it; or why this request can never be served."""
+
+    completion: Completion | None
+    error: str = ""
+
+
+class VersionCall(msgspec.Struct, frozen=True):
+    """Wait until the engine's weights are not those of `known`."""
+
+    known: Version | None
+    wait_s: float
+
+
+class VersionReply(msgspec.Struct, frozen=True):
+    """The version that everything is drawn at from now on, or a later one; None before the first weights."""
+
+    version: Version | None
+
+
+class Weights(Protocol):
+    """What an engine samples with: every token of a request that is added now is drawn at `version` or later."""
+
+    version: Version | None
+
+    async def other_than(self, known: Version | None, wait_s: float) -> Version | None:
+        """The version, as soon as it is not `known` or `wait_s` is over."""
+        ...
+
+
+class Serving:
+    """Answers the actors of one run. Belongs to one event loop."""
+
+    def __init__(self, proxy: LLMProxy, weights: Weights, *, run_id: str, config_digest: str) -> None:
+        self._proxy, self._weights = proxy, weights
+        self._run_id, self._config_digest = run_id, config_digest
+        self.open = self.served = self.aborted = 0
+
+    def methods(self) -> dict[str, Method]:
+        """Every method with who may call it."""
+        return {"Generate": Method(self._generate, CALLERS), "Version": Method(self._version, CALLERS, held=True)}
+
+    async def _generate(self, caller: Caller, body: bytes) -> bytes:
+        self._check(caller)
+        call = wire.decode(body, GenerateCall)
+        version = self._weights.version
+        if version is None or version < call.floor:
+            raise InfraError(f"the weights here are {version}, the request asks for {call.floor} or later")
+        if self.open >= MAX_OPEN:
+            raise Busy(f"{self.open} requests are held already")
+        self.open += 1
+        completion = None
+        try:
+            completion = await self._proxy.generate(call.prompt, call.key, call.params, keep=call.keep)
+        except DataError as error:
+            return wire.encode(GenerateReply(None, str(error)))
+        finally:
+            self.open -= 1
+            self.served += completion is not None
+        return wire.encode(GenerateReply(completion))
+
+    async def _version(self, caller: Caller, body: bytes) -> bytes:
+        self._check(caller)
+        call = wire.decode(body, VersionCall)
+        wait_s = max(0.0, min(call.wait_s, limits.MAX_WAIT_S, caller.deadline_s - _REPLY_MARGIN_S))
+        return wire.encode(VersionReply(await self._weights.other_than(call.known, wait_s)))
+
+    def _check(self, caller: Caller) -> None:
+        """Raises StaleClient or Unauthorized for a caller of another run or config."""
+        if caller.run_id != self._run_id:
+            raise StaleClient(f"this sampler is of run {self._run_id}, the caller of {caller.run_id[:64] or 'none'}")
+        if caller.config_digest != self._config_digest:
+            raise Unauthorized(
+                f"this sampler runs config {self._config_digest[:12]}, the caller {caller.config_digest[:12] or 'none'}"
+            )
