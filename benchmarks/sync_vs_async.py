@@ -1,6 +1,6 @@
 """What is asynchrony worth? The same work at α = 0 and at α = 1, 2, 4, on the same two cores, in whole runs.
 
-    python benchmarks/sync_vs_async.py [--quick] [--workload=NAME ...] [--alpha=A ...] [--seeds=N] [--resume]
+    python benchmarks/sync_vs_async.py [--quick] [--workload=NAME ...] [--alpha=A ...] [--mechanism=NAME ...] [--resume]
 
 Every run is `jaxroll train` as a user starts it, at most a minute of training, from a warm start that depends on the
 seed alone; each is appended to a file as it ends, and --resume goes on. The synchronous arm has both cores for
@@ -13,8 +13,9 @@ environments, which never wait for one another inside a step.
     no_training      nobody is paid, so no gradient is computed: nothing to gain at all
 
 Samples a second are those of the steps after the first four. The ceiling of a workload is what the stages measured
-alone and beside each other allow; see `ceiling`. The last line is one JSON object:
-{WORKLOAD: {α: {"ratio", "low", "high", …}}}.
+alone and beside each other allow; see `ceiling`. Then one row a mechanism (`_mechanisms.py`): with it over without it,
+where it should help and where it cannot. The last line is one JSON object:
+{WORKLOAD: {α: {"ratio", "low", "high", …}}, MECHANISM: {"ratio", "low", "high", "null": {…}, …}}.
 """
 
 from __future__ import annotations
@@ -22,122 +23,28 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _report import ROOT, Runs, arguments, finish, ratio, say
+from _mechanisms import MECHANISMS, switched
+from _race_envs import Race
+from _races import Workload, trained
+from _report import Runs, arguments, finish, ratio, say
 
 ALPHAS = (1.0, 2.0, 4.0)
 SEEDS = 5
-SETTLING = 4  # steps that are not counted: the pipeline fills, and whatever is first is slow
-DEADLINE_S = 300.0
-GROUPS, GROUP_SIZE, ENVIRONMENTS = 8, 8, 64
-_HERE = Path(__file__).resolve().parent
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What a run trains on. `latency_s` is mean and deviation of the judge's time."""
-
-    name: str
-    steps: int
-    median: int  # characters of a question
-    sigma: float = 0.0
-    most: int = 0
-    latency_s: tuple[float, float] = (0.0, 0.0)
-    env: str = "single_turn"
-    evaluations: int = 0
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def questions(self, path: Path, count: int = 6000) -> None:
-        """Random strings to copy, one a line; a later line has never the text of an earlier one."""
-        chance, seen = np.random.default_rng(11), set()
-        longest = self.most or self.median
-        with path.open("w") as file:
-            while len(seen) < count:
-                length = int(np.clip(np.rint(self.median * np.exp(self.sigma * chance.standard_normal())), 3, longest))
-                text = "".join(chance.choice(list("abcdefgh"), length))
-                if text not in seen:
-                    seen.add(text)
-                    file.write(json.dumps({"question": text, "answer": text}) + "\n")
-
-    def overrides(self, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
-        """The config of a run, over the defaults."""
-        longest, every = self.most or self.median, self.steps // self.evaluations if self.evaluations else 0
-        return {
-            "run.seed": seed, "placement.platform": "cpu", "placement.cpu_threads": threads,
-            "task.source": "jsonl", "task.path": str(folder / f"{self.name}.jsonl"), "task.env": self.env,
-            "task.max_prompt_tokens": longest + 8, "task.heldout_start": 5000, "task.heldout_items": 256,
-            "sft.start": 4000, "sft.steps": 120, "schedule.alpha": alpha, "schedule.steps": self.steps,
-            "schedule.groups_per_step": GROUPS, "schedule.group_size": GROUP_SIZE, "schedule.window": "full",
-            "sampling.max_tokens": longest + 2, "sampler.slots": ENVIRONMENTS, "sampler.episodes": ENVIRONMENTS,
-            "sampler.prefill_rows": 8, "sampler.prefill_buckets": f"({longest + 8},)", "sampler.decode_chunk": 8,
-            "learner.row_tokens": 2 * longest + 16, "learner.micro_rows": 8, "learner.learning_rate": 1e-4,
-            "learner.checkpoint_every": self.steps, "evaluator.every": every,
-            **self.settings,
-        }  # fmt: skip
-
-
 WORKLOADS = [
     Workload("rlvr_long_tail", 60, 8, sigma=1.0, most=64, evaluations=4),
     Workload("constant", 60, 16),
-    *(Workload(f"agentic_latency_{name}", 20, 8, latency_s=(1.0, deviation), env="_race_envs:waiting")
+    *(Workload(f"agentic_latency_{name}", 20, 8, race=Race(latency_s=(1.0, deviation)), env="_race_envs:waiting")
       for name, deviation in (("0", 0.0), ("half", 0.5), ("one", 1.0))),
     Workload("no_training", 60, 16, env="_race_envs:pays_nobody"),
 ]  # fmt: skip
-
-
-def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
-    """One run: its rate, the seconds of its stages, its accuracies."""
-    words = [f"--config.{key}={value}" for key, value in workload.overrides(folder, alpha, seed, threads).items()]
-    with tempfile.TemporaryDirectory(prefix="race-", dir=folder) as name:
-        run_dir = Path(name) / "run"
-        environment = os.environ | {
-            "JAXROLL_RACE_LATENCY": json.dumps(workload.latency_s), "PYTHONPATH": f"{ROOT}{os.pathsep}{_HERE}",
-            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"), "JAX_PLATFORMS": "cpu",
-        }  # fmt: skip
-        command = [
-            sys.executable,
-            "-m",
-            "jaxroll",
-            "train",
-            f"--config={ROOT}/configs/rlvr_tiny.py",
-            f"--run={run_dir}",
-        ]
-        done = subprocess.run(
-            [*command, *words], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-        if done.returncode != 0:
-            said = done.stdout[-2000:] + done.stderr[-2000:]
-            raise RuntimeError(f"{workload.name} at α = {alpha:g} ended with {done.returncode}:\n{said}")
-        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return measured(rows)
-
-
-def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a run from its rows; a step ends when its version is published."""
-    steps = sorted((row for row in rows if row["kind"] == "step"), key=lambda row: row["step"])
-    ends = [row["t1"] + row["publish_s"] for row in steps]
-    counted = steps[SETTLING:]
-    seconds, samples = ends[-1] - ends[SETTLING - 1], sum(row["samples"] for row in counted)
-    evals = sorted((row["step"], row["accuracy"], row["t"]) for row in rows if row["kind"] == "eval")
-    spans = [row for row in rows if row["kind"] == "span" and row["what"] == "decode" and row["role"] != "evaluator"]
-    during = [row for row in spans if row["t0"] >= ends[SETTLING - 1]]
-    return {
-        "samples_per_s": samples / seconds, "steps": len(counted), "seconds": seconds,
-        "wait_s": statistics.mean(row["wait_s"] for row in counted),
-        "train_s": statistics.mean(row["train_s"] + row["publish_s"] for row in counted),
-        "decode_s": sum(row["t1"] - row["t0"] for row in during) / len(counted),
-        "age_mean": statistics.mean(row["age_mean"] or 0.0 for row in counted),
-        "age_max": max(row["age_max"] for row in steps),
-        "accuracy": [accuracy for _, accuracy, _ in evals], "accuracy_t": [t - steps[0]["t0"] for _, _, t in evals],
-    }  # fmt: skip
 
 
 def ceiling(sync: list[dict[str, Any]], ahead: list[dict[str, Any]]) -> float:
@@ -215,20 +122,26 @@ def main() -> int:
     names = [workload.name for workload in WORKLOADS]
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--workload", action="append", choices=names, help="this one; again for more (default: all)")
+    parser.add_argument("--mechanism", action="append", choices=list(MECHANISMS), help="this row; again for more")
     parser.add_argument("--alpha", action="append", type=float, help=f"again for more (default: {ALPHAS})")
     parser.add_argument("--seeds", type=int, default=0, help=f"runs of each (default: {SEEDS})")
     chosen, started = parser.parse_args(), time.monotonic()
     seeds = chosen.seeds or chosen.rounds or (1 if chosen.quick else SEEDS)
     alphas = chosen.alpha or ([1.0] if chosen.quick else list(ALPHAS))
-    wanted = chosen.workload or (["constant"] if chosen.quick else names)
+    wanted = chosen.workload or ([] if chosen.mechanism else ["constant"] if chosen.quick else names)
+    rows = chosen.mechanism or ([] if chosen.workload or chosen.quick else list(MECHANISMS))
     result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="race-") as name:
+    with tempfile.TemporaryDirectory(prefix="race-") as folder:
         for workload in (workload for workload in WORKLOADS if workload.name in wanted):
             if chosen.quick:
                 workload = replace(workload, steps=8, evaluations=0)
             runs = Runs("sync_vs_async", asdict(workload), chosen.runs_file, chosen.resume)
-            result[workload.name] = raced(workload, Path(name), runs, alphas, seeds)
+            result[workload.name] = raced(workload, Path(folder), runs, alphas, seeds)
             say(json.dumps(result[workload.name]))
+        for name in rows:
+            runs = Runs("sync_vs_async", MECHANISMS[name].settings(), chosen.runs_file, chosen.resume)
+            result[name] = switched(MECHANISMS[name], Path(folder), runs, seeds)
+            say(f"{name}: {json.dumps(result[name])}")
     command = "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     finish(result | {"class": "R"}, command=command, started=started)
     return 0

@@ -1,0 +1,144 @@
+"""What each mechanism of the schedule is worth: the same work with it and without it, and where it cannot help.
+
+Of benchmarks/sync_vs_async.py. Two runs a row and seed, alternating, and two more on a workload that gives the
+mechanism nothing to do, whose ratio should be 1. Where a mechanism cannot be taken out of JaxRoll by its config, the
+environments take it out: they wait for one another (`_race_envs`). All rows but replication are synchronous and bound
+by latency, so that a step shows what the schedule does and not what the processors can.
+
+    queue         the next question is asked the moment a slot is free; without: in waves, each as long as its longest
+    env_async     an environment goes on when it can; without: at every turn all wait for the slowest
+    redundancy    of a filter that rejects four groups in ten: twice the groups in work; without: they are replaced
+    redundant_envs  one step in ten takes ten times as long: four members a group more than needed; without: none
+    replication   a group's members spread over two samplers; without: together on one
+    failing       one step in ten slow and one in ten never answered, with redundancy; over the run without failures
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from _race_envs import Race
+from _races import ENVIRONMENTS, GROUPS, Workload, trained
+from _report import Runs, ratio
+
+_STEPS, _LONGER = 12, 24
+_WAVE = 16
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """The workload with the mechanism and without it; `null` are the same two where it cannot matter."""
+
+    on: Workload
+    off: Workload
+    null: tuple[Workload, Workload] | None
+    alpha: float = 0.0
+
+    def settings(self) -> dict[str, Any]:
+        """What a run depends on."""
+        return asdict(self)
+
+
+def _workload(name: str, race: Race, env: str = "lottery", median: int = 8, **more: Any) -> Workload:
+    quick = {"sft.steps": 40, "sampler.episodes": 2 * ENVIRONMENTS, "learner.learning_rate": 1e-6}
+    return Workload(
+        name, _STEPS, median, env=f"_race_envs:{env}", race=race, settings=quick | more.pop("settings", {}), **more
+    )
+
+
+def _pair(name: str, on: Race, off: Race, **more: Any) -> tuple[Workload, Workload]:
+    return _workload(f"{name}_on", on, **more), _workload(f"{name}_off", off, **more)
+
+
+def _queue() -> Mechanism:
+    # One turn of a log-normal number of answers would be CPU-bound: here each environment's length is a sleep.
+    few = {"settings": {"sampler.episodes": ENVIRONMENTS}}
+    tail, same = (0.3, 0.6), (0.4, 0.0)
+    return Mechanism(
+        *_pair("queue", Race(tail, seats=_WAVE), Race(tail, wave=_WAVE), **few),
+        _pair("queue_null", Race(same, seats=_WAVE), Race(same, wave=_WAVE), **few),
+    )
+
+
+def _env_async() -> Mechanism:
+    more = {"settings": {"task.max_episode_tokens": 96, "sampler.episodes": ENVIRONMENTS, "learner.row_tokens": 96}}
+    on, same = Race((0.4, 0.4), turns=4), Race((0.4, 0.0), turns=4)
+    return Mechanism(
+        *_pair("env_async", on, replace(on, barrier=ENVIRONMENTS), **more),
+        _pair("env_async_null", same, replace(same, barrier=ENVIRONMENTS), **more),
+    )
+
+
+def _redundancy() -> Mechanism:
+    def both(name: str, dull: float) -> tuple[Workload, Workload]:
+        # A band that only groups without a reward miss: a lottery pays all or none of eight once in 128.
+        rule = {"schedule.filter": "mean_band", "schedule.filter_low": 0.0, "schedule.filter_high": 1.01}
+        race = Race((1.0, 0.0), dull=dull)
+        more = rule | {"schedule.redundant_groups": GROUPS}
+        return _workload(f"{name}_on", race, settings=more), _workload(f"{name}_off", race, settings=rule)
+
+    return Mechanism(*both("redundancy", 0.4), both("redundancy_null", 0.0))
+
+
+def _redundant_envs() -> Mechanism:
+    def both(name: str, slow: float) -> tuple[Workload, Workload]:
+        race = Race((0.5, 0.0), slow=slow)
+        more = {"schedule.redundant_members": 4}
+        return _workload(f"{name}_on", race, settings=more), _workload(f"{name}_off", race)
+
+    return Mechanism(*both("redundant_envs", 0.1), both("redundant_envs_null", 0.0))
+
+
+def _replication() -> Mechanism:
+    def both(name: str, sigma: float) -> tuple[Workload, Workload]:
+        two = {"sampler.count": 2, "sampler.slots": ENVIRONMENTS // 2, "sampler.episodes": ENVIRONMENTS // 2}
+        tail = {"median": 8, "sigma": sigma, "most": 64 if sigma else 0}
+        made = [
+            _workload(f"{name}_{how}", Race(), settings=two | {"schedule.replicate": how}, **tail)
+            for how in ("spread", "together")
+        ]
+        return made[0], made[1]
+
+    return Mechanism(*both("replication", 1.0), both("replication_null", 0.0))
+
+
+def _failing() -> Mechanism:
+    more = {"schedule.redundant_members": 4, "schedule.redundant_groups": 2}
+    well, ill = Race((1.0, 0.0), limit_s=8.0), Race((1.0, 0.0), slow=0.1, stopped=0.1, limit_s=8.0)
+    on, off = _workload("failing_on", ill, settings=more), _workload("failing_off", well, settings=more)
+    return Mechanism(replace(on, steps=_LONGER), replace(off, steps=_LONGER), None)
+
+
+MECHANISMS = {
+    "queue": _queue(), "env_async": _env_async(), "redundancy": _redundancy(),
+    "redundant_envs": _redundant_envs(), "replication": _replication(), "failing": _failing(),
+}  # fmt: skip
+
+
+def switched(mechanism: Mechanism, folder: Path, runs: Runs, seeds: int) -> dict[str, Any]:
+    """The row: rates with over without, paired by seed; of `failing` also the steps' medians and who was lost."""
+    rows = [_raced(mechanism.on, mechanism.off, mechanism.alpha, folder, runs, seeds)]
+    rows += [_raced(*mechanism.null, mechanism.alpha, folder, runs, seeds)] if mechanism.null else []
+    return rows[0] | ({"null": rows[1]} if mechanism.null else {})
+
+
+def _raced(on: Workload, off: Workload, alpha: float, folder: Path, runs: Runs, seeds: int) -> dict[str, Any]:
+    made: dict[str, list[dict[str, Any]]] = {on.name: [], off.name: []}
+    for workload in (on, off):
+        workload.questions(folder / f"{workload.name}.jsonl")
+    for seed in range(seeds):
+        for workload in (on, off)[:: 1 if seed % 2 == 0 else -1]:
+            run = lambda w=workload, s=seed: trained(w, folder, alpha, s, 1)  # noqa: E731
+            made[workload.name].append(runs.run(workload.name, seed, run))
+    rates = [[one["samples_per_s"] for one in made[workload.name]] for workload in (on, off)]
+    steps = [[s for one in made[workload.name] for s in one["step_s"]] for workload in (on, off)]
+    found = ratio(rates[0], rates[1])
+    lost = {key: sum(one["lost"].get(key, 0) for one in made[on.name]) for key in made[on.name][0]["lost"]}
+    return {
+        "ratio": found["value"], "low": found["low"], "high": found["high"], "runs": seeds,
+        "ours": statistics.median(rates[0]), "without": statistics.median(rates[1]),
+        "step_s": [statistics.median(each) for each in steps], "steps": len(steps[0]), "lost": lost,
+    }  # fmt: skip

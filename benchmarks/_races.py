@@ -1,0 +1,132 @@
+"""Whole runs for benchmarks/sync_vs_async.py, by `jaxroll train`: what they train on, and what they measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _race_envs import VARIABLE, Race
+from _report import ROOT
+
+SETTLING = 4  # steps that are not counted: the pipeline fills, and whatever is first is slow
+DEADLINE_S = 300.0
+GROUPS, GROUP_SIZE, ENVIRONMENTS = 8, 8, 64
+_HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run trains on: strings to copy, and what `race` says of their judges."""
+
+    name: str
+    steps: int
+    median: int  # characters of a question
+    sigma: float = 0.0
+    most: int = 0
+    env: str = "single_turn"
+    race: Race = field(default_factory=Race)
+    evaluations: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def questions(self, path: Path, count: int = 6000) -> None:
+        """Random strings to copy, one a line; a later line has never the text of an earlier one."""
+        chance, seen = np.random.default_rng(11), set()
+        longest = self.most or self.median
+        with path.open("w") as file:
+            while len(seen) < count:
+                length = int(np.clip(np.rint(self.median * np.exp(self.sigma * chance.standard_normal())), 3, longest))
+                text = "".join(chance.choice(list("abcdefgh"), length))
+                if text not in seen:
+                    seen.add(text)
+                    file.write(json.dumps({"question": text, "answer": text}) + "\n")
+
+    def overrides(self, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
+        """The config of a run, over the defaults."""
+        longest, every = self.most or self.median, self.steps // self.evaluations if self.evaluations else 0
+        return {
+            "run.seed": seed, "placement.platform": "cpu", "placement.cpu_threads": threads,
+            "task.source": "jsonl", "task.path": str(folder / f"{self.name}.jsonl"), "task.env": self.env,
+            "task.max_prompt_tokens": longest + 8, "task.heldout_start": 5000, "task.heldout_items": 256,
+            "sft.start": 4000, "sft.steps": 120, "schedule.alpha": alpha, "schedule.steps": self.steps,
+            "schedule.groups_per_step": GROUPS, "schedule.group_size": GROUP_SIZE, "schedule.window": "full",
+            "sampling.max_tokens": longest + 2, "sampler.slots": ENVIRONMENTS, "sampler.episodes": ENVIRONMENTS,
+            "sampler.prefill_rows": 8, "sampler.prefill_buckets": f"({longest + 8},)", "sampler.decode_chunk": 8,
+            "learner.row_tokens": 2 * longest + 16, "learner.micro_rows": 8, "learner.learning_rate": 1e-4,
+            "learner.checkpoint_every": self.steps, "evaluator.every": every,
+            **self.settings,
+        }  # fmt: skip
+
+
+def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
+    """One run: its rate, the seconds of its stages, its accuracies."""
+    words = [f"--config.{key}={value}" for key, value in workload.overrides(folder, alpha, seed, threads).items()]
+    with tempfile.TemporaryDirectory(prefix="race-", dir=folder) as name:
+        run_dir, journal = Path(name) / "run", Path(name) / "journal"
+        journal.touch()
+        environment = os.environ | {
+            VARIABLE: json.dumps(asdict(replace(workload.race, journal=str(journal)))),
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{_HERE}", "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "jaxroll", "train", f"--config={ROOT}/configs/rlvr_tiny.py"]
+        done = subprocess.run(
+            [*command, f"--run={run_dir}", *words], env=environment, capture_output=True, text=True,
+            timeout=DEADLINE_S, check=False,
+        )  # fmt: skip
+        if done.returncode != 0:
+            said = done.stdout[-2000:] + done.stderr[-2000:]
+            raise RuntimeError(f"{workload.name} at α = {alpha:g} ended with {done.returncode}:\n{said}")
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        return measured(rows) | {"lost": losses(run_dir / "store.db", journal.read_text().splitlines())}
+
+
+def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a run from its rows; a step ends when its version is published."""
+    steps = sorted((row for row in rows if row["kind"] == "step"), key=lambda row: row["step"])
+    ends = [row["t1"] + row["publish_s"] for row in steps]
+    counted = steps[SETTLING:]
+    seconds, samples = ends[-1] - ends[SETTLING - 1], sum(row["samples"] for row in counted)
+    evals = sorted((row["step"], row["accuracy"], row["t"]) for row in rows if row["kind"] == "eval")
+    spans = [row for row in rows if row["kind"] == "span" and row["what"] == "decode" and row["role"] != "evaluator"]
+    during = [row for row in spans if row["t0"] >= ends[SETTLING - 1]]
+    return {
+        "samples_per_s": samples / seconds, "steps": len(counted), "seconds": seconds,
+        "step_s": [round(b - a, 4) for a, b in zip(ends[SETTLING - 1 :], ends[SETTLING:], strict=False)],
+        "wait_s": statistics.mean(row["wait_s"] for row in counted),
+        "train_s": statistics.mean(row["train_s"] + row["publish_s"] for row in counted),
+        "decode_s": sum(row["t1"] - row["t0"] for row in during) / len(counted),
+        "age_mean": statistics.mean(row["age_mean"] or 0.0 for row in counted),
+        "age_max": max(row["age_max"] for row in steps),
+        "accuracy": [accuracy for _, accuracy, _ in evals], "accuracy_t": [t - steps[0]["t0"] for _, _, t in evals],
+    }  # fmt: skip
+
+
+def losses(log: Path, stopped: list[str]) -> dict[str, int]:
+    """How many environments `stopped` (their questions), how the log says that members ended otherwise than done, and
+    how many of the stopped it knows nothing of: a question's must be among its failures and its members not done.
+    """
+    db = sqlite3.connect(f"file:{log}?mode=ro", uri=True)
+    try:
+        states = Counter(dict(db.execute("SELECT state, COUNT(*) FROM members GROUP BY state").fetchall()))
+        ended = (
+            "SELECT group_id FROM failures UNION ALL SELECT group_id FROM members WHERE state NOT IN ('done', 'failed')"
+        )
+        known = Counter(
+            json.loads(messages)[-1]["content"]
+            for (messages,) in db.execute(f"SELECT t.messages FROM ({ended}) e JOIN tasks t USING (group_id)")
+        )
+        failures = db.execute("SELECT COUNT(*) FROM failures").fetchone()[0]
+    finally:
+        db.close()
+    unknown = sum((Counter(stopped) - known).values())
+    return {"stopped": len(stopped), "failures": failures, "unknown": unknown, **states}
