@@ -153,7 +153,7 @@ class Conversation:
             except (*_ELSEWHERE, msgspec.MsgspecError):
                 self._leave()
                 self._samplers.repeated += 1
-                await asyncio.sleep(min(LOOK_FIRST_S * 2**failures, LOOK_MAX_S))
+                await asyncio.sleep(min(LOOK_FIRST_S * 2 ** min(failures, 4), LOOK_MAX_S))  # 2**1024 is no float
         if reply.completion is None:
             raise DataError(reply.error)
         return reply.completion
