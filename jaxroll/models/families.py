@@ -33,6 +33,7 @@ class ModelSpec:
     qk_norm: bool = True
     compute_dtype: str = "float32"
     remat: Remat = "none"  # what the backward pass computes again instead of keeping it
+    value_head: bool = False  # a critic: one number for every state in place of the scores of the next token
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "hidden"):
@@ -164,5 +165,5 @@ def parameter_count(spec: ModelSpec) -> int:
     """Number of parameters, by arithmetic (a check on the module, and an answer without JAX)."""
     attention = spec.width * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads) + 2 * spec.head_dim * spec.qk_norm
     layer = attention + 3 * spec.width * spec.hidden + 2 * spec.width
-    embeddings = spec.vocab_size * spec.width * (1 if spec.tied_embeddings else 2)
-    return spec.layers * layer + embeddings + spec.width
+    head = spec.width if spec.value_head else 0 if spec.tied_embeddings else spec.vocab_size * spec.width
+    return spec.layers * layer + spec.vocab_size * spec.width + head + spec.width

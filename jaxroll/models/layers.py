@@ -142,13 +142,15 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, blocks, final norm, and the head (the embedding again where it is tied)."""
+    """Embedding, blocks, final norm, and the head (the embedding again where it is tied; of a critic, one number)."""
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
         self.embed = parameter(rngs, (spec.vocab_size, spec.width), ("vocab", "embed"), 0.02)
         self.layers = nnx.List([Block(spec, rngs) for _ in range(spec.layers)])
         self.final_norm = RMSNorm(spec.width, "norm", spec.norm_eps, rngs)
-        if not spec.tied_embeddings:
+        if spec.value_head:
+            self.value = parameter(rngs, (spec.width, 1), ("embed", "value"), 0.0)
+        elif not spec.tied_embeddings:
             self.head = parameter(rngs, (spec.width, spec.vocab_size), ("embed", "vocab"), 1 / math.sqrt(spec.width))
         self.tied, self.dtype = spec.tied_embeddings, jnp.dtype(spec.compute_dtype)
 
@@ -166,3 +168,15 @@ class Decoder(nnx.Module):
             precision=exact_precision(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+
+    def values(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows"]:
+        """What a critic expects to be earned from every state on, float32 whatever the compute dtype."""
+        weight = self.value[...].astype(hidden.dtype)
+        product = jnp.einsum(
+            "...d,dk->...k",
+            hidden,
+            weight,
+            precision=exact_precision(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return product[..., 0]

@@ -71,6 +71,11 @@ def logits(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> 
     return module(spec, params).logits(hidden)
 
 
+def values(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows"]:
+    """What a critic (a spec with a value head) expects to be earned after every hidden state, float32."""
+    return module(spec, params).values(hidden)
+
+
 def prefill(
     spec: ModelSpec,
     params: Params,

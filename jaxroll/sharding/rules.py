@@ -29,6 +29,7 @@ _SHARED: dict[str, tuple[str, ...] | None] = {
     "layers": None,
     "tokens": None,
     "norm": None,
+    "value": None,  # the one output of a critic
     "width": None,  # the residual stream of an activation; of a parameter the same axis is called "embed"
     "rows": ("data", "fsdp"),
     "slots": ("data", "fsdp"),

@@ -10,11 +10,12 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import DataError
-from jaxroll.models import families, huggingface, params
+from jaxroll.models import families, huggingface, params, transformer
 from jaxroll.sharding import meshes, rules
 
 NANO = families.spec("nano")
 UNTIED = dataclasses.replace(NANO, tied_embeddings=False)
+CRITIC = dataclasses.replace(UNTIED, value_head=True)
 ONE = meshes.build(MeshConfig())
 EIGHT = meshes.build(MeshConfig(data=2, fsdp=2, tensor=2))
 
@@ -33,6 +34,20 @@ def test_every_parameter_declares_its_axes():
     assert shapes.keys() == axes.keys()
     assert all(len(axes[name]) == len(shapes[name].shape) for name in shapes)
     assert axes["layers.00.attn.o"] == ("heads", "head_dim", "embed")
+
+
+def test_a_critic_has_one_number_in_place_of_the_scores():
+    shapes, axes = params.abstract(CRITIC), params.logical_axes(CRITIC)
+    assert shapes.keys() - {"value"} == params.abstract(UNTIED).keys() - {"head"}
+    assert shapes["value"].shape == (NANO.width, 1) and axes["value"] == ("embed", "value")
+    assert params.shardings(CRITIC, EIGHT, rules.LEARNER)["value"].spec == jax.P("fsdp", None)
+    assert sum(leaf.size for leaf in shapes.values()) == families.parameter_count(CRITIC)
+    values = params.init(CRITIC, jax.random.key(0), ONE, rules.LEARNER)
+    weights = jnp.arange(NANO.width, dtype=jnp.float32)
+    hidden = jax.random.normal(jax.random.key(1), (2, 3, NANO.width))
+    assert not transformer.values(CRITIC, values, hidden).any()
+    said = transformer.values(CRITIC, values | {"value": weights[:, None]}, hidden)
+    np.testing.assert_allclose(said, (np.asarray(hidden, np.float64) * np.asarray(weights)).sum(-1), rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", families.names())
