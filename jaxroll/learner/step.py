@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jaxroll.kernels.choice import UNASKED, Choice
 from jaxroll.learner import lora, statistics
 from jaxroll.learner import state as states
+from jaxroll.learner.compiles import AheadOfTime
 from jaxroll.learner.head import TokenTerms, token_terms
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.optimizer import Optimizer
@@ -117,13 +117,9 @@ class Programs:
         self.base = self.params if recipe.lora else {}
         self._everywhere = replicated(recipe.layout.mesh)
         self._batch = NamedSharding(recipe.layout.mesh, batch_spec(recipe.layout.rules))
-        shapes = Accumulator(self.state.params, jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets)))
-        shardings = Accumulator(
-            {name: leaf.sharding for name, leaf in self.state.params.items()},
-            dict.fromkeys(shapes.statistics, self._everywhere),
-        )
-        self.accumulator = jax.tree.map(_struct, shapes, shardings)
-        self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
+        seen = jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets))
+        self.accumulator = described(self.state.params, seen, layout.mesh)
+        self._get = AheadOfTime("learner", recipe.row_tokens, self.lowered).get
 
     def compile(self, buckets: Sequence[int], progress: Progress | None = None, *, logprobs: bool = False) -> None:
         """Compile everything for micro-batches of `buckets` rows, saying before each what and after it how long.
@@ -141,7 +137,7 @@ class Programs:
 
     def zeros(self) -> Accumulator:
         """The accumulator of no micro-batches."""
-        return self._get("zeros", 0)()
+        return self._get("zeros")()
 
     def placed(self, streams: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """The streams of a micro-batch on the devices, rows over data and fsdp."""
@@ -155,7 +151,7 @@ class Programs:
 
     def merge(self, params: Params, base: Params) -> Params:
         """`base` with the adapters `params` in it."""
-        return self._get("merge", 0)(params, base)
+        return self._get("merge")(params, base)
 
     def logprobs(self, params: Params, streams: Streams) -> jax.Array:
         """log π [R, T] of the trained tokens under `params`, 0 elsewhere."""
@@ -163,36 +159,24 @@ class Programs:
 
     def apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
         """The next state, an empty accumulator, and the step's report; both arguments are donated."""
-        return self._get("apply", 0)(state, accumulator)
-
-    def _get(self, name: str, rows: int, progress: Progress | None = None) -> Callable[..., Any]:
-        key = (name, rows)
-        if key not in self._compiled:
-            what = f"learner {name}" + (f" [{rows}, {self.recipe.row_tokens}]" if rows else "")
-            if progress:
-                progress(f"compiling {what}")
-            started = time.monotonic()
-            self._compiled[key] = self.lowered(name, rows).compile()
-            if progress:
-                progress(f"compiled {what}: {time.monotonic() - started:.1f} s")
-        return self._compiled[key]
+        return self._get("apply")(state, accumulator)
 
     def lowered(self, name: str, rows: int = 0) -> jax.stages.Lowered:
         """The program before compilation: zeros, merge and apply have no rows. Needs the mesh, not its devices."""
         recipe, state, accumulator = self.recipe, self.state, self.accumulator
         if name == "zeros":
-            return jax.jit(lambda: _zeroed(accumulator), out_shardings=_shardings(accumulator)).lower()
+            return jax.jit(lambda: zeroed(accumulator), out_shardings=shardings_of(accumulator)).lower()
         if name == "merge":
-            merge = jax.jit(lambda params, base: dense(recipe, params, base), out_shardings=_shardings(self.params))
+            merge = jax.jit(lambda params, base: dense(recipe, params, base), out_shardings=shardings_of(self.params))
             return merge.lower(state.params, self.base)
         if name == "apply":
-            out = (_shardings(state), _shardings(accumulator), self._everywhere)
+            out = (shardings_of(state), shardings_of(accumulator), self._everywhere)
             return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, accumulator)
         streams = {key: self._stream(rows, dtype) for key, dtype in STREAMS.items()}
         if name == "logprobs":
             return jax.jit(self._logprobs, out_shardings=self._batch).lower(self.params, streams)
         streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in recipe.added}
-        accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=_shardings(accumulator))
+        accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=shardings_of(accumulator))
         return accumulate.lower(state.params, accumulator, streams, self.base)
 
     def _stream(self, rows: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -209,24 +193,38 @@ class Programs:
         return jnp.where(streams["mask"], terms.logprob, 0.0)
 
     def _apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
-        optimizer = self.recipe.optimizer
-        updates, opt_state = optimizer.transform.update(accumulator.grads, state.opt_state, state.params)
-        report = {
-            "statistics": accumulator.statistics,
-            "grad_norm": optax.tree.norm(accumulator.grads),
-            "learning_rate": jnp.asarray(optimizer.schedule(state.step), jnp.float32),
-        }
-        params = cast(Params, optax.apply_updates(state.params, updates))
-        return TrainState(params, opt_state, state.step + 1), _zeroed(accumulator), report
+        return applied(self.recipe.optimizer, state, accumulator)
+
+
+def applied(
+    optimizer: Optimizer, state: TrainState, accumulator: Accumulator
+) -> tuple[TrainState, Accumulator, dict[str, Any]]:
+    """The state after one step of `optimizer` with the accumulated gradients, an empty accumulator, the report."""
+    updates, opt_state = optimizer.transform.update(accumulator.grads, state.opt_state, state.params)
+    report = {
+        "statistics": accumulator.statistics,
+        "grad_norm": optax.tree.norm(accumulator.grads),
+        "learning_rate": jnp.asarray(optimizer.schedule(state.step), jnp.float32),
+    }
+    params = cast(Params, optax.apply_updates(state.params, updates))
+    return TrainState(params, opt_state, state.step + 1), zeroed(accumulator), report
+
+
+def described(grads: Mapping[str, Any], statistics: Mapping[str, Any], mesh: Mesh) -> Accumulator:
+    """What an accumulator of gradients that lie as `grads` do is, with these statistics everywhere."""
+    everywhere = replicated(mesh)
+    return Accumulator(dict(grads), {name: _struct(leaf, everywhere) for name, leaf in statistics.items()})
 
 
 def _struct(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def _zeroed(tree: Any) -> Any:
+def zeroed(tree: Any) -> Any:
+    """Zeros of the shapes of `tree`."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
 
 
-def _shardings(tree: Any) -> Any:
+def shardings_of(tree: Any) -> Any:
+    """Where the leaves of `tree` lie."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
