@@ -15,9 +15,9 @@ from jaxroll.config.schema import LearnerConfig
 
 ESTIMATORS = (
     "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "positive", "best",
-    "segment_return", "gigpo",
+    "segment_return", "gigpo", "gae",
 )  # fmt: skip
-ACROSS_GROUPS = ("batch_std", "positive")  # estimators for which a group of one is as good as any
+ACROSS_GROUPS = ("batch_std", "positive", "gae")  # estimators for which a group of one is as good as any
 OF_TURNS = ("segment_return", "gigpo")  # estimators that tell the turns of an episode apart
 CLIPPED = ("decoupled", "icepop", "tis", "none")
 CAPS: Mapping[str, float] = MappingProxyType({"truncate": 2.0, "mask": 5.0, "icepop": 5.0})
@@ -55,6 +55,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
     "grpo": Preset("clipped", clip_high=0.28),
     "dapo": Preset("clipped", clip_high=0.28, overlong=True),
     "dr_grpo": Preset("clipped", _first("group_mean", ESTIMATORS), _first("constant_length", _ANY)),
+    "ppo": Preset("clipped", ("gae",)),
     "icepop": Preset("clipped", corrections=("icepop",), clip_high=0.28),
     "tis": Preset("clipped", corrections=("tis",), levels=("token", "sequence")),
     "reinforce_pp": Preset("clipped", _first("batch_std", ESTIMATORS)),

@@ -24,6 +24,7 @@ _AT_LEAST: tuple[tuple[str, float], ...] = (
     ("learner.correction_cap", 0), ("learner.correction_floor", 0), ("learner.dual_clip", 0),
     ("learner.positive_weight", 0), ("learner.negative_weight", 0), ("learner.step_weight", 0),
     ("learner.clip_low", 0), ("learner.clip_high", 0), ("learner.discount", 0), ("learner.overlong_tokens", 0),
+    ("learner.value_clip", 0), ("learner.gae_discount", 0), ("learner.gae_lambda", 0),
     ("learner.kl_coef", 0), ("learner.warmup_steps", 0), ("learner.decay_steps", 0),
     ("learner.weight_decay", 0), ("learner.substeps", 1), ("learner.micro_rows", 1), ("learner.row_tokens", 2),
     ("learner.logits_mb", 1), ("learner.lora_rank", 0),
@@ -37,6 +38,7 @@ _AT_LEAST: tuple[tuple[str, float], ...] = (
 
 _POSITIVE = (
     "sft.learning_rate", "schedule.straggler_deadline_s", "learner.dpo_beta", "learner.learning_rate",
+    "learner.critic_learning_rate",
     "learner.lora_alpha", "learner.max_grad_norm", "store.stall_s", "store.stall_abort_s", "supervisor.backoff_s",
     "supervisor.backoff_max_s", "supervisor.stop_s", "supervisor.finish_s", "placement.sampler_memory_fraction",
     "placement.learner_memory_fraction", "placement.evaluator_memory_fraction",
@@ -47,7 +49,7 @@ MAX_ITEM = 10**15  # far beyond what is ever drawn, and far below what an index 
 
 _AT_MOST: tuple[tuple[str, float], ...] = (
     ("run.seed", MAX_SEED), ("task.train_start", MAX_ITEM), ("task.heldout_start", MAX_ITEM), ("sft.start", MAX_ITEM),
-    ("learner.discount", 1),
+    ("learner.discount", 1), ("learner.gae_discount", 1), ("learner.gae_lambda", 1),
 )  # fmt: skip
 
 

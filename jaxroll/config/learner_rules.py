@@ -27,6 +27,7 @@ def check_algorithm(config: Config) -> None:
     _check_unread(config.learner, learner)
     _check_correction(learner)
     _check_reference(learner, row)
+    _check_critic(learner)
     _check_rewards(config)
     least = 1 if learner.advantage in ACROSS_GROUPS else 2
     if config.schedule.group_size < least and not is_custom(name):
@@ -79,6 +80,10 @@ def _check_unread(given: LearnerConfig, learner: LearnerConfig) -> None:
         ("step_weight", learner.advantage == "gigpo", "advantage 'gigpo'"),
         ("correction_floor", learner.correction == "icepop", "correction 'icepop'"),
         ("kl_in", learner.kl_coef > 0, "learner.kl_coef above 0"),
+        *(
+            (key, learner.advantage == "gae", "advantage 'gae'")
+            for key in ("critic_learning_rate", "value_clip", "gae_discount", "gae_lambda", "raw_advantages")
+        ),
     ):
         if (value := getattr(given, key)) != getattr(usual, key) and not (reads or is_custom(name)):
             raise ConfigError(f"learner.{key}", value, f"nothing reads it; it needs {by}", "Leave it out.")
@@ -119,6 +124,17 @@ def _check_reference(learner: LearnerConfig, row: Preset) -> None:
         usual = "k2" if learner.kl_in == "loss" else "k1"
         raise ConfigError("learner.kl_estimator", learner.kl_estimator, f"in the {learner.kl_in} {reason}",
                           f"Set it to '{usual}'.")  # fmt: skip
+
+
+def _check_critic(learner: LearnerConfig) -> None:
+    if learner.advantage == "gae" and learner.critic == "none":
+        raise ConfigError("learner.critic", "none", "advantage 'gae' needs the values of a critic", "Set it to 'init'.")
+    if learner.critic != "none" and learner.advantage != "gae":
+        raise ConfigError("learner.critic", learner.critic, f"advantage {learner.advantage!r} asks for no values",
+                          "Set it to 'none', or learner.advantage to 'gae' (algorithm 'ppo' has it).")  # fmt: skip
+    if learner.critic_offload and learner.critic == "none":
+        raise ConfigError("learner.critic_offload", True, "there is no critic to offload",
+                          "Set it to false, or learner.critic to 'init'.")  # fmt: skip
 
 
 def _check_rewards(config: Config) -> None:

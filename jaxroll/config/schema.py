@@ -152,7 +152,7 @@ class LearnerConfig:
     algorithm: str = "grpo"  # a name of docs/algorithms.md, or package.module:name; "auto" and 0 below mean its own
     advantage: Literal[
         "auto", "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "positive", "best",
-        "best_worst", "segment_return", "gigpo",
+        "best_worst", "segment_return", "gigpo", "gae",
     ] = "auto"  # fmt: skip
     aggregation: Literal["auto", "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"] = "auto"
     correction: Literal["auto", "decoupled", "icepop", "tis", "none"] = "auto"
@@ -171,6 +171,13 @@ class LearnerConfig:
     overlong_tokens: int = 0  # the last tokens before sampling.max_tokens, over which the reward sinks by 1
     reference: Literal["none", "init"] = "none"  # init: the parameters of the start, frozen
     reference_offload: bool = False  # keep the reference in the host's memory between its uses
+    critic: Literal["none", "init"] = "none"  # init: a model of its own with a value head, begun as the parameters are
+    critic_offload: bool = False  # keep the critic and its moments in the host's memory between its uses
+    critic_learning_rate: float = 1e-3
+    value_clip: float = 0.2  # how far a value may go from that of the claim's start; 0: as far as it likes
+    gae_discount: float = 1.0  # of later tokens
+    gae_lambda: float = 0.95  # of what later values say
+    raw_advantages: bool = False  # of gae; else they are standardised over all trained tokens of a claim
     kl_coef: float = 0.0  # of KL(policy, reference)
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"

@@ -9,6 +9,7 @@
     optimizer   AdamW, clipping, learning-rate schedule
     step        the compiled programs: accumulate gradients, recompute log-probs, apply
     reference   the frozen model that a KL penalty or a preference compares with
+    critic      the second model that says what is to be earned, and its own optimizer step
     statistics  what a step tells about itself, summed on the device
     trainer     one claim → one new version
     checkpoint  durable versions on disk

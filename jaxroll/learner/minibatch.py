@@ -20,7 +20,7 @@ from jaxroll.math.credit import overlong_penalty
 from jaxroll.records import Claim
 
 Groups = list[list[Sample]]
-Costs = Callable[[Sequence[Sample]], list[np.ndarray]]  # of each sample what its tokens cost, float [T]
+Numbers = Callable[[Sequence[Sample]], list[np.ndarray]]  # of each sample a number for every token, float [T]
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,18 @@ class Prepared:
 
 
 def prepare(
-    claim: Claim, config: Config, *, algorithm: Algorithm | None = None, costs: Costs | None = None
+    claim: Claim,
+    config: Config,
+    *,
+    algorithm: Algorithm | None = None,
+    costs: Numbers | None = None,
+    values: Numbers | None = None,
 ) -> Prepared:
     """Samples of `claim` with advantages and weights, divided into `learner.substeps` optimizer steps.
 
     The denominators of a step are counted over all its samples, before any micro-batch is made. `costs` prices tokens
-    before advantages are taken: a KL penalty in the reward. `algorithm` is the config's, built here if it is not given.
+    before advantages are taken: a KL penalty in the reward. `values` is what the critic says, in a run that has one.
+    `algorithm` is the config's, built here if it is not given.
     """
     learner: LearnerConfig = settled(config.learner)
     groups = of_claim(claim)
@@ -47,11 +53,18 @@ def prepare(
     if costs:
         priced = iter(costs([sample for group in shaped for sample in group]))
         shaped = [[sample.charged(next(priced)) for sample in group] for group in shaped]
-    advantages = (algorithm.credit or credit.estimator(config))(shaped)
-    credited = [
-        [replace(sample, advantage=a) for sample, a in zip(group, of_group, strict=True)]
-        for group, of_group in zip(groups, advantages, strict=True)
-    ]
+    if values:
+        everyone = [sample for group in shaped for sample in group]
+        judged = iter(credit.by_critic(everyone, values(everyone), config))
+        credited = [
+            [replace(next(judged), reward=sample.reward, turns=sample.turns) for sample in group] for group in groups
+        ]
+    else:
+        advantages = (algorithm.credit or credit.estimator(config))(shaped)
+        credited = [
+            [replace(sample, advantage=a) for sample, a in zip(group, of_group, strict=True)]
+            for group, of_group in zip(groups, advantages, strict=True)
+        ]
     parts = divided(credited, learner.substeps, claim.shuffle_seed)
     length = config.sampling.max_tokens
     return Prepared(groups, [weighted(part, learner.aggregation, algorithm, length) for part in parts])
@@ -79,7 +92,8 @@ def weighted(samples: list[Sample], aggregation: str, algorithm: Algorithm, leng
 
     Where the loss is a multiple of the advantage, a sample whose advantage is 0 has no gradient: it counts in the
     denominators, like any other (unless they count those with an advantage only), and is not computed. Groups whose
-    members all did equally well cost nothing. With a KL penalty in the loss every sample is computed.
+    members all did equally well cost nothing. With a KL penalty in the loss, or a critic that has something to learn
+    of it, every sample is computed.
     """
     samples = [sample for sample in samples if sample.mask.any()]
     if algorithm.credited_only:
@@ -87,7 +101,8 @@ def weighted(samples: list[Sample], aggregation: str, algorithm: Algorithm, leng
     weights = aggregate.sequence_weights(np.array([sample.trained_tokens for sample in samples]), aggregation, length)
     weighed = zip(samples, weights, strict=True)
     skips = algorithm.multiple_of_advantage
-    return [replace(sample, weight=float(w)) for sample, w in weighed if sample.credited or not skips]
+    computed = lambda sample: sample.credited or not skips or sample.target is not None  # noqa: E731
+    return [replace(sample, weight=float(w)) for sample, w in weighed if computed(sample)]
 
 
 def _shaped(groups: Groups, config: Config) -> Groups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import optax
@@ -47,6 +47,11 @@ def build(config: LearnerConfig) -> Optimizer:
     """The optimizer that the config describes; steps are optimizer steps (claims × substeps)."""
     schedule = learning_rate(config.learning_rate, config.warmup_steps, config.decay_steps)
     return adamw(schedule, config.weight_decay, config.max_grad_norm)
+
+
+def of_critic(config: LearnerConfig) -> Optimizer:
+    """The critic's: of its own rate, and clipped by the norm of its own gradient."""
+    return build(replace(config, learning_rate=config.critic_learning_rate))
 
 
 def _decays(params: dict[str, jax.Array]) -> dict[str, bool]:

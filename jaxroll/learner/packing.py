@@ -210,6 +210,23 @@ def padding_waste(batches: Sequence[MicroBatch]) -> float:
     return 1.0 - real / cells if cells else 0.0
 
 
+def gathered(batches: Sequence[MicroBatch], values: Sequence[np.ndarray], samples: int) -> list[np.ndarray]:
+    """[T] for each of the samples: what `values` (an array [R, T] for every micro-batch) say about its tokens."""
+    found = [np.zeros(0)] * samples
+    for batch, rows in zip(batches, values, strict=True):
+        for place in batch.placements:
+            found[place.sample] = rows[place.row, place.start : place.start + place.length]
+    return found
+
+
+def spread(batch: MicroBatch, values: Sequence[np.ndarray]) -> np.ndarray:
+    """float32 [R, T]: the values of each sample ([T] for every one) where it lies in `batch`, 0 in the padding."""
+    rows = np.zeros(batch.streams["tokens"].shape, np.float32)
+    for place in batch.placements:
+        rows[place.row, place.start : place.start + place.length] = values[place.sample]
+    return rows
+
+
 def _costs(rows: Sequence[Sequence[int]], cost: np.ndarray) -> list[float]:
     return [float(sum(cost[index] for index in row)) for row in rows]
 

@@ -30,6 +30,9 @@ class Sample:
     turns: tuple[Turn, ...] = ()
     advantage: Advantage = 0.0
     weight: float = 0.0
+    costs: float | np.ndarray = 0.0  # of the tokens, float [T]: already taken off `reward`
+    value: np.ndarray | None = None  # float32 [T]: what the critic expected at the start of the claim
+    target: np.ndarray | None = None  # float32 [T]: what it should have expected
 
     @property
     def trained_tokens(self) -> int:
@@ -53,7 +56,7 @@ class Sample:
         turns = tuple(
             turn._replace(reward=turn.reward - float(costs[turn.start : turn.stop].sum())) for turn in self.turns
         )
-        return replace(self, reward=self.reward - float(costs.sum()), turns=turns)
+        return replace(self, reward=self.reward - float(costs.sum()), turns=turns, costs=self.costs + costs)
 
 
 def of_member(member: Member, trained_at: Version) -> Sample:

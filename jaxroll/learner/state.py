@@ -27,12 +27,14 @@ class TrainState:
     """The learner's arrays. `params` are what is trained: all parameters, or adapters (see `lora`).
 
     `step` (int32) counts optimizer steps, which is claims × substeps.
-    A state that only describes one holds ShapeDtypeStructs or shardings in their places.
+    A state that only describes one holds ShapeDtypeStructs or shardings in their places. `critic` is the TrainState of
+    the critic in a run that has one; the policy's own programs neither take nor give it.
     """
 
     params: dict[str, Any]
     opt_state: Any
     step: Any
+    critic: Any = None
 
 
 def shardings(

@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 from jaxroll.config import Config
 from jaxroll.errors import JaxRollError
 from jaxroll.kernels import choice
-from jaxroll.learner import credit, lora, minibatch, optimizer, packing, statistics
+from jaxroll.learner import credit, critic, lora, minibatch, optimizer, packing, statistics
 from jaxroll.learner import state as states
 from jaxroll.learner.compiles import CompileCounter
+from jaxroll.learner.critic import Critic
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.packing import MicroBatch
 from jaxroll.learner.reference import Reference
@@ -45,7 +46,8 @@ _ADAPTERS = 0x10FA  # folded into the run's seed for fresh adapters: no other st
 class Trainer:
     """The parameters of a run and the programs that train them, on one mesh.
 
-    With `learner.reference` a frozen copy of the parameters that the run starts from is kept beside them.
+    With `learner.reference` a frozen copy of the parameters that the run starts from is kept beside them, with
+    `learner.critic` a second model that learns what is to be earned from them on.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array) -> None:
@@ -55,6 +57,7 @@ class Trainer:
         self.buckets = packing.row_buckets(config.learner.micro_rows, self._shards)
         self.algorithm = algorithms.build(config.learner)
         self.programs = Programs(recipe(config, spec, self.layout, self.algorithm))
+        self.critic = Critic.of(config.learner, self.programs.recipe)
         self.lora = self.programs.recipe.lora
         self.base: states.Params = {}  # frozen, below the adapters; empty where all parameters are trained
         self._base_digest = ""
@@ -66,7 +69,7 @@ class Trainer:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of `state`: what a checkpoint is restored into."""
-        return self.programs.state
+        return dataclasses.replace(self.programs.state, critic=self.critic.state if self.critic else None)
 
     def params(self) -> states.Params:
         """The parameters that the model computes with now; with adapters a copy of all, merged."""
@@ -90,6 +93,8 @@ class Trainer:
         """Compile every program that any claim can need; from here on `compiles` counts what should not happen."""
         self.programs.compile(self.buckets, progress, logprobs=_kl_in_reward(self.config))
         credit.warmup(self.config)
+        if self.critic:
+            self.critic.compile(self.buckets, progress)
         self._accumulator = self.programs.zeros()
         self._compiles.reset()
 
@@ -99,15 +104,21 @@ class Trainer:
         Raises JaxRollError when a gradient is not finite; the state is then spoilt and must be restored.
         """
         costs = self._kl_costs if _kl_in_reward(self.config) else None
-        prepared = minibatch.prepare(claim, self.config, algorithm=self.algorithm, costs=costs)
+        values = self._values if self.critic else None
+        prepared = minibatch.prepare(claim, self.config, algorithm=self.algorithm, costs=costs, values=values)
         packed = [self._packed(samples, self.algorithm.together) for samples in prepared.substeps]
         placed = [[self.programs.placed(batch.streams) for batch in batches] for batches in packed]
         for name in self.programs.recipe.added:
             placed = self._with_logprobs(placed, name)
-        reports = jax.device_get([self._substep(batches) for batches in placed])
-        _check_finite(reports, claim)
+        reports, of_critic = jax.device_get(
+            ([self._substep(batches) for batches in placed], self._train_critic(prepared.substeps, packed, placed))
+        )
+        _check_finite(reports, claim, "learner.learning_rate")
+        _check_finite(of_critic, claim, "learner.critic_learning_rate")
         batches = [batch for of_substep in packed for batch in of_substep]
         seen = _step_metrics(reports)
+        if of_critic:
+            seen |= critic.metrics([sample for samples in prepared.substeps for sample in samples], of_critic)
         rewards = rewards_by_age(prepared.groups, self.programs.recipe.age_buckets)
         seen["by_age"] = {age: {"tokens": 0, "reward": reward} | seen["by_age"].get(age, {})
                           for age, reward in rewards.items()}  # fmt: skip
@@ -121,11 +132,13 @@ class Trainer:
 
     def _fresh(self, params: states.Params) -> TrainState:
         transform = self.programs.recipe.optimizer.transform
+        judge = self.critic.fresh(params) if self.critic else None
         if self.lora:
             self.base, self._base_digest = params, lora.digest(params)
             key = jax.random.fold_in(jax.random.key(self.config.run.seed), _ADAPTERS)
             params = lora.init(self.spec, self.layout, self.lora, key)
-        return states.fresh(params, self.spec, self.layout, transform, self.lora)
+        state = states.fresh(params, self.spec, self.layout, transform, self.lora)
+        return dataclasses.replace(state, critic=judge)
 
     def _packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
         return packing.pack(
@@ -149,20 +162,39 @@ class Trainer:
         placed = [[self.programs.placed(batch.streams) for batch in batches]]
         for name in (PROXIMAL, REFERENCE):
             placed = self._with_logprobs(placed, name)
-        costs: list[np.ndarray] = [np.zeros(0)] * len(samples)
-        for batch, streams in zip(batches, placed[0], strict=True):
-            logp, logq = jax.device_get((streams[PROXIMAL], streams[REFERENCE]))
-            cost = self.config.learner.kl_coef * (logp.astype(np.float64) - logq)
-            for place in batch.placements:
-                costs[place.sample] = cost[place.row, place.start : place.start + place.length]
-        return costs
+        both = jax.device_get([(streams[PROXIMAL], streams[REFERENCE]) for streams in placed[0]])
+        costs = [self.config.learner.kl_coef * (logp.astype(np.float64) - logq) for logp, logq in both]
+        return packing.gathered(batches, costs, len(samples))
+
+    def _values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """What the critic expects now at the tokens of each sample, float32 [T]."""
+        assert self.critic is not None  # `train` asks
+        batches = self._packed(samples)
+        placed = [self.programs.placed(batch.streams) for batch in batches]
+        return packing.gathered(batches, self.critic.values(self.state.critic, placed), len(samples))
+
+    def _train_critic(
+        self, substeps: Sequence[Sequence[Sample]], packed: list[list[MicroBatch]], placed: list[list[Streams]]
+    ) -> list[dict[str, Any]]:
+        """As many optimizer steps of the critic, over the same micro-batches; their reports, still on the devices."""
+        if not self.critic:
+            return []
+        streams = [
+            [self.critic.placed(batch, samples, of) for batch, of in zip(batches, on_devices, strict=True)]
+            for samples, batches, on_devices in zip(substeps, packed, placed, strict=True)
+        ]
+        judge, reports = self.critic.trained(self.state.critic, streams)
+        self.state = dataclasses.replace(self.state, critic=judge)
+        return reports
 
     def _substep(self, batches: Sequence[dict[str, jax.Array]]) -> dict[str, Any]:
         """One optimizer step over all of `batches`; its report, still on the device."""
         accumulator = self._accumulator or self.programs.zeros()
         for streams in batches:
             accumulator = self.programs.accumulate(self.state.params, accumulator, streams, self.base)
-        self.state, self._accumulator, report = self.programs.apply(self.state, accumulator)
+        policy = dataclasses.replace(self.state, critic=None)
+        policy, self._accumulator, report = self.programs.apply(policy, accumulator)
+        self.state = dataclasses.replace(policy, critic=self.state.critic)
         return report
 
 
@@ -236,10 +268,10 @@ def _step_metrics(reports: Sequence[Mapping[str, Any]]) -> Metrics:
     }
 
 
-def _check_finite(reports: Sequence[Mapping[str, Any]], claim: Claim) -> None:
+def _check_finite(reports: Sequence[Mapping[str, Any]], claim: Claim, rate: str) -> None:
     for substep, report in enumerate(reports):
         if not np.isfinite(report["grad_norm"]):
             raise JaxRollError(
                 f"step {claim.step}, substep {substep}: the gradient is not finite (norm {report['grad_norm']}); "
-                "resume from the last checkpoint with a lower learner.learning_rate or model.dtype = float32"
+                f"resume from the last checkpoint with a lower {rate} or model.dtype = float32"
             )

@@ -71,6 +71,11 @@ def gae(
 def clipped_value_loss(
     value: Float[Array, "*T"], before: Float[Array, "*T"], target: Float[Array, "*T"], clip: float
 ) -> Float[Array, "*T"]:
-    """½·max((V − R)², (clip(V, V₀ ± ε) − R)²): the critic's loss of PPO, held near V₀ of the claim's start."""
+    """½·max((V − R)², (clip(V, V₀ ± ε) − R)²): the critic's loss of PPO, held near V₀ of the claim's start.
+
+    With ε = 0 it is not held: ½·(V − R)².
+    """
+    if not clip:
+        return 0.5 * jnp.square(value - target)
     near = before + jnp.clip(value - before, -clip, clip)
     return 0.5 * jnp.maximum(jnp.square(value - target), jnp.square(near - target))

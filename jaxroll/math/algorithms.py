@@ -108,6 +108,9 @@ def _custom(learner: LearnerConfig) -> Algorithm:
         raise ConfigError("learner.algorithm", learner.algorithm, "there is no such algorithm in that module",
                           nearest(short, tuple(_FACTORIES)))  # fmt: skip
     made = _FACTORIES[short](learner)
+    if made.credit is not None and learner.critic != "none":
+        raise ConfigError("learner.critic", learner.critic, f"{learner.algorithm} gives credit by itself",
+                          "Set it to 'none', or leave credit out.")  # fmt: skip
     if made.needs_reference and learner.reference == "none":
         raise ConfigError("learner.reference", "none", f"{learner.algorithm} compares with a reference model",
                           "Set it to 'init'.")  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from jaxroll.data import sources
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.host import EngineHost, EngineProxy
 from jaxroll.errors import ConfigError
-from jaxroll.learner import lora, optimizer, weights
+from jaxroll.learner import critic, lora, optimizer, weights
 from jaxroll.learner import state as states
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.lora import Lora
@@ -68,7 +69,9 @@ def newest_params(
         transform, adapters = optimizer.build(config.learner).transform, Lora.of(config.learner)
         base = _base(config, spec, run_dir, layout) if adapters else {}
         digest = lora.digest(base) if adapters else ""
-        state, _ = checkpoints.restore(latest, states.abstract(spec, layout, transform, adapters), digest)
+        held = states.abstract(spec, layout, transform, adapters)
+        held = dataclasses.replace(held, critic=critic.abstract(config.learner, spec, layout))
+        state, _ = checkpoints.restore(latest, held, digest)
         values = lora.merged(spec, layout, adapters, base, state.params) if adapters else state.params
         return values, latest, f"checkpoint {latest}"
     warm = run_dir / "warm"

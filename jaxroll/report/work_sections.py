@@ -16,6 +16,7 @@ SPARKS = (
     ("loss", "loss"), ("grad_norm", "gradient norm"), ("entropy", "entropy"), ("kl_behaviour", "KL to behaviour"),
     ("ess", "effective samples"), ("clip_share", "clipped share"), ("reward_std", "spread of reward"),
     ("groups_without_signal", "groups without signal"), ("age_mean", "mean age"),
+    ("value_loss", "critic's loss"), ("value_explained_variance", "explained by the critic"),
     ("logprob_mismatch_max", "log-prob mismatch"), ("padding_waste", "padding"), ("learning_rate", "learning rate"),
 )  # fmt: skip
 

@@ -94,6 +94,8 @@ def test_the_critic_is_held_near_its_old_values():
     # Target 1 from 0: at V = 0.8 the clipped value 0.2 is the worse one, and its loss counts.
     got = advantage.clipped_value_loss(np.float32([0.8, 0.1]), np.float32([0, 0]), np.float32([1, 1]), 0.2)
     np.testing.assert_allclose(got, [0.32, 0.405], rtol=1e-5)
+    free = advantage.clipped_value_loss(np.float32([0.8, 0.1]), np.float32([0, 0]), np.float32([1, 1]), 0.0)
+    np.testing.assert_allclose(free, [0.02, 0.405], rtol=1e-5)
 
 
 def test_a_batch_is_standardised_over_all_its_members():

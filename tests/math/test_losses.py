@@ -294,6 +294,19 @@ def test_an_algorithm_that_is_registered_is_built(monkeypatch: pytest.MonkeyPatc
         algorithms.register("half")(lambda learner: made)
 
 
+def test_an_algorithm_that_gives_credit_wants_no_critic(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "from jaxroll.math import algorithms\n"
+        "@algorithms.register('judge')\n"
+        "def judge(learner):\n"
+        "    return algorithms.Algorithm(None, lambda groups: [])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    learner = LearnerConfig(algorithm="judge:judge", advantage="gae", critic="init")
+    with pytest.raises(ConfigError, match=r"learner\.critic = 'init'.*credit by itself"):
+        algorithms.build(learner)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_no_other_estimator_is_a_loss(estimator):
     with pytest.raises(ConfigError, match="k2"):

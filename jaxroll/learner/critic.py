@@ -1,0 +1,214 @@
+"""The critic: a second set of parameters of the same decoder, with one number for every state in place of logits.
+
+It begins as the parameters that the run starts from, its value head at zero, and has an optimizer of its own. Its state
+is a part of the trainer's, so a checkpoint holds it; this file has what is done with it, and keeps nothing. It lies
+beside the parameters, or in the host's memory and on the devices only while it is used.
+
+    values      (params, micro-batch) → V per token                  one per row bucket
+    accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
+    apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
+
+R rows, T tokens of a row. The value of token t is that of the state in which it was drawn: it comes from the hidden
+state at t − 1 of the same segment, as its log-prob does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array, Float
+
+from jaxroll.config import LearnerConfig
+from jaxroll.learner import optimizer, packing, step
+from jaxroll.learner import state as states
+from jaxroll.learner.compiles import AheadOfTime
+from jaxroll.learner.packing import MicroBatch
+from jaxroll.learner.reference import HOST_MEMORY
+from jaxroll.learner.samples import Sample
+from jaxroll.learner.state import Params, TrainState
+from jaxroll.learner.step import Accumulator, Recipe, Streams
+from jaxroll.math import advantage
+from jaxroll.models import transformer
+from jaxroll.models.families import ModelSpec
+from jaxroll.protocols import Progress
+from jaxroll.sharding.rules import Layout, batch_spec, replicated
+
+HEAD = "value"
+BEFORE, TARGET = "value", "target"  # streams: V of the claim's start, and what V should have been
+_SHARED = ("tokens", "positions", "segment_ids", "mask", "weight")  # streams of the policy's that the critic reads
+
+
+def abstract(learner: LearnerConfig, spec: ModelSpec, layout: Layout) -> TrainState | None:
+    """What the state of the critic of a policy of `spec` is, lying where it lies between two uses; None for none."""
+    if learner.critic == "none":
+        return None
+    transform = optimizer.of_critic(learner).transform
+    state = states.abstract(dataclasses.replace(spec, value_head=True), layout, transform)
+    return jax.tree.map(_in_host_memory, state) if learner.critic_offload else state
+
+
+class Critic:
+    """What is done with a critic's state."""
+
+    def __init__(self, learner: LearnerConfig, policy: Recipe) -> None:
+        self.recipe = dataclasses.replace(
+            policy, spec=dataclasses.replace(policy.spec, value_head=True), optimizer=optimizer.of_critic(learner),
+            added=(), lora=None,
+        )  # fmt: skip
+        self.clip, self.offload = learner.value_clip, learner.critic_offload
+        layout, transform = policy.layout, self.recipe.optimizer.transform
+        self.here = states.abstract(self.recipe.spec, layout, transform)  # on the devices
+        kept = abstract(learner, policy.spec, layout)
+        assert kept is not None  # `of` asks
+        self.state: TrainState = kept
+        seen = {"loss": jax.ShapeDtypeStruct((), np.dtype(np.float32))}
+        self.accumulator = step.described(self.here.params, seen, layout.mesh)
+        self._everywhere = replicated(layout.mesh)
+        self._batch = NamedSharding(layout.mesh, batch_spec(layout.rules))
+        self._get = AheadOfTime("critic", policy.row_tokens, self.lowered).get
+
+    @classmethod
+    def of(cls, learner: LearnerConfig, policy: Recipe) -> Critic | None:
+        """The critic that the config asks for, beside a policy of this recipe; None for none."""
+        return None if learner.critic == "none" else cls(learner, policy)
+
+    def compile(self, buckets: Sequence[int], progress: Progress | None = None) -> None:
+        """Compile everything for micro-batches of `buckets` rows."""
+        self._get("zeros", 0, progress)
+        self._get("apply", 0, progress)
+        for rows in buckets:
+            self._get("values", rows, progress)
+            self._get("accumulate", rows, progress)
+
+    def fresh(self, policy: Params) -> TrainState:
+        """The state before the first step, of a run that starts from the parameters `policy`."""
+        spec, layout = self.recipe.spec, self.recipe.layout
+        # Copied: a step donates the parameters that it replaces.
+        params = {name: jnp.copy(policy[name]) for name in self.here.params if name != HEAD}
+        head = self.here.params[HEAD]
+        params[HEAD] = jax.device_put(np.zeros(head.shape, head.dtype), head.sharding)
+        return self._kept(states.fresh(params, spec, layout, self.recipe.optimizer.transform))
+
+    def values(self, state: TrainState, batches: Sequence[Streams]) -> list[np.ndarray]:
+        """V [R, T] of the trained tokens of every micro-batch, 0 elsewhere."""
+        if not batches:
+            return []
+        params = jax.device_put(state.params, step.shardings_of(self.here.params)) if self.offload else state.params
+        return jax.device_get([self._get("values", _rows(of))(params, _shared(of)) for of in batches])
+
+    def placed(self, batch: MicroBatch, samples: Sequence[Sample], streams: Streams) -> Streams:
+        """What the critic is trained on: `streams` (those of the policy, on the devices), values and targets."""
+        given = {BEFORE: [_given(sample.value) for sample in samples],
+                 TARGET: [_given(sample.target) for sample in samples]}  # fmt: skip
+        rows = {name: packing.spread(batch, values) for name, values in given.items()}
+        return _shared(streams) | jax.device_put(rows, self._batch)
+
+    def trained(
+        self, state: TrainState, substeps: Sequence[Sequence[Streams]]
+    ) -> tuple[TrainState, list[dict[str, Any]]]:
+        """The state after one optimizer step over each of `substeps`, and their reports, still on the devices.
+
+        `state` is donated where it lies on the devices.
+        """
+        if self.offload:
+            state = jax.device_put(state, step.shardings_of(self.here))
+        reports, accumulator = [], self._get("zeros")()
+        for batches in substeps:
+            for streams in batches:
+                accumulator = self._get("accumulate", _rows(streams))(state.params, accumulator, streams)
+            state, accumulator, report = self._get("apply")(state, accumulator)
+            reports.append(report)
+        return self._kept(state), reports
+
+    def lowered(self, name: str, rows: int = 0) -> jax.stages.Lowered:
+        """The program before compilation: zeros and apply have no rows."""
+        accumulator, out = self.accumulator, step.shardings_of(self.accumulator)
+        if name == "zeros":
+            return jax.jit(lambda: step.zeroed(accumulator), out_shardings=out).lower()
+        if name == "apply":
+            apply = jax.jit(self._applied, donate_argnums=(0, 1),
+                            out_shardings=(step.shardings_of(self.here), out, self._everywhere))  # fmt: skip
+            return apply.lower(self.here, accumulator)
+        streams = {key: self._stream(rows, packing.STREAMS[key]) for key in _SHARED}
+        if name == "values":
+            return jax.jit(self._values, out_shardings=self._batch).lower(self.here.params, streams)
+        streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in (BEFORE, TARGET)}
+        accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=out)
+        return accumulate.lower(self.here.params, accumulator, streams)
+
+    def _stream(self, rows: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, self.recipe.row_tokens), dtype, sharding=self._batch)
+
+    def _kept(self, state: TrainState) -> TrainState:
+        """`state` where it lies between two uses."""
+        return jax.device_put(state, step.shardings_of(self.state)) if self.offload else state
+
+    def _values(self, params: Params, streams: Streams) -> Array:
+        return jnp.where(streams["mask"], token_values(self.recipe, params, streams), 0.0)
+
+    def _accumulate(self, params: Params, accumulator: Accumulator, streams: Streams) -> Accumulator:
+        """Σ weight · value loss, with the weights and so with the denominators of the policy's loss."""
+
+        def total(params: Params) -> Array:
+            values = token_values(self.recipe, params, streams)
+            loss = advantage.clipped_value_loss(values, streams[BEFORE], streams[TARGET], self.clip)
+            return jnp.sum(jnp.where(streams["mask"], streams["weight"] * loss, 0.0))
+
+        loss, grads = jax.value_and_grad(total)(params)
+        grads = jax.tree.map(lambda held, grad: held + grad.astype(jnp.float32), accumulator.grads, grads)
+        return Accumulator(grads, {"loss": accumulator.statistics["loss"] + loss})
+
+    def _applied(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
+        return step.applied(self.recipe.optimizer, state, accumulator)
+
+
+def token_values(recipe: Recipe, params: Params, streams: Streams) -> Float[Array, "R T"]:
+    """V of every token of packed rows, float32; of no meaning where `mask` is False."""
+    hidden = transformer.forward(
+        recipe.spec, params, streams["tokens"], streams["positions"], streams["segment_ids"], layout=recipe.layout,
+        attention=recipe.attention.name,
+    )  # fmt: skip
+    return jnp.roll(transformer.values(recipe.spec, params, hidden), 1, axis=1)
+
+
+def metrics(samples: Sequence[Sample], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a step says of its critic; `reports` are those of the substeps, on the host.
+
+    The explained variance is 1 − Var(R − V)/Var(R) over the trained tokens, R the target and V the value of the claim's
+    start; None where all targets are equal.
+    """
+    given = [(_given(sample.value)[sample.mask], _given(sample.target)[sample.mask]) for sample in samples]
+    values, targets = (
+        np.concatenate([np.zeros(0), *parts]) for parts in ([v for v, _ in given], [t for _, t in given])
+    )
+    spread = targets.var() if len(targets) else 0.0
+    return {
+        "value_loss": float(np.mean([report["statistics"]["loss"] for report in reports])),
+        "value_explained_variance": float(1 - (targets - values).var() / spread) if spread > 0 else None,
+        "returns_mean": float(targets.mean()) if len(targets) else None,
+        "critic_grad_norm": float(np.mean([report["grad_norm"] for report in reports])),
+    }
+
+
+def _in_host_memory(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    assert isinstance(leaf.sharding, NamedSharding)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding.with_memory_kind(HOST_MEMORY))
+
+
+def _given(values: np.ndarray | None) -> np.ndarray:
+    assert values is not None  # minibatch.prepare gives them to every sample of a run with a critic
+    return values
+
+
+def _rows(streams: Streams) -> int:
+    return streams["tokens"].shape[0]
+
+
+def _shared(streams: Streams) -> dict[str, jax.Array]:
+    return {name: streams[name] for name in _SHARED}
