@@ -37,6 +37,7 @@ FULL: Mapping[str, dict[str, Any]] = {
 }
 ONCE: Mapping[str, dict[str, Any]] = {
     "dapo": {"algorithm": "dapo"},
+    "ppo": {"algorithm": "ppo", "critic": "init"},
     "dr_grpo": {"algorithm": "dr_grpo"},
     "decoupled, masked": {"correction_mode": "mask"},
     "icepop": {"algorithm": "icepop"},
