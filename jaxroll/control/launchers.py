@@ -12,7 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxroll.config import Config
-from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory, memory_fractions, roles_with_devices
+from jaxroll.config.rules import (
+    GPU_SHARE,
+    Inventory,
+    actor_names,
+    check_inventory,
+    memory_fractions,
+    roles_with_devices,
+)
 from jaxroll.control import placement
 from jaxroll.control.program import role_words
 from jaxroll.errors import ConfigError
@@ -73,8 +80,8 @@ def target_of(options: argparse.Namespace) -> Target:
 
 
 def plan(config: Config, target: Target) -> list[Launch]:
-    """What to start where: store, learner, samplers, evaluator. ConfigError when a host has too few devices."""
-    names = ("store", *roles_with_devices(config))
+    """What to start where: store, learner, samplers, evaluator, actors. ConfigError when a host has too few devices."""
+    names = ("store", *roles_with_devices(config), *actor_names(config))
     unknown = [name for name in target.hosts if name not in names and name not in {n.partition("-")[0] for n in names}]
     if unknown:
         raise ConfigError("--on", unknown[0], "no such role in this config", f"Roles: {', '.join(names)}.")
@@ -87,25 +94,36 @@ def plan(config: Config, target: Target) -> list[Launch]:
                           "copy them to the hosts and add --tls=DIR; or add --insecure on a net you trust. Every host "
                           f"needs the run's secret in {TOKEN_VARIABLE}.")  # fmt: skip
     address = f"{target.host('store') if spread else '127.0.0.1'}:{target.port}"
-    return [_launch(name, target, common | envs[name], address, spread) for name in names]
+    if spread and target.tls:
+        common = {**common, TLS_VARIABLE: target.tls}
+    between = _words_between(config, target) if spread else {}
+    return [_launch(name, target, common | envs[name], address, between.get(name, ())) for name in names]
 
 
-def _launch(name: str, target: Target, env: Mapping[str, str], address: str, spread: bool) -> Launch:
+def _words_between(config: Config, target: Target) -> dict[str, tuple[str, ...]]:
+    """By role, the words that let the roles of different hosts find each other; only who is called listens."""
+    called = {"store": (), "learner": (f"--host={target.host('learner')}",)}  # samplers fetch its weights
+    if actors := actor_names(config):  # they ask the samplers
+        samplers = [f"sampler-{index}" for index in range(config.sampler.count)]
+        ports = {name: target.port + 1 + index for index, name in enumerate(samplers)}
+        called |= {name: (f"--host={target.host(name)}", f"--port={port}") for name, port in ports.items()}
+        asked = tuple(f"--sampler={target.host(name)}:{port}" for name, port in ports.items())
+    else:
+        asked = ()
+    insecure = () if target.tls else ("--insecure",)
+    return {name: (*words, *insecure) for name, words in called.items()} | dict.fromkeys(actors, asked)
+
+
+def _launch(name: str, target: Target, env: Mapping[str, str], address: str, between: tuple[str, ...]) -> Launch:
     host = target.host(name)
     argv = [target.python, "-m", "jaxroll", *role_words(name), f"--config={target.config_file}"]
     argv += [*(f"--config.{text}" for text in target.overrides), f"--run={target.run}", f"--store={address}"]
-    if spread:
-        argv += [f"--host={host}"] if name == "learner" else []  # samplers fetch its weights
-        if target.tls:
-            env = {**env, TLS_VARIABLE: target.tls}
-        elif name in ("store", "learner"):  # those who are called
-            argv += ["--insecure"]
-    return Launch(name, host, tuple(argv), env)
+    return Launch(name, host, (*argv, *between), env)
 
 
 def _device_envs(config: Config, target: Target) -> dict[str, placement.Env]:
     wanted = roles_with_devices(config)
-    envs: dict[str, placement.Env] = {"store": placement.cpu_env()}
+    envs: dict[str, placement.Env] = dict.fromkeys(("store", *actor_names(config)), placement.cpu_env())
     for host in dict.fromkeys(map(target.host, wanted)):
         here = {name: count for name, count in wanted.items() if target.host(name) == host}
         if target.kind == "tpu_vm":

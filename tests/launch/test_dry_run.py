@@ -24,6 +24,11 @@ CASES = {
     "gpu_one": ("gpu.sh", ["--devices-per-host=1", "--gpu-memory-mb=81920"]),
     "gpu_eight": ("gpu.sh", ["--devices-per-host=8", "--config.sampler.count=3"]),
     "gpu_three_hosts": ("gpu.sh", [*SPREAD, "--run=runs/x"]),
+    "gpu_actors_tls": (
+        "gpu.sh",
+        ["--config.placement.actors=2", "--config.sampler.count=2", "--tls=runs/x/tls", "--run=runs/x", "--on=store=vm-a"]
+        + ["--on=learner=vm-a", "--on=sampler=vm-b", "--on=actor=vm-c", "--on=evaluator=vm-b", "--devices-per-host=3"],
+    ),
     "gpu_three_hosts_tls": ("gpu.sh", ["--tls=runs/x/tls", *SPREAD[1:], "--run=runs/x"]),
 }
 

@@ -1,0 +1,112 @@
+"""Episodes in processes of their own: the same members, whoever plays them, and whoever is killed meanwhile."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from tests.process.trains import START_S, Train, assert_sound
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+ACTORS = ("actor-0", "actor-1")
+WORDS = ("--config.sft.steps=0", "--config.evaluator.every=0", "--config.supervisor.backoff_s=0.1",
+         f"--config.placement.actors={len(ACTORS)}")  # fmt: skip
+Held = dict[tuple[int, int], int]  # (group, member) → attempt
+
+
+def actor(train: Train, name: str) -> psutil.Process:
+    """The process of an actor that is up."""
+    index = name.partition("-")[2]
+    deadline, pause = time.monotonic() + START_S, threading.Event()
+    while time.monotonic() < deadline:
+        for process in train.children():
+            try:
+                if process.cmdline()[1:5] == ["-m", "jaxroll", "actor", f"--index={index}"]:
+                    return process
+            except (psutil.Error, IndexError):
+                continue
+        pause.wait(0.05)
+    pytest.fail(f"no {name} came up\n{train.logs()}", pytrace=False)
+
+
+def leases(train: Train, holder: str) -> Held:
+    """What `holder` is working on."""
+    sql = f"SELECT group_id, member, attempt FROM leases WHERE holder = '{holder}'"
+    return {(group, member): attempt for group, member, attempt in train.query(sql)}
+
+
+def asking(rows: list[dict], name: str) -> bool:
+    """Whether all that an actor plays waits for an answer of the sampler."""
+    stats = [row for row in rows if row["kind"] == "stats" and row["role"] == name]
+    return bool(stats) and stats[-1]["samplers"]["sampler-0"] == stats[-1]["open"] > 0
+
+
+def killed_at_work(train: Train, victim: psutil.Process, *holders: str, asked: bool = False) -> dict[str, Held]:
+    """Kill -9 of `victim` while all `holders` are in the middle of something, or `asked` it all; what they held."""
+    train.until(lambda rows: all(leases(train, holder) for holder in holders), f"work of {', '.join(holders)}")
+    victim.send_signal(signal.SIGSTOP)  # what it holds now, it holds when it dies
+    if asked:
+        train.until(lambda rows: all(asking(rows, holder) for holder in holders), "requests of all that is held")
+    held = {holder: leases(train, holder) for holder in holders}
+    victim.send_signal(signal.SIGKILL)
+    return held
+
+
+def finished(train: Train) -> dict[tuple[int, int], tuple[int, str]]:
+    """(attempt, holder) of every member that was put."""
+    rows = train.query("SELECT group_id, member, attempt, holder FROM members WHERE digest <> ''")
+    return {(group, member): (attempt, holder) for group, member, attempt, holder in rows}
+
+
+@pytest.mark.soak
+def test_a_run_of_actors_is_the_run_of_its_sampler(tmp_path) -> None:
+    """With α = 0 everything is decided by the seed: groups, members and losses are equal bit for bit."""
+    words = (*WORDS, "--config.task.env=tests.process.dense_reward:dense_reward", "--config.schedule.alpha=0")
+    found = {}
+    for name, more in (("actors", ()), ("sampler", ("--config.placement.actors=0",))):
+        with Train(tmp_path / name, *words, *more) as train:
+            assert train.finish() == 0, train.logs()
+            assert_sound(train, steps=3, alpha=0)
+            members = train.query("SELECT group_id, member, attempt, digest FROM members ORDER BY group_id, member")
+            losses = [(row["loss"], row["grad_norm"]) for row in train.rows if row["kind"] == "step"]
+            assert any(norm for _, norm in losses), "nothing was learned, so weights were all the same"
+            found[name] = members, losses, {holder for _, holder in finished(train).values()}
+            if name == "actors":
+                assert_actors_are_told_of(train)
+    assert found["actors"][:2] == found["sampler"][:2]
+    assert (found["actors"][2], found["sampler"][2]) == (set(ACTORS), {"sampler-0"})
+
+
+def assert_actors_are_told_of(train: Train) -> None:
+    """They report what the sampler reported of episodes, and it what it served."""
+    last = {row["role"]: row for row in train.rows if row["kind"] == "stats"}
+    assert set(last) == {*ACTORS, "sampler-0"}
+    episodes = sum(last[name]["episodes"] for name in ACTORS)
+    assert episodes >= 3 * 16 and last["sampler-0"]["served"] >= episodes
+    assert all(last[name]["failed"] == {} and last[name]["samplers"].keys() == {"sampler-0"} for name in ACTORS)
+    assert sum(len(row["rows"]) for row in train.rows if row["kind"] == "members") >= episodes
+
+
+def test_a_run_survives_the_kill_of_an_actor_and_of_its_sampler_in_mid_episode(free_run_dir) -> None:
+    words = (*WORDS, "--config.task.env=tests.process.slow_reward:slow_reward", "--config.schedule.steps=12",
+             "--config.schedule.window=full", "--config.store.lease_s=20")  # fmt: skip
+    with Train(free_run_dir, *words) as train:
+        train.until_step(2)
+        orphans = killed_at_work(train, actor(train, "actor-0"), "actor-0")["actor-0"]
+        train.until_step(4)
+        waiting = killed_at_work(train, train.role("sampler"), *ACTORS, asked=True)
+        assert train.finish() == 0, train.logs()
+        assert_sound(train, steps=12, alpha=1)
+        assert train.report()["restarts"] == 2
+        done = finished(train)
+        again = {key: done[key][0] for key, attempt in orphans.items() if key in done}
+        assert again and all(attempt > orphans[key] for key, attempt in again.items()), "not sampled again, and there"
+        for holder, held in waiting.items():
+            kept = {key: done[key] for key in held if key in done}
+            assert kept == {key: (held[key], holder) for key in kept} and kept, "a member was lost with the sampler"
+        assert train.query("SELECT kind, error FROM failures") == []
+        assert sum(row.get("repeated", 0) for row in train.rows if row["kind"] == "stats") > 0, "nobody was asking"
