@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from _grpo_work import GROUP, GROUPS, LEARNING_RATE, MAX_NORM, Work
-from _report import ROOT
 from _races import SETTLING, measured
+from _report import ROOT
 
 DEADLINE_S = 300.0
 CONFIG = ROOT / "configs" / "rlvr_tiny.py"

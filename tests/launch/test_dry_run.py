@@ -18,6 +18,8 @@ from jaxroll.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 SPREAD = ["--insecure", "--on=store=vm-a", "--on=learner=vm-a", "--on=sampler-0=vm-b", "--on=evaluator=vm-c"]
+ACTORS_ON = [f"--on={role}" for role in ("store=vm-a", "learner=vm-a", "sampler=vm-b", "evaluator=vm-b", "actor=vm-c")]
+ACTORS_ON += ["--devices-per-host=3"]
 CASES = {
     "tpu_one_host": ("tpu_vm.sh", ["--devices-per-host=8"]),
     "tpu_three_hosts": ("tpu_vm.sh", [*SPREAD, "--zone=us-central2-b", "--run=runs/x", "--workdir=/srv/jaxroll"]),
@@ -26,8 +28,7 @@ CASES = {
     "gpu_three_hosts": ("gpu.sh", [*SPREAD, "--run=runs/x"]),
     "gpu_actors_tls": (
         "gpu.sh",
-        ["--config.placement.actors=2", "--config.sampler.count=2", "--tls=runs/x/tls", "--run=runs/x", "--on=store=vm-a"]
-        + ["--on=learner=vm-a", "--on=sampler=vm-b", "--on=actor=vm-c", "--on=evaluator=vm-b", "--devices-per-host=3"],
+        ["--config.placement.actors=2", "--config.sampler.count=2", "--tls=runs/x/tls", "--run=runs/x", *ACTORS_ON],
     ),
     "gpu_three_hosts_tls": ("gpu.sh", ["--tls=runs/x/tls", *SPREAD[1:], "--run=runs/x"]),
 }

@@ -24,7 +24,6 @@ CHIP_BYTES = 16e9  # high-bandwidth memory of one v5e chip
 Costs = Mapping[tuple[str, bool], Mapping[str, Any]]
 
 pytestmark = [
-    pytest.mark.process,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
         reason=f"libtpu has no wheel for {platform.system()} {platform.machine()} here: nothing to compile with",

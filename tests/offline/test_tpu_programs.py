@@ -41,7 +41,6 @@ PEAK_MB = {"accumulate": 48, "apply": 30, "prefill_16": 18, "extend_16": 20, "in
 Costs = Mapping[str, Mapping[str, Any]]
 
 pytestmark = [
-    pytest.mark.process,
     pytest.mark.skipif(
         importlib.util.find_spec("libtpu") is None,
         reason=f"libtpu has no wheel for {platform.system()} {platform.machine()} here: nothing to compile with",
