@@ -76,7 +76,7 @@ def actor_members(config: Config) -> int:
 
 
 def memory_fractions(config: Config) -> dict[str, float]:
-    """Share of one GPU's memory by process name, when all roles live on it."""
+    """Share of a GPU's memory by process name, when all roles live on the same ones."""
     shares = {"learner": config.placement.learner_memory_fraction,
               "evaluator": config.placement.evaluator_memory_fraction}  # fmt: skip
     return {name: shares.get(name, config.placement.sampler_memory_fraction) for name in roles_with_devices(config)}
@@ -301,15 +301,16 @@ def _check_gpus(config: Config, inventory: Inventory) -> None:
     if inventory.gpus >= sum(wanted.values()):
         return
     spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
-    if inventory.gpus != 1 or any(count > 1 for count in wanted.values()):
+    if inventory.gpus != max(wanted.values()):
         raise ConfigError("placement.platform", "gpu",
                           f"{inventory.gpus} GPUs here, {sum(wanted.values())} needed ({spelled})",
-                          "Use smaller meshes (1 device each: one GPU does), or evaluator.every = 0.")  # fmt: skip
+                          "Use smaller meshes, or evaluator.every = 0; or a largest mesh of as many devices as there "
+                          "are GPUs: then all roles share them.")  # fmt: skip
     shares = memory_fractions(config)
     contexts = GPU_CONTEXT_MB * len(shares) / inventory.gpu_memory_mb if inventory.gpu_memory_mb else 0.0
     total, limit = sum(shares.values()), GPU_SHARE - contexts
     if total > limit + 1e-9:
         raise ConfigError("placement.learner_memory_fraction", config.placement.learner_memory_fraction,
-                          f"the fractions of {', '.join(shares)} sum to {total:.2f}; one GPU of "
+                          f"the fractions of {', '.join(shares)} sum to {total:.2f}; a GPU of "
                           f"{inventory.gpu_memory_mb} MB leaves {limit:.2f} after {len(shares)} contexts",
                           "Lower placement.*_memory_fraction, sampler.count, or set evaluator.every = 0.")  # fmt: skip

@@ -243,7 +243,7 @@ class TransferConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """What hardware a role may take. Fractions apply when roles share one GPU."""
+    """What hardware a role may take. Fractions apply when roles share GPUs."""
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     actors: int = 0  # processes that play the episodes and ask the samplers' engines; 0: the samplers play them

@@ -145,10 +145,10 @@ def _tpu_host(config: Config, here: Mapping[str, int], host: str, target: Target
 def _gpu_host(config: Config, here: Mapping[str, int], host: str, target: Target) -> dict[str, placement.Env]:
     if len(here) == 1:
         return {name: {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{GPU_SHARE:.2f}"} for name in here}
-    if target.devices_per_host == 1 and set(here) == set(roles_with_devices(config)):
-        check_inventory(config, Inventory("gpu", gpus=1, gpu_memory_mb=target.gpu_memory_mb))
-    elif target.devices_per_host != 1 or any(count > 1 for count in here.values()):
+    if target.devices_per_host != max(here.values()):
         _fits(here, host, target)
+    elif set(here) == set(roles_with_devices(config)):
+        check_inventory(config, Inventory("gpu", target.devices_per_host, target.gpu_memory_mb))
     return placement.gpu_env(here, memory_fractions(config), tuple(map(str, range(target.devices_per_host))))
 
 

@@ -51,9 +51,9 @@ def cpu_env(devices: int = 1, threads: int = 1) -> Env:
 
 
 def gpu_env(wanted: Mapping[str, int], shares: Mapping[str, float], gpus: Sequence[str]) -> dict[str, Env]:
-    """GPUs of their own for every role while they last, else all roles on one GPU by memory fractions."""
+    """GPUs of their own for every role while they last, else the same ones for all, by memory fractions."""
     if len(gpus) < sum(wanted.values()):
-        return {name: _gpu(gpus[:1], shares[name]) for name in wanted}
+        return {name: _gpu(gpus[:count], shares[name]) for name, count in wanted.items()}
     envs, start = {}, 0
     for name, count in wanted.items():
         envs[name] = _gpu(gpus[start : start + count], GPU_SHARE)

@@ -95,6 +95,18 @@ def test_roles_on_one_gpu_share_its_memory_within_bounds() -> None:
     assert {spec.env["CUDA_VISIBLE_DEVICES"] for spec in built("one_gpu")[1:]} == {"0"}
 
 
+def test_roles_as_large_as_the_machine_take_turns_on_its_gpus() -> None:
+    config = replace(UNEQUAL, sampler=replace(UNEQUAL.sampler, count=1))
+    envs = placement.device_env(config, Inventory("gpu", 2, 80_000), visible_gpus=["3", "5"])
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in envs.values()] == ["3,5", "3,5", "3"]
+    assert [env["XLA_PYTHON_CLIENT_MEM_FRACTION"] for env in envs.values()] == ["0.40", "0.30", "0.10"]
+    for gpus in (3, 4):
+        with pytest.raises(ConfigError, match=f"{gpus} GPUs here, 5 needed"):
+            placement.device_env(config, Inventory("gpu", gpus, 80_000))
+    with pytest.raises(ConfigError, match=r"sum to 1\.10"):
+        placement.device_env(UNEQUAL, Inventory("gpu", 2, 80_000))
+
+
 def test_an_outer_choice_of_gpus_is_kept() -> None:
     envs = placement.device_env(UNEQUAL, Inventory("gpu", 8, 80_000), visible_gpus=list("abcdefgh"))
     assert [env["CUDA_VISIBLE_DEVICES"] for env in envs.values()] == ["a,b", "c,d", "e,f", "g"]

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,36 @@ CONFIG = configs.load(ROOT / "configs" / "rlvr_tiny.py")
 def test_a_plan_that_cannot_work_is_refused(target: Target, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         launchers.plan(CONFIG, target)
+
+
+def test_roles_of_one_host_share_its_gpus_when_each_would_take_all() -> None:
+    config = configs.load(ROOT / "configs" / "rlvr_tiny.py", ["learner.mesh.fsdp=4", "sampler.mesh.tensor=4"])
+    envs = {one.name: one.env for one in launchers.plan(config, Target("gpu", "c.py", devices_per_host=4))}
+    keys = ("CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    shared = {name: tuple(env[key] for key in keys) for name, env in envs.items() if name != "store"}
+    assert shared == {"learner": ("0,1,2,3", "0.40"), "sampler-0": ("0,1,2,3", "0.30"), "evaluator": ("0", "0.10")}
+    with pytest.raises(ConfigError, match="must have 9"):
+        launchers.plan(config, Target("gpu", "c.py", devices_per_host=8))
+
+
+APART = {"store": "a", "learner": "a", "sampler": "b"}
+QWEN3 = [
+    ("rlvr_qwen3_0p6b", {"kind": "tpu_vm", "devices_per_host": 8}),
+    ("rlvr_qwen3_0p6b", {"kind": "gpu", "devices_per_host": 8}),
+    ("rlvr_qwen3_0p6b", {"kind": "gpu", "devices_per_host": 4, "gpu_memory_mb": 80_000}),
+    ("rlvr_qwen3_8b", {"kind": "tpu_vm", "hosts": APART, "tls": "tls", "zone": "z"}),
+    ("rlvr_qwen3_8b", {"kind": "gpu", "hosts": APART, "tls": "tls"}),
+    ("rlvr_qwen3_8b", {"kind": "gpu", "devices_per_host": 8, "gpu_memory_mb": 80_000}),
+]
+
+
+@pytest.mark.parametrize(("name", "where"), QWEN3)
+def test_a_config_of_qwen3_finds_its_devices_on_tpus_and_on_gpus(name: str, where: dict[str, Any]) -> None:
+    config = configs.load(ROOT / "configs" / f"{name}.py")
+    starts = {one.name: one for one in launchers.plan(config, Target(config_file="c.py", **where))}
+    assert list(starts) == ["store", "learner", "sampler-0"]
+    platform = {"tpu_vm": "tpu", "gpu": "cuda"}[where["kind"]]
+    assert {starts[each].env["JAX_PLATFORMS"] for each in ("learner", "sampler-0")} == {platform}
 
 
 def test_hosts_are_reached_by_quoted_lines_that_a_shell_takes_apart_again(tmp_path: Path) -> None:

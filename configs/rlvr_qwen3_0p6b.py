@@ -1,8 +1,9 @@
-"""Qwen3-0.6B on arithmetic, learner on four devices by fsdp, sampler on four by tensor.
+"""Qwen3-0.6B on arithmetic, learner on four devices by fsdp, sampler on four by tensor; the same file for TPU and GPU.
 
-Command   jaxroll train --config=configs/qwen3_0p6b.py
-Needs     models/Qwen3-0.6B with the weights and tokenizer.json; eight TPU chips or GPUs
-State     a starting point: it never ran on the hardware
+Command   jaxroll train --config=configs/rlvr_qwen3_0p6b.py
+Needs     models/Qwen3-0.6B with the weights and tokenizer.json; a host of eight TPU chips (v5e or later) or eight GPUs,
+          four each; on four GPUs both share all of them
+State     a starting point: its programs compile for a v5e slice (`make soak`), it never ran on the hardware
 """
 
 from ml_collections import ConfigDict
@@ -13,7 +14,7 @@ from jaxroll.config import defaults
 def get_config() -> ConfigDict:
     """No warm start: the model comes trained."""
     config = defaults()
-    config.run.name = "qwen3_0p6b"
+    config.run.name = "rlvr_qwen3_0p6b"
     config.model.size = "qwen3_0p6b"
     config.model.path = "models/Qwen3-0.6B"
     config.model.dtype = "bfloat16"
