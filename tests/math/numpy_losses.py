@@ -93,7 +93,7 @@ def kl_penalty(s, c):
 LOSSES = {
     "grpo": clipped, "dapo": clipped, "dr_grpo": clipped, "icepop": clipped, "tis": clipped, "reinforce_pp": clipped,
     "rloo": clipped, "raft_pp": clipped, "gigpo": clipped, "gspo": gspo, "cispo": cispo, "topr": topr,
-    "raft": likelihood,
+    "raft": likelihood, "ppo": clipped,
 }  # fmt: skip
 
 
