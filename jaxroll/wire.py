@@ -21,6 +21,7 @@ import numpy as np
 PROTOCOL_VERSION = 2
 ARRAY_DTYPES = frozenset({"uint8", "int8", "int32", "int64", "uint32", "float32", "float64", "float16", "bool"})
 MAX_DIMS = 8
+_DIGITS = 40  # of a digest
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in ARRAY_DTYPES}
 _BIG_ENDIAN = {name: np.dtype(name).newbyteorder(">") for name in ARRAY_DTYPES}
 _NAMES = {dtype: name for table in (_LITTLE_ENDIAN, _BIG_ENDIAN) for name, dtype in table.items()}
@@ -92,8 +93,13 @@ def decode(data: bytes, kind: Any) -> Any:
 
 
 def digest(data: bytes) -> str:
-    """The 32 hex digits that identify `data` (blake2b)."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+    """The 40 hex digits that identify `data`: SHA-256, shortened. Processors compute it themselves, unlike blake2b."""
+    return hashlib.sha256(data).hexdigest()[:_DIGITS]
+
+
+def is_digest(said: str, data: bytes) -> bool:
+    """Whether `said` is the digest of `data`: of `digest`, or the 32 digits of blake2b that logs had at first."""
+    return said == (digest(data) if len(said) == _DIGITS else hashlib.blake2b(data, digest_size=16).hexdigest())
 
 
 # --- types with arrays in them: decoded as their shadow, which has raw bytes where they have arrays

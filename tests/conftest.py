@@ -31,7 +31,7 @@ _XLA_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
     "--xla_cpu_collective_call_terminate_timeout_seconds=240",
     "--xla_cpu_collective_timeout_seconds=240",
-    # XLA's own passes as ever, but LLVM's left out: most of the tests' time is compilation, which takes half as long so.
+    # XLA's own passes as ever, but LLVM's left out: compilation is most of the tests' time, and takes half as long so.
     # Roles in processes of their own are compiled as users' are.
     "--xla_backend_optimization_level=0",
 )

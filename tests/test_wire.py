@@ -1,5 +1,7 @@
 """Records survive the wire unchanged, and nothing malformed becomes an array."""
 
+import hashlib
+
 import msgspec
 import numpy as np
 import pytest
@@ -57,3 +59,12 @@ def test_objects_without_a_schema_do_not_travel():
         wire.encode(object())
     with pytest.raises(NotImplementedError, match="complex64"):
         wire.encode(np.zeros(1, np.complex64))
+
+
+def test_a_digest_tells_data_apart_and_those_of_older_logs_are_known_still() -> None:
+    data, other = b"one", b"two"
+    assert wire.digest(data) == wire.digest(bytes(data)) != wire.digest(other) and len(wire.digest(data)) == 40
+    older = hashlib.blake2b(data, digest_size=16).hexdigest()
+    for said in (wire.digest(data), older):
+        assert wire.is_digest(said, data) and not wire.is_digest(said, other)
+    assert not any(wire.is_digest(said, data) for said in ("", older[:-1], wire.digest(data)[:-1], "0" * 40, "0" * 32))

@@ -65,7 +65,7 @@ def decode(data: bytes, snapshot: records.Snapshot) -> Manifest:
         raise DigestMismatch(f"the manifest of {snapshot.version} is not a manifest: {error}") from error
     if manifest.version != snapshot.version:
         raise VersionMixed(f"the manifest is of version {manifest.version}, {snapshot.version} was asked for")
-    if wire.digest(data) != snapshot.manifest_digest:
+    if not wire.is_digest(snapshot.manifest_digest, data):
         raise DigestMismatch(f"the manifest of {snapshot.version} is not the one that was announced")
     for leaf in manifest.leaves:
         _check_leaf(leaf)
