@@ -68,26 +68,40 @@ class Workload:
 
 
 def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
-    """One run: its rate, the seconds of its stages, its accuracies."""
-    words = [f"--config.{key}={value}" for key, value in workload.overrides(folder, alpha, seed, threads).items()]
+    """One run: its rate, the seconds of its stages, its accuracies. Runs of one seed begin with the same warm start."""
+    overrides = workload.overrides(folder, alpha, seed, threads)
     with tempfile.TemporaryDirectory(prefix="race-", dir=folder) as name:
         run_dir, journal = Path(name) / "run", Path(name) / "journal"
         journal.touch()
-        environment = os.environ | {
-            VARIABLE: json.dumps(asdict(replace(workload.race, journal=str(journal)))),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{_HERE}", "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"),
-        }  # fmt: skip
-        command = [sys.executable, "-m", "jaxroll", "train", f"--config={ROOT}/configs/rlvr_tiny.py"]
-        done = subprocess.run(
-            [*command, f"--run={run_dir}", *words], env=environment, capture_output=True, text=True,
-            timeout=DEADLINE_S, check=False,
-        )  # fmt: skip
-        if done.returncode != 0:
-            said = done.stdout[-2000:] + done.stderr[-2000:]
-            raise RuntimeError(f"{workload.name} at α = {alpha:g} ended with {done.returncode}:\n{said}")
+        race = {VARIABLE: json.dumps(asdict(replace(workload.race, journal=str(journal))))}
+        warm = folder / f"{workload.name}-{seed}"
+        if not (warm / "warm").is_dir():
+            _jaxroll("sft", warm, overrides, race)
+        _jaxroll("train", run_dir, overrides | {"model.path": str(warm / "warm"), "sft.steps": 0}, race)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         return measured(rows) | {"lost": losses(run_dir / "store.db", journal.read_text().splitlines())}
+
+
+def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: dict[str, str]) -> None:
+    """`jaxroll train` or `sft` as a user starts it."""
+    environment = os.environ | variables | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{_HERE}", "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"),
+    }  # fmt: skip
+    words = [f"--config.{key}={value}" for key, value in overrides.items()]
+    line = [
+        sys.executable,
+        "-m",
+        "jaxroll",
+        command,
+        f"--config={ROOT}/configs/rlvr_tiny.py",
+        f"--run={run_dir}",
+        *words,
+    ]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if done.returncode != 0:
+        said = done.stdout[-2000:] + done.stderr[-2000:]
+        raise RuntimeError(f"jaxroll {command} in {run_dir} ended with {done.returncode}:\n{said}")
 
 
 def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
