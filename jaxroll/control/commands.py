@@ -249,6 +249,7 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
     folder = options.run
     if options.config:
         config = _config_of_file(options)
+        _check_actor(options, config)
         return config, _joined_run(folder, config, options.words) if folder else _new_run(options, name, config)
     if not folder:
         raise ConfigError("--run", None, "no run named", "Name an existing run (--run=DIR), or give --config=FILE.")
@@ -256,7 +257,20 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
         raise ConfigError(options.overrides[0], folder, "the run has its config already",
                           "Give --config=FILE with overrides, or none.")  # fmt: skip
     path = _absolute(folder)
-    return run_dir.load_config(path), path
+    config = run_dir.load_config(path)
+    _check_actor(options, config)
+    return config, path
+
+
+def _check_actor(options: argparse.Namespace, config: Config) -> None:
+    if options.command != "actor":
+        return
+    if not config.placement.actors:
+        raise ConfigError("placement.actors", 0, "the samplers of this run play the episodes themselves",
+                          "Set it to how many actors there are, for every role of the run.")  # fmt: skip
+    if (named := options.sampler) and len(named) != config.sampler.count:
+        raise ConfigError("--sampler", ",".join(named), f"the run has sampler.count={config.sampler.count}",
+                          "Give the address of each of them once, in their order.")  # fmt: skip
 
 
 def _joined_run(folder: str, config: Config, words: list[str]) -> Path:

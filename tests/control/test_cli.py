@@ -17,6 +17,7 @@ from jaxroll.lifeline import PARENT_ENV
 
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")
+ACTOR = ["actor", f"--config={SMOKE}", "--run=r", "--config.placement.actors=1"]
 
 
 @pytest.fixture
@@ -65,6 +66,8 @@ def test_config_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -
         (["learner", "--run=r", "--resume"], 2, "unknown argument --resume"),
         (["evaluator", "--run=r", "--index=1"], 2, "unknown argument --index=1"),
         (["sampler", f"--config={SMOKE}", "--run=r", "--index=-1"], 64, "--index"),
+        (["actor", f"--config={SMOKE}", "--run=r"], 64, "placement.actors"),
+        ([*ACTOR, "--sampler=h:1", "--sampler=h:2"], 64, "sampler.count=1"),
     ],
 )
 def test_bad_words_end_with_a_sentence_and_leave_nothing(
