@@ -73,14 +73,14 @@ def encode(value: Any) -> bytes:
 
 
 @overload
-def decode(data: bytes, kind: type[T]) -> T: ...
+def decode(data: bytes | memoryview, kind: type[T]) -> T: ...
 
 
 @overload
-def decode(data: bytes, kind: UnionType) -> Any: ...
+def decode(data: bytes | memoryview, kind: UnionType) -> Any: ...
 
 
-def decode(data: bytes, kind: Any) -> Any:
+def decode(data: bytes | memoryview, kind: Any) -> Any:
     """The record of type `kind` in `data`; raises msgspec.ValidationError or DecodeError when it is anything else."""
     decoder, build = _decoder(kind)
     try:
@@ -92,7 +92,7 @@ def decode(data: bytes, kind: Any) -> Any:
     return decoded if build is None else build(decoded)
 
 
-def digest(data: bytes) -> str:
+def digest(data: bytes | memoryview) -> str:
     """The 40 hex digits that identify `data`: SHA-256, shortened. Processors compute it themselves, unlike blake2b."""
     return hashlib.sha256(data).hexdigest()[:_DIGITS]
 

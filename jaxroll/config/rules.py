@@ -21,6 +21,7 @@ GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commi
 GPU_CONTEXT_MB = 512
 GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and whoever else is there
 
+MAX_MEMBER_MB = 8  # that a store takes: looking for the end of nonsense holds everybody up, 8 ms a megabyte
 TOKEN_BYTES = 16  # of a member on the wire: id, mask, log-prob, and what msgpack adds
 
 
@@ -160,6 +161,10 @@ def _check_shapes(config: Config) -> None:
                           "Write for example (16, 32).")  # fmt: skip
     _check_cache(sampler, max(budget, buckets[-1]))
     member_mb = TOKEN_BYTES * budget / 2**20
+    if member_mb > MAX_MEMBER_MB:
+        raise ConfigError("sampling.max_tokens", config.sampling.max_tokens,
+                          f"a member of {budget} tokens has {math.ceil(member_mb)} MB, the store takes {MAX_MEMBER_MB}",
+                          f"Let an episode have at most {MAX_MEMBER_MB * 2**20 // TOKEN_BYTES} tokens.")  # fmt: skip
     if member_mb > config.store.max_message_mb:
         raise ConfigError("store.max_message_mb", config.store.max_message_mb,
                           f"a member of {budget} tokens needs messages of {math.ceil(member_mb)} MB",

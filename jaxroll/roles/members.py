@@ -122,7 +122,7 @@ class Members:
 
 
 async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
-    """Run all jobs until one of them ends, and raise what ended it; the others are cancelled."""
+    """Run all jobs until one of them ends, and raise what ended it; the others are cancelled, and have ended."""
     loops = [asyncio.ensure_future(job) for job in jobs]
     try:
         done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
@@ -131,6 +131,7 @@ async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
     finally:
         for job in loops:
             job.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
 
 
 def training_params(session: Session, tokenizer: Tokenizer) -> SamplingParams:

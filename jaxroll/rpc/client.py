@@ -1,8 +1,10 @@
 """The calling side: finds the server by address or by the file that holds it, and survives its restarts.
 
 Every call is idempotent by contract, so a call that met a dead or a busy server is made again, with back-off, until
-`patience_s` is over. Each attempt has a deadline of its own. When no connection comes about, the handshake is tried
-once more by itself (`tls.diagnosis`): what is wrong with certificates will not mend by waiting.
+`patience_s` is over. For a server that dies it begins anew whenever another call has been answered: one that is killed
+again and again never lives through a call that waits there. Each attempt has a deadline of its own. When no connection
+comes about, the handshake is tried once more by itself (`tls.diagnosis`): what is wrong with certificates will not mend
+by waiting.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from jaxroll.rpc.tls import Material
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.5)
 _DIAGNOSE_EVERY_S = 5.0
 _DOUBT_AFTER = 5  # failures in a row, where calls went through before: a restart is no reason to look at certificates
+_LIVES = 4  # a call that its server never survives ends too
 _TRY_AGAIN = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -66,12 +69,13 @@ class RawClient:
         self._channel: grpc.aio.Channel | None = None
         self._retired: list[grpc.aio.Channel] = []
         self._diagnosed_s, self._failures_before_doubt = float("-inf"), 0
+        self._heard_s = float("-inf")  # when a call was answered last
         self.run_id = ""
         self.position = 0
 
     async def call(self, method: str, body: bytes, deadline_s: float, *, patience_s: float | None = None) -> bytes:
         """The body of the answer. Raises the typed refusal, Unauthorized, or InfraError when patience ends."""
-        give_up = time.monotonic() + (self._patience_s if patience_s is None else patience_s)
+        started, patience_s = time.monotonic(), self._patience_s if patience_s is None else patience_s
         failures = 0
         while True:
             try:
@@ -80,11 +84,13 @@ class RawClient:
             except (grpc.aio.AioRpcError, FileNotFoundError) as error:
                 if failures >= self._failures_before_doubt:
                     await self._raise_if_misfit(method, error)
-                self._raise_if_final(method, error, give_up)
+                lost = isinstance(error, FileNotFoundError) or error.code() is grpc.StatusCode.UNAVAILABLE
+                since = min(max(started, self._heard_s), started + _LIVES * patience_s) if lost else started
+                self._raise_if_final(method, error, since + patience_s)
             self._file = _UNREAD
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1
-        self._failures_before_doubt = _DOUBT_AFTER
+        self._failures_before_doubt, self._heard_s = _DOUBT_AFTER, time.monotonic()
         self.position = max(self.position, envelope.position)
         if envelope.refusal is not None:
             raise error_of(envelope.refusal)

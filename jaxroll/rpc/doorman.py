@@ -47,13 +47,18 @@ class Doorman:
 
     def __init__(self, refused: Refused | None = None) -> None:
         self._refused = refused
-        self._at_once = Credit(_AT_ONCE, _AT_ONCE_PER_S)
+        self._at_once, self._nonsense = (Credit(_AT_ONCE, _AT_ONCE_PER_S) for _ in range(2))
         self._polls: Counter[str] = Counter()
         self.refusals = 0
 
     async def hold(self) -> None:
         """Return after as long as somebody who asks too much has to wait for the answer."""
         await asyncio.sleep(HOLD_S)
+
+    async def misunderstood(self) -> None:
+        """Return when somebody may be told that its message makes no sense. No client of ours says such a thing."""
+        if not self._nonsense.take(asyncio.get_running_loop().time()):
+            await self.hold()
 
     async def turn_away(self, peer: str, who: str, why: str) -> None:
         """Return when the refusal may be told."""

@@ -51,14 +51,17 @@ class Intake:
         """What all bodies may take now."""
         return self._small.held_bytes + self._large.held_bytes
 
-    def body(self, read: Read, declared: int | None, deadline_s: float) -> AbstractAsyncContextManager[bytes]:
+    def body(
+        self, read: Read, declared: int | None, deadline_s: float, max_bytes: int | None = None
+    ) -> AbstractAsyncContextManager[bytes]:
         """The body that `read` gives in pieces; its bytes count until the end of the block.
 
         Without a declared size it is one piece. Malformed, unread when it declares too much; Busy when there is no room
         within the deadline, or when it stops coming.
         """
-        if declared is not None and declared > self.max_body_bytes:
-            raise Malformed(f"a message of {declared} bytes; at most {self.max_body_bytes} are taken")
+        most = self.max_body_bytes if max_bytes is None else min(max_bytes, self.max_body_bytes)
+        if declared is not None and declared > most:
+            raise Malformed(f"a message of {declared} bytes; at most {most} are taken")
         size = max(PIECE_BYTES, declared or 0)  # a piece is read whole, however little was declared
         return _Body(self._small if size == PIECE_BYTES else self._large, size, read, declared, min(deadline_s, READ_S))
 

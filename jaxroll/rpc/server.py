@@ -51,11 +51,15 @@ Handler = Callable[[Caller, bytes], Awaitable[bytes]]
 
 @dataclass(frozen=True)
 class Method:
-    """A method and the rights that may call it. `held`: it may wait for something to happen before it answers."""
+    """A method and the rights that may call it. `held`: it may wait for something to happen before it answers.
+
+    `max_bytes` of a message, where that is less than what the server takes of any.
+    """
 
     handler: Handler
     rights: frozenset[str]
     held: bool = False
+    max_bytes: int | None = None
 
 
 class RawServer:
@@ -177,19 +181,25 @@ class _Door(grpc.GenericRpcHandler):
             left_s = context.time_remaining()
             peer = context.peer() or ""
             known = replace(caller, peer=peer, deadline_s=left_s if left_s else limits.MAX_WAIT_S)
+            body = b""
             try:
                 with self._doorman.poll(peer) if method.held else contextlib.nullcontext():
-                    async with self._intake.body(context.read, declared, known.deadline_s) as body:
+                    async with self._intake.body(context.read, declared, known.deadline_s, method.max_bytes) as body:
                         return await self._answer(method, known, body)
             except (Malformed, msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-                await context.abort(Code.INVALID_ARGUMENT, f"malformed message: {error}"[:500])
+                late = Code.INVALID_ARGUMENT, f"malformed message: {error}"[:500]
             except Crowded as error:
-                await self._doorman.hold()
-                await context.abort(Code.RESOURCE_EXHAUSTED, str(error))
+                late = Code.RESOURCE_EXHAUSTED, str(error)
             except Busy as error:
                 await context.abort(Code.RESOURCE_EXHAUSTED, str(error))
             except InfraError as error:
                 await context.abort(Code.UNAVAILABLE, str(error))
+            del body  # and with the exception its traceback: nothing large is kept while the answer is held back
+            if late[0] is Code.INVALID_ARGUMENT:
+                await self._doorman.misunderstood()
+            else:
+                await self._doorman.hold()
+            await context.abort(*late)
             return b""
 
         return answer

@@ -9,7 +9,20 @@ from jaxroll.records import Version
 from jaxroll.store import cuts, difficulty, speeds
 from jaxroll.store import events as ev
 from jaxroll.store.settings import FILTERED
-from jaxroll.store.state import DONE, DROPPED, FREE, LEASED, Batch, Group, LeaseReceipt, Lineage, Slot, State, base_step
+from jaxroll.store.state import (
+    DONE,
+    DROPPED,
+    FREE,
+    LEASED,
+    NAMES_KNOWN,
+    Batch,
+    Group,
+    LeaseReceipt,
+    Lineage,
+    Slot,
+    State,
+    base_step,
+)  # fmt: skip
 
 
 def apply(state: State, event: ev.Event, now_s: float) -> None:
@@ -153,9 +166,10 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
         group = state.held[gid] = state.open.pop(gid)
         group.step = e.step
         _count_trained(state, group)
-    cut = state.claim_cuts[e.step] = cuts.cut_of(state)
+    if (cut := cuts.cut_of(state)) is not None:
+        state.claim_cuts[e.step] = cut
+        state.stream = {ordinal: after for ordinal, after in state.stream.items() if ordinal >= cut.ordinal - 1}
     state.batches[e.step] = Batch(e.step, e.groups, e.shuffle_seed)
-    state.stream = {ordinal: after for ordinal, after in state.stream.items() if ordinal >= cut.ordinal - 1}
     state.next_claim, state.filtered = e.step + 1, 0
     state.tokens_masked += e.masked_tokens
     state.pace = e.pace if e.pace is not None else state.pace
@@ -244,8 +258,10 @@ def _forked(state: State, version: Version, cut: ev.Cut) -> None:
 
 
 def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
-    state.receipts.pop(state.sessions.get(e.name, ""), None)
-    state.sessions[e.name] = e.session
+    state.receipts.pop(state.sessions.pop(e.name, ""), None)
+    state.sessions[e.name] = e.session  # the newest stands last
+    if len(state.sessions) > NAMES_KNOWN:
+        state.receipts.pop(state.sessions.pop(next(iter(state.sessions))), None)
 
 
 def _data_ended(state: State, e: ev.DataEnded, now_s: float) -> None:

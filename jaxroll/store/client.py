@@ -53,8 +53,12 @@ class StoreClient:
         patience_s: float = 60.0,
         call_s: float = _CALL_S,
         run_dir: Path | None = None,
+        session: str = "",
     ) -> StoreClient:
         """A client that the store has welcomed. `address` is host:port, or the file (RUN/store.addr) that holds it.
+
+        `session` is that of another client whose claims this one fetches rows of: the hosts of one learner are one
+        caller, and have one name. Without it the client is a process of its own.
 
         Without `token` it is taken from JAXROLL_TOKEN or from RUN/token, as certificates are from JAXROLL_TLS or
         RUN/tls; RUN is `run_dir`, or the address file's folder.
@@ -65,6 +69,7 @@ class StoreClient:
             msg.SERVICE, address, role=role, name=name, token=token or auth.load(run_dir), patience_s=patience_s,
             max_message_bytes=MAX_MESSAGE_BYTES, config_digest=config_digest, tls=tls.load(run_dir),
         )  # fmt: skip
+        raw.session = session or raw.session
         client = cls(raw, config_digest, call_s)
         async with contextlib.AsyncExitStack() as unless_welcome:
             unless_welcome.push_async_callback(raw.close)
@@ -72,6 +77,11 @@ class StoreClient:
             unless_welcome.pop_all()
         raw.run_id = client.welcome.run_id
         return client
+
+    @property
+    def session(self) -> str:
+        """What names this process among those that had its name."""
+        return self._raw.session
 
     @property
     def position(self) -> int:
@@ -106,16 +116,21 @@ class StoreClient:
         """Give leases back."""
         await self._call("Release", msg.Members(tuple((g, m, a) for g, m, a in grants)), msg.Members)
 
-    async def claim(self, lineage: int, step: int, wait_s: float = 0.0) -> Claim:
-        """The batch of `step`. Raises NotReady when it is not complete within `wait_s`."""
+    async def claim(self, lineage: int, step: int, wait_s: float = 0.0, rows: range | None = None) -> Claim:
+        """The batch of `step`. Raises NotReady when it is not complete within `wait_s`.
+
+        With `rows` only these of its members, counted over its groups in their order: what one of a learner's hosts
+        computes. The groups at both ends may then come in part.
+        """
+        start, stop = (rows.start, rows.stop) if rows is not None else (0, None)
 
         async def ask(left_s: float) -> msg.ClaimPage:
-            return await self._call("Claim", msg.ClaimCall(lineage, step, left_s), msg.ClaimPage, left_s)
+            return await self._call("Claim", msg.ClaimCall(lineage, step, left_s, start, stop), msg.ClaimPage, left_s)
 
         first = page = await _until(ask, wait_s, NotReady)
         parts = list(page.parts)
         while page.next_start is not None:
-            page = await self._call("Claim", msg.ClaimCall(lineage, step, 0.0, page.next_start), msg.ClaimPage)
+            page = await self._call("Claim", msg.ClaimCall(lineage, step, 0.0, page.next_start, stop), msg.ClaimPage)
             parts += page.parts
         return Claim(
             first.step, first.lineage, _joined(parts), first.shuffle_seed, first.replayed, first.checkpoint_wanted

@@ -14,7 +14,7 @@ from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
 from jaxroll.store import schema
 from jaxroll.store.core import Core
-from jaxroll.store.log import Log, Recovered
+from jaxroll.store.log import Log
 from jaxroll.store.settings import Settings
 from jaxroll.store.shares import free_members
 from jaxroll.store.state import State
@@ -33,9 +33,10 @@ class Keeper:
         known = log.recovered
         self.core = Core.recovered(settings, known.state, known.events, clock.now_s())
         self.wakeups, self.untold = Wakeups(), Untold()
-        log.recovered = Recovered(known.run_id, None, ())  # megabytes that nobody needs any more
+        log.begin(self.core.state)
         self._records, self._bytes = len(known.events), known.log_bytes
         self.on_acked: Callable[[], None] = lambda: None
+        self.on_closed: Callable[[str], None] = lambda reason: None  # by the run itself: nobody asked for it
         log.append(schema.rules(msgspec.json.encode(settings).decode()))
 
     @property
@@ -56,6 +57,10 @@ class Keeper:
         decision = self.core.handle(request, self._clock.now_s())
         self._log(decision.events, before, payload)
         self._wake(decision.events)
+        if not isinstance(request, rq.Close):
+            for event in decision.events:
+                if isinstance(event, ev.RunClosed):
+                    self.on_closed(event.reason)
         if decision.ended:
             self.untold.add(decision.ended)
             self.wakeups.notify(ENDED)

@@ -66,6 +66,12 @@ class PutCall(msgspec.Struct, frozen=True):
     members: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_PUTS)]
 
 
+class PutBodies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A PutCall as the store reads it: its members are views of the message, which may be large."""
+
+    members: Annotated[tuple[memoryview, ...], msgspec.Meta(max_length=MAX_PUTS)]
+
+
 class PutAnswer(msgspec.Struct, frozen=True, array_like=True):
     """Of one member: OK or SURPLUS, or why it is refused."""
 
@@ -84,12 +90,13 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class ClaimCall(msgspec.Struct, frozen=True):
-    """The batch of a step, from its `start`-th member on; only a call with start 0 waits."""
+    """The batch of a step: its members from the `start`-th to before the `stop`-th, or to the last."""
 
     lineage: Count
     step: Count
     wait_s: float
     start: Count = 0
+    stop: Count | None = None
 
 
 class ClaimPart(msgspec.Struct, frozen=True):

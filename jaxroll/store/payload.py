@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
 
 from jaxroll import wire
+from jaxroll.config.rules import MAX_MEMBER_MB
 from jaxroll.errors import StoreRefusal
-from jaxroll.records import Finished, Member, Segment, ages
+from jaxroll.records import MAX_SEGMENTS, Count, Finished, Member, Segment, ages
 from jaxroll.store.requests import PutMember, Recorded
 
 FAILURE_KINDS = ("INFRA", "DATA")
@@ -16,15 +19,34 @@ _KINDS = (np.dtype("int32"), np.dtype("uint8"), np.dtype("float32"))
 _LARGEST_ID = 2**53  # of a group: what every table and JSON reader can hold
 
 
-def check_key(member: Member) -> None:
-    """StoreRefusal unless group, member and attempt are numbers the log can hold."""
-    key = (member.group, member.member, member.attempt)
-    if not all(0 <= number < _LARGEST_ID for number in key):
-        raise StoreRefusal(f"put {key}: not a member of any group")
+class Outline(msgspec.Struct, frozen=True):
+    """How many segments a member has; a failed one has none."""
+
+    segments: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
 
 
-def put_request(body: bytes, member: Member, recorded: Recorded | None = None) -> PutMember:
-    """The request that `body` (the bytes of `member`) makes; StoreRefusal when the member contradicts itself."""
+class Key(msgspec.Struct, frozen=True):
+    """Which member the bytes of a records.Member are of; what it carries is counted, not looked at."""
+
+    group: Count
+    member: Count
+    attempt: Count
+    outcome: Outline
+
+
+def key_of(body: bytes | memoryview) -> Key:
+    """The key in the bytes of a member; StoreRefusal unless it is made of numbers the log can hold."""
+    if len(body) > MAX_MEMBER_MB * 2**20:
+        raise StoreRefusal(f"put: a member of {len(body)} bytes; at most {MAX_MEMBER_MB} MB are taken")
+    key = wire.decode(body, Key)
+    if not all(0 <= number < _LARGEST_ID for number in (key.group, key.member, key.attempt)):
+        raise StoreRefusal(f"put {(key.group, key.member, key.attempt)}: not a member of any group")
+    return key
+
+
+def put_request(body: bytes | memoryview, recorded: Recorded | None = None) -> PutMember:
+    """The request that the bytes of a member make; StoreRefusal when it contradicts itself, else msgspec's errors."""
+    member = wire.decode(body, Member)
     outcome = member.outcome
     key, digest = (member.group, member.member, member.attempt), wire.digest(body)
     if isinstance(outcome, Finished):

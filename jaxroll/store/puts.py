@@ -14,14 +14,13 @@ from jaxroll.store.work import Decision, refuse
 
 def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Decision:
     """OK once and for all for the first put of an attempt that still counts; see promise 2."""
-    if not 0 <= r.group < state.next_group:
-        return refuse(StaleClient(f"group {r.group} was never issued in this run"))
+    settled = by_key(state, r.group, r.member, r.attempt)
+    if settled is not None:
+        return Decision(reply=settled)
     group = state.find(r.group)
     if group is None:
         return Decision(reply=_put_after_end(r))
-    slot = slot_of(group, r.member)
-    if slot is None:
-        return refuse(StaleClient(f"group {r.group} has no member {r.member}"))
+    slot = group.slots[r.member]
     known = _put_known(r, slot)
     if known is not None:
         return Decision(reply=known)
@@ -33,6 +32,31 @@ def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Deci
     took_s = _took_s(slot, now_s)
     put = ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs, r.reward, took_s)
     return Decision([put, *after_put(settings, state, group, put)], "OK")
+
+
+def by_key(state: State, group: int, member: int, attempt: int) -> str | StoreRefusal | None:
+    """The answer to a put whatever it carries; None when that depends on what it carries."""
+    if not 0 <= group < state.next_group:
+        return StaleClient(f"group {group} was never issued in this run")
+    if (alive := state.find(group)) is None:
+        return None
+    slot = slot_of(alive, member)
+    if slot is None:
+        return StaleClient(f"group {group} has no member {member}")
+    return None if 1 <= attempt == slot.failed_attempt else _put_elsewhere(f"{group}.{member}", attempt, slot)
+
+
+def _put_elsewhere(name: str, attempt: int, slot: Slot) -> str | StoreRefusal | None:
+    """The answer to an attempt that is not the slot's own; None to one that is."""
+    if slot.status == DROPPED:
+        return "SURPLUS"
+    if attempt < slot.attempt:
+        return Fenced(f"member {name} is at attempt {slot.attempt}, this is {attempt}")
+    if 1 <= attempt <= slot.fenced:
+        return Fenced(f"member {name}: a rewind ended attempt {attempt}")
+    if attempt > slot.attempt or attempt < 1:
+        return Fenced(f"member {name}: attempt {attempt} was never granted")
+    return None
 
 
 def _took_s(slot: Slot, now_s: float) -> float:
@@ -52,14 +76,9 @@ def _put_known(r: rq.PutMember, slot: Slot) -> str | StoreRefusal | None:
     """The answer to a put that the slot's history settles; None when the put is news."""
     if r.attempt == slot.failed_attempt and r.digest == slot.failed_digest:
         return "OK"
-    if slot.status == DROPPED:
-        return "SURPLUS"
-    if r.attempt < slot.attempt:
-        return Fenced(f"member {r.group}.{r.member} is at attempt {slot.attempt}, this is {r.attempt}")
-    if 1 <= r.attempt <= slot.fenced:
-        return Fenced(f"member {r.group}.{r.member}: a rewind ended attempt {r.attempt}")
-    if r.attempt > slot.attempt or r.attempt < 1:
-        return Fenced(f"member {r.group}.{r.member}: attempt {r.attempt} was never granted")
+    elsewhere = _put_elsewhere(f"{r.group}.{r.member}", r.attempt, slot)
+    if elsewhere is not None:
+        return elsewhere
     if slot.status == DONE:
         return "OK" if r.digest == slot.digest else _conflict(r)
     if r.attempt == slot.failed_attempt:

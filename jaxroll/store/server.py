@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ ROW_EVERY_S = 2.0
 LINGER_S = 30.0  # a closed run is still answered for this long after the last call
 _LOCALLY = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}  # where a store that listens everywhere is found here
 _GRACE_S = 0.5
+_SWITCH_S = 0.0005  # the loop gets its turn so soon after it asks, whatever another thread is at (large members)
 _TICK_S = 1.0
 _STOOD_STILL_S = 1.0  # a tick this much late was the machine's fault, and no holder's
 _PROMPTS_AHEAD = 256
@@ -56,11 +58,12 @@ async def serve(
 
     InfraError when the log fails, the feeder fails, or another store has the run open.
     """
-    settings = Settings.of(config)
+    settings, before_s = Settings.of(config), sys.getswitchinterval()
     secret, certificates = auth.load_secret(run_dir), tls.load(run_dir)
     kept = config.store
     log = Log(run_dir, history_bytes=kept.history_mb * 2**20, keep_bytes=kept.keep_trajectories_mb * 2**20)
     try:
+        sys.setswitchinterval(_SWITCH_S)
         keeper = Keeper(settings, log, clock or MonotonicClock())
         metrics = JsonlTracker(run_dir / METRICS_FILE)
         try:
@@ -79,9 +82,11 @@ async def serve(
                 await store.run()
             finally:
                 await server.stop(_GRACE_S)
+                store.service.close()
         finally:
             metrics.close()
     finally:
+        sys.setswitchinterval(before_s)
         await log.close()
 
 
@@ -92,6 +97,7 @@ class _Store:
         self._config, self._keeper, self._metrics, self._linger_s = config.store, keeper, metrics, linger_s
         keeper.decide(rq.Open())
         keeper.on_acked = self._write_row
+        keeper.on_closed = lambda reason: self.audit.by_itself("Close", reason)
         ahead = min(keeper.settings.limiter.window(0), _PROMPTS_AHEAD)
         self._prompts = PromptBuffer(
             feeder, ahead, lambda: keeper.wakeups.notify(LEASE), lambda: keeper.decide(rq.EndData())
@@ -165,7 +171,9 @@ class _Store:
             self._named_at_s = now_s
             self._event(f"nothing moved for {still_s:.0f} s; waiting for: {waited_for}")
         if still_s >= self._config.stall_abort_s:
-            self._keeper.decide(rq.Close(f"stalled for {still_s:.0f} s; waited for: {waited_for}"))
+            why = f"stalled for {still_s:.0f} s; waited for: {waited_for}"
+            self._keeper.decide(rq.Close(why))
+            self.audit.by_itself("Close", why)
 
     def _is_stalled(self, now_s: float) -> bool:
         return now_s - self._keeper.state.moved_at_s >= min(self._config.stall_s, self._config.stall_abort_s)

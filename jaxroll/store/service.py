@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,24 +16,26 @@ import msgspec
 from jaxroll import wire
 from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
-from jaxroll.records import Member, Snapshot, Version
+from jaxroll.records import Snapshot, Version
 from jaxroll.rpc import limits
 from jaxroll.rpc.envelope import refusal_of
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
+from jaxroll.store import puts, schema
 from jaxroll.store import requests as rq
-from jaxroll.store import schema
 from jaxroll.store.admission import checkpoint_wanted
 from jaxroll.store.audit import Audit
 from jaxroll.store.guests import NAMES_KEPT, Guests, Recent
 from jaxroll.store.keeper import Keeper
-from jaxroll.store.payload import check_key, masked, put_request
+from jaxroll.store.payload import Key, key_of, masked, put_request
 from jaxroll.store.prompts import PromptBuffer
-from jaxroll.store.state import Batch
+from jaxroll.store.state import NAMES_KNOWN, Batch
 from jaxroll.store.waits import status
 from jaxroll.store.wakeups import CLAIM, ENDED, LEASE, PUBLISHED
 
 PAGE_BYTES = 8 * 2**20
+_TURN_S = 0.005  # of one call among others
+_AT_ONCE_BYTES, _AT_ONCE_SEGMENTS = 2**18, 64  # of a member that is looked at on the loop: a millisecond, mostly
 _REPLY_MARGIN_S = 0.5  # an answer leaves this long before its caller's deadline
 
 WORKERS = frozenset({"sampler", "admin"})
@@ -39,6 +45,8 @@ _WITH_LEASES = frozenset({"sampler", "learner"})  # whose former process must be
 _HELD = frozenset({"Lease", "Ended", "Claim", "Published"})  # these wait for something to happen
 MAX_MEMBERS_PER_LEASE = 4096
 MAX_REPORT_BYTES = 4 * 2**20
+_MAX_CALL_BYTES = 2**20  # of all messages but those of `_LARGE`; for puts as much as the server takes
+_LARGE = {"Put": None, "Report": MAX_REPORT_BYTES + 2**20, "Renew": 2**22, "Release": 2**22}  # 65,536 keys
 
 
 class StoreService:
@@ -61,6 +69,7 @@ class StoreService:
         self._last_report: dict[str, str] = Recent(NAMES_KEPT)
         self.holders: dict[str, Version | None] = Recent(NAMES_KEPT)  # the version that each caller says it holds
         self.last_call_s = keeper.now_s()
+        self._aside = ThreadPoolExecutor(1, "large-puts")  # one: it has its turns with the loop, 5 ms each
 
     def methods(self) -> dict[str, Method]:
         """Every method with who may call it."""
@@ -82,7 +91,7 @@ class StoreService:
             "Close": (self._close, LEARNERS),
         }
         return {
-            name: Method(self._answering(name, handler), rights, held=name in _HELD)
+            name: Method(self._answering(name, handler), rights, name in _HELD, _LARGE.get(name, _MAX_CALL_BYTES))
             for name, (handler, rights) in table.items()
         }
 
@@ -90,11 +99,15 @@ class StoreService:
         async def answer(caller: Caller, body: bytes) -> bytes:
             self.last_call_s = self._keeper.now_s()
             if name != "Hello":
-                greeted = caller.right not in _WITH_LEASES or caller.name in self._keeper.state.sessions
-                self._guests.check_call(caller, greeted)
+                self._guests.check_call(caller, caller.right not in _WITH_LEASES or self._greeted(caller.name))
             return wire.encode(await handler(caller, body))
 
         return answer
+
+    def _greeted(self, name: str) -> bool:
+        """As far as is known: of so many names that some were forgotten, whoever knows the run's id said hello once."""
+        known = self._keeper.state.sessions
+        return name in known or len(known) >= NAMES_KNOWN
 
     def _wait_s(self, caller: Caller, wanted_s: float) -> float:
         """How long a call may be held: what it asked for, within limits and its deadline."""
@@ -152,24 +165,46 @@ class StoreService:
         return msg.Members(())
 
     async def _put(self, caller: Caller, body: bytes) -> msg.PutReply:
-        """Decides member by member, and answers for all of them once all are on disk."""
-        members = wire.decode(body, msg.PutCall).members
-        answers = tuple([await self._put_one(caller, one) for one in members])
-        await self._keeper.log.committed()
-        return msg.PutReply(answers)
+        """Decides member by member, and answers for all of them once all are on disk.
 
-    async def _put_one(self, caller: Caller, body: bytes) -> msg.PutAnswer:
-        member = wire.decode(body, Member)
+        Others have their turn in between: a call may hold seconds of decoding, and nobody else is answered meanwhile.
+        """
+        answers, turn_ends = [], time.monotonic() + _TURN_S
+        for one in wire.decode(body, msg.PutBodies).members:
+            answers.append(await self._put_one(caller, one))
+            if time.monotonic() > turn_ends:
+                await asyncio.sleep(0)
+                turn_ends = time.monotonic() + _TURN_S
+        await self._keeper.log.committed()
+        return msg.PutReply(tuple(answers))
+
+    async def _put_one(self, caller: Caller, body: memoryview) -> msg.PutAnswer:
         try:
-            check_key(member)
-            recorded = None
-            if self._keeper.state.find(member.group) is None:
-                recorded = await self._keeper.log.recorded(member.group, member.member)
-            request = put_request(body, member, recorded)
-            reply = self._decide_put(caller, request, schema.payload(member.group, member.member, body))
+            key = key_of(body)
+            reply = puts.by_key(self._keeper.state, key.group, key.member, key.attempt)
+            if reply is None:  # else what it carries costs nothing
+                was_alive = self._is_alive(key.group)
+                recorded = None if was_alive else await self._keeper.log.recorded(key.group, key.member)
+                request = await self._request_of(key, body, recorded)
+                if was_alive and not self._is_alive(key.group):  # its group ended while it was looked at
+                    request = replace(request, recorded=await self._keeper.log.recorded(key.group, key.member))
+                reply = self._decide_put(caller, request, schema.payload(key.group, key.member, body))
         except StoreRefusal as refusal:
             reply = refusal
         return msg.PutAnswer("", refusal_of(reply)) if isinstance(reply, StoreRefusal) else msg.PutAnswer(reply)
+
+    def _is_alive(self, group: int) -> bool:
+        return self._keeper.state.find(group) is not None
+
+    async def _request_of(self, key: Key, body: memoryview, recorded: rq.Recorded | None) -> rq.PutMember:
+        """Large members are looked at in a thread: of thousands of segments one alone would hold up everybody."""
+        if len(body) <= _AT_ONCE_BYTES and len(key.outcome.segments) <= _AT_ONCE_SEGMENTS:
+            return put_request(body, recorded)
+        return await asyncio.get_running_loop().run_in_executor(self._aside, put_request, body, recorded)
+
+    def close(self) -> None:
+        """Let go of the thread."""
+        self._aside.shutdown(wait=False, cancel_futures=True)
 
     def _decide_put(self, caller: Caller, request: rq.PutMember, payload: schema.Statement) -> str | StoreRefusal:
         """The answer; when a group dies of a member that failed, the audit says so."""
@@ -185,7 +220,7 @@ class StoreService:
     async def _claim(self, caller: Caller, body: bytes) -> msg.ClaimPage:
         call = wire.decode(body, msg.ClaimCall)
         request = rq.ClaimStep(caller.session, call.lineage, call.step)
-        wait_s = self._wait_s(caller, call.wait_s) if call.start == 0 else 0.0
+        wait_s = self._wait_s(caller, call.wait_s)
         batch = await self._keeper.answer_when_ready(lambda: self._keeper.decide(request), CLAIM, wait_s)
         return await self._page(call, batch)
 
@@ -198,6 +233,8 @@ class StoreService:
         next_start: int | None = None
         for group in groups:
             numbers = [m for m, _ in group.done()]
+            if call.stop is not None and position >= call.stop:
+                break
             if position + len(numbers) <= call.start:
                 position += len(numbers)
                 continue
@@ -205,7 +242,7 @@ class StoreService:
             taken: list[bytes] = []
             for number in numbers:
                 data = bodies[number]
-                if position >= call.start and next_start is None:
+                if call.start <= position and (call.stop is None or position < call.stop) and next_start is None:
                     if size and size + len(data) > self._page_bytes:
                         next_start = position
                     else:

@@ -17,6 +17,7 @@ from jaxroll.store.difficulty import Lengths, Question
 from jaxroll.store.events import Cut
 
 FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
+NAMES_KNOWN = 10_000
 
 
 class Slot(msgspec.Struct, gc=False):
@@ -165,7 +166,7 @@ class State(msgspec.Struct):
     data_ended: bool = False
     closed: str = ""
     receipts: dict[str, LeaseReceipt] = {}
-    sessions: dict[str, str] = {}  # name → its newest session
+    sessions: dict[str, str] = {}  # name → its newest session, of the NAMES_KNOWN that joined last
     ready_places: int = 0
     trimmed: int = 0
     expired: dict[str, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import msgspec
 import pytest
 
 from jaxroll.errors import ConfigError, DeadlineExceeded, Fenced, InfraError, StoreRefusal, Unauthorized
+from jaxroll.rpc import client as rpc_client
+from jaxroll.rpc import doorman
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.server import Caller, Method, RawServer
 
@@ -108,6 +111,54 @@ def test_refusals_are_raised_at_once() -> None:
     run(calls())
 
 
+def test_who_talks_nonsense_without_end_is_answered_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first twenty are told at once; that mends nothing at a caller that goes on, and costs the others."""
+    held: list[int] = []
+
+    async def hold(_: doorman.Doorman) -> None:
+        held.append(1)
+
+    async def calls() -> None:
+        async with server(Service()) as port, client(f"127.0.0.1:{port}") as raw:
+            for _ in range(60):
+                with pytest.raises(StoreRefusal, match="malformed"):
+                    await raw.call("malformed", b"\xc1", 5.0)
+            assert await raw.call("echo", b"good", 5.0) == b"good"
+
+    monkeypatch.setattr(doorman.Doorman, "hold", hold)
+    run(calls())
+    assert 20 <= len(held) <= 40, "of sixty the first twenty, and two a second more"
+
+
+def test_nothing_large_is_kept_while_an_answer_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message without sense: not by the call that waits, and not by the error that says so."""
+    seen: list[int] = []
+
+    async def hold(_: doorman.Doorman) -> None:
+        gc.collect()
+        seen.append(sum(len(one) for one in gc.get_objects() if type(one) is Body))
+
+    async def malformed(caller: Caller, body: bytes) -> bytes:
+        kept = Body([body])
+        return msgspec.msgpack.decode(b"\xc1" + kept[0], type=bytes)
+
+    async def calls() -> None:
+        service = Service()
+        monkeypatch.setattr(service, "malformed", malformed)
+        async with server(service) as port, client(f"127.0.0.1:{port}") as raw:
+            for _ in range(30):
+                with pytest.raises(StoreRefusal, match="malformed"):
+                    await raw.call("malformed", bytes(1000), 5.0)
+
+    monkeypatch.setattr(doorman.Doorman, "hold", hold)
+    run(calls())
+    assert seen and max(seen) == 0
+
+
+class Body(list):
+    """What a handler holds of a message."""
+
+
 def test_tokens_are_checked_on_every_call() -> None:
     async def calls() -> None:
         service = Service()
@@ -134,6 +185,52 @@ def test_patience_outlives_failures_and_ends() -> None:
                 await raw.call("flaky", b"", 5.0, patience_s=0.3)
             with pytest.raises(DeadlineExceeded, match="patience is over"):
                 await raw.call("hang", b"", 0.2, patience_s=0.3)
+
+    run(calls())
+
+
+def test_a_call_that_waits_outlives_many_servers_and_not_their_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten lives of a server, each too short for what waits there, and longer together than a call's patience."""
+    service, asked = Service(), asyncio.Event()
+
+    async def wait(caller: Caller, body: bytes) -> bytes:
+        asked.set()
+        return await (asyncio.Event().wait() if body == b"wait" else service.echo(caller, body)) and body
+
+    monkeypatch.setattr(service, "hang", wait)
+
+    async def calls() -> None:
+        async with server(service) as port:
+            pass
+        async with client(f"127.0.0.1:{port}", patience_s=1.0) as raw:
+            started = time.monotonic()
+            waiting = asyncio.ensure_future(raw.call("hang", b"wait", 30.0))
+            lives = 0
+            while lives < 10 or time.monotonic() - started < 2.0:
+                asked.clear()
+                async with server(service, port):
+                    assert await raw.call("echo", b"there", 5.0) == b"there"
+                    await asked.wait()
+                assert not waiting.done(), waiting
+                lives += 1
+            with pytest.raises(InfraError, match=r"hang.*patience is over"):
+                await waiting
+
+    run(calls())
+
+
+def test_a_call_that_no_server_survives_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_client, "_LIVES", 2)
+
+    async def calls() -> None:
+        service = Service()
+        service.failures_left = 10**6
+        async with server(service) as port, client(f"127.0.0.1:{port}", patience_s=0.3) as raw:
+            deadly = asyncio.ensure_future(raw.call("flaky", b"", 5.0))
+            while not deadly.done():
+                await raw.call("echo", b"alive", 5.0)
+            with pytest.raises(InfraError, match="not now"):
+                await deadly
 
     run(calls())
 

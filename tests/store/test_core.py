@@ -7,7 +7,7 @@ import pytest
 from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, NotReady, StaleClient
 from jaxroll.records import Snapshot, Version
 from jaxroll.store import requests as rq
-from jaxroll.store.state import outstanding
+from jaxroll.store.state import NAMES_KNOWN, outstanding
 from jaxroll.store.waits import waits
 from tests.store.machine import V0, Machine
 
@@ -138,6 +138,18 @@ def test_a_process_under_an_old_name_ends_the_leases_of_the_former(machine: Mach
     with pytest.raises(StaleClient, match="took the name"):
         machine.lease(2)
     assert machine.lease(2, session="S-2") == [(0, 0, 2), (0, 1, 2)]
+
+
+def test_of_names_without_end_the_newest_are_known(machine: Machine) -> None:
+    """Else whoever may join makes the state grow for ever; who joins again counts as new."""
+    for i in range(NAMES_KNOWN):
+        machine.ask(rq.Arrive(f"s{i}", "1"))
+    machine.ask(rq.Arrive("s0", "2"))
+    machine.ask(rq.Arrive("one", "1"))
+    machine.ask(rq.Arrive("more", "1"))
+    known = machine.core.state.sessions
+    assert len(known) == NAMES_KNOWN and (known["s0"], known["more"]) == ("2", "1")
+    assert not {"s1", "s2"} & known.keys()
 
 
 # --- puts

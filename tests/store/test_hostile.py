@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sqlite3
+import statistics
 import struct
 import subprocess
 import sys
@@ -53,20 +54,21 @@ MB = 2**20
 # --- bytes
 
 
-def _puts(*members: Member) -> msg.PutCall:
-    return msg.PutCall(tuple(wire.encode(member) for member in members))
+_SEGMENT = Segment(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32))
+_MEMBERS = tuple(wire.encode(member) for member in (
+    Member(0, 0, 1, Finished((_SEGMENT,), "stop", 1.0, {"a": 1.0}, (VersionRun(V0, 3),))),
+    Member(0, 0, 1, Failed("DATA", "x")),
+    Member(2**53, 2**53, 2**53, Failed("INFRA", "x")),
+))  # fmt: skip
 
 
 def _valid() -> dict[str, list[bytes]]:
     """Bodies that each method understands."""
-    segment = Segment(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32))
-    member = Member(0, 0, 1, Finished((segment,), "stop", 1.0, {"a": 1.0}, (VersionRun(V0, 3),)))
-    failed, far = Member(0, 0, 1, Failed("DATA", "x")), Member(2**53, 2**53, 2**53, Failed("INFRA", "x"))
     bodies: dict[str, list[Any]] = {
         "Hello": [msg.Hello(wire.PROTOCOL_VERSION, "x")],
         "Lease": [msg.LeaseCall(V0, 2**53, 0.0, "r"), msg.LeaseCall(V0, 0, float("nan"), "r")],
         "Renew": [msg.Members(((0, 0, 1), (-1, 2**62, 0)))],
-        "Put": [_puts(), _puts(member), _puts(member, failed, far)],
+        "Put": [msg.PutCall(_MEMBERS[:count]) for count in (0, 1, 3)],
         "Release": [msg.Members(((0, 0, 1), (2**62, -5, 2**40)))],
         "Ended": [msg.EndedCall(0.0), msg.EndedCall(float("nan"))],
         "Claim": [msg.ClaimCall(0, 0, 0.0, 2**53), msg.ClaimCall(2**53, 2**53, float("inf"))],
@@ -105,6 +107,12 @@ def _mutated(body: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
+def _with_another_byte(body: bytes, chance: random.Random) -> bytes:
+    data = bytearray(body)
+    data[chance.randrange(len(data))] = chance.randrange(256)
+    return bytes(data)
+
+
 @contextlib.asynccontextmanager
 async def _speaker(address: str, config_digest: str, run_id: str, right: str):
     """Sends any bytes to any method as `right`; gives back status and answer."""
@@ -133,24 +141,33 @@ async def _speaker(address: str, config_digest: str, run_id: str, right: str):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(1, 20))])
 def test_whatever_is_sent_the_answer_is_typed_and_the_store_lives(
-    tmp_path: Path, small: SimpleNamespace, run, seed: int
+    tmp_path: Path, small: SimpleNamespace, run, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random and mutated bytes to every method: an answer, a refusal, or INVALID_ARGUMENT; never a broken handler."""
+    """Random and mutated bytes to every method: an answer, a refusal, or INVALID_ARGUMENT; never a broken handler.
+
+    Members are spoiled by one byte too, inside of a good call: of greater damage little reaches what looks at members.
+    """
     config, chance = small.configured(), random.Random(seed)
     valid = _valid()
+    monkeypatch.setattr(doorman, "HOLD_S", 0.0)
 
     async def fuzz() -> None:
         async with small.serving(tmp_path, config) as address:
             async with small.connected(tmp_path, config, "learner", "first") as learner:
                 run_id = learner.welcome.run_id
                 await learner.publish(small.snapshot(await learner.begin(None)))
-            seen = set()
+            seen, inside = set(), set()
             async with _speaker(address, digest(config), run_id, "admin") as speak:
                 for method, bodies in valid.items():
                     for body in bodies:
                         _note(seen, method, await speak(method, body))
                     for _ in range(40):
                         _note(seen, method, await speak(method, _mutated(chance.choice(bodies), chance)))
+                    if method == "Put":
+                        for _ in range(80):
+                            spoiled = _with_another_byte(chance.choice(_MEMBERS), chance)
+                            _note(inside, method, await speak(method, wire.encode(msg.PutCall((spoiled,)))))
+            assert {grpc.StatusCode.INVALID_ARGUMENT, "member REFUSED"} <= inside, "no spoiled member was looked at"
             assert {grpc.StatusCode.INVALID_ARGUMENT, "REFUSED", "STALE_CLIENT", "OK"} <= seen
             async with small.connected(tmp_path, config, "observer", config_digest="") as observer:
                 assert (await observer.status())["conservation_residual"] == 0
@@ -161,6 +178,9 @@ def test_whatever_is_sent_the_answer_is_typed_and_the_store_lives(
 def _note(seen: set, method: str, answer: grpc.StatusCode | Envelope) -> None:
     if isinstance(answer, Envelope):
         seen.add("OK" if answer.refusal is None else answer.refusal.code)
+        if method == "Put" and answer.refusal is None:
+            answers = wire.decode(answer.body, msg.PutReply).answers
+            seen.update(f"member {one.refusal.code}" if one.refusal else f"member {one.result}" for one in answers)
         return
     assert answer is grpc.StatusCode.INVALID_ARGUMENT, (method, answer)
     seen.add(answer)
@@ -272,7 +292,14 @@ def test_a_report_is_no_way_around(tmp_path: Path, small: SimpleNamespace, run, 
 
 # --- processes
 
-CHANGES = {"steps": 1, "groups_per_step": 4096, "group_size": 4, "alpha": 0.0, "lease_s": 60.0, "retention_mb": 4096}
+CHANGES = {
+    "steps": 1,
+    "groups_per_step": 32_768,
+    "group_size": 4,
+    "alpha": 0.0,
+    "lease_s": 60.0,
+    "retention_mb": 16_384,
+}
 MAX_STORE_MB = 700  # 70 at rest, 192 of messages in work and their copies, some thousand calls that are held
 MAX_CALL_S = (
     20.0  # of a good client's call on a busy machine; what it usually takes is measured by benchmarks/hostile.py
@@ -285,8 +312,9 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "malformed": {"connections": 2, "in_flight": 4},
     "paths": {"connections": 1, "in_flight": 4},
     "polls": {"connections": 8, "in_flight": 64},
+    "heavy": {"connections": 1, "in_flight": 1, "bytes": 2 * MB},
 }
-MORE_ATTACKS: dict[str, dict[str, Any]] = {
+MORE_ATTACKS: dict[str, dict[str, Any]] = ATTACKS | {
     "silent": {"connections": 10_000},
     "loris": {"connections": 4_000},
     "garbage": {"connections": 500},
@@ -295,7 +323,9 @@ MORE_ATTACKS: dict[str, dict[str, Any]] = {
     "two_gb": {"connections": 64},
     "polls": {"connections": 64, "in_flight": 64},
     "crowd": {"connections": 4, "in_flight": 8},
+    "heavy": {"connections": 2, "in_flight": 1, "timeout_s": 60.0},
 }
+MAX_PUT_P99_MS = 100.0  # of a good client under any attack; asserted where nothing else is asked of the machine
 
 
 @contextlib.contextmanager
@@ -330,22 +360,34 @@ def _watched(store: psutil.Process, good: subprocess.Popen[str], seconds: float)
 
 
 @pytest.mark.process
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("attacks", "seconds"),
-    [(ATTACKS, 1.5), pytest.param(MORE_ATTACKS, 10.0, marks=[pytest.mark.soak, pytest.mark.timeout(900)])],
+    ("attacks", "seconds", "max_p99_ms"),
+    [
+        (ATTACKS, 1.5, None),
+        pytest.param(MORE_ATTACKS, 10.0, MAX_PUT_P99_MS, marks=[pytest.mark.soak, pytest.mark.timeout(900)]),
+    ],
     ids=["some", "all"],
 )
 def test_a_store_under_attack_serves_those_who_behave(
-    tmp_path: Path, small: SimpleNamespace, run, attacks: dict[str, dict[str, Any]], seconds: float
+    tmp_path: Path,
+    small: SimpleNamespace,
+    run,
+    attacks: dict[str, dict[str, Any]],
+    seconds: float,
+    max_p99_ms: float | None,
 ) -> None:
-    """No put is lost or refused, memory stays bounded, nothing appears outside the run's folder, and it still works."""
+    """No put is lost or refused, memory stays bounded, nothing appears outside the run's folder, and it still works.
+
+    Every attack reaches what it aims at and is told nothing else. With `max_p99_ms` puts are also in time.
+    """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     secret = auth.create(run_dir)
     config = small.configured(**CHANGES)
     pid, settings = str(os.getpid()), json.dumps(CHANGES)
     largest: dict[str, int] = {}
+    spans: dict[str, tuple[float, float]] = {}
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((tmp_path / "store.log").open("w"))
         store = stack.enter_context(
@@ -360,17 +402,31 @@ def test_a_store_under_attack_serves_those_who_behave(
             "token": auth.bearer(secret, "sampler"),
         }
         for kind, orders in attacks.items():
+            began_s = time.monotonic()
             with _process("_attacks.py", kind, json.dumps(knows | orders), stdout=subprocess.PIPE) as attacker:
                 _await_ready(attacker)
                 largest[kind] = _watched(psutil.Process(store.pid), good, seconds)
-                counted = _stopped(attacker)
-            assert counted, kind
+                spans[kind] = (began_s, time.monotonic())
+                result = _stopped(attacker)
+            assert result["missed"] == [], f"{kind} did not reach what it is for: {result['counted']}"
+            assert result["strange"] == {}, f"{kind} was told what nobody expects"
             if kind == "silent":
-                assert counted["opened"] >= 2_000 and counted["dropped"] > 0, counted
+                assert result["counted"]["opened"] >= 2_000, result
         did = _stopped(good)
         status = run(_still_works(run_dir, config, small))
         assert store.poll() is None
     _check(tmp_path, did, status, largest)
+    if max_p99_ms is not None:
+        late = {kind: p99 for kind, span in spans.items() if (p99 := _put_p99_ms(did, *span)) >= max_p99_ms}
+        assert late == {}, f"p99 of a good client's puts, in ms, by attack; at most {max_p99_ms} are allowed"
+
+
+def _put_p99_ms(did: dict[str, Any], began_s: float, ended_s: float) -> float:
+    """The 99th percentile of the puts that were under way in that time."""
+    puts = zip(did["put_at_s"], did["put_s"], strict=True)
+    took_s = [took_s for at_s, took_s in puts if at_s < ended_s and at_s + took_s > began_s]
+    assert len(took_s) >= 2, "hardly a put in all that time"
+    return 1e3 * statistics.quantiles(took_s, n=100, method="inclusive")[98]
 
 
 async def _publish(run_dir: Path, config: Any, small: SimpleNamespace) -> str:
@@ -424,4 +480,4 @@ def test_what_an_attack_costs_is_measured() -> None:
         assert row["puts"] == row["acknowledged"] > 0
         assert row["put_p50_ms"] <= row["put_p99_ms"] <= row["put_max_ms"]
     assert result["worst_p99_ms"] == max(row[f"{name}_p99_ms"] for row in result["rows"] for name in ("put", "renew"))
-    assert {"UNAUTHENTICATED"} == set(result["rows"][1]["attackers_counted"][0])
+    assert all("UNAUTHENTICATED" in answer for answer in result["rows"][1]["attackers_counted"][0])

@@ -229,6 +229,26 @@ def audited(run_dir: Path) -> list[tuple]:
         return [row[1:] for row in db.execute(audit.QUERY)]
 
 
+def test_a_run_that_ends_by_itself_is_on_record(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    """The filter's limit is reached: nobody called Close."""
+    config = small.configured(alpha=0.0, filter="min_std", filter_limit=1)
+
+    async def alike() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler", "sampler-0") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            with pytest.raises(Closed, match="rewards too alike"):
+                while True:
+                    await small.produce(sampler, V0, 4)
+
+    run(alike())
+    ((who, _, _, what, detail, *_),) = [row for row in audited(tmp_path) if row[3] == "Close"]
+    assert (who, what) == ("store", "Close") and "rewards too alike" in detail
+
+
 def test_what_changes_the_run_is_on_record(tmp_path: Path, small: SimpleNamespace, run) -> None:
     config, secret = small.configured(data_retries=0), auth.create(tmp_path)
 

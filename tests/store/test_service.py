@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import grpc.aio
+import msgspec
 import numpy as np
 import pytest
 
 from jaxroll import wire
 from jaxroll.config import digest
+from jaxroll.config.rules import MAX_MEMBER_MB
 from jaxroll.errors import (
     Closed,
     ConfigError,
@@ -30,9 +34,9 @@ from jaxroll.errors import (
 )  # fmt: skip
 from jaxroll.records import Finished, Member, Segment, Version, VersionRun
 from jaxroll.rpc import auth, limits
+from jaxroll.store import apply, service
 from jaxroll.store import log as store_log
 from jaxroll.store import messages as msg
-from jaxroll.store import service
 from jaxroll.store.client import BlockingStore, StoreClient
 from jaxroll.store.server import serve
 from jaxroll.store.wakeups import Wakeups
@@ -301,6 +305,45 @@ def test_a_batch_larger_than_a_message_comes_in_pages(
     run(paged())
 
 
+def test_each_host_of_a_learner_fetches_its_own_rows(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first claims, and tells the others the step and its session; together they have the batch, each row once."""
+    monkeypatch.setattr("jaxroll.store.server.PAGE_BYTES", 700)
+    config, sent = small.configured(groups_per_step=5, group_size=3), []
+    page = service.StoreService._page
+
+    async def counting(self, call, batch):
+        made = await page(self, call, batch)
+        sent.append(sum(len(part.members) for part in made.parts))
+        return made
+
+    async def hosts() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as first,
+            small.connected(tmp_path, config, "learner", session=first.session) as second,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await first.publish(small.snapshot(await first.begin(None)))
+            early = asyncio.ensure_future(second.claim(0, 0, 10.0, range(7, 15)))
+            await small.produce(sampler, V0, 15)
+            whole = await first.claim(0, 0, 5.0)
+            monkeypatch.setattr(service.StoreService, "_page", counting)
+            rows = [await host.claim(0, 0, 5.0, some) for host, some in ((first, range(7)), (second, range(7, 15)))]
+            assert sum(sent) == 15, "nothing is sent for nothing"
+            assert wire.encode(await early) == wire.encode(rows[1])
+            assert [sum(len(g.members) for g in one.groups) for one in rows] == [7, 8]
+            members = [wire.encode(m) for one in rows for g in one.groups for m in g.members]
+            assert members == [wire.encode(m) for g in whole.groups for m in g.members]
+            assert {(one.step, one.lineage, one.shuffle_seed) for one in (whole, *rows)} == {(0, 0, whole.shuffle_seed)}
+            async with small.connected(tmp_path, config, "learner", "stranger") as stranger:
+                with pytest.raises(StaleClient, match="another learner"):
+                    await stranger.claim(0, 0, 0.0, range(7))
+
+    run(hosts())
+
+
 def test_stale_tokens_are_masked_on_the_way_out(tmp_path: Path, small: SimpleNamespace, run) -> None:
     config = small.configured(alpha=0.0, on_stale="mask", groups_per_step=1, group_size=2)
 
@@ -361,6 +404,195 @@ def test_malformed_members_are_refused_and_do_no_harm(tmp_path: Path, small: Sim
                 with pytest.raises(StoreRefusal):
                     await sampler.put(broken(numbers))
             assert await sampler.put(broken(key)) == "OK"
+
+    run(refused())
+
+
+def test_a_call_of_many_members_leaves_others_their_turns(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as none is over, a turn ends after a member; so each finds the loop further on than the one before."""
+    config, turns, seen = small.configured(), [0], []
+    decided = service.put_request
+
+    def counted(*words) -> Any:
+        seen.append(turns[0])
+        return decided(*words)
+
+    async def count() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    async def many() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            key = small.keys(await sampler.lease(V0, 1))[0]
+            body = wire.encode(small.finished(*key, (V0, 3)))
+            counter = asyncio.ensure_future(count())
+            try:
+                reply = await sampler._raw.call("Put", wire.encode(msg.PutCall((body,) * 9)), 10.0)
+            finally:
+                counter.cancel()
+            assert [answer.result for answer in wire.decode(reply, msg.PutReply).answers] == ["OK"] * 9
+
+    monkeypatch.setattr(service, "put_request", counted)
+    monkeypatch.setattr(service, "_TURN_S", -1.0)
+    run(many())
+    assert len(set(seen)) == len(seen) == 9, seen
+
+
+def in_segments(member: Member, count: int) -> Member:
+    """`member` with `count` segments more, of nothing."""
+    empty = Segment(np.zeros(0, np.int32), np.zeros(0, np.uint8), np.zeros(0, np.float32))
+    outcome = msgspec.structs.replace(member.outcome, segments=(*member.outcome.segments, *(empty,) * count))
+    return msgspec.structs.replace(member, outcome=outcome)
+
+
+def test_large_members_are_looked_at_beside_the_loop(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of many bytes and those of many segments."""
+    config, decided, threads = small.configured(group_size=3), service.put_request, []
+
+    def noted(body: bytes, recorded: Any) -> Any:
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        return decided(body, recorded)
+
+    async def both() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            first, second, third, *_ = small.keys(await sampler.lease(V0, 3))
+            assert await sampler.put(small.finished(*first, (V0, 10_000))) == "OK"
+            assert await sampler.put(small.finished(*second, (V0, 30_000))) == "OK"
+            assert await sampler.put(in_segments(small.finished(*third, (V0, 3)), 65)) == "OK"
+
+    monkeypatch.setattr(service, "put_request", noted)
+    run(both())
+    assert threads == ["", "large-puts", "large-puts"]
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("large-puts")]
+
+
+def test_a_large_member_sent_again_is_known_though_its_group_ends_while_it_is_looked_at(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, decided = small.configured(), service.put_request
+    looking, go_on = threading.Event(), threading.Event()
+
+    def slowly(body: bytes, recorded: Any) -> Any:
+        if looking.is_set():
+            return decided(body, recorded)
+        looking.set()
+        assert go_on.wait(20)
+        return decided(body, recorded)
+
+    async def again() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            leased = small.keys(await sampler.lease(V0, 4))
+            members = [in_segments(small.finished(*key, (V0, 3)), 65) for key in leased]
+            await asyncio.gather(*map(sampler.put, members))
+            monkeypatch.setattr(service, "put_request", slowly)
+            body = wire.encode(msg.PutCall((wire.encode(members[0]),)))
+            put = asyncio.ensure_future(sampler._raw.call("Put", body, 20.0))
+            await asyncio.to_thread(looking.wait, 20)
+            await learner.claim(0, 0, 5.0)
+            await learner.publish(small.snapshot(Version(0, 1)))
+            await learner.ack(V0)
+            await learner.durable(Version(0, 1))
+            go_on.set()
+            assert [one.result for one in wire.decode(await put, msg.PutReply).answers] == ["OK"], "not SURPLUS"
+
+    run(again())
+
+
+def test_nobody_makes_the_store_look_for_the_end_of_megabytes_of_nonsense(
+    tmp_path: Path, small: SimpleNamespace, run
+) -> None:
+    """A message has few bytes unless it carries members, nothing beside them, and each of them has a limit."""
+    config, nils = small.configured(), b"\xc0" * 2**21
+    many = b"\xdd" + len(nils).to_bytes(4, "big") + nils  # an array of them
+    member = wire.encode(small.finished(0, 0, 1, (V0, 3)))
+    stuffed = wire.encode({"members": [member], "more": msgspec.Raw(many)})
+    large = wire.encode({"group": 0, "member": 0, "attempt": 1, "outcome": bytes(MAX_MEMBER_MB * 2**20)})
+
+    async def refused() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "sampler") as sampler:
+            for method in ("Lease", "Published", "Status", "Hello"):
+                with pytest.raises(StoreRefusal, match=r"a message of 2097157 bytes; at most 1048576 are taken"):
+                    await sampler._raw.call(method, many, 10.0)
+            with pytest.raises(StoreRefusal, match="unknown field `more`"):
+                await sampler._raw.call("Put", stuffed, 10.0)
+            reply = await sampler._raw.call("Put", wire.encode(msg.PutCall((large,))), 10.0)
+            (answer,) = wire.decode(reply, msg.PutReply).answers
+            assert answer.refusal is not None and "at most 8 MB are taken" in answer.refusal.reason
+
+    run(refused())
+
+
+def test_a_name_that_was_forgotten_goes_on(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more names than are known the oldest are forgotten: those of the learner and of the first samplers."""
+    config = small.configured()
+    monkeypatch.setattr(apply, "NAMES_KNOWN", 4)
+    monkeypatch.setattr(service, "NAMES_KNOWN", 4)
+
+    async def crowd() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            leased = small.keys(await sampler.lease(V0, 4))
+            for i in range(6):
+                async with small.connected(tmp_path, config, "sampler", f"more-{i}"):
+                    pass
+            assert await sampler.renew(leased) == []
+            await asyncio.gather(*(sampler.put(small.finished(*key, (V0, 3))) for key in leased))
+            assert len((await learner.claim(0, 0, 5.0)).groups) == 2
+
+    run(crowd())
+
+
+def test_what_a_member_carries_is_not_looked_at_when_its_key_says_enough(
+    tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small.configured()
+
+    def looked_at(*_) -> None:
+        raise AssertionError("the member was decoded")
+
+    async def refused() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            group, member, attempt = small.keys(await sampler.lease(V0, 1))[0]
+            monkeypatch.setattr(service, "put_request", looked_at)
+            for key, words in (
+                ((group + 99, member, attempt), "never issued"),
+                ((group, 99, attempt), "no member 99"),
+                ((group, member, attempt + 1), "never granted"),
+                ((group, member, 0), "at attempt 1, this is 0"),
+            ):
+                with pytest.raises((StaleClient, Fenced), match=words):
+                    await sampler.put(small.finished(*key, (V0, 3)))
 
     run(refused())
 
@@ -559,6 +791,9 @@ def test_a_run_that_does_not_move_is_named_and_then_closed(tmp_path: Path, small
     run(stalls())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert any(row["kind"] == "event" and "samplers" in row["text"] for row in rows)
+    with sqlite3.connect(tmp_path / "store.db") as db:
+        (closed,) = db.execute("SELECT who, detail FROM audit WHERE what = 'Close'").fetchall()
+    assert closed[0] == "store" and closed[1].startswith("stalled for")
 
 
 def test_a_failing_feeder_ends_the_store_by_name(tmp_path: Path, small: SimpleNamespace, run) -> None:
