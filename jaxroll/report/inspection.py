@@ -172,13 +172,15 @@ def _lineages(db: sqlite3.Connection, now: float) -> list[Facts]:
 
 def _claims(db: sqlite3.Connection, now: float) -> list[Facts]:
     sql = (
-        "SELECT lineage, step, groups, waited_s, trained_lineage, durable_lineage, unix_s FROM claims"
+        "SELECT lineage, step, groups, waited_s, trained_lineage, durable_lineage, forked_by, unix_s FROM claims"
         " ORDER BY lineage DESC, step DESC LIMIT ?"
     )
     found = _rows(db, sql, CLAIMS)
     for row in found:
         durable, trained = row.pop("durable_lineage"), row.pop("trained_lineage")
         row["state"] = "durable" if durable is not None else "trained" if trained is not None else "in training"
+        if (by := row.pop("forked_by")) is not None:
+            row["state"] = f"given up by lineage {by}"
         row["ago_s"] = now - row.pop("unix_s")
     return found
 

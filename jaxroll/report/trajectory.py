@@ -150,8 +150,8 @@ def _events(db: sqlite3.Connection, group: int, now: float) -> Iterator[Facts]:
         elif not _concerns(event, group, step):
             continue
         yield {"position": position, "ago_s": now - unix_s, "kind": kind, "what": described(event)}
-        if isinstance(event, ev.MadeDurable):
-            return
+        if isinstance(event, (ev.MadeDurable, ev.Expired, ev.Died)):
+            return  # what comes after is about others
 
 
 def _concerns(event: ev.Event, group: int, step: int | None) -> bool:

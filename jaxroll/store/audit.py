@@ -50,6 +50,10 @@ class Audit:
         outcome = f"{type(reply).__name__}: {reply}" if isinstance(reply, StoreRefusal) else "ok"
         self._write(caller.name, caller.right, caller.peer, what, detail, outcome)
 
+    def by_itself(self, what: str, detail: str) -> None:
+        """One row: the store did `what` without being asked to."""
+        self._write("store", "store", "", what, detail, "ok")
+
     def refused(self, peer: str, who: str, why: str) -> None:
         """A caller that was turned away; `who` is what it said it is (role:name)."""
         self.tick()

@@ -12,10 +12,15 @@ from jaxroll.store.state import Lineage, State
 CUTS_KEPT = 1000  # durable steps to which a run can be forked, the newest ones
 
 
-def cut_of(state: State) -> Cut:
-    """Where the prompts stand now: those below the oldest open group have ended, and some after it."""
+def cut_of(state: State) -> Cut | None:
+    """Where the prompts stand now: those below the oldest open group have ended, and some after it.
+
+    None while a group is open whose prompt was read before the log kept the pipeline's states (schema 1).
+    """
     unended = {group.ordinal for group in state.open.values()}
     low = min(unended, default=state.next_ordinal)
+    if low and low - 1 not in state.stream:
+        return None
     passed = [ordinal for ordinal in range(low, state.next_ordinal) if ordinal not in unended]
     passed += sorted(ordinal for ordinal in state.passed if ordinal >= state.next_ordinal)
     return Cut(low, tuple(passed), state.stream.get(low - 1))

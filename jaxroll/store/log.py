@@ -37,12 +37,16 @@ _REST_S = 0.004  # the replaying thread rests this long after every few millisec
 
 @dataclass(frozen=True)
 class Recovered:
-    """What is on disk: the state at the newest snapshot (None before the first), the events since, and their bytes."""
+    """What is on disk: the state at the newest snapshot (None before the first), the events since, and their bytes.
+
+    `before_bytes` of records were behind that snapshot.
+    """
 
     run_id: str
     state: State | None
     events: tuple[ev.Event, ...]
     log_bytes: int = 0
+    before_bytes: int = 0
 
 
 class Log:
@@ -100,6 +104,14 @@ class Log:
             await asyncio.shield(waiting)
         if self.failure is not None:
             raise self.failure
+
+    def begin(self, state: State) -> None:
+        """`state` is what `recovered` led to; it need not be read from the disk again for the next snapshot.
+
+        Else a store that is killed in every compaction needs ever longer for the next one.
+        """
+        known, self.recovered = self.recovered, Recovered(self.recovered.run_id, None, ())  # megabytes
+        self._replica.begin(state, known.before_bytes + known.log_bytes)
 
     def compact(self) -> None:
         """Start to put a snapshot in the place of old records, beside everything else; one at a time."""
@@ -212,9 +224,10 @@ def _look_at(future: asyncio.Future[None]) -> None:
 def _read(connection: sqlite3.Connection) -> Recovered:
     run_id = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()[0]
     kept = snapshots.newest(connection)
-    position, state = (kept[0].position, kept[1]) if kept else (0, None)
-    found = list(snapshots.events_after(connection, position))
-    return Recovered(run_id, state, tuple(event for _, event in found), sum(size for size, _ in found))
+    mark, state = kept or (snapshots.Mark(0, 0), None)
+    found = list(snapshots.events_after(connection, mark.position))
+    size = sum(size for size, _ in found)
+    return Recovered(run_id, state, tuple(event for _, event in found), size, mark.log_bytes)
 
 
 def _commit(connection: sqlite3.Connection, statements: Sequence[schema.Statement], upkeep: Upkeep) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sqlite3
 
+import msgspec
+
 from jaxroll import wire
 from jaxroll.records import Task
+from jaxroll.store import apply, schema, snapshots
 from jaxroll.store import events as ev
-from jaxroll.store import schema, snapshots
 from jaxroll.store.state import State
 
 FROM = (1,)
@@ -35,13 +37,18 @@ def migrate(connection: sqlite3.Connection) -> None:
                     connection.execute(sql)
         for name in changed:
             _take_over(connection, name)
-        _fill_snapshot(connection)
-        _fill_log(connection)
+        ordinals = _ordinals(connection)
+        _fill_snapshot(connection, ordinals)
+        _fill_log(connection, ordinals)
         _fill_tasks(connection)
+        _fill_questions(connection)
         for name in (*(f"old_{name}" for name in changed), "snapshot"):
             connection.execute(f"DROP TABLE {name}")
         connection.execute(f"PRAGMA user_version = {schema.SCHEMA_VERSION}")
         connection.execute("COMMIT")
+    except KeyError as missing:
+        connection.execute("ROLLBACK")
+        raise sqlite3.DatabaseError(f"group {missing} is named, and is not in the table of groups") from missing
     except BaseException:
         connection.execute("ROLLBACK")
         raise
@@ -74,21 +81,52 @@ def _take_over(connection: sqlite3.Connection, name: str) -> None:
     connection.execute(f"INSERT INTO {name} ({', '.join(shared)}) SELECT {', '.join(values)} FROM {source}")
 
 
-def _fill_snapshot(connection: sqlite3.Connection) -> None:
-    """The one snapshot of version 1 was a single value."""
+def _ordinals(connection: sqlite3.Connection) -> dict[int, int]:
+    """The place in the stream of each group's prompt. Version 1 had no forks: new prompts came in order."""
+    found: dict[int, int] = {}
+    prompts = 0
+    for group, original in connection.execute("SELECT id, reissue_of FROM groups ORDER BY id"):
+        found[group] = prompts if original is None else found[original]
+        prompts += original is None
+    return found
+
+
+def _fill_snapshot(connection: sqlite3.Connection, ordinals: dict[int, int]) -> None:
+    """The one snapshot of version 1 was a single value, and said of the prompts only where the newest one stands."""
     row = connection.execute("SELECT position, body FROM snapshot").fetchone()
     if row is None:
         return
-    mark = snapshots.Mark(row[0], 0)
-    for sql, values in snapshots.rows_of(mark, 0.0, snapshots.parts(wire.decode(row[1], State))):
+    mark, state = snapshots.Mark(row[0], 0), wire.decode(row[1], State)
+    for group in (*state.open.values(), *state.held.values()):
+        group.ordinal = ordinals[group.id]
+    state.next_ordinal = state.prompts_issued
+    if state.cursor is not None:
+        state.stream = {state.next_ordinal - 1: state.cursor}
+    for sql, values in snapshots.rows_of(mark, 0.0, snapshots.parts(state)):
         connection.execute(sql, values)
 
 
-def _fill_log(connection: sqlite3.Connection) -> None:
-    """The groups that the records name."""
+def _fill_log(connection: sqlite3.Connection, ordinals: dict[int, int]) -> None:
+    """The groups that the records name, and the places of their prompts."""
     for position, body in connection.execute("SELECT position, body FROM log").fetchall():
-        group = getattr(wire.decode(body, ev.Event), "group", None)
-        connection.execute("UPDATE log SET group_id = ? WHERE position = ?", (group, position))
+        event = wire.decode(body, ev.Event)
+        if isinstance(event, ev.Issued):
+            body = wire.encode(msgspec.structs.replace(event, ordinal=ordinals[event.group]))
+        filled = (getattr(event, "group", None), body, position)
+        connection.execute("UPDATE log SET group_id = ?, body = ? WHERE position = ?", filled)
+
+
+def _fill_questions(connection: sqlite3.Connection) -> None:
+    """What the snapshot and the records since say; version 1 did not count before."""
+    mark, state = snapshots.newest(connection) or (snapshots.Mark(0, 0), State())
+    later = connection.execute("SELECT body FROM log WHERE position > ? ORDER BY position", (mark.position,))
+    apply.replay(state, (wire.decode(body, ev.Event) for (body,) in later), 0.0)
+    for question, known in state.questions.items():
+        values = (question, known.issued, known.trained, known.members, known.reward_sum, known.last_step)
+        connection.execute(
+            "INSERT INTO questions (question_hash, issued, trained, members, reward_sum, last_step)"
+            " VALUES (?, ?, ?, ?, ?, ?)", values,
+        )  # fmt: skip
 
 
 def _fill_tasks(connection: sqlite3.Connection) -> None:

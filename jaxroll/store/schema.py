@@ -111,7 +111,7 @@ def record_bytes(row: Statement) -> int:
     return len(row[1][3])
 
 
-def payload(group: int, member: int, body: bytes) -> Statement:
+def payload(group: int, member: int, body: bytes | memoryview) -> Statement:
     """The SQL that keeps a member's bytes."""
     return ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (group, member, body))
 
@@ -222,10 +222,11 @@ def _ended(gid: int, name: str, reason: str, unix_s: float) -> list[Statement]:
 
 def _expired(e: ev.Expired, state: State, unix_s: float) -> list[Statement]:
     rejected = e.reason.partition(":")[0] == FILTERED
-    judged: list[Statement] = [(_QUESTION_JUDGED, (e.group,) * 3)] if rejected else []
+    judged: list[Statement] = [(_QUESTION_KNOWN, (e.group,)), (_QUESTION_JUDGED, (e.group,) * 3)] if rejected else []
     return [*judged, *_ended(e.group, "EXPIRED", e.reason, unix_s)]
 
 
+_QUESTION_KNOWN = "INSERT OR IGNORE INTO questions (question_hash) SELECT question_hash FROM groups WHERE id = ?"
 # Of a group that the filter rejects; it is no longer in the state.
 _QUESTION_JUDGED = (
     "UPDATE questions SET"
@@ -254,10 +255,11 @@ _QUESTION_ISSUED = (
 def _question_trained(step: int, group: Group) -> Statement:
     rewards = [slot.reward for _, slot in group.done()]
     sql = (
-        "UPDATE questions SET trained = trained + 1, members = members + ?, reward_sum = reward_sum + ?, last_step = ?"
-        " WHERE question_hash = ?"
+        "INSERT INTO questions (question_hash, trained, members, reward_sum, last_step) VALUES (?, 1, ?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET trained = trained + 1, members = members + excluded.members,"
+        " reward_sum = reward_sum + excluded.reward_sum, last_step = excluded.last_step"
     )
-    return (sql, (len(rewards), sum(rewards), step, group.task.question_hash))
+    return (sql, (group.task.question_hash, len(rewards), sum(rewards), step))
 
 
 def _acked(e: ev.Acked, state: State, unix_s: float) -> list[Statement]:
@@ -308,7 +310,10 @@ def _began(e: ev.Began, state: State, unix_s: float) -> list[Statement]:
 
 
 def _forked(lineage: int, cut: ev.Cut, state: State) -> list[Statement]:
-    rows: list[Statement] = [(f"UPDATE claims SET forked_by = ? WHERE {_LIVE}", (lineage,))]
+    rows: list[Statement] = [
+        (f"UPDATE claims SET forked_by = ? WHERE {_LIVE}", (lineage,)),
+        ("DELETE FROM meta WHERE key IN ('closed', 'data_ended')", ()),
+    ]
     if cut.cursor is None:
         return [*rows, ("DELETE FROM cursor", ())]
     return [*rows, ("INSERT OR REPLACE INTO cursor VALUES (1, ?, ?)", (state.prompts_issued, cut.cursor))]

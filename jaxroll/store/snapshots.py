@@ -131,6 +131,10 @@ class Replica:
         self._state: State | None = None
         self._mark = Mark(0, 0)
 
+    def begin(self, state: State, before_bytes: int) -> None:
+        """Go on from `state`, as the log tells it up to here; before_bytes of records made it."""
+        self._state, self._mark = wire.decode(wire.encode(state), State), Mark(state.position, before_bytes)
+
     def snapshot(self, connection: sqlite3.Connection, pause: Callable[[], None]) -> tuple[Mark, list[Part]]:
         """The newest committed state and its pieces. `pause` is called every few milliseconds, and may raise."""
         state = self._begun(connection, pause)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ class Disagreement:
 
 def table_checks(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
     """Every disagreement; `checked` counts the rows compared, by table."""
-    for check in (_pages, _groups, _members, _payloads, _claims, _lines, _cursor):
+    for check in (_pages, _groups, _members, _payloads, _claims, _lines, _cursor, _questions):
         yield from check(db, state, checked)
 
 
@@ -120,6 +121,19 @@ def _lines(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Itera
         checked["versions"] += 1
         if row != (state.published.manifest_digest,):
             yield Disagreement("versions", f"{version} is {row}, by the log {state.published.manifest_digest}")
+
+
+def _questions(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    """Of those that the state has; it forgets, and one that it forgot begins there again and not in the table."""
+    rows = {question: rest for question, *rest in db.execute("SELECT * FROM questions")}
+    if len(rows) > len(state.questions):
+        return
+    for question, known in state.questions.items():
+        checked["questions"] += 1
+        row = rows.get(question, [])
+        wanted = [known.issued, known.trained, known.members, known.reward_sum, known.last_step]
+        if row[:3] + row[4:] != wanted[:3] + wanted[4:] or not math.isclose(row[3], wanted[3], abs_tol=1e-6):
+            yield Disagreement("questions", f"{question} is {row}, by the log {wanted}")
 
 
 def _cursor(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:

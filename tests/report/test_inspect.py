@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jaxroll.clock import ManualClock
 from jaxroll.control import cli
+from jaxroll.records import Snapshot, Version
 from jaxroll.report import inspect_run, inspection, trajectory
 from jaxroll.report.alive import store_pid
 from jaxroll.report.listing import Section, plain, safe, show
@@ -22,7 +23,7 @@ from jaxroll.store import requests as rq
 from jaxroll.store.keeper import Keeper
 from jaxroll.store.log import Log
 from tests.report.made_run import write_run_file
-from tests.store.made_log import ALPHABET, SETTINGS, fail, lease, publish, put, recorded_run
+from tests.store.made_log import ALPHABET, SETTINGS, eventful_history, fail, lease, publish, put, recorded_run
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,34 @@ def test_groups_that_died_were_shrunk_or_are_not_there(run_dir: Path, capsys: py
     assert [e["kind"] for e in dead["events"]][-2:] == ["member_failed", "died"]
     assert cli.main(["inspect", str(run_dir), "--group=99"]) == 64
     assert "groups 0 to 10 were issued" in capsys.readouterr().err
+
+
+def test_what_a_fork_gave_up_is_said_to_be_given_up(tmp_path: Path) -> None:
+    """Its group's story ends there: later steps of the same number are those of other groups."""
+    write_run_file(tmp_path)
+
+    async def forked() -> None:
+        clock = ManualClock()
+        kept = Keeper(SETTINGS, Log(tmp_path), clock)
+        for _ in eventful_history(kept, clock):
+            await kept.log.committed()
+        version = kept.decide(rq.Begin("M", Version(1, 2), "again"))
+        assert version == Version(2, 2)
+        kept.decide(rq.Publish("M", Snapshot(version, "tcp", "here", "d")))
+        for key in lease(kept, 6, version, "z"):
+            put(kept, key, version)
+        kept.decide(rq.ClaimStep("M", 2, 2))
+        kept.decide(rq.Ack("M", version))
+        await kept.log.close()
+
+    asyncio.run(forked())
+    claims = facts(tmp_path)["claims"]
+    assert [(row["lineage"], row["step"], row["state"]) for row in claims][:2] == [
+        (2, 2, "trained"), (1, 2, "given up by lineage 2"),
+    ]  # fmt: skip
+    story = facts(tmp_path, 7)
+    assert story["group"]["state"] == "EXPIRED"
+    assert [event["kind"] for event in story["events"]][-2:] == ["claimed", "expired"]
 
 
 def test_plain_lines_in_a_pipe_and_tables_on_a_terminal(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,13 +48,13 @@ def put(kept: Keeper, key: Key, version: Version, *, tokens: int = 4, reward: fl
     """The store's answer to the put of a finished member."""
     member = finished(key, version, tokens=tokens, reward=reward)
     body = wire.encode(member)
-    return kept.decide(put_request(body, member), schema.payload(key[0], key[1], body))
+    return kept.decide(put_request(body), schema.payload(key[0], key[1], body))
 
 
 def fail(kept: Keeper, key: Key, error: str = "scorer raised") -> object:
     """The store's answer to a member that broke on its data."""
     member = Member(*key, Failed("DATA", error))
-    return kept.decide(put_request(wire.encode(member), member))
+    return kept.decide(put_request(wire.encode(member)))
 
 
 def lease(kept: Keeper, members: int, version: Version, request: str, name: str = "S") -> list[Key]:

@@ -109,7 +109,7 @@ def _first_claim_again(event: ev.Claimed) -> ev.Claimed:
     return msgspec.structs.replace(event, groups=(1, 0))
 
 
-TABLES = ("payloads", "groups", "members", "cursor", "lineages", "claim_groups")
+TABLES = ("payloads", "groups", "members", "cursor", "lineages", "claim_groups", "questions")
 
 
 def both(*damages: Damage) -> Damage:
@@ -156,6 +156,8 @@ DAMAGES: dict[str, tuple[Damage, str, str]] = {
     "a claim's groups change places": (
         run_sql("UPDATE claim_groups SET place = 10 - place WHERE step = 1"), "claim_groups", "claim 1 is"),
     "the prompts' cursor": (run_sql("UPDATE cursor SET state = x'00'"), "cursor", "prompt pipeline"),
+    "how hard a question was": (
+        run_sql("UPDATE questions SET trained = trained + 1 WHERE members > 0"), "questions", "by the log"),
     "a lineage's fork": (run_sql("UPDATE lineages SET fork_step = 0 WHERE lineage = 1"), "lineages", "by the log"),
     "a snapshot": (
         run_sql("UPDATE snapshot_parts SET body = (SELECT body FROM snapshot_parts p WHERE field = 'held') WHERE field"

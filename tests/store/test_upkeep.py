@@ -16,6 +16,7 @@ import pytest
 from jaxroll.clock import ManualClock
 from jaxroll.errors import InfraError
 from jaxroll.records import Version
+from jaxroll.store import events as ev
 from jaxroll.store import keeper, reading, schema, snapshots, upkeep
 from jaxroll.store import requests as rq
 from jaxroll.store.apply import replay
@@ -90,6 +91,32 @@ def test_puts_go_on_while_a_compaction_stands_still(tmp_path: Path) -> None:
         (position,) = db.execute("SELECT position FROM snapshots").fetchone()
         assert 0 < position < state.position
         assert db.execute("SELECT MIN(position) FROM log").fetchone() == (position + 1,)
+        assert replay_log(db).violations == []
+
+
+def test_the_first_compaction_of_a_new_life_reads_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all that is in the log since the last snapshot: whoever is killed in every compaction would never end one."""
+    asyncio.run(recorded_run(tmp_path))
+    replayed = []
+    real = snapshots.apply
+    monkeypatch.setattr(snapshots, "apply", lambda *of: (replayed.append(of[1]), real(*of)))
+
+    async def again() -> State:
+        kept_run = Keeper(SETTINGS, Log(tmp_path, history_bytes=0), ManualClock())
+        kept_run.decide(rq.Open())
+        await kept_run.log.committed()
+        kept_run.log.compact()
+        await kept_run.log.tidy()
+        await kept_run.log.close()
+        return kept_run.state
+
+    state = asyncio.run(again())
+    assert [type(event) for event in replayed] == [ev.RunOpened]
+    monkeypatch.setattr(snapshots, "apply", real)
+    assert next(differences(state, state_on_disk(tmp_path)), None) is None
+    with reading.transaction(tmp_path) as db:
+        whole = db.execute("SELECT position, log_bytes FROM snapshots").fetchall()
+        assert [position for position, _ in whole] == [state.position] and whole[0][1] > 2000
         assert replay_log(db).violations == []
 
 
