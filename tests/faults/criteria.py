@@ -18,6 +18,7 @@ from jaxroll import wire
 from tests.faults.cluster import Cluster
 
 LATE_S = 1.0  # an RPC may outlive its deadline by this much
+WHOLE = 0.9  # of a deadline as it is seen at the other end of the line, where gRPC rounds it up
 TERMINAL = frozenset({"TRIMMED", "EXPIRED", "DEAD"})
 STATES = frozenset({"PENDING", "LEASED", "READY", "CLAIMED", "ACKED"}) | TERMINAL
 Journal = Iterable[dict[str, Any]]
@@ -93,9 +94,22 @@ def conservation_residual(run_dir: Path) -> int:
 
 
 def overdue(journal: Journal) -> list[dict[str, Any]]:
-    """Attempts of RPCs that outlived their deadline by more than a second, the caller's own stillness not counted."""
+    """Attempts of RPCs that outlived their deadline by more than a second, the caller's own stillness not counted.
+
+    However they ended, and if they have not.
+    """
     attempts = (row for row in journal if row["kind"] == "rpc")
     return [row for row in attempts if row["took_s"] - row["stood_s"] > row["deadline_s"] + LATE_S]
+
+
+def unanswered(journal: Journal) -> list[dict[str, Any]]:
+    """Attempts of RPCs whose whole deadline went by without an answer, the caller's own stillness not counted.
+
+    Nobody may find such a one where no store died and no line was cut: what may be held is answered before its
+    deadline, if only by "nothing yet".
+    """
+    attempts = (row for row in journal if row["kind"] == "rpc" and row["outcome"] != "OK")
+    return [row for row in attempts if row["took_s"] - row["stood_s"] > WHOLE * row["deadline_s"]]
 
 
 def trained_twice(trained: Sequence[tuple[int, Sequence[int]]]) -> set[int]:

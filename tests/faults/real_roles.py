@@ -121,7 +121,9 @@ class World:
             self.processes["store"].terminate()
             self.processes["store"].wait(20)
         assert criteria.conservation_residual(self.run_dir) == 0
-        assert criteria.overdue(self.tap.journal) == []
+        account = self.tap.account()
+        late = [*criteria.overdue(account), *criteria.unanswered(account)]
+        assert late == [], f"calls that outlived their deadline, or that nobody answered: {late}"
         last = {row["step"]: row for row in rows}
         twice = criteria.trained_twice([(step - 1, last[step]["groups"]) for step in sorted(last)])
         twice |= criteria.durable_twice(self.run_dir)

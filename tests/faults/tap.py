@@ -8,6 +8,7 @@ waits for a lucky moment.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -56,7 +57,9 @@ class Tap:
         self._thread = threading.Thread(target=self._loop.run_forever, name="tap", daemon=True)
         self._heart = Heartbeat()
         self.address = ""
-        self.journal: list[dict[str, Any]] = []  # calls, puts, claims, in the words of `criteria`
+        self.journal: list[dict[str, Any]] = []  # calls that ended, puts, claims, in the words of `criteria`
+        self._under_way: dict[int, dict[str, Any]] = {}  # calls under way, with when they began
+        self._numbers = itertools.count()
 
     def on(self, name: str, method: str, hook: Hook | None) -> None:
         """From now on calls of `name` to `method` go through `hook`; None lets them pass."""
@@ -64,6 +67,10 @@ class Tap:
             self._hooks.pop((name, method), None)
         else:
             self._hooks[name, method] = hook
+
+    def account(self) -> list[dict[str, Any]]:
+        """The journal, and calls that have not ended as they are now: their outcome is `open`."""
+        return [*self.journal, *(self._timed(began) for began in list(self._under_way.values()))]
 
     def run(self, job):
         """The result of a coroutine on the tap's loop."""
@@ -105,20 +112,35 @@ class Tap:
             return await send(body, timeout=context.time_remaining(), metadata=metadata)
 
         hook = self._hooks.get((call.name, method))
-        began_s, stood_s, deadline_s = time.monotonic(), self._heart.so_far_s(), context.time_remaining() or 0.0
+        number = next(self._numbers)
+        self._under_way[number] = began = {
+            "kind": "rpc", "method": method, "name": call.name, "deadline_s": context.time_remaining() or 0.0,
+            "began_s": time.monotonic(), "stood_s": self._heart.so_far_s(), "outcome": "open",
+        }  # fmt: skip
         try:
             answer = await (hook(call, forward) if hook else forward(body))
-            self._note(call, answer, time.monotonic() - began_s, deadline_s, self._heart.so_far_s() - stood_s)
+            began["outcome"] = "OK"
+            self._note(call, answer)
             return answer
         except Lost:
+            began["outcome"] = "Lost"
             await context.abort(grpc.StatusCode.UNAVAILABLE, "lost on the way")
         except grpc.aio.AioRpcError as error:
+            began["outcome"] = error.code().name
             await context.abort(error.code(), error.details() or "")
+        except asyncio.CancelledError:  # its caller is gone, or its deadline is over
+            began["outcome"] = "CANCELLED"
+            raise
+        finally:
+            self.journal.append(self._timed(self._under_way.pop(number)))
         raise AssertionError("abort raises")
 
-    def _note(self, call: Call, answer: bytes, took_s: float, deadline_s: float, stood_s: float) -> None:
-        rpc = {"kind": "rpc", "method": call.method, "took_s": took_s, "deadline_s": deadline_s, "stood_s": stood_s}
-        self.journal.append(rpc | {"name": call.name})
+    def _timed(self, began: dict[str, Any]) -> dict[str, Any]:
+        """The row of a call that began so, as long as it has taken now."""
+        stood_s = self._heart.so_far_s() - began["stood_s"]
+        return began | {"took_s": time.monotonic() - began["began_s"], "stood_s": stood_s}
+
+    def _note(self, call: Call, answer: bytes) -> None:
         envelope = wire.decode(answer, Envelope)
         refusal = envelope.refusal
         if call.method == "Claim" and refusal is None:

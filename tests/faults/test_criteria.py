@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import socket
 import sqlite3
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
+from jaxroll.store.messages import SERVICE
 from tests.faults import criteria
 from tests.faults.cluster import Cluster
 from tests.faults.conftest import _place
+from tests.faults.tap import Call, Forward, Tap
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 SHAPE = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=1", "schedule.steps=4")
@@ -87,6 +93,54 @@ def test_an_rpc_that_outlived_its_deadline_is_found() -> None:
     row = {"kind": "rpc", "took_s": 3.5, "deadline_s": 2.0, "stood_s": 0.0}
     assert criteria.overdue([row]) == [row]
     assert criteria.overdue([row | {"stood_s": 0.6}, row | {"deadline_s": 2.6}]) == []
+
+
+def asked(tap: Tap, timeout_s: float) -> grpc.StatusCode:
+    """How a call through the tap failed."""
+    with grpc.insecure_channel(tap.address) as channel, pytest.raises(grpc.RpcError) as refusal:
+        said = (("jaxroll-name", "somebody"),)
+        channel.unary_unary(f"/{SERVICE}/Status")(b"", timeout=timeout_s, metadata=said)
+    return refusal.value.code()  # type: ignore[attr-defined]
+
+
+def until(seen: Callable[[], object]) -> None:
+    """Return when `seen()` holds."""
+    give_up_s, pause = time.monotonic() + 20, threading.Event()
+    while not seen():
+        assert time.monotonic() < give_up_s, "it never came to that"
+        pause.wait(0.01)
+
+
+def test_a_call_that_a_store_never_answered_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        (tmp_path / "store.addr").write_text(f"127.0.0.1:{deaf.getsockname()[1]}")
+        with Tap(tmp_path) as tap:
+            assert asked(tap, 0.3) is grpc.StatusCode.DEADLINE_EXCEEDED
+            until(lambda: tap.journal)
+            (row,) = criteria.unanswered(tap.account())
+            assert row["name"] == "somebody" and row["method"] == "Status"
+            assert criteria.overdue(tap.account()) == []
+    assert criteria.unanswered([row | {"outcome": "OK"}, row | {"stood_s": 0.3}, row | {"took_s": 0.1}]) == []
+
+
+def test_a_handler_that_swallows_its_deadline_is_found_before_and_after_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "store.addr").write_text("127.0.0.1:1")
+    over = threading.Event()
+
+    async def deaf(call: Call, forward: Forward) -> bytes:
+        while not over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.01)
+        raise asyncio.CancelledError
+
+    with Tap(tmp_path) as tap:
+        tap.on("somebody", "Status", deaf)
+        assert asked(tap, 0.1) is grpc.StatusCode.DEADLINE_EXCEEDED
+        until(lambda: criteria.overdue(tap.account()))
+        assert [row["outcome"] for row in criteria.overdue(tap.account())] == ["open"]
+        over.set()
+        until(lambda: tap.journal)
+        assert [row["outcome"] for row in criteria.overdue(tap.account())] == ["CANCELLED"]
 
 
 def test_bytes_that_nobody_sent_are_found(ended: Cluster) -> None:

@@ -8,15 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from jaxroll import wire
 from jaxroll.errors import Conflict, StaleClient
 from jaxroll.records import Member, Version, VersionRun
-from jaxroll.store.messages import Key
+from jaxroll.rpc import limits
+from jaxroll.store.messages import Key, PutCall, PutReply
 from tests.faults.cluster import LIMIT_S, ByHand, Cluster
 from tests.faults.criteria import Row, judge
 from tests.faults.scripted_sampler import finished
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 COPIES = 1000
+CALLS = limits.CALLS_PER_CONNECTION - 4  # some room for what else goes over the connection
+CALL_S = 20.0
 SMALL = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=1", "schedule.steps=4",
          "store.lease_s=60", "store.rpc_deadline_s=20")  # fmt: skip
 
@@ -27,9 +31,33 @@ def member(key: Key, *runs: tuple[Version, int]) -> Member:
 
 
 async def at_once(hands: list[ByHand], copies: int, what: Member) -> set[str]:
-    """The answers to `copies` equal puts, spread over several connections and all under way together."""
-    jobs = (hands[i % len(hands)].store.put(what) for i in range(copies))
-    return set(await asyncio.wait_for(asyncio.gather(*jobs), LIMIT_S))
+    """The answers to `copies` equal puts, spread over several connections and all under way together.
+
+    As many as a connection may have are calls of their own, which the store works on side by side; the others go as a
+    sampler's puts do, many in a call and one call after another.
+    """
+    body = wire.encode(what)
+    calls = AtOnce(wire.encode(PutCall((body,))))
+    alone = [calls.put(hand) for hand in hands for _ in range(CALLS)]
+    together = [hands[i % len(hands)].store.put(what) for i in range(copies - len(alone))]
+    answers = await asyncio.wait_for(asyncio.gather(*alone, *together), LIMIT_S)
+    assert calls.most == len(alone) == CALLS * len(hands), "calls waited for one another"
+    return set(answers)
+
+
+class AtOnce:
+    """Puts of one member, each a call; `most` of them were under way at the same time."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body, self._under_way, self.most = body, 0, 0
+
+    async def put(self, hand: ByHand) -> str:
+        """The answer."""
+        self._under_way += 1
+        self.most = max(self.most, self._under_way)
+        (answer,) = wire.decode(await hand.store._raw.call("Put", self._body, CALL_S), PutReply).answers
+        self._under_way -= 1
+        return answer.refusal.code if answer.refusal else answer.result
 
 
 def puts_in_log(run: Cluster) -> int:

@@ -72,7 +72,8 @@ def test_7_with_the_real_feeder_the_prompts_go_on_where_they_were(
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.soak)])
 def test_8_a_store_killed_while_it_compacts(tmp_path: Path, note: Callable[[Row], None], kills: int) -> None:
     """Killed whenever the parts of a snapshot are on disk and its mark is not yet: what came before still counts."""
-    orders = StoreOrders(compact_every=20, history_bytes=30_000, keep_bytes=100_000)
+    # Few questions: in pieces of two, one a commit, those of a long run would take a minute to write.
+    orders = StoreOrders(questions=20, compact_every=20, history_bytes=30_000, keep_bytes=100_000)
     with Cluster(tmp_path / "run", *SMALL, orders=orders) as run:
         run.learner(step_s=0.0)
         for i in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxroll import wire
-from jaxroll.records import Member, Snapshot, Version
+from jaxroll.records import Snapshot, Version
 from jaxroll.store import messages as msg
 from tests.faults.tap import Call
 
@@ -26,8 +26,3 @@ def durable_of(call: Call) -> Version:
 def publish_of(call: Call) -> Version:
     """The version that is published."""
     return wire.decode(call.body, Snapshot).version
-
-
-def member_of(call: Call) -> Member:
-    """The member that is put."""
-    return wire.decode(call.body, Member)
