@@ -3,7 +3,7 @@
     python _good_client.py FOLDER ORDERS_JSON
 
 Prints "ready" when it holds leases, then goes on until its standard input ends; the last line is one JSON object with
-the seconds of every put and renew, and what was acknowledged.
+the seconds of every put and renew, when each put began (the machine's monotonic clock), and what was acknowledged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def work(folder: Path, orders: dict[str, Any], stop: threading.Event) -> d
     )
     done = outcome(orders.get("payload_bytes", 65_536), Version(0, 0))
     leased: list[Key] = []
-    put_s, renew_s, acknowledged = [], [], 0
+    put_at_s, put_s, renew_s, acknowledged = [], [], [], 0
     said = False
     while not stop.is_set():
         if not leased:
@@ -42,6 +42,7 @@ async def work(folder: Path, orders: dict[str, Any], stop: threading.Event) -> d
             said = True
             print("ready", flush=True)
         key = leased.pop()
+        put_at_s.append(time.monotonic())
         started = time.perf_counter()
         acknowledged += await store.put(Member(*key, done)) == "OK"
         put_s.append(time.perf_counter() - started)
@@ -51,7 +52,7 @@ async def work(folder: Path, orders: dict[str, Any], stop: threading.Event) -> d
         assert lost == [], f"a stranger took {lost}"
     await store.release(leased)
     await store.aclose()
-    return {"put_s": put_s, "renew_s": renew_s, "acknowledged": acknowledged}
+    return {"put_at_s": put_at_s, "put_s": put_s, "renew_s": renew_s, "acknowledged": acknowledged}
 
 
 async def _lease(store: StoreClient, members: int) -> list[Key]:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -96,6 +97,31 @@ def summary(results: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str
     return found
 
 
+def draw(path: Path, found: Mapping[str, Any]) -> None:
+    """What `summary` found, as a figure: gain with its interval over seeds, effective samples, clipped share, mismatch.
+
+    After the first α steps every token is α steps old: a colour is an age.
+    """
+    import _figures
+
+    kinds = {f"{alpha}": f"α = {alpha}" for alpha in sorted({int(alpha) for by in found.values() for alpha in by})}
+
+    def rows(value: Callable[[Mapping[str, Any]], _figures.Value | None]) -> dict[str, dict[str, _figures.Value]]:
+        values = {name: {kinds[alpha]: value(of) for alpha, of in by.items()} for name, by in found.items()}
+        return {name: {kind: one for kind, one in row.items() if one} for name, row in values.items()}
+
+    def points(of: Mapping[str, Any]) -> _figures.Value:
+        ends = of["gain_95"] or (None, None)
+        return _figures.Value(*(None if one is None else 100 * one for one in (of["gain"], *ends)))
+
+    panels = [_figures.Panel("held-out accuracy gained, points (95 % over seeds)", rows(points), at=0.0)]
+    for key, words in (("ess", "effective samples, share"), ("clip_share", "clipped share"),
+                       ("kl_behaviour", "KL(behaviour‖learner)")):  # fmt: skip
+        value = lambda of, key=key: None if of[key] is None else _figures.Value(of[key])  # noqa: E731
+        panels.append(_figures.Panel(words, rows(value)))
+    _figures.write(path, panels, list(kinds.values()))
+
+
 def interval(values: Sequence[float]) -> list[float] | None:
     """95 % interval of the mean by Student's t; None for a single value."""
     if len(values) < 2:
@@ -143,7 +169,9 @@ def main() -> None:
         made = runs.run(f"{name} at {alpha}", seed, measured(bench, keys, alpha, seed, steps))
         results.setdefault((name, alpha), []).append(made)
     longest = max(one["seconds"] for made in results.values() for one in made)
-    result = about | {"algorithms": summary(results), "longest_run_s": longest, "parameters": "one warm start"}
+    found = summary(results)
+    draw(runs.path.with_suffix(".svg"), found)
+    result = about | {"algorithms": found, "longest_run_s": longest, "parameters": "one warm start"}
     _report.finish(result, command=" ".join(["benchmarks/algorithms.py", *sys.argv[1:]]), started=started)
 
 

@@ -49,6 +49,7 @@ ATTACKS: dict[str, tuple[int, dict[str, Any]]] = {
     "paths": (2, {"connections": 2, "in_flight": 8}),
     "polls": (2, {"connections": 16, "in_flight": 64}),
     "crowd": (1, {"connections": 2, "in_flight": 8}),
+    "heavy": (1, {"connections": 2, "in_flight": 1, "timeout_s": 60.0}),
 }
 
 
@@ -108,7 +109,10 @@ def measured(kind: str, seconds: float) -> dict[str, Any]:
             ready(attacker)
         peak = _watch(psutil.Process(server.pid), seconds)
         did = ended(good)
-        counts = [ended(attacker) for attacker in attackers]
+        results = [ended(attacker) for attacker in attackers]
+        if any(result["missed"] or result["strange"] for result in results):
+            raise SystemExit(f"{kind} is not the attack that it should be: {results}")
+        counts = [result["counted"] for result in results]
         asyncio.run(_still_works(folder, known["config_digest"]))
     return {"attack": kind, **_times("put", did["put_s"]), **_times("renew", did["renew_s"]),
             "acknowledged": did["acknowledged"], "store_rss_mb": peak, "attackers_counted": counts}  # fmt: skip

@@ -26,11 +26,13 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _figures import Panel, Value, write
 from _mechanisms import MECHANISMS, switched
 from _race_envs import Race
 from _races import Workload, trained
@@ -117,6 +119,27 @@ def raced(workload: Workload, folder: Path, runs: Runs, alphas: list[float], see
     return {"sync_threads": threads, **{f"{alpha:g}": compared(made[0.0], made[alpha]) for alpha in alphas}}
 
 
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """The ratios as a figure: by workload and α; what each mechanism is worth where it helps and where it cannot."""
+    races = {name: {f"α = {alpha}": of for alpha, of in by.items() if isinstance(of, dict)}
+             for name, by in result.items() if name not in MECHANISMS}  # fmt: skip
+    switches = {name: {"where it helps": by, "where it cannot": by.get("null")}
+                for name, by in result.items() if name in MECHANISMS}  # fmt: skip
+
+    def panel(title: str, rows: dict[str, dict[str, Any]], value: Callable[[dict[str, Any]], Value]) -> Panel:
+        return Panel(
+            title, {name: {kind: value(of) for kind, of in row.items() if of} for name, row in rows.items()}, 1.0
+        )
+
+    ratio_of = lambda of: Value(of["ratio"], of["low"], of["high"])  # noqa: E731
+    panels = [
+        panel("samples/s over the synchronous arm's (95 %)", races, ratio_of),
+        panel("the same over the ceiling of overlap alone", races, lambda of: Value(of["ratio"] / of["ceiling"])),
+        panel("rate with over rate without (95 %)", switches, ratio_of),
+    ]
+    write(path, panels, list(dict.fromkeys(kind for by in (races | switches).values() for kind in by)))
+
+
 def main() -> int:
     """Measure."""
     names = [workload.name for workload in WORKLOADS]
@@ -142,6 +165,7 @@ def main() -> int:
             runs = Runs("sync_vs_async", MECHANISMS[name].settings(), chosen.runs_file, chosen.resume)
             result[name] = switched(MECHANISMS[name], Path(folder), runs, seeds)
             say(f"{name}: {json.dumps(result[name])}")
+    draw((chosen.runs_file or runs.path).with_suffix(".svg"), result)
     command = "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     finish(result | {"class": "R"}, command=command, started=started)
     return 0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -151,6 +152,27 @@ def test_a_race_tells_both_rates_and_their_ratio(
     assert result["low"] == result["high"] == result["ratio"] == pytest.approx(2.0)
     assert result["per_cpu_second"]["value"] == pytest.approx(1.0)
     assert [len(one) for one in of.values()] == [3, 3]
+
+
+def test_a_figure_shows_every_value_of_every_row_at_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    figures, algorithms, synchrony = (importlib.import_module(n) for n in ("_figures", "algorithms", "sync_vs_async"))
+    path = tmp_path / "figure.svg"
+    of = {"gain": 0.2, "gain_95": [0.1, 0.3], "ess": 0.9, "clip_share": 0.01, "kl_behaviour": None}
+    algorithms.draw(path, {"grpo": {"0": of, "8": of | {"gain": -0.1}}, "raft": {"1": of | {"gain_95": None}}})
+    drawn = ElementTree.parse(path).getroot()
+    notes = [one.text for one in drawn.findall(".//{*}title")]
+    assert notes[:3] == ["grpo, α = 0: 20", "grpo, α = 8: -10", "raft, α = 1: 20"] and len(notes) == 9
+    at = [float(circle.get("cx", "")) for circle in drawn.findall(".//{*}circle") if len(circle)][:3]
+    assert at[1] < at[0] == at[2], "the same value stands at the same place, a smaller one to the left of it"
+
+    race = {"ratio": 2.0, "low": 1.5, "high": 2.5, "ceiling": 4.0}
+    synchrony.draw(path, {"constant": {"sync_threads": 1, "1": race}, "queue": race | {"null": race | {"ratio": 1.0}}})
+    notes = [one.text for one in ElementTree.parse(path).getroot().findall(".//{*}title")]
+    assert notes[:2] == ["constant, α = 1: 2", "constant, α = 1: 0.5"]
+    assert notes[2:] == ["queue, where it helps: 2", "queue, where it cannot: 1"]
+    with pytest.raises(ValueError, match="6 kinds, and 5 colours"):
+        figures.write(path, [], list("abcdef"))
 
 
 def test_a_ratio_is_paired_and_its_interval_holds_it(report: ModuleType) -> None:
