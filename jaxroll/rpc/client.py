@@ -38,6 +38,7 @@ _TRY_AGAIN = frozenset(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )
+_SENDING = "SendMessageOperation"  # where gRPC says what failed; its status is INTERNAL then
 _WHO_ARE_YOU = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 _UNREAD = (0, 0)
 _TOO_LARGE = "larger than max"  # gRPC's words for an answer that this side does not take; the only final exhaustion
@@ -168,11 +169,16 @@ class RawClient:
             raise Unauthorized(f"{where}: {details}") from error
         if code is grpc.StatusCode.INVALID_ARGUMENT or _TOO_LARGE in details:
             raise StoreRefusal(f"{where}: {details}") from error
-        if code not in _TRY_AGAIN:
+        if code not in _TRY_AGAIN and not _broke_off(error):
             raise InfraError(f"{where}: {code.name}: {details}") from error
         if time.monotonic() >= give_up:
             kind = DeadlineExceeded if code is grpc.StatusCode.DEADLINE_EXCEEDED else InfraError
             raise kind(f"{where}: no answer ({code.name}: {details}); patience is over") from error
+
+
+def _broke_off(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the other end was gone, or had answered, before all pieces were sent. Its answer, if any, is lost then."""
+    return error.code() is grpc.StatusCode.INTERNAL and _SENDING in (error.debug_error_string() or "")
 
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:

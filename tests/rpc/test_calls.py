@@ -80,6 +80,18 @@ def run(job) -> None:
     asyncio.run(asyncio.wait_for(job, 30.0))
 
 
+def test_a_body_refused_before_all_of_it_was_sent_is_refused_every_time() -> None:
+    """gRPC fails the sending of a piece after the answer came, and forgets the answer: INTERNAL, of which nobody dies."""
+
+    async def job() -> None:
+        async with server(Service()) as port, client(f"127.0.0.1:{port}") as caller:
+            for _ in range(12):
+                with pytest.raises(StoreRefusal, match="at most 1048576 are taken"):
+                    await caller.call("echo", bytes(8 * 2**20), 5.0)
+
+    run(job())
+
+
 def test_an_answer_tells_the_caller_and_the_log_position() -> None:
     async def calls() -> None:
         service = Service()
@@ -120,7 +132,7 @@ def test_who_talks_nonsense_without_end_is_answered_slowly(monkeypatch: pytest.M
 
     async def calls() -> None:
         async with server(Service()) as port, client(f"127.0.0.1:{port}") as raw:
-            for _ in range(60):
+            for _ in range(12):
                 with pytest.raises(StoreRefusal, match="malformed"):
                     await raw.call("malformed", b"\xc1", 5.0)
             assert await raw.call("echo", b"good", 5.0) == b"good"
