@@ -177,7 +177,7 @@ class RawClient:
 
 
 def _broke_off(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the other end was gone, or had answered, before all pieces were sent. Its answer, if any, is lost then."""
+    """Whether the other end was gone or had answered before all pieces were sent; an answer is lost then."""
     return error.code() is grpc.StatusCode.INTERNAL and _SENDING in (error.debug_error_string() or "")
 
 

@@ -8,21 +8,9 @@ from typing import Any
 from jaxroll.records import Version
 from jaxroll.store import cuts, difficulty, speeds
 from jaxroll.store import events as ev
+from jaxroll.store.groups import DONE, DROPPED, FREE, LEASED, Group, Slot
 from jaxroll.store.settings import FILTERED
-from jaxroll.store.state import (
-    DONE,
-    DROPPED,
-    FREE,
-    LEASED,
-    NAMES_KNOWN,
-    Batch,
-    Group,
-    LeaseReceipt,
-    Lineage,
-    Slot,
-    State,
-    base_step,
-)  # fmt: skip
+from jaxroll.store.state import NAMES_KNOWN, Batch, LeaseReceipt, Lineage, State, base_step
 
 
 def apply(state: State, event: ev.Event, now_s: float) -> None:
@@ -42,7 +30,8 @@ def replay(state: State, events: Iterable[ev.Event], now_s: float) -> State:
 def _issued(state: State, e: ev.Issued, now_s: float) -> None:
     ordinal = state.next_ordinal if e.ordinal < 0 else e.ordinal
     slots = [Slot() for _ in range(e.size)]
-    state.open[e.group] = Group(e.group, e.task, slots, e.reissue_of, e.reissues, ordinal, e.wanted)
+    group = state.open[e.group] = Group(e.group, e.task, slots, e.reissue_of, e.reissues, ordinal, e.wanted)
+    state.index.opened(group)
     state.next_group = e.group + 1
     state.issued += 1
     difficulty.touch(state.questions, e.task.question_hash).issued += 1
@@ -74,6 +63,7 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
         slot = group.slots[member]
         slot.status, slot.attempt, slot.holder, slot.session = LEASED, attempt, e.holder, e.session
         slot.deadline_s, slot.rests_until_s, slot.leased_at_s = now_s + e.ttl_s, 0.0, now_s
+    state.index.changed(group)
     state.hungry.pop(e.holder, None)
     state.rooms.pop(e.holder, None)
     receipt = state.receipts.get(e.session)
@@ -83,8 +73,10 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
 
 
 def _lease_ended(state: State, e: ev.LeaseEnded, now_s: float) -> None:
+    group = state.open[e.group]
     for member in e.members:
-        state.open[e.group].slots[member].status = FREE
+        group.slots[member].status = FREE
+    state.index.changed(group)
 
 
 def _put(state: State, e: ev.Put, now_s: float) -> None:
@@ -102,19 +94,22 @@ def _put(state: State, e: ev.Put, now_s: float) -> None:
 
 
 def _note_ready(state: State, group: Group) -> None:
-    if not any(True for _ in group.missing()):
+    state.index.changed(group)
+    if group.id not in state.index.lacking:
         group.ready_place = state.ready_places
         state.ready_places += 1
 
 
 def _member_failed(state: State, e: ev.MemberFailed, now_s: float) -> None:
-    slot = state.open[e.group].slots[e.member]
+    group = state.open[e.group]
+    slot = group.slots[e.member]
     slot.status, slot.failed_attempt, slot.failed_digest = FREE, e.attempt, e.digest
     slot.rests_until_s = now_s + e.rest_s if e.rest_s > 0 else 0.0
     if e.kind == "DATA":
         slot.data_failures += 1
     else:
         slot.infra_failures += 1
+    state.index.changed(group)
 
 
 def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
@@ -136,6 +131,7 @@ def _aborted(state: State, e: ev.Aborted, now_s: float) -> None:
 
 def _expired(state: State, e: ev.Expired, now_s: float) -> None:
     group = state.open.pop(e.group, None) or state.held.pop(e.group)
+    state.index.ended(group)
     kind = e.reason.partition(":")[0]
     state.expired[kind] = state.expired.get(kind, 0) + 1
     if kind == FILTERED:
@@ -146,6 +142,7 @@ def _expired(state: State, e: ev.Expired, now_s: float) -> None:
 
 def _died(state: State, e: ev.Died, now_s: float) -> None:
     group = state.open.pop(e.group)
+    state.index.ended(group)
     state.dead += 1
     _lost(state, group, "dead")
 
@@ -164,6 +161,7 @@ def _lost(state: State, group: Group, reason: str) -> None:
 def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     for gid in e.groups:
         group = state.held[gid] = state.open.pop(gid)
+        state.index.claimed(group)
         group.step = e.step
         _count_trained(state, group)
     if (cut := cuts.cut_of(state)) is not None:
@@ -205,7 +203,7 @@ def _made_durable(state: State, e: ev.MadeDurable, now_s: float) -> None:
     cuts.keep_cut(state, e.version)
     for step in range(state.durable, e.version.step):
         for gid in state.batches[step].groups:
-            del state.held[gid]
+            state.index.ended(state.held.pop(gid))
             state.trimmed += 1
     state.durable = e.version.step
     state.moved_at_s = now_s
@@ -244,6 +242,7 @@ def _began(state: State, e: ev.Began, now_s: float) -> None:
     for group in state.open.values():
         for _, slot in group.missing():  # whoever holds it samples in a lineage that ended
             slot.status, slot.fenced = FREE, slot.attempt
+        state.index.changed(group)
     state.receipts.clear()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxroll.store import events as ev
+from jaxroll.store.groups import Group
 from jaxroll.store.settings import FILTERED, Settings
-from jaxroll.store.state import Group, State
+from jaxroll.store.state import State
 
 
 def after_put(settings: Settings, state: State, group: Group, put: ev.Put) -> list[ev.Event]:

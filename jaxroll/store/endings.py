@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from jaxroll.store import events as ev
+from jaxroll.store.groups import LEASED, Group
 from jaxroll.store.requests import Key
-from jaxroll.store.state import LEASED, Group, State
+from jaxroll.store.state import State
 
 Ending = tuple[str, Key]  # session, (group, member, attempt)
 

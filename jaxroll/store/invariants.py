@@ -12,8 +12,9 @@ from typing import Any
 
 from jaxroll.records import VersionRun
 from jaxroll.store import events as ev
+from jaxroll.store.groups import DONE, DROPPED, FREE, LEASED, Group
 from jaxroll.store.settings import Settings
-from jaxroll.store.state import DONE, DROPPED, FREE, LEASED, Group, State, base_step, on_line, was_published
+from jaxroll.store.state import State, base_step, on_line, was_published
 
 # From → to, by the contract. A record may leave a group where it is.
 EDGES = frozenset({

@@ -7,8 +7,9 @@ from jaxroll.records import Version, VersionRun
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
 from jaxroll.store.completion import after_put, can_spare_one
+from jaxroll.store.groups import DONE, DROPPED, Group, Slot
 from jaxroll.store.settings import Settings
-from jaxroll.store.state import DONE, DROPPED, Group, Slot, State, on_line, slot_of, was_published
+from jaxroll.store.state import State, on_line, slot_of, was_published
 from jaxroll.store.work import Decision, refuse
 
 

@@ -33,8 +33,9 @@ from jaxroll import wire
 from jaxroll.records import Task
 from jaxroll.store import audit
 from jaxroll.store import events as ev
+from jaxroll.store.groups import Group
 from jaxroll.store.settings import FILTERED
-from jaxroll.store.state import Group, State
+from jaxroll.store.state import State
 
 SCHEMA_VERSION = 2
 

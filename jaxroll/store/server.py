@@ -152,7 +152,7 @@ class _Store:
     def _wake_for_time(self, last_s: float, now_s: float) -> None:
         """Those who wait for time itself: resting members, stragglers."""
         state, settings = self._keeper.state, self._keeper.settings
-        if any(last_s < s.rests_until_s <= now_s for g in state.open.values() for s in g.slots):
+        if any(last_s < s.rests_until_s <= now_s for g in state.index.with_free() for s in g.slots):
             self._keeper.wakeups.notify(LEASE)
         if straggler_due(state, settings.limiter.batch_groups, settings.straggler_deadline_s, now_s):
             self._keeper.wakeups.notify(CLAIM)

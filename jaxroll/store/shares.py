@@ -6,8 +6,9 @@ from jaxroll.schedule.order import groups_ahead
 from jaxroll.schedule.sharing import Share
 from jaxroll.store import requests as rq
 from jaxroll.store.admission import window_in_force, with_room
+from jaxroll.store.groups import FREE, Group, Slot
 from jaxroll.store.settings import Settings
-from jaxroll.store.state import FREE, Group, Slot, State, unpublished_groups
+from jaxroll.store.state import State, unpublished_groups
 
 
 def free_members(group: Group, now_s: float) -> list[tuple[int, Slot]]:
@@ -39,8 +40,9 @@ def _available(settings: Settings, state: State, r: rq.Lease, enough: int, now_s
         return settings.limiter.admits(ahead, newest, r.version.step, in_force, state.next_claim - newest)
 
     found = 0
-    for place, group in enumerate(state.open.values()):
+    for group in state.index.with_free():
         if free := free_members(group, now_s):
+            place = state.index.place_of(group)
             if not admits(claimed + groups_ahead(settings.order, place, unclaimed)):
                 return found
             found += len(free)

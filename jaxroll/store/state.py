@@ -6,111 +6,16 @@ clock and mean nothing in another process: `rebased` gives every open lease its 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import msgspec
 
-from jaxroll.records import Snapshot, Task, Version, VersionRun
+from jaxroll.records import Snapshot, Version
 from jaxroll.schedule.window import Pace
 from jaxroll.store.difficulty import Lengths, Question
 from jaxroll.store.events import Cut
+from jaxroll.store.groups import FREE, LEASED, Group, Slot
+from jaxroll.store.index import Index
 
-FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
 NAMES_KNOWN = 10_000
-
-
-class Slot(msgspec.Struct, gc=False):
-    """One member of a group. `attempt` counts its leases; a put must carry the current one.
-
-    `digest` is that of the put that finished it, `failed_digest` that of the last failure, put by `failed_attempt`.
-    """
-
-    status: str = FREE
-    attempt: int = 0
-    fenced: int = 0  # attempts up to this one are void since a rewind
-    holder: str = ""
-    session: str = ""
-    deadline_s: float = 0.0
-    leased_at_s: float | None = None  # None: the store was restarted since
-    rests_until_s: float = 0.0
-    digest: str = ""
-    size_bytes: int = 0
-    runs: tuple[VersionRun, ...] = ()
-    reward: float = 0.0
-    failed_attempt: int = 0
-    failed_digest: str = ""
-    infra_failures: int = 0
-    data_failures: int = 0
-
-    @property
-    def tokens(self) -> int:
-        """Sampled tokens of the finished member."""
-        return sum(run.count for run in self.runs)
-
-
-class Group(msgspec.Struct, gc=False):
-    """G members of one task. `step` is the claim that took it; `leased_at_s` its first lease, None before.
-
-    `ordinal` is the place of its prompt in the stream of prompts.
-    """
-
-    id: int
-    task: Task
-    slots: list[Slot]
-    reissue_of: int | None = None
-    reissues: int = 0
-    ordinal: int = 0
-    wanted: int = 0  # of its members the first so many to finish count; 0: all
-    leased_at_s: float | None = None
-    ready_place: int | None = None
-    step: int | None = None
-    acked: bool = False
-    note: str = ""
-
-    @property
-    def state(self) -> str:
-        """The name of its state in the contract."""
-        if self.acked:
-            return "ACKED"
-        if self.step is not None:
-            return "CLAIMED"
-        if self.ready:
-            return "READY"
-        return "LEASED" if any(s.status == LEASED for s in self.slots) else "PENDING"
-
-    @property
-    def ready(self) -> bool:
-        """Whether every member that still counts is there (and one at least)."""
-        return self.ready_place is not None
-
-    def done(self) -> Iterator[tuple[int, Slot]]:
-        """The finished members, with their numbers."""
-        return ((m, s) for m, s in enumerate(self.slots) if s.status == DONE)
-
-    def missing(self) -> Iterator[tuple[int, Slot]]:
-        """The members that must still be put."""
-        return ((m, s) for m, s in enumerate(self.slots) if s.status in (FREE, LEASED))
-
-    @property
-    def tokens(self) -> int:
-        """Sampled tokens of its finished members."""
-        return sum(s.tokens for s in self.slots)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its finished members."""
-        return sum(s.size_bytes for s in self.slots)
-
-    @property
-    def oldest_step(self) -> int:
-        """The step of its oldest token; 0 when there is none."""
-        return min((run.version.step for s in self.slots for run in s.runs), default=0)
-
-    @property
-    def newest_step(self) -> int:
-        """The step of its newest token; 0 when there is none."""
-        return max((run.version.step for s in self.slots for run in s.runs), default=0)
 
 
 class Batch(msgspec.Struct):
@@ -140,8 +45,11 @@ class LeaseReceipt(msgspec.Struct):
     members: tuple[tuple[int, int, int], ...]  # (group, member, attempt)
 
 
-class State(msgspec.Struct):
-    """The run. `open` are the groups that no claim took yet, in the order of issue; `held` the others alive."""
+class State(msgspec.Struct, dict=True):
+    """The run. `open` are the groups that no claim took yet, in the order of issue; `held` the others alive.
+
+    `index` finds among them without looking at all; it is made of them, and no part of what is encoded or compared.
+    """
 
     position: int = 0  # records in the log
     next_group: int = 0
@@ -189,6 +97,9 @@ class State(msgspec.Struct):
     claimed_at_s: float | None = None  # when the newest claim went to this learner; None after a beginning or a restart
     awaited_at_s: float | None = None  # since when the learner waits for the next one
 
+    def __post_init__(self) -> None:
+        self.index = Index(self.open, self.held)
+
     @property
     def lineage(self) -> int:
         """The current lineage."""
@@ -221,8 +132,7 @@ def unpublished_groups(state: State) -> int:
 
 def outstanding(state: State) -> int:
     """Leased + ready + claimed and not yet published + to be replayed: what admission counts."""
-    working = sum(g.state != "PENDING" for g in state.open.values())
-    return working + unpublished_groups(state)
+    return len(state.open) - state.index.pending + unpublished_groups(state)
 
 
 def counts(state: State) -> dict[str, int]:
@@ -240,12 +150,7 @@ def conservation_residual(state: State) -> int:
 
 def held_bytes(state: State) -> int:
     """Payload bytes on disk, and what the open leases reserve."""
-    total = 0
-    for group in (*state.open.values(), *state.held.values()):
-        total += sum(
-            s.size_bytes if s.status == DONE else state.member_bytes * (s.status == LEASED) for s in group.slots
-        )
-    return total
+    return state.index.put_bytes + state.index.leased * state.member_bytes
 
 
 def on_line(lineages: list[Lineage], version: Version, lineage: int | None = None) -> bool:
@@ -269,8 +174,9 @@ def was_published(lineages: list[Lineage], version: Version) -> bool:
 
 def next_deadline_s(state: State) -> float | None:
     """When the next lease ends or the next resting member may be leased; None when nothing is due."""
-    due = [s.deadline_s for g in state.open.values() for s in g.slots if s.status == LEASED]
-    due += [s.rests_until_s for g in state.open.values() for s in g.slots if s.status == FREE and s.rests_until_s > 0]
+    lacking = state.index.lacking.values()
+    due = [s.deadline_s for g in lacking for s in g.slots if s.status == LEASED]
+    due += [s.rests_until_s for g in lacking for s in g.slots if s.status == FREE and s.rests_until_s > 0]
     return min(due, default=None)
 
 
@@ -293,5 +199,9 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
 
 def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:
     """Whether an unfinished group among the next `batch` is in work for longer than `deadline_s`."""
-    head = itertools.islice(state.open.values(), batch)
-    return any(not g.ready and g.leased_at_s is not None and now_s - g.leased_at_s >= deadline_s for g in head)
+    for group in state.index.lacking.values():
+        if state.index.place_of(group) >= batch:
+            break
+        if group.leased_at_s is not None and now_s - group.leased_at_s >= deadline_s:
+            return True
+    return False

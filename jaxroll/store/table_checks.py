@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxroll import wire
-from jaxroll.store.state import LEASED, Group, State, counts
+from jaxroll.store.groups import LEASED, Group
+from jaxroll.store.state import State, counts
 
 
 @dataclass(frozen=True)

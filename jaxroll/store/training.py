@@ -16,8 +16,9 @@ from jaxroll.store import requests as rq
 from jaxroll.store.admission import adapted_pace
 from jaxroll.store.completion import judged
 from jaxroll.store.difficulty import length_class
+from jaxroll.store.groups import Group
 from jaxroll.store.settings import END_OF_DATA, Settings
-from jaxroll.store.state import Batch, Group, Lineage, State, base_step, on_line
+from jaxroll.store.state import Batch, Lineage, State, base_step, on_line
 from jaxroll.store.work import Decision, refuse
 
 SHRINK_LEAST = 2  # a group of one has nothing to be compared with

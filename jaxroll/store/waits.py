@@ -5,16 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from jaxroll.store.admission import is_slow, kept_groups, over, window_in_force
+from jaxroll.store.groups import LEASED, Group
 from jaxroll.store.settings import Settings
-from jaxroll.store.state import (
-    LEASED,
-    Group,
-    State,
-    conservation_residual,
-    counts,
-    held_bytes,
-    outstanding,
-)
+from jaxroll.store.state import State, conservation_residual, counts, held_bytes, outstanding
 
 
 def waits(settings: Settings, state: State, prompts_ready: bool = True) -> dict[str, str]:

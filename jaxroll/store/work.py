@@ -13,19 +13,10 @@ from jaxroll.schedule.sharing import Share
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
 from jaxroll.store.admission import has_room, is_slow, kept_groups, over, window_in_force
+from jaxroll.store.groups import DONE, LEASED, Group, Slot
 from jaxroll.store.settings import Settings
 from jaxroll.store.shares import free_members, is_awaited, share_of
-from jaxroll.store.state import (
-    DONE,
-    LEASED,
-    Group,
-    Slot,
-    State,
-    held_bytes,
-    outstanding,
-    slot_of,
-    unpublished_groups,
-)
+from jaxroll.store.state import State, held_bytes, outstanding, slot_of, unpublished_groups
 
 LAGGING = "weights"  # the reason of a NoCredit that newer weights would mend
 _ASK_AGAIN_S = 0.05
@@ -53,7 +44,7 @@ def arrive(settings: Settings, state: State, r: rq.Arrive, now_s: float) -> Deci
     if state.sessions.get(r.name) == r.session:
         return Decision()
     events: list[ev.Event] = [ev.Arrived(r.name, r.session)]
-    for group in state.open.values():
+    for group in state.index.lacking.values():
         lost = [m for m, s in group.missing() if s.status == LEASED and s.holder == r.name and s.session != r.session]
         if lost:
             events.append(ev.LeaseEnded(group.id, tuple(lost), "holder restarted"))
@@ -123,12 +114,13 @@ def _lease_open(
     grants: list[Grant] = []
     room, claimed, total = share.members, unpublished_groups(state), len(state.open)
     in_force, newest = window_in_force(settings, state), _published_step(state)
-    for place, group in enumerate(state.open.values()):
+    for group in state.index.with_free():
         if room == 0:
             break
         free = free_members(group, now_s)
         if not free:
             continue
+        place = state.index.place_of(group)
         ahead = claimed + groups_ahead(settings.order, place, total)
         if not settings.limiter.admits(ahead, newest, r.version.step, in_force, state.next_claim - newest):
             return events, grants, room, "window"
@@ -254,7 +246,7 @@ def tick(settings: Settings, state: State, r: rq.Tick, now_s: float) -> Decision
     if r.stalled_s > 0:
         return Decision([ev.Extended(r.stalled_s)])
     events: list[ev.Event] = []
-    for group in state.open.values():
+    for group in state.index.lacking.values():
         late = [m for m, s in group.missing() if s.status == LEASED and s.deadline_s <= now_s]
         if late:
             events.append(ev.LeaseEnded(group.id, tuple(late), "expired"))

@@ -81,7 +81,7 @@ def run(job) -> None:
 
 
 def test_a_body_refused_before_all_of_it_was_sent_is_refused_every_time() -> None:
-    """gRPC fails the sending of a piece after the answer came, and forgets the answer: INTERNAL, of which nobody dies."""
+    """gRPC fails to send a piece after the answer came, and forgets the answer: INTERNAL, of which nobody dies."""
 
     async def job() -> None:
         async with server(Service()) as port, client(f"127.0.0.1:{port}") as caller:

@@ -9,6 +9,7 @@ from jaxroll.schedule.limiter import AgeLimiter
 from jaxroll.store import events as ev
 from jaxroll.store import state as st
 from jaxroll.store.admission import is_slow
+from jaxroll.store.groups import DONE, LEASED
 from jaxroll.store.settings import Settings
 from tests.store.model_books import Fact, Rules
 
@@ -79,7 +80,7 @@ def timeless(state: st.State) -> st.State:
 def members_of(state: st.State) -> dict[int, list[tuple[str, int, str]]]:
     """Every member alive, in the reference's words."""
     return {
-        gid: [(s.status, s.attempt if s.status in (st.LEASED, st.DONE) else 0, s.digest) for s in group.slots]
+        gid: [(s.status, s.attempt if s.status in (LEASED, DONE) else 0, s.digest) for s in group.slots]
         for gid, group in (*state.open.items(), *state.held.items())
     }
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.store import apply, core, puts, state, work
+from jaxroll.store import apply, core, groups, puts, state, work
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
 from tests.store.model_store import Store
@@ -64,7 +64,7 @@ def wrap(patch: Patch, owner: Any, name: Any, wrapper: Callable[..., Any]) -> No
 
 @breaks("2 idempotent put")
 def no_dedupe(patch: Patch) -> None:
-    wrap(patch, puts, "_put_known", lambda known, r, slot: None if slot.status == state.DONE else known(r, slot))
+    wrap(patch, puts, "_put_known", lambda known, r, slot: None if slot.status == groups.DONE else known(r, slot))
 
 
 @breaks("2 idempotent put")
@@ -79,8 +79,8 @@ def other_bytes_are_taken_for_a_repeat(patch: Patch) -> None:
 
 @breaks("2 attempts per member")
 def old_attempt_accepted(patch: Patch) -> None:
-    def known(original: Any, r: rq.PutMember, slot: state.Slot) -> Any:
-        return None if r.attempt < slot.attempt and slot.status in (state.FREE, state.LEASED) else original(r, slot)
+    def known(original: Any, r: rq.PutMember, slot: groups.Slot) -> Any:
+        return None if r.attempt < slot.attempt and slot.status in (groups.FREE, groups.LEASED) else original(r, slot)
 
     wrap(patch, puts, "_put_known", known)
 

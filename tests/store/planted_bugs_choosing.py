@@ -8,7 +8,7 @@ import msgspec
 
 from jaxroll.schedule import filters
 from jaxroll.schedule.sharing import Share
-from jaxroll.store import apply, completion, core, puts, shares, state, training, work
+from jaxroll.store import apply, completion, core, groups, puts, shares, state, training, work
 from jaxroll.store import events as ev
 from tests.store.planted_bugs import Patch, breaks, wrap
 from tests.store.planted_bugs_training import BUGS
@@ -58,7 +58,7 @@ def rejected_groups_still_count_as_outstanding(patch: Patch) -> None:
 
 @breaks("redundant members")
 def redundant_members_are_waited_for(patch: Patch) -> None:
-    def after_put(original: Any, settings: Any, now: Any, group: state.Group, put: ev.Put) -> Any:
+    def after_put(original: Any, settings: Any, now: Any, group: groups.Group, put: ev.Put) -> Any:
         return original(settings, now, msgspec.structs.replace(group, wanted=0), put)
 
     wrap(patch, puts, "after_put", after_put)
@@ -81,10 +81,10 @@ def group_dies_of_a_member_it_can_spare(patch: Patch) -> None:
 def free_members_that_are_not_needed_stay(patch: Patch) -> None:
     def aborted(original: Any, now: state.State, e: ev.Aborted, now_s: float) -> None:
         slots = now.open[e.group].slots
-        free = [slots[member] for member in e.members if slots[member].status == state.FREE]
+        free = [slots[member] for member in e.members if slots[member].status == groups.FREE]
         original(now, e, now_s)
         for slot in free:
-            slot.status = state.FREE
+            slot.status = groups.FREE
 
     wrap(patch, apply._EFFECTS, ev.Aborted, aborted)
 

@@ -10,7 +10,7 @@ import msgspec
 from jaxroll.records import Version
 from jaxroll.schedule import order
 from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.store import apply, core, forks, state, training, work
+from jaxroll.store import apply, core, forks, groups, state, training, work
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
 from tests.store.planted_bugs import BUGS, Patch, breaks, wrap
@@ -27,7 +27,7 @@ def alpha_off_by_one_at_the_claim(patch: Patch) -> None:
 
 @breaks("3 atomic groups")
 def partial_group_claimed(patch: Patch) -> None:
-    def note(original: Any, now: state.State, group: state.Group) -> None:
+    def note(original: Any, now: state.State, group: groups.Group) -> None:
         if not group.ready and sum(1 for _ in group.missing()) <= 1:
             group.ready_place, now.ready_places = now.ready_places, now.ready_places + 1
 
@@ -171,10 +171,10 @@ def rewind_keeps_tokens_of_the_dead_lineage(patch: Patch) -> None:
 @breaks("lineage")
 def rewind_does_not_fence_leases(patch: Patch) -> None:
     def began(original: Any, now: state.State, e: ev.Began, now_s: float) -> None:
-        leased = [slot for group in now.open.values() for slot in group.slots if slot.status == state.LEASED]
+        leased = [slot for group in now.open.values() for slot in group.slots if slot.status == groups.LEASED]
         original(now, e, now_s)
         for slot in leased:
-            slot.status, slot.fenced = state.LEASED, 0
+            slot.status, slot.fenced = groups.LEASED, 0
 
     wrap(patch, apply._EFFECTS, ev.Began, began)
 

@@ -25,8 +25,10 @@ from jaxroll.schedule.limiter import AgeLimiter
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
 from jaxroll.store.core import Core
+from jaxroll.store.groups import DONE
+from jaxroll.store.index import Index
 from jaxroll.store.settings import Settings
-from jaxroll.store.state import DONE, State, conservation_residual, counts, on_line, outstanding
+from jaxroll.store.state import State, conservation_residual, counts, on_line, outstanding
 
 REMEMBERED = ("pace", "questions", "lengths", "cuts", "claim_cuts", "stream", "next_ordinal", "passed", "cursor")
 REFUSALS = (NoCredit, NotReady, StaleClient, Fenced, Conflict, Closed)
@@ -121,6 +123,7 @@ class World:
         claimed = [g for batch in self.batches.values() for g in batch]
         assert len(claimed) == len(set(claimed)), "a group in two steps"
         assert list(state.open) == sorted(state.open)
+        assert state.index == Index(state.open, state.held), "what is found by the index is not what there is"
         for (gid, member), (attempt, digest) in self.put.items():
             group = state.find(gid)
             if group is not None:
