@@ -189,8 +189,8 @@ class StoreService:
                 if was_alive and not self._is_alive(key.group):  # its group ended while it was looked at
                     request = replace(request, recorded=await self._keeper.log.recorded(key.group, key.member))
                 reply = self._decide_put(caller, request, schema.payload(key.group, key.member, body))
-        except StoreRefusal as refusal:
-            reply = refusal
+        except StoreRefusal as refusal:  # not kept under another name: its traceback holds all that was decoded
+            return msg.PutAnswer("", refusal_of(refusal))
         return msg.PutAnswer("", refusal_of(reply)) if isinstance(reply, StoreRefusal) else msg.PutAnswer(reply)
 
     def _is_alive(self, group: int) -> bool:

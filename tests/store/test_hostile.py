@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import random
@@ -288,6 +289,43 @@ def test_a_report_is_no_way_around(tmp_path: Path, small: SimpleNamespace, run, 
                 await learner._call("Report", msg.ReportCall(rows, "r"), msg.PutReply)
 
     run(reports())
+
+
+def test_members_that_were_refused_are_let_go_of_at_once(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    """A refusal that is kept keeps its traceback, which keeps what was decoded until Python looks for cycles."""
+    config = small.configured()
+
+    async def refused() -> None:
+        async with (
+            small.serving(tmp_path, config),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            (key, *_) = small.keys(await sampler.lease(V0, 1))
+            empty = Segment(np.zeros(0, np.int32), np.zeros(0, np.uint8), np.zeros(0, np.float32))
+            member = Member(*key, Finished((empty,) * 2_000, "stop", 1.0, {}, (VersionRun(V0, 1),)))
+            body = wire.encode(msg.PutCall((wire.encode(member),)))
+
+            async def put() -> None:
+                reply = wire.decode(await sampler._raw.call("Put", body, 20.0), msg.PutReply)
+                assert "versions cover 1 tokens" in str(reply.answers[0].refusal)
+
+            await put()
+            before = tracemalloc.get_traced_memory()[0]
+            for _ in range(10):
+                await put()
+            kept = tracemalloc.get_traced_memory()[0] - before
+            assert kept < MB, f"{kept} bytes are kept of ten members"
+
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        run(refused())
+    finally:
+        tracemalloc.stop()
+        gc.enable()
 
 
 # --- processes
