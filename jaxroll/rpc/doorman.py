@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -49,11 +50,15 @@ class Doorman:
         self._refused = refused
         self._at_once, self._nonsense = (Credit(_AT_ONCE, _AT_ONCE_PER_S) for _ in range(2))
         self._polls: Counter[str] = Counter()
+        self._waiting = 0
         self.refusals = 0
 
     async def hold(self) -> None:
-        """Return after as long as somebody who asks too much has to wait for the answer."""
-        await asyncio.sleep(HOLD_S)
+        """Return after as long as somebody who asks too much has to wait for the answer.
+
+        Not all wait equally long: who is turned away together should not be back together.
+        """
+        await asyncio.sleep(random.uniform(HOLD_S, 2 * HOLD_S))
 
     async def misunderstood(self) -> None:
         """Return when somebody may be told that its message makes no sense. No client of ours says such a thing."""
@@ -71,12 +76,16 @@ class Doorman:
     @contextlib.contextmanager
     def poll(self, peer: str) -> Iterator[None]:
         """Count a call that may be held among those of its connection; Crowded when there are too many."""
-        if self._polls[peer] >= limits.POLLS_PER_CONNECTION or self._polls.total() >= limits.MAX_POLLS:
-            raise Crowded(f"{self._polls[peer]} calls of this connection wait already, {self._polls.total()} in all")
+        mine = self._polls[peer]
+        assured = mine < limits.POLLS_ASSURED  # whoever holds the others: a sampler's wait for work is one of these
+        if mine >= limits.POLLS_PER_CONNECTION or (self._waiting >= limits.MAX_POLLS and not assured):
+            raise Crowded(f"{mine} calls of this connection wait already, {self._waiting} in all")
         self._polls[peer] += 1
+        self._waiting += 1
         try:
             yield
         finally:
+            self._waiting -= 1
             self._polls[peer] -= 1
             if not self._polls[peer]:
                 del self._polls[peer]

@@ -21,6 +21,7 @@ MAX_CONNECTIONS = 1024
 CALLS_PER_CONNECTION = 64
 GENERATIONS_PER_CONNECTION = 4096  # of an actor, at one sampler: each of its episodes may wait for an answer
 POLLS_PER_CONNECTION, MAX_POLLS = 16, 1024  # calls that are held until something happens
+POLLS_ASSURED = 4  # of them each connection may have, however many there are
 PIECE_BYTES = 256 * 1024  # a longer body travels in pieces of this size, the last one shorter
 HANDSHAKE_S, IDLE_S = 10.0, 300.0
 MAX_METADATA_BYTES = 16 * 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -187,6 +188,7 @@ def test_the_first_refusals_are_told_at_once_and_the_others_held(monkeypatch: py
 def test_polls_are_counted_by_connection_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "POLLS_PER_CONNECTION", 2)
     monkeypatch.setattr(limits, "MAX_POLLS", 3)
+    monkeypatch.setattr(limits, "POLLS_ASSURED", 0)
     doorman = Doorman()
     with doorman.poll("a"), doorman.poll("b"):
         with doorman.poll("a"):
@@ -196,6 +198,23 @@ def test_polls_are_counted_by_connection_and_in_all(monkeypatch: pytest.MonkeyPa
         with doorman.poll("c"):
             pass
     assert not doorman._polls
+
+
+def test_each_connection_is_assured_of_some_polls_however_many_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for one sampler: its wait for work, for weights, for leases that end."""
+    assert limits.POLLS_ASSURED >= 3
+    monkeypatch.setattr(limits, "MAX_POLLS", 32)
+    doorman = Doorman()
+    with contextlib.ExitStack() as held:
+        for place in range(32):
+            held.enter_context(doorman.poll(f"crowd-{place // limits.POLLS_PER_CONNECTION}"))
+        for _ in range(limits.POLLS_ASSURED):
+            held.enter_context(doorman.poll("sampler"))
+        with pytest.raises(Crowded), doorman.poll("sampler"):
+            pass
+    assert not doorman._polls
+    with doorman.poll("sampler"):
+        pass
 
 
 @given(st.lists(st.floats(0.0, 5.0), max_size=200))
