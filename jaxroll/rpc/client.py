@@ -2,9 +2,10 @@
 
 Every call is idempotent by contract, so a call that met a dead or a busy server is made again, with back-off, until
 `patience_s` is over. For a server that dies it begins anew whenever another call has been answered: one that is killed
-again and again never lives through a call that waits there. Each attempt has a deadline of its own. When no connection
-comes about, the handshake is tried once more by itself (`tls.diagnosis`): what is wrong with certificates will not mend
-by waiting.
+again and again never lives through a call that waits there. gRPC forgets an answer that comes while it sends; a call
+that broke off so asks first whether its body is read, and sends it then. Each attempt has a deadline of its own. When
+no connection comes about, the handshake is tried once more by itself (`tls.diagnosis`): what is wrong with
+certificates will not mend by waiting.
 """
 
 from __future__ import annotations
@@ -77,15 +78,17 @@ class RawClient:
     async def call(self, method: str, body: bytes, deadline_s: float, *, patience_s: float | None = None) -> bytes:
         """The body of the answer. Raises the typed refusal, Unauthorized, or InfraError when patience ends."""
         started, patience_s = time.monotonic(), self._patience_s if patience_s is None else patience_s
-        failures = 0
+        failures, asks_first = 0, False
         while True:
             try:
-                envelope = await self._attempt(method, body, deadline_s)
+                envelope = await self._attempt(method, body, deadline_s, asks_first=asks_first)
                 break
             except (grpc.aio.AioRpcError, FileNotFoundError) as error:
                 if failures >= self._failures_before_doubt:
                     await self._raise_if_misfit(method, error)
-                lost = isinstance(error, FileNotFoundError) or error.code() is grpc.StatusCode.UNAVAILABLE
+                broke_off = _broke_off(error)
+                asks_first = asks_first or broke_off
+                lost = broke_off or isinstance(error, FileNotFoundError) or error.code() is grpc.StatusCode.UNAVAILABLE
                 since = min(max(started, self._heard_s), started + _LIVES * patience_s) if lost else started
                 self._raise_if_final(method, error, since + patience_s)
             self._file = _UNREAD
@@ -105,11 +108,18 @@ class RawClient:
             if channel is not None:
                 await channel.close()
 
-    async def _attempt(self, method: str, body: bytes, deadline_s: float) -> Envelope:
+    async def _attempt(self, method: str, body: bytes, deadline_s: float, *, asks_first: bool) -> Envelope:
         channel = await self._connected()
         path, metadata = f"/{self._service}/{method}", self._metadata(len(body))
         if len(body) <= limits.PIECE_BYTES:
             answer = await channel.unary_unary(path)(body, timeout=deadline_s, metadata=metadata)
+        elif asks_first:
+            call = channel.stream_unary(path)(timeout=deadline_s, metadata=(*metadata, (limits.ASKS_FIRST, "1")))
+            if limits.READS_NOW in dict(await call.initial_metadata()):  # else the refusal is on its way
+                async for piece in _pieces(body):
+                    await call.write(piece)
+                await call.done_writing()
+            answer = await call
         else:
             answer = await channel.stream_unary(path)(_pieces(body), timeout=deadline_s, metadata=metadata)
         try:
@@ -176,8 +186,10 @@ class RawClient:
             raise kind(f"{where}: no answer ({code.name}: {details}); patience is over") from error
 
 
-def _broke_off(error: grpc.aio.AioRpcError) -> bool:
+def _broke_off(error: grpc.aio.AioRpcError | FileNotFoundError) -> bool:
     """Whether the other end was gone or had answered before all pieces were sent; an answer is lost then."""
+    if isinstance(error, FileNotFoundError):
+        return False
     return error.code() is grpc.StatusCode.INTERNAL and _SENDING in (error.debug_error_string() or "")
 
 

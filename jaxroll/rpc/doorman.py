@@ -17,6 +17,7 @@ from jaxroll.rpc import limits
 from jaxroll.rpc.intake import Busy
 
 HOLD_S = 2.0
+_TOLD_WITHIN = 0.8  # of a caller's deadline: an answer that comes too late is asked for again
 _AT_ONCE, _AT_ONCE_PER_S = 20.0, 2.0  # refusals that are told without holding
 
 Refused = Callable[[str, str, str], None]  # (peer, who it said it is, why)
@@ -53,31 +54,31 @@ class Doorman:
         self._waiting = 0
         self.refusals = 0
 
-    async def hold(self) -> None:
-        """Return after as long as somebody who asks too much has to wait for the answer.
+    async def hold(self, left_s: float) -> None:
+        """Return after as long as somebody who asks too much has to wait for the answer, of the `left_s` it waits.
 
         Not all wait equally long: who is turned away together should not be back together.
         """
-        await asyncio.sleep(random.uniform(HOLD_S, 2 * HOLD_S))
+        await asyncio.sleep(min(random.uniform(HOLD_S, 2 * HOLD_S), left_s * _TOLD_WITHIN))
 
-    async def misunderstood(self) -> None:
+    async def misunderstood(self, left_s: float) -> None:
         """Return when somebody may be told that its message makes no sense. No client of ours says such a thing."""
         if not self._nonsense.take(asyncio.get_running_loop().time()):
-            await self.hold()
+            await self.hold(left_s)
 
-    async def turn_away(self, peer: str, who: str, why: str) -> None:
+    async def turn_away(self, peer: str, who: str, why: str, left_s: float) -> None:
         """Return when the refusal may be told."""
         self.refusals += 1
         if self._refused is not None:
             self._refused(peer, who, why)
         if not self._at_once.take(asyncio.get_running_loop().time()):
-            await self.hold()
+            await self.hold(left_s)
 
     @contextlib.contextmanager
     def poll(self, peer: str) -> Iterator[None]:
         """Count a call that may be held among those of its connection; Crowded when there are too many."""
         mine = self._polls[peer]
-        assured = mine < limits.POLLS_ASSURED  # whoever holds the others: a sampler's wait for work is one of these
+        assured = mine < limits.POLLS_ASSURED
         if mine >= limits.POLLS_PER_CONNECTION or (self._waiting >= limits.MAX_POLLS and not assured):
             raise Crowded(f"{mine} calls of this connection wait already, {self._waiting} in all")
         self._polls[peer] += 1

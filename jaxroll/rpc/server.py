@@ -146,10 +146,10 @@ class _Door(grpc.GenericRpcHandler):
             if caller.right not in method.rights:
                 name = path.rpartition("/")[2]
                 raise _TurnedAway(Code.PERMISSION_DENIED, f"the role {caller.right} may not call {name}")
-            declared = _number(said.get("jaxroll-bytes"))
+            declared, asks_first = _number(said.get("jaxroll-bytes")), limits.ASKS_FIRST in said
         except _TurnedAway as refusal:
             return self._turning_away(refusal, f"{said.get('jaxroll-right', '')}:{said.get('jaxroll-name', '')}")
-        return grpc.stream_unary_rpc_method_handler(self._answering(method, caller, declared))
+        return grpc.stream_unary_rpc_method_handler(self._answering(method, caller, declared, asks_first))
 
     def _caller(self, said: Mapping[str, str]) -> Caller:
         right, name, session = (said.get(f"jaxroll-{key}", "") for key in ("right", "name", "session"))
@@ -170,21 +170,21 @@ class _Door(grpc.GenericRpcHandler):
 
     def _turning_away(self, refusal: _TurnedAway, who: str) -> grpc.RpcMethodHandler:
         async def turn_away(_: Any, context: grpc.aio.ServicerContext) -> bytes:
-            await self._doorman.turn_away(context.peer() or "", who, refusal.why)
+            await self._doorman.turn_away(context.peer() or "", who, refusal.why, _left_s(context))
             await context.abort(refusal.code, refusal.why)
             return b""
 
         return grpc.stream_unary_rpc_method_handler(turn_away)
 
-    def _answering(self, method: Method, caller: Caller, declared: int | None):
+    def _answering(self, method: Method, caller: Caller, declared: int | None, asks_first: bool):
         async def answer(_: Any, context: grpc.aio.ServicerContext) -> bytes:
-            left_s = context.time_remaining()
             peer = context.peer() or ""
-            known = replace(caller, peer=peer, deadline_s=left_s if left_s else limits.MAX_WAIT_S)
+            known = replace(caller, peer=peer, deadline_s=_left_s(context))
+            read = _telling(context) if asks_first else context.read
             body = b""
             try:
                 with self._doorman.poll(peer) if method.held else contextlib.nullcontext():
-                    async with self._intake.body(context.read, declared, known.deadline_s, method.max_bytes) as body:
+                    async with self._intake.body(read, declared, known.deadline_s, method.max_bytes) as body:
                         return await self._answer(method, known, body)
             except (Malformed, msgspec.MsgspecError, RecursionError, UnicodeError) as error:
                 late = Code.INVALID_ARGUMENT, f"malformed message: {error}"[:500]
@@ -196,9 +196,9 @@ class _Door(grpc.GenericRpcHandler):
                 await context.abort(Code.UNAVAILABLE, str(error))
             del body  # and with the exception its traceback: nothing large is kept while the answer is held back
             if late[0] is Code.INVALID_ARGUMENT:
-                await self._doorman.misunderstood()
+                await self._doorman.misunderstood(_left_s(context))
             else:
-                await self._doorman.hold()
+                await self._doorman.hold(_left_s(context))
             await context.abort(*late)
             return b""
 
@@ -210,6 +210,25 @@ class _Door(grpc.GenericRpcHandler):
         except StoreRefusal as refusal:
             envelope = Envelope(b"", refusal_of(refusal), self._position())
         return wire.encode(envelope)
+
+
+def _left_s(context: grpc.aio.ServicerContext) -> float:
+    """How long the caller waits for its answer."""
+    return context.time_remaining() or limits.MAX_WAIT_S
+
+
+def _telling(context: grpc.aio.ServicerContext) -> Callable[[], Awaitable[bytes]]:
+    """`context.read`, which tells the caller first that its body is read: it asked before it sends."""
+    told = False
+
+    async def read() -> bytes:
+        nonlocal told
+        if not told:
+            told = True
+            await context.send_initial_metadata(((limits.READS_NOW, "1"),))
+        return await context.read()
+
+    return read
 
 
 def _number(text: str | None) -> int | None:

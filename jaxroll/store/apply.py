@@ -90,11 +90,11 @@ def _put(state: State, e: ev.Put, now_s: float) -> None:
     state.tokens_put += slot.tokens
     state.member_bytes = max(state.member_bytes, e.size_bytes)
     state.moved_at_s = now_s
+    state.index.changed(group)
     _note_ready(state, group)
 
 
 def _note_ready(state: State, group: Group) -> None:
-    state.index.changed(group)
     if group.id not in state.index.lacking:
         group.ready_place = state.ready_places
         state.ready_places += 1
@@ -118,6 +118,7 @@ def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
         group.slots[member].status = DROPPED
     group.note = e.reason
     state.shrunk += 1
+    state.index.changed(group)
     _note_ready(state, group)
 
 
@@ -126,6 +127,7 @@ def _aborted(state: State, e: ev.Aborted, now_s: float) -> None:
     for member in e.members:
         group.slots[member].status = DROPPED
     state.aborted_members += len(e.members)
+    state.index.changed(group)
     _note_ready(state, group)
 
 

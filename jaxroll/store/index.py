@@ -6,7 +6,7 @@ complete and wait for a claim; decisions about work look at the few that are not
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 
 from jaxroll.store.groups import DONE, FREE, LEASED, Group
@@ -15,13 +15,16 @@ from jaxroll.store.groups import DONE, FREE, LEASED, Group
 class Index:
     """`lacking` are the open groups that miss members, in order of issue; `pending` of them have none leased.
 
-    `leased` members, and `put_bytes` of the finished ones, are those of all groups alive.
+    `leased` members, and `put_bytes` of the finished ones, are those of all groups alive. Groups are issued by rising
+    numbers and never miss a member again once they have all: so the order of issue is that of the numbers, in which
+    `lacking` is filled, and a group is ready when it is not in it.
     """
 
     def __init__(self, open_: Mapping[int, Group], held: Mapping[int, Group]) -> None:
         self.lacking: dict[int, Group] = {}
         self.pending = self.leased = self.put_bytes = 0
         self._free: dict[int, Group] = {}
+        self._free_order: list[int] = []
         self._order: list[int] = []
         self._shares: dict[int, tuple[int, int, int]] = {}  # group → what it adds to `pending`, `leased`, `put_bytes`
         for group in open_.values():
@@ -40,7 +43,7 @@ class Index:
 
     def with_free(self) -> Iterator[Group]:
         """The open groups of which a member is not leased, be it that it rests, in order of issue."""
-        return (self._free[gid] for gid in sorted(self._free))
+        return (self._free[gid] for gid in self._free_order)
 
     def opened(self, group: Group) -> None:
         """It was issued, after all others."""
@@ -55,10 +58,11 @@ class Index:
             self.lacking[group.id] = group
         else:
             self.lacking.pop(group.id, None)
-        if free:
+        if free and group.id not in self._free:
             self._free[group.id] = group
-        else:
-            self._free.pop(group.id, None)
+            insort(self._free_order, group.id)
+        elif not free:
+            self._filled(group)
         self._count(group, is_open=True)
 
     def claimed(self, group: Group) -> None:
@@ -73,10 +77,14 @@ class Index:
 
     def _closed(self, group: Group) -> None:
         self.lacking.pop(group.id, None)
-        self._free.pop(group.id, None)
+        self._filled(group)
         place = bisect_left(self._order, group.id)
         if self._order[place : place + 1] == [group.id]:
             del self._order[place]
+
+    def _filled(self, group: Group) -> None:
+        if self._free.pop(group.id, None) is not None:
+            del self._free_order[bisect_left(self._free_order, group.id)]
 
     def _count(self, group: Group, *, is_open: bool) -> None:
         leased = sum(slot.status == LEASED for slot in group.slots)

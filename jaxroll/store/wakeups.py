@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 LEASE, CLAIM, PUBLISHED, ENDED = "lease", "claim", "published", "ended"
 
 
+_AT_ONCE = 64  # who wakes asks again: of thousands, others have their turn in between
+
+
 class Wakeups:
-    """One event for each topic, made new at every notification. For one event loop."""
+    """Those who wait, by topic, in the order in which they came. For one event loop."""
 
     def __init__(self) -> None:
-        self._events: dict[str, asyncio.Event] = {}
+        self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}
 
     def notify(self, *topics: str) -> None:
-        """Wake everyone who waits for one of `topics`."""
+        """Wake everyone who waits for one of `topics`, a few at a time."""
         for topic in topics:
-            if event := self._events.pop(topic, None):
-                event.set()
+            if waiting := self._waiting.pop(topic, None):
+                _wake(waiting)
 
     async def wait(self, topic: str, timeout_s: float) -> bool:
         """Whether `topic` was notified within `timeout_s`. Nothing is missed between deciding and waiting: no await."""
-        event = self._events.setdefault(topic, asyncio.Event())
+        waiting, place = self._waiting.setdefault(topic, {}), asyncio.get_running_loop().create_future()
+        waiting[place] = None
         try:
-            await asyncio.wait_for(event.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await place
         except TimeoutError:
             return False
+        finally:
+            waiting.pop(place, None)
         return True
+
+
+def _wake(waiting: dict[asyncio.Future[None], None]) -> None:
+    for place in list(itertools.islice(waiting, _AT_ONCE)):
+        del waiting[place]
+        if not place.done():
+            place.set_result(None)
+    if waiting:
+        asyncio.get_running_loop().call_soon(_wake, waiting)

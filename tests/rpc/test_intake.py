@@ -172,12 +172,12 @@ def test_the_first_refusals_are_told_at_once_and_the_others_held(monkeypatch: py
         told: list[tuple[str, str, str]] = []
         doorman, held = Doorman(lambda *words: told.append(words)), []
 
-        async def hold() -> None:
+        async def hold(left_s: float) -> None:
             held.append(len(told))
 
         monkeypatch.setattr(doorman, "hold", hold)
         for i in range(50):
-            await doorman.turn_away("peer", f"sampler:{i}", "no valid token")
+            await doorman.turn_away("peer", f"sampler:{i}", "no valid token", 10.0)
         assert len(told) == doorman.refusals == 50 and told[7] == ("peer", "sampler:7", "no valid token")
         return held
 

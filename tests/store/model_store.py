@@ -22,6 +22,7 @@ from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
 from jaxroll.store import state as st
 from jaxroll.store.core import Core, decide
+from jaxroll.store.index import Index
 from jaxroll.store.settings import Settings
 from tests.store.model_books import Broken, Fact, Rules, broken
 from tests.store.model_reference import Reference
@@ -210,6 +211,8 @@ class Store:
         if mine != theirs:
             wrong = {key: (theirs[key], mine[key]) for key in mine if mine[key] != theirs[key]}
             broken("conservation", f"(the store's figure, the contract's): {wrong}")
+        if whole and state.index != Index(state.open, state.held):
+            broken("conservation", "what is found by the index is not what there is")
         if whole and (residual := st.conservation_residual(state)):
             broken("conservation", f"the store itself misses {residual} groups")
         if whole and (members := self.ref.members()) != (found := members_of(state)):

@@ -313,10 +313,10 @@ def test_members_that_were_refused_are_let_go_of_at_once(tmp_path: Path, small: 
 
             await put()
             before = tracemalloc.get_traced_memory()[0]
-            for _ in range(10):
+            for _ in range(20):
                 await put()
             kept = tracemalloc.get_traced_memory()[0] - before
-            assert kept < MB, f"{kept} bytes are kept of ten members"
+            assert kept < 5 * MB, f"{kept} bytes are kept; twenty members are 34 MB once they are decoded"
 
     gc.collect()
     gc.disable()
@@ -359,7 +359,7 @@ MORE_ATTACKS: dict[str, dict[str, Any]] = ATTACKS | {
     "no_token": {"connections": 8, "in_flight": 32},
     "wrong_role": {"connections": 8, "in_flight": 32},
     "two_gb": {"connections": 64},
-    "polls": {"connections": 64, "in_flight": 64},
+    "polls": {"connections": 512, "in_flight": 16},
     "crowd": {"connections": 4, "in_flight": 8},
     "heavy": {"connections": 2, "in_flight": 1, "timeout_s": 60.0},
 }

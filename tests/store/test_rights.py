@@ -402,6 +402,8 @@ async def _held_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doorman.asyncio, "sleep", sleep)
     for _ in range(100):
-        await doorman.Doorman().hold()
+        await doorman.Doorman().hold(10.0)
     assert min(slept) >= doorman.HOLD_S and max(slept) <= 2 * doorman.HOLD_S
     assert len({round(seconds, 2) for seconds in slept}) > 50, "they come back together"
+    await doorman.Doorman().hold(1.0)
+    assert slept[-1] == 0.8, "who waits for a second only is told within it"
