@@ -13,6 +13,8 @@ from typing import Any
 
 from _report import ROOT
 
+from jaxroll.control.placement import HUGE_PAGES
+
 _HERE = Path(__file__).resolve().parent
 _DEADLINE_S = 300.0
 _OURS_ALONE = ("PYTHONPATH", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # of this process; nothing to a peer
@@ -33,7 +35,7 @@ class Child:
         environment |= {
             "JAX_PLATFORMS": "cpu", "NPROC": count, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count,
             "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / f"jax-{arm}"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **HUGE_PAGES,  # every arm gains by them, or may
         }  # fmt: skip
         if arm == "ours":
             environment["PYTHONPATH"] = str(ROOT)

@@ -16,6 +16,10 @@ Env = dict[str, str]
 CPU_COLLECTIVE_WARN_S = 120
 CPU_COLLECTIVE_ABORT_S = 1200
 
+# XLA on CPU takes all that a program needs anew in each call, of a training step hundreds of MB: in pages of 4 KB their
+# first touch is a third of the step. From glibc 2.35 on malloc asks for large pages, where the kernel grants them.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
 TPU_BASE_PORT = 8476
 # Chips of one process as a rectangle of the host's grid, which counts along x first.
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
@@ -33,7 +37,9 @@ def device_env(config: Config, inventory: Inventory, visible_gpus: Sequence[str]
     if inventory.platform == "gpu":
         gpus = tuple(visible_gpus) or tuple(map(str, range(inventory.gpus)))
         return gpu_env(wanted, memory_fractions(config), gpus)
-    return {name: cpu_env(devices, config.placement.cpu_threads) for name, devices in wanted.items()}
+    envs = {name: cpu_env(devices, config.placement.cpu_threads) for name, devices in wanted.items()}
+    envs["learner"] |= HUGE_PAGES
+    return envs
 
 
 def cpu_env(devices: int = 1, threads: int = 1) -> Env:

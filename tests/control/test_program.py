@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -138,6 +139,39 @@ def test_a_role_on_cpu_has_one_thread_or_as_many_as_it_is_given() -> None:
     for given, count in ((UNEQUAL, "1"), (config, "2")):
         envs = placement.device_env(given, Inventory("cpu"))
         assert {env["NPROC"] for env in envs.values()} == {env["OMP_NUM_THREADS"] for env in envs.values()} == {count}
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or tuple(map(int, platform.libc_ver()[1].split("."))) < (2, 35),
+    reason="only glibc 2.35 and later can be asked for large pages",
+)
+def test_what_the_learner_takes_on_cpu_lies_in_large_pages() -> None:
+    """Of each region of memory Linux says whether large pages were asked for: the flag hg."""
+    env = placement.device_env(UNEQUAL, Inventory("cpu"))["learner"]
+    code = """
+import ctypes
+from pathlib import Path
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+at = libc.malloc(64 * 2**20)
+assert at
+found = None
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    first = line.split()[0]
+    if "-" in first and not first.endswith(":"):
+        low, high = (int(end, 16) for end in first.split("-"))
+        here = low <= at < high
+    elif here and first == "VmFlags:":
+        found = "hg" in line.split()
+print(found)
+"""
+    for given, expected in ((env, "True"), ({**env, "GLIBC_TUNABLES": ""}, "False")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **given}, capture_output=True, text=True, timeout=60,
+            check=True,
+        )  # fmt: skip
+        assert done.stdout.strip() == expected
+    assert "GLIBC_TUNABLES" not in placement.device_env(UNEQUAL, Inventory("cpu"))["sampler-0"]
 
 
 @pytest.mark.process
