@@ -99,10 +99,10 @@ async def connected(orders: Orders, journal: Journal, role: str) -> AsyncIterato
 def _time_attempts(journal: Journal, heart: Heartbeat) -> None:
     attempt = RawClient._attempt
 
-    async def timed(self: RawClient, method: str, body: bytes, deadline_s: float):
+    async def timed(self: RawClient, method: str, body: bytes, deadline_s: float, **how: bool):
         began, stood_s, outcome = time.monotonic(), heart.so_far_s(), "OK"
         try:
-            return await attempt(self, method, body, deadline_s)
+            return await attempt(self, method, body, deadline_s, **how)
         except BaseException as error:
             outcome = type(error).__name__
             raise
