@@ -60,9 +60,11 @@ class Child:
         assert out is not None
         line = out.readline() if select.select([out], [], [], _DEADLINE_S)[0] else ""
         if not line:
+            code = self._process.poll()
             self.close()
             self._errors.seek(0)
-            raise RuntimeError(f"{self._name} gave no answer:\n{self._errors.read()[-3000:]}")
+            why = f"within {_DEADLINE_S:.0f} s" if code is None else f"and ended with {code}"
+            raise RuntimeError(f"{self._name} gave no answer {why}:\n{self._errors.read()[-3000:]}")
         return json.loads(line)
 
     def close(self) -> None:

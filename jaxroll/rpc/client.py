@@ -114,11 +114,14 @@ class RawClient:
         if len(body) <= limits.PIECE_BYTES:
             answer = await channel.unary_unary(path)(body, timeout=deadline_s, metadata=metadata)
         elif asks_first:
-            call = channel.stream_unary(path)(timeout=deadline_s, metadata=(*metadata, (limits.ASKS_FIRST, "1")))
-            if limits.READS_NOW in dict(await call.initial_metadata()):  # else the refusal is on its way
-                async for piece in _pieces(body):
-                    await call.write(piece)
-                await call.done_writing()
+
+            async def pieces_when_read() -> AsyncIterator[bytes]:
+                if limits.READS_NOW in dict(await call.initial_metadata()):  # else the refusal is on its way
+                    async for piece in _pieces(body):
+                        yield piece
+
+            metadata = (*metadata, (limits.ASKS_FIRST, "1"))
+            call = channel.stream_unary(path)(pieces_when_read(), timeout=deadline_s, metadata=metadata)
             answer = await call
         else:
             answer = await channel.stream_unary(path)(_pieces(body), timeout=deadline_s, metadata=metadata)

@@ -214,7 +214,8 @@ class _Door(grpc.GenericRpcHandler):
 
 def _left_s(context: grpc.aio.ServicerContext) -> float:
     """How long the caller waits for its answer."""
-    return context.time_remaining() or limits.MAX_WAIT_S
+    left_s = context.time_remaining()
+    return limits.MAX_WAIT_S if left_s is None else left_s
 
 
 def _telling(context: grpc.aio.ServicerContext) -> Callable[[], Awaitable[bytes]]:

@@ -42,7 +42,10 @@ class Index:
         return bisect_left(self._order, group.id)
 
     def with_free(self) -> Iterator[Group]:
-        """The open groups of which a member is not leased, be it that it rests, in order of issue."""
+        """The open groups of which a member is not leased, be it that it rests, in order of issue.
+
+        None may be issued, put or leased before the last was taken.
+        """
         return (self._free[gid] for gid in self._free_order)
 
     def opened(self, group: Group) -> None:

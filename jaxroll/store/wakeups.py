@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 
 LEASE, CLAIM, PUBLISHED, ENDED = "lease", "claim", "published", "ended"
-
-
+_Places = dict[asyncio.Future[None], None]  # in the order in which they were taken
 _AT_ONCE = 64  # who wakes asks again: of thousands, others have their turn in between
 
 
@@ -15,13 +15,14 @@ class Wakeups:
     """Those who wait, by topic, in the order in which they came. For one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}
+        self._waiting: dict[str, _Places] = {}
+        self._due: deque[_Places] = deque()
+        self._is_waking = False
 
     def notify(self, *topics: str) -> None:
-        """Wake everyone who waits for one of `topics`, a few at a time."""
-        for topic in topics:
-            if waiting := self._waiting.pop(topic, None):
-                _wake(waiting)
+        """Wake everyone who waits for one of `topics`, a few at each turn of the loop."""
+        self._due += [waiting for topic in topics if (waiting := self._waiting.pop(topic, None))]
+        self._go_on()
 
     async def wait(self, topic: str, timeout_s: float) -> bool:
         """Whether `topic` was notified within `timeout_s`. Nothing is missed between deciding and waiting: no await."""
@@ -36,11 +37,20 @@ class Wakeups:
             waiting.pop(place, None)
         return True
 
+    def _go_on(self) -> None:
+        if self._due and not self._is_waking:
+            self._is_waking = True
+            asyncio.get_running_loop().call_soon(self._wake_some)
 
-def _wake(waiting: dict[asyncio.Future[None], None]) -> None:
-    for place in list(itertools.islice(waiting, _AT_ONCE)):
-        del waiting[place]
-        if not place.done():
-            place.set_result(None)
-    if waiting:
-        asyncio.get_running_loop().call_soon(_wake, waiting)
+    def _wake_some(self) -> None:
+        left, self._is_waking = _AT_ONCE, False
+        while self._due and left:
+            waiting = self._due[0]
+            for place in list(itertools.islice(waiting, left)):
+                del waiting[place]
+                if not place.done():
+                    place.set_result(None)
+                    left -= 1
+            if not waiting:
+                self._due.popleft()
+        self._go_on()

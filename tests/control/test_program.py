@@ -141,10 +141,16 @@ def test_a_role_on_cpu_has_one_thread_or_as_many_as_it_is_given() -> None:
         assert {env["NPROC"] for env in envs.values()} == {env["OMP_NUM_THREADS"] for env in envs.values()} == {count}
 
 
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or tuple(map(int, platform.libc_ver()[1].split("."))) < (2, 35),
-    reason="only glibc 2.35 and later can be asked for large pages",
-)
+def _grants_large_pages() -> bool:
+    """Whether malloc asks for large pages here: glibc does from 2.35 on, where the kernel leaves it to programs."""
+    mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    libc, version = platform.libc_ver()
+    return libc == "glibc" and tuple(map(int, version.split("."))) >= (2, 35) and (
+        mode.exists() and "[madvise]" in mode.read_text() and Path("/proc/self/smaps").exists()
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not _grants_large_pages(), reason="malloc does not ask for large pages on this system")
 def test_what_the_learner_takes_on_cpu_lies_in_large_pages() -> None:
     """Of each region of memory Linux says whether large pages were asked for: the flag hg."""
     env = placement.device_env(UNEQUAL, Inventory("cpu"))["learner"]

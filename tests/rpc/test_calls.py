@@ -16,7 +16,8 @@ import pytest
 
 from jaxroll.errors import ConfigError, DeadlineExceeded, Fenced, InfraError, StoreRefusal, Unauthorized
 from jaxroll.rpc import client as rpc_client
-from jaxroll.rpc import doorman
+from jaxroll.rpc import doorman, limits
+from jaxroll.rpc import server as rpc_server
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.server import Caller, Method, RawServer
 
@@ -110,30 +111,130 @@ def test_a_body_refused_while_it_is_sent_is_refused_all_the_same(monkeypatch: py
 
 
 def test_a_call_that_broke_off_sends_its_body_once_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a server that dies while it is sent has the patience of one that dies."""
-    asked: list[bool] = []
-    attempt = RawClient._attempt
+    events: list[str] = []
+    pieces, telling = rpc_client._pieces, rpc_server._telling
 
-    async def breaks_off(raw: RawClient, method: str, body: bytes, deadline_s: float, *, asks_first: bool):
-        asked.append(asks_first)
-        if len(asked) in (1, 3):
-            words = f"Failed execute_batch: {rpc_client._SENDING}"
-            none = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, "Internal error", words)
-        return await attempt(raw, method, body, deadline_s, asks_first=asks_first)
+    async def noted(body: bytes) -> AsyncIterator[bytes]:
+        async for piece in pieces(body):
+            events.append("piece")
+            yield piece
+
+    def later(context: grpc.aio.ServicerContext):
+        read = telling(context)
+
+        async def slowly() -> bytes:
+            if "reads" not in events:
+                await asyncio.sleep(0.2)
+                events.append("reads")
+            return await read()
+
+        return slowly
 
     async def job() -> None:
         async with server(Service()) as port, client(f"127.0.0.1:{port}") as raw:
             body = bytes(range(256)) * 3000
+            monkeypatch.setattr(RawClient, "_attempt", broken_off(1))
             assert await raw.call("echo", body, 5.0) == body
-            assert asked == [False, True]
-            raw._patience_s = 0.0
-            with pytest.raises(InfraError, match="patience is over"):
-                await raw.call("echo", body, 5.0)
-            assert await raw.call("echo", body, 5.0) == body
-        assert asked == [False, True, False, False]
 
-    monkeypatch.setattr(RawClient, "_attempt", breaks_off)
+    monkeypatch.setattr(rpc_client, "_pieces", noted)
+    monkeypatch.setattr(rpc_server, "_telling", later)
+    run(job())
+    assert events == ["reads", "piece", "piece", "piece"]
+
+
+def broken_off(times: int, heard: bool = False):
+    """`RawClient._attempt`, of which the first ones break off; if `heard`, another call was answered meanwhile."""
+    attempt, left = RawClient._attempt, [times]
+
+    async def breaks_off(raw: RawClient, method: str, body: bytes, deadline_s: float, *, asks_first: bool):
+        assert asks_first == (left[0] < times)
+        if left[0]:
+            left[0] -= 1
+            if heard:
+                raw._heard_s = time.monotonic()
+            words, none = f"Failed execute_batch: {rpc_client._SENDING}", grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, "Internal error", words)
+        return await attempt(raw, method, body, deadline_s, asks_first=asks_first)
+
+    return breaks_off
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_server_that_dies_while_a_body_is_sent_has_the_patience_of_one_that_dies(
+    heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def job() -> None:
+        async with server(Service()) as port, client(f"127.0.0.1:{port}", patience_s=0.4) as raw:
+            monkeypatch.setattr(RawClient, "_attempt", broken_off(5, heard))  # 0.75 s
+            expected = contextlib.nullcontext() if heard else pytest.raises(InfraError, match="patience is over")
+            with expected:
+                assert await raw.call("echo", b"x", 5.0) == b"x"
+
+    run(job())
+
+
+@contextlib.asynccontextmanager
+async def scripted(handler) -> AsyncIterator[int]:
+    """A server whose every call is answered by `handler`."""
+    raw = grpc.aio.server()
+
+    class Door(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            return grpc.stream_unary_rpc_method_handler(handler)
+
+    raw.add_generic_rpc_handlers((Door(),))
+    port = raw.add_insecure_port("127.0.0.1:0")
+    await raw.start()
+    try:
+        yield port
+    finally:
+        await raw.stop(0.1)
+
+
+def test_a_call_that_is_refused_in_the_midst_of_its_body_ends_with_a_status() -> None:
+    """Not with an error of the caller's own, whenever between two pieces the end comes."""
+    calls = 0
+
+    async def refusing(_, context: grpc.aio.ServicerContext) -> bytes:
+        nonlocal calls
+        calls += 1
+        await context.send_initial_metadata(((limits.READS_NOW, "1"),))
+        for _ in range(1 + calls % 6):
+            await context.read()
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it stopped coming")
+        return b""
+
+    async def job() -> None:
+        async with scripted(refusing) as port, client(f"127.0.0.1:{port}") as raw:
+            for _ in range(150):
+                with pytest.raises(grpc.aio.AioRpcError) as found:
+                    await raw._attempt("echo", bytes(8 * 2**20), 5.0, asks_first=True)
+                error = found.value
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED or rpc_client._broke_off(error), error
+
+    run(job())
+    assert calls == 150
+
+
+def test_a_caller_that_gives_up_while_it_asks_takes_its_call_along() -> None:
+    async def job() -> None:
+        came, gone = asyncio.Event(), asyncio.Event()
+
+        async def waiting(_, context: grpc.aio.ServicerContext) -> bytes:
+            came.set()
+            try:
+                await asyncio.sleep(20.0)
+            except asyncio.CancelledError:
+                gone.set()
+                raise
+            return b""
+
+        async with scripted(waiting) as port, client(f"127.0.0.1:{port}") as raw:
+            asking = asyncio.ensure_future(raw._attempt("echo", bytes(2**20), 20.0, asks_first=True))
+            await came.wait()
+            asking.cancel()
+            await asyncio.wait_for(gone.wait(), 5.0)
+
     run(job())
 
 

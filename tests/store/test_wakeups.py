@@ -54,3 +54,29 @@ def test_a_wait_ends_with_its_time_and_leaves_nothing() -> None:
         assert not any(bell._waiting.values())
 
     asyncio.run(asyncio.wait_for(job(), 30.0))
+
+
+def test_who_asks_again_at_once_is_no_reason_either() -> None:
+    """A run notifies many times while thousands wait, who all ask again."""
+
+    async def job() -> list[int]:
+        bell, woken = Wakeups(), [0]
+
+        async def waiter() -> None:
+            while True:
+                assert await bell.wait("lease", 20.0)
+                woken[-1] += 1
+
+        jobs = [asyncio.ensure_future(waiter()) for _ in range(1_000)]
+        await asyncio.sleep(0.05)
+        for _ in range(200):
+            bell.notify("lease")
+            bell.notify("lease", "claim")
+            woken.append(0)
+            await asyncio.sleep(0)
+        for one in jobs:
+            one.cancel()
+        return woken
+
+    woken = asyncio.run(asyncio.wait_for(job(), 30.0))
+    assert max(woken) <= 64 and sum(woken) > 64 * 150
