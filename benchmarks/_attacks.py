@@ -474,6 +474,12 @@ async def malformed(attack: Attack) -> None:
         body = put() if method == "Put" else spoiled(attack.random.choice(bodies[method] if known else every))
         return attack.call(channel, method, body)
 
+    (first, *others) = attack.channels()
+    for method, some in {**bodies, "Put": [wire.encode(msg.PutCall((member,))) for member in members]}.items():
+        for body in (*some, b"\xc1"):  # each answer at least once, whatever chance brings
+            await attack.call(first, method, body)
+    for channel in (first, *others):
+        await channel.close()
     await attack.flood(one)
 
 
