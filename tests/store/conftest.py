@@ -113,6 +113,18 @@ async def connected(run_dir: Path, config: Config, role: str, name: str = "", **
         await client.aclose()
 
 
+@contextlib.asynccontextmanager
+async def opened(run_dir: Path, config: Config) -> AsyncIterator[tuple[StoreClient, StoreClient]]:
+    """The learner and a sampler of a store in this process, whose first weights are published."""
+    async with (
+        serving(run_dir, config),
+        connected(run_dir, config, "learner") as learner,
+        connected(run_dir, config, "sampler") as sampler,
+    ):
+        await learner.publish(snapshot(await learner.begin(None)))
+        yield learner, sampler
+
+
 async def produce(sampler: StoreClient, version: Version, members: int) -> list[tuple[int, int, int]]:
     """Lease and put at once."""
     leased = keys(await sampler.lease(version, members, 5.0))
@@ -129,7 +141,7 @@ def small() -> SimpleNamespace:
     """The builders above, for test modules (which cannot import one another)."""
     return SimpleNamespace(
         task=task, finished=finished, failed=failed, keys=keys, snapshot=snapshot, Feed=Feed, configured=configured,
-        serving=serving, connected=connected, produce=produce, contents=contents, DEADLINE_S=DEADLINE_S,
+        serving=serving, connected=connected, opened=opened, produce=produce, contents=contents, DEADLINE_S=DEADLINE_S,
     )  # fmt: skip
 
 

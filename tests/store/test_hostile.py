@@ -296,12 +296,7 @@ def test_members_that_were_refused_are_let_go_of_at_once(tmp_path: Path, small: 
     config = small.configured()
 
     async def refused() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (_learner, sampler):
             (key, *_) = small.keys(await sampler.lease(V0, 1))
             empty = Segment(np.zeros(0, np.int32), np.zeros(0, np.uint8), np.zeros(0, np.float32))
             member = Member(*key, Finished((empty,) * 2_000, "stop", 1.0, {}, (VersionRun(V0, 1),)))

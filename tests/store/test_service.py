@@ -136,12 +136,7 @@ def test_one_put_sent_many_times_at_once_counts_once(tmp_path: Path, small: Simp
     config = small.configured()
 
     async def many() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (learner, sampler):
             leased = small.keys(await sampler.lease(V0, 4))
             members = [small.finished(*key, (V0, 3)) for key in leased]
             answers = await asyncio.gather(*(sampler.put(member) for member in members * 250))
@@ -213,12 +208,7 @@ def test_nothing_is_acknowledged_before_it_is_on_disk(
 
     async def waits() -> None:
         disk.set()
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (learner, sampler):
             leased = small.keys(await sampler.lease(V0, 4))
             disk.clear()
             puts = [small.finished(*leased[0], (V0, 3)), *(small.finished(*key, (V0, 3)) for key in leased)]
@@ -288,12 +278,7 @@ def test_a_batch_larger_than_a_message_comes_in_pages(
     monkeypatch.setattr(service.StoreService, "_page", counting)
 
     async def paged() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (learner, sampler):
             await small.produce(sampler, V0, 15)
             claim = await learner.claim(0, 0, 5.0)
             assert sorted(small.contents(claim)) == [(g, [0, 1, 2]) for g in range(5)]
@@ -348,12 +333,7 @@ def test_stale_tokens_are_masked_on_the_way_out(tmp_path: Path, small: SimpleNam
     config = small.configured(alpha=0.0, on_stale="mask", groups_per_step=1, group_size=2)
 
     async def masked() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (learner, sampler):
             await small.produce(sampler, V0, 2)
             await learner.claim(0, 0, 5.0)
             await learner.publish(small.snapshot(Version(0, 1)))
@@ -380,12 +360,7 @@ def test_malformed_members_are_refused_and_do_no_harm(tmp_path: Path, small: Sim
         return Member(*key, Finished((Segment(**parts),), "stop", changes.get("reward", 1.0), {}, runs))
 
     async def refused() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (_learner, sampler):
             key = small.keys(await sampler.lease(V0, 1))[0]
             for member in (
                 broken(key, tokens=np.zeros(3, np.int64)),
@@ -425,12 +400,7 @@ def test_a_call_of_many_members_leaves_others_their_turns(
             await asyncio.sleep(0)
 
     async def many() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (_learner, sampler):
             key = small.keys(await sampler.lease(V0, 1))[0]
             body = wire.encode(small.finished(*key, (V0, 3)))
             counter = asyncio.ensure_future(count())
@@ -464,12 +434,7 @@ def test_large_members_are_looked_at_beside_the_loop(
         return decided(body, recorded)
 
     async def both() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (_learner, sampler):
             first, second, third, *_ = small.keys(await sampler.lease(V0, 3))
             assert await sampler.put(small.finished(*first, (V0, 10_000))) == "OK"
             assert await sampler.put(small.finished(*second, (V0, 30_000))) == "OK"
@@ -495,12 +460,7 @@ def test_a_large_member_sent_again_is_known_though_its_group_ends_while_it_is_lo
         return decided(body, recorded)
 
     async def again() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (learner, sampler):
             leased = small.keys(await sampler.lease(V0, 4))
             members = [in_segments(small.finished(*key, (V0, 3)), 65) for key in leased]
             await asyncio.gather(*map(sampler.put, members))
@@ -551,12 +511,7 @@ def test_a_name_that_was_forgotten_goes_on(
     monkeypatch.setattr(service, "NAMES_KNOWN", 4)
 
     async def crowd() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (learner, sampler):
             leased = small.keys(await sampler.lease(V0, 4))
             for i in range(6):
                 async with small.connected(tmp_path, config, "sampler", f"more-{i}"):
@@ -577,12 +532,7 @@ def test_what_a_member_carries_is_not_looked_at_when_its_key_says_enough(
         raise AssertionError("the member was decoded")
 
     async def refused() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (_learner, sampler):
             group, member, attempt = small.keys(await sampler.lease(V0, 1))[0]
             monkeypatch.setattr(service, "put_request", looked_at)
             for key, words in (
@@ -892,12 +842,7 @@ def test_a_waiting_lease_is_granted_at_the_flip(tmp_path: Path, small: SimpleNam
     config = small.configured(steps=3, alpha=0.0)
 
     async def flip_while_waiting() -> None:
-        async with (
-            small.serving(tmp_path, config),
-            small.connected(tmp_path, config, "learner") as learner,
-            small.connected(tmp_path, config, "sampler") as sampler,
-        ):
-            await learner.publish(small.snapshot(await learner.begin(None)))
+        async with small.opened(tmp_path, config) as (learner, sampler):
             await small.produce(sampler, V0, 100)
             claim = await learner.claim(0, 0, 10.0)
             assert claim.step == 0
