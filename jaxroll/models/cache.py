@@ -68,11 +68,12 @@ def appended(
     pool: Float[Array, "K P U H"], new: Float[Array, "B K H"], tables: Int[Array, "B J"], positions: Int[Array, " B"]
 ) -> Float[Array, "K P U H"]:
     """One shard's pool with one token per row at its position; a position outside the table is not written."""
-    P, U, J = pool.shape[1], pool.shape[2], tables.shape[1]
+    (K, P, U), J = pool.shape[:3], tables.shape[1]
     place = jnp.clip(positions // U, 0, J - 1)
     page = jnp.take_along_axis(tables, place[:, None], axis=1)[:, 0]
     page = jnp.where((positions >= 0) & (positions < J * U), page, P)
-    return pool.at[:, page, positions % U].set(new.swapaxes(0, 1), mode="drop")
+    # Heads by their numbers: all of them at once a TPU writes in another layout, and copies the pool there and back.
+    return pool.at[jnp.arange(K)[:, None], page, positions % U].set(new.swapaxes(0, 1), mode="drop")
 
 
 def filled(
