@@ -7,23 +7,10 @@ of a sampler of data=2, tensor=2.
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import platform
-import subprocess
-import sys
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from jaxroll.models import families
-from jaxroll.offline import aot
-
-SCRIPT = Path(__file__).with_name("tpu_programs.py")
-TOPOLOGY = "v5e:2x2"
-CHIP_BYTES = 16e9  # high-bandwidth memory of one v5e chip
+from tests.offline.tpu_children import CHIP_BYTES, NEEDS_LIBTPU, Costs, compiled
 
 SPEC = families.spec("tiny")
 PARAMETERS = families.parameter_count(SPEC)
@@ -38,25 +25,13 @@ LANES, HEAD_LANES = 2, 4
 # decode 11.0.
 PEAK_MB = {"accumulate": 48, "apply": 30, "prefill_16": 18, "extend_16": 20, "insert": 15, "decode": 22}
 
-Costs = Mapping[str, Mapping[str, Any]]
-
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None,
-        reason=f"libtpu has no wheel for {platform.system()} {platform.machine()} here: nothing to compile with",
-    ),
-]
+pytestmark = [NEEDS_LIBTPU]
 
 
 @pytest.fixture(scope="module")
 def costs() -> Costs:
-    """Program name to its cost, see `aot.ProgramCost`, and its collectives."""
-    environment = aot.tpu_environment()
-    command = [sys.executable, str(SCRIPT), TOPOLOGY]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert child.returncode == 0, child.stderr[-4000:]
-    rows = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
-    return {row["name"]: row for row in rows}
+    """Program name to its cost."""
+    return {row["name"]: row for row in compiled("tpu_programs.py", "v5e:2x2", "tiny", limit_s=240)}
 
 
 def test_the_programs_of_learner_and_engine_compile(costs: Costs) -> None:

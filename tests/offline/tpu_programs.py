@@ -1,59 +1,124 @@
 """The learner's and the engine's own programs, compiled for TPU chips that exist only by name.
 
-    python tpu_programs.py TOPOLOGY     such as v5e:2x2
+    python tpu_programs.py TOPOLOGY SIZE
 
-Whoever starts it sets its environment (`aot.tpu_environment`): libtpu reads it once, when it is loaded.
-Every line on stdout is one program's cost as JSON. What the sizes here do not say is a config's default.
+SIZE is `tiny`, on meshes of 4 chips, or `qwen3_0p6b`, by its config file on 16. Whoever starts it sets its environment
+(`aot.tpu_environment`): libtpu reads it once, when it is loaded. No parameter is ever made. Every line on stdout is one
+program's cost as JSON, with what stands in its text.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import re
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import jax
 
-from jaxroll.config import Config, MeshConfig
+from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplerConfig, files
+from jaxroll.config.rules import episode_tokens, page_size
+from jaxroll.engine import attention
 from jaxroll.engine import programs as engine
 from jaxroll.engine.packets import Sizes
 from jaxroll.learner import step, trainer
-from jaxroll.models import families
+from jaxroll.models import cache, families
+from jaxroll.models.families import ModelSpec
 from jaxroll.offline import aot
 from jaxroll.sharding.rules import LEARNER, SAMPLER, Layout
 
-CONFIG = Config()
-SPEC = families.spec(CONFIG.model.size, compute_dtype=CONFIG.model.dtype)
-LEARNER_MESH, SAMPLER_MESH = MeshConfig(fsdp=2, tensor=2), MeshConfig(data=2, tensor=2)
-SIZES = Sizes(
-    slots=32, max_tokens=32, rows=8, inserts=16, buckets=(16,), chunk=8, max_stops=4, page_tokens=32, shards=2
-)
+CONFIGS = Path(__file__).parents[2] / "configs"
 COLLECTIVES = ("all-reduce", "all-gather")  # as the compiler writes them: " all-gather(", " all-gather-start("
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]+)\]")
 
 
-def learner_programs(topology: str) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    """The two programs of every optimizer step, by name."""
-    layout = Layout(aot.topology_mesh(LEARNER_MESH, topology), LEARNER)
-    programs = step.Programs(trainer.recipe(CONFIG, SPEC, layout))
-    for name, rows in (("accumulate", CONFIG.learner.micro_rows), ("apply", 0)):
-        yield name, programs.lowered(name, rows)
+def tiny() -> Config:
+    """The default model on 4 chips."""
+    return Config(
+        learner=LearnerConfig(mesh=MeshConfig(fsdp=2, tensor=2)),
+        sampler=SamplerConfig(mesh=MeshConfig(data=2, tensor=2), decode_chunk=8),
+    )
 
 
-def engine_programs(topology: str) -> Iterator[tuple[str, jax.stages.Lowered]]:
-    """Prefill with insert, and a dispatch of decode steps, by name."""
-    yield from engine.lowered(SPEC, aot.topology_mesh(SAMPLER_MESH, topology), SAMPLER, SIZES).items()
+def qwen3() -> Config:
+    """Its config file, which gives four chips to each role, with sixteen: four times the rows and slots."""
+    more = ("learner.mesh.tensor=4", "learner.micro_rows=32", "sampler.mesh.data=4", "sampler.slots=256",
+            "sampler.prefill_rows=32")  # fmt: skip
+    return files.load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
 
 
-def main(topology: str) -> None:
+CONFIG: dict[str, Callable[[], Config]] = {"tiny": tiny, "qwen3_0p6b": qwen3}
+Programs = Iterator[tuple[str, str, jax.stages.Lowered]]
+
+
+def learner_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
+    """The two programs of every optimizer step: name, implementation of attention, and lowered program."""
+    layout = Layout(aot.topology_mesh(config.learner.mesh, topology), LEARNER)
+    recipe = trainer.recipe(config, spec, layout)
+    programs = step.Programs(recipe)
+    yield "accumulate", str(recipe.attention), programs.lowered("accumulate", config.learner.micro_rows)
+    yield "apply", "", programs.lowered("apply")
+
+
+def engine_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
+    """Prefill by bucket, fresh and extending, insert, and a dispatch of decode steps, likewise."""
+    mesh = aot.topology_mesh(config.sampler.mesh, topology)
+    sizes = engine_sizes(config, cache.shards_of(config.sampler.slots, mesh, SAMPLER))
+    chosen = attention.chosen(
+        spec, mesh, sizes, prefill=config.sampler.prefill_attention, paged=config.sampler.paged_attention
+    )
+    fused = {"prefill": str(chosen.prefill), "decode": str(chosen.paged)}
+    for name, lowered in engine.lowered(spec, mesh, SAMPLER, sizes, chosen).items():
+        yield name, fused.get(name.split("_")[0], ""), lowered
+
+
+def engine_sizes(config: Config, shards: int) -> Sizes:
+    """What `Engine` makes of this config."""
+    sampler, longest = config.sampler, max(episode_tokens(config), config.sampler.prefill_buckets[-1])
+    return Sizes(
+        slots=sampler.slots, max_tokens=longest, rows=sampler.prefill_rows,
+        inserts=max(sampler.prefill_rows, min(sampler.slots // 2, 16)), buckets=sampler.prefill_buckets,
+        chunk=sampler.decode_chunk, max_stops=4, page_tokens=page_size(sampler.page_tokens, longest),
+        logit_rows=max(2 * sampler.prefill_rows, 16), shards=shards,
+    )  # fmt: skip
+
+
+def described(text: str) -> dict[str, Any]:
+    """What stands in a compiled program: collectives, kernels, how many copies of how many bytes (a MiB and more), and
+    the bytes on one chip of the largest array of all and of the largest that is gathered.
+    """
+    results = [(line, size_bytes(line.partition("=")[2].partition("(")[0])) for line in text.splitlines()]
+    return {
+        "collectives": {kind: text.count(f" {kind}") for kind in COLLECTIVES},
+        "custom_calls": text.count("tpu_custom_call"),
+        "copies": Counter(size for line, size in results if " copy(" in line and size >= 2**20),
+        "largest_bytes": size_bytes(text),
+        "gathered_bytes": max((size for line, size in results if " all-gather(" in line), default=0),
+    }
+
+
+def size_bytes(text: str) -> int:
+    """The bytes of the largest array whose shape stands in `text`; 0 where there is none."""
+    found = set(ARRAY.findall(text))
+    return max((BYTES[dtype] * math.prod(map(int, shape.split(","))) for dtype, shape in found), default=0)
+
+
+def main(topology: str, size: str) -> None:
     """Compile everything, one line of JSON each."""
+    config = CONFIG[size]()
+    spec = families.spec(config.model.size, compute_dtype=config.model.dtype)
     for programs in (learner_programs, engine_programs):
-        for name, lowered in programs(topology):
+        for name, chosen, lowered in programs(config, spec, topology):
             program, cost = aot.finished(name, lowered)
-            text = program.as_text()
-            counted = {"collectives": {kind: text.count(f" {kind}") for kind in COLLECTIVES}}
-            print(json.dumps(dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes} | counted), flush=True)
+            row = dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes, "attention": chosen}
+            print(json.dumps(row | described(program.as_text() or "")), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

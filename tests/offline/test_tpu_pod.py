@@ -1,0 +1,165 @@
+"""Qwen3-0.6B's own programs compile ahead of time for a TPU v5e of sixteen chips, on a machine without one.
+
+One child process compiles them all (about five minutes), by `configs/rlvr_qwen3_0p6b.py` with both roles on all chips:
+the learner on fsdp=4, tensor=4, the sampler on data=4, tensor=4. Bounds are arithmetic, for each chip.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxroll.models import families
+from tests.offline.tpu_children import CHIP_BYTES, NEEDS_LIBTPU, Costs, compiled
+
+SPEC = families.spec("qwen3_0p6b")
+CHIPS, FSDP, DATA, TENSOR = 16, 4, 4, 4
+PARAMETERS = families.parameter_count(SPEC)
+PARAMETER_BYTES = 4 * PARAMETERS  # float32
+HEAD = SPEC.vocab_size * SPEC.width  # of these: the embedding, which is the head too
+DOWN = SPEC.layers * SPEC.hidden * SPEC.width  # and each layer's last product
+
+ROWS, ROW_TOKENS, LOGITS_BYTES = 32, 1024, 512 * 2**20  # learner.micro_rows, row_tokens, logits_mb
+PARTS = 4  # the fewest, halving, at which the float32 logits of a chip's 8 rows by 37,984 words stay below that
+SLOTS, PROMPTS, LOGIT_ROWS = 256, 32, 64  # sampler.slots, prefill_rows, and twice as many rows of logits
+PAGES = SLOTS // DATA * 12 + LOGIT_ROWS  # 12 of 64 tokens for 256 + 512, and a copy for each prompt
+POOL_BYTES = PAGES * 64 * SPEC.kv_heads // TENSOR * SPEC.head_dim * 2  # one layer's keys, or values, bfloat16
+CACHE_BYTES = 2 * SPEC.layers * POOL_BYTES
+LOGIT_BYTES = LOGIT_ROWS * SPEC.vocab_size // TENSOR * 4  # float32
+
+PREFILLS = ("prefill_128", "prefill_256", "extend_128", "extend_256")
+FORWARD = ("accumulate", *PREFILLS, "decode")
+NAMES = ("accumulate", "apply", *PREFILLS, "insert", "decode")
+
+pytestmark = [NEEDS_LIBTPU, pytest.mark.soak, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def costs() -> Costs:
+    """Program name to its cost."""
+    return {row["name"]: row for row in compiled("tpu_programs.py", "v5e:4x4", "qwen3_0p6b", limit_s=1700)}
+
+
+def test_every_program_fits_a_chip(costs: Costs, capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed: what each takes of a chip's memory, and its arithmetic."""
+    with capsys.disabled():
+        print(
+            "\nQwen3-0.6B on v5e:4x4: MB and GFLOP of one chip and call, kernels and further turns of loops not counted"
+        )
+        print(
+            f"{'':12}{'peak':>8}{'arguments':>11}{'temporaries':>13}{'code':>6}{'GFLOP':>9}{'compiled':>11}  attention"
+        )
+        for name, cost in costs.items():
+            peak, arguments, temporaries, code = (
+                cost[f"{what}_bytes"] / 1e6 for what in ("peak", "argument", "temp", "code")
+            )
+            print(f"{name:12}{peak:8,.0f}{arguments:11,.0f}{temporaries:13,.0f}{code:6,.0f}{cost['flops'] / 1e9:9,.1f}"
+                  f"{cost['compile_s']:9.0f} s  {cost['attention'] or '-'}")  # fmt: skip
+    assert costs.keys() == set(NAMES)
+    assert all(0 < cost["code_bytes"] < cost["peak_bytes"] < CHIP_BYTES for cost in costs.values())
+    # Each role has its chips for itself: what its programs keep, all their code, and the temporaries of one.
+    for programs in (NAMES[:2], NAMES[2:]):
+        state = max(costs[name]["argument_bytes"] for name in programs)
+        code = sum(costs[name]["code_bytes"] for name in programs)
+        assert state + code + max(costs[name]["temp_bytes"] for name in programs) < CHIP_BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_of_state"),
+    [
+        ("accumulate", 2 * PARAMETER_BYTES // CHIPS),  # parameters and gradients
+        ("apply", 4 * PARAMETER_BYTES // CHIPS),  # and two moments
+        *((name, PARAMETER_BYTES // TENSOR + CACHE_BYTES + LOGIT_BYTES) for name in (*PREFILLS, "decode")),
+        ("insert", CACHE_BYTES + LOGIT_BYTES),
+    ],
+)
+def test_a_chip_holds_its_share_of_the_state(costs: Costs, name: str, bytes_of_state: int) -> None:
+    """And hardly more: norms are whole on every chip, and every row of Qwen3 fills a TPU's lanes."""
+    assert bytes_of_state <= costs[name]["argument_bytes"] < 1.01 * bytes_of_state
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_at_least"),
+    [
+        ("accumulate", PARAMETER_BYTES // CHIPS),
+        ("apply", 4 * PARAMETER_BYTES // CHIPS),
+        *((name, CACHE_BYTES + LOGIT_BYTES) for name in (*PREFILLS, "insert", "decode")),
+    ],
+)
+def test_state_is_updated_in_place(costs: Costs, name: str, bytes_at_least: int) -> None:
+    """What is donated takes the outputs; all that is new are statistics and the tokens of a dispatch."""
+    cost = costs[name]
+    assert cost["alias_bytes"] >= bytes_at_least
+    assert cost["output_bytes"] - cost["alias_bytes"] < 32 * 1024
+
+
+def test_decoding_copies_no_pages(costs: Costs) -> None:
+    """A pool that is laid out anew for a step costs more than all that the step reads."""
+    assert str(POOL_BYTES) not in costs["decode"]["copies"]
+
+
+@pytest.mark.parametrize(
+    ("name", "flops", "more"),
+    [
+        # Twice forward and once backward, which costs two; what a layer's last product gave is not made again. The head
+        # is a loop over parts of the rows, of which the compiler counts one.
+        ("accumulate", ROWS * ROW_TOKENS * (8 * (PARAMETERS - HEAD + HEAD / PARTS) - 2 * DOWN), 1.05),
+        # The head only for the last token of a prompt.
+        ("prefill_128", PROMPTS * 2 * (128 * (PARAMETERS - HEAD) + HEAD), 1.05),
+        ("prefill_256", PROMPTS * 2 * (256 * (PARAMETERS - HEAD) + HEAD), 1.05),
+        # Attention here is no kernel: one of its pages is counted.
+        ("extend_128", PROMPTS * 2 * (128 * (PARAMETERS - HEAD) + HEAD), 1.1),
+        ("extend_256", PROMPTS * 2 * (256 * (PARAMETERS - HEAD) + HEAD), 1.1),
+        # One step, with its drawing.
+        ("decode", SLOTS * 2 * PARAMETERS, 1.2),
+    ],
+)
+def test_chips_share_the_arithmetic(costs: Costs, name: str, flops: float, more: float) -> None:
+    """Each does a sixteenth. A product that two chips both do would show."""
+    assert flops / CHIPS < costs[name]["flops"] < more * flops / CHIPS
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_at_most"),
+    [
+        ("accumulate", 2 * HEAD // TENSOR),  # over fsdp, in bfloat16: no chip sees more of a parameter than its share
+        ("apply", 0),
+        *((name, PROMPTS * SPEC.vocab_size // TENSOR * 4) for name in PREFILLS),  # over data: keys, values, logits
+        ("insert", PROMPTS * SPEC.vocab_size * 4),  # over tensor, where words are sorted: the logits of those who draw
+        ("decode", SLOTS // DATA * SPEC.vocab_size * 4),
+    ],
+)
+def test_nothing_larger_is_gathered(costs: Costs, name: str, bytes_at_most: int) -> None:
+    assert costs[name]["gathered_bytes"] <= bytes_at_most
+    assert (costs[name]["collectives"]["all-gather"] > 0) == (bytes_at_most > 0)
+
+
+def test_every_forward_reduces_over_tensor(costs: Costs) -> None:
+    """After attention and after the hidden units of each layer; training again twice backwards, and once where the
+    first is made again."""
+    for name in FORWARD:
+        times = 5 if name == "accumulate" else 2
+        assert costs[name]["collectives"]["all-reduce"] >= times * SPEC.layers, name
+    assert costs["apply"]["collectives"]["all-reduce"] > 0  # the norm of the gradients
+
+
+def test_logits_are_never_whole(costs: Costs) -> None:
+    """Of a training step a part at a time, of prompts only those of last tokens: no array is larger than the parameter
+    that makes them, and none of a step larger than the config allows."""
+    assert LOGITS_BYTES / 2 < costs["accumulate"]["largest_bytes"] <= LOGITS_BYTES
+    assert all(costs[name]["largest_bytes"] == 4 * HEAD // TENSOR for name in (*PREFILLS, "decode"))
+    # A layer's input is kept for the backward pass; what else lives at once is a few times the logits of a part.
+    kept = SPEC.layers * ROWS // FSDP * ROW_TOKENS * SPEC.width * 2
+    assert kept < costs["accumulate"]["temp_bytes"] < kept + 4 * LOGITS_BYTES
+    # Of a sampler: its parameters in bfloat16, and what it takes to sort the words of all slots of a shard.
+    sorting = 8 * SLOTS // DATA * SPEC.vocab_size * 4
+    assert all(costs[name]["temp_bytes"] < 2 * PARAMETERS // TENSOR + sorting for name in NAMES[2:])
+
+
+def test_attention_is_by_kernels(costs: Costs) -> None:
+    """One a layer; of training forward, the same made again, dq, and dk with dv. `extend` has none to choose."""
+    kernels = {name: cost["custom_calls"] for name, cost in costs.items() if cost["attention"]}
+    assert kernels == {"accumulate": 4 * SPEC.layers, "decode": SPEC.layers} | dict.fromkeys(PREFILLS[:2], SPEC.layers)
+    said = {name: costs[name]["attention"] for name in kernels}
+    assert said == {"decode": "pallas (auto on tpu)"} | dict.fromkeys(
+        ("accumulate", *PREFILLS[:2]), "splash (auto on tpu)"
+    )
