@@ -138,7 +138,7 @@ class SamplerConfig:
     cache_pages: int = 0  # 0 gives every slot room for the longest request; fewer pages make requests wait for them
     scoring_workers: int = 1
     prefill_attention: Literal["auto", "xla", "splash", "triton", "cudnn"] = "auto"  # of fresh prompts: docs/kernels.md
-    paged_attention: Literal["auto", "xla", "pallas"] = "auto"  # of one more token over the cache
+    paged_attention: Literal["auto", "xla", "dense", "pallas"] = "auto"  # of one more token over the cache
     episodes: int = 0  # in flight at most; 0: the slots and four groups. More, where environments take their time
     env_threads: int = 1024  # for environments that block, at most; they are started as they are wanted
     env_processes: int = 8  # for environments that ask for one each, at most

@@ -69,7 +69,8 @@ def _check_attention(config: Config, model: ModelSpec) -> None:
             site = choice.Site(model, platform, mesh.tensor, sampler.prefill_buckets[-1])
             choice.check("prefill", sampler.prefill_attention, site)
             longest = max(episode_tokens(config), sampler.prefill_buckets[-1])
-            pages = replace(site, tokens=page_size(sampler.page_tokens, longest))
+            limited = sampler.cache_pages > 0
+            pages = replace(site, tokens=page_size(sampler.page_tokens, longest), limited=limited)
             choice.check("paged", sampler.paged_attention, pages)
 
 

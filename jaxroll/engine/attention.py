@@ -22,5 +22,7 @@ def chosen(
     site = choice.Site(spec, backend.platform(mesh), mesh.shape["tensor"], sizes.buckets[-1])
     return choice.Serving(
         choice.choose("prefill", prefill, site),
-        choice.choose("paged", paged, replace(site, tokens=sizes.page_tokens)),
+        choice.choose(
+            "paged", paged, replace(site, tokens=sizes.page_tokens, longest=sizes.max_tokens, limited=sizes.pages > 0)
+        ),
     )

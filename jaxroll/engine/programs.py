@@ -20,11 +20,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxroll.engine import packets
 from jaxroll.engine.packets import Sizes
-from jaxroll.kernels.choice import PLAIN, Serving
+from jaxroll.kernels.choice import DENSE, PLAIN, Serving
 from jaxroll.math import sampling
 from jaxroll.models import cache as kv
+from jaxroll.models import dense, transformer
 from jaxroll.models import params as model_params
-from jaxroll.models import transformer
+from jaxroll.models.dense import SideBySide, refreshed
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.sharding.rules import Layout, Rules, sharding
@@ -39,6 +40,7 @@ class DecodeState:
     """
 
     cache: kv.KVCache
+    side: SideBySide | None  # the same once more, where steps read it so
     logits: Float[Array, "E V"]
     requests: Int[Array, "S C"]  # see packets.request_row
     text: Int[Array, "S W"]  # prompt and answer up to the last token, where penalties need it (else W = 0)
@@ -101,7 +103,7 @@ class Programs:
 def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving = PLAIN) -> Programs:
     """The programs for `spec` on `mesh`. Nothing is compiled or allocated yet."""
     whole = NamedSharding(mesh, PartitionSpec())
-    like = abstract_state(spec, mesh, rules, sizes)
+    like = abstract_state(spec, mesh, rules, sizes, attention)
     state = jax.tree.map(lambda leaf: leaf.sharding, like)
     params = model_params.shardings(spec, mesh, rules)
     tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table))
@@ -169,7 +171,7 @@ def lowered(
     }
 
 
-def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> DecodeState:
+def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving = PLAIN) -> DecodeState:
     """The decode state as ShapeDtypeStructs with shardings; slots are spread over the mesh by the rules."""
     slots = sizes.slots
 
@@ -178,8 +180,12 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes) -> D
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, logical, rules, shape))
 
     integers = leaf((slots,), jnp.int32)
+    beside = attention.paged.name == DENSE
     return DecodeState(
         cache=kv.abstract(spec, sizes.shards, sizes.shard_pages, sizes.page_tokens, mesh, rules),
+        side=dense.abstract(spec, sizes.shards, slots, sizes.table * sizes.page_tokens, sizes.page_tokens, mesh, rules)
+        if beside
+        else None,
         logits=leaf((sizes.logit_rows, spec.vocab_size), jnp.float32, None, "vocab"),
         requests=leaf((slots, sizes.columns), jnp.int32),
         text=leaf((slots, sizes.text), jnp.int32),
@@ -201,23 +207,43 @@ class _Model:
     attention: Serving
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Drawers:
+    """What N requests draw by, whatever the position: everything that need not be computed again for each token."""
+
+    requests: Int[Array, "N C"]
+    keys: Key[Array, " N"]
+    some_truncate: Bool[Array, ""]
+
+    def real(self, column: int) -> Float[Array, " N"]:
+        """A column of floats."""
+        return packets.floats(self.requests[:, column])
+
+
+def _drawers(seed: Key[Array, ""], requests: Int[Array, "N C"]) -> _Drawers:
+    column = requests.T
+    run_keys = sampling.seeded(seed, column[packets.SEED], (column[packets.FLAGS] & packets.OWN_SEED) > 0)
+    identity = column[packets.GROUP], column[packets.MEMBER], column[packets.SALT]
+    temperature, top_p, min_p = (packets.floats(column[i]) for i in (packets.TEMPERATURE, packets.TOP_P, packets.MIN_P))
+    some = jnp.any(sampling.truncates(temperature, column[packets.TOP_K], top_p, min_p))
+    return _Drawers(requests, jax.vmap(sampling.request_key)(run_keys, *identity), some)
+
+
 def _draw(
-    seed: Key[Array, ""], requests: Int[Array, "N C"], logits: Float[Array, "N V"], positions: Int[Array, " N"],
-    text: Int[Array, "N W"], allowed: Bool[Array, "N V0"],
+    by: _Drawers, logits: Float[Array, "N V"], positions: Int[Array, " N"], text: Int[Array, "N W"],
+    allowed: Bool[Array, "N V0"],
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:  # fmt: skip
     """One token per request for `positions`, and its log-prob; what stands before them is `text`."""
-    column = requests.T
-    real = lambda name: packets.floats(column[name])  # noqa: E731
-    identity = column[packets.GROUP], column[packets.MEMBER], column[packets.SALT]
-    run_keys = sampling.seeded(seed, column[packets.SEED], (column[packets.FLAGS] & packets.OWN_SEED) > 0)
-    keys = jax.vmap(sampling.token_key)(run_keys, *identity, positions + column[packets.KEY_OFFSET])
+    column = by.requests.T
+    keys = jax.vmap(sampling.position_key)(by.keys, positions + column[packets.KEY_OFFSET])
     if text.shape[1]:
-        logits = sampling.penalised(logits, text, positions, real(packets.PENALTY))
+        logits = sampling.penalised(logits, text, positions, by.real(packets.PENALTY))
     if allowed.shape[1]:
         logits = jnp.where(allowed, logits, -jnp.inf)
     return sampling.sample(
-        logits, keys, real(packets.TEMPERATURE), column[packets.TOP_K], real(packets.TOP_P), real(packets.MIN_P),
-        (column[packets.FLAGS] & packets.UNTRUNCATED) > 0,
+        logits, keys, by.real(packets.TEMPERATURE), column[packets.TOP_K], by.real(packets.TOP_P),
+        by.real(packets.MIN_P), (column[packets.FLAGS] & packets.UNTRUNCATED) > 0, by.some_truncate,
     )  # fmt: skip
 
 
@@ -257,7 +283,7 @@ def _insert(sizes: Sizes, seed: Key[Array, ""], state: DecodeState, packed: Int[
     """`state` with requests in slots, each with its own copy of a page, their first token drawn."""
     slots, rows, shards, sources, targets, positions = (packed[:, i] for i in range(6))
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
-    tokens, logprobs = _draw(seed, requests, state.logits[rows], positions, text, state.allowed[slots])
+    tokens, logprobs = _draw(_drawers(seed, requests), state.logits[rows], positions, text, state.allowed[slots])
     state = _with_copies(state, shards, sources, targets)
     text = _with_token(text, tokens, positions)
     return _seated(state, slots, requests, text, tokens, logprobs, positions, jnp.ones_like(tokens))
@@ -283,6 +309,7 @@ def _seated(
 
     return replace(
         state,
+        side=None if state.side is None else dense.taken(state.side, slots),
         requests=put(state.requests, requests),
         text=put(state.text, text),
         tokens=put(state.tokens, tokens),
@@ -327,20 +354,29 @@ def _load(state: DecodeState, place: Int[Array, " J1"], pages: Pages) -> DecodeS
 
 
 def _decode_step(
-    model: _Model, params: Params, seed: Key[Array, ""], state: DecodeState, tables: Int[Array, "S J"]
+    model: _Model, params: Params, by: _Drawers, state: DecodeState, tables: Int[Array, "S J"], last: Int[Array, ""]
 ) -> DecodeState:
-    """`state` with one more token in every running slot. Other slots compute too, and nothing of it is kept."""
-    running = state.status == packets.RUNNING
-    logits, cache = transformer.decode(
-        model.spec, params, state.cache, state.tokens, jnp.where(running, state.positions, -1), tables,
-        layout=model.layout, attention=model.attention.paged.name,
-    )  # fmt: skip
+    """`state` with one more token in every running slot, none of which is beyond position `last`.
+
+    Other slots compute too, and nothing of it is kept.
+    """
+    running, side = state.status == packets.RUNNING, state.side
+    at = state.tokens, jnp.where(running, state.positions, -1), tables
+    if side is None:
+        logits, cache = transformer.decode(
+            model.spec, params, state.cache, *at, layout=model.layout, attention=model.attention.paged.name
+        )
+    else:
+        logits, cache, side = transformer.decode_side_by_side(
+            model.spec, params, state.cache, side, *at, last, layout=model.layout
+        )
     positions = state.positions + running
-    tokens, logprobs = _draw(seed, state.requests, logits, positions, state.text, state.allowed)
+    tokens, logprobs = _draw(by, logits, positions, state.text, state.allowed)
     counts = state.counts + running
     return replace(
         state,
         cache=cache,
+        side=side,
         text=_with_token(state.text, tokens, jnp.where(running, positions, state.text.shape[1])),
         tokens=jnp.where(running, tokens, state.tokens),
         logprobs=jnp.where(running, logprobs, state.logprobs),
@@ -357,6 +393,11 @@ def _decode(
     """Up to limits[0] ≤ `sizes.chunk` steps and their report; fewer once limits[1] slots are idle, or all are."""
     chunk, slots = sizes.chunk, sizes.slots
     steps_wanted, enough_idle = limits
+    where = jnp.where(state.status == packets.RUNNING, state.positions, -1)
+    last, by = jnp.max(where), _drawers(seed, state.requests)
+    if state.side is not None:
+        split = lambda x: x.reshape(state.cache.shards, -1, *x.shape[1:])  # noqa: E731
+        state = replace(state, side=refreshed(state.side, state.cache, split(tables), split(where)))
 
     def goes_on(carry) -> Bool[Array, ""]:
         step, state, _, _ = carry
@@ -365,7 +406,7 @@ def _decode(
 
     def one(carry):
         step, state, tokens, logprobs = carry
-        state = _decode_step(model, params, seed, state, tables)
+        state = _decode_step(model, params, by, state, tables, last + step)
         return step + 1, state, tokens.at[step].set(state.tokens), logprobs.at[step].set(state.logprobs)
 
     rows = jnp.zeros((chunk, slots), jnp.int32), jnp.zeros((chunk, slots), jnp.float32)

@@ -1,7 +1,7 @@
 """Which implementation computes attention, decided once from what is known before anything is compiled. No JAX here.
 
 There are three uses: `packed` rows of a training batch, fresh prompts of a `prefill`, and one more token over the
-`paged` cache. Each has a key in the config. `auto` takes the fused kernel of the platform where it fits, and the XLA
+`paged` cache. Each has a key in the config. `auto` takes what suits the platform where that fits, and the plain XLA
 form elsewhere, with the reason; any other value is taken or refused, never replaced.
 """
 
@@ -14,7 +14,8 @@ from typing import Literal, Protocol
 from jaxroll.errors import ConfigError
 
 Use = Literal["packed", "prefill", "paged"]
-AUTO, XLA = "auto", "xla"
+AUTO, XLA, DENSE = "auto", "xla", "dense"
+DENSE_TOKENS = 192  # up to here reading all slots as far as the longest costs less than copying pages together
 BLOCK = 128  # tokens: the least that the fused kernels take at once; shorter rows would be padded to it
 KEYS: Mapping[Use, str] = {
     "packed": "learner.attention",
@@ -25,14 +26,17 @@ KEYS: Mapping[Use, str] = {
 _TPU_LANES = 128
 _TRITON_HEADS = (16, 32, 64, 128)  # the sides of its tiles are powers of two
 _CUDNN_HEADS = 128  # the largest that every generation takes
-_PLATFORMS = {"splash": ("tpu",), "triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu", "gpu")}
-_FUSED: Mapping[tuple[Use, str], str] = {
+_PLATFORMS = {
+    "splash": ("tpu",), "triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu", "gpu"), DENSE: ("cpu", "gpu", "tpu"),
+}  # fmt: skip
+_SUITED: Mapping[tuple[Use, str], str] = {
     ("packed", "tpu"): "splash",
     ("packed", "gpu"): "triton",
     ("prefill", "tpu"): "splash",
     ("prefill", "gpu"): "cudnn",
     ("paged", "tpu"): "pallas",
     ("paged", "gpu"): "pallas",
+    ("paged", "cpu"): DENSE,
 }
 
 
@@ -53,13 +57,16 @@ class Heads(Protocol):
 class Site:
     """Where attention is computed: the model, its devices, and the tokens of a row (of a page, for `paged`).
 
-    `platform` is cpu, gpu or tpu; empty where it is not known yet. `tensor` devices share the heads.
+    `platform` is cpu, gpu or tpu; empty where it is not known yet. `tensor` devices share the heads. A slot holds up to
+    `longest` tokens (0: not known yet); with `limited` the cache has less room than all slots at their longest.
     """
 
     model: Heads
     platform: str
     tensor: int
     tokens: int
+    longest: int = 0
+    limited: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,11 +105,13 @@ def choose(use: Use, wanted: str, site: Site) -> Choice:
     if wanted != AUTO:
         check(use, wanted, site)
         return Choice(wanted, "as configured")
-    fused = _FUSED.get((use, site.platform))
-    if fused is None:
+    suited = _SUITED.get((use, site.platform))
+    if suited is None:
         return Choice(XLA, f"no fused kernel on {site.platform}")
-    obstacle = _obstacle(use, fused, site)
-    return Choice(XLA, f"no {fused}: {obstacle}") if obstacle else Choice(fused, f"auto on {site.platform}")
+    obstacle = _obstacle(use, suited, site)
+    if suited == DENSE and site.longest > DENSE_TOKENS:
+        obstacle = f"requests have up to {site.longest} tokens, and it reads as many of all as of the longest"
+    return Choice(XLA, f"no {suited}: {obstacle}") if obstacle else Choice(suited, f"auto on {site.platform}")
 
 
 def check(use: Use, wanted: str, site: Site) -> None:
@@ -115,6 +124,8 @@ def check(use: Use, wanted: str, site: Site) -> None:
 def _obstacle(use: Use, name: str, site: Site) -> str:
     """Why `name` cannot serve `use` at `site`; empty when it can."""
     model = site.model
+    if name == DENSE:
+        return "it lays out what all slots can come to need, and sampler.cache_pages gives less" if site.limited else ""
     if site.platform and site.platform not in _PLATFORMS[name]:
         return f"it is a kernel for {' and '.join(_PLATFORMS[name])}, and this is {site.platform}"
     if model.compute_dtype != "bfloat16":

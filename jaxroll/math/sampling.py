@@ -44,21 +44,23 @@ def sample(
     top_p: Float[Array, " S"],
     min_p: Float[Array, " S"] | float = 0.0,
     untruncated: Bool[Array, " S"] | bool = False,
+    some_truncate: Bool[Array, ""] | None = None,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Tokens int32 [S] and their log-probs float32 [S] under the distribution really sampled.
 
     Row s draws from softmax(logits / τ) restricted to `support`. τ = 0 takes the first best word; its log-prob is
     that of the untempered, untruncated distribution. Log-probs of an `untruncated` row are those before truncation.
-    Rows do not influence one another.
+    Rows do not influence one another. `some_truncate` may say beforehand whether any row is `truncated`: over several
+    devices, that is an exchange less.
     """
     logits = logits.astype(jnp.float32)
     rows = temperature.shape
     min_p, untruncated = jnp.broadcast_to(min_p, rows), jnp.broadcast_to(untruncated, rows)
     greedy = temperature == 0.0
-    truncated = ~greedy & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    truncated = truncates(temperature, top_k, top_p, min_p)
     # Sorting a vocabulary is dear, and training never truncates: it is done only when some row asks for it.
     kept = jax.lax.cond(
-        jnp.any(truncated),
+        jnp.any(truncated) if some_truncate is None else some_truncate,
         lambda: jnp.where(
             support(tempered(logits, temperature), top_k, top_p, min_p) | ~truncated[:, None], logits, -jnp.inf
         ),
@@ -69,6 +71,14 @@ def sample(
     tokens = _first_best(perturbed)
     judged = jnp.where((untruncated & truncated)[:, None], logits, kept)
     return tokens, token_logprobs(judged, tokens, temperature)
+
+
+def truncates(
+    temperature: Float[Array, " S"], top_k: Int[Array, " S"], top_p: Float[Array, " S"],
+    min_p: Float[Array, " S"] | float,
+) -> Bool[Array, " S"]:  # fmt: skip
+    """Which rows draw from less than the whole vocabulary; one that takes the best word draws nothing."""
+    return (temperature != 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
 
 
 def _first_best(scores: Float[Array, "S V"]) -> Int[Array, " S"]:

@@ -16,7 +16,9 @@ from jaxtyping import Array, Float, Int
 from jaxroll.kernels import placed
 from jaxroll.kernels.choice import XLA
 from jaxroll.kernels.paged import blocks, paged, reach
+from jaxroll.models import dense
 from jaxroll.models.cache import KVCache, appended, constrained, filled
+from jaxroll.models.dense import SideBySide
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import PRODUCT, Block, Decoder, rotation
 from jaxroll.models.params import module
@@ -177,6 +179,39 @@ def decode(
     x = _through(decoder, decoder.embedded(tokens[:, None]), turn, attend)
     x = _ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
     return decoder.logits(decoder.final_norm(x)), constrained(KVCache(tuple(keys), tuple(values)), layout)
+
+
+def decode_side_by_side(
+    spec: ModelSpec,
+    params: Params,
+    cache: KVCache,
+    side: SideBySide,
+    tokens: Int[Array, " S"],
+    positions: Int[Array, " S"],
+    tables: Int[Array, "S J"],
+    last: Int[Array, ""],
+    *,
+    layout: Layout | None = None,
+) -> tuple[Float[Array, "S V"], KVCache, SideBySide]:
+    """`decode` that reads what the pages hold side by side, and writes the token to both; no slot is beyond `last`."""
+    decoder = module(spec, params)
+    keys, values = list(cache.keys), list(cache.values)
+    split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731
+    turn = rotation(positions[:, None], spec.head_dim, spec.rope_theta)
+    here, where = split(tables), split(positions)
+    layer = iter(range(spec.layers))
+
+    def attend(q: Array, k: Array, v: Array) -> Array:
+        nonlocal side
+        at, new_keys, new_values = next(layer), split(k[:, 0]), split(v[:, 0])
+        keys[at] = jax.vmap(appended)(keys[at], new_keys, here, where)
+        values[at] = jax.vmap(appended)(values[at], new_values, here, where)
+        side = dense.with_token(side, at, new_keys, new_values, where)
+        return dense.attend(side, at, split(q), where, last).reshape(q.shape)
+
+    x = _through(decoder, decoder.embedded(tokens[:, None]), turn, attend)
+    held = constrained(KVCache(tuple(keys), tuple(values)), layout)
+    return decoder.logits(decoder.final_norm(x[:, 0])), held, side
 
 
 def _ordered(x: Array, order: Int[Array, "D B"] | None) -> Array:

@@ -53,11 +53,12 @@ def scheduled(bench, requests, pauses):
     return bench.finish()
 
 
+@pytest.mark.parametrize("paged", ["dense", "xla"])
 @pytest.mark.parametrize("case", range(4))
-def test_tokens_equal_the_naive_reference_over_random_arrivals(bench, work, assert_naive, case):
+def test_tokens_equal_the_naive_reference_over_random_arrivals(bench, work, assert_naive, case, paged):
     requests = work(case, 24)
     pauses = np.random.default_rng(case).integers(0, 3, len(requests))
-    assert_naive(requests, scheduled(bench(), requests, pauses))
+    assert_naive(requests, scheduled(bench(paged_attention=paged), requests, pauses))
 
 
 @pytest.mark.parametrize(
@@ -82,16 +83,26 @@ def test_tokens_equal_the_naive_reference_for_other_slot_counts(bench, work, ass
     assert_naive(requests, bench(**sizes).run(requests))
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(), DATA_TENSOR], ids=["one device", "data=2,tensor=2"])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (MeshConfig(), {"paged_attention": "dense"}),
+        (MeshConfig(), {"paged_attention": "xla"}),
+        (MeshConfig(), {"paged_attention": "dense", "max_tokens": 160, "slots": 6}),  # several levels
+        (DATA_TENSOR, {"paged_attention": "dense"}),
+    ],
+    ids=str,
+)
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(draw=st.data())
-def test_tokens_are_exactly_equal_whatever_slot_neighbours_and_order(bench, work, mesh, draw):
-    requests = work(3, 12)
-    alone = {request.id: bench(mesh).run([request])[request.id].completion for request in requests}
+def test_tokens_are_exactly_equal_whatever_slot_neighbours_and_order(bench, work, mesh, options, draw):
+    bench = functools.partial(bench, mesh, **options)
+    requests = work(3, 12, **({"max_tokens": 130} if "max_tokens" in options else {}))
+    alone = {request.id: bench().run([request])[request.id].completion for request in requests}
     strangers = [dataclasses.replace(r, id=100 + r.id) for r in work(draw.draw(st.integers(0, 99)), 10, group_size=1)]
     crowd = draw.draw(st.permutations(requests + strangers[: draw.draw(st.integers(0, 10))]))
     pauses = [draw.draw(st.integers(0, 2)) for _ in crowd]
-    together = scheduled(bench(mesh), crowd, pauses)
+    together = scheduled(bench(), crowd, pauses)
     for request in requests:
         one, other = alone[request.id], together[request.id].completion
         np.testing.assert_array_equal(one.tokens, other.tokens)

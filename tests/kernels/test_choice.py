@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxroll.errors import ConfigError
-from jaxroll.kernels.choice import Choice, Site, check, choose
+from jaxroll.kernels.choice import DENSE_TOKENS, Choice, Site, check, choose
 from jaxroll.models import families
 
 QWEN = families.spec("qwen3_0p6b", compute_dtype="bfloat16")
@@ -25,7 +25,7 @@ def model(**change) -> families.ModelSpec:
     [
         ("packed", "tpu", 512, "splash"), ("prefill", "tpu", 512, "splash"), ("paged", "tpu", 64, "pallas"),
         ("packed", "gpu", 512, "triton"), ("prefill", "gpu", 512, "cudnn"), ("paged", "gpu", 64, "pallas"),
-        ("packed", "cpu", 512, "xla"), ("prefill", "cpu", 512, "xla"), ("paged", "cpu", 64, "xla"),
+        ("packed", "cpu", 512, "xla"), ("prefill", "cpu", 512, "xla"), ("paged", "cpu", 64, "dense"),
     ],
 )  # fmt: skip
 def test_auto_takes_the_kernel_of_the_platform(use, platform, tokens, name):
@@ -75,3 +75,18 @@ def test_where_the_platform_is_not_known_only_what_fits_nowhere_is_refused():
     check("packed", "auto", site(TINY, platform=""))
     with pytest.raises(ConfigError, match=r"learner\.attention"):
         check("packed", "splash", site(model(compute_dtype="float32"), platform=""))
+
+
+def test_side_by_side_is_for_caches_that_hold_all_slots_at_their_longest():
+    where = dataclasses.replace(site(platform="cpu", tokens=16), limited=True)
+    with pytest.raises(ConfigError, match=r"sampler\.cache_pages gives less"):
+        choose("paged", "dense", where)
+    passed = choose("paged", "auto", where)
+    assert passed.name == "xla" and "sampler.cache_pages gives less" in passed.reason
+
+
+@pytest.mark.parametrize(("longest", "name"), [(DENSE_TOKENS, "dense"), (DENSE_TOKENS + 1, "xla")])
+def test_auto_reads_long_requests_page_by_page(longest, name):
+    where = dataclasses.replace(site(platform="cpu", tokens=16), longest=longest)
+    assert choose("paged", "auto", where).name == name
+    assert choose("paged", "dense", where).name == "dense"

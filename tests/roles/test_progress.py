@@ -20,13 +20,13 @@ SIZES = Sizes(
 
 def test_the_choice_of_attention_is_said_with_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict] = []
-    chosen = attention.chosen(families.spec("nano"), MESH, SIZES).described()
+    chosen = attention.chosen(families.spec("nano"), MESH, dataclasses.replace(SIZES, max_tokens=128)).described()
     Progress("sampler-0", rows.append).devices(MESH, chosen)
-    expected = {"prefill": "xla (no fused kernel on cpu)", "paged": "xla (no fused kernel on cpu)"}
+    expected = {"prefill": "xla (no fused kernel on cpu)", "paged": "dense (auto on cpu)"}
     (row,) = rows
     assert (row["role"], row["kind"], row["platform"], row["attention"]) == ("sampler-0", "devices", "cpu", expected)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("attention: prefill xla (no fused kernel on cpu), paged xla (no fused kernel on cpu)")
+    assert line.endswith("attention: prefill xla (no fused kernel on cpu), paged dense (auto on cpu)")
 
 
 def test_an_engine_judges_by_its_largest_bucket_and_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +37,13 @@ def test_an_engine_judges_by_its_largest_bucket_and_its_pages(monkeypatch: pytes
     serving = attention.chosen(spec, MESH, dataclasses.replace(SIZES, buckets=(16,), page_tokens=20))
     assert "16 tokens" in serving.prefill.reason
     assert "20 tokens" in serving.paged.reason
+
+
+def test_an_engine_reads_short_requests_side_by_side_where_there_is_room() -> None:
+    spec = families.spec("nano")
+    few = dataclasses.replace(SIZES, max_tokens=128, pages=8)
+    assert "requests have up to 512 tokens" in attention.chosen(spec, MESH, SIZES).paged.reason
+    assert "sampler.cache_pages" in attention.chosen(spec, MESH, few).paged.reason
 
 
 def test_an_engine_refuses_what_cannot_work() -> None:

@@ -1,0 +1,81 @@
+"""Attention over levels side by side: right, blind to the neighbours to the bit, and no further than anybody needs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxroll.kernels import attention
+from jaxroll.kernels.dense import dense, levels
+
+N, K, H = 4, 2, 8
+LENGTHS = (64, 64, 40)
+TOKENS = sum(LENGTHS)
+compiled = jax.jit(dense)
+
+
+def problem(rows: int, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Random queries [B, 1, N, H], keys and values [B, U, K, H]."""
+    rng = np.random.default_rng(seed)
+    real = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    return real(rows, 1, N, H), real(rows, TOKENS, K, H), real(rows, TOKENS, K, H)
+
+
+def by_levels(q: jax.Array, k: jax.Array, v: jax.Array, positions: np.ndarray, last: int | None = None) -> np.ndarray:
+    cuts = np.cumsum(LENGTHS)[:-1]
+    keys = tuple(jnp.split(k.transpose(0, 2, 3, 1), cuts, axis=3))
+    values = tuple(jnp.split(v.transpose(0, 2, 1, 3), cuts, axis=2))
+    return np.asarray(compiled(q, keys, values, positions, jnp.int32(max(positions) if last is None else last)))
+
+
+@pytest.mark.parametrize("longest", [0, 63, 64, 127, 128, TOKENS - 1])
+def test_equals_attention_in_one_piece(longest: int) -> None:
+    q, k, v = problem(6)
+    positions = np.array([longest, 0, longest // 2, longest // 3, longest, 1 if longest else 0], np.int32)
+    mask = jnp.arange(TOKENS) <= positions[:, None, None]
+    wanted = np.asarray(attention.grouped(q, k, v, mask))
+    np.testing.assert_allclose(by_levels(q, k, v, positions), wanted, atol=2e-6)
+
+
+def test_a_row_does_not_depend_on_its_neighbours_to_the_bit() -> None:
+    """In any place, beside others of any length, however far is read."""
+    rows, rng = 10, np.random.default_rng(2)
+    (q, k, v), positions = problem(rows), rng.integers(0, TOKENS, rows).astype(np.int32)
+    alone = by_levels(q, k, v, positions)
+    for _ in range(8):
+        order, others = rng.permutation(rows), rng.integers(-1, TOKENS, rows)
+        kept = rng.random(rows) < 0.5
+        here = np.where(kept, positions, others)[order].astype(np.int32)
+        got = by_levels(q[order], k[order], v[order], here, int(rng.integers(max(here), TOKENS)))
+        np.testing.assert_array_equal(got[kept[order]], alone[order][kept[order]])
+
+
+def test_a_level_behind_the_last_position_is_not_read() -> None:
+    q, k, v = problem(4)
+    positions = np.array([3, 63, 60, 1], np.int32)
+    poisoned = v.at[:, 64:].set(np.nan)
+    np.testing.assert_array_equal(by_levels(q, k, poisoned, positions), by_levels(q, k, v, positions))
+    assert np.isnan(by_levels(q, k, poisoned, positions, last=64)).all()
+
+
+def test_rows_that_see_nothing_stay_finite() -> None:
+    assert np.isfinite(by_levels(*problem(5), np.array([150, -1, 3, -1, -1], np.int32))).all()
+
+
+@pytest.mark.parametrize("page", [1, 8, 16, 20, 64, 96])
+@pytest.mark.parametrize("tokens", [1, 31, 48, 64, 80, 160, 272, 4000])
+def test_levels_hold_all_tokens_in_whole_pages_and_none_is_short_but_the_only_one(tokens: int, page: int) -> None:
+    lengths = levels(tokens, page)
+    assert sum(lengths) == -(-tokens // page) * page
+    assert all(length % page == 0 for length in lengths)
+    assert len(lengths) == 1 or min(lengths) >= 32
+    assert len(lengths) <= 8
+
+
+def test_levels_are_no_longer_than_they_must_be() -> None:
+    assert levels(48, 8) == (48,)
+    assert levels(160, 32) == (64, 64, 32)
+    assert levels(272, 16) == (64, 64, 64, 80)
+    assert levels(4096, 64) == (512,) * 8
