@@ -261,7 +261,7 @@ def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, pac
     logits, keys, values = transformer.prefill(
         model.spec, params, batch.tokens, batch.lengths, layout=model.layout, attention=model.attention.prefill.name
     )
-    fill = partial(kv.filled, shards=batch.shards, tables=batch.tables, starts=batch.starts, lengths=batch.lengths)
+    fill = partial(kv.begun, shards=batch.shards, tables=batch.tables, lengths=batch.lengths)
     cache = kv.KVCache(
         tuple(fill(pool, new) for pool, new in zip(state.cache.keys, keys, strict=True)),
         tuple(fill(pool, new) for pool, new in zip(state.cache.values, values, strict=True)),

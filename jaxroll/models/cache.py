@@ -85,12 +85,30 @@ def filled(
     lengths: Int[Array, " R"],
 ) -> Float[Array, "D K P U H"]:
     """The pool with `lengths[r]` tokens of row r at positions starts[r], starts[r] + 1, …; the rest is not written."""
-    P, U, J, T = pool.shape[2], pool.shape[3], tables.shape[1], new.shape[1]
+    (K, P, U), J, T = pool.shape[1:4], tables.shape[1], new.shape[1]
     positions = starts[:, None] + jnp.arange(T)
     place = jnp.minimum(positions // U, J - 1)
     written = (jnp.arange(T) < lengths[:, None]) & (positions < J * U)
     page = jnp.where(written, jnp.take_along_axis(tables, place, axis=1), P)
-    return pool.at[shards[:, None], :, page, positions % U].set(new.astype(pool.dtype), mode="drop")
+    heads, tokens = jnp.arange(K)[:, None], lambda x: x[:, None]  # [R, 1, T]: each head by its number, see `appended`
+    at = shards[:, None, None], heads, tokens(page), tokens(positions % U)
+    return pool.at[at].set(new.swapaxes(1, 2).astype(pool.dtype), mode="drop")
+
+
+def begun(
+    pool: Float[Array, "D K P U H"],
+    new: Float[Array, "R T K H"],
+    shards: Int[Array, " R"],
+    tables: Int[Array, "R J"],
+    lengths: Int[Array, " R"],
+) -> Float[Array, "D K P U H"]:
+    """`filled` from position 0 on, in whole pages: what stands behind a row's tokens in its last one means nothing."""
+    (K, P, U), (R, T) = pool.shape[1:4], new.shape[:2]
+    pages = -(-T // U)
+    new = jnp.pad(new.astype(pool.dtype), ((0, 0), (0, pages * U - T), (0, 0), (0, 0)))
+    new = new.reshape(R, pages, U, K, -1).transpose(0, 3, 1, 2, 4)
+    page = jnp.where(jnp.arange(pages) * U < lengths[:, None], tables[:, :pages], P)
+    return pool.at[shards[:, None, None], jnp.arange(K)[:, None], page[:, None]].set(new, mode="drop")
 
 
 def copied(

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.models import cache, families
@@ -28,6 +29,23 @@ def test_rows_go_to_the_pages_of_their_tables_and_nowhere_else():
             page, offset = divmod(starts[row] + t, U)
             expected[shards[row], :, tables[row, page], offset] = new[row, t]
     np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 6])
+def test_fresh_prompts_go_to_their_pages_and_nothing_to_others(tokens):
+    before, new = pool(0), jnp.asarray(np.random.default_rng(1).normal(size=(3, tokens, K, H)), jnp.float32)
+    shards, tables = np.array([1, 0, 1]), np.array([[4, 2], [0, 3], [1, 1]])
+    lengths = np.array([tokens, max(1, tokens - 2), 0])  # the last row is a dummy
+    after = np.asarray(jax.jit(cache.begun)(before, new, shards, tables, lengths))
+    untouched = np.ones((D, P), bool)
+    for row in range(3):
+        for t in range(lengths[row]):
+            page, offset = divmod(t, U)
+            np.testing.assert_array_equal(after[shards[row], :, tables[row, page], offset], new[row, t])
+            untouched[shards[row], tables[row, page]] = False
+    assert np.isfinite(after).all()
+    for shard, page in np.argwhere(untouched):
+        np.testing.assert_array_equal(after[shard, :, page], before[shard, :, page])
 
 
 def test_a_token_is_appended_at_its_position_and_outside_the_table_dropped():
