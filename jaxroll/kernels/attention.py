@@ -18,15 +18,50 @@ _MASKED = -1e30  # finite, so that a row without keys stays finite in value and 
 def grouped(
     q: Float[Array, "B T N H"], k: Float[Array, "B U K H"], v: Float[Array, "B U K H"], mask: Bool[Array, "#B T U"]
 ) -> Float[Array, "B T N H"]:
-    """Attention in XLA operations: keys are never repeated per query head; the softmax is in float32."""
+    """Attention in XLA operations: keys are never repeated per query head; the softmax is in float32.
+
+    Products have their operands as the CPU backend wants them, in the gradient too, which is therefore written out: what
+    JAX derives takes twice as long there.
+    """
     B, T, N, H = q.shape
-    K = k.shape[2]
-    precision = exact_precision(q.dtype)
-    grouped_q = q.reshape(B, T, K, N // K, H)
-    scores = jnp.einsum("btkgh,bukh->bkgtu", grouped_q, k, precision=precision, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None, None], scores * H**-0.5, _MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgtu,bukh->btkgh", weights, v, precision=precision).reshape(B, T, N, H)
+    wide = q.reshape(B, T, k.shape[2], -1, H).transpose(0, 2, 3, 1, 4) * jnp.asarray(H**-0.5, q.dtype)
+    return _attention(wide, k, v, mask).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+@jax.custom_vjp
+def _attention(
+    q: Float[Array, "B K G T H"], k: Float[Array, "B U K H"], v: Float[Array, "B U K H"], mask: Bool[Array, "#B T U"]
+) -> Float[Array, "B K G T H"]:
+    """softmax(q·kᵀ)·v where `mask` is True."""
+    return _forward(q, k, v, mask)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, tuple[Array, ...]]:
+    exact = exact_precision(q.dtype)
+    scores = jnp.einsum(
+        "bkgth,bkhu->bkgtu", q, k.transpose(0, 2, 3, 1), precision=exact, preferred_element_type=jnp.float32
+    )
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1)
+    mean = jnp.einsum("bkgtu,bkuh->bkgth", weights.astype(v.dtype), v.transpose(0, 2, 1, 3), precision=exact)
+    return mean, (q, k, v, weights, mean)
+
+
+def _backward(saved: tuple[Array, ...], d_mean: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, weights, mean = saved
+    exact = exact_precision(q.dtype)
+    d_weights = jnp.einsum(
+        "bkgth,bkhu->bkgtu", d_mean, v.transpose(0, 2, 3, 1), precision=exact, preferred_element_type=jnp.float32
+    )
+    # Σ weight · its gradient over the keys, which is the output times its own (Dao et al., arXiv 2205.14135).
+    along = jnp.sum(d_mean.astype(jnp.float32) * mean.astype(jnp.float32), axis=-1, keepdims=True)
+    d_scores = (weights * (d_weights - along)).astype(q.dtype)
+    d_q = jnp.einsum("bkgtu,bkuh->bkgth", d_scores, k.transpose(0, 2, 1, 3), precision=exact)
+    d_k = jnp.einsum("bkgtu,bkgth->bkuh", d_scores, q, precision=exact)
+    d_v = jnp.einsum("bkgtu,bkgth->bkuh", weights.astype(v.dtype), d_mean, precision=exact)
+    return d_q, d_k.transpose(0, 2, 1, 3), d_v.transpose(0, 2, 1, 3), None
+
+
+_attention.defvjp(_forward, _backward)
 
 
 def reference(
