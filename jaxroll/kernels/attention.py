@@ -20,8 +20,8 @@ def grouped(
 ) -> Float[Array, "B T N H"]:
     """Attention in XLA operations: keys are never repeated per query head; the softmax is in float32.
 
-    Products have their operands as the CPU backend wants them, in the gradient too, which is therefore written out: what
-    JAX derives takes twice as long there.
+    Products have their operands as the CPU backend wants them, in the gradient too, which is therefore written out:
+    what JAX derives takes twice as long there.
     """
     B, T, N, H = q.shape
     wide = q.reshape(B, T, k.shape[2], -1, H).transpose(0, 2, 3, 1, 4) * jnp.asarray(H**-0.5, q.dtype)
