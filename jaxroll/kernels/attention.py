@@ -24,7 +24,7 @@ def grouped(
     what JAX derives takes twice as long there.
     """
     B, T, N, H = q.shape
-    wide = q.reshape(B, T, k.shape[2], -1, H).transpose(0, 2, 3, 1, 4) * jnp.asarray(H**-0.5, q.dtype)
+    wide = q.reshape(B, T, k.shape[2], -1, H).transpose(0, 2, 3, 1, 4)
     return _attention(wide, k, v, mask).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
@@ -32,7 +32,7 @@ def grouped(
 def _attention(
     q: Float[Array, "B K G T H"], k: Float[Array, "B U K H"], v: Float[Array, "B U K H"], mask: Bool[Array, "#B T U"]
 ) -> Float[Array, "B K G T H"]:
-    """softmax(q·kᵀ)·v where `mask` is True."""
+    """softmax(q·kᵀ / √H)·v where `mask` is True; scaled after the product, for bfloat16 would be rounded before."""
     return _forward(q, k, v, mask)[0]
 
 
@@ -41,7 +41,8 @@ def _forward(q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, tuple[Ar
     scores = jnp.einsum(
         "bkgth,bkhu->bkgtu", q, k.transpose(0, 2, 3, 1), precision=exact, preferred_element_type=jnp.float32
     )
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1)
+    scores = jnp.where(mask[:, None, None], scores * q.shape[-1] ** -0.5, _MASKED)
+    weights = jax.nn.softmax(scores, axis=-1)
     mean = jnp.einsum("bkgtu,bkuh->bkgth", weights.astype(v.dtype), v.transpose(0, 2, 1, 3), precision=exact)
     return mean, (q, k, v, weights, mean)
 
@@ -54,7 +55,7 @@ def _backward(saved: tuple[Array, ...], d_mean: Array) -> tuple[Array, Array, Ar
     )
     # Σ weight · its gradient over the keys, which is the output times its own (Dao et al., arXiv 2205.14135).
     along = jnp.sum(d_mean.astype(jnp.float32) * mean.astype(jnp.float32), axis=-1, keepdims=True)
-    d_scores = (weights * (d_weights - along)).astype(q.dtype)
+    d_scores = (weights * (d_weights - along) * q.shape[-1] ** -0.5).astype(q.dtype)
     d_q = jnp.einsum("bkgtu,bkuh->bkgth", d_scores, k.transpose(0, 2, 1, 3), precision=exact)
     d_k = jnp.einsum("bkgtu,bkgth->bkuh", d_scores, q, precision=exact)
     d_v = jnp.einsum("bkgtu,bkgth->bkuh", weights.astype(v.dtype), d_mean, precision=exact)

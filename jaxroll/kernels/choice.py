@@ -58,7 +58,7 @@ class Site:
     """Where attention is computed: the model, its devices, and the tokens of a row (of a page, for `paged`).
 
     `platform` is cpu, gpu or tpu; empty where it is not known yet. `tensor` devices share the heads. A slot holds up to
-    `longest` tokens (0: not known yet); with `limited` the cache has less room than all slots at their longest.
+    `longest` tokens (0: not known yet); `limited` says that its memory was limited by a number of pages.
     """
 
     model: Heads
@@ -125,7 +125,11 @@ def _obstacle(use: Use, name: str, site: Site) -> str:
     """Why `name` cannot serve `use` at `site`; empty when it can."""
     model = site.model
     if name == DENSE:
-        return "it lays out what all slots can come to need, and sampler.cache_pages gives less" if site.limited else ""
+        return (
+            "it takes the memory of all slots at their longest, which sampler.cache_pages limits"
+            if site.limited
+            else ""
+        )
     if site.platform and site.platform not in _PLATFORMS[name]:
         return f"it is a kernel for {' and '.join(_PLATFORMS[name])}, and this is {site.platform}"
     if model.compute_dtype != "bfloat16":

@@ -48,7 +48,7 @@ def dense(
     """
     B, _, N, H = q.shape
     K = keys[0].shape[1]
-    wide = q.reshape(B, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)
+    wide = q.reshape(B, K, N // K, H)
     each = wide.shape[:-1]
     sums: Sums = jnp.full(each, _MASKED, jnp.float32), jnp.zeros(each, jnp.float32), jnp.zeros(wide.shape, jnp.float32)
     begin = 0
@@ -70,7 +70,7 @@ def _level(
     best, total, out = sums
     exact = exact_precision(wide.dtype)
     scores = jnp.einsum("bkgh,bkhu->bkgu", wide, k, precision=exact, preferred_element_type=jnp.float32)
-    scores += unseen[:, None, None]  # so far down that nothing of a score is left
+    scores = scores * wide.shape[-1] ** -0.5 + unseen[:, None, None]  # so far down that nothing of a score is left
     higher = jnp.maximum(best, jnp.max(scores, axis=-1))
     weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(best - higher)
     gained = jnp.einsum(

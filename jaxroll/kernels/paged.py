@@ -39,7 +39,7 @@ def paged(
     K, U = keys.shape[0], keys.shape[2]
     rows, pages = -(-B // len(reach)), _pages_at_once(U)
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
-    wide = (q.reshape(B, T, K, N // K, H) * jnp.asarray(H**-0.5, q.dtype)).transpose(2, 0, 3, 1, 4)
+    wide = q.reshape(B, T, K, N // K, H).transpose(2, 0, 3, 1, 4)
 
     def block(i: Int[Array, ""], out: Float[Array, "K B G T H"]) -> Float[Array, "K B G T H"]:
         at = jnp.minimum(i * rows, B - rows)  # the last may begin within the one before: the same again
@@ -69,7 +69,7 @@ def _block(
         k, v = keys[:, here].reshape(K, R, C, H), values[:, here].reshape(K, R, C, H)
         # Keys on the left: on the right the CPU backend would first lay every page out anew.
         scores = jnp.einsum("kbuh,kbqh->kbqu", k, queries, precision=exact, preferred_element_type=jnp.float32)
-        scores = jnp.where(j * C + jnp.arange(C) <= positions[..., None], scores, _MASKED)
+        scores = jnp.where(j * C + jnp.arange(C) <= positions[..., None], scores * H**-0.5, _MASKED)
         higher = jnp.maximum(best, jnp.max(scores, axis=-1))
         weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(best - higher)
         gained = jnp.einsum(

@@ -67,11 +67,11 @@ def test_reprefill_and_keep_kv_are_not_the_same(bench):
 
 
 @pytest.mark.parametrize("flip", ["keep_kv", "reprefill", "restart", "drain"])
-@pytest.mark.parametrize("case", range(2))
-def test_random_arrivals_aborts_and_flips_equal_the_slow_loop(bench, work, assert_replayed, flip, case):
+@pytest.mark.parametrize(("case", "paged"), [(0, "dense"), (1, "xla")])
+def test_random_arrivals_aborts_and_flips_equal_the_slow_loop(bench, work, assert_replayed, flip, case, paged):
     """Every completion is what its recorded versions say; the first three policies never wait, the last never mixes."""
     rng = np.random.default_rng(case)
-    b, step = bench(flip=flip, max_tokens=48, page_tokens=8), 1
+    b, step = bench(flip=flip, max_tokens=48, page_tokens=8, paged_attention=paged), 1
     requests = [dataclasses.replace(r, id=200 * case + r.id) for r in work(20 + case, 24, stop_tokens=())]
     requests += [
         Request(900 + i, rng.integers(0, 64, 30).astype(np.int32), GenerationKey(50 + i, 0), SamplingParams(12))

@@ -85,10 +85,14 @@ def test_a_long_prompt_that_others_begin_with_is_shared_up_to_a_whole_chunk(benc
     assert_replayed(longer + others, b.results)
 
 
-@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, tensor=2)], ids=["one device", "data=2,tensor=2"])
-def test_a_conversation_goes_on_where_it_stood(bench, assert_replayed, mesh):
+@pytest.mark.parametrize(
+    ("mesh", "paged"),
+    [(MeshConfig(), "dense"), (MeshConfig(data=2, tensor=2), "dense"), (MeshConfig(data=2, tensor=2), "xla")],
+    ids=["one device, dense", "data=2,tensor=2, dense", "data=2,tensor=2, xla"],
+)
+def test_a_conversation_goes_on_where_it_stood(bench, assert_replayed, mesh, paged):
     """Three turns; each computes the new words and the one token that was drawn last, and no more."""
-    b, text = bench(mesh, **LONG), prompt(13, 11)
+    b, text = bench(mesh, **LONG, paged_attention=paged), prompt(13, 11)
     turns = []
     for turn in range(3):
         before = b.engine.stats()

@@ -43,6 +43,7 @@ def assert_naive(spec, seed, weights, requests, results):
         np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("paged", ["dense", "xla"])
 @pytest.mark.parametrize(
     "params",
     [
@@ -56,9 +57,9 @@ def assert_naive(spec, seed, weights, requests, results):
     ],
     ids=["min_p", "all of them", "penalty", "greedy penalty", "untruncated", "seed", "ignore_eos"],
 )
-def test_each_way_equals_the_naive_reference(able, spec, seed, model, params):
+def test_each_way_equals_the_naive_reference(able, spec, seed, model, params, paged):
     requests = requests_of(params)
-    assert_naive(spec, seed, model(), requests, able().run(requests))
+    assert_naive(spec, seed, model(), requests, able(paged_attention=paged).run(requests))
 
 
 def test_each_way_changes_something(able):

@@ -109,6 +109,17 @@ def test_tokens_are_exactly_equal_whatever_slot_neighbours_and_order(bench, work
         np.testing.assert_array_equal(one.logprobs, other.logprobs)  # to the bit
 
 
+@pytest.mark.parametrize("paged", ["dense", "xla"])
+def test_what_a_request_reads_grows_within_a_dispatch_whoever_stands_beside_it(bench, paged):
+    """From position 63 to 64, where another level begins, alone and beside one that is further."""
+    b = functools.partial(bench, max_tokens=160, decode_chunk=8, paged_attention=paged, prefill_buckets=(64,))
+    words = np.random.default_rng(4).integers(0, 64, 64).astype(np.int32)
+    short, long = (Request(n, words[:n], GenerationKey(n, 0), SamplingParams(20)) for n in (60, 64))
+    alone, together = b().run([short])[60].completion, b().run([long, short])[60].completion
+    np.testing.assert_array_equal(alone.tokens, together.tokens)
+    np.testing.assert_array_equal(alone.logprobs, together.logprobs)
+
+
 def test_a_request_of_another_identity_draws_other_tokens(bench, work):
     (request,) = work(5, 1, max_tokens=12, temperature=1.0, top_k=0, top_p=1.0, stop_tokens=())
     keys = [GenerationKey(0, 0), GenerationKey(1, 0), GenerationKey(0, 1), GenerationKey(0, 0, 1)]

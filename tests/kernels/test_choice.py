@@ -79,10 +79,10 @@ def test_where_the_platform_is_not_known_only_what_fits_nowhere_is_refused():
 
 def test_side_by_side_is_for_caches_that_hold_all_slots_at_their_longest():
     where = dataclasses.replace(site(platform="cpu", tokens=16), limited=True)
-    with pytest.raises(ConfigError, match=r"sampler\.cache_pages gives less"):
+    with pytest.raises(ConfigError, match=r"which sampler\.cache_pages limits"):
         choose("paged", "dense", where)
     passed = choose("paged", "auto", where)
-    assert passed.name == "xla" and "sampler.cache_pages gives less" in passed.reason
+    assert passed.name == "xla" and "which sampler.cache_pages limits" in passed.reason
 
 
 @pytest.mark.parametrize(("longest", "name"), [(DENSE_TOKENS, "dense"), (DENSE_TOKENS + 1, "xla")])

@@ -9,6 +9,7 @@ import pytest
 
 from jaxroll.kernels import attention
 from jaxroll.kernels.dense import dense, levels
+from jaxroll.kernels.paged import paged
 
 N, K, H = 4, 2, 8
 LENGTHS = (64, 64, 40)
@@ -37,6 +38,31 @@ def test_equals_attention_in_one_piece(longest: int) -> None:
     mask = jnp.arange(TOKENS) <= positions[:, None, None]
     wanted = np.asarray(attention.grouped(q, k, v, mask))
     np.testing.assert_allclose(by_levels(q, k, v, positions), wanted, atol=2e-6)
+
+
+@pytest.mark.parametrize(("N", "K", "H"), [(16, 8, 128), (6, 2, 80), (4, 1, 128), (5, 5, 64)])
+@pytest.mark.parametrize("form", ["dense", "paged", "grouped"])
+def test_bfloat16_loses_little_more_than_the_rounding_of_its_output(form: str, N: int, K: int, H: int) -> None:
+    """With sharp scores, against float64 over the same rounded numbers: scores and their scale are float32."""
+    rng = np.random.default_rng(0)
+    real = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    q, k, v = 4 * real(8, 1, N, H), real(8, 64, K, H), real(8, 64, K, H)
+    positions = np.arange(8, 64, 7, dtype=np.int32)
+    wide = [np.asarray(x, np.float64) for x in (q, k, v)]
+    scores = np.einsum("bkgh,bukh->bkgu", wide[0].reshape(8, K, N // K, H), wide[1]) / H**0.5
+    scores = np.where(np.arange(64) <= positions[:, None, None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    wanted = np.einsum("bkgu,bukh->bkgh", weights, wide[2]).reshape(8, 1, N, H)
+    if form == "dense":
+        got = dense(q, (k.transpose(0, 2, 3, 1),), (v.transpose(0, 2, 1, 3),), positions, jnp.int32(63))
+    elif form == "paged":
+        pool = lambda x: x.transpose(2, 0, 1, 3)  # noqa: E731  (each row a page of its own)
+        got = paged(q, pool(k), pool(v), np.arange(8, dtype=np.int32)[:, None], positions, jnp.ones(1, jnp.int32))
+    else:
+        got = attention.grouped(q, k, v, jnp.arange(64) <= positions[:, None, None])
+    lost = lambda x: np.sqrt(np.mean((np.asarray(x, np.float64) - wanted) ** 2))  # noqa: E731
+    assert lost(got) < 2 * lost(jnp.asarray(wanted, jnp.bfloat16))
 
 
 def test_a_row_does_not_depend_on_its_neighbours_to_the_bit() -> None:
