@@ -3,8 +3,8 @@
 R rows, T tokens of a row. Several samples share a row; `segment_ids` tells them apart (0 is padding) and attention
 stays inside a segment. The same samples always give the same micro-batches.
 
-All shards wait for the slowest at the end of a micro-batch, so each should have the same work: `work` counts it, and
-the rows of a micro-batch are filled evenly and dealt to the shards by it.
+All shards wait for the slowest at the end of a micro-batch, so each should have the same work: `work` counts it.
+Rows are filled evenly and dealt whole, or samples go to the shards at once: of the two, the more even packing counts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from jaxroll.learner.samples import Sample
 from jaxroll.models.families import ModelSpec, parameter_count
 
 BUCKETS = 3  # at most: each is one more program to compile
+SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, np.inf)  # tried in turn, until the samples fit into their rows
 
 
 @dataclass(frozen=True)
@@ -147,35 +148,98 @@ def pack(
         )
     rows = first_fit_decreasing(lengths, row_tokens)
     cost = np.array([work([len(samples[index].tokens) for index in unit], quadratic).sum() for unit in units])
-    batches, first = [], 0
-    for count in split_rows(len(rows), buckets):
-        even = levelled(rows[first : first + count], lengths, cost, count, row_tokens)
-        filled = [[index for unit in row for index in units[unit]] for row in dealt(even, cost, shards)]
-        batches.append(_filled(samples, filled, count, row_tokens))
-        first += count
-    return batches
+    counts = split_rows(len(rows), buckets)
+    ways = [rows_first(rows, lengths, cost, counts, row_tokens, shards)]
+    if shards > 1 and (other := shards_first(lengths, cost, counts, row_tokens, shards)):
+        ways.append(other)
+    evenest = min(ways, key=lambda way: sum(_busiest(filled, cost, shards) for filled in way))
+    return [
+        _filled(samples, [[index for unit in row for index in units[unit]] for row in filled], count, row_tokens)
+        for filled, count in zip(evenest, counts, strict=True)
+    ]
+
+
+def rows_first(
+    rows: Sequence[list[int]],
+    lengths: Sequence[int],
+    cost: np.ndarray,
+    counts: Sequence[int],
+    capacity: int,
+    shards: int,
+) -> list[list[list[int]]]:
+    """The rows of micro-batches of `counts` rows: `rows` as they follow one another, levelled, then dealt whole."""
+    ends = np.cumsum(counts).tolist()
+    taken = [rows[end - count : end] for count, end in zip(counts, ends, strict=True)]
+    return [
+        dealt(levelled(part, lengths, cost, count, capacity), cost, shards)
+        for part, count in zip(taken, counts, strict=True)
+    ]
+
+
+def shards_first(
+    lengths: Sequence[int], cost: np.ndarray, counts: Sequence[int], capacity: int, shards: int
+) -> list[list[list[int]]] | None:
+    """The rows of micro-batches of `counts` rows, filled shard by shard; None where the samples do not fit in so.
+
+    Each sample, dearest first, goes to the cheapest shard with room for it, there into the fullest such row. A shard
+    of one micro-batch takes its share of what is left, or what the dearest sample costs where that is more: beside
+    that sample all others get as much, and later micro-batches are even without it. Dear samples are few tokens for
+    their cost, so those left may be too many for the rows left: then earlier micro-batches take more (`SLACKS`).
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-cost[i], i))
+    for slack in SLACKS:
+        left, batches, rows_left = order, [], sum(counts)
+        for count in counts:
+            share = sum(cost[index] for index in left) * count / rows_left / shards
+            rows_left -= count
+            level = max([slack * share, *(cost[index] for index in left[:1])]) if rows_left else np.inf
+            filled, left = _dearest_first(left, lengths, cost, (shards, count // shards), capacity, level)
+            batches.append(filled)
+        if not left and all(any(filled) for filled in batches):
+            return batches
+    return None
 
 
 def levelled(
     rows: Sequence[list[int]], lengths: Sequence[int], cost: np.ndarray, count: int, capacity: int
 ) -> list[list[int]]:
-    """The samples of `rows` in `count` rows of as even a cost as longest-first finds; the given ones if better.
+    """The samples of `rows` in `count` rows of as even a cost as dearest-first finds; the given ones if better.
 
-    Each sample, dearest first, goes into the cheapest row that has room (R. L. Graham, "Bounds on multiprocessing
-    timing anomalies", 1969). Full rows often admit no other arrangement: they stay, and are even because they are full.
+    Full rows often admit no other arrangement: they stay, and are nearly even because they are full.
     """
     given = [*rows, *([] for _ in range(count - len(rows)))]
-    even: list[list[int]] = [[] for _ in range(count)]
-    room, total = [capacity] * count, [0.0] * count
-    for index in sorted((i for row in rows for i in row), key=lambda i: (-cost[i], i)):
-        fits = [r for r in range(count) if room[r] >= lengths[index]]
+    order = sorted((i for row in rows for i in row), key=lambda i: (-cost[i], i))
+    even, left = _dearest_first(order, lengths, cost, (count, 1), capacity)
+    return even if not left and _busiest(even, cost, count) < _busiest(given, cost, count) else given
+
+
+def _dearest_first(
+    order: Sequence[int],
+    lengths: Sequence[int],
+    cost: np.ndarray,
+    blocks: tuple[int, int],
+    capacity: int,
+    level: float = np.inf,
+) -> tuple[list[list[int]], list[int]]:
+    """The rows of `blocks` (how many, of how many rows each), and those of `order` for which there was no room.
+
+    Each goes into the cheapest block with room for it (R. L. Graham, "Bounds on multiprocessing timing anomalies",
+    1969), if that does not lift it above `level`.
+    """
+    count, each = blocks
+    rows: list[list[int]] = [[] for _ in range(count * each)]
+    room, total, left = [capacity] * (count * each), [0.0] * count, []
+    for index in order:
+        fits = [r for r in range(count * each)
+                if room[r] >= lengths[index] and total[r // each] + cost[index] <= level]  # fmt: skip
         if not fits:
-            return given
-        row = min(fits, key=lambda r: (total[r], r))
-        even[row].append(index)
+            left.append(index)
+            continue
+        row = min(fits, key=lambda r: (total[r // each], r // each, room[r], r))
+        rows[row].append(index)
         room[row] -= lengths[index]
-        total[row] += cost[index]
-    return even if max(total) < max(_costs(given, cost)) else given
+        total[row // each] += cost[index]
+    return rows, left
 
 
 def dealt(rows: list[list[int]], cost: np.ndarray, shards: int) -> list[list[int]]:
@@ -229,6 +293,13 @@ def spread(batch: MicroBatch, values: Sequence[np.ndarray]) -> np.ndarray:
 
 def _costs(rows: Sequence[Sequence[int]], cost: np.ndarray) -> list[float]:
     return [float(sum(cost[index] for index in row)) for row in rows]
+
+
+def _busiest(rows: Sequence[Sequence[int]], cost: np.ndarray, parts: int) -> float:
+    """The cost of the dearest of `parts` blocks of as many `rows`."""
+    each = len(rows) // parts
+    totals = _costs(rows, cost)
+    return max(sum(totals[first : first + each]) for first in range(0, len(rows), each))
 
 
 def empty_streams(rows: int, row_tokens: int) -> dict[str, np.ndarray]:
