@@ -75,7 +75,7 @@ def make_trainer() -> Callable[..., Any]:
     def make(config: Config) -> Trainer:
         key = repr(config)
         if key not in first:
-            spec = families.spec("nano", vocab_size=VOCAB)
+            spec = families.spec("nano", vocab_size=VOCAB, compute_dtype=config.model.dtype)
             mesh = meshes.build(config.learner.mesh)
             trainer = Trainer(config, spec, mesh, rules.LEARNER, key=jax.random.key(0))
             first[key] = trainer, jax.device_get(trainer.state)

@@ -27,9 +27,10 @@ CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 def programs(small_config, make_trainer):
     """The programs of a learner whose logits may take `logits_mb` on a device."""
 
-    def make(logits_mb: float, mesh: MeshConfig) -> Programs:
+    def make(logits_mb: float, mesh: MeshConfig, dtype: str = "float32") -> Programs:
         recipe = make_trainer(small_config(micro_rows=ROWS, row_tokens=TOKENS, mesh=mesh)).programs.recipe
-        return Programs(dataclasses.replace(recipe, spec=SPEC, logits_mb=logits_mb))
+        spec = dataclasses.replace(SPEC, compute_dtype=dtype)
+        return Programs(dataclasses.replace(recipe, spec=spec, logits_mb=logits_mb))
 
     return make
 
@@ -51,15 +52,17 @@ def gradients(made: Programs) -> dict[str, np.ndarray]:
 
 
 def largest_array(program: jax.stages.Lowered) -> int:
-    """Elements of the largest float32 array that has the vocabulary among its axes, in the compiled program."""
+    """Elements of the largest array of any dtype that has the vocabulary among its axes, in the compiled program."""
     text = program.compile().as_text()
     assert text is not None
-    shapes = [[int(n) for n in found.split(",")] for found in re.findall(r"f32\[([0-9,]+)\]", text)]
+    shapes = [[int(n) for n in found.split(",")] for found in re.findall(r"\b[a-z]\w*\[([0-9,]+)\]", text)]
     return max(math.prod(shape) for shape in shapes if SPEC.vocab_size in shape and SPEC.width not in shape)
 
 
-def test_no_array_of_all_tokens_and_words_is_in_the_program(programs):
-    whole, parts = (programs(mb, MeshConfig()).lowered("accumulate", ROWS) for mb in (WHOLE_MB, WHOLE_MB / 8))
+@pytest.mark.parametrize("name", ["accumulate", "logprobs"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_array_of_all_tokens_and_words_is_in_the_program(programs, name, dtype):
+    whole, parts = (programs(mb, MeshConfig(), dtype).lowered(name, ROWS) for mb in (WHOLE_MB, WHOLE_MB / 8))
     assert largest_array(whole) == ROWS * TOKENS * SPEC.vocab_size  # or this would not see it
     assert largest_array(parts) == ROWS * TOKENS * SPEC.vocab_size // 8
 

@@ -139,6 +139,30 @@ def returns(rewards, discount):
     return np.array([sum(discount ** (k - t) * rewards[k] for k in range(t, n)) for t in range(n)])
 
 
+def segment_return(episodes, discount):
+    """episodes: lists of (state, reward); the standardised return of every turn."""
+    return group_std(np.concatenate([returns([r for _, r in episode], discount) for episode in episodes]))
+
+
+def best(members):
+    """members: (reward, whether it can be trained on); 1 for the first of the best, if above 0 or above another."""
+    kept = [(reward, place) for place, (reward, trainable) in enumerate(members) if trainable]
+    earned, out = {reward for reward, _ in kept}, [0.0] * len(members)
+    if any(reward > 0 for reward in earned) or len(earned) > 1:
+        out[min((-reward, place) for reward, place in kept)[1]] = 1.0
+    return out
+
+
+def best_worst(members):
+    """1 for the first of the best, −1 for the first of the worst, if they differ."""
+    kept = [(reward, place) for place, (reward, trainable) in enumerate(members) if trainable]
+    out = [0.0] * len(members)
+    if len({reward for reward, _ in kept}) > 1:
+        out[min((-reward, place) for reward, place in kept)[1]] = 1.0
+        out[min(kept)[1]] = -1.0
+    return out
+
+
 def gigpo(episodes, discount, step_weight):
     """episodes: lists of (state, reward); advantages of every step."""
     totals = group_std(np.array([sum(r for _, r in episode) for episode in episodes]))

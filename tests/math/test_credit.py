@@ -60,6 +60,15 @@ def test_returns_of_turns_are_standardised_over_the_group():
     np.testing.assert_allclose(got[1], [0, -1, -1], atol=1e-6)
 
 
+@given(episodes=EPISODES, discount=st.sampled_from([1.0, 0.9, 0.5]))
+def test_returns_of_turns_agree_with_numpy(episodes, discount):
+    got = credit.segment_return([member(*episode) for episode in episodes], discount)
+    want = iter(plain.segment_return(episodes, discount))
+    for tokens, episode in zip(got, episodes, strict=True):
+        steps = [[0.0, value, value] for value in (next(want) for _ in episode)]
+        np.testing.assert_allclose(tokens, np.concatenate(steps), atol=1e-5)
+
+
 @given(rewards=st.lists(st.floats(-2, 2), min_size=1, max_size=6), discount=st.floats(0, 1))
 def test_discounted_returns(rewards, discount):
     got = credit.discounted_returns(np.array(rewards), discount)
@@ -116,6 +125,17 @@ def test_selections_worked_by_hand():
     without = np.array([True, False, False, True])
     np.testing.assert_array_equal(credit.best_worst(rewards, without), [-1, 0, 0, 1])
     np.testing.assert_array_equal(credit.best(rewards, without), [0, 0, 0, 1])
+
+
+MEMBERS = st.lists(st.tuples(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0]), st.booleans()), max_size=6)
+
+
+@given(members=MEMBERS)
+def test_selections_agree_with_loops(members):
+    rewards, trainable = np.array([r for r, _ in members]), np.array([kept for _, kept in members], bool)
+    np.testing.assert_array_equal(credit.positive(rewards), [float(r > 0) for r in rewards])
+    np.testing.assert_array_equal(credit.best(rewards, trainable), plain.best(members))
+    np.testing.assert_array_equal(credit.best_worst(rewards, trainable), plain.best_worst(members))
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 4, [0.3] * 4, [2.0], []])
