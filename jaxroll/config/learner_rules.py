@@ -9,7 +9,6 @@ from jaxroll.errors import ConfigError
 
 _KL_REASONS = {
     ("loss", "k1"): "its gradient is zero in expectation, so it would only add noise",
-    ("loss", "k3"): "its gradient is that of another divergence, so it is biased",
     ("reward", "k2"): "as a reward it has not the gradient of the divergence",
     ("reward", "k3"): "as a reward it has not the gradient of the divergence",
 }
@@ -25,6 +24,7 @@ def check_algorithm(config: Config) -> None:
     _check_choices(config, row)
     _check_clips(learner)
     _check_unread(config.learner, learner)
+    _check_adapters(learner)
     _check_correction(learner)
     _check_reference(learner, row)
     _check_critic(learner)
@@ -64,7 +64,7 @@ def _check_clips(learner: LearnerConfig) -> None:
     if 0 < learner.dual_clip <= 1:
         raise ConfigError("learner.dual_clip", learner.dual_clip, "would bound the loss of samples that are on policy",
                           "Set it above 1 (3 is usual), or to 0.")  # fmt: skip
-    if learner.dual_clip and (learner.correction == "tis" or not (is_custom(name) or _clips(name))):
+    if learner.dual_clip and not (is_custom(name) or _clips_gains(learner)):
         raise ConfigError("learner.dual_clip", learner.dual_clip, "this loss has no clip that could be doubled",
                           "Set it to 0.")  # fmt: skip
 
@@ -80,6 +80,10 @@ def _check_unread(given: LearnerConfig, learner: LearnerConfig) -> None:
         ("step_weight", learner.advantage == "gigpo", "advantage 'gigpo'"),
         ("correction_floor", learner.correction == "icepop", "correction 'icepop'"),
         ("kl_in", learner.kl_coef > 0, "learner.kl_coef above 0"),
+        ("kl_estimator", learner.kl_coef > 0, "learner.kl_coef above 0"),
+        ("clip_low", _clips(learner), "a loss with a clip"),
+        ("clip_high", _clips(learner), "a loss with a clip"),
+        ("correction_cap", _caps(learner), "a correction, or a KL in the loss"),
         *(
             (key, learner.advantage == "gae", "advantage 'gae'")
             for key in ("critic_learning_rate", "value_clip", "gae_discount", "gae_lambda", "raw_advantages")
@@ -89,8 +93,28 @@ def _check_unread(given: LearnerConfig, learner: LearnerConfig) -> None:
             raise ConfigError(f"learner.{key}", value, f"nothing reads it; it needs {by}", "Leave it out.")
 
 
-def _clips(name: str) -> bool:
-    return preset(name).loss in ("clipped", "gspo")
+def _check_adapters(learner: LearnerConfig) -> None:
+    """The same for what adapters have, which are no part of the algorithm."""
+    usual = LearnerConfig()
+    for key in ("lora_alpha", "lora_targets"):
+        if (value := getattr(learner, key)) != getattr(usual, key) and not learner.lora_rank:
+            raise ConfigError(f"learner.{key}", value, "nothing is adapted while learner.lora_rank is 0",
+                              "Set learner.lora_rank above 0 (8 is usual), or leave it out.")  # fmt: skip
+
+
+def _clips(learner: LearnerConfig) -> bool:
+    """Whether the (settled) learner's loss reads ε_l and ε_h: the clip of PPO, that of GSPO, or the bounds of CISPO."""
+    return _clips_gains(learner) or preset(learner.algorithm).loss == "cispo"
+
+
+def _clips_gains(learner: LearnerConfig) -> bool:
+    """Whether it bounds ratio times advantage, as PPO's and GSPO's do; `tis` puts another loss in their place."""
+    return preset(learner.algorithm).loss in ("clipped", "gspo") and learner.correction != "tis"
+
+
+def _caps(learner: LearnerConfig) -> bool:
+    """Whether the (settled) learner's loss reads c: to bound w or ρ, or the weight of a KL in the loss."""
+    return learner.correction != "none" or (learner.kl_coef > 0 and learner.kl_in == "loss")
 
 
 def _check_correction(learner: LearnerConfig) -> None:
@@ -121,9 +145,9 @@ def _check_reference(learner: LearnerConfig, row: Preset) -> None:
         raise ConfigError("learner.kl_coef", learner.kl_coef, "dpo holds the policy near the reference by dpo_beta",
                           "Set it to 0.")  # fmt: skip
     if reason := _KL_REASONS.get((learner.kl_in, learner.kl_estimator)):
-        usual = "k2" if learner.kl_in == "loss" else "k1"
+        right = "'k2' or 'k3'" if learner.kl_in == "loss" else "'k1'"
         raise ConfigError("learner.kl_estimator", learner.kl_estimator, f"in the {learner.kl_in} {reason}",
-                          f"Set it to '{usual}'.")  # fmt: skip
+                          f"Set it to {right}.")  # fmt: skip
 
 
 def _check_critic(learner: LearnerConfig) -> None:

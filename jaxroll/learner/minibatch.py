@@ -93,16 +93,38 @@ def weighted(samples: list[Sample], aggregation: str, algorithm: Algorithm, leng
     Where the loss is a multiple of the advantage, a sample whose advantage is 0 has no gradient: it counts in the
     denominators, like any other (unless they count those with an advantage only), and is not computed. Groups whose
     members all did equally well cost nothing. With a KL penalty in the loss, or a critic that has something to learn
-    of it, every sample is computed.
+    of it, every sample is computed, and counts in their denominators; see `_raised` for those of the policy.
     """
     samples = [sample for sample in samples if sample.mask.any()]
-    if algorithm.credited_only:
-        samples = [sample for sample in samples if sample.credited]
-    weights = aggregate.sequence_weights(np.array([sample.trained_tokens for sample in samples]), aggregation, length)
-    weighed = zip(samples, weights, strict=True)
+    credited = [sample for sample in samples if sample.credited]
     skips = algorithm.multiple_of_advantage
-    computed = lambda sample: sample.credited or not skips or sample.target is not None  # noqa: E731
-    return [replace(sample, weight=float(w)) for sample, w in weighed if computed(sample)]
+    everyone = algorithm.penalised or any(sample.target is not None for sample in samples)
+    if algorithm.credited_only and not (everyone and skips):
+        return _weighed(credited, aggregation, length)
+    weighed = _weighed(samples, aggregation, length)
+    if algorithm.credited_only:
+        return _raised(weighed, _weighed(credited, aggregation, length))
+    return [sample for sample in weighed if sample.credited or not skips or everyone]
+
+
+def _weighed(samples: list[Sample], aggregation: str, length: int) -> list[Sample]:
+    """`samples` with the weights that they have among each other."""
+    counts = np.array([sample.trained_tokens for sample in samples])
+    weights = aggregate.sequence_weights(counts, aggregation, length)
+    return [replace(sample, weight=float(w)) for sample, w in zip(samples, weights, strict=True)]
+
+
+def _raised(samples: list[Sample], credited: list[Sample]) -> list[Sample]:
+    """`samples` with advantages so much larger that weight times advantage is what it is among the `credited` alone.
+
+    A token has one weight, for a penalty that is counted over everyone too. The loss is a multiple of the advantage, so
+    its denominators can stand there.
+    """
+    weights = iter(sample.weight for sample in credited)
+    return [
+        replace(sample, advantage=sample.advantage * (next(weights) / sample.weight)) if sample.credited else sample
+        for sample in samples
+    ]
 
 
 def _shaped(groups: Groups, config: Config) -> Groups:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -29,7 +29,8 @@ class Algorithm:
     `credit` gives every member of every group its advantage; None leaves that to `learner.advantage`. A member without
     advantage is not computed when `multiple_of_advantage` says that its loss is 0 anyway. `credited_only` leaves those
     members out of the denominators too. Members of a group with an advantage share a row when they are `together`
-    (2: pairs).
+    (2: pairs). `penalised`: something is added to the loss that every member pays, whatever its advantage; it is
+    counted over them all, unless the loss is of the credited only and no multiple of the advantage.
     """
 
     objective: Objective
@@ -38,6 +39,7 @@ class Algorithm:
     credited_only: bool = False
     needs_reference: bool = False
     together: int = 1
+    penalised: bool = False
 
 
 Factory = Callable[[LearnerConfig], Algorithm]
@@ -82,7 +84,7 @@ def build(learner: LearnerConfig) -> Algorithm:
 
 
 def penalised(algorithm: Algorithm, learner: LearnerConfig) -> Algorithm:
-    """`algorithm` with coef · sg[min(ρ, cap)] · k2(π_θ, π_ref) added to its loss, if the config puts the KL there."""
+    """`algorithm` with coef · sg[min(ρ, cap)] · k2(π_θ, π_ref), or k3, added to its loss if the config has it there."""
     if not learner.kl_coef or learner.kl_in != "loss":
         return algorithm
 
@@ -93,7 +95,7 @@ def penalised(algorithm: Algorithm, learner: LearnerConfig) -> Algorithm:
         return TokenLoss(token.loss + learner.kl_coef * penalty, token.bounded)
 
     # A member without advantage is held near the reference like any other.
-    return Algorithm(token_loss, algorithm.credit, False, algorithm.credited_only, True, algorithm.together)
+    return replace(algorithm, objective=token_loss, needs_reference=True, penalised=True)
 
 
 def _custom(learner: LearnerConfig) -> Algorithm:

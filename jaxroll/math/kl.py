@@ -1,8 +1,12 @@
 """Per-token estimators of KL(p‖q) from samples of p (J. Schulman, "Approximating KL divergence", 2020).
 
-With x ~ p and log-probabilities log p(x), log q(x). k1 and k3 are unbiased as values, k2 is biased; as *losses*
-differentiated through log p, k2 alone has the gradient of KL(p‖q): the expected gradient of k1 is 0, that of k3 is
-KL(q‖p)'s direction. So k1 belongs into rewards, k2 into losses, and k3 into metrics.
+With x ~ p and log-probabilities log p(x), log q(x). k1 and k3 are unbiased as values, k2 is biased. As *losses*
+differentiated through log p, the samples held fixed, their expected gradients are
+
+    k1  0                 k2  ∇KL(p‖q)                 k3  ∇KL(q‖p), the other way round (the one GRPO was given)
+
+so a loss may have k2, or k3 by those who want that divergence. As *rewards*, where nothing is differentiated through
+them, only k1 has the gradient of KL(p‖q); k2 and k3 vanish with the square of log p/q and would hold nobody.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ def k2(logp: Float[Array, "*T"], logq: Float[Array, "*T"]) -> Float[Array, "*T"]
 
 
 def k3(logp: Float[Array, "*T"], logq: Float[Array, "*T"]) -> Float[Array, "*T"]:
-    """q/p − 1 − log(q/p): unbiased and never negative."""
+    """q/p − 1 − log(q/p): unbiased and never negative; its gradient through log p is KL(q‖p)'s in expectation."""
     difference = log_ratio(logq, logp)
     return jnp.expm1(difference) - difference
 
@@ -36,12 +40,10 @@ def loss(
 ) -> Float[Array, "*T"]:
     """The per-token KL penalty to minimise, times sg[weight] (off-policy tokens carry their importance weight).
 
-    Only `k2` is accepted; the others raise ConfigError with the reason.
+    `k2` follows the gradient of KL(p‖q), `k3` that of KL(q‖p); the others raise ConfigError with the reason.
     """
-    reasons = {
-        "k1": "its gradient is zero in expectation, so it would only add noise",
-        "k3": "its gradient is that of another divergence, so it is biased",
-    }
-    if estimator != "k2":
-        raise ConfigError("kl.estimator", estimator, reasons.get(estimator, "unknown"), "Use k2 in the loss.")
-    return jax.lax.stop_gradient(jnp.asarray(weight)) * k2(logp, logq)
+    estimators = {"k2": k2, "k3": k3}
+    if estimator not in estimators:
+        reason = "its gradient is zero in expectation, so it would only add noise" if estimator == "k1" else "unknown"
+        raise ConfigError("kl.estimator", estimator, reason, "Use k2 or k3 in the loss.")
+    return jax.lax.stop_gradient(jnp.asarray(weight)) * estimators[estimator](logp, logq)

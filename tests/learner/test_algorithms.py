@@ -171,6 +171,21 @@ def test_a_kl_in_the_loss_holds_the_policy_near_the_reference(small_config, make
     assert losses[0] > 0 and losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("algorithm", ["raft", "raft_pp"])
+def test_a_kl_in_the_loss_is_added_to_a_loss_of_the_credited(small_config, make_claim, make_trainer, algorithm):
+    """Its gradient over everyone, that of `grpo` where nobody earned anything, upon the gradient without a KL."""
+    held = {"kl_coef": 0.5, "reference": "init"}
+    configs = [small_config(algorithm=algorithm, **held), small_config(algorithm=algorithm), small_config(**held)]
+    claim, found = make_claim(), []
+    for config, silent in zip(configs, (False, False, True), strict=True):
+        trainer = moved(make_trainer, config)
+        (samples,) = minibatch.prepare(claim, config).substeps
+        found.append(accumulated(trainer, [replace(s, advantage=0.0) if silent else s for s in samples])[2])
+    for name, both in found[0].items():
+        np.testing.assert_allclose(both, found[1][name] + found[2][name], rtol=1e-3, atol=1e-5, err_msg=name)
+    assert max(np.abs(penalty).max() for penalty in found[2].values()) > 1e-2
+
+
 def test_a_kl_in_the_reward_is_charged_by_the_token(small_config, make_claim, make_trainer):
     learner = {"kl_coef": 0.2, "kl_in": "reward", "reference": "init", "advantage": "group_mean"}
     config = small_config(**learner)

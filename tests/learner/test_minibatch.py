@@ -10,6 +10,7 @@ import pytest
 from jaxroll.config import LearnerConfig
 from jaxroll.errors import DataError
 from jaxroll.learner import minibatch
+from jaxroll.learner.samples import of_claim
 from jaxroll.math import algorithms
 from jaxroll.records import Claim
 
@@ -118,3 +119,35 @@ def test_members_without_advantage_count_in_the_denominator_only(small_config, m
     all_of_them = minibatch.weighted(samples, "token_mean", GRPO)
     without = minibatch.weighted([replace(samples[0], advantage=0.0), *samples[1:]], "token_mean", GRPO)
     assert [s.weight for s in without] == [s.weight for s in all_of_them[1:]]
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"])
+@pytest.mark.parametrize("algorithm", ["raft", "raft_pp"])
+def test_a_kl_in_the_loss_reaches_members_without_credit(small_config, make_claim, algorithm, aggregation):
+    """They pay it by its own denominators, over everyone; what the others earn keeps those over the credited."""
+    claim, learner = make_claim(), {"algorithm": algorithm, "aggregation": aggregation}
+    (alone,) = minibatch.prepare(claim, small_config(**learner)).substeps
+    (held,) = minibatch.prepare(claim, small_config(kl_coef=0.5, reference="init", **learner)).substeps
+    everyone = [replace(sample, advantage=1.0) for group in of_claim(claim) for sample in group]
+    wanted = minibatch.weighted(everyone, aggregation, GRPO, small_config().sampling.max_tokens)
+    assert 0 < len(alone) < len(held) == 16
+    np.testing.assert_allclose([s.weight for s in held], [s.weight for s in wanted], rtol=1e-6)
+    credited = [s for s in held if s.credited]
+    assert [s.tokens.tobytes() for s in credited] == [s.tokens.tobytes() for s in alone]
+    np.testing.assert_allclose([s.weight * s.advantage for s in credited], [s.weight * s.advantage for s in alone])
+
+
+def test_a_critic_hears_of_members_without_credit(small_config, make_claim):
+    learner = {"algorithm": "raft_pp", "advantage": "gae", "critic": "init", "raw_advantages": True}
+    numbers = lambda samples: [np.zeros(len(s.tokens), np.float32) for s in samples]  # noqa: E731
+    (part,) = minibatch.prepare(make_claim(), small_config(**learner), values=numbers).substeps
+    assert len(part) == 16 and 0 < sum(sample.credited for sample in part) < 16
+    np.testing.assert_allclose(sum(s.weight * s.trained_tokens for s in part), 1.0, rtol=1e-5)
+
+
+def test_a_loss_of_ones_own_over_the_credited_stays_among_them(small_config, make_claim):
+    """One that is no multiple of the advantage: larger advantages would not say what its denominators are."""
+    own = replace(GRPO, credited_only=True, multiple_of_advantage=False, penalised=True)
+    samples = [replace(s, advantage=float(k % 2)) for k, s in enumerate(of_claim(make_claim(groups=1))[0])]
+    kept = minibatch.weighted(samples, "token_mean", own)
+    assert len(kept) == 2 and all(sample.advantage == 1.0 for sample in kept)

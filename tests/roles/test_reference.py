@@ -52,7 +52,9 @@ def test_the_reference_of_a_run_that_goes_on_is_its_start(tmp_path: Path, config
     checkpoints.finished(wait=True)
     again = LearnerSession.__new__(LearnerSession)  # what a session has before it opens a store
     again.args, again.config, again.checkpoints = RoleArgs(config, tmp_path), config, checkpoints
-    again.store = SimpleNamespace(welcome=SimpleNamespace(lineages=(Lineage(),)))  # type: ignore[assignment]
+    again.store = SimpleNamespace(  # type: ignore[assignment]
+        welcome=SimpleNamespace(lineages=(Lineage(),)), status=lambda: {"durable": 0}
+    )
     again.progress = lambda text: None  # type: ignore[assignment]
     trainer = new_trainer(config)
     assert again._restore(trainer) == Version(0, 5)
