@@ -120,12 +120,22 @@ def digest(base: Mapping[str, Any]) -> str:
 
 @jax.jit
 def _bit_sum(value: Array) -> Array:
-    """uint32: the sum of the bits as numbers, each times an odd number of its own place, modulo 2³²."""
+    """uint32: the sum, modulo 2³², of each number's bits mixed with its place; a sum is the same on every mesh.
+
+    Mixed before they are summed: changes at two places would else cancel, such as two signs that are turned.
+    """
     bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
     place = jnp.zeros(bits.shape, jnp.uint32)
     for axis, stride in enumerate(_strides(bits.shape)):
         place = place + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride % 2**32)
-    return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
+    return jnp.sum(_mixed(bits ^ _mixed(place + jnp.uint32(0x9E3779B9))), dtype=jnp.uint32)
+
+
+def _mixed(bits: Array) -> Array:
+    """uint32, one to one: every bit changes about half of the others (the finaliser of MurmurHash3, A. Appleby)."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:

@@ -101,6 +101,26 @@ def test_the_digest_sees_a_flipped_bit_and_two_that_are_exchanged(adapted):
     assert lora.digest(base) != digest
 
 
+@pytest.mark.parametrize("bit", range(32))
+def test_the_digest_sees_the_same_bit_flipped_in_two_places(bit):
+    base = {"embed": np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)}
+    digest = lora.digest(base)
+    base["embed"].view(np.uint32)[[3, 5], [4, 1]] ^= np.uint32(1 << bit)
+    assert lora.digest(base) != digest
+
+
+@pytest.mark.parametrize("change", [np.negative, np.zeros_like, lambda x: x[::-1], lambda x: x + np.float32(1)])
+def test_the_digest_sees_a_whole_parameter_changed(adapted, change):
+    """Negated above all: an even number of signs are turned."""
+    base = dict(adapted().base)
+    assert lora.digest(base | {"embed": change(np.asarray(base["embed"]))}) != lora.digest(base)
+
+
+def test_the_digest_is_the_same_wherever_the_parameters_lie(adapted):
+    one, many = adapted(), adapted(mesh=MeshConfig(fsdp=2, tensor=2))
+    assert many.base["embed"].sharding.mesh.size == 4 and many.base_digest() == one.base_digest()
+
+
 def test_a_checkpoint_holds_adapters_alone_and_a_resume_is_exact(tmp_path, adapted, make_claim):
     trainer = adapted()
     trainer.train(make_claim(1))
