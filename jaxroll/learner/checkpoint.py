@@ -122,14 +122,17 @@ class Checkpoints:
         args = ocp.args.Composite(about=ocp.args.JsonRestore())
         return self._read(version, args)[ABOUT]
 
-    def restore(self, version: Version, abstract: TrainState, base: str = "") -> tuple[TrainState, int]:
+    def restore(
+        self, version: Version, abstract: TrainState, base: str = "", *, durable: bool = False
+    ) -> tuple[TrainState, int]:
         """The state of `version`, lying as `abstract` says, and its log position.
 
+        One that the store knows to be `durable` has sums; without that they are looked at where there are any.
         Raises InfraError when it is not there, CheckpointDamaged when it cannot be read or is not what was written,
         ConfigError when it is of another model or optimizer, or its adapters were trained upon another `base`.
         """
         self._check_whole(version)
-        if wrong := checksums.damage(self.path(version)):
+        if wrong := checksums.damage(self.path(version), durable=durable):
             raise self._is_damaged(version, wrong)
         about = self.about(version)
         wanted = _flat(abstract)
@@ -142,6 +145,11 @@ class Checkpoints:
         arrays = self._read(version, items)[STATE]
         leaves = [arrays[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), int(about["position"])
+
+    def settle(self, version: Version) -> None:
+        """Make a whole checkpoint durable whose writer was killed before it had summed it up; else without effect."""
+        if not (self.path(version) / checksums.NAME).exists():
+            _settle(self.path(version))
 
     def path(self, version: Version) -> Path:
         """Where `version` is or would be."""

@@ -87,5 +87,6 @@ def _entry(version: Version, path: Path, *, verify: bool) -> Entry:
         problem = str(error)
     if verify:
         problem = checksums.damage(path) or problem
+    summed = (path / checksums.NAME).exists()  # first: of one that is removed meanwhile it would be gone
     sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
-    return Entry(version, path, position, sum(sizes), path.stat().st_mtime, (path / checksums.NAME).exists(), problem)
+    return Entry(version, path, position, sum(sizes), path.stat().st_mtime, summed, problem)

@@ -1,7 +1,9 @@
 """Sums over the files of a checkpoint: what was written is what is read, or it is said which file is not.
 
-They are taken once the folder is complete and before it counts as durable. Orbax finds damage in its own metadata, but
-the bytes of arrays carry no sum of their own: a flipped bit in them would be trained on.
+They are taken once the folder is complete and before the store hears that it is durable, so one that counts has them.
+A whole folder without them is one whose writer was killed in between: it counts for nobody, and a learner that goes on
+from it takes them then, before it says so. Orbax finds damage in its own metadata, but the bytes of arrays carry no sum
+of their own: a flipped bit in them would be trained on.
 """
 
 from __future__ import annotations
@@ -24,12 +26,15 @@ def write(folder: Path) -> None:
     os.replace(draft, folder / NAME)
 
 
-def damage(folder: Path) -> str:
-    """What is wrong with the files of `folder`, in words; empty when nothing is, or when there are no sums to go by."""
+def damage(folder: Path, *, durable: bool = False) -> str:
+    """What is wrong with the files of `folder`, in words; empty when nothing is.
+
+    Without sums there is nothing to go by, and that is wrong only of one that is known to be `durable`.
+    """
     try:
         said = json.loads((folder / NAME).read_text())
     except FileNotFoundError:
-        return ""  # its writer was killed before it was durable; the folder's name says that it is whole
+        return f"{NAME} is gone: it was written before the checkpoint was durable" if durable else ""
     except ValueError as error:
         return f"{NAME} is damaged: {error}"
     found = _sums(folder)

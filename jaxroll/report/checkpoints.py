@@ -1,4 +1,7 @@
-"""`jaxroll checkpoints RUN`: what a live or finished run can go on from, and with `--verify` whether it is intact."""
+"""`jaxroll checkpoints RUN`: what a live or finished run can go on from, and with `--verify` whether it is intact.
+
+Without sums nothing can be verified, so `--verify` calls that a problem too; of a durable one it is damage.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxroll.errors import EXIT_FAILURE, DataError
-from jaxroll.learner import checkpoint_files
+from jaxroll.learner import checkpoint_files, checksums
 from jaxroll.learner.checkpoint_files import Entry
 from jaxroll.records import Version
 from jaxroll.report.formats import UNKNOWN, moment, number
@@ -18,13 +21,14 @@ from jaxroll.report.listing import Section, show
 from jaxroll.store import reading
 
 FOLDER = "checkpoints"
+UNSUMMED = "it has no sums to go by; its writer has not come so far, or was killed"
 # The version that a durable record names is the one whose lineage made the step before it durable.
 _DURABLE = "SELECT DISTINCT durable_lineage, step + 1 FROM claims WHERE durable_lineage IS NOT NULL"
 Facts = dict[str, Any]
 
 
 def main(run_dir: Path, *, verify: bool, as_json: bool, console: Console | None = None) -> int:
-    """Print one row per checkpoint, oldest first; 1 when one is damaged, else 0."""
+    """Print one row per checkpoint, oldest first; 1 when one is damaged, or cannot be verified as asked, else 0."""
     found = facts(run_dir, verify=verify)
     if as_json:
         print(json.dumps(found, indent=2))
@@ -37,13 +41,14 @@ def facts(run_dir: Path, *, verify: bool) -> Facts:
     """Every checkpoint of the run as plain values. `durable` is None where there is no log to ask."""
     durable = _durable(run_dir)
     entries = checkpoint_files.entries(run_dir / FOLDER, verify=verify)
-    return {"verified": verify, "checkpoints": [_row(entry, durable) for entry in entries]}
+    return {"verified": verify, "checkpoints": [_row(entry, durable, verify) for entry in entries]}
 
 
-def _row(entry: Entry, durable: set[Version] | None) -> Facts:
+def _row(entry: Entry, durable: set[Version] | None, verify: bool) -> Facts:
     known = durable is not None
     # Nothing comes before step 0, so the store has nothing to let go: it counts as soon as it is on the disk.
     counts = entry.summed if entry.version.step == 0 else known and entry.version in durable
+    unsummed = "" if entry.summed else checksums.damage(entry.path, durable=counts) or UNSUMMED * verify
     return {
         "lineage": entry.version.lineage,
         "step": entry.version.step,
@@ -52,7 +57,7 @@ def _row(entry: Entry, durable: set[Version] | None) -> Facts:
         "written_s": entry.written_s,
         "summed": entry.summed,
         "durable": counts if known else None,
-        "problem": entry.problem,
+        "problem": entry.problem or unsummed,
         "path": str(entry.path),
     }
 
@@ -83,6 +88,8 @@ def _section(run_dir: Path, found: Facts) -> Section:
 
 
 def _state(row: Facts, *, verified: bool) -> str:
+    if row["problem"] == UNSUMMED:
+        return f"NOT VERIFIED: {UNSUMMED}"
     if row["problem"]:
         return f"DAMAGED: {row['problem']}"
     if not row["summed"]:

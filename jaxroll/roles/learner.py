@@ -130,24 +130,27 @@ class LearnerSession:
     def _restore(self, trainer: Trainer) -> Version | None:
         """Put the newest checkpoint (or the warm start) into `trainer`; the version restored, None if nothing was.
 
-        A damaged checkpoint is said and passed over. Whether an older one will do is the store's to say: it will unless
-        the claims after it are trimmed. CheckpointDamaged when no other is left.
+        One without sums is damaged if the store knows it to be durable; else it is summed up now, since it counts as
+        durable from `begin` on. A damaged checkpoint is said and passed over. Whether an older one will do is the
+        store's to say: it will unless the claims after it are trimmed. CheckpointDamaged when no other is left.
         """
-        lineages = self.store.welcome.lineages
+        lineages, durable_steps = self.store.welcome.lineages, self.store.status()["durable"]
         self._durable, self._fork = start_of(self.checkpoints, lineages, self.args.fork)
         if trainer.lora and (start := self._start(trainer)) is not None:
             trainer.set_params(start)  # adapters are put upon what the run starts from; no checkpoint holds that
         while self._durable is not None:
             try:
                 trainer.state, _ = self.checkpoints.restore(
-                    self._durable, trainer.abstract_state(), trainer.base_digest()
-                )
+                    self._durable, trainer.abstract_state(), trainer.base_digest(),
+                    durable=0 < durable_steps >= self._durable.step,
+                )  # fmt: skip
             except CheckpointDamaged as error:
                 self.progress(f"{error}")
                 self._durable, self._fork = start_of(self.checkpoints, lineages, self.args.fork)
                 if self._durable is None or self._durable in self.checkpoints.damaged:
                     raise
                 continue
+            self.checkpoints.settle(self._durable)
             self.progress(f"restored version {self._durable}")
             if trainer.reference is not None and (start := self._start(trainer)) is not None:
                 trainer.set_reference(start)

@@ -16,6 +16,7 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
+from jaxroll.learner import checksums
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.records import Version
@@ -206,10 +207,41 @@ def test_a_file_that_is_gone_is_named(folder, trainer):
 def test_without_sums_a_whole_folder_counts(folder, trainer):
     """Its writer was killed between the rename and the sums, so nobody was told that it is durable."""
     checkpoints = saved(folder, trainer, Version(0, 1))
-    (folder / "0000.00000001" / "sums.json").unlink()
+    sums = folder / "0000.00000001" / "sums.json"
+    written = sums.read_text()
+    sums.unlink()
     state, _ = checkpoints.restore(Version(0, 1), trainer.abstract_state())
-    assert same_bits(state, trainer.state)
+    assert same_bits(state, trainer.state) and not sums.exists(), "who only reads writes nothing"
+    checkpoints.settle(Version(0, 1))
+    assert sums.read_text() == written
     checkpoints.close()
+
+
+def test_without_sums_one_that_was_durable_is_damaged(folder, trainer):
+    """They are written before anybody is told that it is durable: somebody took them away."""
+    checkpoints = saved(folder, trainer, Version(0, 1), Version(0, 2))
+    checkpoints.restore(Version(0, 2), trainer.abstract_state(), durable=True)
+    (folder / "0000.00000002" / "sums.json").unlink()
+    with pytest.raises(CheckpointDamaged, match=r"0000\.00000002 cannot be read \(sums\.json is gone"):
+        checkpoints.restore(Version(0, 2), trainer.abstract_state(), durable=True)
+    assert checkpoints.latest() == Version(0, 1)
+    checkpoints.close()
+
+
+@pytest.mark.process
+def test_what_is_durable_has_sums_whenever_its_writer_is_killed(folder):
+    """The order: whole, summed up, durable. Killed between any two, what was said to be durable can be verified."""
+    env, code = {**os.environ, "XLA_FLAGS": ""}, WRITER.replace("]), 2)", "]), 10_000)")
+    writer = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
+    assert writer.stdout is not None
+    said = [int(writer.stdout.readline()) for _ in range(6)]
+    writer.send_signal(signal.SIGKILL)
+    said += [int(line) for line in writer.stdout if line.endswith("\n")]
+    writer.wait(timeout=30)
+    writer.stdout.close()
+    checkpoints = Checkpoints(folder, 2)
+    assert {version.step for version in checkpoints.versions()} >= set(said)
+    assert not any(checksums.damage(checkpoints.path(Version(0, step)), durable=True) for step in said)
 
 
 def test_another_model_is_refused_by_the_name_of_an_array(folder, trainer, small_config):

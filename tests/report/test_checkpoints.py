@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
 from jaxroll.report import checkpoints as report
+from tests.report.made_run import LogMaker
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = (Version(0, 0), Version(0, 4), Version(1, 6))
@@ -96,10 +99,29 @@ def test_one_that_is_removed_meanwhile_is_left_out(run: Path, monkeypatch: pytes
 def test_what_is_being_written_is_none_and_a_missing_sum_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints" / "0001.00000008.orbax-checkpoint-tmp" / "about").mkdir(parents=True)
     (run / "checkpoints" / "0001.00000006" / "sums.json").unlink()
-    assert report.main(run, verify=True, as_json=False) == 0
+    assert report.main(run, verify=False, as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["0.0", "0.4", "1.6"]
     assert lines[4].endswith("its sums were not written")
+    assert report.main(run, verify=True, as_json=False) == 1, "it was asked for, and cannot be done"
+    assert "NOT VERIFIED: it has no sums" in capsys.readouterr().out.splitlines()[4]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(("step", "damaged"), [(4, True), (0, False)])
+def test_a_durable_one_without_sums_is_damaged(run: Path, verify: bool, step: int, damaged: bool) -> None:
+    """A log says that the claims before 0.4 are durable by it; of 0.0 nobody ever says so."""
+    LogMaker().write(run)
+    with contextlib.closing(sqlite3.connect(run / "store.db")) as log:
+        columns = "lineage, step, shuffle_seed, groups, durable_lineage, unix_s"
+        log.executemany(f"INSERT INTO claims ({columns}) VALUES (0, ?, 1, 1, 0, 1)", [(number,) for number in range(4)])
+        log.commit()
+    (run / "checkpoints" / f"0000.{step:08d}" / "sums.json").unlink()
+    rows = {row["step"]: row for row in report.facts(run, verify=verify)["checkpoints"]}
+    assert rows[step]["durable"] == damaged and not rows[step]["summed"] and not rows[6]["problem"]
+    assert ("sums.json is gone" in rows[step]["problem"]) == damaged
+    assert bool(rows[step]["problem"]) == (damaged or verify)
+    assert report.main(run, verify=verify, as_json=True) == (damaged or verify)
 
 
 @pytest.mark.process

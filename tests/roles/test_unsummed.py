@@ -1,0 +1,63 @@
+"""A learner that finds a checkpoint without sums: damaged if it was durable, else summed up before it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxroll.config import Config, RoleArgs
+from jaxroll.learner import checksums
+from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.learner.state import TrainState
+from jaxroll.records import Version
+from jaxroll.roles.learner import LearnerSession
+from jaxroll.store.state import Lineage
+
+SIZE = 4
+
+
+def state_of(step: int) -> TrainState:
+    return TrainState({"embed": jnp.full(SIZE, step, jnp.float32)}, (), jnp.int32(step))
+
+
+class Bare:
+    """As much of a trainer as a restored state needs."""
+
+    lora = reference = state = None
+
+    def abstract_state(self) -> TrainState:
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state_of(0))
+
+    def base_digest(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize(("durable_steps", "restored"), [(0, 4), (2, 4), (4, 2), (6, 2)], ids=str)
+def test_what_is_gone_on_from(tmp_path: Path, durable_steps: int, restored: int) -> None:
+    """0.4 lost its sums, or never had any: nobody but the store knows which."""
+    checkpoints, said = Checkpoints(tmp_path / "checkpoints", kept=9), []
+    for step in (2, 4):
+        checkpoints.save(Version(0, step), step, state_of(step))
+        checkpoints.wait()
+    newest = checkpoints.path(Version(0, 4))
+    (newest / checksums.NAME).unlink()
+    session = LearnerSession.__new__(LearnerSession)  # what a session has before it opens a store
+    session.args, session.config, session.checkpoints = RoleArgs(Config(), tmp_path), Config(), checkpoints
+    session.store = SimpleNamespace(  # type: ignore[assignment]
+        welcome=SimpleNamespace(lineages=(Lineage(),)), status=lambda: {"durable": durable_steps}
+    )
+    session.progress = said.append  # type: ignore[assignment]
+    trainer = Bare()
+    assert session._restore(trainer) == Version(0, restored)  # type: ignore[arg-type]
+    assert isinstance(trainer.state, TrainState)
+    np.testing.assert_array_equal(trainer.state.params["embed"], np.full(SIZE, restored))
+    assert any("0000.00000004 cannot be read (sums.json is gone" in text for text in said) == (restored == 2)
+    assert (newest / checksums.NAME).exists() == (restored == 4), "it counts from now on"
+    assert restored == 2 or not checksums.damage(newest, durable=True)
+    checkpoints.close()
