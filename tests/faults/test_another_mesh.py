@@ -1,16 +1,20 @@
 """A learner killed at a random instant and resumed on another mesh: the same data in the same order, the same losses.
 
 Between meshes sums are taken in another order, so "the same" is up to float32 rounding; on one mesh it is bit for bit
-(test_exactness). The members are a function of their question, as there.
+(test_exactness). The members are a function of their question, as there. The instant is another one every time; what a
+failure prints repeats it: JAXROLL_FAULT_SEED=N.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import random
+import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +35,8 @@ OTHER_MESHES = {
     "data 4": ("learner.mesh.fsdp=1", "learner.mesh.data=4"),
     "one device": ("learner.mesh.fsdp=1",),
 }
+SUBSTEPS = {"tensor 2": 1, "data 4": 2, "one device": 1}  # with two the logged shuffle says which groups come first
+Curves = tuple[dict[int, dict], list[tuple]]  # the row of every step, and which groups it was given
 
 
 class Resumed(World):
@@ -58,23 +64,38 @@ def four_devices() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, dict], list[tuple]]:
-    with World(tmp_path_factory.mktemp("whole") / "run", **RULES) as run:
-        with ScriptedSampler(run.tap.address, run.config):
-            run.learner()
-            assert run.ended("learner") == 0, run.logs()
-        return {row["step"]: row for row in run.step_rows()}, claims(run)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Curves]:
+    """What a run of so many substeps does that nobody kills; each is run once."""
+
+    @functools.cache
+    def curves(substeps: int) -> Curves:
+        with World(tmp_path_factory.mktemp("whole") / "run", **RULES, learner__substeps=substeps) as run:
+            with ScriptedSampler(run.tap.address, run.config):
+                run.learner()
+                assert run.ended("learner") == 0, run.logs()
+            return {row["step"]: row for row in run.step_rows()}, claims(run)
+
+    return curves
+
+
+def chance() -> random.Random:
+    """Of this very run, or of the one that is to be repeated."""
+    seed = int(os.environ.get("JAXROLL_FAULT_SEED") or secrets.randbelow(2**32))
+    print(f"to repeat this: JAXROLL_FAULT_SEED={seed}")
+    return random.Random(seed)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mesh", OTHER_MESHES)
-def test_killed_and_resumed_on_another_mesh(mesh: str, tmp_path: Path, undisturbed) -> None:
-    rows, wanted_claims = undisturbed
-    chance, folder = random.Random(f"another mesh {mesh}"), tmp_path / "run"
-    step = chance.randrange(CHECKPOINT_EVERY + 1, STEPS - 1)
-    with World(folder, **RULES) as first, ScriptedSampler(first.tap.address, first.config):
+def test_killed_and_resumed_on_another_mesh(mesh: str, tmp_path: Path, undisturbed: Callable[[int], Curves]) -> None:
+    rules = RULES | {"learner__substeps": SUBSTEPS[mesh]}
+    rows, wanted_claims = undisturbed(SUBSTEPS[mesh])
+    drawn, folder = chance(), tmp_path / "run"
+    step, delay_s = drawn.randrange(CHECKPOINT_EVERY + 1, STEPS - 1), drawn.uniform(0.0, 0.1)
+    print(f"killed {delay_s:.3f} s after the claim of step {step}")
+    with World(folder, **rules) as first, ScriptedSampler(first.tap.address, first.config):
         first.learner()
-        deaths.in_step(first, step, chance.uniform(0.0, 0.1)).wait()
+        deaths.in_step(first, step, delay_s).wait()
     with Resumed(folder, *OTHER_MESHES[mesh]) as second, ScriptedSampler(second.tap.address, second.config):
         second.learner()
         assert second.ended("learner") == 0, second.logs()

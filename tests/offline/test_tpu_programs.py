@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.models import families
+from tests.offline import tpu_programs
 from tests.offline.tpu_children import CHIP_BYTES, NEEDS_LIBTPU, Costs, compiled
 
 SPEC = families.spec("tiny")
@@ -106,5 +107,33 @@ def test_an_optimizer_step_gathers_no_parameters(costs: Costs) -> None:
 
 def test_the_learner_gathers_over_fsdp_and_every_forward_reduces_over_tensor(costs: Costs) -> None:
     assert costs["accumulate"]["collectives"]["all-gather"] > 0
+    gather = ("accumulate", "prefill_16", "extend_16", "insert", "decode")
+    assert all(0 < costs[name]["gathered_bytes"] <= costs[name]["largest_bytes"] for name in gather)
     forward = ("accumulate", "prefill_16", "extend_16", "decode")
     assert all(costs[name]["collectives"]["all-reduce"] > 0 for name in forward)
+
+
+# As libtpu writes them; what is read stands behind the name of the operation.
+LINES = """
+  %copy.1 = bf16[832,64,2,128]{3,2,1,0:T(8,128)(2,1)} copy(%param.1), metadata={op_name="a"}
+  ROOT %copy.2 = f32[1024,512]{1,0:T(8,128)S(1)} copy(%fusion.2)
+  %copy-start.3 = (f32[2048,512]{1,0:T(8,128)S(1)}, f32[2048,512]{0,1:T(8,128)}, u32[]{:S(2)}) copy-start(%param.3)
+  %copy-start.4 = (f32[512,512]{1,0:T(8,128)}, f32[512,512]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%fusion.4)
+  %copy-start.5 = (f32[2048,512]{1,0:T(8,128)}, f32[2048,512]{0,1:T(8,128)}, u32[]{:S(2)}) copy-start(%fusion.5)
+  %copy-done.4 = f32[512,512]{1,0:T(8,128)} copy-done(%copy-start.4)
+  %all-gather.5 = f32[64,128]{1,0} all-gather(f32[16,128]{1,0} %param.5), replica_groups=[4,4]<=[16]
+  %all-gather.6 = (f32[32,128]{1,0}, bf16[256,128]{1,0:T(8,128)S(1)}) all-gather(%param.6, %param.7), dimensions={0}
+  %all-gather-start.7 = ((f32[32,128]{1,0}), (f32[128,128]{1,0})) all-gather-start(%param.8), dimensions={0}
+  %all-gather-done.7 = f32[4096,128]{1,0} all-gather-done(%all-gather-start.7)
+"""
+
+
+def test_copies_and_gathers_are_found_in_every_form() -> None:
+    """Done at once or begun, of one array or several; what is fetched into the vector memory is no copy."""
+    pool = 832 * 64 * 2 * 128 * 2
+    assert tpu_programs.copied(LINES) == [pool, 2**22] and tpu_programs.written_back(LINES) == [2**20]
+    assert list(map(tpu_programs.size_bytes, tpu_programs.results("all-gather", LINES))) == [2**15, 2**16, 2**16]
+    seen = tpu_programs.described(LINES)
+    assert seen["copies"] == {pool: 1, 2**22: 1} and seen["written_back"] == {2**20: 1}
+    assert seen["gathered_bytes"] == 2**16
+    assert tpu_programs.described("")["gathered_bytes"] == 0

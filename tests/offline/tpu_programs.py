@@ -91,16 +91,41 @@ def engine_sizes(config: Config, shards: int) -> Sizes:
 
 def described(text: str) -> dict[str, Any]:
     """What stands in a compiled program: collectives, kernels, how many copies of how many bytes (a MiB and more), and
-    the bytes on one chip of the largest array of all and of the largest that is gathered.
+    how many that come back from the vector memory, and the bytes on one chip of the largest array of all and of the
+    largest that is gathered.
     """
-    results = [(line, size_bytes(line.partition("=")[2].partition("(")[0])) for line in text.splitlines()]
     return {
         "collectives": {kind: text.count(f" {kind}") for kind in COLLECTIVES},
         "custom_calls": text.count("tpu_custom_call"),
-        "copies": Counter(size for line, size in results if " copy(" in line and size >= 2**20),
+        "copies": Counter(size for size in copied(text) if size >= 2**20),
+        "written_back": Counter(size for size in written_back(text) if size >= 2**20),
         "largest_bytes": size_bytes(text),
-        "gathered_bytes": max((size for line, size in results if " all-gather(" in line), default=0),
+        "gathered_bytes": max(map(size_bytes, results("all-gather", text)), default=0),
     }
+
+
+def copied(text: str) -> list[int]:
+    """The bytes of each copy from the chip's memory to the same; S(1) is its vector memory."""
+    return [size_bytes(made) for made in results("copy", text) if "S(1)" not in made]
+
+
+def written_back(text: str) -> list[int]:
+    """The bytes of each copy that begins from the vector memory to the chip's, which is named first.
+
+    It was made in the vector memory, or fetched there whole, changed and brought back.
+    """
+    made = (result.partition("}") for result in results("copy", text))
+    return [size_bytes(target) for target, _, source in made if "S(1)" in source and "S(1)" not in target]
+
+
+def results(kind: str, text: str) -> list[str]:
+    """What each operation of this kind makes, as the compiler writes it: an array, or a tuple of several.
+
+    One that only begins (`-start`) names what it reads too.
+    """
+    made = re.compile(rf" = (.*?) {kind}(?:-start)?\(")
+    found = (made.search(line) for line in text.splitlines())
+    return [match[1] for match in found if match]
 
 
 def size_bytes(text: str) -> int:
