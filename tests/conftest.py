@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,26 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os
 def free_run_dir(tmp_path: Path) -> Path:
     """A path for a run's directory that does not exist yet."""
     return tmp_path / "run"
+
+
+# --- compiled programs
+
+_MAPS, _MANY = Path("/proc/self/maps"), 15_000  # Linux grants a process 65,530 mappings of memory
+
+
+@pytest.fixture(scope="session")
+def too_many_programs() -> Callable[[], bool]:
+    """Whether it is time to forget some: each takes dozens of mappings, and XLA dies where there are none left."""
+    return lambda: _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MANY
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_forgotten(too_many_programs: Callable[[], bool]) -> Iterator[None]:
+    """Between two modules, where there are many."""
+    yield
+    if "jax" in sys.modules and too_many_programs():
+        gc.collect()
+        sys.modules["jax"].clear_caches()
 
 
 # --- what is left behind

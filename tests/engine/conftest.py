@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import jax
@@ -57,6 +57,14 @@ def shared_engine(mesh: MeshConfig = ONE, **overrides) -> Engine:
     engine = Engine(SPEC, meshes.build(mesh), rules.SAMPLER, clock=Ticks(), **(sizes | overrides))
     engine.warmup(weights(mesh))
     return engine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_are_forgotten(too_many_programs: Callable[[], bool]) -> Iterator[None]:
+    """With their programs, before those that nobody holds are: see the fixture that this one asks for."""
+    yield
+    if too_many_programs():
+        shared_engine.cache_clear()
 
 
 @dataclass
