@@ -47,10 +47,6 @@ class Scale:
         }  # fmt: skip
 
 
-# A request may take 192 tokens on a CPU to stand side by side with the others, see docs/kernels.md.
-SHORT = Scale(tokens=144, guest_prompt=176)
-
-
 class Bench:
     """One engine, and what is done to it between two dispatches."""
 

@@ -6,8 +6,7 @@ Races: the same random Qwen3 of 0.62 million parameters, the same prompts and le
 Greedy tokens must be equal on 99 % of the prompts, else there is no race. Then runs alternate, sampled at temperature
 1, compiled beforehand, each arm with the number of threads that suits it best (ours with a mesh of as many devices of
 one thread each, slots spread over them); only tokens up to a request's own length count. Then our engine alone:
-inter-token latency while long prompts come and go (`storm`), and at a weight swap (`swap`); both again among requests
-of at most 192 tokens (`storm_short`, `swap_short`), whose keys and values stand side by side.
+inter-token latency while long prompts come and go (`storm`), and at a weight swap (`swap`).
 The last line is one JSON object with a case each.
 """
 
@@ -27,7 +26,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from _arms import Arms, best_threads, raced
 from _children import python_of
 from _engine_cases import Case, measured_alone, prepare, racer
-from _engine_latency import SHORT, Scale
+from _engine_latency import Scale
 from _report import Runs, arguments, finish, say
 
 EQUAL = 0.99
@@ -83,7 +82,7 @@ def race(case: Case, arms: Arms, runs: Runs, threads: dict[str, int], rounds: in
 
 def main() -> int:
     """Measure; 1 when arms do not agree."""
-    names = [*(case.name for case in CASES), "storm", "swap", "storm_short", "swap_short"]
+    names = [*(case.name for case in CASES), "storm", "swap"]
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--case", action="append", choices=names, help="this one; again for more (default: all)")
     parser.add_argument("--threads", action="append", default=[], help="ours:1, tunix:2, torch:1: do not try both")
@@ -92,7 +91,7 @@ def main() -> int:
     threads = {arm: int(count) for arm, _, count in (word.partition(":") for word in chosen.threads)}
     threads = ({"ours": 1, "tunix": 1, "torch": 1} if chosen.quick else {}) | threads
     cases = [small(case) if chosen.quick else case for case in CASES if case.name in wanted]
-    scales = {"": SMALL if chosen.quick else Scale(), "_short": replace(SMALL, watched=3) if chosen.quick else SHORT}
+    latency = SMALL if chosen.quick else Scale()
     rounds = chosen.rounds or (2 if chosen.quick else ROUNDS)
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="engine-") as name:
@@ -106,12 +105,9 @@ def main() -> int:
             runs = Runs("engine", case.settings() | {"threads": threads}, chosen.runs_file, chosen.resume)
             with Arms(partial(racer, folder=folder, case=case)) as arms:
                 result[case.name] = race(case, arms, runs, threads, rounds)
-        for kind, scale in scales.items():
-            alone = [case for case in ("storm", "swap") if case + kind in wanted]
-            if alone:
-                runs = Runs("engine", asdict(scale), chosen.runs_file, chosen.resume)
-                found = measured_alone(runs, scale, folder, rounds, alone)
-                result |= {case + kind: of for case, of in found.items()}
+        if {"storm", "swap"} & set(wanted):
+            runs = Runs("engine", asdict(latency), chosen.runs_file, chosen.resume)
+            result |= measured_alone(runs, latency, folder, rounds, wanted)
     result["class"] = "R"
     command = "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     finish(result, command=command, started=started)
