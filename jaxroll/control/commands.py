@@ -52,7 +52,6 @@ def run_role(options: argparse.Namespace) -> int:
     args = role_args(options)
     if not options.child:
         place_alone(options.command, args)
-    placement.give_way(options.command)
     module = importlib.import_module(f"jaxroll.roles.{options.command}")
     return module.main(args)
 

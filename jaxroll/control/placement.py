@@ -5,7 +5,6 @@ DESIGN.md, "Placement", has the reasons. The names are those of the process list
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
 from jaxroll.config import Config
@@ -20,10 +19,6 @@ CPU_COLLECTIVE_ABORT_S = 1200
 # XLA on CPU takes all that a program needs anew in each call, of a training step hundreds of MB: in pages of 4 KB their
 # first touch is a third of the step. From glibc 2.35 on malloc asks for large pages, where the kernel grants them.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-
-# Roles on CPU share the cores. Whoever decodes is ahead of the learner, which all the others wait for in the end.
-GIVE_WAY = ("sampler", "evaluator")
-NICE = 5
 
 TPU_BASE_PORT = 8476
 # Chips of one process as a rectangle of the host's grid, which counts along x first.
@@ -59,12 +54,6 @@ def cpu_env(devices: int = 1, threads: int = 1) -> Env:
              f"--xla_cpu_collective_timeout_seconds={CPU_COLLECTIVE_ABORT_S}"]  # fmt: skip
     return {"JAX_PLATFORMS": "cpu", "NPROC": count, "XLA_FLAGS": " ".join(flags), "OMP_NUM_THREADS": count,
             "OPENBLAS_NUM_THREADS": count, "MKL_NUM_THREADS": count}  # fmt: skip
-
-
-def give_way(role: str) -> None:
-    """Lower the priority of this process, before it has threads, where its role on a CPU gives way to the learner."""
-    if role in GIVE_WAY and os.environ.get("JAX_PLATFORMS") == "cpu":
-        os.nice(NICE)
 
 
 def gpu_env(wanted: Mapping[str, int], shares: Mapping[str, float], gpus: Sequence[str]) -> dict[str, Env]:

@@ -180,31 +180,6 @@ print(found)
     assert "GLIBC_TUNABLES" not in placement.device_env(UNEQUAL, Inventory("cpu"))["sampler-0"]
 
 
-@pytest.mark.parametrize(
-    ("role", "jax_platforms", "given"),
-    [
-        ("sampler", "cpu", 5),
-        ("evaluator", "cpu", 5),
-        ("learner", "cpu", 0),
-        ("store", "cpu", 0),
-        ("sampler", "cuda", 0),
-    ],
-)
-def test_on_a_cpu_who_decodes_gives_way_to_the_learner(role: str, jax_platforms: str, given: int) -> None:
-    code = f"""
-import os
-from jaxroll.control import placement
-before = os.nice(0)
-placement.give_way({role!r})
-print(os.nice(0) - before)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "JAX_PLATFORMS": jax_platforms}, capture_output=True,
-        text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert int(done.stdout) == given
-
-
 @pytest.mark.process
 def test_jaxlib_knows_the_xla_flags() -> None:
     """An unknown flag aborts the process, so the flags must fit the oldest and the newest jaxlib we name."""
