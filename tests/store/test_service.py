@@ -724,7 +724,9 @@ def test_a_closed_store_ends_when_nobody_calls(tmp_path: Path, small: SimpleName
         client = await StoreClient.connect(tmp_path / "store.addr", role="admin", name="a", patience_s=10)
         await client.close_run("done")
         await client.aclose()
-        await asyncio.wait_for(job, 10.0)
+        ended, _ = await asyncio.wait([job], timeout=10.0)
+        assert ended == {job}, "it still serves"
+        assert job.exception() is None
 
     run(ends())
 
