@@ -180,12 +180,13 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, atte
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, logical, rules, shape))
 
     integers = leaf((slots,), jnp.int32)
-    beside = attention.paged.name == DENSE
+    side = None
+    if attention.paged.name == DENSE:
+        longest = sizes.table * sizes.page_tokens
+        side = dense.abstract(spec, sizes.shards, slots, longest, sizes.page_tokens, mesh, rules)
     return DecodeState(
         cache=kv.abstract(spec, sizes.shards, sizes.shard_pages, sizes.page_tokens, mesh, rules),
-        side=dense.abstract(spec, sizes.shards, slots, sizes.table * sizes.page_tokens, sizes.page_tokens, mesh, rules)
-        if beside
-        else None,
+        side=side,
         logits=leaf((sizes.logit_rows, spec.vocab_size), jnp.float32, None, "vocab"),
         requests=leaf((slots, sizes.columns), jnp.int32),
         text=leaf((slots, sizes.text), jnp.int32),
