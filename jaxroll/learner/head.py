@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxroll.kernels.attention import lengthened
 from jaxroll.math import logprob
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
@@ -55,17 +56,20 @@ def token_terms(
     before = jnp.roll(hidden, 1, axis=1)
     if part == T:
         return terms(params, before, tokens)
-    cut = lambda x: x.reshape(R, T // part, part, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
+    before, tokens = lengthened(before, part), lengthened(tokens, part)
+    cut = lambda x: x.reshape(R, -1, part, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
     _, parts = jax.lax.scan(lambda _, x: (None, terms(params, *x)), None, (cut(before), cut(tokens)))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(R, T), parts)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(R, -1)[:, :T], parts)
 
 
 def part_tokens(spec: ModelSpec, layout: Layout, shape: tuple[int, int], logits_mb: float) -> int:
-    """Tokens of a row whose logits exist at once: T, or half of it, and so on, until a device holds `logits_mb`."""
+    """Tokens of a row whose logits exist at once: T, or half of it (of an odd number the larger), and so on, until a
+    device holds `logits_mb`, or one token of each row is left.
+    """
     rows, tokens = shape
     local = layout.sharding(("rows", "tokens", "vocab"), (rows, 1, spec.vocab_size)).shard_shape
     a_token = 4 * math.prod(local((rows, 1, spec.vocab_size)))
     part = tokens
-    while part % 2 == 0 and part * a_token > logits_mb * 2**20:
-        part //= 2
+    while part > 1 and part * a_token > logits_mb * 2**20:
+        part = -(-part // 2)
     return part

@@ -30,6 +30,7 @@ class Placement:
     row: int
     start: int
     length: int
+    skipped: int = 0  # tokens of the sample before these: they lie in a prompt that it shares
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class MicroBatch:
 
     streams: dict[str, np.ndarray]
     placements: tuple[Placement, ...]
+    prompts: tuple[Placement, ...] = ()  # those that lie once for several samples, each of the first of them
 
     @property
     def rows(self) -> int:
@@ -57,18 +59,23 @@ STREAMS: dict[str, np.dtype] = {
     "advantage": np.dtype(np.float32),
     "weight": np.dtype(np.float32),
 }
+PROMPT_IDS = "prompt_ids"  # one stream more in rows that share prompts: the segment that a token's own continues
 
 
-def row_buckets(micro_rows: int, divisor: int) -> tuple[int, ...]:
-    """Row counts a micro-batch may have, largest first: `micro_rows` and its halves that `divisor` still divides."""
-    if micro_rows % divisor:
+def row_buckets(micro_rows: int, divisor: int, sharing: int = 1) -> tuple[int, ...]:
+    """Row counts a micro-batch may have, largest first: `micro_rows` and its halves that `divisor` still divides.
+
+    Where `sharing` rows share their prompts they count as one.
+    """
+    if micro_rows % (divisor * sharing):
+        shared = f" times learner.prompt_rows = {sharing}" if sharing > 1 else ""
         raise ConfigError(
             "learner.micro_rows",
             micro_rows,
-            f"it must be divisible by data*fsdp = {divisor} of learner.mesh",
-            f"Use {-(-micro_rows // divisor) * divisor}.",
+            f"it must be divisible by data*fsdp = {divisor} of learner.mesh{shared}",
+            f"Use {-(-micro_rows // (divisor * sharing)) * divisor * sharing}.",
         )
-    buckets = [micro_rows]
+    buckets = [micro_rows // sharing]
     while len(buckets) < BUCKETS and buckets[-1] % 2 == 0 and (buckets[-1] // 2) % divisor == 0:
         buckets.append(buckets[-1] // 2)
     return tuple(buckets)
@@ -261,8 +268,9 @@ def shard_imbalance(batches: Sequence[MicroBatch], shards: int, quadratic: float
     busiest = mean = 0.0
     for batch in batches:
         held = np.zeros(shards)
-        for place in batch.placements:
-            held[place.row * shards // batch.rows] += work([place.length], quadratic)[0]
+        for place in (*batch.placements, *batch.prompts):
+            before = place.skipped * place.length * 2.0  # as many pairs again as the place has by itself
+            held[place.row * shards // batch.rows] += work([place.length], quadratic)[0] + quadratic * before
         busiest, mean = busiest + held.max(), mean + held.mean()
     return float(busiest / mean) if mean else 1.0
 
@@ -274,12 +282,23 @@ def padding_waste(batches: Sequence[MicroBatch]) -> float:
     return 1.0 - real / cells if cells else 0.0
 
 
+def shared_tokens(batches: Sequence[MicroBatch]) -> float:
+    """The share of the samples' tokens that are not computed, for they lie in a prompt that another sample had too."""
+    lying = sum(place.length for batch in batches for place in (*batch.placements, *batch.prompts))
+    all_of_them = sum(place.length + place.skipped for batch in batches for place in batch.placements)
+    return 1.0 - lying / all_of_them if all_of_them else 0.0
+
+
 def gathered(batches: Sequence[MicroBatch], values: Sequence[np.ndarray], samples: int) -> list[np.ndarray]:
-    """[T] for each of the samples: what `values` (an array [R, T] for every micro-batch) say about its tokens."""
+    """[T] for each of the samples: what `values` (an array [R, T] for every micro-batch) say about its tokens.
+
+    0 for those of a prompt that it shares: nothing trains on them.
+    """
     found = [np.zeros(0)] * samples
     for batch, rows in zip(batches, values, strict=True):
         for place in batch.placements:
-            found[place.sample] = rows[place.row, place.start : place.start + place.length]
+            own = rows[place.row, place.start : place.start + place.length]
+            found[place.sample] = np.concatenate([np.zeros(place.skipped, own.dtype), own])
     return found
 
 
@@ -287,7 +306,7 @@ def spread(batch: MicroBatch, values: Sequence[np.ndarray]) -> np.ndarray:
     """float32 [R, T]: the values of each sample ([T] for every one) where it lies in `batch`, 0 in the padding."""
     rows = np.zeros(batch.streams["tokens"].shape, np.float32)
     for place in batch.placements:
-        rows[place.row, place.start : place.start + place.length] = values[place.sample]
+        rows[place.row, place.start : place.start + place.length] = values[place.sample][place.skipped :]
     return rows
 
 
@@ -314,21 +333,23 @@ def _filled(samples: Sequence[Sample], rows: list[list[int]], count: int, row_to
         start = 0
         for segment, index in enumerate(indices, start=1):
             place = Placement(index, row, start, len(samples[index].tokens))
-            _write(streams, place, samples[index], segment)
+            write(streams, place, samples[index], segment)
             placements.append(place)
             start += place.length
     return MicroBatch(streams, tuple(placements))
 
 
-def _write(streams: dict[str, np.ndarray], place: Placement, sample: Sample, segment: int) -> None:
-    """Put one sample at its place."""
+def write(streams: dict[str, np.ndarray], place: Placement, sample: Sample, segment: int) -> None:
+    """Put what of one sample belongs to a place there."""
     at = (place.row, slice(place.start, place.start + place.length))
-    streams["tokens"][at] = sample.tokens
-    streams["positions"][at] = np.arange(place.length)
+    of = slice(place.skipped, place.skipped + place.length)
+    mask = sample.mask[of]
+    streams["tokens"][at] = sample.tokens[of]
+    streams["positions"][at] = np.arange(of.start, of.stop)
     streams["segment_ids"][at] = segment
-    streams["ages"][at] = sample.ages
-    streams["mask"][at] = sample.mask
-    streams["fresh"][at] = sample.mask & sample.fresh
-    streams["behaviour"][at] = sample.behaviour
-    streams["advantage"][at] = sample.advantage
-    streams["weight"][at] = np.where(sample.mask, sample.weight, 0.0)
+    streams["ages"][at] = sample.ages[of]
+    streams["mask"][at] = mask
+    streams["fresh"][at] = mask & sample.fresh
+    streams["behaviour"][at] = sample.behaviour[of]
+    streams["advantage"][at] = np.broadcast_to(sample.advantage, len(sample.tokens))[of]
+    streams["weight"][at] = np.where(mask, sample.weight, 0.0)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
@@ -25,6 +26,13 @@ def abstract(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
     """Name to shape and dtype (float32), sorted by name; nothing is allocated."""
     _, variables = _blueprint(spec)
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in variables.items()}
+
+
+def served(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
+    """As `abstract`, in the compute dtype: what an engine holds. Every use of a parameter casts it to that dtype first,
+    so the model computes the same, bit for bit, from half the memory where that is bfloat16."""
+    dtype = jnp.dtype(spec.compute_dtype)
+    return {name: jax.ShapeDtypeStruct(leaf.shape, dtype) for name, leaf in abstract(spec).items()}
 
 
 def logical_axes(spec: ModelSpec) -> dict[str, tuple[str, ...]]:

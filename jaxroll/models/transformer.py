@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxroll.kernels import placed
+from jaxroll.kernels import placed, shared
 from jaxroll.kernels.choice import XLA
 from jaxroll.kernels.paged import blocks, paged, reach
+from jaxroll.kernels.shared import SharedRows
 from jaxroll.models import dense
 from jaxroll.models.cache import KVCache, appended, constrained, filled
 from jaxroll.models.dense import SideBySide
@@ -48,13 +49,20 @@ def forward(
     *,
     layout: Layout | None = None,
     attention: str = XLA,
+    rows: SharedRows | None = None,
+    prompt_ids: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T D"]:
     """The final hidden states of packed rows: attention is causal and stays within a segment; segment 0 is padding.
 
-    `attention` names its implementation (`kernels.choice`); all but the XLA form need a layout.
+    `attention` names its implementation (`kernels.choice`); all but the XLA form need a layout. In `rows` that share
+    prompts it is the XLA form, and `prompt_ids` has at each token the segment that it continues, 0 for none.
     """
     decoder = module(spec, params)
-    attend = placed.rows(attention, tokens.shape[1], segment_ids, layout)
+    if rows is None:
+        attend = placed.rows(attention, tokens.shape[1], segment_ids, layout)
+    else:
+        assert prompt_ids is not None, "rows that share prompts say which"
+        attend = shared.attention(rows, segment_ids, prompt_ids)
     turn = rotation(positions, spec.head_dim, spec.rope_theta)
 
     def layer(block: Block, x: Array) -> Array:

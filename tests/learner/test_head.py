@@ -27,27 +27,27 @@ CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 def programs(small_config, make_trainer):
     """The programs of a learner whose logits may take `logits_mb` on a device."""
 
-    def make(logits_mb: float, mesh: MeshConfig, dtype: str = "float32") -> Programs:
-        recipe = make_trainer(small_config(micro_rows=ROWS, row_tokens=TOKENS, mesh=mesh)).programs.recipe
+    def make(logits_mb: float, mesh: MeshConfig, dtype: str = "float32", tokens: int = TOKENS) -> Programs:
+        recipe = make_trainer(small_config(micro_rows=ROWS, row_tokens=tokens, mesh=mesh)).programs.recipe
         spec = dataclasses.replace(SPEC, compute_dtype=dtype)
         return Programs(dataclasses.replace(recipe, spec=spec, logits_mb=logits_mb))
 
     return make
 
 
-def streams() -> dict[str, np.ndarray]:
-    chance, out = np.random.default_rng(0), packing.empty_streams(ROWS, TOKENS)
-    out["tokens"][:] = chance.integers(0, SPEC.vocab_size, (ROWS, TOKENS))
-    out["positions"][:], out["segment_ids"][:], out["mask"][:, 1:] = np.arange(TOKENS), 1, True
-    out["behaviour"][:], out["advantage"][:] = -chance.random((ROWS, TOKENS)), chance.normal(size=(ROWS, TOKENS))
-    out["weight"][:, 1:] = 1 / (ROWS * (TOKENS - 1))
+def streams(tokens: int) -> dict[str, np.ndarray]:
+    chance, out = np.random.default_rng(0), packing.empty_streams(ROWS, tokens)
+    out["tokens"][:] = chance.integers(0, SPEC.vocab_size, (ROWS, tokens))
+    out["positions"][:], out["segment_ids"][:], out["mask"][:, 1:] = np.arange(tokens), 1, True
+    out["behaviour"][:], out["advantage"][:] = -chance.random((ROWS, tokens)), chance.normal(size=(ROWS, tokens))
+    out["weight"][:, 1:] = 1 / (ROWS * (tokens - 1))
     return out
 
 
 def gradients(made: Programs) -> dict[str, np.ndarray]:
     layout = made.recipe.layout
     weights = params.init(SPEC, jax.random.key(0), layout.mesh, layout.rules)
-    out = made.accumulate(weights, made.zeros(), made.placed(streams()))
+    out = made.accumulate(weights, made.zeros(), made.placed(streams(made.recipe.row_tokens)))
     return jax.device_get({**out.grads, **out.statistics})
 
 
@@ -60,15 +60,17 @@ def largest_array(program: jax.stages.Lowered) -> int:
 
 
 @pytest.mark.parametrize("name", ["accumulate", "logprobs"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_array_of_all_tokens_and_words_is_in_the_program(programs, name, dtype):
-    whole, parts = (programs(mb, MeshConfig(), dtype).lowered(name, ROWS) for mb in (WHOLE_MB, WHOLE_MB / 8))
-    assert largest_array(whole) == ROWS * TOKENS * SPEC.vocab_size  # or this would not see it
+@pytest.mark.parametrize(("dtype", "tokens"), [("float32", TOKENS), ("bfloat16", TOKENS), ("float32", TOKENS - 1)])
+def test_no_array_of_all_tokens_and_words_is_in_the_program(programs, name, dtype, tokens):
+    whole, parts = (programs(mb, MeshConfig(), dtype, tokens).lowered(name, ROWS) for mb in (WHOLE_MB, WHOLE_MB / 8))
+    assert largest_array(whole) == ROWS * tokens * SPEC.vocab_size  # or this would not see it
     assert largest_array(parts) == ROWS * TOKENS * SPEC.vocab_size // 8
 
 
-def test_parts_change_neither_gradients_nor_statistics(programs):
-    whole, parts = gradients(programs(WHOLE_MB, MeshConfig())), gradients(programs(WHOLE_MB / 64, CUBE))
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS - 3])
+def test_parts_change_neither_gradients_nor_statistics(programs, tokens):
+    whole, parts = (gradients(programs(mb, mesh, tokens=tokens))
+                    for mb, mesh in ((WHOLE_MB, MeshConfig()), (WHOLE_MB / 64, CUBE)))  # fmt: skip
     for name, want in whole.items():
         scale = max(1e-6, float(np.abs(want).max()))
         np.testing.assert_allclose(parts[name], want, rtol=0, atol=2e-5 * scale, err_msg=name)
@@ -81,4 +83,5 @@ def test_a_part_is_what_a_device_may_hold():
     assert head.part_tokens(spec, layout, (4, 4096), 512) == 1024 < 512 * 2**20 / a_row < 2048
     assert head.part_tokens(spec, layout, (8, 4096), 512) == 512
     assert head.part_tokens(spec, layout, (4, 4096), math.inf) == 4096
-    assert head.part_tokens(spec, layout, (4, 100), 1e-6) == 25  # halves that are whole
+    assert head.part_tokens(spec, layout, (4, 4095), 512) == 1024  # the last part is filled up
+    assert head.part_tokens(spec, layout, (4, 100), 1e-6) == 1

@@ -1,0 +1,185 @@
+"""Samples into rows whose prompts lie once for all that answers them (`kernels.shared`). Pure, like `packing`.
+
+What answers share is their prompt without its last token, from which each draws its first: so every token that is
+trained on has its own state before it, and neither the losses nor the statistics know of sharing. Answers of a prompt
+that do not fit into one row go into several, each with a copy of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxroll.errors import ConfigError
+from jaxroll.kernels.shared import SharedRows
+from jaxroll.learner.packing import (
+    PROMPT_IDS,
+    MicroBatch,
+    Placement,
+    dealt,
+    empty_streams,
+    split_rows,
+    work,
+    write,
+)  # fmt: skip
+from jaxroll.learner.samples import Sample
+
+
+@dataclass(frozen=True)
+class Family:
+    """Samples whose first `shared` tokens are equal and lie once; 0 for one that brings all of its own.
+
+    `lengths` are their other tokens, `cost` is what all of it costs in the units of `packing.work`.
+    """
+
+    samples: tuple[int, ...]
+    lengths: tuple[int, ...]
+    shared: int
+    cost: float
+
+    @classmethod
+    def of(cls, members: Iterable[tuple[int, int]], shared: int, quadratic: float) -> Family:
+        """The family of (sample, its own tokens)."""
+        samples, lengths = zip(*members, strict=True)
+        own = work(lengths, quadratic) + 2 * quadratic * shared * np.asarray(lengths)
+        return cls(samples, lengths, shared, float(own.sum() + work([shared], quadratic)[0]))
+
+
+class _Row:
+    """What is in a row so far, and the room that is left."""
+
+    def __init__(self, rows: SharedRows) -> None:
+        self.families: list[Family] = []
+        self.answers: list[list[tuple[int, Family]]] = [[] for _ in range(rows.stretches)]  # samples by stretch
+        self.cost = 0.0
+        self._prompts, self._left = rows.prompt_tokens, [rows.tokens] * rows.stretches
+
+    def places(self, family: Family) -> dict[int, int]:
+        """The stretch for each sample of the family for which there is room: longest first, into the fullest."""
+        left, found = list(self._left), {}
+        if family.shared > self._prompts:
+            return found
+        for length, index in sorted(zip(family.lengths, family.samples, strict=True), key=lambda p: (-p[0], p[1])):
+            fits = [(room, stretch) for stretch, room in enumerate(left) if room >= length]
+            if fits:
+                found[index] = stretch = min(fits)[1]
+                left[stretch] -= length
+        return found
+
+    def put(self, family: Family) -> bool:
+        """Take all of the family; False, and nothing is taken, where there is no room for that."""
+        if sum(family.lengths) > sum(self._left):
+            return False
+        places = self.places(family)
+        if len(places) < len(family.samples):
+            return False
+        self.families.append(family)
+        self.cost += family.cost
+        self._prompts -= family.shared
+        for index, length in zip(family.samples, family.lengths, strict=True):
+            self.answers[places[index]].append((index, family))
+            self._left[places[index]] -= length
+        return True
+
+
+def families(samples: Sequence[Sample], rows: SharedRows, quadratic: float = 0.0) -> list[Family]:
+    """`samples` by what they can share, in the order in which they come."""
+    found: dict[tuple[int, bytes], list[int]] = {}
+    for index, sample in enumerate(samples):
+        shared = prompt_tokens(sample) - 1
+        own = shared <= 0 or shared > rows.prompt_tokens
+        key = (-1 - index, b"") if own else (shared, sample.tokens[:shared].tobytes())
+        found.setdefault(key, []).append(index)
+    return [
+        Family.of([(i, len(samples[i].tokens) - max(shared, 0)) for i in members], max(shared, 0), quadratic)
+        for (shared, _), members in found.items()
+    ]
+
+
+def prompt_tokens(sample: Sample) -> int:
+    """How many tokens were shown before the first that the model sampled."""
+    first = int(np.argmax(sample.mask)) if sample.mask.any() else len(sample.tokens)
+    return min([first, *(turn.start for turn in sample.turns[:1])])
+
+
+def pack(
+    samples: Sequence[Sample], rows: SharedRows, buckets: Sequence[int], *, shards: int = 1, quadratic: float = 0.0
+) -> list[MicroBatch]:
+    """Micro-batches that hold every answer exactly once, and every prompt in as few rows as its answers allow.
+
+    The arguments are those of `packing.pack`; buckets count rows of `rows.row_tokens`.
+    """
+    units = families(samples, rows, quadratic)
+    _check(max((length for unit in units for length in unit.lengths), default=0), rows)
+    filled = _first_fit(units, rows, quadratic)
+    batches = []
+    for count in split_rows(len(filled), buckets):
+        part, filled = _levelled(filled[:count], count, rows), filled[count:]
+        costs = np.array([row.cost for row in part])
+        hands = dealt([[at] for at in range(count)], costs, shards)
+        batches.append(_filled(samples, [part[at] for (at,) in hands], rows))
+    return batches
+
+
+def _check(longest: int, rows: SharedRows) -> None:
+    if longest > rows.tokens:
+        raise ConfigError(
+            "learner.row_tokens", rows.tokens, f"an answer of {longest} tokens does not fit into a row",
+            f"Use at least {longest}, or lower sampling.max_tokens; a prompt of more than learner.prompt_tokens = "
+            f"{rows.prompt_tokens} lies before each of its answers.",
+        )  # fmt: skip
+
+
+def _first_fit(units: Sequence[Family], rows: SharedRows, quadratic: float) -> list[_Row]:
+    """Rows that hold all units, dearest first, each whole where it fits into a row that there is, or into one of its
+    own; else as much of it as that one takes.
+    """
+    filled: list[_Row] = []
+    for unit in sorted(units, key=lambda unit: (-unit.cost, unit.samples)):
+        left = unit
+        while not any(row.put(left) for row in filled):
+            filled.append(row := _Row(rows))
+            first = row.places(left)
+            if len(first) < len(left.samples):
+                pairs = list(zip(left.samples, left.lengths, strict=True))
+                taken = Family.of([pair for pair in pairs if pair[0] in first], left.shared, quadratic)
+                assert row.put(taken), "an empty row takes what it has places for"
+                left = Family.of([pair for pair in pairs if pair[0] not in first], left.shared, quadratic)
+    return filled
+
+
+def _levelled(given: Sequence[_Row], count: int, rows: SharedRows) -> list[_Row]:
+    """The families of `given` in `count` rows, dearest first into the cheapest with room; `given` if that is better."""
+    even = [_Row(rows) for _ in range(count)]
+    families = sorted((unit for row in given for unit in row.families), key=lambda unit: (-unit.cost, unit.samples))
+    fits = all(any(row.put(unit) for row in sorted(even, key=lambda row: row.cost)) for unit in families)
+    if fits and max(row.cost for row in even) < max(row.cost for row in given):
+        return even
+    return [*given, *(_Row(rows) for _ in range(count - len(given)))]
+
+
+def _filled(samples: Sequence[Sample], filled: Sequence[_Row], rows: SharedRows) -> MicroBatch:
+    """The micro-batch of `filled`; segments are numbered as they come, prompts first."""
+    streams = empty_streams(len(filled), rows.row_tokens)
+    streams[PROMPT_IDS] = np.zeros((len(filled), rows.row_tokens), np.int32)
+    answers, prompts = [], []
+    for at, row in enumerate(filled):
+        start, shared = 0, [unit for unit in row.families if unit.shared]
+        number = {unit.samples: segment for segment, unit in enumerate(shared, start=1)}
+        for unit in shared:
+            prompts.append(Placement(unit.samples[0], at, start, unit.shared))
+            write(streams, prompts[-1], samples[unit.samples[0]], number[unit.samples])
+            start += unit.shared
+        segment = len(shared)
+        for stretch, held in enumerate(row.answers):
+            start = rows.prompt_tokens + stretch * rows.tokens
+            for index, unit in held:
+                segment += 1
+                place = Placement(index, at, start, len(samples[index].tokens) - unit.shared, unit.shared)
+                write(streams, place, samples[index], segment)
+                streams[PROMPT_IDS][at, start : start + place.length] = number.get(unit.samples, 0)
+                answers.append(place)
+                start += place.length
+    return MicroBatch(streams, tuple(answers), tuple(prompts))
