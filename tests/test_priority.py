@@ -1,0 +1,111 @@
+"""On a CPU whoever is not the learner gives way to it: in its own priority, and in that of its session."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from jaxroll import priority
+from jaxroll.control.program import ProcessSpec
+from jaxroll.errors import ConfigError
+from tests.control.test_program import built
+
+SAID = """
+import json, os
+from pathlib import Path
+from jaxroll import priority
+assert priority.give_way()
+group = Path("/proc/self/autogroup")
+print(json.dumps([os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split() if group.exists() else None]))
+"""
+
+
+def said(nice: str | None, *, session: bool) -> tuple[int, int | None]:
+    """The priority of a process that gave way, and that of its session, if the kernel knows such a thing."""
+    env = {"PATH": "", **({priority.NICE_ENV: nice} if nice is not None else {})}
+    done = subprocess.run(
+        [sys.executable, "-c", SAID], env=env, capture_output=True, text=True, timeout=60, check=True,
+        start_new_session=session,
+    )  # fmt: skip
+    own, group = json.loads(done.stdout)
+    return own, group and int(group[-1])
+
+
+@pytest.mark.parametrize("nice", [None, "", "0"])
+def test_who_is_not_asked_stays_as_it_is(nice: str | None) -> None:
+    assert said(nice, session=True) == said(None, session=True)
+
+
+@pytest.mark.parametrize("nice", ["a lot", "-5", "20", "1.5"])
+def test_what_is_no_priority_is_refused(nice: str) -> None:
+    with pytest.raises(ConfigError, match="from 0 to 19"):
+        priority.give_way({priority.NICE_ENV: nice})
+
+
+def test_who_is_asked_gives_way_with_its_session() -> None:
+    before, _ = said(None, session=True)
+    own, group = said("12", session=True)
+    assert own == max(12, before)
+    assert group in (own, None), "else a session of its own has the full share of a core"
+
+
+WORKER = """
+import os, time
+from pathlib import Path
+os.nice(12 - min(12, os.nice(0)))
+from jaxroll.envs.scoring_process import ScoringProcess
+from jaxroll.envs.scoring_worker import WorkerSettings
+worker = ScoringProcess(WorkerSettings(os.getpid(), 5.0, 2**30))
+group, until = Path(f"/proc/{worker.pid}/autogroup"), time.monotonic() + 30
+while group.exists() and group.read_text().split()[-1] == "0" and time.monotonic() < until:
+    time.sleep(0.02)
+print(group.read_text().split()[-1] if group.exists() else "unknown", os.nice(0))
+worker.kill()
+"""
+
+
+@pytest.mark.process
+def test_a_worker_in_a_session_of_its_own_gives_way_like_who_started_it() -> None:
+    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    group, own = done.stdout.split()
+    assert group in (own, "unknown")
+
+
+def test_who_is_refused_for_a_moment_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel does to all but root, when many begin at once."""
+
+    class Busy:
+        def __init__(self) -> None:
+            self.answers: list[type[BlockingIOError] | None] = [BlockingIOError, BlockingIOError, None]
+
+        def write_text(self, text: str) -> None:
+            if error := self.answers.pop(0):
+                raise error
+
+    busy: Any = Busy()
+    monkeypatch.setattr(priority.os, "getpriority", lambda *_: 12)
+    monkeypatch.setattr(priority.os, "getsid", lambda _: priority.os.getpid())
+    assert priority.lower_session(busy) and not busy.answers
+    busy.answers = [BlockingIOError] * 1000
+    monkeypatch.setattr(priority, "_LIMIT_S", 0.2)
+    assert not priority.lower_session(busy)
+
+
+def test_a_session_of_somebody_else_is_left_alone() -> None:
+    _, before = said(None, session=False)
+    _, after = said("12", session=False)
+    assert after == before
+
+
+def test_only_the_learner_does_not_give_way_and_only_on_a_cpu() -> None:
+    def asked(specs: tuple[ProcessSpec, ...]) -> set[str]:
+        return {spec.name for spec in specs if spec.env.get(priority.NICE_ENV)}
+
+    everyone = {spec.name for spec in built("cpu")}
+    assert asked(built("cpu")) == everyone - {"learner"}
+    assert asked(built("gpus")) == asked(built("tpu")) == set()
