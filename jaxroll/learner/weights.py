@@ -52,7 +52,10 @@ def write(
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` in one rename at the end and is removed when the writing fails."""
+    """A folder to write into, which becomes `folder` in one rename at the end and is removed when the writing fails.
+
+    A `folder` that there is already is moved aside for that, and removed when the new one stands.
+    """
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -62,8 +65,12 @@ def written_whole(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    shutil.rmtree(folder, ignore_errors=True)
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)  # not removed first: who is killed here still has it under that name
     unfinished.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def load(folder: Path) -> Mapping[str, np.ndarray]:

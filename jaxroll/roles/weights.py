@@ -5,20 +5,79 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from jaxroll.engine.host import EngineHost
 from jaxroll.errors import TransferError
+from jaxroll.learner import lora
+from jaxroll.learner.lora import Lora
+from jaxroll.models import params
+from jaxroll.models.families import ModelSpec
 from jaxroll.records import Snapshot, Version
 from jaxroll.roles.progress import Progress
 from jaxroll.rpc import auth
+from jaxroll.sharding.rules import Layout
 from jaxroll.store.client import StoreClient
-from jaxroll.transfer.receive import Receiver
+from jaxroll.transfer.receive import NOTHING_HELD, Receiver, Staged
 
+Params = dict[str, jax.Array]
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
+
+
+class Whole:
+    """Parameters that are published as the model computes with them."""
+
+    def __init__(self, receiver: Receiver, spec: ModelSpec, layout: Layout) -> None:
+        self._receiver, self._shapes = receiver, params.served(spec)
+        self._target = params.shardings(spec, layout.mesh, layout.rules)
+
+    def fetch(self, snapshot: Snapshot) -> Staged:
+        """All of them, on the host. TransferError and its kinds; any thread may call it."""
+        return self._receiver.fetch(snapshot, self._target, self._shapes)
+
+    def place(self, staged: Staged) -> Params:
+        """On the mesh; call it on the JAX thread."""
+        return staged.place()
+
+
+class Adapted:
+    """Adapters that are published with what they are put upon: the latter is fetched once, and held on the host.
+
+    They are merged as the learner merges them (float32), and rounded after it: to `dtype`, that of published
+    parameters, then to the engine's own. So it is nothing to an engine whether it is sent these or the merged ones.
+    """
+
+    def __init__(self, receiver: Receiver, spec: ModelSpec, layout: Layout, adapters: Lora, dtype: str) -> None:
+        target, shapes = params.shardings(spec, layout.mesh, layout.rules), params.served(spec)
+        self._receiver, self._base, self._held = receiver, params.abstract(spec), NOTHING_HELD
+        self._target = target | lora.shardings(spec, layout, adapters)
+        self._shapes = self._base | lora.abstract(spec, adapters)
+
+        def merged(base: Params, upon: Params) -> Params:
+            made = lora.merged(spec, layout, adapters, base, upon)
+            return {name: _rounded(value, dtype).astype(shapes[name].dtype) for name, value in made.items()}
+
+        self._merged = jax.jit(merged, out_shardings=target)
+
+    def fetch(self, snapshot: Snapshot) -> Staged:
+        """The adapters, and what is new of the rest; see `Whole`."""
+        staged = self._receiver.fetch(snapshot, self._target, self._shapes, self._held)
+        self._held = staged.held(self._base)
+        return staged
+
+    def place(self, staged: Staged) -> Params:
+        """The merged parameters on the mesh; call it on the JAX thread."""
+        placed = staged.place()
+        return self._merged({name: placed.pop(name) for name in self._base}, placed)
+
+
+def _rounded(value: jax.Array, dtype: str) -> jax.Array:
+    """float32 `value` as it comes back from `dtype`. A cast there and back the compiler might leave out."""
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(value, info.nexp, info.nmant)
 
 
 class WeightFollower:
@@ -28,16 +87,8 @@ class WeightFollower:
     token of a request that is added from now on is drawn at it or at a later one.
     """
 
-    def __init__(
-        self,
-        host: EngineHost,
-        receiver: Receiver,
-        target: Mapping[str, jax.sharding.NamedSharding],
-        shapes: Mapping[str, jax.ShapeDtypeStruct],
-        progress: Progress,
-    ) -> None:
-        self._host, self._receiver, self._progress = host, receiver, progress
-        self._target, self._shapes = dict(target), dict(shapes)
+    def __init__(self, host: EngineHost, arriving: Whole | Adapted, progress: Progress) -> None:
+        self._host, self._arriving, self._progress = host, arriving, progress
         self.first = asyncio.Event()
         self.version: Version | None = None
         self._flipped = asyncio.Event()
@@ -45,9 +96,11 @@ class WeightFollower:
     async def bring(self, snapshot: Snapshot) -> None:
         """Fetch, verify, place and hand `snapshot` to the engine, which flips by its policy. TransferError if not."""
         t0 = time.time()
-        staged = await asyncio.to_thread(self._receiver.fetch, snapshot, self._target, self._shapes)
-        t1, size_bytes = time.time(), staged.size_bytes
-        await asyncio.wrap_future(self._host.call(lambda: self._install(snapshot.version, staged.place())))
+        staged = await asyncio.to_thread(self._arriving.fetch, snapshot)
+        t1, size_bytes = time.time(), staged.fetched_bytes
+        await asyncio.wrap_future(
+            self._host.call(lambda: self._install(snapshot.version, self._arriving.place(staged)))
+        )
         self._progress.span("fetch", t0, t1, version=str(snapshot.version), size_bytes=size_bytes)
         self._progress.span("flip", t1, time.time(), version=str(snapshot.version))
         self.version = snapshot.version

@@ -75,22 +75,34 @@ class Publisher:
             config, run_dir, host, keep=keep, token=token, max_connections=max_connections, exposure=exposure
         )
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer-publish")
+        self._frozen: HostSnapshot | None = None
+
+    def freeze(self, version: Version, params: Params) -> None:
+        """Let `params`, which nothing changes any more, be part of every version that is started from now on.
+
+        They are copied and summed up here and never again, and a receiver fetches them once. Blocks meanwhile.
+        """
+        self._frozen = snapshots.take(version, params, self._config.dtype)
 
     def start(self, version: Version, params: Params) -> Future[Snapshot]:
         """The snapshot to come. On return `params` may be donated."""
         pending = snapshots.begin(params, self._config.dtype)
         return self._worker.submit(self._finish, version, pending)
 
-    def publish(self, version: Version, params: Params) -> Snapshot:
-        """Where `params` can be fetched from now on. Raises TransferError when that takes longer than `deadline_s`.
+    def finish(self, version: Version, started: Future[Snapshot]) -> Snapshot:
+        """Where the parameters that were `started` can be fetched from now on; any thread may wait for it.
 
-        The time counts the device's work that is queued before the copy.
+        Raises TransferError after `deadline_s`, which counts the device's work that is queued before the copy.
         """
         deadline = Deadline(self._config.deadline_s, f"publishing version {version}")
         try:
-            return self.start(version, params).result(timeout=deadline.left_s())
+            return started.result(timeout=deadline.left_s())
         except TimeoutError as error:
             raise deadline.passed() from error
+
+    def publish(self, version: Version, params: Params) -> Snapshot:
+        """Both halves, one after the other. Raises TransferError like `finish`."""
+        return self.finish(version, self.start(version, params))
 
     def offer(self, taken: HostSnapshot) -> Snapshot:
         """Where a host snapshot that exists already can be fetched."""
@@ -108,4 +120,5 @@ class Publisher:
         self.close()
 
     def _finish(self, version: Version, pending: Pending) -> Snapshot:
-        return self.offer(snapshots.finish(version, pending))
+        taken = snapshots.finish(version, pending)
+        return self.offer(taken if self._frozen is None else snapshots.joined(taken, self._frozen))

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -48,18 +49,32 @@ class StagedLeaf:
         """Whether this process holds every element of the leaf."""
         return sum(map(plan.size_of, self.buffers)) == plan.size_of(plan.whole(self.manifest.shape))
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+
+Held = Mapping[str, StagedLeaf]  # verified leaves of an earlier version, by name
+NOTHING_HELD: Held = MappingProxyType({})
+
 
 class Staged:
     """Verified parameters in host memory, waiting for the flip. `place` may be called once."""
 
-    def __init__(self, version: Version, leaves: list[StagedLeaf]) -> None:
-        self.version = version
+    def __init__(self, version: Version, leaves: list[StagedLeaf], fetched_bytes: int) -> None:
+        """`fetched_bytes` of them came from the publisher; the others were held."""
+        self.version, self.fetched_bytes = version, fetched_bytes
         self._leaves: list[StagedLeaf] | None = leaves
 
     @property
     def size_bytes(self) -> int:
         """Bytes held on the host; 0 after `place`."""
-        return sum(buffer.nbytes for leaf in self._leaves or () for buffer in leaf.buffers.values())
+        return sum(leaf.size_bytes for leaf in self._leaves or ())
+
+    def held(self, names: Container[str]) -> Held:
+        """The leaves of these names, for later fetches: they keep their host memory while somebody has this."""
+        return {leaf.manifest.name: leaf for leaf in self._leaves or () if leaf.manifest.name in names}
 
     def place(self) -> Params:
         """The parameters on the target mesh, in the dtypes that `fetch` was given. Call it on the JAX thread.
@@ -112,9 +127,11 @@ class Receiver:
         snapshot: Snapshot,
         target: Mapping[str, jax.sharding.Sharding],
         shapes: Mapping[str, jax.ShapeDtypeStruct],
+        held: Held = NOTHING_HELD,
     ) -> Staged:
         """The parameters of `snapshot`, cut for `target`, verified, in host memory.
 
+        A leaf of `held` is not fetched where its shape, dtype and digest are those that are published now.
         Network and numpy only. Raises TransferError (deadline passed, publisher gone, shapes that do not fit) or one of
         its kinds: VersionGone, VersionMixed, DigestMismatch; Unauthorized for a wrong token or certificate.
         """
@@ -127,17 +144,30 @@ class Receiver:
         with contextlib.closing(reader):
             published = manifest.decode(reader.manifest(), snapshot)
             manifest.check(published, shapes)
-            leaves = [_staged_leaf(leaf, target[leaf.name], shapes[leaf.name].dtype) for leaf in published.leaves]
-            reader.read(published, [part for number, leaf in enumerate(leaves) for part in _parts(number, leaf)])
-        for leaf in leaves:
+            here = {leaf.name for leaf in published.leaves if _is_held(leaf, target[leaf.name], held)}
+            leaves = [
+                _staged_leaf(leaf, target[leaf.name], shapes[leaf.name].dtype, held if leaf.name in here else None)
+                for leaf in published.leaves
+            ]
+            fetched = [(number, leaf) for number, leaf in enumerate(leaves) if leaf.manifest.name not in here]
+            reader.read(published, [part for number, leaf in fetched for part in _parts(number, leaf)])
+        for _, leaf in fetched:
             _verify(leaf, snapshot.version)
-        return Staged(snapshot.version, leaves)
+        return Staged(snapshot.version, leaves, sum(leaf.size_bytes for _, leaf in fetched))
 
 
-def _staged_leaf(leaf: manifest.Leaf, sharding: jax.sharding.Sharding, dtype: Any) -> StagedLeaf:
+def _is_held(leaf: manifest.Leaf, sharding: jax.sharding.Sharding, held: Held) -> bool:
+    known = held.get(leaf.name)
+    if known is None or known.sharding != sharding:
+        return False
+    return (known.manifest.shape, known.manifest.dtype, known.manifest.total) == (leaf.shape, leaf.dtype, leaf.total)
+
+
+def _staged_leaf(leaf: manifest.Leaf, sharding: jax.sharding.Sharding, dtype: Any, held: Held | None) -> StagedLeaf:
+    """The leaf with the buffers of the one in `held`, or (None) with new ones that are still to be filled."""
     boxes = plan.local_boxes(sharding, leaf.shape)
     kind = digest.bits_dtype(manifest.DTYPES[leaf.dtype].itemsize)
-    buffers = {box: np.empty(plan.shape_of(box), kind) for box in plan.unique(boxes)}
+    buffers = held[leaf.name].buffers if held else {b: np.empty(plan.shape_of(b), kind) for b in plan.unique(boxes)}
     return StagedLeaf(leaf, sharding, np.dtype(dtype), boxes, buffers)
 
 

@@ -40,7 +40,7 @@ def streams_of(trainer, claim) -> dict[str, jax.Array]:
     from jaxroll.learner import minibatch
 
     prepared = minibatch.prepare(claim, trainer.config)
-    return trainer.programs.placed(trainer._packed(prepared.substeps[0])[0].streams)
+    return trainer.programs.placed(trainer.packed(prepared.substeps[0])[0].streams)
 
 
 def test_gradients_are_the_dense_ones_projected(adapted, make_claim):

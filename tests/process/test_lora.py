@@ -16,8 +16,10 @@ STEPS = 8
 
 
 @pytest.mark.timeout(600)
-def test_a_run_of_adapters_resumes_and_is_exported(tmp_path):
+@pytest.mark.parametrize("publish", ["merged", "adapters"])
+def test_a_run_of_adapters_resumes_and_is_exported(tmp_path, publish):
     words = (
+        f"--config.learner.lora_publish={publish}",
         *LEARNING, f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=2",
         "--config.learner.lora_rank=4", "--config.learner.lora_alpha=8", "--config.learner.learning_rate=3e-3",
     )  # fmt: skip
@@ -32,6 +34,16 @@ def test_a_run_of_adapters_resumes_and_is_exported(tmp_path):
         assert any(row["grad_norm"] > 0 for row in steps), "nothing was learned"
         # What a sampler drew from, against what the learner computes with: the merged parameters are the same.
         assert max(row["logprob_mismatch_max"] for row in steps if row["logprob_mismatch_tokens"]) < 1e-3
+    lives = {}
+    for row in (*first.rows, *second.rows):
+        if row["kind"] == "span" and row["what"] == "fetch" and row["role"].startswith("sampler"):
+            lives.setdefault(row["size_bytes"], []).append(row["version"])
+    # A sampler of either life fetches everything once; then, of adapters, these alone.
+    assert len(lives) == 1 if publish == "merged" else sorted(lives)[0] * 4 < sorted(lives)[1] and len(lives) == 2, (
+        lives
+    )
+    if publish == "adapters":
+        assert [len(lives[size]) for size in sorted(lives)][1] == 2 and lives[min(lives)]
     found = checkpoint_files.versions(tmp_path / "run" / "checkpoints")
     assert found[-1].step == STEPS
     newest = checkpoint_files.path_of(tmp_path / "run" / "checkpoints", found[-1])

@@ -36,7 +36,7 @@ class Script:
 def followed(script: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
     """`script` after it was followed to its end."""
     nothing: Any = None
-    follower = weights.WeightFollower(nothing, nothing, {}, {}, script.lines.append)
+    follower = weights.WeightFollower(nothing, nothing, script.lines.append)
     monkeypatch.setattr(follower, "bring", script.bring)
     monkeypatch.setattr(weights.asyncio, "sleep", script.sleep)
     with pytest.raises(asyncio.CancelledError):
