@@ -29,7 +29,7 @@ class Preset:
     """A row. Where several values are allowed the first is the one that "auto" stands for.
 
     `corrections` is empty where the loss weighs by π_θ/π_b itself, or needs no weight. `credited_only`: denominators
-    count the members with an advantage and no others. `overlong`: answers near the limit cost, unless switched off.
+    count the members with an advantage and no others. `overlong`: answers near the limit cost.
     """
 
     loss: str

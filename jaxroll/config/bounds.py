@@ -27,13 +27,15 @@ _AT_LEAST: tuple[tuple[str, float], ...] = (
     ("learner.value_clip", 0), ("learner.gae_discount", 0), ("learner.gae_lambda", 0),
     ("learner.kl_coef", 0), ("learner.warmup_steps", 0), ("learner.decay_steps", 0),
     ("learner.weight_decay", 0), ("learner.substeps", 1), ("learner.micro_rows", 1), ("learner.row_tokens", 2),
+    ("learner.prompt_tokens", 0), ("learner.prompt_rows", 1),
     ("learner.logits_mb", 1), ("learner.lora_rank", 0),
     ("learner.checkpoint_every", 1), ("learner.checkpoints_kept", 1),
     ("store.retention_mb", 1), ("store.keep_trajectories_mb", 0), ("store.history_mb", 0),
     ("store.infra_retries", 0), ("store.data_retries", 0), ("store.reissues", 0),
     ("store.max_message_mb", 1), ("store.lease_s", 1), ("store.rpc_deadline_s", 1), ("transfer.deadline_s", 1),
     ("evaluator.every", 0), ("evaluator.slots", 1),
-    ("placement.actors", 0), ("placement.cpu_threads", 1), ("supervisor.max_restarts", 0),
+    ("placement.actors", 0), ("placement.learner_hosts", 1), ("placement.cpu_threads", 1),
+    ("supervisor.max_restarts", 0),
 )  # fmt: skip
 
 _POSITIVE = (

@@ -24,7 +24,8 @@ def check_algorithm(config: Config) -> None:
     _check_choices(config, row)
     _check_clips(learner)
     _check_unread(config.learner, learner)
-    _check_adapters(learner)
+    _check_adapters(config, learner)
+    _check_shared_prompts(learner, row)
     _check_correction(learner)
     _check_reference(learner, row)
     _check_critic(learner)
@@ -93,13 +94,29 @@ def _check_unread(given: LearnerConfig, learner: LearnerConfig) -> None:
             raise ConfigError(f"learner.{key}", value, f"nothing reads it; it needs {by}", "Leave it out.")
 
 
-def _check_adapters(learner: LearnerConfig) -> None:
+def _check_adapters(config: Config, learner: LearnerConfig) -> None:
     """The same for what adapters have, which are no part of the algorithm."""
     usual = LearnerConfig()
-    for key in ("lora_alpha", "lora_targets"):
+    for key in ("lora_alpha", "lora_targets", "lora_publish"):
         if (value := getattr(learner, key)) != getattr(usual, key) and not learner.lora_rank:
             raise ConfigError(f"learner.{key}", value, "nothing is adapted while learner.lora_rank is 0",
                               "Set learner.lora_rank above 0 (8 is usual), or leave it out.")  # fmt: skip
+    if learner.lora_publish == "adapters" and config.transfer.channel != "tcp":
+        raise ConfigError("learner.lora_publish", "adapters", "by files everything would be written with every version",
+                          "Use transfer.channel=tcp, or learner.lora_publish=merged.")  # fmt: skip
+
+
+def _check_shared_prompts(learner: LearnerConfig, row: Preset) -> None:
+    if learner.prompt_rows != 1 and not learner.prompt_tokens:
+        raise ConfigError("learner.prompt_rows", learner.prompt_rows, "nothing is shared, learner.prompt_tokens is 0",
+                          "Leave it out, or set learner.prompt_tokens to task.max_prompt_tokens.")  # fmt: skip
+    if learner.prompt_tokens and row.loss == "preference":
+        raise ConfigError("learner.prompt_tokens", learner.prompt_tokens,
+                          "dpo compares answers that lie side by side in a row, each with its prompt",
+                          "Leave it out.")  # fmt: skip
+    if learner.prompt_tokens and learner.attention not in ("auto", "xla"):
+        raise ConfigError("learner.attention", learner.attention, "no fused kernel knows prompts that answers share",
+                          "Set it to 'xla', or leave learner.prompt_tokens out.")  # fmt: skip
 
 
 def _clips(learner: LearnerConfig) -> bool:

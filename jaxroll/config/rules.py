@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from jaxroll.config.bounds import check_bounds, value_at
 from jaxroll.config.learner_rules import check_algorithm
 from jaxroll.config.parsing import nearest
-from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig
+from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, LearnerConfig, SamplerConfig
 from jaxroll.errors import ConfigError
 
 GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commit, during which slots go on emptying
@@ -53,11 +53,16 @@ def check_inventory(config: Config, inventory: Inventory) -> None:
 
 def roles_with_devices(config: Config) -> dict[str, int]:
     """Devices by process name, in the order in which they are handed out: learner, samplers, evaluator."""
-    wanted = {"learner": config.learner.mesh.devices}
+    wanted = dict.fromkeys(learner_names(config), config.learner.mesh.devices // config.placement.learner_hosts)
     wanted |= {f"sampler-{index}": config.sampler.mesh.devices for index in range(config.sampler.count)}
     if config.evaluator.every:
         wanted["evaluator"] = config.evaluator.mesh.devices
     return wanted
+
+
+def learner_names(config: Config) -> tuple[str, ...]:
+    """The processes of the learner, one on each of its hosts; the first speaks for all."""
+    return ("learner", *(f"learner-{index}" for index in range(1, config.placement.learner_hosts)))
 
 
 def actor_names(config: Config) -> tuple[str, ...]:
@@ -66,13 +71,13 @@ def actor_names(config: Config) -> tuple[str, ...]:
 
 
 def sampler_members(config: Config) -> int:
-    """How many members a sampler holds: what is asked for, or its slots and groups enough that a freed slot never waits
-    for a lease. Members whose environments take their time hold no slot meanwhile."""
+    """How many members a sampler plays at once: what is asked for, or its slots and groups enough that a freed slot
+    never waits for a lease. Members whose environments take their time hold no slot meanwhile."""
     return config.sampler.episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
 
 
 def actor_members(config: Config) -> int:
-    """How many members an actor holds: an equal part of what all samplers would hold, rounded up."""
+    """How many members an actor plays at once: an equal part of what all samplers would play, rounded up."""
     return math.ceil(config.sampler.count * sampler_members(config) / config.placement.actors)
 
 
@@ -80,7 +85,8 @@ def memory_fractions(config: Config) -> dict[str, float]:
     """Share of a GPU's memory by process name, when all roles live on the same ones."""
     shares = {"learner": config.placement.learner_memory_fraction,
               "evaluator": config.placement.evaluator_memory_fraction}  # fmt: skip
-    return {name: shares.get(name, config.placement.sampler_memory_fraction) for name in roles_with_devices(config)}
+    others = config.placement.sampler_memory_fraction
+    return {name: shares.get(name.partition("-")[0], others) for name in roles_with_devices(config)}
 
 
 def _check_names(config: Config) -> None:
@@ -142,7 +148,12 @@ def _check_shapes(config: Config) -> None:
         raise ConfigError("task.max_episode_tokens", budget,
                           f"the first turn alone may have task.max_prompt_tokens + sampling.max_tokens = {first}",
                           f"Set it to {first} or more, or to 0 for one turn.")  # fmt: skip
-    if budget > learner.row_tokens:
+    if _shares_every_prompt(config):
+        if budget - task.max_prompt_tokens >= learner.row_tokens:
+            raise ConfigError("learner.row_tokens", learner.row_tokens,
+                              f"an answer and the last token of its prompt may have {config.sampling.max_tokens + 1}",
+                              f"Set it to {config.sampling.max_tokens + 1} or more.")  # fmt: skip
+    elif budget > learner.row_tokens:
         what = "task.max_episode_tokens" if budget > first else "task.max_prompt_tokens + sampling.max_tokens"
         raise ConfigError("learner.row_tokens", learner.row_tokens, f"a sequence may have {what} = {budget} tokens",
                           f"Set it to {budget} or more.")  # fmt: skip
@@ -169,13 +180,14 @@ def _check_shapes(config: Config) -> None:
         raise ConfigError("store.max_message_mb", config.store.max_message_mb,
                           f"a member of {budget} tokens needs messages of {math.ceil(member_mb)} MB",
                           f"Set it to {math.ceil(member_mb)} or more.")  # fmt: skip
-    for key, rows, mesh in (("learner.micro_rows", learner.micro_rows, learner.mesh),
-                            ("sampler.slots", sampler.slots, sampler.mesh),
-                            ("evaluator.slots", config.evaluator.slots, config.evaluator.mesh)):  # fmt: skip
+    for key, rows, mesh, of in (("learner.micro_rows", learner.micro_rows, learner.mesh, learner.prompt_rows),
+                                ("sampler.slots", sampler.slots, sampler.mesh, 1),
+                                ("evaluator.slots", config.evaluator.slots, config.evaluator.mesh, 1)):  # fmt: skip
         shards = mesh.data * mesh.fsdp
-        if rows % shards:
-            up = math.ceil(rows / shards) * shards
-            raise ConfigError(key, rows, f"not divisible by the mesh's data * fsdp = {shards}", f"Set it to {up}.")
+        if rows % (shards * of):
+            up, shared = math.ceil(rows / (shards * of)) * shards * of, " * learner.prompt_rows" if of > 1 else ""
+            raise ConfigError(key, rows, f"not divisible by the mesh's data * fsdp{shared} = {shards * of}",
+                              f"Set it to {up}.")  # fmt: skip
 
 
 def _check_actors(config: Config) -> None:
@@ -192,6 +204,19 @@ def _check_actors(config: Config) -> None:
 def episode_tokens(config: Config) -> int:
     """The most tokens of a whole episode: of the conversation, or of one question and its answer."""
     return config.task.max_episode_tokens or config.task.max_prompt_tokens + config.sampling.max_tokens
+
+
+def sample_tokens(learner: LearnerConfig) -> int:
+    """The most tokens of a sample that the learner takes: a row, and before it a prompt that it shares."""
+    return learner.prompt_tokens + learner.row_tokens
+
+
+def _shares_every_prompt(config: Config) -> bool:
+    """Whether a row holds answers only: an episode is one question and its answer, and there is room for its prompt.
+
+    The last token of a prompt lies with each answer. Of several turns the first prompt may be short, and the rest long.
+    """
+    return config.learner.prompt_tokens >= config.task.max_prompt_tokens - 1 and not config.task.max_episode_tokens
 
 
 def page_size(wanted: int, longest: int) -> int:
@@ -214,6 +239,10 @@ def _check_cache(sampler: SamplerConfig, longest: int) -> None:
 
 def _check_learner(config: Config) -> None:
     learner, groups = config.learner, config.schedule.groups_per_step
+    if learner.mesh.devices % (hosts := config.placement.learner_hosts):
+        raise ConfigError("placement.learner_hosts", hosts, "each host has as many devices as the others, and "
+                          f"learner.mesh has {learner.mesh.devices}",
+                          "Set it to a divisor of that, or make the mesh larger.")  # fmt: skip
     if groups % learner.substeps:
         raise ConfigError("learner.substeps", learner.substeps,
                           f"does not divide schedule.groups_per_step = {groups}",
@@ -286,6 +315,9 @@ def _check_fractions(config: Config) -> None:
 
 def _check_chips(config: Config, chips: int) -> None:
     wanted = roles_with_devices(config)
+    if (hosts := config.placement.learner_hosts) > 1:
+        raise ConfigError("placement.learner_hosts", hosts, "one process has all TPU chips of a host",
+                          "Set it to 1 here; launch/tpu_vm.sh starts a learner on a slice of several.")  # fmt: skip
     total = sum(wanted.values())
     if chips < total:
         spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
@@ -306,6 +338,9 @@ def _check_gpus(config: Config, inventory: Inventory) -> None:
     if inventory.gpus >= sum(wanted.values()):
         return
     spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
+    if (hosts := config.placement.learner_hosts) > 1:
+        reason = f"of {inventory.gpus} GPUs its processes need {sum(wanted.values())} with the others ({spelled})"
+        raise ConfigError("placement.learner_hosts", hosts, reason, "Set it to 1: they cannot share a GPU.")
     if inventory.gpus != max(wanted.values()):
         raise ConfigError("placement.platform", "gpu",
                           f"{inventory.gpus} GPUs here, {sum(wanted.values())} needed ({spelled})",

@@ -139,7 +139,7 @@ class SamplerConfig:
     scoring_workers: int = 1
     prefill_attention: Literal["auto", "xla", "splash", "triton", "cudnn"] = "auto"  # of fresh prompts: docs/kernels.md
     paged_attention: Literal["auto", "xla", "dense", "pallas"] = "auto"  # of one more token over the cache
-    episodes: int = 0  # in flight at most; 0: the slots and four groups. More, where environments take their time
+    episodes: int = 0  # played at once, at most; 0: the slots and four groups. More, where environments take their time
     env_threads: int = 1024  # for environments that block, at most; they are started as they are wanted
     env_processes: int = 8  # for environments that ask for one each, at most
 
@@ -184,14 +184,17 @@ class LearnerConfig:
     lora_rank: int = 0  # of adapters that are trained in place of the parameters, which stay as they are; 0: none
     lora_alpha: float = 16.0  # the adapters' product counts lora_alpha / lora_rank times
     lora_targets: tuple[str, ...] = LORA_TARGETS  # the parameters of each layer that are adapted
+    lora_publish: Literal["merged", "adapters"] = "merged"  # what samplers are sent: all parameters, or what changed
     learning_rate: float = 3e-4
     warmup_steps: int = 5
     decay_steps: int = 0  # 0 keeps the learning rate constant after warm-up
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     substeps: int = 1  # optimizer steps per claim
-    micro_rows: int = 8  # rows of one packed micro-batch
-    row_tokens: int = 128  # tokens of one packed row
+    micro_rows: int = 8  # rows of one packed micro-batch; of answers, where they share prompts
+    row_tokens: int = 128  # tokens of one packed row; without its prompts, where they are shared
+    prompt_tokens: int = 0  # before prompt_rows rows, for prompts that lie there once; 0: one before every answer
+    prompt_rows: int = 1  # rows of answers that share their prompts
     remat: Literal["auto", "none", "layer", "dots"] = "auto"  # made again in the backward pass; auto: as the model says
     logits_mb: int = 512  # of float32 logits on a device at once; a large vocabulary is worked through in parts
     attention: Literal["auto", "xla", "splash", "triton"] = "auto"  # of packed rows; see docs/kernels.md
@@ -247,6 +250,7 @@ class PlacementConfig:
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     actors: int = 0  # processes that play the episodes and ask the samplers' engines; 0: the samplers play them
+    learner_hosts: int = 1  # processes of the learner, one on each of its hosts; learner.mesh is over all of them
     cpu_threads: int = 1  # of each role on CPU: one is as fast, unless the others stand idle meanwhile (alpha = 0)
     sampler_memory_fraction: float = 0.30
     learner_memory_fraction: float = 0.40

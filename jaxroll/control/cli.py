@@ -124,6 +124,10 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
         one.add_argument("--insecure", action="store_true", help="plain text to other machines, where there is no TLS")
     if role == "learner":
         one.add_argument("--host", default="127.0.0.1", help="the name under which samplers reach this process")
+        one.add_argument("--index", type=int, default=0, help="which of the learner's hosts this is")
+        one.add_argument(
+            "--coordinator", metavar="HOST:PORT", help="where the learner's hosts meet, on the first; else JAX finds it"
+        )
         _fork_option(one)
     if role in ("sampler", "actor"):
         one.add_argument("--index", type=int, default=0, help=f"which of several {role}s")

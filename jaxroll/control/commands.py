@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxroll import config as configs
+from jaxroll import priority
 from jaxroll.config import Config, RoleArgs
 from jaxroll.control import inventory as inventories
 from jaxroll.control import placement, preflight, program, run_dir, train
@@ -52,6 +53,8 @@ def run_role(options: argparse.Namespace) -> int:
     args = role_args(options)
     if not options.child:
         place_alone(options.command, args)
+    if not priority.give_way():
+        print(f"{options.command}: too many start at once: this session keeps the learner's priority", flush=True)
     module = importlib.import_module(f"jaxroll.roles.{options.command}")
     return module.main(args)
 
@@ -63,7 +66,10 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
         raise ConfigError("--index", index, f"{options.command}s are numbered from 0", "Use 0 for the first.")
     name = f"{options.command}{f'-{index}' if options.command in ('sampler', 'actor') else ''}"
     config, path = _config_and_run(options, name)
-    given = {key: getattr(options, key) for key in ("host", "port", "insecure", "fork") if hasattr(options, key)}
+    if options.command == "learner" and index >= (hosts := config.placement.learner_hosts):
+        raise ConfigError("--index", index, f"the run has placement.learner_hosts={hosts}", "They are numbered from 0.")
+    words = ("host", "port", "insecure", "fork", "coordinator")
+    given = {key: getattr(options, key) for key in words if hasattr(options, key)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
     return RoleArgs(config, path, getattr(options, "store", None), index, **given)
 
@@ -80,7 +86,7 @@ def place_alone(role: str, args: RoleArgs) -> None:
     if mesh is None:
         env |= placement.cpu_env()
     elif inventory.platform == "cpu":
-        env |= placement.cpu_env(mesh.devices)
+        env |= placement.cpu_env(mesh.devices // (args.config.placement.learner_hosts if role == "learner" else 1))
     for key, value in env.items():
         os.environ.setdefault(key, value)
 

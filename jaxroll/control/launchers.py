@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxroll.config import Config
 from jaxroll.config.rules import (
@@ -17,6 +17,7 @@ from jaxroll.config.rules import (
     Inventory,
     actor_names,
     check_inventory,
+    learner_names,
     memory_fractions,
     roles_with_devices,
 )
@@ -56,12 +57,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Launch:
-    """One role on one host."""
+    """One role on one host, or with `workers` "all" on every host of a TPU slice."""
 
     name: str
     host: str
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    workers: str = "0"
 
 
 def target_of(options: argparse.Namespace) -> Target:
@@ -81,10 +83,11 @@ def target_of(options: argparse.Namespace) -> Target:
 
 def plan(config: Config, target: Target) -> list[Launch]:
     """What to start where: store, learner, samplers, evaluator, actors. ConfigError when a host has too few devices."""
-    names = ("store", *roles_with_devices(config), *actor_names(config))
+    names = ("store", *_with_devices(config, target), *actor_names(config))
     unknown = [name for name in target.hosts if name not in names and name not in {n.partition("-")[0] for n in names}]
     if unknown:
         raise ConfigError("--on", unknown[0], "no such role in this config", f"Roles: {', '.join(names)}.")
+    _check_learner_hosts(config, target)
     envs = _device_envs(config, target)
     common = placement.common_env(CACHE)
     spread = len({target.host(name) for name in names}) > 1
@@ -97,12 +100,41 @@ def plan(config: Config, target: Target) -> list[Launch]:
     if spread and target.tls:
         common = {**common, TLS_VARIABLE: target.tls}
     between = _words_between(config, target) if spread else {}
-    return [_launch(name, target, common | envs[name], address, between.get(name, ())) for name in names]
+    found = [_launch(name, target, common | envs[name], address, between.get(name, ())) for name in names]
+    if target.kind == "tpu_vm" and config.placement.learner_hosts > 1:
+        return [replace(one, workers="all") if one.name == "learner" else one for one in found]
+    return found
+
+
+def _with_devices(config: Config, target: Target) -> dict[str, int]:
+    """Devices of each process that is started by itself: on a TPU slice one line starts the learner on all hosts."""
+    found = roles_with_devices(config)
+    if target.kind == "tpu_vm":
+        return {name: count for name, count in found.items() if name not in learner_names(config)[1:]}
+    return found
+
+
+def _check_learner_hosts(config: Config, target: Target) -> None:
+    """Whether each process of a learner of several has a host: of GPUs one by its name, of a TPU slice all."""
+    hosts, learners = config.placement.learner_hosts, learner_names(config)
+    if hosts == 1:
+        return
+    where = [target.host(name) for name in _with_devices(config, target)]
+    if target.kind == "tpu_vm" and (target.host("learner") == LOCAL or where.count(target.host("learner")) > 1):
+        raise ConfigError("--on", target.host("learner"), f"a learner of {hosts} hosts takes a TPU slice for itself",
+                          "Add --on learner=NAME, and give the other roles another.")  # fmt: skip
+    theirs = {target.host(name) for name in learners}
+    if target.kind == "gpu" and (LOCAL in theirs or len(theirs) < hosts):
+        raise ConfigError("--on", target.host("learner"), f"a learner of {hosts} hosts takes that many",
+                          f"Name each: {' '.join(f'--on {name}=HOST' for name in learners)}.")  # fmt: skip
 
 
 def _words_between(config: Config, target: Target) -> dict[str, tuple[str, ...]]:
     """By role, the words that let the roles of different hosts find each other; only who is called listens."""
     called = {"store": (), "learner": (f"--host={target.host('learner')}",)}  # samplers fetch its weights
+    if target.kind == "gpu" and config.placement.learner_hosts > 1:  # on TPUs JAX finds out where they meet
+        meeting = f"--coordinator={target.host('learner')}:{target.port + 1 + config.sampler.count}"
+        called |= {name: (*called.get(name, ()), meeting) for name in learner_names(config)}
     if actors := actor_names(config):  # they ask the samplers
         samplers = [f"sampler-{index}" for index in range(config.sampler.count)]
         ports = {name: target.port + 1 + index for index, name in enumerate(samplers)}
@@ -122,7 +154,7 @@ def _launch(name: str, target: Target, env: Mapping[str, str], address: str, bet
 
 
 def _device_envs(config: Config, target: Target) -> dict[str, placement.Env]:
-    wanted = roles_with_devices(config)
+    wanted = _with_devices(config, target)
     envs: dict[str, placement.Env] = dict.fromkeys(("store", *actor_names(config)), placement.cpu_env())
     for host in dict.fromkeys(map(target.host, wanted)):
         here = {name: count for name, count in wanted.items() if target.host(name) == host}
@@ -169,7 +201,8 @@ def text(config: Config, target: Target, *, dry_run: bool) -> str:
 def describe(one: Launch) -> str:
     """Host, command and environment of one role, for reading."""
     env = "\n".join(f"    {key}={value}" for key, value in sorted(one.env.items()))
-    return f"{one.name}\n  host: {one.host}\n  command: {shlex.join(one.argv)}\n  environment:\n{env}"
+    host = one.host if one.workers == "0" else f"{one.host}, on all its workers"
+    return f"{one.name}\n  host: {host}\n  command: {shlex.join(one.argv)}\n  environment:\n{env}"
 
 
 def shell_line(one: Launch, target: Target) -> str:
@@ -179,7 +212,16 @@ def shell_line(one: Launch, target: Target) -> str:
     if one.host == LOCAL:
         return inner
     if target.kind == "tpu_vm":
-        words = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", one.host, "--worker=0", f"--zone={target.zone}"]
+        words = [
+            "gcloud",
+            "compute",
+            "tpus",
+            "tpu-vm",
+            "ssh",
+            one.host,
+            f"--worker={one.workers}",
+            f"--zone={target.zone}",
+        ]
         words += [f"--project={target.project}"] if target.project else []
         return shlex.join([*words, f"--command={inner}"])
     return shlex.join(["ssh", "-tt", one.host, inner])  # -tt: closing the connection ends the role

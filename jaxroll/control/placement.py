@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jaxroll.config import Config
-from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory, memory_fractions, roles_with_devices
+from jaxroll.config.rules import (
+    GPU_SHARE,
+    Inventory,
+    check_inventory,
+    learner_names,
+    memory_fractions,
+    roles_with_devices,
+)
 
 Env = dict[str, str]
 
@@ -38,7 +45,8 @@ def device_env(config: Config, inventory: Inventory, visible_gpus: Sequence[str]
         gpus = tuple(visible_gpus) or tuple(map(str, range(inventory.gpus)))
         return gpu_env(wanted, memory_fractions(config), gpus)
     envs = {name: cpu_env(devices, config.placement.cpu_threads) for name, devices in wanted.items()}
-    envs["learner"] |= HUGE_PAGES
+    for name in learner_names(config):
+        envs[name] |= HUGE_PAGES
     return envs
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.parsing import nearest
-from jaxroll.config.rules import episode_tokens, page_size
+from jaxroll.config.rules import episode_tokens, page_size, sample_tokens
 from jaxroll.data import games, gym_tasks, supply
 from jaxroll.envs import registry
 from jaxroll.errors import ConfigError
@@ -62,7 +62,7 @@ def _check_attention(config: Config, model: ModelSpec) -> None:
     """The kernels that are named, on the platform that is named; on one still to be found, what fits nowhere."""
     platform = "" if config.placement.platform == "auto" else config.placement.platform
     learner, sampler = config.learner, config.sampler
-    site = choice.Site(model, platform, learner.mesh.tensor, learner.row_tokens)
+    site = choice.Site(model, platform, learner.mesh.tensor, sample_tokens(learner))
     choice.check("packed", learner.attention, site)
     for role, mesh in meshes(config).items():
         if role != "learner":

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from jaxroll import priority
 from jaxroll.config import Config
-from jaxroll.config.rules import Inventory, actor_names
+from jaxroll.config.rules import Inventory, actor_names, learner_names
 from jaxroll.control import placement
 
 STORE_ADDRESS_FILE = "store.addr"
@@ -22,7 +23,8 @@ FORKED_FILE = ".forked"  # the learner makes it when its fork is done
 class ProcessSpec:
     """One process. `env` is added to the parent's; `ready_file` exists once the process can be spoken to.
 
-    `after` names processes whose ready file must exist before this one is started for the first time.
+    `after` names processes whose ready file must exist before this one is started for the first time. Processes of one
+    `gang` live together: when one of them dies, all are started again.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ProcessSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     ready_file: Path | None = None
+    gang: str = ""
 
 
 def build(
@@ -54,16 +57,30 @@ def build(
         "store",
         "store",
         (*command, "store", f"--run={run_dir}"),
-        common | placement.cpu_env(),
+        common | placement.cpu_env() | _priority("store", inventory),
         ready_file=run_dir / STORE_ADDRESS_FILE,
     )
     others = [
         ProcessSpec(
-            name, role_of(name), (*command, *role_words(name), f"--run={run_dir}"), common | devices[name], ("store",)
+            name, role_of(name), (*command, *role_words(name), *_meeting(name, config), f"--run={run_dir}"),
+            common | env | _priority(name, inventory), ("store",), gang="learner" if _meeting(name, config) else "",
         )
-        for name in devices
-    ]
+        for name, env in devices.items()
+    ]  # fmt: skip
     return (store, *others)
+
+
+def _meeting(name: str, config: Config) -> tuple[str, ...]:
+    """How the processes of a learner of several find each other on this machine: by a file in the run's folder."""
+    several = name in learner_names(config) and config.placement.learner_hosts > 1
+    return ("--coordinator=127.0.0.1:0",) if several else ()
+
+
+def _priority(name: str, inventory: Inventory) -> placement.Env:
+    """On a CPU all give way to the learner, and that to nobody, whatever is set outside."""
+    if inventory.platform != "cpu":
+        return {}
+    return {priority.NICE_ENV: "" if role_of(name) == "learner" else str(priority.NICE)}
 
 
 def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -> tuple[ProcessSpec, ...]:
@@ -75,9 +92,9 @@ def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -
     ready = run_dir / FORKED_FILE
     found = []
     for spec in specs:
-        if spec.role == "learner":
+        if spec.name == "learner":
             spec = replace(spec, argv=(*spec.argv, f"--fork={at}@{name}"), ready_file=ready)
-        elif spec.role != "store":
+        elif spec.role not in ("store", "learner"):
             spec = replace(spec, after=(*spec.after, "learner"))
         found.append(spec)
     return tuple(found)
@@ -99,6 +116,7 @@ def offline_env(
 ) -> dict[str, str]:
     """Environment of one JAX process outside a run (warm start, generate): the learner's devices, all to itself."""
     common = placement.common_env(str(cache_dir))
+    config = replace(config, placement=replace(config.placement, learner_hosts=1))
     return common | placement.device_env(config, inventory, visible_gpus)["learner"]
 
 

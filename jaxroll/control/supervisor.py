@@ -180,14 +180,25 @@ class Supervisor:
                 slot.done = True
                 if slot.spec.role == "store" and not self._slots[self._leader].done:
                     return self._give_up(slot, EXIT_FAILURE, "the store ended before the learner")
+            case policy.Restart() if slot.spec.gang and self._slots[self._leader].done:
+                slot.done = True  # it fell on its way out, after all that it was for
             case policy.Restart(delay_s, lives):
-                slot.lives, slot.due_s = lives, now + delay_s
+                slot.lives = lives
+                for mate in self._gang(slot):
+                    mate.due_s, mate.since_s, mate.done = now + delay_s, now, False
                 self._tracker.log({"t": time.time(), "role": "supervisor", "kind": "restart", "who": slot.spec.name,
                                    "pid": pid, "code": code})  # fmt: skip
                 self._observer.say(f"{slot.spec.name} died {policy.how(code)}; it starts again in {delay_s:.1f} s.")
             case policy.GiveUp(reason):
                 return self._give_up(slot, code if code > 0 else EXIT_FAILURE, reason)
         return None
+
+    def _gang(self, slot: _Slot) -> list[_Slot]:
+        """Those to start again with `slot`, itself among them: not one of them is alive any more."""
+        gang = slot.spec.gang
+        mates = [other for other in self._slots.values() if gang and other.spec.gang == gang and other is not slot]
+        self._kill([mate for mate in mates if mate.child is not None])
+        return [slot, *mates]
 
     def _give_up(self, slot: _Slot, code: int, reason: str) -> int:
         slot.done = True

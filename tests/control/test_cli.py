@@ -136,7 +136,7 @@ def test_a_role_takes_the_options_that_it_reads_and_no_other() -> None:
         "store": {"--store", "--insecure"},
         "sampler": {"--store", "--index", "--host", "--port", "--insecure"},
         "actor": {"--store", "--index", "--sampler"},
-        "learner": {"--store", "--host", "--insecure", "--fork"},
+        "learner": {"--store", "--host", "--insecure", "--fork", "--index", "--coordinator"},
         "evaluator": {"--store"},
         "feeder": set(),
     }

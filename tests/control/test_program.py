@@ -60,6 +60,24 @@ def test_everybody_waits_for_the_learner_to_fork_and_nothing_else_changes() -> N
         assert after == replace(before, after=("store", "learner"))
 
 
+def test_a_learner_of_two_hosts_is_a_gang_that_divides_its_devices() -> None:
+    config = replace(UNEQUAL, placement=PlacementConfig(learner_hosts=2))
+    of_two = {"python": "python", "cache_dir": Path("/r/cache")}
+    specs = program.build(config, Path("/r/run"), INVENTORIES["cpu"], **of_two)
+    first, second = specs[1:3]
+    assert [spec.name for spec in specs[:4]] == ["store", "learner", "learner-1", "sampler-0"]
+    assert first.argv == ("python", "-m", "jaxroll", "learner", "--coordinator=127.0.0.1:0", "--run=/r/run")
+    assert second.argv == (*first.argv[:4], "--index=1", *first.argv[4:])
+    assert first.env == second.env and "device_count=1 " in first.env["XLA_FLAGS"]
+    assert [spec.gang for spec in specs[:4]] == ["", "learner", "learner", ""]
+    forked = program.forked(specs, Path("/r/run"), "4", name="abc")
+    assert forked[2] == second, "process 0 forks, and all of the gang start together"
+    alone = program.offline_env(config, INVENTORIES["cpu"], Path("/r/cache"))
+    assert "device_count=2 " in alone["XLA_FLAGS"], "what is done outside a run has one process"
+    gpus = program.build(config, Path("/r/run"), INVENTORIES["gpus"], **of_two)
+    assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in gpus[1:4]] == ["0", "1", "2,3"]
+
+
 def test_every_role_is_there_and_only_the_evaluator_can_be_left_out() -> None:
     names = ["store", "learner", "sampler-0", "sampler-1", "evaluator"]
     assert [spec.name for spec in built("cpu")] == names

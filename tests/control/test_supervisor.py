@@ -31,7 +31,7 @@ class Stage:
         self.learner_done, self.evaluator_done = folder / "learner-done", folder / "evaluator-done"
         self.process: subprocess.Popen[str]
 
-    def start(self, words: dict[str, list[str]] | None = None, **config: float) -> None:
+    def start(self, words: dict[str, list[str]] | None = None, gang: tuple[str, ...] = (), **config: float) -> None:
         words = words or {}
         common = {"store": [f"--ready={self.run_dir / 'store.addr'}"], "learner": [f"--until={self.learner_done}"],
                   "evaluator": [f"--until={self.evaluator_done}"]}  # fmt: skip
@@ -39,7 +39,7 @@ class Stage:
         for name in NAMES:
             argv = [sys.executable, str(HERE / "dummy_role.py"), str(self.events), name]
             specs.append({"name": name, "argv": [*argv, *common.get(name, []), *words.get(name, [])],
-                          "after": [] if name == "store" else ["store"],
+                          "after": [] if name == "store" else ["store"], "gang": "all" if name in gang else "",
                           "ready_file": str(self.run_dir / "store.addr") if name == "store" else None})  # fmt: skip
         settings = {"backoff_s": 0.05, "backoff_max_s": 0.2, "stop_s": 15.0, "finish_s": 30.0, **config}
         file = self.events.with_name("specs.json")
@@ -125,6 +125,35 @@ def test_an_evaluation_that_never_ends_is_cut_off(stage: Stage) -> None:
     code, out = stage.finish()
     assert code == 0 and "supervisor.finish_s" in out
     assert stage.names("term")[0] == "evaluator"
+
+
+@pytest.mark.parametrize("victim", ["learner", "sampler-1"])
+def test_of_a_gang_all_are_started_again_when_one_dies(stage: Stage, victim: str) -> None:
+    stage.start(gang=("learner", "sampler-1"))
+    stage.all_up()
+    before = {name: stage.pid(name) for name in NAMES}
+    os.kill(before[victim], signal.SIGKILL)
+    until(lambda: sorted(stage.names("again")) == ["learner", "sampler-1"], "both again")
+    assert all(gone(before[name]) for name in ("learner", "sampler-1"))
+    stage.learner_done.touch()
+    stage.evaluator_done.touch()
+    assert stage.finish()[0] == 0
+    assert sorted(stage.names("again")) == ["learner", "sampler-1"], "and nobody else, and once"
+    restarts = [row["who"] for row in metrics.read(stage.run_dir / "metrics.jsonl") if row["kind"] == "restart"]
+    assert restarts == [victim]
+
+
+def test_one_of_a_gang_that_falls_after_the_leader_is_done_revives_nobody(stage: Stage) -> None:
+    stage.start(gang=("learner", "sampler-1"))
+    stage.all_up()
+    learner, mate = stage.pid("learner"), stage.pid("sampler-1")
+    stage.learner_done.touch()
+    until(lambda: gone(learner), "the learner to end")
+    os.kill(mate, signal.SIGKILL)
+    until(lambda: gone(mate), "its mate to end")
+    stage.evaluator_done.touch()
+    assert stage.finish()[0] == 0
+    assert stage.names("again") == []
 
 
 def test_a_killed_role_is_started_again(stage: Stage) -> None:

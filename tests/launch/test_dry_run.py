@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 SPREAD = ["--insecure", "--on=store=vm-a", "--on=learner=vm-a", "--on=sampler-0=vm-b", "--on=evaluator=vm-c"]
 ACTORS_ON = [f"--on={role}" for role in ("store=vm-a", "learner=vm-a", "sampler=vm-b", "evaluator=vm-b", "actor=vm-c")]
+SLICE = ["--config.placement.learner_hosts=2", "--config.learner.mesh.fsdp=8", "--insecure", "--run=/shared/x",
+         "--on=store=vm-a", "--on=sampler=vm-a", "--on=evaluator=vm-c"]  # fmt: skip
 ACTORS_ON += ["--devices-per-host=3"]
 CASES = {
     "tpu_one_host": ("tpu_vm.sh", ["--devices-per-host=8"]),
@@ -31,6 +33,8 @@ CASES = {
         "gpu.sh",
         ["--config.placement.actors=2", "--config.sampler.count=2", "--tls=runs/x/tls", "--run=runs/x", *ACTORS_ON],
     ),
+    "tpu_slice": ("tpu_vm.sh", [*SLICE, "--on=learner=slice-b", "--zone=us-central2-b"]),
+    "gpu_learner_hosts": ("gpu.sh", [*SLICE, "--on=learner=gpu-a", "--on=learner-1=gpu-b"]),
     "gpu_three_hosts_tls": ("gpu.sh", ["--tls=runs/x/tls", *SPREAD[1:], "--run=runs/x"]),
 }
 
@@ -87,6 +91,21 @@ CONFIG = configs.load(ROOT / "configs" / "rlvr_tiny.py")
 def test_a_plan_that_cannot_work_is_refused(target: Target, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         launchers.plan(CONFIG, target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "words"),
+    [
+        ("tpu_vm", {"sampler": "a", "evaluator": "b"}, "a TPU slice for itself"),
+        ("tpu_vm", {"learner": "a", "sampler": "a", "evaluator": "b"}, "a TPU slice for itself"),
+        ("gpu", {"learner": "a", "sampler": "b", "evaluator": "b"}, "learner=HOST --on learner-1=HOST"),
+        ("gpu", {"learner-1": "a", "sampler": "b", "evaluator": "b"}, "learner=HOST --on learner-1=HOST"),
+    ],
+)
+def test_a_learner_of_several_hosts_has_them_for_itself(kind: str, hosts: dict[str, str], words: str) -> None:
+    config = configs.load(ROOT / "configs" / "rlvr_tiny.py", ["placement.learner_hosts=2", "learner.mesh.fsdp=8"])
+    with pytest.raises(ConfigError, match=words):
+        launchers.plan(config, Target(kind, "c.py", hosts=hosts, zone="z", insecure=True, devices_per_host=8))
 
 
 def test_roles_of_one_host_share_its_gpus_when_each_would_take_all() -> None:

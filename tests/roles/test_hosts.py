@@ -1,0 +1,124 @@
+"""The words of a learner's first process to the others: in their order, to nobody else, and a loss ends all."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError
+from jaxroll.records import Version
+from jaxroll.roles import hosts
+from jaxroll.roles.hosts import Follower, Leader, Word
+
+LIMIT_S = 20.0
+Ends = queue.Queue
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    """The (text, code) with which processes would have ended."""
+    said: Ends = queue.Queue()
+    monkeypatch.setattr(hosts, "_end_now", lambda text, code=EXIT_FAILURE: said.put((text, code)))
+    return said
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[socket.socket, socket.socket]]:
+    pair = socket.socketpair()
+    yield pair
+    for link in pair:
+        link.close()
+
+
+def test_words_come_in_their_order_up_to_the_end(links, ends):
+    leader, follower = Leader([links[0]], threading.Event()), Follower(links[1])
+    said = [Word("prepared", body=bytes(3_000_000)), Word("started"), Word("write", Version(1, 4), 7, "base")]
+    for word in said:
+        leader.tell(word)
+    with leader:
+        leader.end(130)
+    assert list(follower.words()) == [*said, Word("end", code=130)]
+    links[0].close()
+    links[1].close()
+    assert ends.empty(), "after the end nobody is missed"
+
+
+def test_who_is_asked_to_leave_asks_the_leader(links, ends):
+    stop = threading.Event()
+    Leader([links[0]], stop)
+    Follower(links[1]).ask_to_stop()
+    assert stop.wait(LIMIT_S)
+
+
+def test_a_leader_that_is_gone_ends_the_follower(links, ends):
+    Follower(links[1])
+    links[0].sendall(hosts._LENGTH.pack(100) + b"half a word")
+    links[0].close()
+    assert ends.get(timeout=LIMIT_S) == ("process 0 of the learner is gone", EXIT_FAILURE)
+
+
+def test_a_follower_that_is_gone_ends_the_leader(links, ends):
+    Leader([links[0]], threading.Event())
+    links[1].close()
+    assert ends.get(timeout=LIMIT_S) == ("process 1 of the learner is gone", EXIT_FAILURE)
+
+
+def test_what_ends_the_leader_ends_the_follower_with_its_words_whatever_it_waits_for(links, ends):
+    leader, _ = Leader([links[0]], threading.Event()), Follower(links[1])
+    refusal = ConfigError("learner.mesh", 3, "no", "Yes.")
+    with pytest.raises(ConfigError), leader:
+        raise refusal
+    assert {ends.get(timeout=LIMIT_S) for _ in range(2)} == {(str(refusal), EXIT_CONFIG)}
+
+
+def test_what_ends_the_follower_ends_the_leader_with_its_words(links, ends):
+    """A config that is refused there is not tried again."""
+    Leader([links[0]], threading.Event())
+    refusal = ConfigError("learner.mesh", 3, "no", "Yes.")
+    with pytest.raises(ConfigError), Follower(links[1]):
+        raise refusal
+    assert {ends.get(timeout=LIMIT_S) for _ in range(2)} == {(str(refusal), EXIT_CONFIG)}
+
+
+def test_a_stranger_is_turned_away():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        secret, at = b"s" * 64, listener.getsockname()
+        with socket.create_connection(at) as stranger, socket.create_connection(at) as ours:
+            stranger.settimeout(LIMIT_S)
+            stranger.sendall(b"x" * 68)
+            ours.sendall(secret + hosts._INDEX.pack(1))
+            (link,) = hosts._answered(listener, secret, 1)
+            link.sendall(b"!")
+            assert ours.recv(1) == b"!"
+            assert stranger.recv(1) == b""
+            link.close()
+
+
+def test_an_address_of_an_earlier_life_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as dead:
+        old = dead.getsockname()[1]
+    (tmp_path / hosts.ADDRESS_FILE).write_text(f"127.0.0.1:{old}\n")
+    with socket.socket() as late:
+
+        def come(_: float) -> None:
+            _, port = hosts._meeting_point("127.0.0.1:0", tmp_path, 0)
+            late.bind(("127.0.0.1", port))
+            late.listen()
+
+        monkeypatch.setattr(hosts.time, "sleep", come)
+        assert hosts._meeting_point("127.0.0.1:0", tmp_path, 1) == late.getsockname()
+
+
+@pytest.mark.parametrize("words", ["", "host", "host:", ":7000", "host:x"])
+def test_what_is_no_address_is_refused(words: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        hosts._meeting_point(words, tmp_path, 0)
+
+
+def test_where_the_port_is_named_it_is_taken(tmp_path: Path):
+    assert hosts._meeting_point("10.0.0.1:7000", tmp_path, 1) == ("10.0.0.1", 7000)
