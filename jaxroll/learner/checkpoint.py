@@ -7,6 +7,9 @@ from is not part of it: it is restored into whatever shardings are asked for.
 
 `save` returns when the arrays have been copied to the host; a thread of orbax writes them, and one of ours then sums up
 the files (see `checksums`) and sees to it that they reach the disk. Nothing else waits for it.
+
+Where a state lies on several processes each of them calls `write` and `read`, for its own parts; all the rest, such as
+what is there, what is whole and what is durable, is the first one's. The folder is one that all of them reach.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ FORMAT = 1
 
 
 class Checkpoints:
-    """The checkpoints of one run; only the learner's process writes, anyone may read."""
+    """The checkpoints of one run; only the learner writes, anyone may read."""
 
     def __init__(self, folder: Path, kept: int) -> None:
         if kept < 1:
@@ -55,7 +58,11 @@ class Checkpoints:
             return
         if self._writer is None:
             self._discard_unfinished()
-            self._writer = ocp.AsyncCheckpointer(_handler())
+        self.write(version, position, state, base)
+
+    def write(self, version: Version, position: int, state: TrainState, base: str) -> None:
+        """Start writing this process's parts of `state`; it is whole once all have written theirs."""
+        self._writer = self._writer or ocp.AsyncCheckpointer(_handler())
         arrays = _flat(state)
         about = {
             "format": FORMAT,
@@ -119,8 +126,11 @@ class Checkpoints:
 
     def about(self, version: Version) -> dict[str, Any]:
         """What the checkpoint says about itself: format, lineage, step, position, arrays."""
-        args = ocp.args.Composite(about=ocp.args.JsonRestore())
-        return self._read(version, args)[ABOUT]
+        self._check_whole(version)
+        try:
+            return checkpoint_files.about(self.path(version))
+        except CheckpointDamaged as error:
+            raise self._is_damaged(version, str(error)) from error
 
     def restore(
         self, version: Version, abstract: TrainState, base: str = "", *, durable: bool = False
@@ -138,13 +148,18 @@ class Checkpoints:
         wanted = _flat(abstract)
         _check_same(wanted, about, version)
         _check_base(about.get("base", ""), base, version)
+        return self.read(version, abstract), int(about["position"])
+
+    def read(self, version: Version, abstract: TrainState) -> TrainState:
+        """This process's parts of a checkpoint that was found to be this model's. CheckpointDamaged like `restore`."""
+        wanted = _flat(abstract)
         arguments = jax.tree.map(
             lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), wanted
         )
         items = ocp.args.Composite(state=ocp.args.PyTreeRestore(item=wanted, restore_args=arguments))
         arrays = self._read(version, items)[STATE]
         leaves = [arrays[name] for name in wanted]
-        return jax.tree.unflatten(jax.tree.structure(abstract), leaves), int(about["position"])
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def settle(self, version: Version) -> None:
         """Make a whole checkpoint durable whose writer was killed before it had summed it up; else without effect."""

@@ -32,13 +32,13 @@ def damage(folder: Path, *, durable: bool = False) -> str:
     Without sums there is nothing to go by, and that is wrong only of one that is known to be `durable`.
     """
     try:
-        said = json.loads((folder / NAME).read_text())
+        said = dict(json.loads((folder / NAME).read_text())["files"])
     except FileNotFoundError:
         return f"{NAME} is gone: it was written before the checkpoint was durable" if durable else ""
-    except ValueError as error:
-        return f"{NAME} is damaged: {error}"
+    except (ValueError, KeyError, TypeError) as error:  # no JSON any more, or not what `write` makes
+        return f"{NAME} is damaged: {type(error).__name__}: {error}"
     found = _sums(folder)
-    for name, digest in sorted(said["files"].items()):
+    for name, digest in sorted(said.items()):
         if found.get(name) != digest:
             return f"{name} is {'not what was written' if name in found else 'gone'}"
     return ""

@@ -5,7 +5,6 @@ G is the group size, N the number of groups.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,20 +13,18 @@ import numpy as np
 
 from jaxroll.config import Config, LearnerConfig
 from jaxroll.config.algorithms import settled
+from jaxroll.config.rules import sample_tokens
 from jaxroll.errors import DataError
 from jaxroll.learner.samples import Sample
 from jaxroll.math import advantage, credit
 from jaxroll.math.credit import Advantage, Group
 
-_BLOCKS = {
-    "group_std": jax.jit(jax.vmap(functools.partial(advantage.group_centred, divide_by_std=True))),
-    "group_mean": jax.jit(jax.vmap(functools.partial(advantage.group_centred, divide_by_std=False))),
-    "leave_one_out": jax.jit(jax.vmap(advantage.leave_one_out)),
-}
-
 _GAE = jax.jit(jax.vmap(advantage.gae, in_axes=(0, 0, 0, None, None)))
 
 _PER_GROUP: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # rewards, who can be trained on
+    "group_std": lambda rewards, _: credit.standardised(rewards),
+    "group_mean": lambda rewards, _: credit.standardised(rewards, divide_by_std=False),
+    "leave_one_out": lambda rewards, _: credit.leave_one_out(rewards),
     "positive": lambda rewards, _: credit.positive(rewards),
     "best": credit.best,
     "best_worst": credit.best_worst,
@@ -38,9 +35,6 @@ def estimator(config: Config) -> credit.Credit:
     """groups → the advantage of every member, by `learner.advantage`; with a critic see `by_critic`."""
     learner: LearnerConfig = settled(config.learner)
     kind = learner.advantage
-    shape = (config.schedule.groups_per_step, config.schedule.group_size)
-    if kind in _BLOCKS:
-        return lambda groups: _listed(group_advantages(_rewards(groups), shape, kind))
     if kind in ("batch_std", "group_mean_batch_std"):
         baseline = kind == "group_mean_batch_std"
         return lambda groups: _listed(credit.batch_standardised(_rewards(groups), group_baseline=baseline))
@@ -54,11 +48,7 @@ def estimator(config: Config) -> credit.Credit:
 
 def warmup(config: Config) -> None:
     """Compile the estimator, if it is a program."""
-    kind = settled(config.learner).advantage
-    if kind in _BLOCKS:
-        shape = (config.schedule.groups_per_step, config.schedule.group_size)
-        group_advantages([np.zeros(1, np.float32)], shape, kind)
-    if kind == "gae":
+    if settled(config.learner).advantage == "gae":
         _gae(config, np.zeros((3, *_gae_shape(config)), np.float32))
 
 
@@ -109,26 +99,13 @@ def whitened(samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> lis
 
 def _gae_shape(config: Config) -> tuple[int, int]:
     """Samples and tokens of a block: one program serves every claim."""
-    return config.schedule.groups_per_step * config.schedule.group_size, config.learner.row_tokens
+    return config.schedule.groups_per_step * config.schedule.group_size, sample_tokens(config.learner)
 
 
 def _gae(config: Config, given: np.ndarray) -> np.ndarray:
     """float32 [N, T] of rewards, values and mask [3, N, T]."""
     learner = config.learner
     return np.asarray(_GAE(*given, np.float32(learner.gae_discount), np.float32(learner.gae_lambda)))
-
-
-def group_advantages(rewards: list[np.ndarray], shape: tuple[int, int], kind: str) -> list[np.ndarray]:
-    """float32 [Gᵢ] for every group; computed in blocks of `shape` [N, G], so that one program serves every claim."""
-    block, _ = shape
-    out = []
-    for first in range(0, len(rewards), block):
-        padded, mask = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        for row, group in enumerate(rewards[first : first + block]):
-            padded[row, : len(group)], mask[row, : len(group)] = group, 1.0
-        result = np.asarray(_BLOCKS[kind](padded, mask))
-        out += [result[row, : len(group)] for row, group in enumerate(rewards[first : first + block])]
-    return out
 
 
 def check_sizes(groups: Sequence[Group], size: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,13 @@ from jaxroll.math import advantage
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
+from jaxroll.sharding import placing
 from jaxroll.sharding.rules import Layout, batch_spec, replicated
 
+_Leaf = TypeVar("_Leaf")
 HEAD = "value"
 BEFORE, TARGET = "value", "target"  # streams: V of the claim's start, and what V should have been
-_SHARED = ("tokens", "positions", "segment_ids", "mask", "weight")  # streams of the policy's that the critic reads
+_READ = ("tokens", "positions", "segment_ids", packing.PROMPT_IDS, "mask", "weight")  # of the policy's streams
 
 
 def abstract(learner: LearnerConfig, spec: ModelSpec, layout: Layout) -> TrainState | None:
@@ -92,7 +94,7 @@ class Critic:
         # Copied: a step donates the parameters that it replaces.
         params = {name: jnp.copy(policy[name]) for name in self.here.params if name != HEAD}
         head = self.here.params[HEAD]
-        params[HEAD] = jax.device_put(np.zeros(head.shape, head.dtype), head.sharding)
+        params[HEAD] = placing.placed_once(np.zeros(head.shape, head.dtype), head.sharding)
         return self._kept(states.fresh(params, spec, layout, self.recipe.optimizer.transform))
 
     def values(self, state: TrainState, batches: Sequence[Streams]) -> list[np.ndarray]:
@@ -100,14 +102,14 @@ class Critic:
         if not batches:
             return []
         params = jax.device_put(state.params, step.shardings_of(self.here.params)) if self.offload else state.params
-        return jax.device_get([self._get("values", _rows(of))(params, _shared(of)) for of in batches])
+        return placing.fetched([self._get("values", _rows(of))(params, _read(of)) for of in batches])
 
     def placed(self, batch: MicroBatch, samples: Sequence[Sample], streams: Streams) -> Streams:
         """What the critic is trained on: `streams` (those of the policy, on the devices), values and targets."""
         given = {BEFORE: [_given(sample.value) for sample in samples],
                  TARGET: [_given(sample.target) for sample in samples]}  # fmt: skip
         rows = {name: packing.spread(batch, values) for name, values in given.items()}
-        return _shared(streams) | jax.device_put(rows, self._batch)
+        return _read(streams) | placing.placed(rows, self._batch)
 
     def trained(
         self, state: TrainState, substeps: Sequence[Sequence[Streams]]
@@ -135,7 +137,7 @@ class Critic:
             apply = jax.jit(self._applied, donate_argnums=(0, 1),
                             out_shardings=(step.shardings_of(self.here), out, self._everywhere))  # fmt: skip
             return apply.lower(self.here, accumulator)
-        streams = {key: self._stream(rows, packing.STREAMS[key]) for key in _SHARED}
+        streams = {key: self._stream(rows, dtype) for key, dtype in _read(self.recipe.streams).items()}
         if name == "values":
             return jax.jit(self._values, out_shardings=self._batch).lower(self.here.params, streams)
         streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in (BEFORE, TARGET)}
@@ -170,10 +172,7 @@ class Critic:
 
 def token_values(recipe: Recipe, params: Params, streams: Streams) -> Float[Array, "R T"]:
     """V of every token of packed rows, float32; of no meaning where `mask` is False."""
-    hidden = transformer.forward(
-        recipe.spec, params, streams["tokens"], streams["positions"], streams["segment_ids"], layout=recipe.layout,
-        attention=recipe.attention.name,
-    )  # fmt: skip
+    hidden = step.hidden_states(recipe, params, streams)
     return jnp.roll(transformer.values(recipe.spec, params, hidden), 1, axis=1)
 
 
@@ -210,5 +209,5 @@ def _rows(streams: Streams) -> int:
     return streams["tokens"].shape[0]
 
 
-def _shared(streams: Streams) -> dict[str, jax.Array]:
-    return {name: streams[name] for name in _SHARED}
+def _read(streams: Mapping[str, _Leaf]) -> dict[str, _Leaf]:
+    return {name: streams[name] for name in _READ if name in streams}

@@ -16,6 +16,7 @@ from jaxroll.learner import lora as adapters
 from jaxroll.learner.lora import Lora
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
+from jaxroll.sharding import placing
 from jaxroll.sharding.rules import Layout, replicated
 
 Params = dict[str, jax.Array]
@@ -80,7 +81,7 @@ def fresh(
     """The state of `params` (of the adapters, with `lora`) before the first step; moments are made where they lie."""
     placed = shardings(spec, layout, transform, lora)
     opt_state = jax.jit(transform.init, out_shardings=placed.opt_state)(params)
-    return TrainState(params, opt_state, jax.device_put(np.int32(0), placed.step))
+    return TrainState(params, opt_state, placing.placed_once(np.array(0, np.int32), placed.step))
 
 
 def placed(params: Mapping[str, np.ndarray], spec: ModelSpec, layout: Layout) -> Params:
@@ -104,5 +105,5 @@ def _on_devices(spec: ModelSpec, name: str, value: np.ndarray, where: jax.shardi
     if value.shape != shape:
         reason = f"{name} has shape {value.shape} in the weights, the model has {shape}"
         raise ConfigError("model.size", spec.name, reason, "Another model's?")
-    # Not aliased: a step donates its parameters, and the caller still holds the host arrays.
-    return jax.block_until_ready(jax.device_put(np.asarray(value, np.float32), where, may_alias=False))
+    # Copied: a step donates its parameters, and the caller still holds the host arrays.
+    return jax.block_until_ready(placing.placed_once(np.asarray(value, np.float32), where))

@@ -23,19 +23,21 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jaxroll.kernels.choice import UNASKED, Choice
+from jaxroll.kernels.shared import SharedRows
 from jaxroll.learner import lora, statistics
 from jaxroll.learner import state as states
 from jaxroll.learner.compiles import AheadOfTime
 from jaxroll.learner.head import TokenTerms, token_terms
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.optimizer import Optimizer
-from jaxroll.learner.packing import STREAMS
+from jaxroll.learner.packing import PROMPT_IDS, STREAMS
 from jaxroll.learner.state import Params, TrainState
 from jaxroll.math.tokens import Objective, Tokens
 from jaxroll.models import params as model_params
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
+from jaxroll.sharding import placing
 from jaxroll.sharding.rules import Layout, batch_spec, replicated
 
 Streams = Mapping[str, jax.Array]
@@ -62,22 +64,34 @@ class Recipe:
     token_loss: Objective
     optimizer: Optimizer
     temperature: float
-    row_tokens: int
+    row_tokens: int  # T, all that a row has
     age_buckets: int = 1
     added: tuple[str, ...] = ()
     logits_mb: float = math.inf  # of `head.token_terms`
     attention: Choice = UNASKED
     lora: Lora | None = None  # with it `params` of a state are adapters, and `base` what they are put upon
+    rows: SharedRows | None = None  # how a row is divided where prompts are shared
+
+    @property
+    def streams(self) -> Mapping[str, np.dtype]:
+        """The streams of a micro-batch as it is packed, by name."""
+        return STREAMS | ({PROMPT_IDS: np.dtype(np.int32)} if self.rows else {})
+
+
+def hidden_states(recipe: Recipe, params: Params, streams: Streams) -> Array:
+    """The final hidden states [R, T, D] of packed rows."""
+    return transformer.forward(
+        recipe.spec, params, streams["tokens"], streams["positions"], streams["segment_ids"], layout=recipe.layout,
+        attention=recipe.attention.name, rows=recipe.rows, prompt_ids=streams.get(PROMPT_IDS),
+    )  # fmt: skip
 
 
 def terms_of(recipe: Recipe, params: Params, streams: Streams) -> TokenTerms:
     """What one forward pass says about every token of packed rows; of no meaning where `mask` is False."""
-    spec, layout = recipe.spec, recipe.layout
-    hidden = transformer.forward(
-        spec, params, streams["tokens"], streams["positions"], streams["segment_ids"], layout=layout,
-        attention=recipe.attention.name,
-    )  # fmt: skip
-    return token_terms(spec, layout, recipe.temperature, params, hidden, streams["tokens"], recipe.logits_mb)
+    hidden = hidden_states(recipe, params, streams)
+    return token_terms(
+        recipe.spec, recipe.layout, recipe.temperature, params, hidden, streams["tokens"], recipe.logits_mb
+    )
 
 
 def gradients(
@@ -91,7 +105,7 @@ def gradients(
         # One step per claim: the proximal policy is this very forward pass, so the identity is exact and free.
         proximal = streams.get(PROXIMAL, jax.lax.stop_gradient(logprobs))
         reference = streams.get(REFERENCE, jnp.zeros_like(logprobs))
-        given = (streams[name] for name in ("advantage", "mask", "segment_ids"))
+        given = (streams[name] for name in ("advantage", "mask", "segment_ids", "ages"))
         token = recipe.token_loss(Tokens(logprobs, proximal, streams["behaviour"], reference, *given))
         seen = statistics.of_batch(streams, proximal, token, terms.entropy, terms.logits_variance, recipe.age_buckets)
         return jnp.sum(jnp.where(streams["mask"], streams["weight"] * token.loss, 0.0)), seen
@@ -141,7 +155,12 @@ class Programs:
 
     def placed(self, streams: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """The streams of a micro-batch on the devices, rows over data and fsdp."""
-        return jax.device_put(dict(streams), self._batch)
+        return placing.placed(dict(streams), self._batch)
+
+    def warm_fetches(self, buckets: Sequence[int]) -> None:
+        """Fetch numbers of all tokens of a micro-batch once: over several processes that compiles."""
+        for rows in buckets:
+            placing.fetched(self.placed({"": np.zeros((rows, self.recipe.row_tokens), np.float32)}))
 
     def accumulate(
         self, params: Params, accumulator: Accumulator, streams: Streams, base: Params | None = None
@@ -155,7 +174,9 @@ class Programs:
 
     def logprobs(self, params: Params, streams: Streams) -> jax.Array:
         """log π [R, T] of the trained tokens under `params`, 0 elsewhere."""
-        return self._get("logprobs", streams["tokens"].shape[0])(params, {name: streams[name] for name in STREAMS})
+        return self._get("logprobs", streams["tokens"].shape[0])(
+            params, {name: streams[name] for name in self.recipe.streams}
+        )
 
     def apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
         """The next state, an empty accumulator, and the step's report; both arguments are donated."""
@@ -172,7 +193,7 @@ class Programs:
         if name == "apply":
             out = (shardings_of(state), shardings_of(accumulator), self._everywhere)
             return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, accumulator)
-        streams = {key: self._stream(rows, dtype) for key, dtype in STREAMS.items()}
+        streams = {key: self._stream(rows, dtype) for key, dtype in recipe.streams.items()}
         if name == "logprobs":
             return jax.jit(self._logprobs, out_shardings=self._batch).lower(self.params, streams)
         streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in recipe.added}

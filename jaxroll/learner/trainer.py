@@ -1,7 +1,9 @@
 """One claim in, one new version out.
 
-The caller's thread dispatches JAX; `train` returns when the step's report has been read, so the time it takes is the
-time of the step. What it computes is a function of (state, claim): micro-batches and shuffles never depend on arrival.
+The caller's thread dispatches JAX. `train` does a step's three parts one after the other; a caller with something to
+do meanwhile calls them itself: `prepared` lays the samples out on the devices, `started` queues the step, `finished`
+waits for its report. What is computed is a function of (state, claim): micro-batches and shuffles never depend on
+arrival.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxroll.config import Config
-from jaxroll.errors import JaxRollError
+from jaxroll.config import Config, LearnerConfig
+from jaxroll.config.rules import sample_tokens
+from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.kernels import choice
-from jaxroll.learner import credit, critic, lora, minibatch, optimizer, packing, statistics
+from jaxroll.kernels.shared import SharedRows
+from jaxroll.learner import credit, critic, lora, minibatch, optimizer, packing, sharing, statistics
 from jaxroll.learner import state as states
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.learner.critic import Critic
@@ -35,12 +40,35 @@ from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim
-from jaxroll.sharding import backend
+from jaxroll.sharding import backend, placing
 from jaxroll.sharding.rules import Layout, Rules
 
 Metrics = dict[str, Any]
 Streams = dict[str, jax.Array]
 _ADAPTERS = 0x10FA  # folded into the run's seed for fresh adapters: no other stream of the run takes it
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A claim's micro-batches by optimizer step, on the host and on the devices."""
+
+    claim: Claim
+    prepared: minibatch.Prepared
+    packed: list[list[MicroBatch]]
+    placed: list[list[Streams]]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A step that the devices are computing, or have: the reports of its optimizer steps, and those of the critic."""
+
+    ready: Ready
+    reports: list[dict[str, Any]]
+    of_critic: list[dict[str, Any]]
+
+    def is_done(self) -> bool:
+        """Whether `Trainer.finished` would not wait."""
+        return all(leaf.is_ready() for leaf in jax.tree.leaves((self.reports, self.of_critic)))
 
 
 class Trainer:
@@ -54,11 +82,17 @@ class Trainer:
         self.config, self.spec = config, spec
         self.layout = Layout(mesh, rules)
         self._shards, self._quadratic = mesh.shape["data"] * mesh.shape["fsdp"], packing.attention_share(spec)
-        self.buckets = packing.row_buckets(config.learner.micro_rows, self._shards)
+        self.buckets = packing.row_buckets(config.learner.micro_rows, self._shards, config.learner.prompt_rows)
         self.algorithm = algorithms.build(config.learner)
+        self._rows = shared_rows(config.learner)
+        if self._rows and self.algorithm.together > 1:
+            raise ConfigError("learner.prompt_tokens", config.learner.prompt_tokens,
+                              "this algorithm compares samples that lie side by side in a row",
+                              "Set it to 0: every sample then has its own copy of its prompt.")  # fmt: skip
         self.programs = Programs(recipe(config, spec, self.layout, self.algorithm))
         self.critic = Critic.of(config.learner, self.programs.recipe)
         self.lora = self.programs.recipe.lora
+        self.sends_adapters = self.lora is not None and config.learner.lora_publish == "adapters"
         self.base: states.Params = {}  # frozen, below the adapters; empty where all parameters are trained
         self._base_digest = ""
         params = model_params.init(spec, key, mesh, rules)
@@ -74,6 +108,14 @@ class Trainer:
     def params(self) -> states.Params:
         """The parameters that the model computes with now; with adapters a copy of all, merged."""
         return self.programs.merge(self.state.params, self.base) if self.lora else self.state.params
+
+    def published(self) -> states.Params:
+        """What samplers are sent of every version: `params`, or the adapters if these are to travel by themselves."""
+        return self.state.params if self.sends_adapters else self.params()
+
+    def frozen(self) -> states.Params:
+        """What samplers are sent once and for all, if adapters travel by themselves: what these are put upon."""
+        return self.base
 
     def base_digest(self) -> str:
         """What the adapters are put upon, by its bits; empty where all parameters are trained."""
@@ -95,24 +137,45 @@ class Trainer:
         credit.warmup(self.config)
         if self.critic:
             self.critic.compile(self.buckets, progress)
+        if self.critic or _kl_in_reward(self.config):  # what they say of tokens is fetched
+            self.programs.warm_fetches(self.buckets)
         self._accumulator = self.programs.zeros()
         self._compiles.reset()
 
     def train(self, claim: Claim) -> Metrics:
-        """Train on `claim`, one optimizer step per substep; the metrics of the step.
+        """Train on `claim`, one optimizer step per substep; the metrics of the step. Raises like `finished`."""
+        return self.finished(self.started(self.prepared(claim)))
 
-        Raises JaxRollError when a gradient is not finite; the state is then spoilt and must be restored.
-        """
+    @property
+    def prepares_ahead(self) -> bool:
+        """Whether a claim may be prepared before the step before it is done: what it is made into asks no model."""
+        return self.critic is None and not _kl_in_reward(self.config)
+
+    def prepared(self, claim: Claim) -> Ready:
+        """`claim` laid out on the devices; where a model prices or judges its tokens, by the parameters as they are."""
         costs = self._kl_costs if _kl_in_reward(self.config) else None
         values = self._values if self.critic else None
         prepared = minibatch.prepare(claim, self.config, algorithm=self.algorithm, costs=costs, values=values)
-        packed = [self._packed(samples, self.algorithm.together) for samples in prepared.substeps]
-        placed = [[self.programs.placed(batch.streams) for batch in batches] for batches in packed]
+        packed = [self.packed(samples, self.algorithm.together) for samples in prepared.substeps]
+        return Ready(
+            claim, prepared, packed, [[self.programs.placed(batch.streams) for batch in batches] for batches in packed]
+        )
+
+    def started(self, ready: Ready) -> Running:
+        """The step on `ready`, queued: from here on `state` and `params()` are those after it."""
+        placed = ready.placed
         for name in self.programs.recipe.added:
             placed = self._with_logprobs(placed, name)
-        reports, of_critic = jax.device_get(
-            ([self._substep(batches) for batches in placed], self._train_critic(prepared.substeps, packed, placed))
-        )
+        reports = [self._substep(batches) for batches in placed]
+        return Running(ready, reports, self._train_critic(ready.prepared.substeps, ready.packed, placed))
+
+    def finished(self, running: Running) -> Metrics:
+        """The metrics of the step, once the devices are through with it.
+
+        Raises JaxRollError when a gradient is not finite; the state is then spoilt and must be restored.
+        """
+        prepared, packed, claim = running.ready.prepared, running.ready.packed, running.ready.claim
+        reports, of_critic = placing.fetched((running.reports, running.of_critic))
         _check_finite(reports, claim, "learner.learning_rate")
         _check_finite(of_critic, claim, "learner.critic_learning_rate")
         batches = [batch for of_substep in packed for batch in of_substep]
@@ -120,10 +183,10 @@ class Trainer:
         if of_critic:
             seen |= critic.metrics([sample for samples in prepared.substeps for sample in samples], of_critic)
         rewards = rewards_by_age(prepared.groups, self.programs.recipe.age_buckets)
-        seen["by_age"] = {age: {"tokens": 0, "reward": reward} | seen["by_age"].get(age, {})
-                          for age, reward in rewards.items()}  # fmt: skip
+        seen["by_age"] = {age: {"tokens": 0} | earned | seen["by_age"].get(age, {}) for age, earned in rewards.items()}
         return data_metrics(prepared.groups) | seen | {
             "padding_waste": packing.padding_waste(batches),
+            "shared_tokens": packing.shared_tokens(batches),
             "shard_imbalance": packing.shard_imbalance(batches, self._shards, self._quadratic),
             "tokens_computed": sum(sample.trained_tokens for samples in prepared.substeps for sample in samples),
             "micro_batches": len(batches),
@@ -140,7 +203,10 @@ class Trainer:
         state = states.fresh(params, self.spec, self.layout, transform, self.lora)
         return dataclasses.replace(state, critic=judge)
 
-    def _packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
+    def packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
+        """The micro-batches of `samples`, as this config lays them out."""
+        if self._rows:
+            return sharing.pack(samples, self._rows, self.buckets, shards=self._shards, quadratic=self._quadratic)
         return packing.pack(
             samples, self.config.learner.row_tokens, self.buckets,
             shards=self._shards, quadratic=self._quadratic, together=together,
@@ -158,18 +224,18 @@ class Trainer:
 
     def _kl_costs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """kl_coef · k1(π_prox, π_ref) of the tokens of each sample, [T]."""
-        batches = self._packed(samples)
+        batches = self.packed(samples)
         placed = [[self.programs.placed(batch.streams) for batch in batches]]
         for name in (PROXIMAL, REFERENCE):
             placed = self._with_logprobs(placed, name)
-        both = jax.device_get([(streams[PROXIMAL], streams[REFERENCE]) for streams in placed[0]])
+        both = placing.fetched([(streams[PROXIMAL], streams[REFERENCE]) for streams in placed[0]])
         costs = [self.config.learner.kl_coef * (logp.astype(np.float64) - logq) for logp, logq in both]
         return packing.gathered(batches, costs, len(samples))
 
     def _values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """What the critic expects now at the tokens of each sample, float32 [T]."""
         assert self.critic is not None  # `train` asks
-        batches = self._packed(samples)
+        batches = self.packed(samples)
         placed = [self.programs.placed(batch.streams) for batch in batches]
         return packing.gathered(batches, self.critic.values(self.state.critic, placed), len(samples))
 
@@ -202,26 +268,34 @@ def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm
     """What the learner's programs are made of under this config."""
     algorithm = algorithm or algorithms.build(config.learner)
     added = [PROXIMAL] if config.learner.substeps > 1 else []
-    remat = config.learner.remat
+    remat, rows = config.learner.remat, shared_rows(config.learner)
     return Recipe(
         spec=spec if remat == "auto" else dataclasses.replace(spec, remat=remat),
         layout=layout,
         token_loss=algorithm.objective,
         optimizer=optimizer.build(config.learner),
         temperature=config.sampling.temperature,
-        row_tokens=config.learner.row_tokens,
+        row_tokens=rows.row_tokens if rows else config.learner.row_tokens,
         age_buckets=math.ceil(config.schedule.alpha) + 1,
         added=(*added, REFERENCE) if algorithm.needs_reference else tuple(added),
         logits_mb=config.learner.logits_mb,
-        attention=attention(config, spec, layout),
+        attention=choice.Choice(choice.XLA, "prompts are shared") if rows else attention(config, spec, layout),
         lora=Lora.of(config.learner),
+        rows=rows,
     )
+
+
+def shared_rows(learner: LearnerConfig) -> SharedRows | None:
+    """How a row is divided under this config; None where every sample has its own copy of its prompt."""
+    if not learner.prompt_tokens:
+        return None
+    return SharedRows(learner.prompt_tokens, learner.prompt_rows, learner.row_tokens)
 
 
 def attention(config: Config, spec: ModelSpec, layout: Layout) -> choice.Choice:
     """The implementation of attention in packed rows; ConfigError when the config names one that cannot work here."""
     mesh = layout.mesh
-    site = choice.Site(spec, backend.platform(mesh), mesh.shape["tensor"], config.learner.row_tokens)
+    site = choice.Site(spec, backend.platform(mesh), mesh.shape["tensor"], sample_tokens(config.learner))
     return choice.choose("packed", config.learner.attention, site)
 
 
@@ -248,14 +322,15 @@ def data_metrics(groups: Sequence[Sequence[Sample]]) -> Metrics:
     }
 
 
-def rewards_by_age(groups: Sequence[Sequence[Sample]], age_buckets: int) -> dict[str, float]:
-    """The mean reward of the members over the trained tokens of each age; the last bucket takes whatever is older."""
+def rewards_by_age(groups: Sequence[Sequence[Sample]], age_buckets: int) -> dict[str, Metrics]:
+    """The trained tokens of each age, and the mean of their members' rewards; the last bucket takes what is older."""
     samples = [sample for group in groups for sample in group if sample.mask.any()]
     if not samples:
         return {}
     ages = np.concatenate([np.clip(sample.ages[sample.mask], 0, age_buckets - 1) for sample in samples])
     rewards = np.repeat([sample.reward for sample in samples], [sample.trained_tokens for sample in samples])
-    return {str(age): float(rewards[ages == age].mean()) for age in np.unique(ages)}
+    return {str(age): {"tokens_trained": int((ages == age).sum()), "reward": float(rewards[ages == age].mean())}
+            for age in np.unique(ages)}  # fmt: skip
 
 
 def _step_metrics(reports: Sequence[Mapping[str, Any]]) -> Metrics:

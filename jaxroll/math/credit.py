@@ -1,6 +1,7 @@
-"""Who earns what beyond one number a member: whole batches, selections, and the turns of an episode.
+"""Who earns what, without a critic: groups, whole batches, selections, and the turns of an episode.
 
-On the host in float64: like denominators, advantages are data. G members of a group, K turns of a member, T tokens.
+On the host in float64: like denominators, advantages are data, and no device need be free for them. G members of a
+group, K turns of a member, T tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxroll.math.advantage import STD_FLOOR
+STD_FLOOR = 1e-6  # below it rewards are equal up to rounding and say nothing; relative, where they are above 1
 
 Advantage = float | np.ndarray  # of every trained token alike, or float32 [T]
 
@@ -42,7 +43,11 @@ Credit = Callable[[Sequence[Group]], list[list[Advantage]]]
 
 
 def standardised(values: np.ndarray, *, divide_by_std: bool = True) -> np.ndarray:
-    """float64 [n]: (x − mean) / std with the divisor n − 1; 0 where the values are equal up to rounding, or one."""
+    """float64 [n]: (x − mean) / std with the divisor n − 1; 0 where the values are equal up to rounding, or one.
+
+    Of a group's rewards this is GRPO's advantage (DeepSeekMath, arXiv 2402.03300; the divisor of TRL and verl), without
+    `divide_by_std` that of Dr. GRPO (arXiv 2503.20783). A group of equals holds no preference.
+    """
     values = np.asarray(values, np.float64)
     if len(values) < 2:
         return np.zeros(len(values))
@@ -51,6 +56,11 @@ def standardised(values: np.ndarray, *, divide_by_std: bool = True) -> np.ndarra
     if std <= STD_FLOOR * max(1.0, float(np.abs(values).max())):
         return np.zeros(len(values))
     return centred / std if divide_by_std else centred
+
+
+def leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    """float64 [G]: rᵢ − mean of the other members' rewards (RLOO, arXiv 2402.14740); 0 for a single member."""
+    return len(rewards) / max(len(rewards) - 1, 1) * standardised(rewards, divide_by_std=False)
 
 
 def batch_standardised(groups: Sequence[np.ndarray], *, group_baseline: bool = False) -> list[np.ndarray]:

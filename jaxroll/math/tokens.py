@@ -22,6 +22,7 @@ class Tokens(NamedTuple):
     advantage: Float[Array, "*R T"]
     mask: Bool[Array, "*R T"]  # trained on
     segments: Int[Array, "*R T"]  # which sample of the row, from 1; 0 is padding
+    ages: Int[Array, "*R T"] | int = 0  # steps from the version that sampled a token to the one that is trained
 
 
 class TokenLoss(NamedTuple):

@@ -12,7 +12,7 @@ from jaxroll.envs.scoring import ScoringPool
 from jaxroll.offline import trained
 from jaxroll.protocols import SamplingParams
 from jaxroll.rollout import evaluation
-from jaxroll.rollout.episode import Bounds
+from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.manager import RolloutManager
 
 
@@ -29,7 +29,7 @@ def main(args: RoleArgs) -> int:
         tasks = heldout.tasks(config)
 
         async def play(proxy: EngineProxy) -> None:
-            places, bounds = Places(pool, config), Bounds(tokens=episode_tokens(config))
+            places, bounds = Places(pool, config), bounds_of(config)
             manager = RolloutManager(proxy, places.create, model.tokenizer, sampling, bounds=bounds)
             try:
                 results = await evaluation.scores(manager, tasks, model.tokenizer, model.version, permits=2 * slots)

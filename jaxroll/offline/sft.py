@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from jaxroll.config import Config, RoleArgs
+from jaxroll.config.rules import sample_tokens
 from jaxroll.data import sources, worked
 from jaxroll.errors import ConfigError
 from jaxroll.learner import minibatch, optimizer, packing, samples, statistics, trainer, weights
@@ -105,7 +106,7 @@ def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> Course:
     kept_out = set(questions[: min(CHECK_EXAMPLES, len(questions) // 10)])
     check = {task.question_hash: example(text, task, said) for task, said in examples if task.question_hash in kept_out}
     taught = itertools.cycle(pair for pair in examples if pair[0].question_hash not in kept_out)
-    tokens, batches = config.learner.row_tokens, []
+    tokens, batches = sample_tokens(config.learner), []
     for step in range(steps):
         taken = [example(text, task, said) for task, said in itertools.islice(taught, size)]
         batch = minibatch.weighted(taken, "token_mean", SUPERVISED)
@@ -143,7 +144,7 @@ def _recipe(config: Config, spec: families.ModelSpec, layout: rules.Layout) -> R
         token_loss=SUPERVISED.objective,
         optimizer=optimizer.adamw(schedule, config.learner.weight_decay, MAX_GRAD_NORM),
         temperature=1.0,
-        row_tokens=config.learner.row_tokens,
+        row_tokens=sample_tokens(config.learner),
         attention=trainer.attention(config, spec, layout),
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxroll.learner import packing
 from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import Params
-from jaxroll.learner.step import Programs, Recipe
+from jaxroll.learner.step import Programs, Recipe, hidden_states
 from jaxroll.models import transformer
 
 
@@ -34,9 +34,6 @@ def exact_share(programs: Programs, params: Params, check: Sequence[Sample], buc
 
 def _likeliest(recipe: Recipe, params: Params, streams: Mapping[str, jax.Array]) -> jax.Array:
     """bool [R, T]: where the token is the argmax of the distribution that predicts it."""
-    hidden = transformer.forward(
-        recipe.spec, params, streams["tokens"], streams["positions"], streams["segment_ids"], layout=recipe.layout,
-        attention=recipe.attention.name,
-    )  # fmt: skip
+    hidden = hidden_states(recipe, params, streams)
     logits = transformer.logits(recipe.spec, params, jnp.roll(hidden, 1, axis=1))
     return logits.argmax(-1) == streams["tokens"]

@@ -5,8 +5,14 @@ are served by the transfer room's listener thread. The order within a step is th
 
     claim s → train → publish s+1 → ack s → (every C steps) checkpoint s+1 → durable s+1
 
-It waits for the store only (claims). On SIGTERM it finishes its step, checkpoints, and leaves; killed at any other
-instant it starts again from the last durable version, and the store replays the claims after it.
+Steps overlap: while the devices compute step s, the claim of s+1 is asked for and laid out (`_ahead`), and what step
+s-1 made is published and acknowledged (`Teller`). It waits for the store only: for claims, and
+for the publication before this one. On SIGTERM it finishes its
+step, checkpoints, and leaves; killed at any other instant it starts again from the last durable version, and the store
+replays the claims after it.
+
+On several hosts all this is done by the process on the first one. The others do after it what lies on all of them: see
+`hosts` and `lockstep`.
 """
 
 from __future__ import annotations
@@ -15,28 +21,32 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
-from jaxroll.config import Config, RoleArgs
+from jaxroll.config import Config, RoleArgs, TransferConfig
 from jaxroll.errors import (
     EXIT_INTERRUPTED,
     CheckpointDamaged,
     Closed,
     ConfigError,
+    InfraError,
     JaxRollError,
     NotReady,
     StaleClient,
 )
-from jaxroll.learner import weights
 from jaxroll.learner.checkpoint import Checkpoints
-from jaxroll.learner.trainer import Trainer
-from jaxroll.models import families, pretrained
-from jaxroll.records import Claim, Version
-from jaxroll.roles import build
+from jaxroll.learner.trainer import Ready, Running, Trainer
+from jaxroll.models import families
+from jaxroll.records import Version
+from jaxroll.roles import build, hosts, lockstep
+from jaxroll.roles.hosts import Follower, Leader
 from jaxroll.roles.progress import Progress
-from jaxroll.roles.restoring import start_of
+from jaxroll.roles.restoring import first_params, start_of
+from jaxroll.roles.telling import Teller
 from jaxroll.roles.weights import weights_token
 from jaxroll.rpc import tls
 from jaxroll.sharding import meshes, rules
@@ -45,6 +55,8 @@ from jaxroll.store.settings import END_OF_DATA
 from jaxroll.transfer.publish import Exposure, Publisher
 
 CLAIM_WAIT_S = 2.0
+AHEAD_WAIT_S = 3600.0  # longer than a step takes, whose end is what ends this wait
+DEVICE_POLL_S = 0.005  # how often it is looked whether the devices are through, while a claim is awaited
 HOLDER_POLL_S = 0.2
 FINISHED = "finished"
 FORKED_FILE = ".forked"  # tells the supervisor that the others may start
@@ -55,18 +67,66 @@ def main(args: RoleArgs) -> int:
     stop = threading.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())
-    session = LearnerSession(args, stop)
+    others = hosts.joined(args, stop)
+    if isinstance(others, Follower):
+        return _followed(args, stop, others)
+    if isinstance(others, Leader):
+        return _led(args, stop, others)
+    return _lived(args, stop)
+
+
+def _lived(args: RoleArgs, stop: threading.Event, leader: Leader | None = None) -> int:
+    session = LearnerSession(args, stop, leader)
     try:
         return session.run()
     finally:
         session.close()
 
 
+def _led(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:
+    """As on one host; what goes wrong here ends all processes."""
+    with leader:
+        code = _lived(args, stop, leader)
+        leader.end(code)
+        return code
+
+
+def _followed(args: RoleArgs, stop: threading.Event, leader: Follower) -> int:
+    """What the leader says, done. Asked to leave, this process asks the leader."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, lambda *_: leader.ask_to_stop())
+    if stop.is_set():  # while the others were not there yet
+        leader.ask_to_stop()
+    checkpoints = Checkpoints(args.run_dir / "checkpoints", args.config.learner.checkpoints_kept)
+    with leader:
+        trainer = new_trainer(args.config)
+
+        def start() -> Mapping[str, np.ndarray]:
+            params = first_params(args.config, args.run_dir, trainer.spec)
+            if params is None:
+                raise ConfigError("--run", str(args.run_dir), "the first host found a start there, this one none",
+                                  "All its hosts need the run's folder, and that of model.path.")  # fmt: skip
+            return params
+
+        code = lockstep.follow(leader, trainer, checkpoints, start, _sent(args.config).dtype)
+        checkpoints.close()
+        return code
+
+
+@dataclass(frozen=True)
+class Work:
+    """A claim that is ready to be trained: since `t0` (unix seconds), after the devices waited `wait_s` for it."""
+
+    ready: Ready
+    wait_s: float
+    t0: float
+
+
 class LearnerSession:
     """One life of the learner."""
 
-    def __init__(self, args: RoleArgs, stop: threading.Event) -> None:
-        self.args, self.config, self._stop = args, args.config, stop
+    def __init__(self, args: RoleArgs, stop: threading.Event, leader: Leader | None = None) -> None:
+        self.args, self.config, self._stop, self._leader = args, args.config, stop, leader
         self.store = BlockingStore(
             args.store_address or args.run_dir / "store.addr",
             role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
@@ -76,14 +136,16 @@ class LearnerSession:
         self.progress = Progress("learner", lambda row: self.store.report([row]))
         exposure = Exposure(tls.load(args.run_dir), self.config.store.mutual_tls, args.insecure)
         self.publisher = Publisher(
-            self.config.transfer, args.run_dir, args.host, token=weights_token(args.run_dir), exposure=exposure
+            _sent(self.config), args.run_dir, args.host, token=weights_token(args.run_dir), exposure=exposure
         )
-        self.checkpoints = Checkpoints(args.run_dir / "checkpoints", self.config.learner.checkpoints_kept)
+        self.teller = Teller(self.store, self.publisher)
+        folder, kept = args.run_dir / "checkpoints", self.config.learner.checkpoints_kept
+        self.checkpoints = lockstep.checkpoints(folder, kept, leader)
 
     def run(self) -> int:
         """From the last durable version to the end of the schedule: the exit code. Closed when the store ends it."""
         self.progress.start("building the learner")
-        trainer = new_trainer(self.config)
+        trainer = new_trainer(self.config, self._leader)
         durable = self._restore(trainer)
         try:
             version = self.store.begin(durable, self._fork)
@@ -98,6 +160,8 @@ class LearnerSession:
             (self.args.run_dir / FORKED_FILE).touch()
         self.progress.end("building the learner")
         self.progress.devices(trainer.layout.mesh, {"packed": str(trainer.programs.recipe.attention)})
+        if trainer.sends_adapters:
+            self.publisher.freeze(version, trainer.frozen())
         self._publish(trainer, version)  # first, so that samplers compile while we do
         self.progress.start("compiling the learner")
         trainer.warmup(self.progress)
@@ -106,12 +170,12 @@ class LearnerSession:
             self._checkpoint(trainer, version)
         if version.step == 0:
             self._await_evaluator(version, self.config.transfer.deadline_s)  # the gain is measured from here
-        while version.step < self.config.schedule.steps:
-            waited = time.monotonic()
-            claim = self._claim(version)
-            if claim is None:
-                break
-            version = self._step(trainer, version, claim, time.monotonic() - waited)
+        work = self._claim(trainer, version)
+        while work is not None:
+            version, work = self._step(trainer, version, work)
+            if work is None or self._stop.is_set():
+                work = self._claim(trainer, version)
+        self.teller.settle()
         if self._durable != version:
             self._checkpoint(trainer, version)
         self._settle_durable(wait=True)
@@ -123,6 +187,7 @@ class LearnerSession:
 
     def close(self) -> None:
         """Let go of the store and of the snapshots."""
+        self.teller.close()
         self.publisher.close()
         self.checkpoints.close()
         self.store.aclose()
@@ -161,9 +226,7 @@ class LearnerSession:
 
     def _start(self, trainer: Trainer) -> Mapping[str, np.ndarray] | None:
         """What the run starts from (host arrays): the warm start, or the model of the path. None for a fresh init."""
-        if (warm := self.args.run_dir / "warm").is_dir():
-            return weights.load(warm)
-        return pretrained.weights(self.config.model, trainer.spec) if self.config.model.path else None
+        return first_params(self.config, self.args.run_dir, trainer.spec)
 
     def _no_start(self, refusal: StaleClient) -> JaxRollError:
         """Why there is nothing to start from, with the way out if a damaged checkpoint is the reason."""
@@ -175,40 +238,62 @@ class LearnerSession:
             "Put it back from a copy, or go on from the older one with --fork=STEP.",
         )  # fmt: skip
 
-    def _claim(self, version: Version) -> Claim | None:
-        """The batch of this step; None when a stop was asked for or the data has ended."""
-        while not self._stop.is_set():
+    def _claim(self, trainer: Trainer, version: Version) -> Work | None:
+        """The batch of this step; None after the last one, when a stop was asked for or the data has ended."""
+        began = time.monotonic()
+        while version.step < self.config.schedule.steps and not self._stop.is_set():
             try:
-                return self.store.claim(version.lineage, version.step, CLAIM_WAIT_S)
+                claim = self.store.claim(version.lineage, version.step, CLAIM_WAIT_S)
             except NotReady:
+                self.teller.check()  # what is not published cannot come back as a batch
                 continue
             except Closed as closed:
                 if str(closed) != END_OF_DATA:
                     raise
                 self._end = END_OF_DATA
                 break
+            wait_s, t0 = time.monotonic() - began, time.time()
+            return Work(trainer.prepared(claim), wait_s, t0)
         return None
 
-    def _step(self, trainer: Trainer, version: Version, claim: Claim, wait_s: float) -> Version:
-        """Train on `claim` and tell the world; the version that this made."""
-        t0 = time.time()
-        row = trainer.train(claim)
-        t1 = time.time()
+    def _ahead(self, trainer: Trainer, version: Version, running: Running) -> Ready | None:
+        """The batch of the step at `version`, if it comes while the devices are still at the one before, `running`."""
+        if version.step >= self.config.schedule.steps or not trainer.prepares_ahead:
+            return None
+        asked = self.store.claim_ahead(version.lineage, version.step, AHEAD_WAIT_S)
+        while not (running.is_done() or self._stop.is_set()):
+            if wait([asked], DEVICE_POLL_S).done:
+                break
+        if not asked.done():
+            asked.cancel()
+            return None
+        try:
+            claim = asked.result()
+        except (NotReady, Closed, InfraError):
+            return None  # asked again once there is nothing else to do, with new patience
+        return trainer.prepared(claim)
+
+    def _step(self, trainer: Trainer, version: Version, work: Work) -> tuple[Version, Work | None]:
+        """Train on `work` and have it told; the version that this made, and the work of the next step if it is here."""
+        claim, running = work.ready.claim, trainer.started(work.ready)
         after = Version(version.lineage, version.step + 1)
-        if after.step % self.config.schedule.publish_every == 0 or after.step == self.config.schedule.steps:
-            self._publish(trainer, after)
-        self.store.ack(version)
-        row |= {"t": time.time(), "role": "learner", "kind": "step", "step": after.step, "lineage": version.lineage,
-                "t0": t0, "t1": t1, "train_s": t1 - t0, "wait_s": wait_s, "publish_s": time.time() - t1,
+        ready = self._ahead(trainer, after, running)
+        row, t1 = trainer.finished(running), time.time()
+        self.teller.settle()  # who is told of a version finds it: the publisher keeps the last two
+        published = after.step % self.config.schedule.publish_every == 0 or after.step == self.config.schedule.steps
+        weights = self.publisher.start(after, trainer.published()) if published else None
+        row |= {"role": "learner", "kind": "step", "step": after.step, "lineage": version.lineage,
+                "t0": work.t0, "t1": t1, "train_s": t1 - work.t0, "wait_s": work.wait_s,
                 "replayed": claim.replayed, "groups": [group.group for group in claim.groups]}  # fmt: skip
-        self.store.report([row])
+        self.teller.tell(version, row, weights)
         if claim.checkpoint_wanted or after.step % self.config.learner.checkpoint_every == 0:
+            self.teller.settle()
             self._checkpoint(trainer, after)
         self._settle_durable(wait=False)
-        return after
+        return after, Work(ready, 0.0, time.time()) if ready else None
 
     def _publish(self, trainer: Trainer, version: Version) -> None:
-        self.store.publish(self.publisher.publish(version, trainer.params()))
+        self.store.publish(self.publisher.publish(version, trainer.published()))
 
     def _checkpoint(self, trainer: Trainer, version: Version) -> None:
         self.checkpoints.save(version, self.store.position, trainer.state, trainer.base_digest())
@@ -230,9 +315,20 @@ class LearnerSession:
                 return
 
 
-def new_trainer(config: Config) -> Trainer:
-    """A trainer with freshly initialised parameters on this process's mesh; ConfigError if they do not fit it."""
+def _sent(config: Config) -> TransferConfig:
+    """How parameters travel: adapters and what they are put upon as they are, to be rounded when they are merged."""
+    if config.learner.lora_publish == "merged":
+        return config.transfer
+    return replace(config.transfer, dtype="float32")
+
+
+def new_trainer(config: Config, leader: Leader | None = None) -> Trainer:
+    """A trainer with freshly initialised parameters; ConfigError if they do not fit the mesh. With a `leader` it leads
+    those of the other processes."""
     text = build.tokenizer(config)
     spec = build.model_spec(config, text)
     families.check_mesh(spec, config.learner.mesh, "learner.mesh")
-    return Trainer(config, spec, meshes.build(config.learner.mesh), rules.LEARNER, key=jax.random.key(config.run.seed))
+    mesh, key = meshes.build(config.learner.mesh), jax.random.key(config.run.seed)
+    if leader is None:
+        return Trainer(config, spec, mesh, rules.LEARNER, key=key)
+    return lockstep.LeadingTrainer(leader.tell, config, spec, mesh, rules.LEARNER, key=key)

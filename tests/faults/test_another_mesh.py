@@ -105,7 +105,8 @@ def test_killed_and_resumed_on_another_mesh(mesh: str, tmp_path: Path, undisturb
     last = {row["step"]: row for row in trained}
     assert sorted(last) == list(range(1, STEPS + 1))
     resumed = [row for row in trained if row["replayed"]]
-    assert resumed and resumed[-1]["step"] <= step + 1, "it went on from a checkpoint and was handed its claims again"
+    # The claim that it died at makes step + 1; the one after it may have been asked for already (steps overlap).
+    assert resumed and resumed[-1]["step"] <= step + 2, "it went on from a checkpoint and was handed its claims again"
     for key, tolerance in (("loss", 2e-4), ("entropy", 2e-4), ("grad_norm", 2e-3)):
         want, got = (np.array([of[number][key] for number in sorted(rows)]) for of in (rows, last))
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=f"{key} on {mesh} {sizes}")

@@ -61,6 +61,15 @@ def make_claim() -> Callable[..., Claim]:
     return make
 
 
+FIRST: dict[str, tuple[Any, Any]] = {}  # by config, the trainer that was compiled for it and its first state
+
+
+@pytest.fixture(scope="session", autouse=True)
+def trainers_can_be_forgotten(program_holders: list[Callable[[], None]]) -> None:
+    """See `programs_are_forgotten`: a trainer's programs live as long as it does."""
+    program_holders.append(FIRST.clear)
+
+
 @pytest.fixture(scope="session")
 def make_trainer() -> Callable[..., Any]:
     """A trainer of a nano model under `config`, on a mesh of the forced CPU devices; compiled once per config."""
@@ -70,16 +79,14 @@ def make_trainer() -> Callable[..., Any]:
     from jaxroll.models import families
     from jaxroll.sharding import meshes, rules
 
-    first: dict[str, tuple[Trainer, Any]] = {}
-
     def make(config: Config) -> Trainer:
         key = repr(config)
-        if key not in first:
+        if key not in FIRST:
             spec = families.spec("nano", vocab_size=VOCAB, compute_dtype=config.model.dtype)
             mesh = meshes.build(config.learner.mesh)
             trainer = Trainer(config, spec, mesh, rules.LEARNER, key=jax.random.key(0))
-            first[key] = trainer, jax.device_get(trainer.state)
-        trainer, state = first[key]
+            FIRST[key] = trainer, jax.device_get(trainer.state)
+        trainer, state = FIRST[key]
         again = copy.copy(trainer)  # shares the compiled programs, has its own state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.abstract_state())
         again.state, again._accumulator = jax.device_put(state, shardings, may_alias=False), None

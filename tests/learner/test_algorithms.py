@@ -37,7 +37,7 @@ def moved(make_trainer, config):
 
 def accumulated(trainer, samples):
     """Micro-batches, loss and gradients as `train` computes them."""
-    batches = trainer._packed(samples, trainer.algorithm.together)
+    batches = trainer.packed(samples, trainer.algorithm.together)
     placed = [[trainer.programs.placed(batch.streams) for batch in batches]]
     for name in trainer.programs.recipe.added:
         placed = trainer._with_logprobs(placed, name)
@@ -214,3 +214,15 @@ def test_with_a_reference_nothing_compiles_after_the_warm_up(small_config, make_
         assert np.isfinite(trainer.train(make_claim(step, groups, size, age=step % 2))["loss"])
     counter.close()
     assert counter.count == 0
+
+
+def test_a_loss_of_ones_own_sees_how_old_tokens_are(small_config, make_claim, make_trainer):
+    """It weighs by age: nothing at age 0, and at age 2 twice what it does at age 1."""
+    config = small_config(alpha=2.0, algorithm="tests.learner.by_age:by_age")
+    norms, shares = [], []
+    for age in (0, 1, 2):
+        row = make_trainer(config).train(make_claim(step=2, age=age, seed=0))
+        norms.append(row["grad_norm"])
+        shares.append(row["clip_share"])
+    assert norms[0] == 0 < norms[1] and norms[2] == pytest.approx(2 * norms[1], rel=1e-5)
+    assert shares == [0, 0, 1]

@@ -32,6 +32,7 @@ class Figures(NamedTuple):
         rho = [np.exp(t) / np.exp(s) for s, t in zip(b, theta, strict=True)]
         return {
             "tokens": len(rho),
+            "tokens_trained": int(which.sum()),
             "reward": np.mean(self.reward[which]),
             "logprob_delta": np.mean([abs(t - s) for s, t in zip(b, theta, strict=True)]),
             "kl_behaviour": np.mean([r - 1 - np.log(r) for r in rho]),
@@ -96,5 +97,6 @@ def test_an_age_that_nothing_is_computed_of_has_its_reward_alone(small_config, m
     claim, figures = mixed_claim(trainer, make_claim(step=9, groups=1))
     row = trainer.train(claim)
     assert set(figures.reward) == {1.0} and row["by_age"] == {
-        str(age): {"tokens": 0, "reward": 1.0} for age in sorted(set(np.minimum(figures.age, 2)))
+        str(age): {"tokens": 0, "tokens_trained": int((np.minimum(figures.age, 2) == age).sum()), "reward": 1.0}
+        for age in sorted(set(np.minimum(figures.age, 2)))
     }

@@ -195,6 +195,17 @@ def test_one_flipped_bit_is_found_wherever_it_is(folder, trainer, kind):
     checkpoints.close()
 
 
+@pytest.mark.parametrize("text", ['{"fimes": {}}', '{"files": 3}', "[]", "7", '{"files": ["ab"]}', ""])
+def test_sums_that_are_no_sums_are_damage_like_any_other(folder, trainer, text):
+    """A flipped bit may leave JSON that says something else."""
+    checkpoints = saved(folder, trainer, Version(0, 1), Version(0, 2))
+    (folder / "0000.00000002" / "sums.json").write_text(text)
+    with pytest.raises(CheckpointDamaged, match=r"sums\.json is damaged|a is gone"):
+        checkpoints.restore(Version(0, 2), trainer.abstract_state())
+    assert checkpoints.latest() == Version(0, 1)
+    checkpoints.close()
+
+
 def test_a_file_that_is_gone_is_named(folder, trainer):
     checkpoints = saved(folder, trainer, Version(0, 1))
     victim = max((folder / "0000.00000001").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())

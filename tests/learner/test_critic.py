@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 import optax
+import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.learner import credit, minibatch, samples
+from jaxroll.learner import credit, critic, minibatch, samples
+from jaxroll.learner.critic import Critic
 from jaxroll.learner.samples import Sample
+from jaxroll.learner.step import Accumulator
 from jaxroll.math.credit import Turn
 from jaxroll.models import transformer
 from tests.math import numpy_losses as plain
@@ -164,7 +169,7 @@ def test_the_critics_gradient_agrees_with_a_finite_difference(small_config, make
     trainer = judging(make_trainer(small_config(micro_rows=1, max_grad_norm=1e9, **PPO)))
     claim = make_claim(age=1)
     (ones,) = minibatch.prepare(claim, trainer.config, values=trainer._values).substeps
-    batches = [(batch, trainer.programs.placed(batch.streams)) for batch in trainer._packed(ones)]
+    batches = [(batch, trainer.programs.placed(batch.streams)) for batch in trainer.packed(ones)]
     streams = [trainer.critic.placed(batch, ones, of) for batch, of in batches]
 
     def loss(params) -> float:
@@ -184,6 +189,35 @@ def test_the_critics_gradient_agrees_with_a_finite_difference(small_config, make
     norm = np.sqrt(sum(np.square(leaf).sum() for leaf in grads.values()))
     ahead, behind = (loss({name: start[name] + sign * 1e-3 * grads[name] / norm for name in start}) for sign in (1, -1))
     np.testing.assert_allclose((ahead - behind) / 2e-3, norm, rtol=1e-2)
+
+
+def accumulated(monkeypatch, values, streams, clip) -> Accumulator:
+    """What the critic adds to an accumulator that held 1, of a model whose parameters are its values."""
+    monkeypatch.setattr(critic, "token_values", lambda recipe, params, streams: params[critic.HEAD])
+    held = Accumulator({critic.HEAD: np.ones(values.shape, np.float32)}, {"loss": np.float32(1.0)})
+    accumulate = functools.partial(Critic._accumulate, SimpleNamespace(recipe=None, clip=clip))
+    return jax.jit(accumulate)({critic.HEAD: values}, held, streams)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+@pytest.mark.parametrize("share", [0.6, 0.0], ids=["some", "none"])
+def test_the_value_loss_is_of_trained_tokens_by_their_weight(monkeypatch, clip, share):
+    """Σ weight · loss and its slopes against numpy; one row has no trained token, and at others stands 10³⁰."""
+    rng, shape = np.random.default_rng(5), (6, 8)
+    mask = rng.random(shape) < share
+    mask[2] = False
+    weight = rng.random(shape).astype(np.float32)
+    values, before, target = (np.where(mask, rng.normal(size=shape), junk) for junk in (1e30, -1e30, 0.0))
+    given = {critic.BEFORE: before, critic.TARGET: target, "weight": weight}
+    streams = {name: np.float32(stream) for name, stream in given.items()} | {"mask": mask}
+    got = accumulated(monkeypatch, np.float32(values), streams, clip)
+    trained = [stream[mask] for stream in (values, before, target)]
+    want = (weight[mask] * plain.value_loss(*trained, clip)).sum()
+    np.testing.assert_allclose(got.statistics["loss"] - 1, want, rtol=1e-5)
+    slopes, (below, above) = np.zeros(shape), plain.value_slopes(*trained, clip)
+    slopes[mask] = weight[mask] * (below + above) / 2
+    np.testing.assert_allclose(got.grads[critic.HEAD] - 1, slopes, rtol=1e-4, atol=1e-5)
+    assert not np.any(got.grads[critic.HEAD][~mask] - 1)
 
 
 # --- credit

@@ -9,10 +9,11 @@ import pytest
 
 from jaxroll.config import LearnerConfig
 from jaxroll.errors import DataError
-from jaxroll.learner import minibatch
+from jaxroll.learner import minibatch, packing
 from jaxroll.learner.samples import of_claim
 from jaxroll.math import algorithms
-from jaxroll.records import Claim
+from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Task, Version, VersionRun
+from tests.learner.conftest import answer, prompt
 
 GRPO = algorithms.build(LearnerConfig())
 
@@ -151,3 +152,36 @@ def test_a_loss_of_ones_own_over_the_credited_stays_among_them(small_config, mak
     samples = [replace(s, advantage=float(k % 2)) for k, s in enumerate(of_claim(make_claim(groups=1))[0])]
     kept = minibatch.weighted(samples, "token_mean", own)
     assert len(kept) == 2 and all(sample.advantage == 1.0 for sample in kept)
+
+
+def two_turns(config, rewards, shown):
+    """A claim of one group of two-turn episodes: what each turn earned, and what was shown before the second."""
+    members = []
+    for member, (earned, words) in enumerate(zip(rewards, shown, strict=True)):
+        said = [answer(np.array([5, 6 + member]), np.array([-1.0, -1.0])) for _ in range(2)]
+        segments = (prompt(np.array([4, 4])), said[0], prompt(np.array(words)), said[1])
+        parts = {f"turn.{k}": reward for k, reward in enumerate(earned)}
+        outcome = Finished(segments, "done", sum(earned), parts, (VersionRun(Version(0, 0), 4),))
+        members.append(Member(0, member, 0, outcome))
+    claim = Claim(0, 0, (ClaimedGroup(0, Task(0, (), "none", "{}", 0, "0"), tuple(members)),), 0, False)
+    (samples,) = minibatch.prepare(claim, config).substeps
+    return samples
+
+
+def test_step_advantages_reach_the_tokens_of_their_turns(small_config):
+    """GiGPO by hand: rewards 1 and 0, standardised ±1/√2; returns of the first turn 0.5 and 0, of the second 1 and 0.
+
+    The first turns stand in one state; the second in one where the same was shown, else each is alone in its own.
+    """
+    config = small_config(algorithm="gigpo", discount=0.5, step_weight=2.0)
+    half = 2**-0.5
+    for shown, second in (([[7], [8]], 0.0), ([[7], [7]], 2 * half)):
+        good, bad = two_turns(config, [(0.0, 1.0), (0.0, 0.0)], shown)
+        for sample, sign in ((good, 1), (bad, -1)):
+            wanted = np.array([0, 0, *[sign * 3 * half] * 2, 0, *[sign * (half + second)] * 2])
+            np.testing.assert_allclose(np.where(sample.mask, sample.advantage, 0), wanted, atol=1e-4)
+            assert sample.mask.tolist() == [False, False, True, True, False, True, True]
+        (batch,) = packing.pack([good, bad], 32, (1,))
+        rows = packing.gathered([batch], [batch.streams["advantage"]], 2)
+        for sample, row in zip((good, bad), rows, strict=True):
+            np.testing.assert_array_equal(row, np.asarray(sample.advantage, np.float32))

@@ -321,3 +321,39 @@ def test_host_arrays_given_as_parameters_survive_the_donation(small_config, make
 def test_ages_across_lineages_count_by_step(small_config, make_claim, make_trainer):
     row = make_trainer(small_config()).train(make_claim(step=7, version=Version(0, 6)))
     assert row["age_hist"].keys() == {"1"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"substeps": 2}, {"kl_in": "loss", "kl_coef": 0.1, "reference": "init"}])
+def test_a_claim_laid_out_while_the_step_before_is_computed_changes_no_bit(
+    small_config, make_claim, make_trainer, settings
+):
+    """Micro-batches ask no model; what a step asks of one (substeps, a reference) is asked when it starts."""
+    config, claims = small_config(**settings), [make_claim(step, age=1) for step in (1, 2, 3)]
+    one_by_one, ahead = make_trainer(config), make_trainer(config)
+    want = [one_by_one.train(claim) for claim in claims]
+    assert ahead.prepares_ahead
+    got, ready = [], ahead.prepared(claims[0])
+    for after in (*claims[1:], None):
+        running = ahead.started(ready)
+        ready = ahead.prepared(after) if after else None
+        got.append(ahead.finished(running))
+        assert running.is_done()
+    assert got == [row | {"compiles": after["compiles"]} for row, after in zip(want, got, strict=True)]
+    assert same_bits(one_by_one.state, ahead.state)
+
+
+def test_what_asks_a_model_is_not_laid_out_ahead(small_config, make_trainer):
+    assert not make_trainer(small_config(kl_in="reward", kl_coef=0.1, reference="init")).prepares_ahead
+    assert not make_trainer(small_config(algorithm="ppo", critic="init")).prepares_ahead
+
+
+@pytest.mark.parametrize("advantage", ["group_std", "group_mean", "leave_one_out", "batch_std"])
+def test_a_claim_is_laid_out_while_a_device_is_busy(small_config, make_claim, make_trainer, advantage):
+    """A device computes one thing after the other: whoever asks it for a number waits for the step."""
+    trainer = make_trainer(small_config(advantage=advantage))
+    long = jax.jit(lambda x: jax.lax.fori_loop(0, 3000, lambda _, y: jax.numpy.tanh(y @ y), x))
+    x = jax.block_until_ready(long(jax.numpy.eye(256)))
+    busy = long(x)
+    ready = trainer.prepared(make_claim(1))
+    assert not busy.is_ready()
+    assert trainer.finished(trainer.started(ready))["compiles"] >= 0

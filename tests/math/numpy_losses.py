@@ -87,7 +87,9 @@ def dpo(better, worse, c):
 
 
 def kl_penalty(s, c):
-    return c.kl_coef * np.minimum(np.exp(s["logp"] - s["beh"]), c.correction_cap) * (s["logp"] - s["ref"]) ** 2 / 2
+    apart = s["ref"] - s["logp"]
+    k = {"k2": apart**2 / 2, "k3": np.exp(apart) - apart - 1}[c.kl_estimator]
+    return c.kl_coef * np.minimum(np.exp(s["logp"] - s["beh"]), c.correction_cap) * k
 
 
 LOSSES = {
@@ -95,6 +97,22 @@ LOSSES = {
     "rloo": clipped, "raft_pp": clipped, "gigpo": clipped, "gspo": gspo, "cispo": cispo, "topr": topr,
     "raft": likelihood, "ppo": clipped,
 }  # fmt: skip
+
+
+def value_loss(values, before, targets, clip):
+    """One state at a time: the worse of the value as it is and as far as it may go."""
+    out = []
+    for value, start, target in zip(values, before, targets, strict=True):
+        held = min(max(value, start - clip), start + clip) if clip else value
+        out.append(max((value - target) ** 2, (held - target) ** 2) / 2)
+    return np.array(out)
+
+
+def value_slopes(values, before, targets, clip, step=1e-6):
+    """The slopes of `value_loss` below and above each value, by differences: two numbers where the loss has a kink."""
+    here = value_loss(values, before, targets, clip)
+    below, above = (value_loss(values + sign * step, before, targets, clip) for sign in (-1, 1))
+    return (here - below) / step, (above - here) / step
 
 
 def aggregated(losses: list[np.ndarray], kind: str, length: int) -> float:

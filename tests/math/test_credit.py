@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -105,6 +107,47 @@ def test_the_critic_is_held_near_its_old_values():
     np.testing.assert_allclose(got, [0.32, 0.405], rtol=1e-5)
     free = advantage.clipped_value_loss(np.float32([0.8, 0.1]), np.float32([0, 0]), np.float32([1, 1]), 0.0)
     np.testing.assert_allclose(free, [0.02, 0.405], rtol=1e-5)
+
+
+@functools.cache
+def losses_and_slopes(clip: float):
+    """Of every value by itself."""
+    return jax.jit(jax.vmap(jax.value_and_grad(lambda *given: advantage.clipped_value_loss(*given, clip))))
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 10**6), clip=st.sampled_from([0.0, 0.2, 1.0]))
+def test_the_clipped_value_loss_agrees_with_numpy(seed, clip):
+    """Also where the value is what it should have been, and where it has not moved yet."""
+    values, before, targets = np.random.default_rng(seed).normal(size=(3, 96)).astype(np.float32)
+    targets[:16], before[16:32] = values[:16], values[16:32]
+    loss, slope = losses_and_slopes(clip)(values, before, targets)
+    values, before, targets = (np.asarray(x, float) for x in (values, before, targets))
+    np.testing.assert_allclose(loss, plain.value_loss(values, before, targets, clip), rtol=1e-5, atol=1e-6)
+    below, above = plain.value_slopes(values, before, targets, clip)
+    smooth = np.abs(above - below) < 1e-3
+    assert smooth.mean() > 0.9
+    np.testing.assert_allclose(np.asarray(slope)[smooth], below[smooth], rtol=1e-4, atol=1e-4)
+    if clip:
+        assert 0 < (np.asarray(slope)[32:] == 0).mean() < 1  # beyond the range and on the way to the target
+
+
+@pytest.mark.parametrize("target", [-1.0, 0.0, 0.25, 0.5, 1.0])
+def test_a_value_at_the_edge_of_its_range(target):
+    """Both losses are ½·(V − R)² there; a step farther one of them stands still, so the slope is some part of V − R."""
+    value = np.float32([0.25, -0.25])
+    loss, slope = losses_and_slopes(0.25)(value, np.zeros(2, np.float32), np.full(2, target, np.float32))
+    np.testing.assert_allclose(loss, (value - target) ** 2 / 2, rtol=1e-6)
+    part = np.asarray(slope) * (value - target)
+    assert (part >= 0).all() and (part <= (value - target) ** 2).all()
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_values_out_of_all_bounds_have_a_loss_and_a_finite_slope(clip):
+    """(10³⁰)² is infinite, and no difference of two infinite losses is taken."""
+    extremes = [0.0, 1e-30, -1e-30, 1.0, 1e4, -1e4, 1e30, -1e30]
+    loss, slope = losses_and_slopes(clip)(*np.array(list(itertools.product(extremes, repeat=3)), np.float32).T)
+    assert (np.asarray(loss) >= 0).all() and np.isfinite(slope).all()
 
 
 def test_a_batch_is_standardised_over_all_its_members():

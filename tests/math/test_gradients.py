@@ -1,8 +1,8 @@
 """The expected gradient of stale samples, by enumeration of every answer, against the true on-policy gradient.
 
-A tabular softmax policy over four words, one of which ends the answer; answers have one to three tokens. The policy is
-π_θ = π_prox (the first step of a claim), answers are drawn by another. Nothing is sampled: every answer counts with the
-probability that it has, so what is left of an angle is bias.
+A tabular softmax policy over four words, one of which ends the answer; answers have one to three tokens. They are drawn
+by π_b; π_θ is the claim's π_prox in its first optimizer step and has left it in the second, where all three differ.
+Nothing is sampled: every answer counts with the probability that it has, so what is left of an angle is bias.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -18,15 +19,17 @@ import numpy as np
 import pytest
 
 from jaxroll.config import LearnerConfig
+from jaxroll.config.algorithms import settled
 from jaxroll.math import algorithms
 from jaxroll.math.tokens import Tokens
 
 WORDS, LONGEST, END = 4, 3, 0
 WORLDS, DRIFT = 200, 1.0  # one world's angle says little: uncorrected they lie between 13° and 84°
+STEP = 0.5  # of the logits from π_prox to π_θ, in the second optimizer step of a claim; in the first it is 0
 
 
 class World(NamedTuple):
-    """Every answer as a row [A, 3]: its words, the state each is drawn in, where there is one; and who draws them."""
+    """Every answer as a row [A, T]: its words, the state each is drawn in, where there is one; and who draws them."""
 
     words: np.ndarray
     states: np.ndarray
@@ -34,25 +37,27 @@ class World(NamedTuple):
     theta: np.ndarray  # [states, WORDS]
     behaviour: np.ndarray
     rewards: np.ndarray  # [A]
+    proximal: np.ndarray
 
 
-def world(seed: int, drift: float) -> World:
+def world(seed: int, drift: float, step: float = 0.0, longest: int = LONGEST) -> World:
     rng = np.random.default_rng(seed)
     answers = [
         word
-        for length in range(1, LONGEST + 1)
+        for length in range(1, longest + 1)
         for word in itertools.product(range(WORDS), repeat=length)
-        if END not in word[:-1] and (word[-1] == END or length == LONGEST)
+        if END not in word[:-1] and (word[-1] == END or length == longest)
     ]
     prefixes = {prefix: number for number, prefix in enumerate(sorted({a[:t] for a in answers for t in range(len(a))}))}
-    words, states = np.zeros((2, len(answers), LONGEST), int)
-    mask = np.zeros((len(answers), LONGEST), bool)
+    words, states = np.zeros((2, len(answers), longest), int)
+    mask = np.zeros((len(answers), longest), bool)
     for row, answer in enumerate(answers):
         for t, word in enumerate(answer):
             words[row, t], states[row, t], mask[row, t] = word, prefixes[answer[:t]], True
     theta = rng.normal(size=(len(prefixes), WORDS))
     behaviour = theta + drift * rng.normal(size=theta.shape)
-    return World(words, states, mask, theta, behaviour, rng.integers(0, 2, len(answers)).astype(float))
+    rewards = rng.integers(0, 2, len(answers)).astype(float)
+    return World(words, states, mask, theta, behaviour, rewards, theta + step * rng.normal(size=theta.shape))
 
 
 def logprobs(world: World, logits: jax.Array) -> jax.Array:
@@ -67,13 +72,13 @@ def _true(world: World) -> jax.Array:
 def _push(config: LearnerConfig, world: World, drawn_by: jax.Array) -> jax.Array:
     """−∂ E_{y~drawn_by} Σₜ loss / ∂ log π(yₜ), with A = reward − E_π[reward]: how hard each token of it is pulled."""
     objective = algorithms.build(config).objective
-    now, then = logprobs(world, world.theta), logprobs(world, drawn_by)
+    now, begun, then = (logprobs(world, logits) for logits in (world.theta, world.proximal, drawn_by))
     baseline = jnp.sum(jnp.exp(now.sum(1)) * world.rewards)
     advantage = jnp.broadcast_to((world.rewards - baseline)[:, None], now.shape)
     drawn = jnp.exp(then.sum(1))
 
     def loss(logp):
-        given = Tokens(logp, now, then, now, advantage, world.mask, world.mask.astype(int))
+        given = Tokens(logp, begun, then, now, advantage, world.mask, world.mask.astype(int))
         each = jnp.where(world.mask, objective(given).loss, 0.0).sum(1)
         return jnp.sum(drawn * each)
 
@@ -90,23 +95,30 @@ def true_gradient(world: World) -> np.ndarray:
 
 def stale_gradient(world: World, config: LearnerConfig, drawn_by: np.ndarray) -> np.ndarray:
     """−E_{y~drawn_by} Σₜ ∇ loss, with A = reward − E_π[reward]."""
-    return np.asarray(_stale(config, world._replace(theta=jnp.asarray(world.theta)), jnp.asarray(drawn_by)))
+    given = world._replace(theta=jnp.asarray(world.theta), proximal=jnp.asarray(world.proximal))
+    return np.asarray(_stale(config, given, jnp.asarray(drawn_by)))
 
 
 @functools.cache
-def worlds() -> World:
+def worlds(step: float = 0.0, longest: int = LONGEST) -> World:
     """WORLDS worlds as one: policies and rewards have a leading axis, answers are the same in all."""
-    each = [world(seed, DRIFT) for seed in range(WORLDS)]
-    many = {name: jnp.stack([getattr(w, name) for w in each]) for name in ("theta", "behaviour", "rewards")}
-    return each[0]._replace(**many)
+    each = [world(seed, DRIFT, step, longest) for seed in range(WORLDS)]
+    names = ("theta", "behaviour", "rewards", "proximal")
+    return each[0]._replace(**{name: jnp.stack([getattr(w, name) for w in each]) for name in names})
 
 
-ONE_OF_MANY = World(None, None, None, 0, 0, 0)
+ONE_OF_MANY = World(None, None, None, 0, 0, 0, 0)
 
 
-def everywhere(of: Callable[[World], jax.Array]) -> np.ndarray:
+def everywhere(of: Callable[[World], jax.Array], step: float = 0.0, longest: int = LONGEST) -> np.ndarray:
     """`of(world)` of every world."""
-    return np.asarray(jax.jit(jax.vmap(of, in_axes=(ONE_OF_MANY,)))(worlds()))
+    return np.asarray(jax.jit(jax.vmap(of, in_axes=(ONE_OF_MANY,)))(worlds(step, longest)))
+
+
+@functools.cache
+def pushes(config: LearnerConfig, step: float = 0.0) -> np.ndarray:
+    """[WORLDS, A, T]: how hard each token of stale answers is pulled."""
+    return everywhere(lambda w: _push(config, w, w.behaviour), step)
 
 
 @functools.cache
@@ -115,9 +127,9 @@ def true_gradients() -> np.ndarray:
 
 
 @functools.cache
-def angles(config: LearnerConfig) -> np.ndarray:
+def angles(config: LearnerConfig, step: float = 0.0) -> np.ndarray:
     """Degrees [WORLDS] between the gradient of stale answers and the true one."""
-    stale, true = everywhere(lambda w: _stale(config, w, w.behaviour)), true_gradients()
+    stale, true = everywhere(lambda w: _stale(config, w, w.behaviour), step), true_gradients()
     product = lambda a, b: (a * b).sum((1, 2))  # noqa: E731
     cosine = product(stale, true) / np.sqrt(product(stale, stale) * product(true, true))
     return np.degrees(np.arccos(np.clip(cosine, -1, 1)))
@@ -178,9 +190,7 @@ def test_topr_pulls_whoever_drew_and_pushes_no_harder_than_the_policy_would():
     pi, b = (np.exp(everywhere(lambda w, name=name: logprobs(w, getattr(w, name)).sum(1)))
              for name in ("theta", "behaviour"))  # fmt: skip
     advantage = w.rewards - (pi * w.rewards).sum(1, keepdims=True)
-    topr, token, none = (
-        everywhere(lambda w, c=c: _push(c, w, w.behaviour)) for c in (EVERY["topr"], TOPR_TOKEN, UNCORRECTED)
-    )
+    topr, token, none = (pushes(config) for config in (EVERY["topr"], TOPR_TOKEN, UNCORRECTED))
     want = np.where(advantage > 0, b, np.minimum(pi, b)) * advantage
     np.testing.assert_allclose(topr, want[..., None] * w.mask, atol=1e-6)
     bad = np.broadcast_to((advantage <= 0)[..., None], none.shape) & w.mask
@@ -190,11 +200,12 @@ def test_topr_pulls_whoever_drew_and_pushes_no_harder_than_the_policy_would():
     np.testing.assert_allclose(token[~bad], none[~bad], atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["tis", "gspo"])
-def test_the_uncapped_weight_of_the_sequence_gives_the_true_gradient(name):
+@pytest.mark.parametrize(("name", "step"), [("tis", 0.0), ("tis", STEP), ("gspo", 0.0)])
+def test_the_uncapped_weight_of_the_sequence_gives_the_true_gradient(name, step):
+    """That of TIS in every step of a claim; GSPO's w · s in the first alone, for s is the root of π_θ/π_prox."""
     config = LearnerConfig(algorithm=name, level="sequence", correction_cap=1e6)
     for seed in range(4):
-        w = world(seed, DRIFT)
+        w = world(seed, DRIFT, step)
         np.testing.assert_allclose(stale_gradient(w, config, w.behaviour), true_gradient(w), atol=1e-5)
 
 
@@ -242,10 +253,10 @@ def test_a_kl_in_the_reward_has_the_gradient_of_reward_minus_kl():
 
 
 def test_a_kl_in_the_loss_has_the_gradient_of_the_kl_whoever_drew():
-    """One token, drawn by another policy: k2 weighted by ρ is exact, k2 alone is not."""
+    """One token, drawn by another policy than π_prox: k2 weighted by ρ is exact, k2 alone is not."""
     rng = np.random.default_rng(0)
-    theta, drawn_by, ref = rng.normal(size=(3, WORDS))
-    behaviour, reference = jax.nn.log_softmax(jnp.asarray(drawn_by)), jax.nn.log_softmax(jnp.asarray(ref))
+    theta, *others = rng.normal(size=(4, WORDS))
+    behaviour, reference, proximal = (jax.nn.log_softmax(jnp.asarray(logits)) for logits in others)
     learner = LearnerConfig(algorithm="raft", kl_coef=1.0, reference="init", correction_cap=1e6)
 
     def gradient(told: jax.Array) -> np.ndarray:
@@ -253,7 +264,7 @@ def test_a_kl_in_the_loss_has_the_gradient_of_the_kl_whoever_drew():
 
         def loss(logits):
             logp, zero = jax.nn.log_softmax(logits), jnp.zeros(WORDS)
-            given = Tokens(logp, logp, told, reference, zero, jnp.ones(WORDS, bool), jnp.arange(WORDS))
+            given = Tokens(logp, proximal, told, reference, zero, jnp.ones(WORDS, bool), jnp.arange(WORDS))
             return jnp.sum(jnp.exp(behaviour) * objective(given).loss)
 
         return np.asarray(jax.grad(loss)(jnp.asarray(theta)))
@@ -265,3 +276,121 @@ def test_a_kl_in_the_loss_has_the_gradient_of_the_kl_whoever_drew():
     want = np.asarray(jax.grad(divergence)(jnp.asarray(theta)))
     np.testing.assert_allclose(gradient(behaviour), want, atol=1e-5)
     assert np.abs(gradient(jax.nn.log_softmax(jnp.asarray(theta))) - want).max() > 0.05
+
+
+# --- the second optimizer step of a claim: π_b, π_prox and π_θ all differ. w · r = ρ where nothing binds; losses of ρ
+# never ask π_prox; a clip asks r, a cap of w asks who drew. The first step tells none of that: there r is 1 and w is ρ.
+
+ANYWHERE = {"clip_low": 1.0, "clip_high": 1e6}  # a clip range that no ratio leaves
+RHO_ALONE = ("tis", "tis at 1", "tis-sequence", "cispo", "cispo-mask", "topr", "topr-weighted", "topr-token")
+
+
+def unbound(name: str, **keys) -> LearnerConfig:
+    """The algorithm with neither clip nor cap."""
+    return LearnerConfig(algorithm=name, correction_cap=1e6, correction_floor=1e-6, **ANYWHERE, **keys)
+
+
+class Probabilities(NamedTuple):
+    """Of every token of every answer of every world [WORLDS, A, T], 1 where there is none."""
+
+    pi: np.ndarray
+    prox: np.ndarray
+    b: np.ndarray
+    drawn: np.ndarray  # [WORLDS, A, 1]: of the whole answer
+    advantage: np.ndarray  # of the answer, 0 where there is no token
+
+
+def tokens_of(w: World) -> Probabilities:
+    def softmax(logits: jax.Array) -> np.ndarray:
+        grown = np.exp(np.asarray(logits, float))
+        return np.where(w.mask, (grown / grown.sum(-1, keepdims=True))[:, w.states, w.words], 1.0)
+
+    pi, prox, b = (softmax(logits) for logits in (w.theta, w.proximal, w.behaviour))
+    rewards = np.asarray(w.rewards)
+    advantage = np.where(w.mask, (rewards - (pi.prod(-1) * rewards).sum(1, keepdims=True))[..., None], 0.0)
+    return Probabilities(pi, prox, b, b.prod(-1, keepdims=True), advantage)
+
+
+def test_answers_of_one_token_have_the_true_gradient_in_every_step():
+    """E_b[w · r · A ∇log π] = E_b[ρ · A ∇log π] = E_π[A ∇log π]. With r alone an answer counts b · r times: biased.
+
+    Of longer answers this holds for ρ of the sequence only: a token's own does not tell who wrote the words before it.
+    """
+    true = everywhere(_true, STEP, 1)
+
+    def off(config: LearnerConfig) -> np.ndarray:
+        stale = everywhere(lambda w: _stale(config, w, w.behaviour), STEP, 1)
+        return np.abs(stale - true).max((1, 2))
+
+    for name in ("grpo", "icepop", "gspo", "tis", "cispo"):
+        assert off(unbound(name)).max() < 1e-5, name
+        assert off(unbound(name, correction_mode="mask")).max() < 1e-5, name
+    for name in ("grpo", "gspo"):
+        assert np.median(off(unbound(name, correction="none"))) > 0.05, name
+
+
+@pytest.mark.parametrize("name", ["grpo", "icepop", "tis", "cispo"])
+def test_where_nothing_binds_a_token_weighs_rho(name):
+    of = tokens_of(worlds(STEP))
+    np.testing.assert_allclose(pushes(unbound(name), STEP), of.drawn * of.pi / of.b * of.advantage, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RHO_ALONE)
+def test_losses_of_rho_are_blind_to_what_the_claim_began_with(name):
+    """min(π_prox/π_b, c) in place of min(ρ, c) is the same in the first step and another in the second."""
+    np.testing.assert_array_equal(pushes(EVERY[name], STEP), pushes(EVERY[name]))
+
+
+# What is made of w = π_prox/π_b.
+WEIGHTS = {
+    "grpo-none": (UNCORRECTED, np.ones_like),
+    "grpo": (LearnerConfig(), lambda w: np.minimum(w, 2)),
+    "grpo-mask": (LearnerConfig(correction_mode="mask"), lambda w: np.where(w > 5, 0, w)),
+    "grpo-dual": (LearnerConfig(dual_clip=1.5), lambda w: np.minimum(w, 2)),
+    "icepop": (LearnerConfig(algorithm="icepop"), lambda w: np.where((w < 0.5) | (w > 5), 0, w)),
+    "gspo": (LearnerConfig(algorithm="gspo"), lambda w: np.minimum(w, 2)),
+    "gspo-mask": (LearnerConfig(algorithm="gspo", correction_mode="mask"), lambda w: np.where(w > 5, 0, w)),
+    "gspo-wide": (unbound("gspo"), lambda w: w),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_clip_asks_how_far_the_claim_has_come_and_the_weight_who_drew(name):
+    """A token is pulled by w · r · A, and not at all once r has left the range the way that A pulls.
+
+    GSPO asks the same of the sequence: r is s, the root of π_θ/π_prox by its tokens, w the product.
+    """
+    learner, bound = WEIGHTS[name]
+    config, of = settled(learner), tokens_of(worlds(STEP))
+    r, w = of.pi / of.prox, of.prox / of.b
+    if config.algorithm == "gspo":
+        tokens = worlds(STEP).mask.sum(-1)[:, None]
+        r, w = r.prod(-1, keepdims=True) ** (1 / tokens), w.prod(-1, keepdims=True)
+    held = np.where(of.advantage > 0, r > 1 + config.clip_high, r < 1 - config.clip_low)
+    held |= (of.advantage < 0) & (r > (config.dual_clip or np.inf))
+    assert name == "gspo-wide" or 0.1 < held[:, worlds(STEP).mask].mean() < 0.7
+    np.testing.assert_allclose(
+        pushes(learner, STEP), of.drawn * bound(w) * np.where(held, 0, r) * of.advantage, atol=1e-6
+    )
+
+
+# As GAINS, in the second step and over the same loss without its correction: a clip takes the gradient off the true one
+# by itself. Without a clip the uncorrected mean is 45.1 ± 2.2, with that of GRPO 57.4 ± 3.1, of GSPO 62.4 ± 3.0.
+SECOND_GAINS = {
+    "grpo": (LearnerConfig(), 5),
+    "grpo-mask": (LearnerConfig(correction_mode="mask"), 4),
+    "grpo-wide": (LearnerConfig(**ANYWHERE), 9),
+    "icepop": (LearnerConfig(algorithm="icepop"), 0.5),
+    "icepop-wide": (LearnerConfig(algorithm="icepop", **ANYWHERE), 1.5),
+    "gspo": (LearnerConfig(algorithm="gspo"), 8),
+    "gspo-mask": (LearnerConfig(algorithm="gspo", correction_mode="mask"), 6),
+    "gspo-wide": (LearnerConfig(algorithm="gspo", **ANYWHERE), 20),
+}
+
+
+@pytest.mark.parametrize("name", SECOND_GAINS)
+def test_corrections_turn_the_gradient_of_a_later_step_too(name):
+    config, least = SECOND_GAINS[name]
+    without = replace(config, correction="none", algorithm="gspo" if config.algorithm == "gspo" else "grpo")
+    assert at_least(angles(without, STEP)) > FAR
+    assert at_least(angles(without, STEP) - angles(config, STEP)) > least

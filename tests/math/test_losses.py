@@ -41,6 +41,7 @@ def configs() -> dict[str, LearnerConfig]:
         "gspo-none": replace(named["gspo"], correction="none", clip_low=0.3, clip_high=0.2),
         "gspo-mask": replace(named["gspo"], correction_mode="mask", clip_low=0.3, clip_high=0.2),
         "grpo-kl": replace(grpo, kl_coef=0.3, reference="init"),
+        "grpo-k3": replace(grpo, kl_coef=0.3, reference="init", kl_estimator="k3"),
     }
 
 
@@ -213,6 +214,32 @@ def test_weights_worked_by_hand():
         np.testing.assert_array_equal(at[0], bounded)
 
 
+def test_the_second_step_worked_by_hand():
+    # One answer drawn at π_b = 0.1, begun at π_prox = 0.15, now at 0.3, 0.165 and 0.075: w = 1.5, r = 2, 1.1 and 1/2,
+    # ρ = 3, 1.65 and 0.75. The clip to [0.8, 1.28] stops 2 from rising and 1/2 from falling, whatever w and ρ are.
+    one = {key: np.log([p] * 3) for key, p in (("prox", 0.15), ("beh", 0.1), ("ref", 0.1))}
+    one["logp"] = np.log([0.3, 0.165, 0.075])
+    s = 1.1 ** (1 / 3)
+    for config, adv, want in (
+        (LearnerConfig(correction="none"), 1.0, [0.0, -1.1, -0.5]),
+        (LearnerConfig(), 1.0, [0.0, -1.65, -0.75]),
+        (LearnerConfig(), -1.0, [3.0, 1.65, 0.0]),
+        (LearnerConfig(dual_clip=1.8), -1.0, [0.0, 1.65, 0.0]),
+        (LearnerConfig(correction_cap=1.2), 1.0, [0.0, -1.32, -0.6]),
+        (LearnerConfig(correction_cap=1.2, correction_mode="mask"), 1.0, [0.0, 0.0, 0.0]),
+        (LearnerConfig(algorithm="icepop", correction_cap=1.6), -1.0, [3.0, 1.65, 0.0]),  # asks w, not ρ
+        (LearnerConfig(algorithm="icepop", correction_cap=1.4), -1.0, [0.0, 0.0, 0.0]),
+        (LearnerConfig(algorithm="gspo"), 1.0, [0.0, 0.0, 0.0]),  # s = 1.03 is beyond 1.0004
+        (LearnerConfig(algorithm="gspo"), -1.0, [2 * s] * 3),  # of the sequence w = 1.5³, capped at 2
+        (LearnerConfig(algorithm="gspo", correction_cap=4.0), -1.0, [3.375 * s] * 3),
+        (LearnerConfig(algorithm="tis"), 1.0, [-2.0, -1.65, -0.75]),
+        (LearnerConfig(algorithm="cispo"), 1.0, [-3.0, -1.65, -0.75]),
+        (LearnerConfig(algorithm="topr", level="token"), -1.0, [1.0, 1.0, 0.75]),
+    ):
+        _, grad, _ = losses(config, [one | {"adv": np.full(3, adv)}])
+        np.testing.assert_allclose(grad[0], want, rtol=1e-5, err_msg=str(config))
+
+
 def test_cispo_and_topr_worked_by_hand():
     # ρ = 6 and 1/2 (of the sequence: 3); gradients by log π are −weight·A.
     one = {"logp": np.log([0.6, 0.2]), "prox": np.log([0.6, 0.2]), "beh": np.log([0.1, 0.4]), "ref": np.zeros(2)}
@@ -281,7 +308,9 @@ def differences(config: LearnerConfig, one: dict[str, np.ndarray]) -> np.ndarray
         if c.kl_coef:
             rho = np.minimum(np.exp(one["logp"] - one["beh"]), c.correction_cap)
             ups, downs = (plain.kl_penalty(each, c).sum() for each in moved)
-            want[t] += (c.kl_coef * rho * (one["logp"] - one["ref"]))[t] - (ups - downs) / (2 * eps)
+            apart = one["logp"] - one["ref"]
+            slope = {"k2": apart, "k3": -np.expm1(-apart)}[c.kl_estimator]
+            want[t] += (c.kl_coef * rho * slope)[t] - (ups - downs) / (2 * eps)
     return want
 
 

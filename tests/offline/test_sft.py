@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,14 @@ def test_it_learns_to_spell_three_letters_backward(warm):
     assert row["loss_first"] > 2.5
     assert row["loss"] < 0.6 * row["loss_first"]
     assert row["steps"] == 150 and row["tokens_per_s"] > 0 and row["padding_waste"] < 0.25
+
+
+def test_where_prompts_are_shared_a_worked_answer_has_the_room_of_both():
+    cfg = config(1)
+    cfg = replace(cfg, learner=replace(cfg.learner, prompt_tokens=16, row_tokens=13))
+    course = sft.prepared(cfg, tokenizers.build(cfg.tokenizer, sources.alphabet(cfg.task)), (4,))
+    assert {batch.streams["tokens"].shape[1] for batches in course.batches for batch in batches} == {29}
+    assert max(place.length for batches in course.batches for batch in batches for place in batch.placements) <= 29
 
 
 def test_it_says_what_it_does(warm):

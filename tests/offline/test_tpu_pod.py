@@ -68,7 +68,8 @@ def test_every_program_fits_a_chip(costs: Costs, capsys: pytest.CaptureFixture[s
     [
         ("accumulate", 2 * PARAMETER_BYTES // CHIPS),  # parameters and gradients
         ("apply", 4 * PARAMETER_BYTES // CHIPS),  # and two moments
-        *((name, PARAMETER_BYTES // TENSOR + CACHE_BYTES + LOGIT_BYTES) for name in (*PREFILLS, "decode")),
+        # An engine's parameters are bfloat16.
+        *((name, PARAMETER_BYTES // 2 // TENSOR + CACHE_BYTES + LOGIT_BYTES) for name in (*PREFILLS, "decode")),
         ("insert", CACHE_BYTES + LOGIT_BYTES),
     ],
 )
@@ -99,11 +100,11 @@ def test_no_pool_is_copied(costs: Costs, name: str) -> None:
     assert max({int(size) for size in costs[name]["copies"]} - {logits}, default=0) < POOL_BYTES / 2
 
 
-def test_only_extend_takes_pools_through_the_vector_memory(costs: Costs) -> None:
+def test_only_a_short_extend_takes_pools_through_the_vector_memory(costs: Costs) -> None:
     """There, where one has room, the compiler fetches each pool whole, reads and writes its pages, and brings it back:
     twice its bytes of traffic. A pool that is larger than the vector memory would stay."""
     taken = {name: cost["written_back"].get(str(POOL_BYTES), 0) for name, cost in costs.items()}
-    assert {name for name, times in taken.items() if times} == {"extend_128", "extend_256"}
+    assert {name for name, times in taken.items() if times} == {"extend_128"}
     assert max(taken.values()) <= 2 * SPEC.layers
 
 
@@ -157,13 +158,13 @@ def test_logits_are_never_whole(costs: Costs) -> None:
     """Of a training step a part at a time, of prompts only those of last tokens: no array is larger than the parameter
     that makes them, and none of a step larger than the config allows."""
     assert LOGITS_BYTES / 2 < costs["accumulate"]["largest_bytes"] <= LOGITS_BYTES
-    assert all(costs[name]["largest_bytes"] == 4 * HEAD // TENSOR for name in (*PREFILLS, "decode"))
+    assert all(costs[name]["largest_bytes"] == 2 * HEAD // TENSOR for name in (*PREFILLS, "decode"))
     # A layer's input is kept for the backward pass; what else lives at once is a few times the logits of a part.
     kept = SPEC.layers * ROWS // FSDP * ROW_TOKENS * SPEC.width * 2
     assert kept < costs["accumulate"]["temp_bytes"] < kept + 4 * LOGITS_BYTES
-    # Of a sampler: its parameters in bfloat16, and what it takes to sort the words of all slots of a shard.
+    # Of a sampler: what it takes to sort the words of all slots of a shard. Its parameters are used as they lie.
     sorting = 8 * SLOTS // DATA * SPEC.vocab_size * 4
-    assert all(costs[name]["temp_bytes"] < 2 * PARAMETERS // TENSOR + sorting for name in NAMES[2:])
+    assert all(costs[name]["temp_bytes"] < sorting for name in NAMES[2:])
 
 
 def test_attention_is_by_kernels(costs: Costs) -> None:

@@ -22,9 +22,10 @@ from jaxroll.store.state import Lineage
 
 
 @pytest.fixture
-def config() -> Config:
+def config(warm: bool) -> Config:
     base = Config(model=ModelConfig(size="nano"))
-    return replace(base, learner=replace(base.learner, reference="init", kl_coef=0.1))
+    sft = base.sft if warm else replace(base.sft, steps=0)
+    return replace(base, sft=sft, learner=replace(base.learner, reference="init", kl_coef=0.1))
 
 
 def new_trainer(config: Config) -> Trainer:

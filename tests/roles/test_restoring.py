@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxroll import config as configs
 from jaxroll.errors import ConfigError
 from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.models import families
 from jaxroll.records import Version
-from jaxroll.roles.restoring import start_of
+from jaxroll.roles.restoring import first_params, start_of
 from jaxroll.store.state import Lineage
 
 
@@ -54,3 +56,12 @@ def test_a_fork_that_was_made_is_gone_on_with(checkpoints: Checkpoints) -> None:
 def test_a_fork_without_a_name_is_a_new_one_every_time(checkpoints: Checkpoints) -> None:
     names = {start_of(checkpoints, LINES, "2")[1] for _ in range(3)}
     assert len(names) == 3 and "" not in names
+
+
+def test_a_warm_start_that_is_asked_for_is_not_done_without(tmp_path: Path) -> None:
+    """Roles that are started one by one have nobody who makes it."""
+    spec = families.spec("nano", vocab_size=32)
+    asked, not_asked = (configs.parse({"sft": {"steps": steps}}) for steps in (5, 0))
+    with pytest.raises(ConfigError, match=r"sft\.steps = 5.*not in .*warm.*jaxroll sft"):
+        first_params(asked, tmp_path, spec)
+    assert first_params(not_asked, tmp_path, spec) is None

@@ -1,0 +1,16 @@
+"""An algorithm of one's own that weighs tokens by their age: `learner.algorithm=tests.learner.by_age:by_age`."""
+
+from jaxroll.math import algorithms
+from jaxroll.math.algorithms import Algorithm
+from jaxroll.math.tokens import TokenLoss
+
+
+@algorithms.register("by_age")
+def by_age(learner):
+    """Tokens pull as often as they are steps old."""
+
+    def token_loss(tokens):
+        loss = -tokens.ages * tokens.advantage * tokens.logprob
+        return TokenLoss(loss, tokens.ages > 1)
+
+    return Algorithm(token_loss, multiple_of_advantage=True)
