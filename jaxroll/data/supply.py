@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 
 from jaxroll.config import Config
+from jaxroll.config.rules import sample_tokens
 from jaxroll.data import heldout
 from jaxroll.data.candidates import MAX_SKIPPED_IN_A_ROW, Candidate, Candidates, Skipped
 from jaxroll.errors import ConfigError, DataError
@@ -66,12 +67,12 @@ def _check_length(config: Config, text: Tokenizer, found: Candidate) -> None:
         tokens = sum(len(run) for run, _ in dialogue.runs(text, found.task.messages, found.worked))
     except DataError as error:
         raise ConfigError("tokenizer.kind", config.tokenizer.kind, str(error), "Set sft.steps=0.") from error
-    if tokens > config.learner.row_tokens:
+    if tokens > sample_tokens(config.learner):
         raise ConfigError(
             "learner.row_tokens",
             config.learner.row_tokens,
             f"the worked answer of item {found.task.index} has {tokens} tokens with its question",
-            f"Set it to {tokens} or more, or sft.steps to 0.",
+            f"Set it to {tokens - config.learner.prompt_tokens} or more, or sft.steps to 0.",
         )
 
 

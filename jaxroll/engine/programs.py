@@ -155,7 +155,7 @@ def lowered(
 
     params = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=programs.params[name])
-        for name, leaf in model_params.abstract(spec).items()
+        for name, leaf in model_params.served(spec).items()
     }
     seed = whole((), jax.eval_shape(jax.random.key, 0).dtype)
     tables = jax.ShapeDtypeStruct((sizes.slots, sizes.table), jnp.int32, sharding=programs.tables)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from jaxroll import lifeline
+from jaxroll import lifeline, priority
 from jaxroll.config import TaskConfig
 from jaxroll.envs import env_messages as words
 from jaxroll.envs import registry
@@ -79,6 +79,7 @@ def main(argument: str) -> int:
     """Answers orders until stdin ends; returns the exit status."""
     settings = msgspec.json.decode(argument, type=words.Settings)
     lifeline.bind(settings.parent_pid)
+    priority.lower_session()
     orders, answers = _private_pipes()
     answers.write(words.frame(words.Ready()))
     with asyncio.Runner() as runner:

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from jaxroll import lifeline
+from jaxroll import lifeline, priority
 from jaxroll.envs import isolation, scorers
 from jaxroll.envs.scoring_messages import Ready, Scored, frame, read_work
 
@@ -42,6 +42,7 @@ def main(argument: str) -> int:
     """Runs until stdin ends; returns the exit status."""
     settings = msgspec.json.decode(argument, type=WorkerSettings)
     lifeline.bind(settings.parent_pid)
+    priority.lower_session()
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_AS, settings.memory_bytes)
     work, replies = _private_pipes()

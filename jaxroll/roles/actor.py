@@ -29,6 +29,7 @@ from jaxroll.roles import session as sessions
 from jaxroll.roles.members import Members, Play, episode_counts, training_params, until_one_ends
 from jaxroll.roles.serving import address_file
 from jaxroll.rollout import serving
+from jaxroll.rollout.episode import Transcript
 from jaxroll.rollout.remote import Samplers
 from jaxroll.rpc import auth, tls
 from jaxroll.rpc.client import RawClient
@@ -105,9 +106,9 @@ class Acting:
         assert self.version is not None, "nothing was granted before a version was told"
         table = self.samplers.table(self.version)
 
-        async def play(member: int, attempt: int) -> Member:
+        async def play(member: int, attempt: int, said: Transcript) -> Member:
             with table.conversation() as proxy:
-                return await self.manager.run_member(grant, member, attempt, proxy)
+                return await self.manager.run_member(grant, member, attempt, proxy, said)
 
         return play
 

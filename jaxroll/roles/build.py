@@ -13,10 +13,11 @@ from jaxroll.config.rules import episode_tokens
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.host import EngineHost
-from jaxroll.models import families, params, pretrained
+from jaxroll.learner.lora import Lora
+from jaxroll.models import families, pretrained
 from jaxroll.protocols import Tokenizer
 from jaxroll.roles.progress import Progress
-from jaxroll.roles.weights import WeightFollower
+from jaxroll.roles.weights import Adapted, WeightFollower, Whole
 from jaxroll.rpc.tls import Material
 from jaxroll.sharding import meshes, rules
 from jaxroll.text import tokenizers
@@ -72,10 +73,13 @@ def inference(
     )  # fmt: skip
     progress.devices(mesh, engine.attention.described())
     host = EngineHost(engine)
-    target = params.shardings(spec, mesh, rules.SAMPLER)
-    receiver = Receiver(config.transfer, token=token, tls=tls)
-    follower = WeightFollower(host, receiver, target, params.abstract(spec), progress)
-    return Inference(text, host, follower)
+    receiver, layout = Receiver(config.transfer, token=token, tls=tls), rules.Layout(mesh, rules.SAMPLER)
+    adapters = Lora.of(config.learner)
+    if adapters is None or config.learner.lora_publish == "merged":
+        arriving = Whole(receiver, spec, layout)
+    else:
+        arriving = Adapted(receiver, spec, layout, adapters, config.transfer.dtype)
+    return Inference(text, host, WeightFollower(host, arriving, progress))
 
 
 def cache_tokens(config: Config) -> int:

@@ -1,8 +1,9 @@
 """The members that a sampler or an actor holds: leased while there is room, played, put, renewed, given back.
 
-Everything runs on one event loop, every member as a task of its own. The loops:
+Everything runs on one event loop, every member as a task of its own, which plays the episode and puts it. A member has
+its place while it is played: the next one is leased while it is on its way to the store. The loops:
 
-- *lease* asks the store for work while there is room; every member is a task that plays its episode and puts it;
+- *lease* asks the store for work while there is room;
 - *ended* hears of leases that are not needed any more, and aborts their members at once;
 - *renew* keeps the leases alive.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -19,15 +21,22 @@ from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
 from jaxroll.protocols import SamplingParams, Tokenizer
 from jaxroll.records import Grant, Member, Version
 from jaxroll.roles.session import Session
+from jaxroll.rollout.episode import Transcript
 from jaxroll.rollout.manager import RolloutManager
 
 LEASE_WAIT_S, ENDED_WAIT_S = 5.0, 10.0
+LAST_PUTS_S = 2.0  # for what is on its way when all ends; then its lease is given back like any other
+GATHER_S = 0.01  # how long room for a part of a group waits for more: a call less for each member that ends with it
 Key = tuple[int, int, int]  # group, member, attempt
-Play = Callable[[int, int], Awaitable[Member]]  # (member, attempt) → the member, finished or failed
+# (member, attempt, where to write what is said) → the member, finished or failed
+Play = Callable[[int, int, Transcript], Awaitable[Member]]
 
 
 class Members:
     """The members in flight and the loops around them.
+
+    Up to `capacity` are being played, and with those that wait to be put there are up to twice as many: a store that is
+    slow to take members is asked for no more.
 
     `version` says, once there are weights, which version a lease is asked for with; every token of what is granted is
     drawn at it or at a later one. `begin` gives what plays the members of a grant.
@@ -38,32 +47,61 @@ class Members:
     ) -> None:
         self.session, self.config, self.store = session, session.config, session.store
         self.capacity, self._version, self._begin = capacity, version, begin
-        self.open: dict[Key, asyncio.Task] = {}
+        self.open: dict[Key, asyncio.Task] = {}  # leased and not put yet
+        self.playing: dict[Key, Transcript] = {}  # those of them whose episode has not ended, and what is said in it
         self.ended: set[Key] = set()  # not needed any more, and not heard of yet: their lease is still on its way
-        self.aborted = 0
+        self.aborted = self.tokens_let_go = 0
         self.room = asyncio.Event()
+        # Whether parts of a group are asked for. Beside other samplers the rest of it would go to one of them.
+        self._alone = max(self.config.sampler.count, self.config.placement.actors) == 1
+        self._plenty = False  # the last lease brought all that it asked for
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """What is to run for ever, side by side."""
         return (self._lease(), self._end_early(), self._renew())
 
     def counts(self) -> dict[str, int]:
-        """Members in flight, and those aborted since the start."""
-        return {"open": len(self.open), "members_aborted": self.aborted}
+        """Members in flight, those of them that are played and not put yet; since the start those let go, and the
+        tokens of the whole answers that they had."""
+        unput = len(self.open) - len(self.playing)
+        return {
+            "open": len(self.open), "unput": unput,
+            "members_aborted": self.aborted, "tokens_let_go": self.tokens_let_go,
+        }  # fmt: skip
 
     async def _lease(self) -> None:
         while True:
-            self.room.clear()
-            free = self.capacity - len(self.open)
-            if free < self.config.schedule.members_per_group:
-                await self.room.wait()
-                continue
-            for grant in await self._grants(free):
+            free = await self._free()
+            grants = await self._grants(free)
+            self._plenty = sum(len(grant.members) for grant in grants) == free
+            for grant in grants:
                 play = self._begin(grant)
                 for member, attempt in grant.members:
                     if (key := (grant.group, member, attempt)) not in self.ended:
                         self._start(key, play)
             self.ended.clear()  # what is granted from now on cannot have ended before
+
+    async def _free(self) -> int:
+        """For how many members there is room: for those of a group or more, or for fewer while work is plenty.
+
+        Where it is not, a call for a few would wait for work, and what becomes free meanwhile for another call. That
+        one follows at once if all that the first asked for was there: what is left needs room for no group then.
+        """
+        until = 0.0
+        while (free := self._places()) < self.config.schedule.members_per_group:
+            self.room.clear()
+            if not (free and self._alone and self._plenty):
+                await self.room.wait()
+                continue
+            until = until or time.monotonic() + GATHER_S
+            if (left := until - time.monotonic()) <= 0:
+                break
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.room.wait(), left)
+        return free
+
+    def _places(self) -> int:
+        return min(self.capacity - len(self.playing), 2 * self.capacity - len(self.open))
 
     async def _grants(self, free: int) -> list[Grant]:
         version = await self._version()
@@ -77,16 +115,24 @@ class Members:
         return []
 
     def _start(self, key: Key, play: Play) -> None:
+        self.playing[key] = Transcript()
         self.open[key] = task = asyncio.ensure_future(self._produce(key, play))
         task.add_done_callback(lambda _: self._over(key))  # also of one that is cancelled before it begins
 
     def _over(self, key: Key) -> None:
         self.open.pop(key, None)
+        self._played(key)
+
+    def _played(self, key: Key) -> None:
+        self.playing.pop(key, None)
         self.room.set()
 
     async def _produce(self, key: Key, play: Play) -> None:
         try:
-            await self.store.put(await play(key[1], key[2]))
+            member = await play(key[1], key[2], said := self.playing[key])
+            self._played(key)
+            if await self.store.put(member) == "SURPLUS":
+                self._let_go(said)
         except Closed:
             self.session.request_stop()
         except StoreRefusal as refusal:  # somebody else owns this member now, or it is there already
@@ -107,18 +153,29 @@ class Members:
         """Stop working on what nobody needs any more."""
         if (lost := self.open.get(key)) is None:
             self.ended.add(key)
-        elif lost.cancel():
-            self.aborted += 1
+        elif key in self.playing and not lost.cancelling():  # of one on its way to the store the store's answer says
+            lost.cancel()
+            self._let_go(self.playing[key])
+
+    def _let_go(self, said: Transcript) -> None:
+        """One member more that nobody needs; what it drew of an answer that is not whole the engine counts."""
+        self.aborted += 1
+        self.tokens_let_go += said.sampled
 
     async def give_back(self) -> None:
-        """End what is unfinished and release its leases."""
-        unfinished = dict(self.open)
-        for task in unfinished.values():
+        """End what is unfinished, let what was played reach the store, and release the leases that are left."""
+        held = dict(self.open)
+        puts = [task for key, task in held.items() if key not in self.playing]
+        for key in self.playing:
+            held[key].cancel()
+        if puts:
+            await asyncio.wait(puts, timeout=LAST_PUTS_S)
+        for task in puts:
             task.cancel()
-        await asyncio.gather(*unfinished.values(), return_exceptions=True)
-        if unfinished:
+        await asyncio.gather(*held.values(), return_exceptions=True)
+        if unput := [key for key, task in held.items() if task.cancelled() or task.exception()]:
             with contextlib.suppress(Closed):
-                await self.store.release(list(unfinished))
+                await self.store.release(unput)
 
 
 async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:

@@ -16,7 +16,6 @@ closed or on SIGTERM, giving unfinished leases back.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from typing import Any
 
@@ -59,7 +58,7 @@ class Playing:
         return follower.version
 
     def _begin(self, grant: Grant) -> Play:
-        return functools.partial(self._manager.run_member, grant)
+        return lambda member, attempt, said: self._manager.run_member(grant, member, attempt, transcript=said)
 
 
 class Sampling:
@@ -77,8 +76,8 @@ class Sampling:
         try:
             await until_one_ends((follow, *self.asking.loops(), self._report()))
         finally:
+            self._add_rows()  # before, or what is given back would be counted among what nobody needs
             await self.asking.give_back()
-            self._add_rows()
 
     async def _report(self) -> None:
         while True:

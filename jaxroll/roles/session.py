@@ -18,14 +18,13 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from jaxroll.config import Config, Flip, MeshConfig, RoleArgs
-from jaxroll.config.rules import episode_tokens
 from jaxroll.envs import registry
 from jaxroll.envs.places import Places
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import EXIT_INTERRUPTED, Closed
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.roles.progress import Progress
-from jaxroll.rollout.episode import Bounds
+from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.rpc import tls
 from jaxroll.store.client import StoreClient
@@ -67,8 +66,7 @@ class Session:
 
     def players(self, proxy: LLMProxy | None, tokenizer: Tokenizer, sampling: SamplingParams) -> RolloutManager:
         """Plays members against `proxy` (None: each against its own), each environment where it asks to run."""
-        bounds = Bounds(tokens=episode_tokens(self.config))
-        return RolloutManager(proxy, self.places.create, tokenizer, sampling, bounds=bounds)
+        return RolloutManager(proxy, self.places.create, tokenizer, sampling, bounds=bounds_of(self.config))
 
     async def run(self, ready: Awaitable[None], play: Callable[[], Awaitable[None]]) -> None:
         """Connect, send rows as they come, and play until `play` ends, the run is closed or a stop is requested.

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from jaxroll.config import Config
+from jaxroll.config.rules import episode_tokens
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
 from jaxroll.protocols import (
     MAX_TURNS,
@@ -53,6 +55,11 @@ class Transcript:
                 run = VersionRun(run.version, self.versions.pop().count + run.count)
             self.versions.append(run)
 
+    @property
+    def sampled(self) -> int:
+        """Tokens that the model sampled, of answers that are whole."""
+        return sum(run.count for run in self.versions)
+
     def _append(self, segment: Segment) -> None:
         self.segments.append(segment)
         self.length += len(segment.tokens)
@@ -69,11 +76,29 @@ class Transcript:
 @dataclass(frozen=True)
 class Bounds:
     """What ends an episode that does not end by itself: turns, tokens of the whole conversation (0: no such bound),
-    and seconds that one generation may take."""
+    and seconds that one generation may take.
+
+    It must also fit where the learner trains on it: into `row_tokens` (0: no such bound), before which a first prompt
+    of up to `prompt_tokens` lies apart, all but its last token.
+    """
 
     turns: int = MAX_TURNS
     tokens: int = 0
     generation_s: float = GENERATION_LIMIT_S
+    row_tokens: int = 0
+    prompt_tokens: int = 0
+
+    def most(self, first: int) -> int:
+        """The most tokens of a conversation whose first prompt has `first`; 0: no bound."""
+        apart = first - 1 if first - 1 <= self.prompt_tokens else 0
+        limits = [self.tokens, apart + self.row_tokens if self.row_tokens else 0]
+        return min((limit for limit in limits if limit), default=0)
+
+
+def bounds_of(config: Config) -> Bounds:
+    """What the config says of them."""
+    learner = config.learner
+    return Bounds(tokens=episode_tokens(config), row_tokens=learner.row_tokens, prompt_tokens=learner.prompt_tokens)
 
 
 async def run(
@@ -86,8 +111,9 @@ async def run(
     sampling: SamplingParams,
     bounds: Bounds = Bounds(),
     asking: Asking | None = None,
+    transcript: Transcript | None = None,
 ) -> Finished:
-    """The finished episode of `task`; `key` decides the random draws.
+    """The finished episode of `task`; `key` decides the random draws. It is written into `transcript`.
 
     A completion that did not end by itself ends the episode with reward 0 (`finish` "length", reward part `truncated`
     1): a model must end its answer to be paid for it. So do the turn after the last one that `bounds` or the
@@ -98,11 +124,12 @@ async def run(
     asking = asking or Asking()
     traits = asking.traits(env)
     turns, sampling = min(bounds.turns, traits.max_turns), _with_stop(sampling, tokenizer)
-    transcript = Transcript()
-    messages = await asking.reset(env, task)
+    transcript = transcript or Transcript()
+    messages, most = await asking.reset(env, task), 0
     for turn in range(turns):
         transcript.show(_rendered(tokenizer, messages, first=turn == 0))
-        room = _room(bounds.tokens, transcript.length, sampling)
+        most = bounds.most(transcript.length) if turn == 0 else most
+        room = _room(most, transcript.length, sampling)
         if room is None:
             return _cut(transcript)
         more = turn + 1 < turns

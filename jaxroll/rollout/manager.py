@@ -66,15 +66,18 @@ class RolloutManager:
         """What was asked of environments so far."""
         return self._asking.asked
 
-    async def run_member(self, grant: Grant, member: int, attempt: int, proxy: LLMProxy | None = None) -> Member:
+    async def run_member(
+        self, grant: Grant, member: int, attempt: int, proxy: LLMProxy | None = None,
+        transcript: episode.Transcript | None = None,
+    ) -> Member:  # fmt: skip
         """Member `member`, finished or failed: INFRA where the machinery broke, DATA for whatever else went wrong.
 
         Never raises for an episode's sake. Cancelling aborts the episode and raises CancelledError. Its completions are
-        asked of `proxy`, where one is given.
+        asked of `proxy`, where one is given, and what was said so far stands in `transcript`.
         """
         asked = proxy or self._proxy
         assert asked is not None, "a manager without a proxy is given one with every member"
-        outcome = await self._outcome(grant, member, asked)
+        outcome = await self._outcome(grant, member, asked, transcript)
         self.counts.add(outcome)
         return Member(grant.group, member, attempt, outcome)
 
@@ -97,7 +100,9 @@ class RolloutManager:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _outcome(self, grant: Grant, member: int, proxy: LLMProxy) -> Outcome:
+    async def _outcome(
+        self, grant: Grant, member: int, proxy: LLMProxy, transcript: episode.Transcript | None
+    ) -> Outcome:
         try:
             env = self._make_env(grant.task.env)
             try:
@@ -110,6 +115,7 @@ class RolloutManager:
                     sampling=self._sampling,
                     bounds=self._bounds,
                     asking=self._asking,
+                    transcript=transcript,
                 )
             finally:
                 await _closed(env)

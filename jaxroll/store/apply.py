@@ -173,7 +173,8 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     state.next_claim, state.filtered = e.step + 1, 0
     state.tokens_masked += e.masked_tokens
     state.pace = e.pace if e.pace is not None else state.pace
-    if e.worked_s > 0:
+    at_once = not state.step_s and e.step == 1 and state.acked < e.step  # both were there when the learner began
+    if e.worked_s > 0 and not at_once:
         state.step_s = speeds.lately(state.step_s, e.worked_s)
     state.claimed_at_s, state.awaited_at_s = now_s, None
     state.moved_at_s = now_s

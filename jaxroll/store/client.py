@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,8 +117,12 @@ class StoreClient:
         """Give leases back."""
         await self._call("Release", msg.Members(tuple((g, m, a) for g, m, a in grants)), msg.Members)
 
-    async def claim(self, lineage: int, step: int, wait_s: float = 0.0, rows: range | None = None) -> Claim:
+    async def claim(
+        self, lineage: int, step: int, wait_s: float = 0.0, rows: range | None = None, *, ahead: bool = False
+    ) -> Claim:
         """The batch of `step`. Raises NotReady when it is not complete within `wait_s`.
+
+        Asked `ahead`, the time until it comes does not count as the learner's waiting (which sets the window).
 
         With `rows` only these of its members, counted over its groups in their order: what one of a learner's hosts
         computes. The groups at both ends may then come in part.
@@ -125,7 +130,8 @@ class StoreClient:
         start, stop = (rows.start, rows.stop) if rows is not None else (0, None)
 
         async def ask(left_s: float) -> msg.ClaimPage:
-            return await self._call("Claim", msg.ClaimCall(lineage, step, left_s, start, stop), msg.ClaimPage, left_s)
+            call = msg.ClaimCall(lineage, step, left_s, start, stop, ahead)
+            return await self._call("Claim", call, msg.ClaimPage, left_s)
 
         first = page = await _until(ask, wait_s, NotReady)
         parts = list(page.parts)
@@ -279,6 +285,11 @@ class BlockingStore:
     def claim(self, lineage: int, step: int, wait_s: float = 0.0) -> Claim:
         """See StoreClient.claim."""
         return self._run(self._held().claim(lineage, step, wait_s))
+
+    def claim_ahead(self, lineage: int, step: int, wait_s: float) -> Future[Claim]:
+        """The claim to come, asked for while the step before is computed. To cancel it changes nothing in the store."""
+        job = self._held().claim(lineage, step, wait_s, ahead=True)
+        return asyncio.run_coroutine_threadsafe(job, self._loop)
 
     def begin(self, durable: Version | None, fork: str = "") -> Version:
         """See StoreClient.begin."""

@@ -39,14 +39,6 @@ class Lengths(msgspec.Struct):
     lost_members: int = 0
     reissues: dict[int, int] = {}
 
-    @property
-    def bias(self) -> float | None:
-        """Mean length of the trained members over that of all; 1 favours nobody, less favours short answers."""
-        tokens, members = self.trained_tokens + self.lost_tokens, self.trained_members + self.lost_members
-        if not self.trained_members or not tokens:
-            return None
-        return self.trained_tokens / self.trained_members / (tokens / members)
-
 
 def touch(questions: dict[str, Question], question_hash: str) -> Question:
     """The question's row, made the newest; the oldest of too many is forgotten."""

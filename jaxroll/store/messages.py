@@ -90,13 +90,17 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class ClaimCall(msgspec.Struct, frozen=True):
-    """The batch of a step: its members from the `start`-th to before the `stop`-th, or to the last."""
+    """The batch of a step: its members from the `start`-th to before the `stop`-th, or to the last.
+
+    `ahead` says that the learner has something else to do until it comes.
+    """
 
     lineage: Count
     step: Count
     wait_s: float
     start: Count = 0
     stop: Count | None = None
+    ahead: bool = False
 
 
 class ClaimPart(msgspec.Struct, frozen=True):

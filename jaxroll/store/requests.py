@@ -86,11 +86,15 @@ class PutMember:
 
 @dataclass(frozen=True)
 class ClaimStep:
-    """The batch of `step` for the learner `session`. Answer: Batch."""
+    """The batch of `step` for the learner `session`. Answer: Batch.
+
+    Asked `ahead`, while the step before is computed, the learner does not wait for it.
+    """
 
     session: str
     lineage: int
     step: int
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ it had, so that most callers come back without reading it.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ from jaxroll.store.log import Log
 from jaxroll.store.prompts import Feeder, PromptBuffer
 from jaxroll.store.service import PAGE_BYTES, StoreService
 from jaxroll.store.settings import Settings
-from jaxroll.store.state import next_deadline_s, straggler_due
+from jaxroll.store.state import next_deadline_s, next_straggler_s, straggler_due
 from jaxroll.store.waits import status
 from jaxroll.store.wakeups import CLAIM, LEASE
 
@@ -133,10 +134,11 @@ class _Store:
 
     async def _tick_for_ever(self) -> None:
         keeper, last_s = self._keeper, self._keeper.now_s()
-        longest_s = min(_TICK_S, keeper.settings.lease_s / 4)
+        longest_s = min(_TICK_S, keeper.settings.lease_s / 4, max(0.05, keeper.settings.straggler_deadline_s / 4))
         while not self._is_over():
-            due_s = next_deadline_s(keeper.state)
-            pause_s = longest_s if due_s is None else min(longest_s, max(0.005, due_s - keeper.now_s()))
+            due = (next_deadline_s(keeper.state), self._next_straggler_s(keeper.now_s()))
+            due_s = min((at_s for at_s in due if at_s is not None), default=math.inf)
+            pause_s = min(longest_s, max(0.005, due_s - keeper.now_s()))
             await asyncio.sleep(pause_s)
             if keeper.log.failure is not None:
                 raise keeper.log.failure
@@ -156,6 +158,11 @@ class _Store:
             self._keeper.wakeups.notify(LEASE)
         if straggler_due(state, settings.limiter.batch_groups, settings.straggler_deadline_s, now_s):
             self._keeper.wakeups.notify(CLAIM)
+
+    def _next_straggler_s(self, now_s: float) -> float | None:
+        settings = self._keeper.settings
+        batch, deadline_s = settings.limiter.batch_groups, settings.straggler_deadline_s
+        return next_straggler_s(self._keeper.state, batch, deadline_s, now_s)
 
     def _watch(self, now_s: float) -> None:
         """The store's row, and the word about a run that does not move."""

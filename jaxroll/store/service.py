@@ -219,7 +219,7 @@ class StoreService:
 
     async def _claim(self, caller: Caller, body: bytes) -> msg.ClaimPage:
         call = wire.decode(body, msg.ClaimCall)
-        request = rq.ClaimStep(caller.session, call.lineage, call.step)
+        request = rq.ClaimStep(caller.session, call.lineage, call.step, call.ahead)
         wait_s = self._wait_s(caller, call.wait_s)
         batch = await self._keeper.answer_when_ready(lambda: self._keeper.decide(request), CLAIM, wait_s)
         return await self._page(call, batch)

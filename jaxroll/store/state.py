@@ -6,6 +6,8 @@ clock and mean nothing in another process: `rebased` gives every open lease its 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from jaxroll.records import Snapshot, Version
@@ -199,9 +201,17 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
 
 def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:
     """Whether an unfinished group among the next `batch` is in work for longer than `deadline_s`."""
+    return any(at_s <= now_s for at_s in _stragglers_s(state, batch, deadline_s))
+
+
+def next_straggler_s(state: State, batch: int, deadline_s: float, now_s: float) -> float | None:
+    """When the next of the unfinished groups among the next `batch` is in work for so long; None when none will be."""
+    return min((at_s for at_s in _stragglers_s(state, batch, deadline_s) if at_s > now_s), default=None)
+
+
+def _stragglers_s(state: State, batch: int, deadline_s: float) -> Iterator[float]:
     for group in state.index.lacking.values():
         if state.index.place_of(group) >= batch:
             break
-        if group.leased_at_s is not None and now_s - group.leased_at_s >= deadline_s:
-            return True
-    return False
+        if group.leased_at_s is not None:
+            yield group.leased_at_s + deadline_s

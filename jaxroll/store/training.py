@@ -53,7 +53,7 @@ def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) 
     if last and settings.last_batch == "drop" and len(usable) < settings.limiter.batch_groups:
         events += [ev.Expired(group.id, "last_batch") for group in usable]
         usable = []
-    shrinking = _shrunk(settings, usable, now_s)
+    shrinking = [] if r.ahead else _shrunk(settings, usable, now_s)  # nobody waits for the stragglers yet
     rejected = _rejected(settings, state, shrinking)
     events += [*shrinking, *rejected]
     if over := [e.reason for e in rejected if isinstance(e, ev.RunClosed)]:
@@ -66,7 +66,7 @@ def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) 
     limiter = settings.limiter
     pick = order.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
     if not pick.chosen:
-        if state.awaited_at_s is None:
+        if state.awaited_at_s is None and not r.ahead:
             events.append(ev.Awaited(r.step))
         there = len(candidates)
         return Decision(events, NotReady(_what_is_missing(state, pick.missing, there, limiter.batch_groups)))

@@ -74,7 +74,10 @@ def status(settings: Settings, state: State, prompts_ready: bool = True) -> dict
         "retained_bytes": held_bytes(state),
         "kept_groups": kept_groups(state),
         "reissues_by_length": {str(length): n for length, n in sorted(state.lengths.reissues.items())},
-        "length_bias": state.lengths.bias,
+        "lengths": {
+            "trained": [state.lengths.trained_members, state.lengths.trained_tokens],
+            "lost": [state.lengths.lost_members, state.lengths.lost_tokens],
+        },
         "questions": len(state.questions),
         "slow": sorted(name for name in state.member_s if is_slow(settings, state, name)),
         "data_ended": state.data_ended,

@@ -6,8 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from jaxroll.records import Grant, Member, Task, Version
+import numpy as np
+
+from jaxroll.protocols import Completion
+from jaxroll.records import Grant, Member, Task, Version, VersionRun
 from jaxroll.roles.members import Members, Play
+from jaxroll.rollout.episode import Transcript
 
 TASK = Task(0, (), "single_turn", "{}", 0, "0")
 
@@ -31,9 +35,12 @@ class Store:
         raise AssertionError("nobody finishes here")
 
 
-def members(store: Store) -> Members:
-    schedule = SimpleNamespace(members_per_group=2)
-    session: Any = SimpleNamespace(config=SimpleNamespace(schedule=schedule), store=store)
+def members(store: Any, begin: Any = None, *, samplers: int = 1, actors: int = 0, size: int = 2) -> Members:
+    config = SimpleNamespace(
+        schedule=SimpleNamespace(members_per_group=size), sampler=SimpleNamespace(count=samplers),
+        placement=SimpleNamespace(actors=actors), store=SimpleNamespace(lease_s=0.0),
+    )  # fmt: skip
+    session: Any = SimpleNamespace(config=config, store=store)
 
     async def version() -> Version:
         return Version(0, 0)
@@ -41,10 +48,10 @@ def members(store: Store) -> Members:
     async def for_ever(*arguments: Any) -> Any:
         await asyncio.Event().wait()
 
-    def begin(grant: Grant) -> Play:
+    def endless(grant: Grant) -> Play:
         return for_ever
 
-    return Members(session, 8, version, begin)
+    return Members(session, 8, version, begin or endless)
 
 
 def grant(group: int, attempt: int = 1) -> Grant:
@@ -89,5 +96,65 @@ def test_a_member_that_is_aborted_before_it_begins_makes_room_again() -> None:
         work._abort((5, 0, 1))
         await settle()
         assert work.open == {} and work.room.is_set() and work.aborted == 1
+
+    asyncio.run(asyncio.wait_for(job(), 20))
+
+
+def test_what_a_member_had_is_counted_when_it_is_let_go_and_when_it_comes_too_late() -> None:
+    """Of three members of one answer each the first is kept, the second in its environment, the third put too late."""
+
+    class Dropped(Store):
+        async def put(self, member: Member) -> str:
+            return "SURPLUS" if member.member == 2 else "OK"
+
+    def begin(grant: Grant) -> Play:
+        async def play(member: int, attempt: int, said: Transcript) -> Member:
+            said.show([1, 2])
+            tokens = np.arange(10 * (member + 1), dtype=np.int32)
+            said.add(
+                Completion(tokens, np.zeros(len(tokens), np.float32), (VersionRun(Version(0, 0), len(tokens)),), "stop")
+            )
+            if member == 1:
+                await asyncio.Event().wait()
+            return Member(grant.group, member, attempt, said.finished("stop", 0.0, {}))
+
+        return play
+
+    async def job() -> None:
+        work = members(Dropped(), begin)
+        for member in range(3):
+            work._start((5, member, 1), work._begin(grant(5)))
+        await settle()
+        assert work.counts() == {"open": 1, "unput": 0, "members_aborted": 1, "tokens_let_go": 30}
+        work._abort((5, 1, 1))
+        await settle()
+        assert work.counts() == {"open": 0, "unput": 0, "members_aborted": 2, "tokens_let_go": 30 + 20}
+
+    asyncio.run(asyncio.wait_for(job(), 20))
+
+
+def test_a_member_on_its_way_to_the_store_is_not_let_go_by_a_renewal_that_finds_it_there() -> None:
+    """Its lease ended with its put, whose answer is still under way."""
+
+    class Late(Store):
+        answer = asyncio.Event()
+
+        async def put(self, member: Member) -> str:
+            await self.answer.wait()
+            return "OK"
+
+    async def whole(member: int, attempt: int, said: Transcript) -> Member:
+        return Member(5, member, attempt, said.finished("stop", 0.0, {}))
+
+    async def job() -> None:
+        work = members(store := Late(), lambda grant: whole)
+        work._start((5, 0, 1), work._begin(grant(5)))
+        await settle()
+        work._abort((5, 0, 1))
+        await settle()
+        assert work.counts() == {"open": 1, "unput": 1, "members_aborted": 0, "tokens_let_go": 0}
+        store.answer.set()
+        await settle()
+        assert work.counts() == {"open": 0, "unput": 0, "members_aborted": 0, "tokens_let_go": 0}
 
     asyncio.run(asyncio.wait_for(job(), 20))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxroll.config import Config, LearnerConfig
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Finished, Message, Task, Version, VersionRun
@@ -187,6 +188,20 @@ def test_a_conversation_ends_where_its_tokens_do() -> None:
         assert finished.segments[-1].loss_mask.all(), "what nobody answered is not part of the sample"
     with pytest.raises(DataError, match="first message alone has 5 tokens"):
         run(FakeEnv([more]), FakeProxy([completion("a")]), bounds=episode.Bounds(tokens=5))
+
+
+def test_a_conversation_ends_where_the_learner_has_no_room_for_it() -> None:
+    """5 tokens shown, 4 of which may lie apart: then a row of 6 holds the fifth and 5 more, else the 5 and 1."""
+    more = StepResult(done=False, messages=(Message("user", "b"),), reward=0.7)
+    for apart, row, asked in ((4, 6, [5, 1]), (3, 6, [1]), (4, 60, [6, 6, 6, 2]), (0, 60, [6, 6, 6, 2])):
+        proxy = FakeProxy([completion("a")] * 9)
+        bounds = episode.Bounds(tokens=19, row_tokens=row, prompt_tokens=apart)
+        run(FakeEnv([more] * 9), proxy, bounds=bounds)
+        assert [params.max_tokens for _, _, params in proxy.asked] == asked
+    assert episode.Bounds().most(5) == 0 and episode.Bounds(tokens=9).most(5) == 9
+    learner = LearnerConfig(row_tokens=13, prompt_tokens=15)
+    bounds = episode.bounds_of(Config(learner=learner))
+    assert [bounds.most(first) for first in (1, 5, 16, 17)] == [13, 17, 28, 13]
 
 
 def test_other_stop_tokens_are_kept() -> None:

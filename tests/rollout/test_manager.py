@@ -13,6 +13,7 @@ import pytest
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Grant, Member, Message, Task, Version, VersionRun
+from jaxroll.rollout.episode import Transcript
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 
@@ -207,6 +208,25 @@ def test_cancelling_aborts_every_generation_and_puts_nothing() -> None:
     aborted, put = run(cancelled())
     assert sorted(aborted) == [0, 1, 2]
     assert put == []
+
+
+def test_a_member_that_is_cancelled_in_its_environment_leaves_what_it_had_drawn() -> None:
+    class Slow(Env):
+        async def step(self, answer: str) -> StepResult:
+            await asyncio.Event().wait()
+            raise AssertionError("it is cancelled before")
+
+    async def cancelled() -> int:
+        said = Transcript()
+        member = asyncio.create_task(manager(FakeProxy(), lambda name: Slow()).run_member(grant(0), 0, 0, None, said))
+        while not said.versions:
+            await asyncio.sleep(0)
+        member.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await member
+        return said.sampled
+
+    assert run(cancelled()) == 2
 
 
 def test_what_put_raises_is_raised_after_all_members_were_put() -> None:

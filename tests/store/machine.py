@@ -82,8 +82,8 @@ class Machine:
             self.put(key, version)
         return keys
 
-    def claim(self, step: int, lineage: int = 0, session: str = "L") -> Batch:
-        return self.ask(rq.ClaimStep(session, lineage, step))
+    def claim(self, step: int, lineage: int = 0, session: str = "L", *, ahead: bool = False) -> Batch:
+        return self.ask(rq.ClaimStep(session, lineage, step, ahead))
 
     def train(self, step: int, lineage: int = 0, session: str = "L") -> Batch:
         """Claim, publish, ack."""

@@ -157,6 +157,7 @@ class Learner:
     version: Version | None = None
     line: tuple[tuple[int, ...], ...] = ()
     batch: Batch | None = None
+    ahead: Batch | None = None  # of the step after, claimed while `batch` is not yet published or acknowledged
     to_publish: bool = False
     fork: str = ""
     waits: bool = False
@@ -174,6 +175,8 @@ class Learner:
         roll = world.rng.random()
         if self.version is None:
             self.begin(world, world.some_checkpoint())
+        elif self.batch is not None and self.ahead is None and world.rng.random() < 0.2:
+            self.claim_ahead(world)
         elif self.to_publish:
             self.publish(world, self.version.step + (self.batch is not None))
         elif roll < 0.06 * world.faults:
@@ -184,8 +187,20 @@ class Learner:
             world.checkpoints.append((self.version, self.line))
         elif roll < 0.35 and world.checkpoints:
             self.make_durable(world)
+        elif self.ahead is not None:
+            ahead, self.ahead = self.ahead, None
+            self.claimed(world)(ahead)
         else:
             self.say(world, rq.ClaimStep(self.session, self.version.lineage, self.version.step), self.claimed(world))
+
+    def claim_ahead(self, world: World) -> None:
+        """Asks for the batch of the step after; trains on it when its time comes."""
+        assert self.version is not None
+
+        def keep(batch: Batch) -> None:
+            self.ahead = batch
+
+        self.say(world, rq.ClaimStep(self.session, self.version.lineage, self.version.step + 1, ahead=True), keep)
 
     def say(self, world: World, request: Any, heard: Heard) -> None:
         """One call at a time. A learner that is told that it is stale ends."""
@@ -206,7 +221,8 @@ class Learner:
         """Starts from a checkpoint, on a line of its own if it is a `fork`."""
 
         def begun(version: Version) -> None:
-            self.version, self.line, self.batch, self.to_publish = version, checkpoint[1], None, True
+            self.version, self.line, self.to_publish = version, checkpoint[1], True
+            self.batch = self.ahead = None
 
         self.say(world, rq.Begin(self.session, checkpoint[0], self.fork), begun)
 
@@ -258,5 +274,6 @@ class Learner:
     def die(self, world: World) -> None:
         """Forgets all and gets a new name; its successor begins from a checkpoint."""
         self.life = world.next_life()
-        self.version, self.batch, self.to_publish, self.waits, self.unsaid = None, None, False, False, []
+        self.version, self.batch, self.ahead, self.to_publish = None, None, None, False
+        self.waits, self.unsaid = False, []
         self.fork = world.name("fork") if world.rng.random() < 0.1 * world.faults else ""

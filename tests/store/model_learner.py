@@ -203,19 +203,19 @@ class LearnerSide(Books):
         if no:
             return self.one_of(reply, no, "11 typed ends")
         if r.step == self.next_claim:
-            return self.new_claim(r.step, reply, now)
+            return self.new_claim(r.step, reply, now, ahead=r.ahead)
         if isinstance(reply, Exception) or (reply.groups, reply.shuffle_seed) != self.batches[r.step]:
             broken("5 replayable batches", f"claim {r.step} answers {reply}, it was {self.batches[r.step]}")
         return None
 
-    def new_claim(self, step: int, reply: Any, now: float) -> None:
+    def new_claim(self, step: int, reply: Any, now: float, *, ahead: bool) -> None:
         """What is stale ends, the head may be shrunk, and then the policy's batch, when it is there."""
         rules, usable = self.rules, [gid for gid, group in self.open.items() if not self.is_stale(group, step)]
         self.expire([gid for gid in self.open if gid not in usable], "stale")
         last = self.data_ended and len(self.open) == len(usable)
         if last and rules.last_batch == "drop" and len(usable) < rules.batch:
             usable = self.drop(usable)
-        for gid in self.shrink(usable[: rules.batch], now):
+        for gid in [] if ahead else self.shrink(usable[: rules.batch], now):
             if not self.closed:
                 self.judge(gid)
         if self.closed:
@@ -227,7 +227,7 @@ class LearnerSide(Books):
         if not wanted:
             self.one_of(reply, {"Closed"}, "11 typed ends")
         elif len(complete) < wanted:
-            self.awaited = True
+            self.awaited = self.awaited or not ahead
             self.one_of(reply, {"NotReady"}, "3 atomic groups" if len(usable) >= wanted else "11 typed ends")
         elif isinstance(reply, Exception):
             broken("11 typed ends", f"{reply!r} where {complete} are complete")

@@ -7,7 +7,7 @@ import pytest
 from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, NotReady, StaleClient
 from jaxroll.records import Snapshot, Version
 from jaxroll.store import requests as rq
-from jaxroll.store.state import NAMES_KNOWN, outstanding
+from jaxroll.store.state import NAMES_KNOWN, next_straggler_s, outstanding, straggler_due
 from jaxroll.store.waits import waits
 from tests.store.machine import V0, Machine
 
@@ -356,6 +356,18 @@ def test_stragglers_are_left_behind_only_when_two_members_are_there() -> None:
     assert [member for member, _ in group.done()] == [0, 2]
     assert group.note == "straggler"
     assert m.put(keys[1]) == "SURPLUS"
+
+
+def test_the_store_looks_again_when_the_next_straggler_is_due_and_not_for_those_that_were() -> None:
+    m = Machine(batch=2, size=2, alpha=1.0, straggler_deadline_s=100.0)
+    m.start()
+    assert next_straggler_s(m.state, 2, 100.0, 0.0) is None, "nothing is in work"
+    m.lease(2)
+    m.now = 3.0
+    m.lease(4)  # the third group is not of the next claim
+    found = [next_straggler_s(m.state, 2, 100.0, now_s) for now_s in (99.0, 100.0, 103.0)]
+    assert found == [100.0, 103.0, None]
+    assert [straggler_due(m.state, 2, 100.0, now_s) for now_s in (99.0, 100.0, 103.0)] == [False, True, True]
 
 
 def test_wait_never_shrinks() -> None:

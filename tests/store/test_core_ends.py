@@ -191,20 +191,20 @@ def test_reissues_are_counted_by_the_length_of_what_ended() -> None:
     assert status(m.core.settings, m.state)["reissues_by_length"] == {"8": 1, "128": 1}, "capped at one a prompt"
 
 
-def test_length_bias_is_one_when_all_is_trained_and_below_when_the_long_are_lost() -> None:
+def test_finished_members_are_counted_with_their_lengths_trained_or_lost() -> None:
     m = Machine(alpha=0, redundant=1, size=1, steps=9)
     m.start()
     m.lease(3)
     for group, tokens in ((0, 10), (1, 10)):
         graded(m, group, 1.0, tokens=tokens)
     m.train(0)
-    assert status(m.core.settings, m.state)["length_bias"] == 1.0
+    assert status(m.core.settings, m.state)["lengths"] == {"trained": [2, 20], "lost": [0, 0]}
     keys = m.lease(3, Version(0, 1))
     for key, tokens in zip(keys, (10, 10, 70), strict=True):
         m.ask(rq.PutMember(*key, "d", 100, (VersionRun(Version(0, 1), tokens),)))
     m.train(1)
     assert m.state.tokens_expired == {"surplus": 70}
-    assert status(m.core.settings, m.state)["length_bias"] == pytest.approx(10 / (110 / 5))
+    assert status(m.core.settings, m.state)["lengths"] == {"trained": [4, 40], "lost": [1, 70]}
 
 
 def test_a_fork_gives_trained_lengths_back() -> None:

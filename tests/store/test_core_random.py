@@ -8,6 +8,7 @@ made of them, the puts that were acknowledged.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -248,6 +249,7 @@ class World:
         except (NotReady, Closed):
             return
         self.see(batch)
+        self.claim_ahead()
         if self.random.random() < self.faults:
             return self.kill_learner()
         done = learner.version
@@ -258,6 +260,14 @@ class World:
         if self.random.random() < self.faults:
             return self.kill_learner()
         self.ask(rq.Ack(learner.session, done))
+
+    def claim_ahead(self) -> None:
+        """Now and then the batch of the step after is asked for before this one is published."""
+        version = self.learner.version
+        assert version is not None
+        if self.random.random() < 0.3:
+            with contextlib.suppress(NotReady, Closed):
+                self.see(self.ask(rq.ClaimStep(self.learner.session, version.lineage, version.step + 1, ahead=True)))
 
     def see(self, batch: Any) -> None:
         """What a learner sees at a step: the same groups every time, whole, and none too old."""

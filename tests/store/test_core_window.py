@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jaxroll import wire
-from jaxroll.errors import NoCredit
+from jaxroll.errors import NoCredit, NotReady
 from jaxroll.records import Version
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
@@ -88,6 +88,57 @@ def test_how_long_the_learner_waited_is_a_fact_of_the_claim() -> None:
     assert [(c.waited_s, c.worked_s) for c in claims] == [(0.0, 0.0), (0.0, 3.0), (1.5, 2.0)]
 
 
+def test_what_is_asked_ahead_is_not_waited_for() -> None:
+    m = Machine(size=1, alpha=2.0, window="adaptive")
+    m.start()
+    m.fill(4)
+    m.claim(0)
+    m.now += 1.0  # it works, and asks meanwhile
+    assert m.claim(1, ahead=True).step == 1, "before 0 is published or acknowledged"
+    m.now += 1.0
+    for _ in range(3):
+        with pytest.raises(NotReady):
+            m.claim(2, ahead=True)
+        m.now += 0.5
+    assert m.state.awaited_at_s is None
+    with pytest.raises(NotReady):
+        m.claim(2)
+    m.now += 0.25  # now it has nothing else to do
+    m.publish(Version(0, 1))
+    m.fill(2, Version(0, 1))
+    m.claim(2, ahead=True)
+    claims = [event for event in m.log if isinstance(event, ev.Claimed)]
+    assert [(c.waited_s, c.worked_s) for c in claims] == [(0.0, 0.0), (0.0, 1.0), (0.25, 2.5)]
+
+
+def test_nobody_is_left_behind_for_a_claim_that_is_asked_ahead() -> None:
+    m = Machine(size=3, alpha=2.0, straggler="shrink", straggler_deadline_s=5.0)
+    m.start()
+    late = m.lease(6)
+    for key in late:
+        if key[1] < 2:
+            m.put(key)
+    m.now += 6.0
+    with pytest.raises(NotReady):
+        m.claim(0, ahead=True)
+    assert m.claim(0).step == 0, "who has nothing else to do takes what is there"
+
+
+def test_two_claims_at_once_say_nothing_of_how_long_a_step_takes() -> None:
+    m = Machine(size=1, alpha=2.0)
+    m.start()
+    m.fill(6)
+    m.claim(0)
+    m.now += 0.005
+    m.claim(1, ahead=True)
+    assert m.state.step_s == 0.0, "else every sampler counts as slow"
+    m.now += 1.0
+    m.publish(Version(0, 1))
+    m.ask(rq.Ack("L", Version(0, 0)))
+    m.claim(2, ahead=True)
+    assert m.state.step_s == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("who", ["store", "learner"])
 def test_what_a_restart_makes_unknown_is_not_held_against_the_window(who: str) -> None:
     m = busy(15)
@@ -126,6 +177,7 @@ def test_a_full_window_keeps_no_pace() -> None:
 
 
 def both(name: str, world: World) -> tuple[Result, Result]:
+    """The world under the full window and under the adaptive one, which must cost neither throughput nor age."""
     full, adaptive = compared(world)
     print(f"\n{name}: ", end="")
     for result in (full, adaptive):
