@@ -46,13 +46,14 @@ def compiling(rows: Iterable[Row], role: str) -> list[Interval]:
 
 
 def learner_lane(steps: Sequence[Row]) -> Lane:
-    """wait, train and publish of every step."""
+    """wait, train and publish of every step; publish where the learner was not at the next one meanwhile."""
+    publish = union((row["t1"], row["t1"] + (row.get("publish_s") or 0.0)) for row in steps)
     return Lane(
         "learner",
         {
             "wait": union((row["t0"] - (row.get("wait_s") or 0.0), row["t0"]) for row in steps),
             "train": computing(steps),
-            "publish": union((row["t1"], row["t1"] + (row.get("publish_s") or 0.0)) for row in steps),
+            "publish": difference(publish, computing(steps)),
         },
     )
 

@@ -13,7 +13,7 @@ from jaxroll.report.view import NOTHING, View, card, legend
 
 Row = dict[str, Any]
 COLOURS = 4  # the last one is for all older ages
-MEANS = ("reward", "logprob_delta", "kl_behaviour", "clip_share", "ess")
+MEANS = ("logprob_delta", "kl_behaviour", "clip_share", "ess")
 HEADS = (
     "age", "tokens computed", "reward", "|Δ log-prob|", "KL(behaviour‖learner)", "largest ρ", "clipped",
     "effective samples",
@@ -24,7 +24,7 @@ LINES = (("ess", "effective samples"), ("kl_behaviour", "KL(behaviour‖learner)
 def totals(steps: Sequence[Row]) -> dict[int, dict[str, float | None]]:
     """For each age, over all steps: `tokens`, the largest `ratio_max`, and the means weighted by computed tokens.
 
-    The reward is known of tokens that were not computed too; where none ever was, it is the mean over steps.
+    The reward is that of all trained tokens, computed or not, and weighted by these.
     """
     found: dict[int, dict[str, float | None]] = {}
     for age in sorted({int(age) for row in steps for age in _ages(row)}):
@@ -33,7 +33,8 @@ def totals(steps: Sequence[Row]) -> dict[int, dict[str, float | None]]:
         found[age] = {
             "tokens": sum(row.get("tokens") or 0 for row in rows),
             "ratio_max": max(largest, default=None),
-            **{name: _mean(rows, name) for name in MEANS},
+            "reward": _mean(rows, "reward", "tokens_trained"),
+            **{name: _mean(rows, name, "tokens") for name in MEANS},
         }
     return found
 
@@ -76,8 +77,8 @@ def _ages(row: Row) -> Mapping[str, Row]:
     return row.get("by_age") or {}
 
 
-def _mean(rows: Sequence[Row], name: str) -> float | None:
-    pairs = [(row[name], row.get("tokens") or 0) for row in rows if known(row.get(name))]
+def _mean(rows: Sequence[Row], name: str, weight_by: str) -> float | None:
+    pairs = [(row[name], row.get(weight_by) or 0) for row in rows if known(row.get(name))]
     weight = sum(tokens for _, tokens in pairs)
     if not pairs:
         return None

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxroll import metrics
-from jaxroll.report import record
+from jaxroll.report import ahead, record
 from jaxroll.report.checks import checks
 from jaxroll.report.formats import UNKNOWN, duration, mesh, number, percent
 from jaxroll.report.page import page
@@ -59,6 +59,7 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of the figures a person asks for."""
     accuracy = f"{percent(f['accuracy_start'])} → {percent(f['accuracy_end'])}"
     gain = gain_words(f) if f["accuracy_start"] is not None else ""
+    too_little = ahead.words(f["alpha"], f["alpha_wanted"])
     return [
         ("held-out accuracy", accuracy if f["accuracy_start"] is not None else UNKNOWN),
         ("gain", gain or UNKNOWN),
@@ -70,6 +71,7 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("learner", f"{mesh(f['learner_mesh'])}; {number(f['train_tokens_per_s'])} tokens/s, "
                     f"{number(f['samples_per_s'])} samples/s, waits {percent(f['learner_wait_share'])}"),
         ("age", f"mean {number(f['age_mean'])}, largest {number(f['age_max'])} (α = {f['alpha']:g})"),
+        *([("alpha", too_little)] if too_little else []),
         ("restarts", number(f["restarts"])),
     ]  # fmt: skip
 

@@ -32,6 +32,17 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class ClaimTimes:
+    """Of one claim: how long the learner waited for it and worked before, and how long its slowest group was in work,
+    from its first lease to its last put, and its members in the mean."""
+
+    waited_s: float
+    worked_s: float
+    made_s: float
+    member_s: float
+
+
+@dataclass(frozen=True)
 class History:
     """Facts of the log.
 
@@ -50,6 +61,7 @@ class History:
     published: tuple[tuple[float, str], ...] = ()
     failures: tuple[Failure, ...] = ()
     failed_members: int = 0
+    claim_times: tuple[ClaimTimes, ...] = ()
     closed: str = ""
 
 
@@ -83,10 +95,18 @@ def _history(db: sqlite3.Connection, heldout_hashes: Collection[str] | None) -> 
         published=tuple((t, f"{lineage}.{step}") for t, lineage, step in db.execute(_PUBLISHED)),
         failures=tuple(Failure(*row) for row in db.execute(failed, (FAILURES_KEPT,))),
         failed_members=db.execute("SELECT COUNT(*) FROM failures").fetchone()[0],
+        claim_times=tuple(ClaimTimes(*row) for row in db.execute(_CLAIM_TIMES)),
         closed=closed[0] if closed else "",
     )
 
 
+_CLAIM_TIMES = """
+SELECT waited_s, worked_s, MAX(made_s), SUM(taken_s) / SUM(done)
+FROM claims JOIN claim_groups USING (lineage, step) JOIN (
+  SELECT group_id, MAX(ended_unix_s) - MIN(leased_unix_s) AS made_s, TOTAL(ended_unix_s - leased_unix_s) AS taken_s,
+  COUNT(*) AS done FROM members WHERE state = 'done' GROUP BY group_id) USING (group_id)
+GROUP BY lineage, step ORDER BY lineage, step
+"""
 _PUBLISHED = "SELECT unix_s, lineage, step FROM versions ORDER BY unix_s"
 
 

@@ -18,7 +18,7 @@ Score = tuple[float, float, float, float]  # x, accuracy, the 95 % interval
 Place = Callable[[Row], float]  # where on the x axis a row stands
 NOTHING = raw("")
 MAX_BARS = 240
-STEP_PARTS = (("wait_s", "wait"), ("train_s", "train"), ("publish_s", "publish"))
+STEP_PARTS = (("wait_s", "wait"), ("train_s", "train"))
 
 
 def learning(steps: Sequence[Row], evals: Sequence[Row], place: Place, x_name: str) -> Markup:
@@ -163,7 +163,7 @@ def _short(value: float) -> str:
 
 
 def step_times(steps: Sequence[Row]) -> Markup:
-    """Seconds of every step, stacked: waiting, computing, publishing."""
+    """Seconds of every step, stacked: waiting, computing. It is published beside the next one."""
     bars = step_bars(steps)
     if not bars:
         return NOTHING
@@ -180,8 +180,8 @@ def step_times(steps: Sequence[Row]) -> Markup:
 
 
 def _stack(frame: Frame, left: float, right: float, parts: Sequence[float], top: float) -> Markup:
-    waits, computes, publishes = (f"{number(part, 2)} s" for part in parts)
-    note = f"step {right:g}: waits {waits}, computes {computes}, publishes {publishes}"
+    waits, computes = (f"{number(part, 2)} s" for part in parts)
+    note = f"step {right:g}: waits {waits}, computes {computes}"
     gap, low, drawn = 0.12 * (right - left), 0.0, []
     for part, (_, kind) in zip(parts, STEP_PARTS, strict=True):
         high = min(low + part, top)
@@ -192,7 +192,7 @@ def _stack(frame: Frame, left: float, right: float, parts: Sequence[float], top:
 
 
 def step_bars(steps: Sequence[Row]) -> list[tuple[float, float, tuple[float, ...]]]:
-    """(from, to, mean seconds of wait, train, publish) of each step, or of equal runs of steps when there are many."""
+    """(from, to, mean seconds of wait, train) of each step, or of equal runs of steps when there are many."""
     size = max(1, math.ceil(len(steps) / MAX_BARS))
     runs = [steps[i : i + size] for i in range(0, len(steps), size)]
     means = [tuple(sum(numbers(run, key)) / len(run) for key, _ in STEP_PARTS) for run in runs]

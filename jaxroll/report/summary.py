@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxroll.report import activity
+from jaxroll.report import activity, ahead
 from jaxroll.report.history import History
 from jaxroll.report.intervals import Interval, intersection, length_s
 from jaxroll.report.record import Run
@@ -37,6 +37,7 @@ def summary(run: Run) -> dict[str, Any]:
         **progress(steps, rows, run.created_s),
         **learning(steps),
         "alpha": config["schedule"]["alpha"],
+        "alpha_wanted": ahead.alpha_wanted(rows, steps, history, config),
         "overlap": overlap(rows, steps, history.acked_groups),
         "sampler_busy_share": busy_share(rows, steps),
         "tokens_per_s": decoded_per_s(rows, steps),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
@@ -12,15 +12,28 @@ def waste(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, Any]:
     """The figures on waste, from the store's last row and the samplers' counters; None where a run cannot say."""
     stores = [row for row in rows if row.get("kind") == "store"]
     last = stores[-1] if stores else {}
-    members, tokens = counted(rows, "members_aborted"), counted(rows, "tokens_aborted")
+    members, tokens = counted(rows, "members_aborted"), _tokens_let_go(rows)
     return {
         "wasted_by_reason": by_reason(last),
         "stragglers_closed": last.get("shrunk"),
-        "length_bias": last.get("length_bias"),
+        "length_bias": length_bias(last.get("lengths"), members, tokens),
         "aborted_members": members,
         "aborted_tokens": tokens,
         "aborted_length": _relative(tokens, members, steps),
     }
+
+
+def length_bias(lengths: Mapping[str, Sequence[int]] | None, members: int | None, tokens: int | None) -> float | None:
+    """Mean length of the trained members over that of all: 1 favours nobody, less favours short answers.
+
+    All are the trained ones, the finished ones that were lost (both in `lengths`: members, tokens), and `members` that
+    were let go, for each of which only the tokens count that it had: what comes back is the true bias or more.
+    """
+    if lengths is None or members is None or tokens is None:
+        return None
+    (trained, trained_tokens), (lost, lost_tokens) = lengths["trained"], lengths["lost"]
+    total = trained_tokens + lost_tokens + tokens
+    return trained_tokens / trained / (total / (trained + lost + members)) if trained and total else None
 
 
 def by_reason(last: Row) -> dict[str, float] | None:
@@ -45,6 +58,12 @@ def counted(rows: Sequence[Row], key: str) -> int | None:
         total += row[key] - before if row[key] >= before else row[key]
         last[row["role"]] = row[key]
     return total
+
+
+def _tokens_let_go(rows: Sequence[Row]) -> int | None:
+    """Tokens that members had when they were let go: of the answer that an engine was at, and of those before it."""
+    parts = [counted(rows, key) for key in ("tokens_aborted", "tokens_let_go")]
+    return sum(part for part in parts if part is not None) if any(part is not None for part in parts) else None
 
 
 def _relative(tokens: int | None, members: int | None, steps: Sequence[Row]) -> float | None:

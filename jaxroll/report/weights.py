@@ -37,7 +37,7 @@ def by_lag(found: Sequence[int]) -> dict[int, float]:
 
 
 def words(steps: Sequence[Row], lanes: Sequence[Lane]) -> str:
-    """What publishing costs the learner, and fetching and flipping a sampler, where they say so; medians."""
+    """How long publishing takes (beside the learner's next step), fetching and flipping; medians of what is said."""
     times = {"Publishing": [row for row in numbers(steps, "publish_s") if row > 0]}
     for kind, name in (("fetch", "fetching"), ("flip", "flipping")):
         times[name] = [end - start for lane in lanes for start, end in lane.spans.get(kind, ())]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxroll.report import activity, plots, timeline, weights
+from jaxroll.report import activity, ahead, plots, timeline, weights
 from jaxroll.report.formats import duration, known, number, percent
 from jaxroll.report.markup import Markup, tag
 from jaxroll.report.summary import age_histogram, of_kind
@@ -49,6 +49,8 @@ def time_split(view: View) -> Markup:
         for part in (tag("div", role), tag("div", *_segments(split), class_="segments"))
     ]
     hint = f"Over the {duration(window[1] - window[0] - pause_s)} of reinforcement learning."
+    if too_little := ahead.words(view.figures["alpha"], view.figures["alpha_wanted"]):
+        hint += f" {too_little}."
     keys = legend(*((kind, timeline.NAMES.get(kind, kind)) for kind in kinds))
     return card("Where the time went", hint, keys, tag("div", *rows, class_="split"))
 
@@ -78,8 +80,9 @@ def steps_and_tokens(view: View) -> Markup:
 
 def _step_times(view: View) -> Markup:
     drawn = plots.step_times(view.steps)
-    keys = legend(("wait", "waits for groups"), ("train", "computes"), ("publish", "publishes weights"))
-    return card("Seconds of every step", "The learner's time, stacked.", keys, drawn) if drawn else NOTHING
+    keys = legend(("wait", "waits for groups"), ("train", "computes"))
+    hint = "The learner's time, stacked; weights are published while it waits for the next step or computes it."
+    return card("Seconds of every step", hint, keys, drawn) if drawn else NOTHING
 
 
 def _throughput(view: View) -> Markup:

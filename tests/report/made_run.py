@@ -160,7 +160,8 @@ def _step_row(rng, step, t0, t1, t2, wait_s, publish_s, group_ids, steps) -> dic
         "logits_std": 2.7, "padding_waste": rng.uniform(0.06, 0.12), "compiles": 0, "learning_rate": 3e-4,
         "groups_without_signal": 1,
         "by_age": {
-            str(age): {"tokens": count, "reward": skill, "logprob_delta": 0.02 * (age + 1), "kl_behaviour": 1e-3 * age,
+            str(age): {"tokens": count, "tokens_trained": count, "reward": skill,
+                       "logprob_delta": 0.02 * (age + 1), "kl_behaviour": 1e-3 * age,
                        "ratio_max": 1.2 + age, "clip_share": 0.01 * age, "ess": 0.99 - 0.1 * age}
             for age, count in ((0, tokens - old), (1, old)) if count
         },

@@ -5,14 +5,14 @@ from __future__ import annotations
 from jaxroll.report import by_age
 
 
-def age(tokens: int, reward: float, **figures: float) -> dict:
+def age(tokens: int, reward: float, trained: int = 50, **figures: float) -> dict:
     """An entry of `by_age`; a row without computed tokens has no figures."""
     every = {"logprob_delta": 0.1, "kl_behaviour": 0.01, "ratio_max": 1.5, "clip_share": 0.0, "ess": 0.9}
-    return {"tokens": tokens, "reward": reward} | (every | figures if tokens else {})
+    return {"tokens": tokens, "tokens_trained": trained, "reward": reward} | (every | figures if tokens else {})
 
 
 STEPS = [
-    {"step": 1, "by_age": {"0": age(10, 0.5)}},
+    {"step": 1, "by_age": {"0": age(10, 0.5, trained=60)}},
     {"step": 2, "by_age": {"0": age(30, 0.9, ess=0.5, ratio_max=4.0), "7": age(0, 0.25)}},
     {"step": 3},
 ]
@@ -23,7 +23,7 @@ def test_means_are_weighted_by_tokens_and_the_largest_is_the_largest():
     assert list(found) == [0, 7]
     assert found[0]["tokens"] == 40 and found[0]["ratio_max"] == 4.0
     assert found[0]["ess"] == (10 * 0.9 + 30 * 0.5) / 40
-    assert found[0]["reward"] == (10 * 0.5 + 30 * 0.9) / 40
+    assert found[0]["reward"] == (60 * 0.5 + 50 * 0.9) / 110, "of all trained tokens, computed or not"
     assert found[7] == dict.fromkeys(found[7]) | {"tokens": 0, "reward": 0.25}
 
 

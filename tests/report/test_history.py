@@ -5,11 +5,11 @@ import sqlite3
 import pytest
 
 from jaxroll.errors import DataError
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Snapshot, Version, VersionRun
 from jaxroll.report import history
 from jaxroll.store import events as ev
 from jaxroll.store import snapshots
-from tests.report.made_run import GROUPS, MEMBERS, TOKENS, LogMaker
+from tests.report.made_run import GROUPS, MEMBERS, TOKENS, LogMaker, task
 
 
 def snapshot(lineage, step):
@@ -52,6 +52,20 @@ def test_figures_of_a_log_worked_out_by_hand(tmp_path, log):
     assert found.wasted_tokens == pytest.approx(lost / put)
     assert found.published == ((100.0, "0.0"), (101.0, "0.1"), (102.0, "0.2"))
     assert [(f.group, f.kind, f.error) for f in found.failures] == [(6, "DATA", "no such <word>")]
+
+
+def test_a_claim_takes_as_long_as_its_slowest_group_from_its_first_lease_to_its_last_put(tmp_path):
+    log = LogMaker()
+    log.add(ev.Began(Version(0, 0), "L"), ev.Published(snapshot(0, 0)), t=100.0)
+    for group, (first, second) in enumerate(((3.0, 4.0), (9.0, 6.0))):
+        log.add(ev.Issued(group, task(group), 2, cursor=b"c"))
+        for member, took_s in enumerate((first, second)):
+            log.add(ev.Leased(group, ((member, 1),), "sampler-0", "s", f"r{group}{member}", 30.0), t=100.0 + member)
+            put = ev.Put(group, member, 1, f"d{group}.{member}", 100, (VersionRun(Version(0, 0), 5),))
+            log.add(put, t=100.0 + member + took_s)
+    log.add(ev.Claimed(0, 0, (1, 0), 7, waited_s=0.5, worked_s=2.0), t=120.0)
+    log.write(tmp_path)
+    assert history.read(tmp_path, None).claim_times == (history.ClaimTimes(0.5, 2.0, 9.0, (3 + 4 + 9 + 6) / 4),)
 
 
 def test_a_compacted_log_says_the_same(tmp_path, log):

@@ -8,19 +8,41 @@ import pytest
 
 from jaxroll.report.waste import waste
 
-STORE = {"kind": "store", "role": "store", "shrunk": 2, "length_bias": 0.8, "tokens_put": 1000, "tokens_masked": 10}
+LENGTHS = {"trained": [10, 200], "lost": [0, 0]}
+STORE = {"kind": "store", "role": "store", "shrunk": 2, "lengths": LENGTHS, "tokens_put": 1000, "tokens_masked": 10}
 STEPS = [{"samples": 4, "tokens_trained": 100}, {"samples": 6, "tokens_trained": 100}]  # 20 tokens a member
 
 
-def stats(role: str, members: int, tokens: int) -> dict[str, Any]:
-    return {"kind": "stats", "role": role, "members_aborted": members, "tokens_aborted": tokens}
+def stats(role: str, members: int, tokens: int, whole: int = 0) -> dict[str, Any]:
+    counts = {"members_aborted": members, "tokens_aborted": tokens, "tokens_let_go": whole}
+    return {"kind": "stats", "role": role, **counts}
 
 
 def test_waste_by_reason_is_a_share_of_what_was_put_and_the_last_row_counts() -> None:
     rows = [STORE | {"tokens_expired": {"stale": 1}}, STORE | {"tokens_expired": {"filtered": 50, "surplus": 20}}]
     figures = waste(rows, STEPS)
     assert figures["wasted_by_reason"] == {"filtered": 0.05, "surplus": 0.02, "masked": 0.01}
-    assert (figures["stragglers_closed"], figures["length_bias"]) == (2, 0.8)
+    assert figures["stragglers_closed"] == 2
+
+
+def test_all_trained_is_no_bias_and_the_long_that_were_lost_are_one() -> None:
+    nobody = stats("sampler-0", 0, 0)
+    assert waste([STORE, nobody], STEPS)["length_bias"] == 1.0
+    lost = STORE | {"lengths": {"trained": [4, 40], "lost": [1, 70]}}
+    assert waste([lost, nobody], STEPS)["length_bias"] == pytest.approx(10 / (110 / 5))
+
+
+def test_stragglers_that_were_dropped_count_with_the_tokens_they_had() -> None:
+    """Of twelve members the two long ones are dropped: one in its environment, one at an answer."""
+    figures = waste([STORE, stats("sampler-0", 2, 60, whole=100)], STEPS)
+    assert figures["aborted_tokens"] == 160
+    assert figures["length_bias"] == pytest.approx((200 / 10) / ((200 + 160) / (10 + 2)))
+
+
+def test_an_actor_counts_the_members_and_whole_answers_and_its_sampler_the_rest() -> None:
+    actor = {"kind": "stats", "role": "actor-0", "members_aborted": 2, "tokens_let_go": 100}
+    sampler = {"kind": "stats", "role": "sampler-0", "tokens_aborted": 60}
+    assert waste([STORE, actor, sampler], STEPS) == waste([STORE, stats("sampler-0", 2, 60, whole=100)], STEPS)
 
 
 def test_what_was_let_go_is_summed_over_samplers_and_their_lives() -> None:

@@ -1,0 +1,75 @@
+"""Whether α is named as what the learner waits for: runs worked out by hand, and the line in the report."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from jaxroll.report import ahead, cli, record, summary
+from jaxroll.report.history import ClaimTimes, History
+from tests.report.made_run import make_run
+
+PUBLISHED = tuple((100.0 + step, f"0.{step}") for step in range(20))
+LINE = "α = 1 is less than the 3 that the learner would need not to wait"
+
+
+def config(alpha: float = 1.0, **sampler: int) -> dict[str, Any]:
+    schedule = {"alpha": alpha, "groups_per_step": 4, "group_size": 4, "redundant_members": 0}
+    return {"schedule": schedule, "sampler": {"count": 1, "slots": 64, "episodes": 0} | sampler}
+
+
+def history(made_s: float = 2.1, waited_s: float = 0.5) -> History:
+    """Twenty claims."""
+    return History(claim_times=(ClaimTimes(waited_s, 1.0, made_s, made_s),) * 20, published=PUBLISHED)
+
+
+def rows(window: int = 8) -> list[dict[str, Any]]:
+    """Samplers that have a version 0.3 s after its publication, and the store's last word on the window."""
+    flips = [{"kind": "span", "what": "flip", "role": "sampler-0", "version": version, "t0": t + 0.2, "t1": t + 0.3}
+             for t, version in PUBLISHED]  # fmt: skip
+    return [*flips, {"kind": "store", "role": "store", "window": window, "window_full": 8}]
+
+
+STEPS = [{"publish_s": 0.1, "train_s": 0.9, "wait_s": wait_s} for wait_s in (0.6, 0.1, 0.6, 0.6)]
+
+
+def test_groups_that_take_longer_than_the_steps_that_alpha_gives_them_want_more() -> None:
+    """0.1 s of publishing, 0.3 s to the sampler, 2.1 s for its members: 2.5 steps of a second each."""
+    assert ahead.weight_lag_s(rows(), history()) == pytest.approx(0.3)
+    assert ahead.alpha_wanted(rows(), STEPS, history(), config()) == 3
+    assert ahead.alpha_wanted(rows(), STEPS, history(), config(2.5)) == 3
+    assert ahead.alpha_wanted(rows(), STEPS, history(made_s=1.5), config()) == 2
+
+
+@pytest.mark.parametrize(
+    ("found", "settings", "window"),
+    [
+        pytest.param(history(), config(3.0), 8, id="alpha suffices"),
+        pytest.param(history(waited_s=0.005), config(), 8, id="the learner hardly waits"),
+        pytest.param(history(), config(), 6, id="the control wants less than alpha allows"),
+        pytest.param(history(), config(episodes=32), 8, id="samplers cannot hold more"),
+        pytest.param(history(), config(0.0), 8, id="synchronous by choice"),
+        pytest.param(replace(history(), claim_times=history().claim_times[:7]), config(), 8, id="too short to say"),
+        pytest.param(History(), config(), 8, id="no log"),
+    ],
+)
+def test_alpha_is_not_blamed_where_it_is_not_the_reason(found: History, settings: dict[str, Any], window: int) -> None:
+    assert ahead.alpha_wanted(rows(window), STEPS, found, settings) is None
+    assert ahead.words(1.0, None) == ""
+
+
+@pytest.mark.parametrize(("made_s", "shown"), [(2.1, True), (0.5, False)])
+def test_the_report_says_so_on_the_page_and_on_the_terminal(tmp_path: Path, made_s: float, shown: bool) -> None:
+    run = record.load(make_run(tmp_path / "run", steps=20))
+    run.config["sampler"]["episodes"] = 1000
+    run = replace(run, history=replace(run.history, claim_times=history(made_s).claim_times))
+    figures, out = summary.summary(run), io.StringIO()
+    cli.show(run, figures, Console(file=out, width=120))
+    assert figures["alpha_wanted"] == (3 if shown else None)
+    assert (LINE in out.getvalue()) is shown
+    assert (LINE in cli.write_page(run, figures).read_text(encoding="utf-8")) is shown
