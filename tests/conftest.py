@@ -66,18 +66,31 @@ _MAPS, _MANY = Path("/proc/self/maps"), 15_000  # Linux grants a process 65,530 
 
 
 @pytest.fixture(scope="session")
-def too_many_programs() -> Callable[[], bool]:
-    """Whether it is time to forget some: each takes dozens of mappings, and XLA dies where there are none left."""
-    return lambda: _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MANY
+def program_holders() -> list[Callable[[], None]]:
+    """What tests keep compiled over modules: each entry lets go of some, and is called before JAX forgets."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def forget_programs(program_holders: list[Callable[[], None]]) -> Callable[[], None]:
+    """Forgets every compiled program. All holders let go, whoever's tests just ran: one that kept an engine would find
+    its programs gone from JAX's caches and compile them again."""
+
+    def forget() -> None:
+        for let_go in program_holders:
+            let_go()
+        gc.collect()
+        sys.modules["jax"].clear_caches()
+
+    return forget
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_are_forgotten(too_many_programs: Callable[[], bool]) -> Iterator[None]:
-    """Between two modules, where there are many."""
+def programs_are_forgotten(forget_programs: Callable[[], None]) -> Iterator[None]:
+    """Between two modules, where there are many: each takes dozens of mappings, and XLA dies where none are left."""
     yield
-    if "jax" in sys.modules and too_many_programs():
-        gc.collect()
-        sys.modules["jax"].clear_caches()
+    if "jax" in sys.modules and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MANY:
+        forget_programs()
 
 
 # --- what is left behind

@@ -37,6 +37,7 @@ class Room:
 ROOMS: Mapping[str, Room] = {
     "config": Room(0, "none"),
     "lifeline": Room(0, "none"),  # a process dies with its parent
+    "priority": Room(0, "none"),  # a process gives way to the learner
     "records": Room(0, "none"),
     "protocols": Room(0, "none"),
     "wire": Room(0, "none"),

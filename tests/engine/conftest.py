@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import jax
@@ -59,12 +59,10 @@ def shared_engine(mesh: MeshConfig = ONE, **overrides) -> Engine:
     return engine
 
 
-@pytest.fixture(scope="module", autouse=True)
-def engines_are_forgotten(too_many_programs: Callable[[], bool]) -> Iterator[None]:
-    """With their programs, before those that nobody holds are: see the fixture that this one asks for."""
-    yield
-    if too_many_programs():
-        shared_engine.cache_clear()
+@pytest.fixture(scope="session", autouse=True)
+def engines_can_be_forgotten(program_holders: list[Callable[[], None]]) -> None:
+    """See `programs_are_forgotten`."""
+    program_holders.append(shared_engine.cache_clear)
 
 
 @dataclass

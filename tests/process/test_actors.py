@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from tests.process.slow_reward import TAKES_S
 from tests.process.trains import START_S, Train, assert_sound
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -39,10 +40,16 @@ def leases(train: Train, holder: str) -> Held:
     return {(group, member): attempt for group, member, attempt in train.query(sql)}
 
 
-def asking(rows: list[dict], name: str) -> bool:
-    """Whether all that an actor plays waits for an answer of the sampler."""
-    stats = [row for row in rows if row["kind"] == "stats" and row["role"] == name]
-    return bool(stats) and stats[-1]["samplers"]["sampler-0"] == stats[-1]["open"] > 0
+def asking(rows: list[dict], names: tuple[str, ...], since: float) -> bool:
+    """Whether what the actors play waits for an answer of the sampler, all of it, as they say later than `since`.
+
+    A seat is held from the first question until the episode is scored: `since` must lie that time after the stop.
+    """
+    last = {row["role"]: row for row in rows if row["kind"] == "stats" and row["t"] > since}
+    said = [(row["samplers"]["sampler-0"], row["open"]) for name, row in last.items() if name in names]
+    return (
+        len(said) == len(names) and all(seated == playing for seated, playing in said) and sum(p for _, p in said) > 0
+    )
 
 
 def killed_at_work(train: Train, victim: psutil.Process, *holders: str, asked: bool = False) -> dict[str, Held]:
@@ -50,7 +57,8 @@ def killed_at_work(train: Train, victim: psutil.Process, *holders: str, asked: b
     train.until(lambda rows: all(leases(train, holder) for holder in holders), f"work of {', '.join(holders)}")
     victim.send_signal(signal.SIGSTOP)  # what it holds now, it holds when it dies
     if asked:
-        train.until(lambda rows: all(asking(rows, holder) for holder in holders), "requests of all that is held")
+        since = time.time() + 2 * TAKES_S
+        train.until(lambda rows: asking(rows, holders, since), "requests of all that is held")
     held = {holder: leases(train, holder) for holder in holders}
     victim.send_signal(signal.SIGKILL)
     return held
@@ -105,8 +113,8 @@ def test_a_run_survives_the_kill_of_an_actor_and_of_its_sampler_in_mid_episode(f
         done = finished(train)
         again = {key: done[key][0] for key, attempt in orphans.items() if key in done}
         assert again and all(attempt > orphans[key] for key, attempt in again.items()), "not sampled again, and there"
-        for holder, held in waiting.items():
-            kept = {key: done[key] for key in held if key in done}
-            assert kept == {key: (held[key], holder) for key in kept} and kept, "a member was lost with the sampler"
+        held = {key: (attempt, holder) for holder, leased in waiting.items() for key, attempt in leased.items()}
+        kept = {key: done[key] for key in held if key in done}
+        assert kept and kept == {key: held[key] for key in kept}, "a member was lost with the sampler"
         assert train.query("SELECT kind, error FROM failures") == []
         assert sum(row.get("repeated", 0) for row in train.rows if row["kind"] == "stats") > 0, "nobody was asking"

@@ -4,8 +4,9 @@ import sqlite3
 
 import pytest
 
+from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.store.replay import replay_log
-from tests.process.trains import LEARNING, Train, assert_sound
+from tests.process.trains import LEARNING, Train, assert_sound, last_step
 
 pytestmark = pytest.mark.process
 STEPS = 5
@@ -46,3 +47,35 @@ def test_one_step_samples_every_member_wholly_at_one_version(free_run_dir):
                            " JOIN groups ON id = group_id WHERE claim_step > 0 AND members.state = 'done'")  # fmt: skip
         assert {spread for _, spread in ages} == {0}, "a flip went through a running request"
         assert 1 in {age for age, _ in ages}, "nothing was sampled beside training"
+
+
+@pytest.mark.timeout(600)
+def test_two_samplers_flip_by_themselves_beside_a_learner_at_half_a_step_of_staleness(free_run_dir):
+    words = ("--config.schedule.alpha=0.5", "--config.schedule.steps=5000", "--config.sampler.count=2",
+             "--config.sampler.mesh.tensor=1", "--config.sft.steps=0", "--config.evaluator.every=0",
+             "--config.sampler.slots=8", "--config.sampler.episodes=8",
+             "--config.learner.prompt_tokens=16", "--config.learner.prompt_rows=2",
+             "--config.task.env=tests.process.dense_reward:dense_reward")  # fmt: skip
+    with Train(free_run_dir, *words) as train:
+        train.until_step(1)
+        # Who comes up late is waited for: the run ends when each sampler has sampled at three versions, and old groups
+        # and fresh ones were trained.
+        train.until(lambda rows: len(versions_by_sampler(train)) == 2
+                    and min(versions_by_sampler(train).values()) >= 3
+                    and {row["age_max"] for row in rows if row["kind"] == "step"} >= {0, 1},
+                    "both samplers to flip, and both ages to be trained")  # fmt: skip
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        assert_sound(train, steps=last_step(train.rows), alpha=1)
+        computed = [row for row in train.rows if row["kind"] == "step" and row["logprob_mismatch_tokens"]]
+        assert computed and all(row["shared_tokens"] > 0 for row in computed)
+        assert max(row["logprob_mismatch_max"] for row in computed) < 1e-3, "the sampler reads prompts with each answer"
+        assert {row["age_max"] for row in train.rows if row["kind"] == "step"} == {0, 1}, (
+            "at a half, some are a step old"
+        )
+
+
+def versions_by_sampler(train: Train) -> dict[str, int]:
+    """At how many versions each sampler has finished members."""
+    return dict(train.query("SELECT holder, COUNT(DISTINCT newest_step) FROM members"
+                            " WHERE state = 'done' GROUP BY holder"))  # fmt: skip
