@@ -28,12 +28,14 @@ def python_of(arm: str) -> Path:
 class Child:
     """A program of this folder as a process that answers; it dies with this one, whose end closes its stdin."""
 
-    def __init__(self, program: str, arm: str, threads: int, *words: str, devices: int = 1) -> None:
+    def __init__(
+        self, program: str, arm: str, threads: int, *words: str, devices: int = 1, platform: str = "cpu"
+    ) -> None:
         """`threads` are one CPU device's; of several `devices` each has so many."""
         self._name, count = f"{program} with {devices} x {threads} threads", str(threads)
         environment = {key: value for key, value in os.environ.items() if key not in _OURS_ALONE}
         environment |= {
-            "JAX_PLATFORMS": "cpu", "NPROC": count, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count,
+            "JAX_PLATFORMS": platform, "NPROC": count, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count,
             "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / f"jax-{arm}"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **HUGE_PAGES,  # every arm gains by them, or may
         }  # fmt: skip
@@ -46,7 +48,7 @@ class Child:
             [str(python_of(arm)), str(_HERE / program), *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._errors, text=True, env=environment,
         )  # fmt: skip
-        self._answer()
+        self.said = self._answer()  # as it came up
 
     def ask(self, command: str) -> dict[str, Any]:
         """What it answers."""

@@ -22,7 +22,7 @@ from _grpo_work import GROUP, Batch
 
 from jaxroll import config as configs
 from jaxroll.config import Config
-from jaxroll.learner import minibatch, packing
+from jaxroll.learner import minibatch
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import pretrained
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
@@ -59,11 +59,11 @@ def logprobs(trainer: Trainer, config: Config, batch: Batch) -> np.ndarray:
     """Those of what was said in `batch` under the trainer's parameters, float32 [N, T]; 0 where the mask is False."""
     (samples,) = minibatch.prepare(claim(batch, np.zeros(batch.said.shape)), config).substeps
     found, prompt = np.zeros(batch.said.shape, np.float32), batch.prompts.shape[1]
-    for micro in packing.pack(samples, config.learner.row_tokens, trainer.buckets):
+    for micro in trainer.packed(samples):
         values = jax.device_get(trainer.programs.logprobs(trainer.params(), trainer.programs.placed(micro.streams)))
         for place in micro.placements:
             row = values[place.row, place.start : place.start + place.length]
-            found[place.sample, : place.length - prompt] = row[prompt:]
+            found[place.sample, : place.skipped + place.length - prompt] = row[prompt - place.skipped :]
     return np.where(batch.mask, found, 0)
 
 
@@ -83,7 +83,7 @@ def main() -> None:
         work = claim(batch, behaviour)
         (samples,) = minibatch.prepare(work, config).substeps
         accumulator = trainer.programs.zeros()
-        for micro in packing.pack(samples, config.learner.row_tokens, trainer.buckets):
+        for micro in trainer.packed(samples):
             streams = trainer.programs.placed(micro.streams)
             accumulator = trainer.programs.accumulate(trainer.state.params, accumulator, streams)
         gradients = {name: np.asarray(leaf) for name, leaf in accumulator.grads.items()}

@@ -15,7 +15,7 @@ from _engine_ours import SPEC
 from _learner_work import BETAS, GROUP, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Arm, Batch, serve
 
 from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplingConfig, ScheduleConfig
-from jaxroll.learner import minibatch, optimizer, packing
+from jaxroll.learner import minibatch, optimizer
 from jaxroll.learner.trainer import Trainer
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
 from jaxroll.sharding import meshes, rules
@@ -64,7 +64,7 @@ def made(folder: Path, batch: Batch) -> Arm:
     def gradients() -> dict[str, np.ndarray]:
         (samples,) = minibatch.prepare(work, config).substeps
         accumulator = trainer.programs.zeros()
-        for micro in packing.pack(samples, config.learner.row_tokens, trainer.buckets):
+        for micro in trainer.packed(samples):
             streams = trainer.programs.placed(micro.streams)
             accumulator = trainer.programs.accumulate(trainer.state.params, accumulator, streams)
         return {name: np.asarray(leaf) for name, leaf in accumulator.grads.items()}

@@ -2,8 +2,9 @@
 
 Of benchmarks/sync_vs_async.py. Two runs a row and seed, alternating, and two more on a workload that gives the
 mechanism nothing to do, whose ratio should be 1. Where a mechanism cannot be taken out of JaxRoll by its config, the
-environments take it out: they wait for one another (`_race_envs`). All rows but replication are synchronous and bound
-by latency, so that a step shows what the schedule does and not what the processors can.
+environments take it out: they wait for one another (`_race_envs`). Most rows are synchronous and bound by latency,
+so that a step shows what the schedule does and not what the processors can; replication is bound by the sampler, and
+window by the learner.
 
     queue         the next question is asked the moment a slot is free; without: in waves, each as long as its longest
     env_async     an environment goes on when it can; without: at every turn all wait for the slowest
@@ -11,6 +12,9 @@ by latency, so that a step shows what the schedule does and not what the process
     redundant_envs  one step in ten takes ten times as long: four members a group more than needed; without: none
     replication   a group's members spread over two samplers; without: together on one
     failing       one step in ten slow and one in ten never answered, with redundancy; over the run without failures
+    straggler     one answer in ten, a long one more often, takes ten times as long: its group is closed without it
+                  (shrink); without: waits for it
+    window        at α = 4 the smallest window at which the learner does not wait; without: all that α allows
 """
 
 from __future__ import annotations
@@ -24,8 +28,11 @@ from _race_envs import Race
 from _races import ENVIRONMENTS, GROUPS, Workload, trained
 from _report import Runs, ratio
 
-_STEPS, _LONGER = 12, 24
+_STEPS, _LONGER = 10, 24
+_ADAPTING = 80  # 51 claims without a wait bring a window of ten groups down to two
 _WAVE = 16
+_LATE_S = 1.2  # longer than a whole synchronous step without slow ones
+_LONGEST, _MEAN_LENGTH = 32, 11.6  # of strings with a median of 8 and σ = 1
 
 
 @dataclass(frozen=True)
@@ -55,12 +62,14 @@ def _pair(name: str, on: Race, off: Race, **more: Any) -> tuple[Workload, Worklo
 
 def _queue() -> Mechanism:
     # One turn of a log-normal number of answers would be CPU-bound: here each environment's length is a sleep.
-    few = {"settings": {"sampler.episodes": ENVIRONMENTS}}
-    tail, same = (0.3, 0.6), (0.4, 0.0)
-    return Mechanism(
-        *_pair("queue", Race(tail, seats=_WAVE), Race(tail, wave=_WAVE), **few),
-        _pair("queue_null", Race(same, seats=_WAVE), Race(same, wave=_WAVE), **few),
-    )
+    def both(name: str, latency_s: tuple[float, float]) -> tuple[Workload, Workload]:
+        seats, all_of_them = ({"sampler.episodes": count} for count in (_WAVE, ENVIRONMENTS))
+        return (
+            _workload(f"{name}_on", Race(latency_s), settings=seats),
+            _workload(f"{name}_off", Race(latency_s, wave=_WAVE), settings=all_of_them),
+        )
+
+    return Mechanism(*both("queue", (0.3, 0.6)), both("queue_null", (0.4, 0.0)))
 
 
 def _env_async() -> Mechanism:
@@ -105,6 +114,32 @@ def _replication() -> Mechanism:
     return Mechanism(*both("replication", 1.0), both("replication_null", 0.0))
 
 
+def _straggler() -> Mechanism:
+    def both(name: str, slow: float) -> tuple[Workload, Workload]:
+        def arm(kind: str, policy: str) -> Workload:
+            rule = {"schedule.straggler": policy, "schedule.straggler_deadline_s": _LATE_S}
+            race = Race((0.3, 0.0), slow=slow, length=_MEAN_LENGTH)
+            return _workload(f"{name}_{kind}", race, settings=rule, sigma=1.0, most=_LONGEST)
+
+        return arm("on", "shrink"), arm("off", "wait")
+
+    on, off = (replace(one, steps=_LONGER) for one in both("straggler_null", 0.0))  # its steps are short
+    return Mechanism(*both("straggler", 0.1), (on, off))
+
+
+def _window() -> Mechanism:
+    # Rows with room to spare make the learner the slower side; few large groups, so that the control is soon through.
+    shape = {
+        "schedule.groups_per_step": 2, "schedule.group_size": 32, "learner.prompt_tokens": 0, "learner.prompt_rows": 1,
+        "learner.micro_rows": 64, "learner.row_tokens": 384,
+    }  # fmt: skip
+    on, off = (
+        _workload(f"window_{kind}", Race(), settings=shape | {"schedule.window": window})
+        for kind, window in (("on", "adaptive"), ("off", "full"))
+    )
+    return Mechanism(replace(on, steps=_ADAPTING), replace(off, steps=_ADAPTING), None, alpha=4.0)
+
+
 def _failing() -> Mechanism:
     more = {"schedule.redundant_members": 4, "schedule.redundant_groups": 2}
     well, ill = Race((1.0, 0.0), limit_s=8.0), Race((1.0, 0.0), slow=0.1, stopped=0.1, limit_s=8.0)
@@ -115,11 +150,16 @@ def _failing() -> Mechanism:
 MECHANISMS = {
     "queue": _queue(), "env_async": _env_async(), "redundancy": _redundancy(),
     "redundant_envs": _redundant_envs(), "replication": _replication(), "failing": _failing(),
+    "straggler": _straggler(), "window": _window(),
 }  # fmt: skip
 
 
 def switched(mechanism: Mechanism, folder: Path, runs: Runs, seeds: int) -> dict[str, Any]:
-    """The row: rates with over without, paired by seed; of `failing` also the steps' medians and who was lost."""
+    """The row: rates with over without, paired by seed; the steps' medians, and who was lost with the mechanism.
+
+    Of both arms, with and without, also what the mechanism may cost, means over the runs: `length_bias`; waste in
+    shares of all sampled tokens and members; mean age of trained tokens, last window, the learner's wait a step.
+    """
     rows = [_raced(mechanism.on, mechanism.off, mechanism.alpha, folder, runs, seeds)]
     rows += [_raced(*mechanism.null, mechanism.alpha, folder, runs, seeds)] if mechanism.null else []
     return rows[0] | ({"null": rows[1]} if mechanism.null else {})
@@ -141,4 +181,14 @@ def _raced(on: Workload, off: Workload, alpha: float, folder: Path, runs: Runs, 
         "ratio": found["value"], "low": found["low"], "high": found["high"], "runs": seeds,
         "ours": statistics.median(rates[0]), "without": statistics.median(rates[1]),
         "step_s": [statistics.median(each) for each in steps], "steps": len(steps[0]), "lost": lost,
+        **{key: [_mean(made[workload.name], key) for workload in (on, off)] for key in _COSTS},
     }  # fmt: skip
+
+
+_COSTS = ("length_bias", "waste_tokens", "waste_members", "age_mean", "window", "wait_s")
+
+
+def _mean(runs: list[dict[str, Any]], key: str) -> float | None:
+    """Over the runs that can say."""
+    known = [run[key] for run in runs if run[key] is not None]
+    return statistics.mean(known) if known else None

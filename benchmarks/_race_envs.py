@@ -5,8 +5,7 @@ What they do stands in the environment's variable JAXROLL_RACE, a `Race` as JSON
 `waiting` judges like the ordinary one-turn environment, after a latency. `pays_nobody` judges nothing: every reward is
 0, so that no member has an advantage and training takes no time. `lottery` pays by chance. Of `Race.turns` answers each
 gets an answer after a latency. Where mechanisms are taken out, environments wait for one another: with `barrier` before
-every answer of theirs until all are there, with `wave` before their first question until the wave before has ended,
-with `seats` only until one of the others has.
+every answer of theirs until all are there, with `wave` before their first question until the wave before has ended.
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ class Race:
     """`latency_s` is the mean and deviation of a normal time, cut at 0; every draw is new.
 
     Of the questions, the share `dull` pays nobody. Of the steps, the share `slow` takes ten times as long; the share
-    `stopped` never answers, its question written to the file `journal`.
+    `stopped` never answers, its question written to the file `journal`. With `length` longer answers are slow more
+    often, in proportion: so often as `slow` says those of that many characters.
     """
 
     latency_s: tuple[float, float] = (0.0, 0.0)
     turns: int = 1
     barrier: int = 0  # environments that wait for one another; 0: none does
     wave: int = 0
-    seats: int = 0  # environments at once, the next one as soon as one ends; 0: all
     dull: float = 0.0
     slow: float = 0.0
     stopped: float = 0.0
+    length: float = 0.0
     limit_s: float = LIMIT_S  # after which an answer that does not come counts as a failure
     journal: str = ""
 
@@ -53,19 +53,29 @@ class Race:
 
 
 class _Together:
-    """Lets callers go on when `count` of them are there."""
+    """Lets callers go on when `count` of them are there. One whose conversation is over is not waited for.
+
+    A step has `count` conversations; when all of them are over, the next step's begin.
+    """
 
     def __init__(self, count: int) -> None:
-        self._count, self._there, self._go = count, 0, asyncio.Event()
+        self._count, self._there, self._over, self._go = count, 0, 0, asyncio.Event()
 
     async def wait(self) -> None:
         """Return with the last of them."""
-        self._there += 1
-        if self._there == self._count:
+        self._there, go = self._there + 1, self._go
+        self._look()
+        await go.wait()
+
+    def leave(self) -> None:
+        """One conversation less, perhaps the one that the others wait for."""
+        self._over = (self._over + 1) % self._count
+        self._look()
+
+    def _look(self) -> None:
+        if self._there and self._there + self._over >= self._count:
             go, self._there, self._go = self._go, 0, asyncio.Event()
             go.set()
-            return
-        await self._go.wait()
 
 
 class _Waves:
@@ -96,7 +106,6 @@ class _Shared:
         self.race = race
         self.together = _Together(race.barrier) if race.barrier else None
         self.waves = _Waves(race.wave) if race.wave else None
-        self.seats = asyncio.Semaphore(race.seats) if race.seats else None
 
 
 _shared: list[_Shared] = []
@@ -117,28 +126,27 @@ class _Judged:
         self._args, self._question, self._chance = task.env_args, task.messages[-1].content, random.Random()
         if self._shared.waves:
             await self._shared.waves.enter()
-        if self._shared.seats:
-            await self._shared.seats.acquire()
         self._inside = True
         return task.messages
 
     async def step(self, answer):
         """The end, or another question, late."""
         race, self._turn = self._shared.race, self._turn + 1
-        await self._late(race)
+        await self._late(race, len(answer))
         if self._shared.together:
             await self._shared.together.wait()
         if self._turn < race.turns:
             return StepResult(done=False, messages=(Message("user", "ab"),))
         return StepResult(done=True, reward=await self._paid(answer))
 
-    async def _late(self, race):
+    async def _late(self, race, length):
         seconds, drawn = max(0.0, self._chance.gauss(*race.latency_s)), self._chance.random()
         if drawn < race.stopped:
             with Path(race.journal).open("a") as file:
                 file.write(f"{self._question}\n")
             await asyncio.Event().wait()
-        await asyncio.sleep(seconds * (10 if drawn < race.stopped + race.slow else 1))
+        slow = race.slow * (length / race.length if race.length else 1.0)
+        await asyncio.sleep(seconds * (10 if drawn < race.stopped + slow else 1))
 
     async def _paid(self, answer):
         return float(await self._pool.score(self._args, answer) == 1.0)
@@ -148,10 +156,10 @@ class _Judged:
         if not self._inside:
             return
         self._inside = False
+        if self._shared.together:
+            self._shared.together.leave()
         if self._shared.waves:
             self._shared.waves.leave()
-        if self._shared.seats:
-            self._shared.seats.release()
 
 
 @registry.register("waiting")

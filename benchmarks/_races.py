@@ -18,6 +18,8 @@ import numpy as np
 from _race_envs import VARIABLE, Race
 from _report import ROOT
 
+from jaxroll.report.waste import waste
+
 SETTLING = 4  # steps that are not counted: the pipeline fills, and whatever is first is slow
 DEADLINE_S = 300.0
 GROUPS, GROUP_SIZE, ENVIRONMENTS = 8, 8, 64
@@ -36,6 +38,7 @@ class Workload:
     env: str = "single_turn"
     race: Race = field(default_factory=Race)
     evaluations: int = 0
+    target: float = 0.0  # the held-out accuracy that is timed
     settings: dict[str, Any] = field(default_factory=dict)
 
     def questions(self, path: Path, count: int = 6000) -> None:
@@ -61,7 +64,9 @@ class Workload:
             "schedule.groups_per_step": GROUPS, "schedule.group_size": GROUP_SIZE, "schedule.window": "full",
             "sampling.max_tokens": longest + 2, "sampler.slots": ENVIRONMENTS, "sampler.episodes": ENVIRONMENTS,
             "sampler.prefill_rows": 8, "sampler.prefill_buckets": f"({longest + 8},)", "sampler.decode_chunk": 8,
-            "learner.row_tokens": 2 * longest + 16, "learner.micro_rows": 8, "learner.learning_rate": 1e-4,
+            # An answer and the last token of its prompt; the rest of it lies once before four rows of answers.
+            "learner.row_tokens": longest + 3, "learner.prompt_tokens": longest + 8, "learner.prompt_rows": 4,
+            "learner.micro_rows": 16, "learner.learning_rate": 1e-4,
             "learner.checkpoint_every": self.steps, "evaluator.every": every,
             **self.settings,
         }  # fmt: skip
@@ -117,30 +122,60 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "samples_per_s": samples / seconds, "steps": len(counted), "seconds": seconds,
         "step_s": [round(b - a, 4) for a, b in zip(ends[SETTLING - 1 :], ends[SETTLING:], strict=False)],
         "wait_s": statistics.mean(row["wait_s"] for row in counted),
-        "train_s": statistics.mean(row["train_s"] + row["publish_s"] for row in counted),
+        "train_s": statistics.mean(row["train_s"] for row in counted),
         "decode_s": sum(row["t1"] - row["t0"] for row in during) / len(counted),
+        "decode_tokens_per_s": sum(row["tokens"] for row in during) / sum(row["t1"] - row["t0"] for row in during),
         "age_mean": statistics.mean(row["age_mean"] or 0.0 for row in counted),
         "age_max": max(row["age_max"] for row in steps),
+        "window": next(row["window"] for row in reversed(rows) if row["kind"] == "store"),
+        **thrown_away(rows, steps),
         "accuracy": [accuracy for _, accuracy, _ in evals], "accuracy_t": [t - steps[0]["t0"] for _, _, t in evals],
     }  # fmt: skip
 
 
+def thrown_away(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, float | None]:
+    """What was sampled and not trained, as shares of all that was sampled, and whom that favours (`length_bias`).
+
+    Members and tokens of groups that ended untrained, and those let go before their end with the tokens they had.
+    """
+    figures, last = waste(rows, steps), next(row for row in reversed(rows) if row["kind"] == "store")
+    (trained, _), (lost, _) = last["lengths"]["trained"], last["lengths"]["lost"]
+    let_go, had = figures["aborted_members"], figures["aborted_tokens"]
+    return {
+        "length_bias": figures["length_bias"],
+        "waste_members": (lost + let_go) / (trained + lost + let_go),
+        "waste_tokens": (sum(last["tokens_expired"].values()) + had) / (last["tokens_put"] + had),
+    }
+
+
 def losses(log: Path, stopped: list[str]) -> dict[str, int]:
     """How many environments `stopped` (their questions), how the log says that members ended otherwise than done, and
-    how many of the stopped it knows nothing of: a question's must be among its failures and its members not done.
+    how many of the stopped it knows nothing of.
+
+    Each must be a failure of its question, or a member of it whose end is logged and is not to be done. One that is
+    still leased is neither (`under_way`): the run ended meanwhile.
     """
     db = sqlite3.connect(f"file:{log}?mode=ro", uri=True)
     try:
         states = Counter(dict(db.execute("SELECT state, COUNT(*) FROM members GROUP BY state").fetchall()))
         ended = (
-            "SELECT group_id FROM failures UNION ALL SELECT group_id FROM members WHERE state NOT IN ('done', 'failed')"
+            "SELECT group_id FROM failures UNION ALL SELECT group_id FROM members "
+            "WHERE state NOT IN ('done', 'failed', 'leased')"
         )
-        known = Counter(
-            json.loads(messages)[-1]["content"]
-            for (messages,) in db.execute(f"SELECT t.messages FROM ({ended}) e JOIN tasks t USING (group_id)")
+        leased = "SELECT group_id FROM members WHERE state = 'leased'"
+        known, under_way = (
+            Counter(
+                json.loads(messages)[-1]["content"]
+                for (messages,) in db.execute(f"SELECT t.messages FROM ({which}) e JOIN tasks t USING (group_id)")
+            )
+            for which in (ended, leased)
         )
         failures = db.execute("SELECT COUNT(*) FROM failures").fetchone()[0]
     finally:
         db.close()
-    unknown = sum((Counter(stopped) - known).values())
-    return {"stopped": len(stopped), "failures": failures, "unknown": unknown, **states}
+    left = Counter(stopped) - known
+    unknown = left - under_way
+    return {
+        "stopped": len(stopped), "failures": failures, "unknown": sum(unknown.values()),
+        "under_way": sum((left - unknown).values()), **states,
+    }  # fmt: skip

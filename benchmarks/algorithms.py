@@ -24,8 +24,10 @@ import numpy as np
 
 NAME = "algorithms"
 ALPHAS, SEEDS, STEPS = (0, 2, 8), (0, 1, 2), 60
+HELDOUT = 512  # questions
 QUICK_ALPHAS, QUICK_STEPS = (2,), 3
 OFFLINE = {"reference": "init"}
+PAIRS = {"prompt_tokens": 0, "prompt_rows": 1, "row_tokens": 64}  # each answer has its prompt
 FULL: Mapping[str, dict[str, Any]] = {
     "grpo": {"correction": "none"},
     "decoupled": {},
@@ -34,7 +36,10 @@ FULL: Mapping[str, dict[str, Any]] = {
     "topr": {"algorithm": "topr"},
     "gspo": {"algorithm": "gspo"},
     "rloo": {"algorithm": "rloo"},
-    "dpo": {"algorithm": "dpo", **OFFLINE},
+    "dpo": {"algorithm": "dpo", **OFFLINE, **PAIRS},
+    # With one optimizer step a claim these have one gradient, `decoupled` and `tis` above.
+    "decoupled, two substeps": {"substeps": 2},
+    "tis, two substeps": {"algorithm": "tis", "substeps": 2},
 }
 ONCE: Mapping[str, dict[str, Any]] = {
     "dapo": {"algorithm": "dapo"},
@@ -44,13 +49,14 @@ ONCE: Mapping[str, dict[str, Any]] = {
     "icepop": {"algorithm": "icepop"},
     "tis, sequence": {"algorithm": "tis", "level": "sequence"},
     "reinforce_pp": {"algorithm": "reinforce_pp"},
+    "topr, losses half": {"algorithm": "topr", "negative_weight": 0.5},
     "raft_pp": {"algorithm": "raft_pp"},
     "raft": {"algorithm": "raft"},
     "gigpo": {"algorithm": "gigpo"},
     "decoupled, KL in the loss": {"kl_coef": 0.01, **OFFLINE},
     "decoupled, KL in the reward": {"kl_coef": 0.01, "kl_in": "reward", **OFFLINE},
 }
-"""At α = 1, one seed."""
+"""At α = 1, one seed."""  # their interval is over questions
 
 
 def settings(quick: bool) -> Any:
@@ -59,15 +65,15 @@ def settings(quick: bool) -> Any:
 
     values = configs.defaults().to_dict()
     values["schedule"] |= {"alpha": float(max(ALPHAS)), "steps": STEPS, "groups_per_step": 24, "group_size": 8}
-    values["task"] |= {"heldout_items": 512}
+    values["task"] |= {"heldout_items": HELDOUT}
     values["sft"] |= {"steps": 140}
-    values["learner"] |= {"micro_rows": 16, "row_tokens": 64}
+    values["learner"] |= {"micro_rows": 32, "row_tokens": 28, "prompt_tokens": 32, "prompt_rows": 4}
     if quick:
         values["model"] |= {"size": "nano"}
         values["schedule"] |= {"steps": QUICK_STEPS, "groups_per_step": 8, "group_size": 8}
         values["task"] |= {"heldout_items": 32, "args": {"min_word_len": 3, "max_word_len": 4}}
         values["sft"] |= {"steps": 150, "batch": 32}
-        values["learner"] |= {"micro_rows": 1}
+        values["learner"] |= {"micro_rows": 4}
     return configs.parse(values)
 
 
@@ -89,10 +95,11 @@ def summary(results: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str
         found.setdefault(name, {})[str(alpha)] = {
             "before": float(np.mean([one["before"] for one in runs])),
             "after": _report.spread([one["after"] for one in runs]),
+            "after_95": interval([one["after"] for one in runs]) or of_questions(runs[0]["after"], HELDOUT),
             "gain": float(np.mean(gains)),
             "gain_95": interval(gains),
             **{key: _mean(runs, key) for key in ("ess", "clip_share", "kl_behaviour", "ratio_max", "reward_last")},
-            "by_age": runs[0]["by_age"],
+            "by_age": _by_age([one["by_age"] for one in runs]),
         }
     return found
 
@@ -131,8 +138,22 @@ def interval(values: Sequence[float]) -> list[float] | None:
     return [float(np.mean(values)) - half, float(np.mean(values)) + half]
 
 
+def of_questions(share: float, questions: int) -> list[float]:
+    """Wilson's 95 % interval of a share of so many questions: of one run, it says nothing of another seed."""
+    z, n = 1.96, questions
+    middle, half = share + z * z / (2 * n), z * (share * (1 - share) / n + (z / (2 * n)) ** 2) ** 0.5
+    return [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)]
+
+
+def _by_age(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, float | None]]:
+    """The mean over runs of each figure of each age."""
+    ages = sorted({age for one in runs for age in one}, key=int)
+    keys = {key: None for one in runs for of_age in one.values() for key in of_age}
+    return {age: {key: _mean([one[age] for one in runs if age in one], key) for key in keys} for age in ages}
+
+
 def _mean(runs: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    values = [one[key] for one in runs if one[key] is not None]
+    values = [one[key] for one in runs if one.get(key) is not None]
     return float(np.mean(values)) if values else None
 
 

@@ -5,8 +5,10 @@
 The same Qwen3 of 0.62 million parameters, the same answered prompts, a long-lived process per arm. First both arms'
 gradients of the first step are compared, name by name; without equality there is no race. Then runs of several steps
 alternate, compiled beforehand, each arm with the number of threads that suits it best. Only tokens that are not padding
-count. Ours begins with the claim (advantages, packing), the peers' with padded arrays that are ready. The last line is
-one JSON object with a case each.
+count. Ours begins with the claim (advantages, packing), the peers' with padded arrays that are ready. In `tunix_shared`
+ours computes the prompt of a group once (`learner.prompt_tokens`); gradient and counted tokens are the same. On a
+GPU `gpu_0p6b` and `gpu_1p7b` say how much of its promised rate a step of Qwen3's shapes uses at 4,096 tokens a row. The
+last line is one JSON object with a case each.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +34,7 @@ from _engine_ours import SPEC
 from _learner_work import GROUP, Batch
 from _report import Runs, arguments, finish, say, spread
 
+from jaxroll.control import inventory
 from jaxroll.models import huggingface
 from jaxroll.models.families import parameter_count
 
@@ -66,24 +70,73 @@ class Case:
 
 CASES = [
     Case("tunix_equal", "tunix", 1.1, 64, 16, 32, options={"row_tokens": 48, "micro_rows": 64}),
+    Case("tunix_shared", "tunix", 1.5, 64, 16, 32,
+         options={"prompt_tokens": 15, "prompt_rows": GROUP, "row_tokens": 33, "micro_rows": 64}),
     Case("tunix_lognormal", "tunix", 2.0, 64, 16, 32, sigma=1.0, most=512,
          options={"row_tokens": 528, "micro_rows": 4}),
     Case("torch_equal", "torch", 1.0, 64, 16, 32, options={"row_tokens": 48, "micro_rows": 64}),
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Large:
+    """A model's shape on the devices that are here, without a peer: the share of what they promise is what counts."""
+
+    name: str
+    size: str
+    aim: float | None
+    dtype: str = "bfloat16"
+    rows: int = 16
+    tokens: int = 4096
+    steps: int = 10
+    platform: str = "cuda"
+
+
+LARGE = [Large("gpu_0p6b", "qwen3_0p6b", 0.45), Large("gpu_1p7b", "qwen3_1p7b", 0.45)]
+SMALL = [Large("large_quick", "nano", None, "float32", GROUP, 64, 2, "cpu")]  # for --quick: that it runs
+
+
+def large(case: Large, runs: Runs) -> dict[str, Any]:
+    """Seconds of a step, the model's FLOPs a second and device, and their share of the maker's figure (MFU).
+
+    What is computed twice (`remat`) is not counted twice.
+    """
+    if case.platform == "cuda" and not inventory.visible_gpus():
+        say(f"{case.name} is skipped: no GPU is here")
+        return {"skipped": "no GPU"}
+
+    def run() -> dict[str, Any]:
+        words = case.size, case.dtype, str(case.rows), str(case.tokens)
+        with closing(Child("_learner_gpu.py", "ours", os.cpu_count() or 1, *words, platform=case.platform)) as child:
+            return child.ask(str(case.steps)) | child.said
+
+    found = runs.run(case.name, 0, run)
+    mfu = spread(found["mfu"]) if found["mfu"] else None
+    met = None if case.aim is None or mfu is None else mfu["median"] >= case.aim
+    return {"aim": case.aim, "met": met, "mfu": mfu, "ours": found["tokens"] / float(np.median(found["seconds"])),
+            "flops_per_s": spread(found["flops_per_s"]), "runs": case.steps,
+            **{key: found[key] for key in ("device", "devices", "attention", "loss")}}  # fmt: skip
+
+
 def small(case: Case) -> Case:
     """The same in small, for --quick."""
     most = 32 if case.sigma else 0
     rows = {"row_tokens": 48, "micro_rows": 4} if case.sigma else {"row_tokens": 12, "micro_rows": 16}
+    if "prompt_tokens" in case.options:
+        rows = {"prompt_tokens": 7, "row_tokens": 5, "micro_rows": 16}
     return replace(case, sequences=16, prompt_tokens=8, median=4, most=most, steps=2, options=case.options | rows)
 
 
-def flops(batch: Batch) -> float:
-    """Of one step, forwards and backwards, without what is made twice: 6 a parameter and token, and attention's."""
-    lengths = (batch.prompts.shape[1] + batch.lengths).astype(np.float64)
-    pairs = SPEC.layers * SPEC.heads * SPEC.head_dim * (lengths**2).sum()  # two products for half of all pairs
-    return 6 * (parameter_count(SPEC) * lengths.sum() + pairs)
+def flops(batch: Batch, shared: int = 0) -> float:
+    """Of one step, forwards and backwards, without what is made twice: 6 a parameter and token, and attention's.
+
+    `shared` tokens of every prompt are computed once for its answers.
+    """
+    own = (batch.prompts.shape[1] - shared + batch.lengths).astype(np.float64)
+    prompts = np.full(len(own) // GROUP if shared else 0, shared, np.float64)
+    # Two products a pair: all that are before, and half of those among each other.
+    pairs = (own**2 + 2 * shared * own).sum() + (prompts**2).sum()
+    return 6 * (parameter_count(SPEC) * (own.sum() + prompts.sum()) + SPEC.layers * SPEC.heads * SPEC.head_dim * pairs)
 
 
 def disagreement(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
@@ -124,11 +177,12 @@ def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, in
     if not apart <= EQUAL:
         return result | {"met": False, "why": "the arms' gradients differ: no race"}
     found, of = raced(case.name, best, runs, run, rounds)
+    computed = flops(batch, case.options.get("prompt_tokens", 0))
     limit = runs.run(f"{case.name} matmul, {best['ours']} threads", 0, lambda: _matmul(best["ours"]))["flops_per_s"]
     return result | found | {
-        "met": found["ratio"] >= case.aim, "tokens": batch.tokens, "flops": flops(batch),
+        "met": found["ratio"] >= case.aim, "tokens": batch.tokens, "flops": computed,
         "losses": {arm: [of[arm][0]["first_loss"], of[arm][0]["loss"]] for arm in best}, "options": case.options,
-        "of_matmul": spread([flops(batch) / one["seconds"] / limit for one in of["ours"]]),
+        "of_matmul": spread([computed / one["seconds"] / limit for one in of["ours"]]),
         "matmul_gflops_per_s": limit / 1e9,
     }  # fmt: skip
 
@@ -148,7 +202,7 @@ def _matmul(threads: int) -> dict[str, float]:
 
 def main() -> int:
     """Measure; 1 when arms do not agree."""
-    names = [case.name for case in CASES]
+    names = [case.name for case in (*CASES, *LARGE)]
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--case", action="append", choices=names, help="this one; again for more (default: all)")
     parser.add_argument("--threads", action="append", default=[], help="ours:1, tunix:2, torch:1: do not try both")
@@ -170,6 +224,10 @@ def main() -> int:
             with Arms(partial(racer, folder=folder, case=case)) as arms:
                 rounds = chosen.rounds or (2 if chosen.quick else ROUNDS)
                 result[case.name] = race(case, arms, folder, runs, threads, rounds)
+    for case in SMALL if chosen.quick else LARGE:
+        if chosen.quick or case.name in (chosen.case or names):
+            runs = Runs("learner", asdict(case), chosen.runs_file, chosen.resume)
+            result[case.name] = large(case, runs)
     result["class"] = "R"
     command = "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     finish(result, command=command, started=started)

@@ -11,6 +11,7 @@ environments, which never wait for one another inside a step.
     constant         strings of one length: nothing to gain but overlap, and proposition 2 says how much
     agentic_latency  a judge that takes N(μ, σ) seconds, cut at 0; σ = 0, μ/2, μ
     no_training      nobody is paid, so no gradient is computed: nothing to gain at all
+    tail_alone       the same with the lengths of rlvr_long_tail: what the long tail alone is worth, without overlap
 
 Samples a second are those of the steps after the first four. The ceiling of a workload is what the stages measured
 alone and beside each other allow; see `ceiling`. Then one row a mechanism (`_mechanisms.py`): with it over without it,
@@ -35,17 +36,20 @@ import numpy as np
 from _figures import Panel, Value, write
 from _mechanisms import MECHANISMS, switched
 from _race_envs import Race
-from _races import Workload, trained
+from _races import ENVIRONMENTS, Workload, trained
 from _report import Runs, arguments, finish, ratio, say
 
 ALPHAS = (1.0, 2.0, 4.0)
 SEEDS = 5
+# Where steps compute: slots for half of the environments, so that a slot that is free finds its next one begun.
+_QUEUED = {"sampler.slots": ENVIRONMENTS // 2}
 WORKLOADS = [
-    Workload("rlvr_long_tail", 60, 8, sigma=1.0, most=64, evaluations=4),
-    Workload("constant", 60, 16),
-    *(Workload(f"agentic_latency_{name}", 20, 8, race=Race(latency_s=(1.0, deviation)), env="_race_envs:waiting")
+    Workload("rlvr_long_tail", 240, 8, sigma=1.0, most=64, evaluations=12, target=0.28, settings=_QUEUED),
+    Workload("constant", 60, 48, settings=_QUEUED),
+    *(Workload(f"agentic_latency_{name}", 16, 8, race=Race(latency_s=(1.0, deviation)), env="_race_envs:waiting")
       for name, deviation in (("0", 0.0), ("half", 0.5), ("one", 1.0))),
-    Workload("no_training", 60, 16, env="_race_envs:pays_nobody"),
+    Workload("no_training", 100, 48, env="_race_envs:pays_nobody"),
+    Workload("tail_alone", 200, 8, sigma=1.0, most=64, env="_race_envs:pays_nobody", settings=_QUEUED),
 ]  # fmt: skip
 
 
@@ -59,42 +63,47 @@ def ceiling(sync: list[dict[str, Any]], ahead: list[dict[str, Any]]) -> float:
     return (mean(sync, "wait_s") + mean(sync, "train_s")) / max(mean(ahead, "decode_s"), mean(ahead, "train_s"))
 
 
-def compared(sync: list[dict[str, Any]], ahead: list[dict[str, Any]]) -> dict[str, Any]:
-    """The ratio of rates, paired by seed, and what belongs to it."""
+def compared(
+    sync: list[dict[str, Any]], ahead: list[dict[str, Any]], *, computes: bool = True, target: float = 0.0
+) -> dict[str, Any]:
+    """The ratio of rates, paired by seed, and what belongs to it; a ceiling where a step only `computes`."""
     found = ratio([run["samples_per_s"] for run in ahead], [run["samples_per_s"] for run in sync])
     result = {
         "ratio": found["value"], "low": found["low"], "high": found["high"], "runs": len(sync),
         "samples_per_s": statistics.median(run["samples_per_s"] for run in ahead),
         "sync_samples_per_s": statistics.median(run["samples_per_s"] for run in sync),
-        "ceiling": ceiling(sync, ahead), "age_mean": statistics.mean(run["age_mean"] for run in ahead),
+        **({"ceiling": ceiling(sync, ahead)} if computes else {}),
+        "age_mean": statistics.mean(run["age_mean"] for run in ahead),
         "age_max": max(run["age_max"] for run in ahead),
         **{f"{key}": [statistics.mean(run[key] for run in runs) for runs in (sync, ahead)]
-           for key in ("wait_s", "train_s", "decode_s")},
+           for key in ("wait_s", "train_s", "decode_s", "decode_tokens_per_s")},
     }  # fmt: skip
-    return result | (_learned(sync, ahead) if sync[0]["accuracy"] else {})
+    return result | (_learned(sync, ahead, target) if sync[0]["accuracy"] else {})
 
 
-def _learned(sync: list[dict[str, Any]], ahead: list[dict[str, Any]]) -> dict[str, Any]:
-    """Final accuracies' difference with its 95 % interval (Student, over seeds); the time to the lower of both ends."""
+def _learned(sync: list[dict[str, Any]], ahead: list[dict[str, Any]], target: float) -> dict[str, Any]:
+    """Final accuracies' difference with its 95 % interval (Student, over seeds); the time to the target, of those seeds
+    in which both reached it."""
     apart = np.array([b["accuracy"][-1] - a["accuracy"][-1] for a, b in zip(sync, ahead, strict=True)])
     half = _STUDENT.get(len(apart), 1.96) * apart.std(ddof=1) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")
-    reached = []
-    for a, b in zip(sync, ahead, strict=True):
-        target = min(a["accuracy"][-1], b["accuracy"][-1])
-        reached.append([_reached(run, target) for run in (a, b)])
+    pairs = [(_reached(a, target), _reached(b, target)) for a, b in zip(sync, ahead, strict=True)]
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
     return {
+        "target": target, "reached": [sum(one is not None for one in arm) for arm in zip(*pairs, strict=True)],
+        "time_to_target_s": [float(np.median(arm)) for arm in zip(*both, strict=True)],
         "accuracy": [float(np.mean([run["accuracy"][-1] for run in runs])) for runs in (sync, ahead)],
         "accuracy_start": float(np.mean([run["accuracy"][0] for run in sync])),
         "accuracy_apart": float(apart.mean()), "accuracy_apart_half_width": float(half),
-        "time_to_accuracy": ratio([a for a, _ in reached], [b for _, b in reached]),
+        "time_to_target": ratio([a for a, _ in both], [b for _, b in both]) if both else None,
     }  # fmt: skip
 
 
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # 97.5 % points, n − 1 degrees of freedom
 
 
-def _reached(run: dict[str, Any], target: float) -> float:
-    return next(t for accuracy, t in zip(run["accuracy"], run["accuracy_t"], strict=True) if accuracy >= target) + 1e-3
+def _reached(run: dict[str, Any], target: float) -> float | None:
+    """Seconds of training until an evaluation was at or above the target; None if none was."""
+    return next((t for accuracy, t in zip(run["accuracy"], run["accuracy_t"], strict=True) if accuracy >= target), None)
 
 
 def best_threads(workload: Workload, folder: Path, runs: Runs) -> int:
@@ -116,13 +125,18 @@ def raced(workload: Workload, folder: Path, runs: Runs, alphas: list[float], see
             count = threads if alpha == 0 else 1
             arm = f"{workload.name} α={alpha:g}"
             made[alpha].append(runs.run(arm, seed, lambda a=alpha, s=seed, c=count: trained(workload, folder, a, s, c)))
-    return {"sync_threads": threads, **{f"{alpha:g}": compared(made[0.0], made[alpha]) for alpha in alphas}}
+    computes = not workload.race.latency_s[0]
+    table = {
+        f"{alpha:g}": compared(made[0.0], made[alpha], computes=computes, target=workload.target) for alpha in alphas
+    }
+    return {"sync_threads": threads, **table}
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
     """The ratios as a figure: by workload and α; what each mechanism is worth where it helps and where it cannot."""
     races = {name: {f"α = {alpha}": of for alpha, of in by.items() if isinstance(of, dict)}
              for name, by in result.items() if name not in MECHANISMS}  # fmt: skip
+    bounded = {name: {kind: of for kind, of in by.items() if "ceiling" in of} for name, by in races.items()}
     switches = {name: {"where it helps": by, "where it cannot": by.get("null")}
                 for name, by in result.items() if name in MECHANISMS}  # fmt: skip
 
@@ -134,7 +148,7 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     ratio_of = lambda of: Value(of["ratio"], of["low"], of["high"])  # noqa: E731
     panels = [
         panel("samples/s over the synchronous arm's (95 %)", races, ratio_of),
-        panel("the same over the ceiling of overlap alone", races, lambda of: Value(of["ratio"] / of["ceiling"])),
+        panel("the same over the ceiling of overlap alone", bounded, lambda of: Value(of["ratio"] / of["ceiling"])),
         panel("rate with over rate without (95 %)", switches, ratio_of),
     ]
     write(path, panels, list(dict.fromkeys(kind for by in (races | switches).values() for kind in by)))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib
 import importlib.util
 import json
+import random
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -68,6 +73,18 @@ def test_the_store_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     arms = [(row["arm"], row["round"]) for row in map(json.loads, runs.read_text().splitlines())]
     puts = [("ours", 0), ("floor", 0), ("raw", 0), ("raw", 1), ("floor", 1), ("ours", 1)]
     assert arms == [("disk", 0), *puts, ("loop", 0), ("kill", 0)]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_large_step_is_measured_without_a_peer_where_a_gpu_would_be(tmp_path: Path) -> None:
+    """In small, on the CPU, whose promised rate nobody knows: what would be divided by it is there."""
+    done = run(BENCHMARKS / "learner.py", "--quick", "--case=gpu_0p6b", "--runs-file", str(tmp_path / "runs.jsonl"))
+    result = json.loads(done.stdout.splitlines()[-1])
+    found = result["large_quick"]
+    assert found["ours"] > 0 and found["flops_per_s"]["min"] > 0 and found["runs"] == 2
+    assert (found["device"], found["mfu"], found["met"]) == ("cpu", None, None)
+    assert found["attention"].startswith("xla") and np.isfinite(found["loss"])
 
 
 @pytest.mark.process
@@ -175,6 +192,25 @@ def test_a_figure_shows_every_value_of_every_row_at_its_place(monkeypatch: pytes
         figures.write(path, [], list("abcdef"))
 
 
+def test_a_barrier_waits_for_nobody_whose_conversation_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    together = importlib.import_module("_race_envs")._Together(3)
+
+    async def played() -> list[bool]:
+        seen = []
+        for _ in range(2):  # in two steps, the first of three ends early
+            waiting = [asyncio.create_task(together.wait()) for _ in range(2)]
+            await asyncio.sleep(0)
+            seen.append(any(one.done() for one in waiting))
+            together.leave()
+            await asyncio.wait_for(asyncio.gather(*waiting), 5)
+            together.leave()
+            together.leave()
+        return seen
+
+    assert asyncio.run(played()) == [False, False]
+
+
 def test_a_ratio_is_paired_and_its_interval_holds_it(report: ModuleType) -> None:
     theirs = np.array([100.0, 200.0, 50.0, 400.0])
     exact = report.ratio(2 * theirs, theirs)
@@ -216,3 +252,146 @@ def test_runs_alternate_and_an_interrupted_benchmark_goes_on(
     assert made == ["a", "b"], "runs with other settings were taken"
     alternate(1, resume=False, rounds=1)
     assert made == ["a", "b"], "without resume every run is made"
+
+
+def test_a_schedule_is_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the rate; 0.3 s of stages over 0.2 s of the longer one; what is timed is reached in half the time."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    synchrony = importlib.import_module("sync_vs_async")
+
+    def run(rate: float, wait_s: float, decode_s: float, accuracy: list[float], step_s: float) -> dict[str, Any]:
+        times = [step_s * (number + 1) for number in range(len(accuracy))]
+        return {"samples_per_s": rate, "wait_s": wait_s, "train_s": 0.1, "decode_s": decode_s, "age_mean": 1.0,
+                "age_max": 1, "decode_tokens_per_s": 7.0, "accuracy": accuracy, "accuracy_t": times}  # fmt: skip
+
+    sync = [run(rate, 0.2, 0.15, [0.2, 0.4, 0.6], 10.0) for rate in (10.0, 12.0, 14.0)]
+    ahead = [run(2 * rate, 0.1, 0.2, [0.2, 0.4, last], 5.0) for rate, last in ((10.0, 0.5), (12.0, 0.6), (14.0, 0.4))]
+    found = synchrony.compared(sync, ahead, target=0.5)
+    assert (found["ratio"], found["low"], found["high"]) == pytest.approx((2.0, 2.0, 2.0))
+    assert found["ceiling"] == pytest.approx(1.5) and found["decode_tokens_per_s"] == [7.0, 7.0]
+    assert found["reached"] == [3, 2], "the third never came there"
+    assert found["time_to_target_s"] == [30.0, 15.0] and found["time_to_target"]["value"] == pytest.approx(2.0)
+    assert found["accuracy_apart"] == pytest.approx(-0.1) and found["accuracy_apart_half_width"] > 0.2
+    never = synchrony.compared(sync, ahead, target=0.9, computes=False)
+    assert never["time_to_target"] is None and never["reached"] == [0, 0] and "ceiling" not in never
+
+
+def store_row(window: int = 10, **lengths: list[int]) -> dict[str, Any]:
+    return {"kind": "store", "role": "store", "tokens_put": 900, "tokens_expired": {"surplus": 50}, "tokens_masked": 0,
+            "window": window, "lengths": lengths}  # fmt: skip
+
+
+def test_what_is_dropped_is_waste_and_long_ones_are_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """85 trained members of ten tokens, five of ten lost, ten of twenty dropped: in environments, or at an answer."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    races = importlib.import_module("_races")
+    steps = [{"kind": "step", "samples": 85, "tokens_trained": 850}]
+    stats = {"kind": "stats", "role": "sampler-0", "members_aborted": 10, "tokens_aborted": 40, "tokens_let_go": 160}
+    found = races.thrown_away([stats, store_row(trained=[85, 850], lost=[5, 50])], steps)
+    assert found["waste_members"] == pytest.approx(15 / 100)
+    assert found["waste_tokens"] == pytest.approx((50 + 200) / (900 + 200))
+    assert found["length_bias"] == pytest.approx(10 / (1100 / 100))
+
+
+def test_long_answers_are_slow_more_often_and_one_in_ten_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    envs, slept = importlib.import_module("_race_envs"), []
+    monkeypatch.setattr(envs.asyncio, "sleep", lambda seconds: _noted(slept, seconds))
+
+    async def late(length: int, count: int = 4000) -> float:
+        env = envs._Judged.__new__(envs._Judged)
+        env._chance = random.Random(5)
+        slept.clear()
+        for _ in range(count):
+            await env._late(envs.Race((1.0, 0.0), slow=0.1, length=10.0), length)
+        assert set(slept) == {1.0, 10.0}
+        return slept.count(10.0) / count
+
+    shares = [asyncio.run(late(length)) for length in (5, 10, 20)]
+    assert shares == pytest.approx([0.05, 0.1, 0.2], abs=0.015)
+
+
+async def _noted(slept: list[float], seconds: float) -> None:
+    slept.append(seconds)
+
+
+def made_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seeds: int) -> tuple[dict, list[str]]:
+    """The row of mechanism `name` of runs that are made up: the arm that has it is twice as fast and wastes a tenth."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    mechanisms, report = importlib.import_module("_mechanisms"), importlib.import_module("_report")
+    made: list[str] = []
+
+    def trained(workload: Any, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
+        made.append(workload.name)
+        on = workload.name == f"{name}_on"
+        return {"samples_per_s": 20.0 if on else 10.0, "step_s": [1.0, 2.0], "lost": {"done": 9, "dropped": 3 * on},
+                "length_bias": 0.9 if on else None, "waste_members": 0.1 * on, "waste_tokens": 0.2 * on,
+                "age_mean": 4 * alpha if on else alpha, "window": 3, "wait_s": 0.5}  # fmt: skip
+
+    monkeypatch.setattr(mechanisms, "trained", trained)
+    mechanism = mechanisms.MECHANISMS[name]
+    runs = report.Runs("b", mechanism.settings(), tmp_path / "runs.jsonl", resume=False)
+    return mechanisms.switched(mechanism, tmp_path, runs, seeds), made
+
+
+def test_stragglers_waited_for_and_not_are_raced_in_turns_with_what_it_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, made = made_runs(tmp_path, monkeypatch, "straggler", 2)
+    pair = ["straggler_on", "straggler_off"]
+    assert made[:4] == pair + pair[::-1], "runs do not alternate"
+    assert (row["ratio"], row["null"]["ratio"]) == pytest.approx((2.0, 1.0))
+    assert row["length_bias"] == [0.9, None] and row["lost"] == {"done": 18, "dropped": 6}
+    assert row["waste_members"] == pytest.approx([0.1, 0.0]) and row["waste_tokens"] == pytest.approx([0.2, 0.0])
+    cases = importlib.import_module("_mechanisms").MECHANISMS["straggler"]
+    rules = [one.settings["schedule.straggler"] for one in (cases.on, cases.off, *cases.null)]
+    assert rules == ["shrink", "wait"] * 2
+    assert (cases.on.race.slow, cases.off.race) == (0.1, cases.on.race)
+    assert cases.null[0].race == cases.null[1].race and cases.null[0].race.slow == 0.0
+
+
+def test_the_adaptive_window_and_the_full_one_are_raced_on_the_same_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, made = made_runs(tmp_path, monkeypatch, "window", 2)
+    assert made == ["window_on", "window_off", "window_off", "window_on"] and "null" not in row
+    assert (row["age_mean"], row["window"], row["wait_s"]) == ([16.0, 4.0], [3, 3], [0.5, 0.5]), "not at α = 4"
+    case = importlib.import_module("_mechanisms").MECHANISMS["window"]
+    on, off = case.on.overrides(tmp_path, 4.0, 0, 1), case.off.overrides(tmp_path, 4.0, 0, 1)
+    assert {key for key in on if on[key] != off[key]} == {"schedule.window", "task.path"}
+    assert (on["schedule.window"], off["schedule.window"]) == ("adaptive", "full")
+
+
+def test_the_window_of_a_run_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    races = importlib.import_module("_races")
+    step = {"kind": "step", "publish_s": 0.1, "samples": 4, "tokens_trained": 40, "wait_s": 0.5, "train_s": 0.4,
+            "age_max": 1, "t0": 0.0}  # fmt: skip
+    steps = [step | {"step": number, "t1": number, "age_mean": number % 2} for number in range(1, 9)]
+    stats = {"kind": "stats", "role": "sampler-0", "members_aborted": 0, "tokens_aborted": 0, "tokens_let_go": 0}
+    decode = {"kind": "span", "what": "decode", "role": "sampler-0", "t0": 6.0, "t1": 7.0, "tokens": 9}
+    stores = [store_row(window, trained=[32, 320], lost=[0, 0]) for window in (10, 3)]
+    found = races.measured([*steps, *stores, stats, decode])
+    assert (found["window"], found["samples_per_s"], found["age_mean"]) == (3, pytest.approx(4.0), 0.5)
+
+
+def test_an_environment_that_was_stopped_is_known_by_how_its_member_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    races = importlib.import_module("_races")
+    log = tmp_path / "store.db"
+    questions = {1: "a", 2: "b", 3: "c", 4: "d", 5: "e"}
+    states = [(1, "failed"), (1, "done"), (2, "surplus"), (3, "done"), (4, "leased"), (5, "ended"), (5, "done")]
+    with contextlib.closing(sqlite3.connect(log)) as db:
+        db.execute("CREATE TABLE tasks (group_id, messages)")
+        db.execute("CREATE TABLE members (group_id, state)")
+        db.execute("CREATE TABLE failures (group_id)")
+        tasks = [(group, json.dumps([{"content": text}])) for group, text in questions.items()]
+        db.executemany("INSERT INTO tasks VALUES (?, ?)", tasks)
+        db.executemany("INSERT INTO members VALUES (?, ?)", states)
+        db.execute("INSERT INTO failures VALUES (1)")
+        db.commit()
+    told = races.losses(log, ["a", "b", "c", "d", "e", "b"])
+    assert (told["stopped"], told["failures"], told["under_way"]) == (6, 1, 1)
+    assert told["unknown"] == 2, "of c all members are done, and only one of b was surplus"

@@ -104,6 +104,25 @@ def test_learners_that_compute_another_loss_are_not_raced(
     assert made == []
 
 
+def test_a_setting_under_which_an_arm_stands_still_has_no_rate(
+    parts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script, hangs = parts["race"], [1]
+
+    def run(case: Any, folder: Path, arm: str, options: dict[str, Any]) -> dict[str, Any]:
+        if options["at"] in hangs:
+            raise RuntimeError("gave no answer within 300 s")
+        return {"samples_per_s": 10.0}
+
+    monkeypatch.setattr(script, "run", run)
+    case = script.Case("equal", 1.5, parts["work"].Work(4, 8), {"tunix": 2}, {"tunix": [{"at": 0}, {"at": 1}]})
+    runs = parts["report"].Runs("race", {}, tmp_path / "runs.jsonl", resume=False)
+    assert script.best(case, tmp_path, "tunix", {}, runs) == {"at": 0}
+    hangs.append(0)
+    with pytest.raises(RuntimeError, match="fails under every setting"):
+        script.best(case, tmp_path, "tunix", {}, runs)
+
+
 def test_each_arm_races_with_its_fastest_setting(
     parts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
