@@ -4,8 +4,9 @@ Command   jaxroll train --config=configs/agentic_calculator.py
 Hardware  anything; measured on two CPU cores, one device a role
 Setting   problems of reasoning-gym's products; the warm start shows answers without the tool twice as often as with it,
           and calls with a wrong digit; then GRPO at alpha = 1 on reward 1 for the right answer
-Seen      seed 0, load average 7 on two cores, 60 steps in 44 s of RL: held-out accuracy 32.8 % to 100 % (256 problems),
-          share of episodes in which the tool gave a result 33.6 % to 100 %
+Seen      on two loaded cores, 60 steps in 16 s of RL, of 256 held-out problems before and after: seed 0 30.9 % and 100 %,
+          seed 1 43.4 % and 80.5 %, seed 2 46.5 % and 84.0 %; episodes in which the tool gave a result 33 % and 100 %, 53 %
+          and 97 %, 57 % and 100 %
 """
 
 from ml_collections import ConfigDict
