@@ -146,7 +146,7 @@ class Tap:
         if call.method == "Claim" and refusal is None:
             page = wire.decode(envelope.body, ClaimPage)
             content = wire.digest(wire.encode((page.parts, page.shuffle_seed)))
-            self.journal.append({"kind": "claimed", "step": page.step, "digest": content})
+            self.journal.append({"kind": "claimed", "step": page.step, "digest": content, "lineage": page.lineage})
         if call.method != "Put":
             return
         bodies = wire.decode(call.body, PutCall).members

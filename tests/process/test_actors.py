@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 ACTORS = ("actor-0", "actor-1")
 WORDS = ("--config.sft.steps=0", "--config.evaluator.every=0", "--config.supervisor.backoff_s=0.1",
          f"--config.placement.actors={len(ACTORS)}")  # fmt: skip
+SETTLED_S = 1.0
 Held = dict[tuple[int, int], int]  # (group, member) → attempt
 
 
@@ -52,14 +54,31 @@ def asking(rows: list[dict], names: tuple[str, ...], since: float) -> bool:
     )
 
 
+def settled(look: Callable[[], dict[str, Held]]) -> dict[str, Held]:
+    """What `look` sees once it has seen the same for a while: puts that were sent before a stop may still be on their way.
+
+    Holders that play on never settle: what they hold is taken as it is in the end.
+    """
+    seen, since = look(), time.monotonic()
+    deadline, pause = since + 10 * SETTLED_S, threading.Event()
+    while time.monotonic() < min(deadline, since + SETTLED_S):
+        pause.wait(SETTLED_S / 20)
+        if (now := look()) != seen:
+            seen, since = now, time.monotonic()
+    return seen
+
+
 def killed_at_work(train: Train, victim: psutil.Process, *holders: str, asked: bool = False) -> dict[str, Held]:
     """Kill -9 of `victim` while all `holders` are in the middle of something, or `asked` it all; what they held."""
-    train.until(lambda rows: all(leases(train, holder) for holder in holders), f"work of {', '.join(holders)}")
-    victim.send_signal(signal.SIGSTOP)  # what it holds now, it holds when it dies
-    if asked:
-        since = time.time() + 2 * TAKES_S
-        train.until(lambda rows: asking(rows, holders, since), "requests of all that is held")
-    held = {holder: leases(train, holder) for holder in holders}
+    held: dict[str, Held] = {}
+    while not (held and all(held.values())):  # until() has the deadline
+        victim.send_signal(signal.SIGCONT)
+        train.until(lambda rows: all(leases(train, holder) for holder in holders), f"work of {', '.join(holders)}")
+        victim.send_signal(signal.SIGSTOP)  # what it holds once the store has what it sent, it holds when it dies
+        if asked:
+            since = time.time() + 2 * TAKES_S
+            train.until(lambda rows: asking(rows, holders, since), "requests of all that is held")
+        held = settled(lambda: {holder: leases(train, holder) for holder in holders})
     victim.send_signal(signal.SIGKILL)
     return held
 
