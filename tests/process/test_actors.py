@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import psutil
 import pytest
@@ -55,7 +56,7 @@ def asking(rows: list[dict], names: tuple[str, ...], since: float) -> bool:
 
 
 def settled(look: Callable[[], dict[str, Held]]) -> dict[str, Held]:
-    """What `look` sees once it has seen the same for a while: puts that were sent before a stop may still be on their way.
+    """What `look` sees once it has seen the same for a while: puts sent before a stop may still be on their way.
 
     Holders that play on never settle: what they hold is taken as it is in the end.
     """
@@ -76,8 +77,8 @@ def killed_at_work(train: Train, victim: psutil.Process, *holders: str, asked: b
         train.until(lambda rows: all(leases(train, holder) for holder in holders), f"work of {', '.join(holders)}")
         victim.send_signal(signal.SIGSTOP)  # what it holds once the store has what it sent, it holds when it dies
         if asked:
-            since = time.time() + 2 * TAKES_S
-            train.until(lambda rows: asking(rows, holders, since), "requests of all that is held")
+            asked_since = partial(asking, names=holders, since=time.time() + 2 * TAKES_S)
+            train.until(asked_since, "requests of all that is held")
         held = settled(lambda: {holder: leases(train, holder) for holder in holders})
     victim.send_signal(signal.SIGKILL)
     return held
