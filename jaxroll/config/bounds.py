@@ -16,7 +16,7 @@ _AT_LEAST: tuple[tuple[str, float], ...] = (
     ("sft.steps", 0), ("sft.batch", 1), ("sft.start", 0),
     ("schedule.alpha", 0), ("schedule.steps", 1), ("schedule.groups_per_step", 1), ("schedule.group_size", 1),
     ("schedule.buffer_groups", 0), ("schedule.redundant_groups", 0), ("schedule.redundant_members", 0),
-    ("schedule.publish_every", 1), ("schedule.filter_limit", 1),
+    ("schedule.publish_every", 1), ("schedule.filter_limit", 1), ("schedule.rolling", 0),
     ("sampling.max_tokens", 1),
     ("sampler.count", 1), ("sampler.slots", 1), ("sampler.prefill_rows", 1), ("sampler.decode_chunk", 1),
     ("sampler.prefill_budget", 0), ("sampler.page_tokens", 0), ("sampler.cache_pages", 0),

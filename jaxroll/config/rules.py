@@ -131,6 +131,14 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError("schedule.publish_every", schedule.publish_every,
                           f"more than alpha + 1 = {window} claims between publications deadlocks",
                           f"Set it to {window} or less, or raise schedule.alpha.")  # fmt: skip
+    if schedule.rolling and schedule.rolling >= config.sampler.count:
+        raise ConfigError("schedule.rolling", schedule.rolling,
+                          f"sampler.count is {config.sampler.count}: all change their weights at once, as without it",
+                          "Set it below sampler.count, or to 0.")  # fmt: skip
+    if schedule.rolling and schedule.alpha < 1:
+        raise ConfigError("schedule.rolling", schedule.rolling,
+                          f"with alpha = {schedule.alpha:g} no sampler has work before it has the newest weights",
+                          "Raise schedule.alpha to 1 or more, or set schedule.rolling to 0.")  # fmt: skip
     sampling = config.sampling
     if sampling.temperature <= 0:
         raise ConfigError("sampling.temperature", sampling.temperature, "training needs samples, not one greedy answer",

@@ -104,6 +104,7 @@ class ScheduleConfig:
     filter_limit: int = 10  # groups rejected between two claims at most, in windows: (alpha + 1) * groups_per_step
     on_filter_limit: Literal["stop", "deliver"] = "stop"
     flip: Flip = "keep_kv"
+    rolling: int = 0  # of several samplers, how many change their weights at a time; 0: all of them
     straggler: Literal["wait", "shrink"] = "shrink"
     straggler_deadline_s: float = 300.0
 

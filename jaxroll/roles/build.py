@@ -79,7 +79,9 @@ def inference(
         arriving = Whole(receiver, spec, layout)
     else:
         arriving = Adapted(receiver, spec, layout, adapters, config.transfer.dtype)
-    return Inference(text, host, WeightFollower(host, arriving, progress))
+    in_turns = role == "sampler" and config.schedule.rolling  # who has a turn keeps it until its engine has flipped
+    in_force_s = config.transfer.deadline_s if in_turns else 0.0
+    return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s))
 
 
 def cache_tokens(config: Config) -> int:

@@ -25,6 +25,7 @@ from jaxroll.transfer.receive import NOTHING_HELD, Receiver, Staged
 
 Params = dict[str, jax.Array]
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
+FLIP_POLL_S = 0.005
 
 
 class Whole:
@@ -84,11 +85,14 @@ class WeightFollower:
     """Brings published parameters into the engine: fetch off both threads, place and swap on the JAX thread.
 
     The first weights also compile the engine; `first` is set then. `version` is what the engine was handed last: every
-    token of a request that is added from now on is drawn at it or at a later one.
+    token of a request that is added from now on is drawn at it or at a later one. With `in_force_s` a version has come
+    when the engine computes with it (a `drain` takes its time), or that time is over.
     """
 
-    def __init__(self, host: EngineHost, arriving: Whole | Adapted, progress: Progress) -> None:
-        self._host, self._arriving, self._progress = host, arriving, progress
+    def __init__(
+        self, host: EngineHost, arriving: Whole | Adapted, progress: Progress, in_force_s: float = 0.0
+    ) -> None:
+        self._host, self._arriving, self._progress, self._in_force_s = host, arriving, progress, in_force_s
         self.first = asyncio.Event()
         self.version: Version | None = None
         self._flipped = asyncio.Event()
@@ -101,12 +105,19 @@ class WeightFollower:
         await asyncio.wrap_future(
             self._host.call(lambda: self._install(snapshot.version, self._arriving.place(staged)))
         )
-        self._progress.span("fetch", t0, t1, version=str(snapshot.version), size_bytes=size_bytes)
-        self._progress.span("flip", t1, time.time(), version=str(snapshot.version))
         self.version = snapshot.version
         self.first.set()
         self._flipped.set()  # wakes all who wait now; who comes later waits for the next flip
         self._flipped = asyncio.Event()
+        await self._in_force(snapshot.version)
+        self._progress.span("fetch", t0, t1, version=str(snapshot.version), size_bytes=size_bytes)
+        self._progress.span("flip", t1, time.time(), version=str(snapshot.version))
+
+    async def _in_force(self, version: Version) -> None:
+        """Returns when the engine computes with `version`, or after `in_force_s`: what it drains may take longer."""
+        deadline_s = time.monotonic() + self._in_force_s
+        while time.monotonic() < deadline_s and self._host.engine.stats().version != version:
+            await asyncio.sleep(FLIP_POLL_S)
 
     async def other_than(self, known: Version | None, wait_s: float) -> Version | None:
         """The version, as soon as it is not `known` or `wait_s` is over."""
@@ -126,7 +137,7 @@ class WeightFollower:
         failing: Snapshot | None = None
         failures, said = 0, ""
         while True:
-            snapshot = await store.published(self.version, wait_s)
+            snapshot = await store.published(self.version, wait_s, in_turn=True)
             if snapshot is None:
                 continue
             if snapshot != failing:

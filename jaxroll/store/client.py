@@ -155,12 +155,15 @@ class StoreClient:
         """Samplers may fetch these weights."""
         await self._call("Publish", snapshot, msg.Done)
 
-    async def published(self, known: Version | None, wait_s: float = 0.0) -> Snapshot | None:
-        """A snapshot of another version than `known`, if there is one within `wait_s`."""
+    async def published(self, known: Version | None, wait_s: float = 0.0, *, in_turn: bool = False) -> Snapshot | None:
+        """A snapshot of another version than `known`, if there is one within `wait_s`.
+
+        With `in_turn` it is given when the caller's turn has come (`schedule.rolling`), which ends with its next call.
+        """
         deadline = time.monotonic() + wait_s
         while True:
             left_s = min(max(0.0, deadline - time.monotonic()), limits.MAX_WAIT_S)
-            reply = await self._call("Published", msg.PublishedCall(known, left_s), msg.PublishedReply, left_s)
+            reply = await self._call("Published", msg.PublishedCall(known, left_s, in_turn), msg.PublishedReply, left_s)
             if reply.snapshot is not None or time.monotonic() >= deadline:
                 return reply.snapshot
 

@@ -137,10 +137,11 @@ class VersionCall(msgspec.Struct, frozen=True):
 
 
 class PublishedCall(msgspec.Struct, frozen=True):
-    """Wait for a snapshot that is not `known`."""
+    """Wait for a snapshot that is not `known` and, `in_turn`, for the turn to fetch it; the turn before is over."""
 
     known: Version | None
     wait_s: float
+    in_turn: bool = False
 
 
 class PublishedReply(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ from jaxroll.store.prompts import Feeder, PromptBuffer
 from jaxroll.store.service import PAGE_BYTES, StoreService
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import next_deadline_s, next_straggler_s, straggler_due
+from jaxroll.store.turns import Turns
 from jaxroll.store.waits import status
 from jaxroll.store.wakeups import CLAIM, LEASE
 
@@ -106,8 +107,9 @@ class _Store:
         page_bytes = min(PAGE_BYTES, config.store.max_message_mb * 2**20 // 4)
         self.audit = Audit(keeper.log.append, keeper.now_s)
         self.service = StoreService(
-            keeper, self._prompts, metrics, self.audit, config_digest=digest(config), page_bytes=page_bytes
-        )
+            keeper, self._prompts, metrics, self.audit, config_digest=digest(config), page_bytes=page_bytes,
+            turns=Turns(config.schedule.rolling, config.transfer.deadline_s),
+        )  # fmt: skip
         self._row_at_s = self._named_at_s = keeper.now_s()
 
     async def run(self) -> None:

@@ -30,6 +30,7 @@ from jaxroll.store.keeper import Keeper
 from jaxroll.store.payload import Key, key_of, masked, put_request
 from jaxroll.store.prompts import PromptBuffer
 from jaxroll.store.state import NAMES_KNOWN, Batch
+from jaxroll.store.turns import Turns
 from jaxroll.store.waits import status
 from jaxroll.store.wakeups import CLAIM, ENDED, LEASE, PUBLISHED
 
@@ -61,9 +62,10 @@ class StoreService:
         *,
         config_digest: str,
         page_bytes: int,
+        turns: Turns,
     ) -> None:
         self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
-        self._page_bytes = page_bytes
+        self._page_bytes, self._turns = page_bytes, turns
         self._run_id = keeper.log.recovered.run_id
         self._guests = Guests(self._run_id, config_digest)
         self._last_report: dict[str, str] = Recent(NAMES_KEPT)
@@ -290,15 +292,26 @@ class StoreService:
         if self.holders.get(caller.name) != call.known:
             self.holders[caller.name] = call.known
             self._keeper.wakeups.notify(LEASE)  # a lease call that waits with the weights before these may be granted
+        if call.in_turn and self._turns.over(caller.name):
+            self._keeper.wakeups.notify(PUBLISHED)
         deadline_s = self._keeper.now_s() + self._wait_s(caller, call.wait_s)
-        while not self._is_news(call.known) and (left_s := deadline_s - self._keeper.now_s()) > 0:
-            await self._keeper.wakeups.wait(PUBLISHED, left_s)
+        try:
+            while not (told := self._may_fetch(caller.name, call)) and self._keeper.now_s() < deadline_s:
+                until_s = min(deadline_s, self._turns.next_end_s())
+                await self._keeper.wakeups.wait(PUBLISHED, max(0.0, until_s - self._keeper.now_s()))
+            snapshot = self._keeper.state.published if told else None
+        finally:
+            if call.in_turn and self._turns.leave(caller.name):
+                self._keeper.wakeups.notify(PUBLISHED)
         await self._keeper.log.committed()
-        return msg.PublishedReply(self._keeper.state.published if self._is_news(call.known) else None)
+        return msg.PublishedReply(snapshot)
 
-    def _is_news(self, known: Version | None) -> bool:
+    def _may_fetch(self, name: str, call: msg.PublishedCall) -> bool:
+        """Whether there is other than what is known, and it is the turn of `name`; who has no weights needs none."""
         snapshot = self._keeper.state.published
-        return snapshot is not None and snapshot.version != known
+        if snapshot is None or snapshot.version == call.known:
+            return False
+        return call.known is None or not call.in_turn or self._turns.take(name, self._keeper.now_s())
 
     async def _report(self, caller: Caller, body: bytes) -> msg.Done:
         """Appends the rows; a report sent again (same request) is not written again."""

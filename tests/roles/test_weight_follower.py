@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ class Script:
     def __init__(self, *steps: tuple[Snapshot, Exception | None]) -> None:
         self.steps, self.pauses, self.lines = list(steps), [], []
 
-    async def published(self, known: Version | None, wait_s: float) -> Snapshot:
+    async def published(self, known: Version | None, wait_s: float, *, in_turn: bool) -> Snapshot:
         if not self.steps:
             raise asyncio.CancelledError
         return self.steps[0][0]
@@ -70,3 +72,43 @@ def test_another_kind_of_failure_and_another_snapshot_are_news(monkeypatch: pyte
 
 def test_weights_that_come_at_once_are_nothing_to_talk_about(monkeypatch: pytest.MonkeyPatch) -> None:
     assert followed(Script((snapshot(1), None), (snapshot(2), None)), monkeypatch).lines == []
+
+
+class SlowEngine:
+    """An engine that computes with new weights when it has been asked `looks` times which it has, and its host."""
+
+    def __init__(self, looks: int) -> None:
+        self.engine, self.left, self.calls = self, looks, 0
+
+    def call(self, job: Any) -> Future:
+        """Nothing is handed to it: it is told what comes by `coming`."""
+        done: Future = Future()
+        done.set_result(None)
+        return done
+
+    def stats(self) -> Any:
+        self.calls += 1
+        self.left -= 1
+        return SimpleNamespace(version=Version(0, 1) if self.left < 0 else Version(0, 0))
+
+
+@pytest.mark.parametrize(("in_force_s", "looks", "calls"), [(60.0, 7, 8), (60.0, 0, 1), (0.0, 7, 0)])
+def test_in_turns_weights_have_come_when_the_engine_computes_with_them(in_force_s, looks, calls) -> None:
+    """Elsewhere when it was handed them; a span says when."""
+    engine: Any = SlowEngine(looks)
+    spans: list[tuple[str, int]] = []
+    progress: Any = SimpleNamespace(span=lambda what, *_, **__: spans.append((what, engine.calls)))
+    arriving: Any = SimpleNamespace(fetch=lambda snapshot: SimpleNamespace(fetched_bytes=4))
+    follower = weights.WeightFollower(engine, arriving, progress, in_force_s)
+    asyncio.run(follower.bring(snapshot(1)))
+    assert spans == [("fetch", calls), ("flip", calls)]
+    assert follower.version == Version(0, 1)
+
+
+def test_an_engine_that_never_flips_is_not_waited_for_for_ever() -> None:
+    engine: Any = SlowEngine(10**9)
+    progress: Any = SimpleNamespace(span=lambda *_, **__: None)
+    arriving: Any = SimpleNamespace(fetch=lambda snapshot: SimpleNamespace(fetched_bytes=4))
+    follower = weights.WeightFollower(engine, arriving, progress, in_force_s=0.05)
+    asyncio.run(asyncio.wait_for(follower.bring(snapshot(1)), 20.0))
+    assert engine.calls >= 1

@@ -1,0 +1,138 @@
+"""Turns at changing weights: so many at a time, in order, and none is lost with whoever had it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxroll.config.schema import TransferConfig
+from jaxroll.records import Version
+from jaxroll.store.turns import Turns
+
+WAIT_S = 20.0
+SOON_S = 0.3  # in which nothing is to happen
+NAMES = ("a", "b", "c", "d")
+
+
+def test_without_a_limit_everybody_may_at_any_time() -> None:
+    turns = Turns(0, 10.0)
+    assert all(turns.take(name, 0.0) for name in NAMES)
+    assert not any(turns.over(name) for name in NAMES)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_turns_go_round_in_the_order_of_asking(count: int) -> None:
+    turns = Turns(count, 10.0)
+    assert [turns.take(name, 0.0) for name in NAMES] == [place < count for place in range(4)]
+    assert turns.over("a") and not turns.over("a"), "over twice"
+    assert not turns.take("a", 0.0), "who had it went before those who wait"
+    for name in NAMES[count + 1 :]:
+        assert not turns.take(name, 0.0), "a later one went first"
+    assert turns.take(NAMES[count], 0.0)
+
+
+def test_a_turn_ends_by_itself_and_who_leaves_holds_nobody_up() -> None:
+    turns = Turns(1, 10.0)
+    assert turns.take("a", 5.0) and turns.next_end_s() == 15.0
+    assert not turns.take("b", 14.9) and not turns.take("c", 14.9)
+    assert turns.leave("b") and not turns.leave("b")
+    assert turns.take("c", 15.0), "the turn before is over, and nobody is before c"
+    assert not turns.over("a"), "it was over by itself"
+    assert turns.over("c") and turns.next_end_s() == float("inf")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_at_random_never_too_many_and_all_come_on(seed: int) -> None:
+    """Samplers that hold, fail, die and come back: `count` at most at a time; who waits and does not leave comes on."""
+    chance, count, now_s = random.Random(seed), random.Random(seed).choice((1, 2)), 0.0
+    turns, until_s, asked = Turns(count, 10.0), {}, dict.fromkeys(NAMES, 0)
+    for _ in range(2000):
+        now_s += chance.expovariate(1.0)
+        until_s = {name: end_s for name, end_s in until_s.items() if end_s > now_s}
+        name = chance.choice(NAMES)
+        if name in until_s and chance.random() < 0.5:
+            continue  # still at it
+        turns.over(name)
+        until_s.pop(name, None)
+        if turns.take(name, now_s):
+            until_s[name], asked[name] = now_s + 10.0, 0
+        else:
+            asked[name] += 1
+        assert len(until_s) <= count
+        assert asked[name] < 200, f"{name} never comes on"
+
+
+@contextlib.asynccontextmanager
+async def two_told(small: SimpleNamespace, folder: Path, turn_s: float) -> AsyncIterator[Any]:
+    """A learner, samplers a and b that hold the first weights, an evaluator, and whoever makes the next weights."""
+    config = dataclasses.replace(small.configured(rolling=1), transfer=TransferConfig(deadline_s=turn_s))
+    async with (
+        small.serving(folder, config),
+        small.connected(folder, config, "learner") as learner,
+        small.connected(folder, config, "sampler", "a") as a,
+        small.connected(folder, config, "sampler", "b") as b,
+        small.connected(folder, config, "evaluator", "e") as e,
+    ):
+        await learner.begin(None)
+        await learner.publish(small.snapshot(Version(0, 0)))
+        for sampler in (a, b):
+            assert await sampler.published(None, in_turn=True) == small.snapshot(Version(0, 0)), "the first weights"
+
+        async def step(number: int) -> None:
+            await small.produce(a, Version(0, number - 1), 4)
+            await learner.claim(0, number - 1, WAIT_S)
+            await learner.publish(small.snapshot(Version(0, number)))
+
+        yield SimpleNamespace(a=a, b=b, e=e, step=step)
+
+
+def test_two_samplers_are_told_one_after_the_other(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    """A turn ends with the next question; who does not ask for one needs none."""
+    v0, v1 = Version(0, 0), Version(0, 1)
+
+    async def job() -> None:
+        async with two_told(small, tmp_path, 10 * WAIT_S) as at:
+            waiting = [asyncio.ensure_future(one.published(v0, WAIT_S, in_turn=True)) for one in (at.a, at.b)]
+            await at.step(1)
+            done, late = await asyncio.wait(waiting, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(late, timeout=SOON_S)
+            assert [one.result() for one in done] == [small.snapshot(v1)], "one of them, and not both"
+            assert not any(one.done() for one in late), "the other at the same time"
+            assert await at.e.published(v0, WAIT_S) == await at.a.published(v0) == small.snapshot(v1)
+            first, second = (at.a, at.b) if waiting[0] in done else (at.b, at.a)
+            assert await first.published(v1, 0.0, in_turn=True) is None, "there is nothing newer"
+            assert await asyncio.wait_for(late.pop(), WAIT_S) == small.snapshot(v1), "the first has it now"
+            await at.step(2)
+            assert await first.published(v1, 0.0, in_turn=True) is None, "it is the other's turn"
+            assert await second.published(v0, 0.0, in_turn=True) == small.snapshot(Version(0, 2)), (
+                "it could not have it"
+            )
+
+    run(job())
+
+
+def test_a_turn_is_over_when_its_time_is_and_a_place_when_the_call_is(
+    tmp_path: Path, small: SimpleNamespace, run
+) -> None:
+    v0, v1 = Version(0, 0), small.snapshot(Version(0, 1))
+
+    async def job() -> None:
+        async with two_told(small, tmp_path, 4.0) as at:
+            await at.step(1)
+            assert await at.a.published(v0, 0.0, in_turn=True) == v1
+            began_s = time.monotonic()
+            assert await at.b.published(v0, WAIT_S, in_turn=True) == v1, "a was waited for longer than its turn"
+            assert SOON_S < time.monotonic() - began_s < 0.8 * WAIT_S, "not when the turn was over, but with the call"
+            assert await at.a.published(v0, SOON_S, in_turn=True) is None, "it is b's turn"
+            assert await at.b.published(v0, 0.0, in_turn=True) == v1, "a's place was kept though a had gone"
+
+    run(job())
