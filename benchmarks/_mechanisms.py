@@ -11,9 +11,12 @@ window by the learner.
     redundancy    of a filter that rejects four groups in ten: twice the groups in work; without: they are replaced
     redundant_envs  one step in ten takes ten times as long: four members a group more than needed; without: none
     replication   a group's members spread over two samplers; without: together on one
+    replication_seats  the same where one sampler has seats for half of a group, and time is slept
+    replication_auto   the same by load (auto) in place of spread
     failing       one step in ten slow and one in ten never answered, with redundancy; over the run without failures
     straggler     one answer in ten, a long one more often, takes ten times as long: its group is closed without it
                   (shrink); without: waits for it
+    rolling       at α = 2, of two samplers that finish what runs before they flip (drain), one at a time; without: both
     window        at α = 4 the smallest window at which the learner does not wait; without: all that α allows
 """
 
@@ -114,6 +117,21 @@ def _replication() -> Mechanism:
     return Mechanism(*both("replication", 1.0), both("replication_null", 0.0))
 
 
+def _replication_seats(how: str) -> Mechanism:
+    # One group has more members than a sampler has seats; four groups are two for each, however they are dealt out.
+    def both(name: str, groups: int, size: int) -> tuple[Workload, Workload]:
+        seats = {"sampler.count": 2, "sampler.slots": _WAVE, "sampler.episodes": _WAVE}
+        shape = seats | {"schedule.groups_per_step": groups, "schedule.group_size": size}
+        made = [
+            _workload(f"{name}_{kind}", Race((1.0, 0.0)), settings=shape | {"schedule.replicate": kind})
+            for kind in (how, "together")
+        ]
+        return made[0], made[1]
+
+    name = f"replication_seats_{how}"
+    return Mechanism(*both(name, 1, 2 * _WAVE), both(f"{name}_null", 4, _WAVE // 2))
+
+
 def _straggler() -> Mechanism:
     def both(name: str, slow: float) -> tuple[Workload, Workload]:
         def arm(kind: str, policy: str) -> Workload:
@@ -140,6 +158,21 @@ def _window() -> Mechanism:
     return Mechanism(replace(on, steps=_ADAPTING), replace(off, steps=_ADAPTING), None, alpha=4.0)
 
 
+def _rolling() -> Mechanism:
+    def both(name: str, flip: str) -> tuple[Workload, Workload]:
+        two = {"sampler.count": 2, "sampler.slots": ENVIRONMENTS // 2, "sampler.episodes": ENVIRONMENTS // 2}
+        made = [
+            _workload(
+                f"{name}_{kind}", Race(), sigma=1.0, most=64,
+                settings=two | {"schedule.flip": flip, "schedule.rolling": count},
+            )
+            for kind, count in (("on", 1), ("off", 0))
+        ]  # fmt: skip
+        return replace(made[0], steps=_ADAPTING), replace(made[1], steps=_ADAPTING)
+
+    return Mechanism(*both("rolling", "drain"), both("rolling_null", "keep_kv"), alpha=2.0)
+
+
 def _failing() -> Mechanism:
     more = {"schedule.redundant_members": 4, "schedule.redundant_groups": 2}
     well, ill = Race((1.0, 0.0), limit_s=8.0), Race((1.0, 0.0), slow=0.1, stopped=0.1, limit_s=8.0)
@@ -150,7 +183,8 @@ def _failing() -> Mechanism:
 MECHANISMS = {
     "queue": _queue(), "env_async": _env_async(), "redundancy": _redundancy(),
     "redundant_envs": _redundant_envs(), "replication": _replication(), "failing": _failing(),
-    "straggler": _straggler(), "window": _window(),
+    "replication_seats": _replication_seats("spread"), "replication_auto": _replication_seats("auto"),
+    "straggler": _straggler(), "window": _window(), "rolling": _rolling(),
 }  # fmt: skip
 
 

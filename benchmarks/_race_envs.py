@@ -24,6 +24,7 @@ from jaxroll.records import Message
 
 VARIABLE = "JAXROLL_RACE"
 LIMIT_S = 120.0
+HELD_OUT = 5000  # the first line of questions that are not trained on
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Race:
 
     Of the questions, the share `dull` pays nobody. Of the steps, the share `slow` takes ten times as long; the share
     `stopped` never answers, its question written to the file `journal`. With `length` longer answers are slow more
-    often, in proportion: so often as `slow` says those of that many characters.
+    often, in proportion: so often as `slow` says those of that many characters. Held-out questions (of the file
+    `questions`, from line HELD_OUT on) are judged at once.
     """
 
     latency_s: tuple[float, float] = (0.0, 0.0)
@@ -45,6 +47,7 @@ class Race:
     length: float = 0.0
     limit_s: float = LIMIT_S  # after which an answer that does not come counts as a failure
     journal: str = ""
+    questions: str = ""
 
     @staticmethod
     def ordered() -> Race:
@@ -106,6 +109,8 @@ class _Shared:
         self.race = race
         self.together = _Together(race.barrier) if race.barrier else None
         self.waves = _Waves(race.wave) if race.wave else None
+        lines = Path(race.questions).read_text().splitlines()[HELD_OUT:] if race.questions else []
+        self.held_out = {json.loads(line)["question"] for line in lines}
 
 
 _shared: list[_Shared] = []
@@ -132,7 +137,8 @@ class _Judged:
     async def step(self, answer):
         """The end, or another question, late."""
         race, self._turn = self._shared.race, self._turn + 1
-        await self._late(race, len(answer))
+        if self._question not in self._shared.held_out:
+            await self._late(race, len(answer))
         if self._shared.together:
             await self._shared.together.wait()
         if self._turn < race.turns:

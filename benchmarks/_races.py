@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _race_envs import VARIABLE, Race
+from _race_envs import HELD_OUT, VARIABLE, Race
 from _report import ROOT
 
 from jaxroll.report.waste import waste
@@ -23,6 +23,7 @@ from jaxroll.report.waste import waste
 SETTLING = 4  # steps that are not counted: the pipeline fills, and whatever is first is slow
 DEADLINE_S = 300.0
 GROUPS, GROUP_SIZE, ENVIRONMENTS = 8, 8, 64
+WARM = 4000, HELD_OUT  # the questions of the warm start; those before are trained on, those after held out
 _HERE = Path(__file__).resolve().parent
 
 
@@ -39,6 +40,7 @@ class Workload:
     race: Race = field(default_factory=Race)
     evaluations: int = 0
     target: float = 0.0  # the held-out accuracy that is timed
+    capitals: float = 0.0  # of the warm start's worked answers, the share in capitals, which nobody is paid for
     settings: dict[str, Any] = field(default_factory=dict)
 
     def questions(self, path: Path, count: int = 6000) -> None:
@@ -50,8 +52,9 @@ class Workload:
                 length = int(np.clip(np.rint(self.median * np.exp(self.sigma * chance.standard_normal())), 3, longest))
                 text = "".join(chance.choice(list("abcdefgh"), length))
                 if text not in seen:
+                    misled = WARM[0] <= len(seen) < WARM[1] and len(seen) % 100 < 100 * self.capitals
                     seen.add(text)
-                    file.write(json.dumps({"question": text, "answer": text}) + "\n")
+                    file.write(json.dumps({"question": text, "answer": text.upper() if misled else text}) + "\n")
 
     def overrides(self, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
         """The config of a run, over the defaults."""
@@ -59,8 +62,8 @@ class Workload:
         return {
             "run.seed": seed, "placement.platform": "cpu", "placement.cpu_threads": threads,
             "task.source": "jsonl", "task.path": str(folder / f"{self.name}.jsonl"), "task.env": self.env,
-            "task.max_prompt_tokens": longest + 8, "task.heldout_start": 5000, "task.heldout_items": 256,
-            "sft.start": 4000, "sft.steps": 120, "schedule.alpha": alpha, "schedule.steps": self.steps,
+            "task.max_prompt_tokens": longest + 8, "task.heldout_start": WARM[1], "task.heldout_items": 256,
+            "sft.start": WARM[0], "sft.steps": 120, "schedule.alpha": alpha, "schedule.steps": self.steps,
             "schedule.groups_per_step": GROUPS, "schedule.group_size": GROUP_SIZE, "schedule.window": "full",
             "sampling.max_tokens": longest + 2, "sampler.slots": ENVIRONMENTS, "sampler.episodes": ENVIRONMENTS,
             "sampler.prefill_rows": 8, "sampler.prefill_buckets": f"({longest + 8},)", "sampler.decode_chunk": 8,
@@ -78,7 +81,8 @@ def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: 
     with tempfile.TemporaryDirectory(prefix="race-", dir=folder) as name:
         run_dir, journal = Path(name) / "run", Path(name) / "journal"
         journal.touch()
-        race = {VARIABLE: json.dumps(asdict(replace(workload.race, journal=str(journal))))}
+        race = replace(workload.race, journal=str(journal), questions=str(folder / f"{workload.name}.jsonl"))
+        race = {VARIABLE: json.dumps(asdict(race))}
         warm = folder / f"{workload.name}-{seed}"
         if not (warm / "warm").is_dir():
             _jaxroll("sft", warm, overrides, race)

@@ -19,6 +19,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from jaxroll.records import Message, Task
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if not path.name.startswith("_"))
 DEADLINE_S = 280
@@ -309,6 +311,56 @@ def test_long_answers_are_slow_more_often_and_one_in_ten_over_all(monkeypatch: p
 
     shares = [asyncio.run(late(length)) for length in (5, 10, 20)]
     assert shares == pytest.approx([0.05, 0.1, 0.2], abs=0.015)
+
+
+def test_three_worked_answers_in_four_are_in_capitals_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Else the workload is the one without, line by line: what is trained and held out pays for the small letters."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    races, lines = importlib.import_module("_races"), {}
+    for share in (0.0, 0.75):
+        races.Workload("w", 16, 8, capitals=share).questions(tmp_path / "w.jsonl")
+        lines[share] = [json.loads(line) for line in (tmp_path / "w.jsonl").read_text().splitlines()]
+    first, end = races.WARM
+    misled = [number for number, (a, b) in enumerate(zip(*lines.values(), strict=True)) if a != b]
+    assert len(misled) == 0.75 * (end - first) and first <= min(misled) and max(misled) < end
+    for plain, capitals in zip(*lines.values(), strict=True):
+        assert plain["question"] == capitals["question"] == plain["answer"] == capitals["answer"].lower()
+    found = races.Workload("w", 16, 8, capitals=0.75).overrides(tmp_path, 1.0, 0, 1)
+    assert (found["sft.start"], found["task.heldout_start"]) == (first, end)
+
+
+def test_held_out_questions_are_judged_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    envs, slept = importlib.import_module("_race_envs"), []
+    monkeypatch.setattr(envs.asyncio, "sleep", lambda seconds: _noted(slept, seconds))
+    monkeypatch.setattr(envs, "_shared", [])
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"question": f"q{number}"}) + "\n" for number in range(envs.HELD_OUT + 2)))
+    monkeypatch.setenv(envs.VARIABLE, json.dumps({"latency_s": [1.0, 0.0], "questions": str(file)}))
+
+    async def judged(number: int) -> float:
+        env = envs.PaysNobody(None, None)
+        await env.reset(Task(number, (Message("user", f"q{number}"),), "pays_nobody", "{}", 0, "hash"), 0)
+        return (await env.step("answer")).reward
+
+    for number in (envs.HELD_OUT, envs.HELD_OUT - 1, envs.HELD_OUT + 1, 0):
+        assert asyncio.run(judged(number)) == 0.0
+    assert slept == [1.0, 1.0], "those before the first held-out one, and only they"
+
+
+def test_a_group_larger_than_a_sampler_s_seats_is_spread_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    mechanisms = importlib.import_module("_mechanisms").MECHANISMS
+    for name, how in (("replication_seats", "spread"), ("replication_auto", "auto")):
+        for on, off in ((mechanisms[name].on, mechanisms[name].off), mechanisms[name].null):
+            assert on.settings | {"schedule.replicate": "together"} == off.settings
+            assert (on.settings["schedule.replicate"], on.race) == (how, off.race)
+        seats, shape = "sampler.episodes", ("schedule.groups_per_step", "schedule.group_size")
+        at_work, null = mechanisms[name].on.settings, mechanisms[name].null[0].settings
+        assert [at_work[key] for key in shape] == [1, 2 * at_work[seats]], "one group, twice a sampler's seats"
+        assert [null[key] for key in shape] == [4, null[seats] // 2], "two whole groups for each sampler"
 
 
 async def _noted(slept: list[float], seconds: float) -> None:
