@@ -9,8 +9,8 @@ environments, which never wait for one another inside a step.
 
     rlvr_long_tail   strings to copy, their lengths log-normal (σ = 1), at most eight medians
     constant         strings of one length: nothing to gain but overlap, and proposition 2 says how much
-    agentic_latency  a judge that takes N(μ, σ) seconds, cut at 0; σ = 0, μ/2, μ. Here and in constant three worked
-                     answers in four of the warm start are in capitals, for which nobody pays: there is something to learn
+    agentic_latency  a judge that takes N(μ, σ) seconds, cut at 0; σ = 0, μ/2, μ. Here and in constant there is
+                     something to learn: the warm start saw three answers in four in capitals, for which nobody pays
     no_training      nobody is paid, so no gradient is computed: nothing to gain at all
     tail_alone       the same with the lengths of rlvr_long_tail: what the long tail alone is worth, without overlap
 

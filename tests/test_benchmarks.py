@@ -350,6 +350,22 @@ def test_held_out_questions_are_judged_at_once(monkeypatch: pytest.MonkeyPatch, 
     assert slept == [1.0, 1.0], "those before the first held-out one, and only they"
 
 
+def test_no_schedule_is_faster_than_its_age_bound_and_its_environments_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated steps of the synchronous way are those that can be computed, and α = 1 is twice as fast at most."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    limits = importlib.import_module("schedule_limits")
+    in_step = limits.samples_per_s(0.0, 0.0, 0, 60, 20)
+    assert in_step == pytest.approx(64 / (limits.MEAN_S + limits.TRAINS_S))
+    assert limits.samples_per_s(1.0, 0.0, 0, 60, 20) == pytest.approx(64 / limits.MEAN_S, rel=0.02)
+    longest_s = np.maximum(0.0, np.random.default_rng(1).normal(1.0, 1.0, (4000, 64))).max(axis=1).mean()
+    synchronous = limits.samples_per_s(0.0, 1.0, 0)
+    assert synchronous == pytest.approx(64 / (longest_s + limits.TRAINS_S), rel=0.03)
+    for alpha, least in ((1.0, 1.8), (2.0, 2.5), (4.0, 3.0)):
+        ratio = limits.samples_per_s(alpha, 1.0, 0) / synchronous
+        assert least < ratio < 1.03 * limits.limit(alpha, 1.0, synchronous)
+    assert limits.limit(1.0, 1.0, synchronous) == 2.0 and limits.limit(9.0, 1.0, synchronous) < 3.5
+
+
 def test_a_group_larger_than_a_sampler_s_seats_is_spread_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     mechanisms = importlib.import_module("_mechanisms").MECHANISMS
