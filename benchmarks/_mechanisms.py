@@ -11,7 +11,7 @@ window by the learner.
     redundancy    of a filter that rejects four groups in ten: twice the groups in work; without: they are replaced
     redundant_envs  one step in ten takes ten times as long: four members a group more than needed; without: none
     replication   a group's members spread over two samplers; without: together on one
-    replication_seats  the same where one sampler has seats for half of a group, and time is slept
+    replication_seats  the same where samplers have seats for two of three groups, and time is slept
     replication_auto   the same by load (auto) in place of spread
     failing       one step in ten slow and one in ten never answered, with redundancy; over the run without failures
     straggler     one answer in ten, a long one more often, takes ten times as long: its group is closed without it
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from _race_envs import Race
-from _races import ENVIRONMENTS, GROUPS, Workload, trained
+from _races import ENVIRONMENTS, GROUP_SIZE, GROUPS, Workload, trained
 from _report import Runs, ratio
 
 _STEPS, _LONGER = 10, 24
@@ -118,18 +118,18 @@ def _replication() -> Mechanism:
 
 
 def _replication_seats(how: str) -> Mechanism:
-    # One group has more members than a sampler has seats; four groups are two for each, however they are dealt out.
-    def both(name: str, groups: int, size: int) -> tuple[Workload, Workload]:
-        seats = {"sampler.count": 2, "sampler.slots": _WAVE, "sampler.episodes": _WAVE}
-        shape = seats | {"schedule.groups_per_step": groups, "schedule.group_size": size}
+    # Three groups for two samplers with seats for one each: whole, the third waits until all of another has ended.
+    def both(name: str, latency_s: tuple[float, float]) -> tuple[Workload, Workload]:
+        seats = {"sampler.count": 2, "sampler.slots": GROUP_SIZE, "sampler.episodes": GROUP_SIZE}
+        shape = seats | {"schedule.groups_per_step": 3}
         made = [
-            _workload(f"{name}_{kind}", Race((1.0, 0.0)), settings=shape | {"schedule.replicate": kind})
+            _workload(f"{name}_{kind}", Race(latency_s), settings=shape | {"schedule.replicate": kind})
             for kind in (how, "together")
         ]
         return made[0], made[1]
 
     name = f"replication_seats_{how}"
-    return Mechanism(*both(name, 1, 2 * _WAVE), both(f"{name}_null", 4, _WAVE // 2))
+    return Mechanism(*both(name, (0.4, 0.8)), both(f"{name}_null", (0.6, 0.0)))
 
 
 def _straggler() -> Mechanism:

@@ -366,17 +366,16 @@ def test_no_schedule_is_faster_than_its_age_bound_and_its_environments_allow(mon
     assert limits.limit(1.0, 1.0, synchronous) == 2.0 and limits.limit(9.0, 1.0, synchronous) < 3.5
 
 
-def test_a_group_larger_than_a_sampler_s_seats_is_spread_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_groups_on_the_seats_of_two_are_spread_or_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     mechanisms = importlib.import_module("_mechanisms").MECHANISMS
     for name, how in (("replication_seats", "spread"), ("replication_auto", "auto")):
         for on, off in ((mechanisms[name].on, mechanisms[name].off), mechanisms[name].null):
             assert on.settings | {"schedule.replicate": "together"} == off.settings
             assert (on.settings["schedule.replicate"], on.race) == (how, off.race)
-        seats, shape = "sampler.episodes", ("schedule.groups_per_step", "schedule.group_size")
-        at_work, null = mechanisms[name].on.settings, mechanisms[name].null[0].settings
-        assert [at_work[key] for key in shape] == [1, 2 * at_work[seats]], "one group, twice a sampler's seats"
-        assert [null[key] for key in shape] == [4, null[seats] // 2], "two whole groups for each sampler"
+            seats = on.settings["sampler.count"] * on.settings["sampler.episodes"]
+            assert (seats, on.settings["schedule.groups_per_step"]) == (2 * 8, 3)
+        assert mechanisms[name].on.race.latency_s[1] > 0.0 == mechanisms[name].null[0].race.latency_s[1]
 
 
 async def _noted(slept: list[float], seconds: float) -> None:
