@@ -151,7 +151,7 @@ def kill_round(scale: Scale, folder: Path) -> dict[str, Any]:
         share = scale.killed_puts // scale.clients
         samplers = Samplers(server, "puts", scale, puts=share, digests=True, may_die=True, patience_s=0.0)
         samplers.go()
-        while _rows(server.folder) < 0.9 * scale.killed_puts:
+        while _rows(server.folder) < scale.killed_puts - max(256, 0.1 * scale.killed_puts):
             time.sleep(0.01)
         server.kill()
         results = samplers.results()

@@ -7,9 +7,10 @@ to leave: learner, evaluator, actors, samplers, store. An interrupt asks them in
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import signal
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ class Supervisor:
         self._clock = clock or MonotonicClock()
         self._begun: set[str] = set()
         self._interrupts = 0
-        self._wake = threading.Event()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._follower = metrics.Follower(run_dir / METRICS_FILE, at_end=True)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
         self._tracker = metrics.JsonlTracker(run_dir / METRICS_FILE)
@@ -113,7 +114,7 @@ class Supervisor:
 
     def _interrupt(self, signum: int, frame: object) -> None:
         self._interrupts += 1
-        self._wake.set()
+        self._wake.put(None)  # which may interrupt itself, as Event.set may not
 
     def _watch(self) -> int:
         """Until the leader is done or the run must end; the exit code."""
@@ -254,8 +255,8 @@ class Supervisor:
 
     def _pause(self) -> None:
         self._show()
-        self._wake.wait(TICK_S)
-        self._wake.clear()
+        with contextlib.suppress(queue.Empty):
+            self._wake.get(timeout=TICK_S)
 
     def _show(self) -> None:
         rows = self._follower.rows()

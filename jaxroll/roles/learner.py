@@ -311,7 +311,8 @@ class LearnerSession:
         self.progress(f"waiting until the evaluator has version {version}")
         deadline_s = time.monotonic() + limit_s
         while self.store.status()["holders"].get("evaluator") != str(version):
-            if self._stop.wait(HOLDER_POLL_S) or time.monotonic() > deadline_s:
+            time.sleep(HOLDER_POLL_S)  # not Event.wait: a signal that sets it then would wait for itself
+            if self._stop.is_set() or time.monotonic() > deadline_s:
                 return
 
 

@@ -22,5 +22,12 @@ elif role == "store":
 if role in ("store", "sampler"):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(60)
-if role == "learner" and (run_dir / "refuse").exists():
-    sys.exit(64)
+if role == "learner":  # with it the run ends: not before the sampler beside it has noted its call
+    give_up_s = time.monotonic() + 30
+    while time.monotonic() < give_up_s:
+        said = [json.loads(line)["words"][0] for line in (run_dir / "calls.jsonl").read_text().splitlines()]
+        if said.count("sampler") >= said.count("learner"):
+            break
+        time.sleep(0.02)
+    if (run_dir / "refuse").exists():
+        sys.exit(64)

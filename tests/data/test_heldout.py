@@ -59,9 +59,9 @@ def test_the_held_out_set_is_the_same_for_every_seed() -> None:
 
 def test_building_it_takes_under_two_seconds() -> None:
     heldout.tasks(CONFIG)  # imports
-    started = time.perf_counter()
+    started = time.process_time()
     heldout.tasks(CONFIG)
-    assert time.perf_counter() - started < 2.0
+    assert time.process_time() - started < 2.0
 
 
 def test_a_task_with_too_few_questions_says_how_many_there_are() -> None:

@@ -41,7 +41,7 @@ def misbehave(args, answer):
             except BaseException: pass
     elif what == "sleep": time.sleep(3600)
     elif what == "die": os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "take a while": time.sleep(0.5); return 0.25
+    elif what == "take a while": time.sleep(2.0); return 0.25
     elif what == "exit": sys.exit(3)
     elif what == "allocate": return float(len(bytearray(16 << 30)))
     elif what == "raise": raise ZeroDivisionError("of mine")
@@ -87,6 +87,8 @@ def run(coroutine):
 
 
 def test_scores_arrive_and_none_is_lost_or_swapped(pool: ScoringPool) -> None:
+    pool.time_limit_s = 30.0
+
     async def many() -> list[float]:
         answers = ["ok" if i % 3 else "no" for i in range(1000)]
         return await asyncio.gather(*(pool.score(EXACT, answer) for answer in answers))
@@ -183,6 +185,8 @@ def test_secrets_of_the_parent_do_not_reach_a_scorer(module: str, monkeypatch: p
 
 
 def test_an_item_whose_worker_was_killed_by_something_else_is_scored_again(pool: ScoringPool) -> None:
+    pool.time_limit_s = 30.0  # however slow the machine is
+
     async def killed_meanwhile() -> float:
         await pool.score(EXACT, "ok")
         scoring = asyncio.create_task(pool.score(misbehave("take a while"), "ok"))
@@ -277,6 +281,7 @@ def test_a_caller_that_is_cancelled_leaves_nothing_wrong_behind(pool: ScoringPoo
 
 def test_large_arguments_pass_through_a_small_pipe(pool: ScoringPool) -> None:
     big = json.dumps({"scorer": "exact", "answer": "ok", "padding": "x" * 1_000_000})
+    pool.time_limit_s = 30.0
 
     async def many() -> list[float]:
         return await asyncio.gather(*(pool.score(big, "ok") for _ in range(40)))

@@ -7,7 +7,7 @@ import pytest
 from tests.process.trains import SMALL, Train
 
 pytestmark = pytest.mark.process
-STEPS, FORK = 10, 4
+STEPS, FORK = 24, 4
 
 LINE = "SELECT step FROM claims JOIN line ON line.lineage = durable_lineage AND step < upto ORDER BY step"
 QUESTIONS = (
@@ -19,7 +19,7 @@ QUESTIONS = (
 @pytest.mark.timeout(600)
 def test_a_finished_run_forks_once_and_trains_the_same_questions_anew(tmp_path):
     words = (*SMALL, f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=2",
-             "--config.learner.checkpoints_kept=20", "--config.supervisor.backoff_s=0.1")  # fmt: skip
+             "--config.learner.checkpoints_kept=40", "--config.supervisor.backoff_s=0.1")  # fmt: skip
     with Train(tmp_path / "run", *words) as first:
         assert first.finish() == 0, first.logs()
     with Train(tmp_path / "run", f"--fork={FORK}", resume=True) as forked:

@@ -39,6 +39,7 @@ def at_once(found: Spans) -> int:
 @pytest.mark.parametrize("rolling", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_samplers_change_their_weights_one_after_the_other_or_at_once(free_run_dir, rolling):
     with Train(free_run_dir, *WORDS, f"--config.schedule.rolling={rolling}") as train:
+        train.until_step(1)
         train.until(
             lambda rows: sum(len(spans) >= CHANGES for spans in changes(rows).values()) == 2, "changes of both samplers"
         )

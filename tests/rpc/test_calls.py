@@ -166,6 +166,7 @@ def test_a_server_that_dies_while_a_body_is_sent_has_the_patience_of_one_that_di
     async def job() -> None:
         async with server(Service()) as port, client(f"127.0.0.1:{port}", patience_s=0.4) as raw:
             monkeypatch.setattr(RawClient, "_attempt", broken_off(5, heard))  # 0.75 s
+            monkeypatch.setattr(rpc_client, "_LIVES", 100)  # however slow the machine is
             expected = contextlib.nullcontext() if heard else pytest.raises(InfraError, match="patience is over")
             with expected:
                 assert await raw.call("echo", b"x", 5.0) == b"x"
@@ -243,11 +244,11 @@ def test_an_answer_tells_the_caller_and_the_log_position() -> None:
         service = Service()
         async with server(service) as port, client(f"127.0.0.1:{port}") as raw:
             raw.run_id = "r1"
-            assert await raw.call("echo", b"x" * 1000, 5.0) == b"x" * 1000
+            assert await raw.call("echo", b"x" * 1000, 25.0) == b"x" * 1000
             assert raw.position == 42
             (caller,) = service.calls
             assert (caller.right, caller.name, caller.session, caller.run_id) == ("sampler", "s", raw.session, "r1")
-            assert 4.0 < caller.deadline_s < 5.1  # gRPC rounds up
+            assert 10.0 < caller.deadline_s < 25.1  # gRPC rounds up
 
     run(calls())
 
@@ -360,11 +361,11 @@ def test_a_call_that_waits_outlives_many_servers_and_not_their_silence(monkeypat
     async def calls() -> None:
         async with server(service) as port:
             pass
-        async with client(f"127.0.0.1:{port}", patience_s=1.0) as raw:
+        async with client(f"127.0.0.1:{port}", patience_s=3.0) as raw:
             started = time.monotonic()
             waiting = asyncio.ensure_future(raw.call("hang", b"wait", 30.0))
             lives = 0
-            while lives < 10 or time.monotonic() - started < 2.0:
+            while lives < 10 or time.monotonic() - started < 4.0:
                 asked.clear()
                 async with server(service, port):
                     assert await raw.call("echo", b"there", 5.0) == b"there"

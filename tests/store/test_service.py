@@ -97,7 +97,8 @@ def test_a_run_from_the_first_lease_to_the_end(tmp_path: Path, small: SimpleName
 
     run(both())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["acked"] for row in rows if row["kind"] == "store"][:3] == [1, 2, 3]
+    acked = [row["acked"] for row in rows if row["kind"] == "store"]
+    assert {1, 2, 3} <= set(acked) and acked == sorted(acked)
 
 
 def test_refusals_arrive_as_themselves(tmp_path: Path, small: SimpleNamespace, run) -> None:
@@ -180,17 +181,17 @@ def test_waiting_calls_are_woken_by_what_they_wait_for(tmp_path: Path, small: Si
             weights = asyncio.ensure_future(sampler.published(None, 20.0))
             await waiting("published")
             await learner.publish(small.snapshot(await learner.begin(None)))
-            assert (await asyncio.wait_for(weights, 2.0)).version == V0
+            assert (await asyncio.wait_for(weights, 10.0)).version == V0
             assert await sampler.published(V0) is None
             claim = asyncio.ensure_future(learner.claim(0, 0, 20.0))
             await waiting("claim")
             await small.produce(sampler, V0, 4)
-            await asyncio.wait_for(claim, 2.0)
+            await asyncio.wait_for(claim, 10.0)
             work = asyncio.ensure_future(sampler.lease(V0, 1, 20.0))
             await waiting("lease")
             await learner.close_run("over")
             with pytest.raises(Closed):
-                await asyncio.wait_for(work, 2.0)
+                await asyncio.wait_for(work, 10.0)
 
     run(woken())
 
@@ -234,13 +235,13 @@ def test_a_waiting_call_ends_in_time_with_a_typed_answer(tmp_path: Path, small: 
             with pytest.raises(NotReady):
                 await learner.claim(0, 0, 0.3)
             assert await learner.published(V0, 0.3) is None
-            assert 0.6 <= time.monotonic() - started < 2.6
+            assert 0.6 <= time.monotonic() - started < 9.0
 
     run(waits())
 
 
 def test_an_expired_lease_goes_to_the_sampler_that_waits(tmp_path: Path, small: SimpleNamespace, run) -> None:
-    config = small.configured(lease_s=0.5, alpha=0.0)
+    config = small.configured(lease_s=2.0, alpha=0.0)
 
     async def expires() -> None:
         async with (
@@ -314,6 +315,7 @@ def test_each_host_of_a_learner_fetches_its_own_rows(
             early = asyncio.ensure_future(second.claim(0, 0, 10.0, range(7, 15)))
             await small.produce(sampler, V0, 15)
             whole = await first.claim(0, 0, 5.0)
+            await asyncio.wait([early])
             monkeypatch.setattr(service.StoreService, "_page", counting)
             rows = [await host.claim(0, 0, 5.0, some) for host, some in ((first, range(7)), (second, range(7, 15)))]
             assert sum(sent) == 15, "nothing is sent for nothing"
@@ -443,7 +445,12 @@ def test_large_members_are_looked_at_beside_the_loop(
     monkeypatch.setattr(service, "put_request", noted)
     run(both())
     assert threads == ["", "large-puts", "large-puts"]
-    assert not [one.name for one in threading.enumerate() if one.name.startswith("large-puts")]
+    until_s = time.monotonic() + 20
+    while (
+        left := [t for t in threading.enumerate() if t.name.startswith("large-puts")]
+    ) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not left
 
 
 def test_a_large_member_sent_again_is_known_though_its_group_ends_while_it_is_looked_at(
@@ -719,7 +726,7 @@ def test_a_closed_store_ends_when_nobody_calls(tmp_path: Path, small: SimpleName
 
     async def ends() -> None:
         job = asyncio.ensure_future(
-            serve(config, tmp_path, small.Feed(), host="127.0.0.1", port=0, ready=ready.append, linger_s=0.2)
+            serve(config, tmp_path, small.Feed(), host="127.0.0.1", port=0, ready=ready.append, linger_s=2.0)
         )
         client = await StoreClient.connect(tmp_path / "store.addr", role="admin", name="a", patience_s=10)
         await client.close_run("done")
@@ -796,7 +803,10 @@ def test_rows_are_appended_whole_even_after_a_torn_line(tmp_path: Path, small: S
     run(reports())
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert lines[0] == '{"kind": "torn'
-    assert [json.loads(line) for line in lines[1:3]] == [{"kind": "step", "loss": 0.5, "bad": None}, {"kind": "x"}]
+    rows = [json.loads(line) for line in lines[1:]]
+    assert [row for row in rows if row["kind"] != "store"] == [
+        {"kind": "step", "loss": 0.5, "bad": None}, {"kind": "x"}
+    ]  # fmt: skip
 
 
 def test_the_blocking_client_says_the_same(tmp_path: Path, small: SimpleNamespace, run) -> None:
