@@ -135,10 +135,16 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError("schedule.rolling", schedule.rolling,
                           f"sampler.count is {config.sampler.count}: all change their weights at once, as without it",
                           "Set it below sampler.count, or to 0.")  # fmt: skip
-    if schedule.rolling and schedule.alpha < 1:
+    # The learner claims a step ahead: who is a publication behind has two steps less, and none left at alpha = 1.
+    if schedule.rolling and schedule.alpha < schedule.publish_every + 1:
         raise ConfigError("schedule.rolling", schedule.rolling,
-                          f"with alpha = {schedule.alpha:g} no sampler has work before it has the newest weights",
-                          "Raise schedule.alpha to 1 or more, or set schedule.rolling to 0.")  # fmt: skip
+                          f"with alpha = {schedule.alpha:g} samplers have no work while they wait for their turn",
+                          f"Raise schedule.alpha to publish_every + 1 = {schedule.publish_every + 1} or more, or set "
+                          "schedule.rolling to 0.")  # fmt: skip
+    if schedule.rolling and config.placement.actors:
+        raise ConfigError("schedule.rolling", schedule.rolling,
+                          "actors lease for the newest weights that any sampler has: the others would get no new work",
+                          "Set it to 0, or placement.actors to 0.")  # fmt: skip
     sampling = config.sampling
     if sampling.temperature <= 0:
         raise ConfigError("sampling.temperature", sampling.temperature, "training needs samples, not one greedy answer",

@@ -127,7 +127,7 @@ class WeightFollower:
                     await self._flipped.wait()
         return self.version
 
-    async def follow(self, store: StoreClient, *, wait_s: float = 10.0) -> None:
+    async def follow(self, store: StoreClient, *, wait_s: float = 30.0) -> None:
         """Keep the engine at the newest published version, for ever.
 
         A transfer that fails leaves the engine where it is (the store's age limit then stops its leases) and is tried

@@ -108,7 +108,7 @@ class _Store:
         self.audit = Audit(keeper.log.append, keeper.now_s)
         self.service = StoreService(
             keeper, self._prompts, metrics, self.audit, config_digest=digest(config), page_bytes=page_bytes,
-            turns=Turns(config.schedule.rolling, config.transfer.deadline_s),
+            turns=Turns(config.schedule.rolling, 2 * config.transfer.deadline_s),  # for the fetch, and for the flip
         )  # fmt: skip
         self._row_at_s = self._named_at_s = keeper.now_s()
 

@@ -289,29 +289,37 @@ class StoreService:
 
     async def _published(self, caller: Caller, body: bytes) -> msg.PublishedReply:
         call = wire.decode(body, msg.PublishedCall)
+        in_turn = call.in_turn and caller.right in WORKERS
         if self.holders.get(caller.name) != call.known:
             self.holders[caller.name] = call.known
             self._keeper.wakeups.notify(LEASE)  # a lease call that waits with the weights before these may be granted
-        if call.in_turn and self._turns.over(caller.name):
+        if in_turn and self._turns.over(caller.name):
             self._keeper.wakeups.notify(PUBLISHED)
         deadline_s = self._keeper.now_s() + self._wait_s(caller, call.wait_s)
         try:
-            while not (told := self._may_fetch(caller.name, call)) and self._keeper.now_s() < deadline_s:
-                until_s = min(deadline_s, self._turns.next_end_s())
-                await self._keeper.wakeups.wait(PUBLISHED, max(0.0, until_s - self._keeper.now_s()))
+            while True:
+                now_s = self._keeper.now_s()
+                if (told := self._may_fetch(call.known, caller.name if in_turn else "", now_s)) or now_s >= deadline_s:
+                    break
+                until_s = min(deadline_s, self._turns.next_end_s(now_s))
+                await self._keeper.wakeups.wait(PUBLISHED, until_s - now_s)
             snapshot = self._keeper.state.published if told else None
         finally:
-            if call.in_turn and self._turns.leave(caller.name):
+            if in_turn and self._turns.leave(caller.name):
                 self._keeper.wakeups.notify(PUBLISHED)
         await self._keeper.log.committed()
         return msg.PublishedReply(snapshot)
 
-    def _may_fetch(self, name: str, call: msg.PublishedCall) -> bool:
-        """Whether there is other than what is known, and it is the turn of `name`; who has no weights needs none."""
+    def _may_fetch(self, known: Version | None, name: str, now_s: float) -> bool:
+        """Whether there is other than what is known, and it is the turn of `name`, if one is given.
+
+        Who has no weights needs none, nor who has those of a lineage that ended: nobody may sample with them.
+        """
         snapshot = self._keeper.state.published
-        if snapshot is None or snapshot.version == call.known:
+        if snapshot is None or snapshot.version == known:
             return False
-        return call.known is None or not call.in_turn or self._turns.take(name, self._keeper.now_s())
+        useless = known is None or known.lineage < snapshot.version.lineage
+        return useless or not name or self._turns.take(name, now_s)
 
     async def _report(self, caller: Caller, body: bytes) -> msg.Done:
         """Appends the rows; a report sent again (same request) is not written again."""

@@ -27,6 +27,8 @@ class Turns:
         if not self._count:
             return True
         self._until_s = {who: until_s for who, until_s in self._until_s.items() if until_s > now_s}
+        if name in self._until_s:
+            return True  # a call of it that nobody hears any more was given the turn
         self._waiting.setdefault(name)
         free = self._count - len(self._until_s)
         if list(self._waiting).index(name) >= free:
@@ -42,6 +44,6 @@ class Turns:
         del self._waiting[name]
         return True
 
-    def next_end_s(self) -> float:
-        """When the first of the turns is over by itself; infinite when there is none."""
-        return min(self._until_s.values(), default=math.inf)
+    def next_end_s(self, now_s: float) -> float:
+        """When the next of the turns is over by itself; infinite when there is none."""
+        return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=math.inf)

@@ -42,12 +42,14 @@ def test_turns_go_round_in_the_order_of_asking(count: int) -> None:
 
 def test_a_turn_ends_by_itself_and_who_leaves_holds_nobody_up() -> None:
     turns = Turns(1, 10.0)
-    assert turns.take("a", 5.0) and turns.next_end_s() == 15.0
+    assert turns.take("a", 5.0) and turns.next_end_s(5.0) == 15.0
+    assert turns.take("a", 6.0), "it has its turn"
+    assert turns.next_end_s(15.0) == float("inf"), "one that is over is waited for"
     assert not turns.take("b", 14.9) and not turns.take("c", 14.9)
     assert turns.leave("b") and not turns.leave("b")
     assert turns.take("c", 15.0), "the turn before is over, and nobody is before c"
     assert not turns.over("a"), "it was over by itself"
-    assert turns.over("c") and turns.next_end_s() == float("inf")
+    assert turns.over("c") and turns.next_end_s(15.0) == float("inf")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -84,7 +86,7 @@ async def two_told(small: SimpleNamespace, folder: Path, turn_s: float) -> Async
     ):
         await learner.begin(None)
         await learner.publish(small.snapshot(Version(0, 0)))
-        for sampler in (a, b):
+        for sampler in (a, b):  # a turn may take twice the time of a transfer
             assert await sampler.published(None, in_turn=True) == small.snapshot(Version(0, 0)), "the first weights"
 
         async def step(number: int) -> None:
@@ -92,7 +94,7 @@ async def two_told(small: SimpleNamespace, folder: Path, turn_s: float) -> Async
             await learner.claim(0, number - 1, WAIT_S)
             await learner.publish(small.snapshot(Version(0, number)))
 
-        yield SimpleNamespace(a=a, b=b, e=e, step=step)
+        yield SimpleNamespace(learner=learner, a=a, b=b, e=e, step=step)
 
 
 def test_two_samplers_are_told_one_after_the_other(tmp_path: Path, small: SimpleNamespace, run) -> None:
@@ -126,13 +128,30 @@ def test_a_turn_is_over_when_its_time_is_and_a_place_when_the_call_is(
     v0, v1 = Version(0, 0), small.snapshot(Version(0, 1))
 
     async def job() -> None:
-        async with two_told(small, tmp_path, 4.0) as at:
+        async with two_told(small, tmp_path, 2.0) as at:
             await at.step(1)
             assert await at.a.published(v0, 0.0, in_turn=True) == v1
             began_s = time.monotonic()
             assert await at.b.published(v0, WAIT_S, in_turn=True) == v1, "a was waited for longer than its turn"
             assert SOON_S < time.monotonic() - began_s < 0.8 * WAIT_S, "not when the turn was over, but with the call"
-            assert await at.a.published(v0, SOON_S, in_turn=True) is None, "it is b's turn"
+            assert await at.a.published(v0, 0.05, in_turn=True) is None, "it is b's turn"
             assert await at.b.published(v0, 0.0, in_turn=True) == v1, "a's place was kept though a had gone"
+
+    run(job())
+
+
+def test_weights_of_a_lineage_that_ended_are_as_good_as_none(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    """Nobody may sample with them: all fetch at once."""
+
+    async def job() -> None:
+        async with two_told(small, tmp_path, 10 * WAIT_S) as at:
+            await at.step(1)
+            assert await at.a.published(Version(0, 0), 0.0, in_turn=True) == small.snapshot(Version(0, 1))
+            assert await at.b.published(Version(0, 0), 0.0, in_turn=True) is None, "it is a's turn"
+            begun = await at.learner.begin(None)
+            assert begun == Version(1, 0)
+            await at.learner.publish(small.snapshot(begun))
+            for sampler, known in ((at.b, Version(0, 0)), (at.a, Version(0, 1))):
+                assert await sampler.published(known, 0.0, in_turn=True) == small.snapshot(begun)
 
     run(job())
