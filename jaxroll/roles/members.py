@@ -52,8 +52,10 @@ class Members:
         self.ended: set[Key] = set()  # not needed any more, and not heard of yet: their lease is still on its way
         self.aborted = self.tokens_let_go = 0
         self.room = asyncio.Event()
-        # Whether parts of a group are asked for. Beside other samplers the rest of it would go to one of them.
-        self._alone = max(self.config.sampler.count, self.config.placement.actors) == 1
+        # Whether parts of a group are asked for. Beside other samplers the rest of it would go to one of them, which is
+        # what `spread` is for.
+        alone = max(self.config.sampler.count, self.config.placement.actors) == 1
+        self._in_parts = alone or self.config.schedule.replicate == "spread"
         self._plenty = False  # the last lease brought all that it asked for
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
@@ -90,7 +92,7 @@ class Members:
         until = 0.0
         while (free := self._places()) < self.config.schedule.members_per_group:
             self.room.clear()
-            if not (free and self._alone and self._plenty):
+            if not (free and self._in_parts and self._plenty):
                 await self.room.wait()
                 continue
             until = until or time.monotonic() + GATHER_S

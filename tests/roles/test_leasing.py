@@ -118,6 +118,14 @@ def test_beside_others_a_group_is_leased_whole(options: dict[str, int]) -> None:
     assert asked(Store(), [1, 2, 1], **options) == [8, 4]
 
 
+@pytest.mark.parametrize("options", [{"samplers": 2}, {"actors": 2}], ids=str)
+def test_beside_others_a_group_that_is_spread_is_leased_in_parts(options: dict[str, int]) -> None:
+    assert asked(Store(), [1, 2, 1], replicate="spread", **options) == [8, 1, 2, 1]
+    assert asked(Store(few=True), [2, 2], replicate="spread", **options) == [8, 5], (
+        "where work is scarce for a whole one"
+    )
+
+
 def test_where_work_is_scarce_a_call_is_for_a_whole_group() -> None:
     """Else a call for one would wait, and what becomes free meanwhile would wait for another."""
     assert asked(Store(few=True), [2, 2]) == [8, 5]

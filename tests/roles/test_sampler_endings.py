@@ -35,9 +35,11 @@ class Store:
         raise AssertionError("nobody finishes here")
 
 
-def members(store: Any, begin: Any = None, *, samplers: int = 1, actors: int = 0, size: int = 2) -> Members:
+def members(
+    store: Any, begin: Any = None, *, samplers: int = 1, actors: int = 0, size: int = 2, replicate: str = "auto"
+) -> Members:
     config = SimpleNamespace(
-        schedule=SimpleNamespace(members_per_group=size), sampler=SimpleNamespace(count=samplers),
+        schedule=SimpleNamespace(members_per_group=size, replicate=replicate), sampler=SimpleNamespace(count=samplers),
         placement=SimpleNamespace(actors=actors), store=SimpleNamespace(lease_s=0.0),
     )  # fmt: skip
     session: Any = SimpleNamespace(config=config, store=store)
