@@ -49,7 +49,9 @@ def judge(
         survived = f"{survived}+{cluster.acked() - went_on_from} steps"
     assert survived, "neither did the run go on nor did it end with a named cause"
     for role in (*cluster.samplers(), *cluster.learners()):
-        if role.alive:
+        if role.alive:  # a life that has only begun does not heed SIGTERM yet
+            begun = lambda role=role: any(row["pid"] == role.process.pid for row in role.said("life"))  # noqa: E731
+            cluster.until(lambda role=role, begun=begun: begun() or not role.alive, f"the arrival of {role.name}")
             assert role.stop() == 0, f"{role.name} did not leave in order"
     if cluster.store.alive:
         status = cluster.status()

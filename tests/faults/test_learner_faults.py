@@ -24,9 +24,13 @@ REPLAYED = ("loss", "grad_norm", "entropy", "kl_behaviour", "ess", "tokens_compu
 
 
 def test_4_killed_in_a_step_it_gets_the_same_claim_and_computes_the_same_losses(tmp_path: Path, note) -> None:
-    with World(tmp_path / "run", **SMALL) as run, sampling(run):
+    with World(tmp_path / "run", **SMALL) as run, sampling(run, up_to=20) as sampler:
+        dying = deaths.in_step(run, 5, 0.01)
         run.learner()
-        deaths.in_step(run, 5, 0.01).wait()
+        run.until_step(5)  # told, before death can come with the claim of 5
+        run.until((run.run_dir / "checkpoints" / "0000.00000003").exists, "the checkpoint that is restored")
+        sampler.allow(10**9)
+        dying.wait()
         run.learner()
         run.until_step(7)
         assert run.ended("learner") == 0, run.logs()
@@ -45,9 +49,12 @@ def test_4_killed_in_a_step_it_gets_the_same_claim_and_computes_the_same_losses(
 
 
 def test_5_killed_between_publish_and_ack_the_published_weights_never_were(tmp_path: Path, note) -> None:
-    with World(tmp_path / "run", **SMALL) as run, sampling(run, up_to=20) as sampler:
+    with World(tmp_path / "run", **SMALL) as run, sampling(run, up_to=12) as sampler:
         run.learner()
-        deaths.Dying(run, "learner", "Ack", lambda call: ack_of(call) == 4).wait()
+        run.until((run.run_dir / "checkpoints" / "0000.00000003").exists, "the checkpoint that is restored")
+        dying = deaths.Dying(run, "learner", "Ack", lambda call: ack_of(call) == 4)
+        sampler.allow(20)
+        dying.wait()
         assert run.query("SELECT MAX(step) FROM versions") == [(5,)], "5 was published"
         assert run.query("SELECT MAX(step) FROM claims WHERE trained_lineage IS NOT NULL") == [(3,)], "4 was not acked"
         sampler.allow(24)

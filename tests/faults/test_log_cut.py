@@ -99,7 +99,7 @@ def test_7_the_log_cut_at_every_byte_of_its_last_commit(
 
 def killed_after_a_put(run: Cluster, copy: Path) -> tuple[Path, Wal]:
     """Copies of store.db and its WAL as `kill -9` left them, a put and little else in the last commit."""
-    for _ in range(20):
+    for _ in range(60):
         sent = len(acknowledged(run.sampled()))
         run.until(lambda sent=sent: len(acknowledged(run.sampled())) > sent + 5, "puts")
         run.store.kill()
@@ -114,7 +114,7 @@ def killed_after_a_put(run: Cluster, copy: Path) -> tuple[Path, Wal]:
             if puts_behind(copy, before):
                 return copy, wal
         run.store.start()
-    pytest.fail("twenty kills, and never a put alone in the last commit")
+    pytest.fail("sixty kills, and never a put alone in the last commit")
 
 
 @contextlib.contextmanager

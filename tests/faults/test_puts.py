@@ -141,6 +141,10 @@ def test_17_a_version_that_cannot_be_is_refused(tmp_path: Path, note: Callable[[
 
     async def play(run: Cluster) -> int:
         async with run.by_hand("sampler-a") as a:
+            first = await a.store.published(None, 60.0)
+            assert first is not None
+            for key in await a.keys(first.version, 4):
+                assert await a.put(member(key, (first.version, 5))) == "OK"
             await asyncio.to_thread(run.until_acked, 1)
             keys = await a.keys(Version(0, 1), 2)
             old, new = Version(0, 0), Version(0, 1)
@@ -162,12 +166,8 @@ def test_17_a_version_that_cannot_be_is_refused(tmp_path: Path, note: Callable[[
     with Cluster(tmp_path / "run", *SMALL) as run:
         run.allow(1)
         run.learner()
-        helper = run.sampler("sampler-0", slots=2)
-        run.until_acked(1)
-        helper.pause()
-        helper.kill()
         refused = asyncio.run(play(run))
         run.allow(4)
-        helper.start()
+        run.sampler("sampler-0", slots=2)
         run.finish()
         note(judge(run, "17 put of an impossible version", refused, went_on_from=1))

@@ -99,6 +99,9 @@ def test_19_samplers_join_and_leave_under_load(tmp_path: Path, note: Callable[[R
                 run.sampler(f"sampler-{i + 2}", seed=i + 2, work_s=chance.choice((0.01, 0.05)))
         at = run.acked()
         run.until_acked(at + 2)
+        joiners = [role for role in run.samplers() if role.alive and role.name not in ("sampler-0", "sampler-1")]
+        if joiners:
+            run.until(lambda: any(role.said("put") for role in joiners), "work of somebody who joined")
         assert learner.stop() == 0
         for role in run.samplers():
             if role.alive:
