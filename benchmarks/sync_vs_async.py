@@ -86,13 +86,15 @@ def compared(
 
 def _learned(sync: list[dict[str, Any]], ahead: list[dict[str, Any]], target: float) -> dict[str, Any]:
     """Final accuracies' difference with its 95 % interval (Student, over seeds); the time to the target, of those seeds
-    in which both reached it."""
+    that begin below it and in which both reached it."""
     apart = np.array([b["accuracy"][-1] - a["accuracy"][-1] for a, b in zip(sync, ahead, strict=True)])
     half = _STUDENT.get(len(apart), 1.96) * apart.std(ddof=1) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")
-    pairs = [(_reached(a, target), _reached(b, target)) for a, b in zip(sync, ahead, strict=True)]
+    below = [(a, b) for a, b in zip(sync, ahead, strict=True) if max(a["accuracy"][0], b["accuracy"][0]) < target]
+    pairs = [(_reached(a, target), _reached(b, target)) for a, b in below]
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
     return {
-        "target": target, "reached": [sum(one is not None for one in arm) for arm in zip(*pairs, strict=True)],
+        "target": target, "begun_below": len(below),
+        "reached": [sum(one is not None for one in arm) for arm in zip(*pairs, strict=True)] or [0, 0],
         "time_to_target_s": [float(np.median(arm)) for arm in zip(*both, strict=True)],
         "accuracy": [float(np.mean([run["accuracy"][-1] for run in runs])) for runs in (sync, ahead)],
         "accuracy_start": float(np.mean([run["accuracy"][0] for run in sync])),

@@ -274,6 +274,11 @@ def test_a_schedule_is_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) ->
     assert found["reached"] == [3, 2], "the third never came there"
     assert found["time_to_target_s"] == [30.0, 15.0] and found["time_to_target"]["value"] == pytest.approx(2.0)
     assert found["accuracy_apart"] == pytest.approx(-0.1) and found["accuracy_apart_half_width"] > 0.2
+    done = run(10.0, 0.1, 0.2, [0.7, 0.8, 0.9], 0.0)
+    found = synchrony.compared([*sync, done], [*ahead, done], target=0.5)
+    assert found["time_to_target"]["value"] == pytest.approx(2.0) and found["begun_below"] == 3, "one was there already"
+    begun = synchrony.compared([done], [done], target=0.5)
+    assert begun["time_to_target"] is None and (begun["reached"], begun["begun_below"]) == ([0, 0], 0)
     never = synchrony.compared(sync, ahead, target=0.9, computes=False)
     assert never["time_to_target"] is None and never["reached"] == [0, 0] and "ceiling" not in never
 
