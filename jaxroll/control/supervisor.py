@@ -70,6 +70,24 @@ class _Slot:
     stopping: bool = False
 
 
+class Bell:
+    """Wakes who waits. `ring` may interrupt `wait` in its own thread, as the handler of a signal does: with an Event,
+    whose lock is not reentrant, `set` would then wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._rung: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def ring(self) -> None:
+        """Let `wait` return."""
+        self._rung.put(None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it was rung, or after `timeout_s`."""
+        with contextlib.suppress(queue.Empty):
+            self._rung.get(timeout=timeout_s)
+
+
 class Supervisor:
     """Runs a program until its leader is done, somebody gives up, or the user interrupts. Use it once.
 
@@ -93,7 +111,7 @@ class Supervisor:
         self._clock = clock or MonotonicClock()
         self._begun: set[str] = set()
         self._interrupts = 0
-        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._bell = Bell()
         self._follower = metrics.Follower(run_dir / METRICS_FILE, at_end=True)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
         self._tracker = metrics.JsonlTracker(run_dir / METRICS_FILE)
@@ -114,7 +132,7 @@ class Supervisor:
 
     def _interrupt(self, signum: int, frame: object) -> None:
         self._interrupts += 1
-        self._wake.put(None)  # which may interrupt itself, as Event.set may not
+        self._bell.ring()
 
     def _watch(self) -> int:
         """Until the leader is done or the run must end; the exit code."""
@@ -255,8 +273,7 @@ class Supervisor:
 
     def _pause(self) -> None:
         self._show()
-        with contextlib.suppress(queue.Empty):
-            self._wake.get(timeout=TICK_S)
+        self._bell.wait(TICK_S)
 
     def _show(self) -> None:
         rows = self._follower.rows()

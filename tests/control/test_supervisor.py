@@ -231,6 +231,24 @@ def test_a_role_that_will_not_leave_is_killed(stage: Stage) -> None:
     assert gone(stubborn) and stage.names("term")[-1] == "store"
 
 
+RINGING = """
+import signal, time
+from jaxroll.control.supervisor import Bell
+bell, rung, until_s = Bell(), [], time.monotonic() + 2
+signal.signal(signal.SIGALRM, lambda *_: (rung.append(1), bell.ring()))
+signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+while time.monotonic() < until_s:
+    bell.wait(1e-5)
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(len(rung))
+"""
+
+
+def test_an_interrupt_at_any_moment_does_not_wait_for_itself() -> None:
+    done = subprocess.run([sys.executable, "-c", RINGING], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout) > 100, "hardly interrupted at all"
+
+
 def test_a_second_interrupt_kills(stage: Stage) -> None:
     stage.start({name: ["--stubborn"] for name in NAMES}, stop_s=60.0)
     stage.all_up()
