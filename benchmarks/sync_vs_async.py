@@ -46,8 +46,8 @@ SEEDS = 5
 _QUEUED = {"sampler.slots": ENVIRONMENTS // 2}
 WORKLOADS = [
     Workload("rlvr_long_tail", 240, 8, sigma=1.0, most=64, evaluations=12, target=0.28, settings=_QUEUED),
-    Workload("constant", 100, 48, evaluations=10, target=0.9, capitals=0.75,
-             settings=_QUEUED | {"learner.learning_rate": 1e-5, "task.heldout_items": 64}),
+    Workload("constant", 60, 48, evaluations=12, target=0.9, capitals=0.75,
+             settings=_QUEUED | {"learner.learning_rate": 2e-5, "task.heldout_items": 64}),
     *(Workload(f"agentic_latency_{name}", 16, 8, race=Race(latency_s=(1.0, deviation)), env="_race_envs:waiting",
                evaluations=16, target=0.8, capitals=0.75, settings={"learner.learning_rate": 2e-4})
       for name, deviation in (("0", 0.0), ("half", 0.5), ("one", 1.0))),
