@@ -6,7 +6,8 @@ The workloads are those of sync_vs_async.py whose environments sleep: 64 environ
 judged after N(μ, σ) seconds cut at 0. A token sampled at version u is trained in step u + α at the latest. So from the
 publication of u to that claim, α + 1 steps less one training, the longest of what was begun at u must end: when as much
 is begun at each version as a step trains, that takes as long as the synchronous step does without its training, and
-the ratio is at most α + 1, whatever the schedule. Nor can it pass what the environments can do at all: one answer each
+the ratio is at most α + 1, whatever the schedule that trains all it begins (one that lets stragglers go does other
+work). Nor can it pass what the environments can do at all: one answer each
 in the mean time. `limit` is the smaller of the two; `simulated` are steps of `lease_order` under the rule of admission
 of the store (`AgeLimiter`) and nothing else that takes time but training.
 

@@ -234,7 +234,8 @@ def test_a_caller_that_gives_up_while_it_asks_takes_its_call_along() -> None:
             asking = asyncio.ensure_future(raw._attempt("echo", bytes(2**20), 20.0, asks_first=True))
             await came.wait()
             asking.cancel()
-            await asyncio.wait_for(gone.wait(), 5.0)
+            await asyncio.wait([asyncio.ensure_future(gone.wait())], timeout=10.0)
+            assert gone.is_set(), "its call is still held"
 
     run(job())
 
