@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections import defaultdict
+from functools import partial
 
 import pytest
 
@@ -36,6 +38,12 @@ def at_once(found: Spans) -> int:
     )
 
 
+def further(rows: list[dict], known: Spans) -> bool:
+    """Whether both samplers have changed twice since `known`."""
+    found = changes(rows)
+    return all(len(found.get(role, [])) >= len(known.get(role, [])) + 2 for role in ("sampler-0", "sampler-1"))
+
+
 @pytest.mark.parametrize("rolling", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_samplers_change_their_weights_one_after_the_other_or_at_once(free_run_dir, rolling):
     with Train(free_run_dir, *WORDS, f"--config.schedule.rolling={rolling}") as train:
@@ -52,3 +60,18 @@ def test_samplers_change_their_weights_one_after_the_other_or_at_once(free_run_d
         assert (at_once(found) > 0) == (rolling == 0), found
         mixed = train.query("SELECT COUNT(*) FROM members WHERE state = 'done' AND newest_step > oldest_step")[0][0]
         assert mixed == 0, "a request was drawn at several versions, though engines drain before they flip"
+
+
+@pytest.mark.soak
+def test_a_sampler_that_is_killed_holds_the_other_up_no_longer_than_it_takes_to_come_back(free_run_dir):
+    """Twice the deadline of a transfer, ten minutes here, is what a turn of one that stays away would take."""
+    words = ("--config.schedule.rolling=1", "--config.transfer.deadline_s=300", "--config.supervisor.backoff_s=0.1")
+    with Train(free_run_dir, *WORDS, *words) as train:
+        for kill in range(3):
+            train.until_step(3 * kill + 1)
+            train.role("sampler").send_signal(signal.SIGKILL)
+            train.until(partial(further, known=changes(train.rows)), f"weights of both after kill {kill + 1}")
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        assert_sound(train, steps=last_step(train.rows), alpha=2)
+        assert train.report()["restarts"] == 3
