@@ -17,7 +17,8 @@ window by the learner.
     straggler     one answer in ten, a long one more often, takes ten times as long: its group is closed without it
                   (shrink); without: waits for it
     rolling       at α = 2, of two samplers that finish what runs before they flip (drain), one at a time; without: both
-    window        at α = 4 the smallest window at which the learner does not wait; without: all that α allows
+    window        at α = 4 the smallest window at which the learner does not wait; without: all that α allows (where it
+                  cannot help the samplers are the slower side, so that the learner always waits)
 """
 
 from __future__ import annotations
@@ -155,7 +156,12 @@ def _window() -> Mechanism:
         _workload(f"window_{kind}", Race(), settings=shape | {"schedule.window": window})
         for kind, window in (("on", "adaptive"), ("off", "full"))
     )
-    return Mechanism(replace(on, steps=_ADAPTING), replace(off, steps=_ADAPTING), None, alpha=4.0)
+    slow_on, slow_off = (
+        _workload(f"window_null_{kind}", Race((0.5, 0.5)), settings={"schedule.window": window})
+        for kind, window in (("on", "adaptive"), ("off", "full"))
+    )
+    null = replace(slow_on, steps=_LONGER), replace(slow_off, steps=_LONGER)
+    return Mechanism(replace(on, steps=_ADAPTING), replace(off, steps=_ADAPTING), null, alpha=4.0)
 
 
 def _rolling() -> Mechanism:

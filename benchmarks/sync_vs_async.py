@@ -8,7 +8,9 @@ whichever role is at work (`placement.cpu_threads=2`), or one, whichever was fas
 environments, which never wait for one another inside a step.
 
     rlvr_long_tail   strings to copy, their lengths log-normal (σ = 1), at most eight medians
-    constant         strings of one length: nothing to gain but overlap, and proposition 2 says how much
+    constant         strings of one length: nothing to gain but overlap, and proposition 2 says how much; evaluated
+                     before the first step and after the last, since an evaluation takes a core from a stage
+    constant_watched  the same with an evaluation every five steps, for the time to an accuracy
     agentic_latency  a judge that takes N(μ, σ) seconds, cut at 0; σ = 0, μ/2, μ. Here and in constant there is
                      something to learn: the warm start saw three answers in four in capitals, for which nobody pays
     no_training      nobody is paid, so no gradient is computed: nothing to gain at all
@@ -44,10 +46,14 @@ ALPHAS = (1.0, 2.0, 4.0)
 SEEDS = 5
 # Where steps compute: slots for half of the environments, so that a slot that is free finds its next one begun.
 _QUEUED = {"sampler.slots": ENVIRONMENTS // 2}
+_CONSTANT = Workload(
+    "constant", 60, 48, evaluations=1, target=0.9, capitals=0.75,
+    settings=_QUEUED | {"learner.learning_rate": 2e-5, "task.heldout_items": 64},
+)  # fmt: skip
 WORKLOADS = [
     Workload("rlvr_long_tail", 240, 8, sigma=1.0, most=64, evaluations=12, target=0.28, settings=_QUEUED),
-    Workload("constant", 60, 48, evaluations=12, target=0.9, capitals=0.75,
-             settings=_QUEUED | {"learner.learning_rate": 2e-5, "task.heldout_items": 64}),
+    _CONSTANT,
+    replace(_CONSTANT, name="constant_watched", evaluations=12),
     *(Workload(f"agentic_latency_{name}", 16, 8, race=Race(latency_s=(1.0, deviation)), env="_race_envs:waiting",
                evaluations=16, target=0.8, capitals=0.75, settings={"learner.learning_rate": 2e-4})
       for name, deviation in (("0", 0.0), ("half", 0.5), ("one", 1.0))),

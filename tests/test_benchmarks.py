@@ -426,12 +426,13 @@ def test_the_adaptive_window_and_the_full_one_are_raced_on_the_same_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, made = made_runs(tmp_path, monkeypatch, "window", 2)
-    assert made == ["window_on", "window_off", "window_off", "window_on"] and "null" not in row
+    assert made == [f"window{null}_{arm}" for null in ("", "_null") for arm in ("on", "off", "off", "on")]
     assert (row["age_mean"], row["window"], row["wait_s"]) == ([16.0, 4.0], [3, 3], [0.5, 0.5]), "not at α = 4"
     case = importlib.import_module("_mechanisms").MECHANISMS["window"]
-    on, off = case.on.overrides(tmp_path, 4.0, 0, 1), case.off.overrides(tmp_path, 4.0, 0, 1)
-    assert {key for key in on if on[key] != off[key]} == {"schedule.window", "task.path"}
-    assert (on["schedule.window"], off["schedule.window"]) == ("adaptive", "full")
+    for pair in ((case.on, case.off), case.null):
+        on, off = (workload.overrides(tmp_path, 4.0, 0, 1) for workload in pair)
+        assert {key for key in on if on[key] != off[key]} == {"schedule.window", "task.path"}
+        assert (on["schedule.window"], off["schedule.window"]) == ("adaptive", "full")
 
 
 def test_the_window_of_a_run_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
