@@ -18,6 +18,8 @@ from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, LearnerConf
 from jaxroll.errors import ConfigError
 
 GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commit, during which slots go on emptying
+COLOCATED = "colocated"  # the process of all roles with devices, where they share one
+LEADERS = ("learner", COLOCATED)  # of which a run has one: its end is the run's
 GPU_CONTEXT_MB = 512
 GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and whoever else is there
 
@@ -58,6 +60,12 @@ def roles_with_devices(config: Config) -> dict[str, int]:
     if config.evaluator.every:
         wanted["evaluator"] = config.evaluator.mesh.devices
     return wanted
+
+
+def device_processes(config: Config) -> dict[str, int]:
+    """Devices by name of the processes that have some: one for each role, or one for all of them (`COLOCATED`)."""
+    wanted = roles_with_devices(config)
+    return {COLOCATED: max(wanted.values())} if config.placement.colocated else wanted
 
 
 def learner_names(config: Config) -> tuple[str, ...]:
@@ -180,6 +188,7 @@ def _check_shapes(config: Config) -> None:
                           f"redundant_members = {config.schedule.members_per_group}",
                           f"Set it to {config.schedule.members_per_group} or more, or to 0.")  # fmt: skip
     _check_actors(config)
+    _check_colocated(config)
     buckets = sampler.prefill_buckets
     if not buckets or any(a >= b for a, b in itertools.pairwise(buckets)) or buckets[0] < 1:
         raise ConfigError("sampler.prefill_buckets", buckets, "bucket lengths must be positive and increasing",
@@ -213,6 +222,15 @@ def _check_actors(config: Config) -> None:
         raise ConfigError("placement.actors", actors, f"the {count} * {each} members in flight are divided among them, "
                           f"and each leases whole groups of {group}",
                           f"Set it to {most} or less, or raise sampler.episodes.")  # fmt: skip
+
+
+def _check_colocated(config: Config) -> None:
+    """Whether what asks for processes of their own is asked for beside one process for all."""
+    placement = config.placement
+    for key, value, none in (("learner_hosts", placement.learner_hosts, 1), ("actors", placement.actors, 0)):
+        if placement.colocated and value != none:
+            raise ConfigError(f"placement.{key}", value, "placement.colocated has one process for all that use devices",
+                              f"Set it to {none}, or placement.colocated to False.")  # fmt: skip
 
 
 def episode_tokens(config: Config) -> int:
@@ -328,34 +346,35 @@ def _check_fractions(config: Config) -> None:
 
 
 def _check_chips(config: Config, chips: int) -> None:
-    wanted = roles_with_devices(config)
+    wanted = device_processes(config)
     if (hosts := config.placement.learner_hosts) > 1:
         raise ConfigError("placement.learner_hosts", hosts, "one process has all TPU chips of a host",
                           "Set it to 1 here; launch/tpu_vm.sh starts a learner on a slice of several.")  # fmt: skip
     total = sum(wanted.values())
     if chips < total:
         spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
-        reason = (
-            f"{chips} TPU chip{'s' * (chips != 1)} here, {total} needed ({spelled}), and a chip cannot hold two roles"
-        )
+        reason = f"{chips} TPU chip{'s' * (chips != 1)} here, {total} needed ({spelled}), and a chip holds one process"
+        together = "placement.colocated = True (all of them in one process, by turns), "
+        together = together if chips >= max(roles_with_devices(config).values()) and len(wanted) > 1 else ""
         raise ConfigError("placement.platform", "tpu", reason,
-                          "Use smaller meshes, evaluator.every = 0, a larger slice, or one slice per role "
+                          f"Use {together}smaller meshes, evaluator.every = 0, a larger slice, or one slice per role "
                           "(launch/tpu_vm.sh); `--config.placement.platform=cpu` runs on the CPU.")  # fmt: skip
     for name, count in wanted.items():
         if count not in (1, 2, 4, 8):
-            raise ConfigError(f"{name.partition('-')[0]}.mesh", count, "TPU chips of one host are split by rectangles",
+            key = "learner" if name == COLOCATED else name.partition("-")[0]
+            raise ConfigError(f"{key}.mesh", count, "TPU chips of one host are split by rectangles",
                               "Use 1, 2, 4 or 8 devices per role.")  # fmt: skip
 
 
 def _check_gpus(config: Config, inventory: Inventory) -> None:
-    wanted = roles_with_devices(config)
+    wanted = device_processes(config)
     if inventory.gpus >= sum(wanted.values()):
         return
     spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
     if (hosts := config.placement.learner_hosts) > 1:
         reason = f"of {inventory.gpus} GPUs its processes need {sum(wanted.values())} with the others ({spelled})"
         raise ConfigError("placement.learner_hosts", hosts, reason, "Set it to 1: they cannot share a GPU.")
-    if inventory.gpus != max(wanted.values()):
+    if inventory.gpus != max(wanted.values()) or config.placement.colocated:
         raise ConfigError("placement.platform", "gpu",
                           f"{inventory.gpus} GPUs here, {sum(wanted.values())} needed ({spelled})",
                           "Use smaller meshes, or evaluator.every = 0; or a largest mesh of as many devices as there "
@@ -367,4 +386,5 @@ def _check_gpus(config: Config, inventory: Inventory) -> None:
         raise ConfigError("placement.learner_memory_fraction", config.placement.learner_memory_fraction,
                           f"the fractions of {', '.join(shares)} sum to {total:.2f}; a GPU of "
                           f"{inventory.gpu_memory_mb} MB leaves {limit:.2f} after {len(shares)} contexts",
-                          "Lower placement.*_memory_fraction, sampler.count, or set evaluator.every = 0.")  # fmt: skip
+                          "Lower placement.*_memory_fraction, sampler.count, or set evaluator.every = 0; or "
+                          "placement.colocated = True: one process has one context and no fractions.")  # fmt: skip

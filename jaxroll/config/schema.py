@@ -252,6 +252,7 @@ class PlacementConfig:
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     actors: int = 0  # processes that play the episodes and ask the samplers' engines; 0: the samplers play them
     learner_hosts: int = 1  # processes of the learner, one on each of its hosts; learner.mesh is over all of them
+    colocated: bool = False  # learner, samplers and evaluator in one process, by turns on the same devices
     cpu_threads: int = 1  # of each role on CPU: one is as fast, unless the others stand idle meanwhile (alpha = 0)
     sampler_memory_fraction: float = 0.30
     learner_memory_fraction: float = 0.40

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jaxroll import lifeline
 from jaxroll.errors import EXIT_INTERRUPTED, EXIT_USAGE, JaxRollError, exit_code
 
-ROLES = ("store", "sampler", "actor", "learner", "evaluator", "feeder")
+ROLES = ("store", "sampler", "actor", "learner", "evaluator", "colocated", "feeder")
 OFFLINE = {
     "sft": "warm start on worked answers",
     "eval": "held-out accuracy of a run's newest weights",
@@ -128,6 +128,7 @@ def _role_options(role: str, one: argparse.ArgumentParser) -> None:
         one.add_argument(
             "--coordinator", metavar="HOST:PORT", help="where the learner's hosts meet, on the first; else JAX finds it"
         )
+    if role in ("learner", "colocated"):
         _fork_option(one)
     if role in ("sampler", "actor"):
         one.add_argument("--index", type=int, default=0, help=f"which of several {role}s")

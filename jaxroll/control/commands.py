@@ -17,6 +17,7 @@ from pathlib import Path
 from jaxroll import config as configs
 from jaxroll import priority
 from jaxroll.config import Config, RoleArgs
+from jaxroll.config.rules import COLOCATED, device_processes, roles_with_devices
 from jaxroll.control import inventory as inventories
 from jaxroll.control import placement, preflight, program, run_dir, train
 from jaxroll.errors import ConfigError
@@ -82,11 +83,12 @@ def place_alone(role: str, args: RoleArgs) -> None:
     cache_dir = program.default_cache_dir(args.run_dir, os.environ)
     env = placement.common_env(str(cache_dir))
     inventory = inventories.find(args.config.placement.platform)
-    mesh = getattr(args.config, role).mesh if role in ("sampler", "learner", "evaluator") else None
-    if mesh is None:
+    name = f"{role}-0" if role == "sampler" else role
+    devices = (roles_with_devices(args.config) | device_processes(args.config)).get(name)
+    if devices is None:
         env |= placement.cpu_env()
     elif inventory.platform == "cpu":
-        env |= placement.cpu_env(mesh.devices // (args.config.placement.learner_hosts if role == "learner" else 1))
+        env |= placement.cpu_env(devices)
     for key, value in env.items():
         os.environ.setdefault(key, value)
 
@@ -255,7 +257,7 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
     folder = options.run
     if options.config:
         config = _config_of_file(options)
-        _check_actor(options, config)
+        _check_role(options, config)
         return config, _joined_run(folder, config, options.words) if folder else _new_run(options, name, config)
     if not folder:
         raise ConfigError("--run", None, "no run named", "Name an existing run (--run=DIR), or give --config=FILE.")
@@ -264,11 +266,15 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
                           "Give --config=FILE with overrides, or none.")  # fmt: skip
     path = _absolute(folder)
     config = run_dir.load_config(path)
-    _check_actor(options, config)
+    _check_role(options, config)
     return config, path
 
 
-def _check_actor(options: argparse.Namespace, config: Config) -> None:
+def _check_role(options: argparse.Namespace, config: Config) -> None:
+    """Whether the run has this role."""
+    if options.command == COLOCATED and not config.placement.colocated:
+        raise ConfigError("placement.colocated", False, "this run has a process for each role",
+                          "Set it to True, for every process of the run.")  # fmt: skip
     if options.command != "actor":
         return
     if not config.placement.actors:
@@ -304,7 +310,7 @@ def _absolute(folder: str) -> Path:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": run_train,
-    **dict.fromkeys(("store", "sampler", "actor", "learner", "evaluator", "feeder"), run_role),
+    **dict.fromkeys(("store", "sampler", "actor", "learner", "evaluator", "colocated", "feeder"), run_role),
     **dict.fromkeys(("sft", "eval", "generate"), run_offline),
     "config": run_config,
     "report": run_report,

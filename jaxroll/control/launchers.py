@@ -17,9 +17,9 @@ from jaxroll.config.rules import (
     Inventory,
     actor_names,
     check_inventory,
+    device_processes,
     learner_names,
     memory_fractions,
-    roles_with_devices,
 )
 from jaxroll.control import placement
 from jaxroll.control.program import role_words
@@ -108,7 +108,7 @@ def plan(config: Config, target: Target) -> list[Launch]:
 
 def _with_devices(config: Config, target: Target) -> dict[str, int]:
     """Devices of each process that is started by itself: on a TPU slice one line starts the learner on all hosts."""
-    found = roles_with_devices(config)
+    found = device_processes(config)
     if target.kind == "tpu_vm":
         return {name: count for name, count in found.items() if name not in learner_names(config)[1:]}
     return found
@@ -179,7 +179,7 @@ def _gpu_host(config: Config, here: Mapping[str, int], host: str, target: Target
         return {name: {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{GPU_SHARE:.2f}"} for name in here}
     if target.devices_per_host != max(here.values()):
         _fits(here, host, target)
-    elif set(here) == set(roles_with_devices(config)):
+    elif set(here) == set(device_processes(config)):
         check_inventory(config, Inventory("gpu", target.devices_per_host, target.gpu_memory_mb))
     return placement.gpu_env(here, memory_fractions(config), tuple(map(str, range(target.devices_per_host))))
 

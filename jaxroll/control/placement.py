@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 
 from jaxroll.config import Config
 from jaxroll.config.rules import (
+    COLOCATED,
     GPU_SHARE,
     Inventory,
     check_inventory,
+    device_processes,
     learner_names,
     memory_fractions,
-    roles_with_devices,
 )
 
 Env = dict[str, str]
@@ -38,14 +39,14 @@ def device_env(config: Config, inventory: Inventory, visible_gpus: Sequence[str]
     `visible_gpus` names the GPUs to hand out (an outer CUDA_VISIBLE_DEVICES); by default they are numbered from 0.
     """
     check_inventory(config, inventory)
-    wanted = roles_with_devices(config)
+    wanted = device_processes(config)
     if inventory.platform == "tpu":
         return tpu_env(wanted)
     if inventory.platform == "gpu":
         gpus = tuple(visible_gpus) or tuple(map(str, range(inventory.gpus)))
         return gpu_env(wanted, memory_fractions(config), gpus)
     envs = {name: cpu_env(devices, config.placement.cpu_threads) for name, devices in wanted.items()}
-    for name in learner_names(config):
+    for name in (COLOCATED,) if config.placement.colocated else learner_names(config):
         envs[name] |= HUGE_PAGES
     return envs
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jaxroll.config import SupervisorConfig
+from jaxroll.config.rules import LEADERS
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG
 
 FORGIVEN_AFTER_S = 300.0
@@ -53,7 +54,7 @@ def after_exit(name: str, code: int, lived_s: float, lives: Lives, config: Super
     if code == EXIT_CONFIG:
         return GiveUp(f"{name} refused its configuration")
     if code == EXIT_CLOSED:
-        return GiveUp("the store closed the run") if name == "learner" else Done()
+        return GiveUp("the store closed the run") if name in LEADERS else Done()
     lives = replace(lives, deaths=1 if lived_s >= FORGIVEN_AFTER_S else lives.deaths + 1)
     if lives.deaths > config.max_restarts:
         return GiveUp(f"{name} died {lives.deaths} times, the last time {how(code)} (supervisor.max_restarts = "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxroll import priority
 from jaxroll.config import Config
-from jaxroll.config.rules import Inventory, actor_names, learner_names
+from jaxroll.config.rules import COLOCATED, LEADERS, Inventory, actor_names, learner_names
 from jaxroll.control import placement
 
 STORE_ADDRESS_FILE = "store.addr"
@@ -45,7 +45,8 @@ def build(
     cache_dir: Path,
     visible_gpus: Sequence[str] = (),
 ) -> tuple[ProcessSpec, ...]:
-    """The processes of the run in `run_dir` in starting order: store, learner, samplers, evaluator, actors.
+    """The processes of the run in `run_dir` in starting order: store, learner, samplers, evaluator, actors. With
+    `placement.colocated` one process is learner, samplers and evaluator.
 
     Each reads its config from `run_dir/run.json` and finds the store through `run_dir/store.addr`.
     """
@@ -80,7 +81,7 @@ def _priority(name: str, inventory: Inventory) -> placement.Env:
     """On a CPU all give way to the learner, and that to nobody, whatever is set outside."""
     if inventory.platform != "cpu":
         return {}
-    return {priority.NICE_ENV: "" if role_of(name) == "learner" else str(priority.NICE)}
+    return {priority.NICE_ENV: "" if role_of(name) in LEADERS else str(priority.NICE)}
 
 
 def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -> tuple[ProcessSpec, ...]:
@@ -92,7 +93,7 @@ def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -
     ready = run_dir / FORKED_FILE
     found = []
     for spec in specs:
-        if spec.name == "learner":
+        if spec.name in LEADERS:
             spec = replace(spec, argv=(*spec.argv, f"--fork={at}@{name}"), ready_file=ready)
         elif spec.role not in ("store", "learner"):
             spec = replace(spec, after=(*spec.after, "learner"))
@@ -117,7 +118,8 @@ def offline_env(
     """Environment of one JAX process outside a run (warm start, generate): the learner's devices, all to itself."""
     common = placement.common_env(str(cache_dir))
     config = replace(config, placement=replace(config.placement, learner_hosts=1))
-    return common | placement.device_env(config, inventory, visible_gpus)["learner"]
+    devices = placement.device_env(config, inventory, visible_gpus)
+    return common | devices[COLOCATED if config.placement.colocated else "learner"]
 
 
 def default_cache_dir(run_dir: Path, environ: Mapping[str, str]) -> Path:

@@ -28,7 +28,7 @@ from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError
 
 TICK_S = 0.1
 READY_S = 180.0
-STOP_ORDER = ("learner", "sft", "evaluator", "actor", "sampler", "store")
+STOP_ORDER = ("colocated", "learner", "sft", "evaluator", "actor", "sampler", "store")
 LEAVING = "learner, evaluator, actors, samplers, store"
 
 

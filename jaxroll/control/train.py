@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxroll.config import Config
-from jaxroll.config.rules import Inventory, check_inventory
+from jaxroll.config.rules import LEADERS, Inventory, check_inventory
 from jaxroll.control import inventory as inventories
 from jaxroll.control import program, run_dir
 from jaxroll.control.live import View, open_view
@@ -52,7 +52,8 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
                 view.say(f"Warm start: {config.sft.steps} steps on worked answers.")
                 code = _supervise([warm], path, config, view, leader="sft")
             if code == 0:
-                code = _supervise(specs, path, config, view, leader="learner")
+                leader = next(spec.name for spec in specs if spec.name in LEADERS)
+                code = _supervise(specs, path, config, view, leader=leader)
         finally:
             view.close()
     print(closing_words(code, path, time.monotonic() - began), flush=True)
@@ -60,7 +61,7 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
 
 
 def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: View, *, leader: str) -> int:
-    restarts = config.supervisor if leader == "learner" else replace(config.supervisor, max_restarts=1)
+    restarts = config.supervisor if leader in LEADERS else replace(config.supervisor, max_restarts=1)
     return Supervisor(specs, path, restarts, view, leader=leader).run()
 
 

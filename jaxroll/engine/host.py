@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,10 +57,13 @@ class Spans:
 
 
 class EngineHost:
-    """Runs the engine on the thread that calls `run`; every other thread talks to it through `call` and `wake`."""
+    """Runs the engine on the thread that calls `run`; every other thread talks to it through `call` and `wake`.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.spans = engine, Spans()
+    Each step and each job is made in a `turn` of its own, where others dispatch to the same devices.
+    """
+
+    def __init__(self, engine: Engine, turn: AbstractContextManager[object] | None = None) -> None:
+        self.engine, self.spans, self._turn = engine, Spans(), turn or nullcontext()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._wake, self._stopping = threading.Event(), threading.Event()
 
@@ -84,10 +88,13 @@ class EngineHost:
         tokens = self.engine.stats().tokens_decoded
         while not self._stopping.is_set():
             for job, future in _drain(self._jobs):
-                _settle(job, future)
+                with self._turn:
+                    _settle(job, future)
             self._wake.clear()
-            t0 = time.time()
-            if self.engine.step():
+            with self._turn:
+                t0 = time.time()
+                worked = self.engine.step()
+            if worked:
                 now = self.engine.stats().tokens_decoded
                 self.spans.busy(t0, time.time(), now - tokens)
                 tokens = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,15 +40,18 @@ class AheadOfTime:
 
 
 class CompileCounter:
-    """Counts from its creation or last `reset`; programs loaded from the persistent cache count too."""
+    """Counts what its thread compiles, from its creation or last `reset`; what the persistent cache has counts too.
+
+    Where roles share a process, others compile for themselves.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self._thread = 0, threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._seen)
 
     def reset(self) -> None:
-        """Start again at 0."""
-        self.count = 0
+        """Start again at 0, for the thread that calls this."""
+        self.count, self._thread = 0, threading.get_ident()
 
     def close(self) -> None:
         """Stop counting."""
@@ -55,5 +59,5 @@ class CompileCounter:
 
     def _seen(self, event: str, duration_secs: float, **_: str | int) -> None:
         del duration_secs
-        if event == _EVENT:
+        if event == _EVENT and threading.get_ident() == self._thread:
             self.count += 1

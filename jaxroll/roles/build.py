@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from jaxroll.config import Config, Flip, MeshConfig
@@ -58,8 +59,9 @@ def inference(
     token: str,
     progress: Progress,
     tls: Material | None = None,
+    turn: AbstractContextManager[object] | None = None,
 ) -> Inference:
-    """An engine on this process's devices that compiles when its first weights arrive."""
+    """An engine on this process's devices that compiles when its first weights arrive. It dispatches in `turn`."""
     text = tokenizer(config)
     spec = model_spec(config, text)
     families.check_mesh(spec, mesh_config, f"{role}.mesh")
@@ -72,7 +74,7 @@ def inference(
         prefill_attention=config.sampler.prefill_attention, paged_attention=config.sampler.paged_attention,
     )  # fmt: skip
     progress.devices(mesh, engine.attention.described())
-    host = EngineHost(engine)
+    host = EngineHost(engine, turn)
     receiver, layout = Receiver(config.transfer, token=token, tls=tls), rules.Layout(mesh, rules.SAMPLER)
     adapters = Lora.of(config.learner)
     if adapters is None or config.learner.lora_publish == "merged":

@@ -12,7 +12,7 @@ import asyncio
 import json
 import time
 
-from jaxroll.config import RoleArgs
+from jaxroll.config import Config, RoleArgs
 from jaxroll.data import heldout
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.protocols import SamplingParams
@@ -28,9 +28,13 @@ HELDOUT_FILE = "heldout.json"
 
 def main(args: RoleArgs) -> int:
     """Evaluate until the last step's weights are scored."""
-    config = args.config
-    return sessions.main(
-        "evaluator", args, lambda session: Evaluating(session).run(),
+    return sessions.main(part(args.config), args)
+
+
+def part(config: Config) -> sessions.Part:
+    """What the evaluator plays."""
+    return sessions.Part(
+        "evaluator", lambda session: Evaluating(session).run(),
         mesh=config.evaluator.mesh, slots=config.evaluator.slots, flip="keep_kv",
     )  # fmt: skip
 

@@ -17,10 +17,11 @@ On several hosts all this is done by the process on the first one. The others do
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
@@ -59,6 +60,7 @@ AHEAD_WAIT_S = 3600.0  # longer than a step takes, whose end is what ends this w
 DEVICE_POLL_S = 0.005  # how often it is looked whether the devices are through, while a claim is awaited
 HOLDER_POLL_S = 0.2
 FINISHED = "finished"
+NewTrainer = Callable[[Config], Trainer]
 FORKED_FILE = ".forked"  # tells the supervisor that the others may start
 
 
@@ -72,11 +74,17 @@ def main(args: RoleArgs) -> int:
         return _followed(args, stop, others)
     if isinstance(others, Leader):
         return _led(args, stop, others)
-    return _lived(args, stop)
+    return lived(args, stop)
 
 
-def _lived(args: RoleArgs, stop: threading.Event, leader: Leader | None = None) -> int:
-    session = LearnerSession(args, stop, leader)
+def lived(
+    args: RoleArgs, stop: threading.Event, leader: Leader | None = None, trainer: NewTrainer | None = None
+) -> int:
+    """One life of the learner, until the schedule's last step is done (0) or `stop` is set (EXIT_INTERRUPTED).
+
+    `trainer` makes what trains, by default a Trainer that has its devices to itself.
+    """
+    session = LearnerSession(args, stop, leader, trainer)
     try:
         return session.run()
     finally:
@@ -86,7 +94,7 @@ def _lived(args: RoleArgs, stop: threading.Event, leader: Leader | None = None) 
 def _led(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:
     """As on one host; what goes wrong here ends all processes."""
     with leader:
-        code = _lived(args, stop, leader)
+        code = lived(args, stop, leader)
         leader.end(code)
         return code
 
@@ -125,8 +133,16 @@ class Work:
 class LearnerSession:
     """One life of the learner."""
 
-    def __init__(self, args: RoleArgs, stop: threading.Event, leader: Leader | None = None) -> None:
-        self.args, self.config, self._stop, self._leader = args, args.config, stop, leader
+    def __init__(
+        self,
+        args: RoleArgs,
+        stop: threading.Event,
+        leader: Leader | None = None,
+        trainer: NewTrainer | None = None,
+    ) -> None:
+        self.args, self.config, self._stop = args, args.config, stop
+        leading = Trainer if leader is None else functools.partial(lockstep.LeadingTrainer, leader.tell)
+        self._new_trainer = trainer or functools.partial(new_trainer, made=leading)
         self.store = BlockingStore(
             args.store_address or args.run_dir / "store.addr",
             role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
@@ -145,7 +161,7 @@ class LearnerSession:
     def run(self) -> int:
         """From the last durable version to the end of the schedule: the exit code. Closed when the store ends it."""
         self.progress.start("building the learner")
-        trainer = new_trainer(self.config, self._leader)
+        trainer = self._new_trainer(self.config)
         durable = self._restore(trainer)
         try:
             version = self.store.begin(durable, self._fork)
@@ -323,13 +339,10 @@ def _sent(config: Config) -> TransferConfig:
     return replace(config.transfer, dtype="float32")
 
 
-def new_trainer(config: Config, leader: Leader | None = None) -> Trainer:
-    """A trainer with freshly initialised parameters; ConfigError if they do not fit the mesh. With a `leader` it leads
-    those of the other processes."""
+def new_trainer(config: Config, made: Callable[..., Trainer] = Trainer) -> Trainer:
+    """A trainer with freshly initialised parameters, `made` as Trainer is; ConfigError if they do not fit the mesh."""
     text = build.tokenizer(config)
     spec = build.model_spec(config, text)
     families.check_mesh(spec, config.learner.mesh, "learner.mesh")
     mesh, key = meshes.build(config.learner.mesh), jax.random.key(config.run.seed)
-    if leader is None:
-        return Trainer(config, spec, mesh, rules.LEARNER, key=key)
-    return lockstep.LeadingTrainer(leader.tell, config, spec, mesh, rules.LEARNER, key=key)
+    return made(config, spec, mesh, rules.LEARNER, key=key)

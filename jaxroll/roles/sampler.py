@@ -31,9 +31,14 @@ REPORT_EVERY_S = 1.0
 
 def main(args: RoleArgs) -> int:
     """Sample until the run is closed."""
+    return sessions.main(part(args), args)
+
+
+def part(args: RoleArgs) -> sessions.Part:
+    """What a sampler plays."""
     config = args.config
-    return sessions.main(
-        f"sampler-{args.index}", args, lambda session: Sampling(session).run(),
+    return sessions.Part(
+        f"sampler-{args.index}", lambda session: Sampling(session).run(),
         mesh=config.sampler.mesh, slots=config.sampler.slots, flip=config.schedule.flip,
     )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 The scoring pool starts first (before JAX and gRPC are loaded). With an engine (`main`) the loop thread then connects to
 the store while the main thread builds the engine and becomes the JAX thread. `play`, the role's own coroutine, runs on
-the loop thread.
+the loop thread. Where several share a process (`jaxroll.roles.colocated`) each has a JAX thread and a loop thread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxroll.config import Config, Flip, MeshConfig, RoleArgs
@@ -144,59 +146,97 @@ def heed_signals(session: Session) -> threading.Event:
         told_to.set()
         session.request_stop()
 
-    signal.signal(signal.SIGUSR1, lambda *_: session.loop.call_soon_threadsafe(print_stacks, session.loop))
-    faulthandler.register(
-        signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True
-    )  # in C: threads too, when one hangs in XLA
+    show_when_asked(session)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)
     return told_to
 
 
-def main(
-    role: str,
-    args: RoleArgs,
-    play: Callable[[EngineSession], Awaitable[None]],
-    *,
-    mesh: MeshConfig,
-    slots: int,
-    flip: Flip,
-) -> int:
-    """Run `play` beside an engine of `slots` slots on `mesh` until it ends (0) or is stopped (EXIT_INTERRUPTED)."""
-    config: Config = args.config
-    pool = scoring_pool(config)
-    if not (role.startswith("sampler") and config.placement.actors):  # its episodes are played elsewhere
-        pool.start()
-    from jaxroll.roles import build, weights
+def show_when_asked(*sessions: Session) -> None:
+    """At SIGUSR1 print where every task of the `sessions` is, and every thread."""
 
-    thread = build.LoopThread(role)
-    session = EngineSession(role, args, pool, thread.loop)
-    told_to = heed_signals(session)
-    built: Future[Inference] = Future()
-    finished = thread.start(session.run(session.built(built), lambda: play(session)))
-    try:
-        session.progress.start("building the engine")
-        token = weights.weights_token(args.run_dir)
-        parts = build.inference(
-            config,
-            role.partition("-")[0],
-            mesh,
-            slots=slots,
-            flip=flip,
-            token=token,
-            progress=session.progress,
-            tls=tls.load(args.run_dir),
-        )
-        session.progress.end("building the engine")
-        finished.add_done_callback(lambda _: parts.host.stop())
-        built.set_result(parts)
-        parts.host.run()
-    finally:
-        session.request_stop()
-        finished.result(timeout=STOP_S)
-        thread.close()
-        pool.close()
+    def show(*_: object) -> None:
+        for session in sessions:
+            session.loop.call_soon_threadsafe(print_stacks, session.loop)
+
+    signal.signal(signal.SIGUSR1, show)
+    faulthandler.register(
+        signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True
+    )  # in C: threads too, when one hangs in XLA
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is played beside an engine of `slots` slots on `mesh`, under the name `role`."""
+
+    role: str
+    play: Callable[[EngineSession], Awaitable[None]]
+    mesh: MeshConfig
+    slots: int
+    flip: Flip
+
+
+def main(part: Part, args: RoleArgs) -> int:
+    """Play `part` until it ends (0) or is stopped (EXIT_INTERRUPTED)."""
+    life = Life(part, args)
+    told_to = heed_signals(life.open())
+    life.run()
     return EXIT_INTERRUPTED if told_to.is_set() else 0
+
+
+class Life:
+    """One life of a part: its scoring pool, its loop thread, and its engine on the thread that calls `run`.
+
+    In the order of construction, `open` and `run`, since the pool starts before JAX and gRPC are loaded.
+    """
+
+    session: EngineSession
+
+    def __init__(self, part: Part, args: RoleArgs) -> None:
+        self.part, self._args = part, args
+        self._pool = scoring_pool(args.config)
+        if not (part.role.startswith("sampler") and args.config.placement.actors):  # its episodes are played elsewhere
+            self._pool.start()
+
+    def open(self) -> EngineSession:
+        """The session, on a loop thread of its own; JAX is loaded from here on."""
+        from jaxroll.roles import build
+
+        self._thread = build.LoopThread(self.part.role)
+        self.session = EngineSession(self.part.role, self._args, self._pool, self._thread.loop)
+        return self.session
+
+    def run(self, turn: AbstractContextManager[object] | None = None) -> None:
+        """Play until the part ends or its session is stopped. Its engine dispatches in `turn`."""
+        from jaxroll.roles import build, weights
+
+        part, args, session = self.part, self._args, self.session
+        built: Future[Inference] = Future()
+        finished = self._thread.start(session.run(session.built(built), lambda: part.play(session)))
+        try:
+            session.progress.start("building the engine")
+            token = weights.weights_token(args.run_dir)
+            with turn or contextlib.nullcontext():
+                parts = build.inference(
+                    args.config,
+                    part.role.partition("-")[0],
+                    part.mesh,
+                    slots=part.slots,
+                    flip=part.flip,
+                    token=token,
+                    progress=session.progress,
+                    tls=tls.load(args.run_dir),
+                    turn=turn,
+                )
+            session.progress.end("building the engine")
+            finished.add_done_callback(lambda _: parts.host.stop())
+            built.set_result(parts)
+            parts.host.run()
+        finally:
+            session.request_stop()
+            finished.result(timeout=STOP_S)
+            self._thread.close()
+            self._pool.close()
 
 
 def print_stacks(loop: asyncio.AbstractEventLoop) -> None:

@@ -68,6 +68,10 @@ BAD = [
     pytest.param(["learner.learning_rate=0"], "learner.learning_rate", "0.0", "positive", id="no learning"),
     pytest.param(["learner.clip_low=1.0"], "learner.clip_low", "1.0", "below 1", id="clip to nothing"),
     pytest.param(["placement.learner_hosts=2"], "placement.learner_hosts", "2", "divisor", id="hosts do not divide"),
+    pytest.param(["placement.colocated=True", "placement.learner_hosts=2", "learner.mesh.fsdp=2"],
+                 "placement.learner_hosts", "2", "one process", id="hosts in one process"),
+    pytest.param(["placement.colocated=True", "placement.actors=1"], "placement.actors", "1", "one process",
+                 id="actors beside one process"),
     pytest.param(["learner.substeps=5"], "learner.substeps", "5", "24", id="substeps do not divide"),
     pytest.param(["learner.correction=tis", "learner.correction_mode=mask"], "learner.correction_mode", "mask",
                  "'decoupled'", id="mode without its correction"),
@@ -201,7 +205,14 @@ BAD = [
 ]  # fmt: skip
 
 BAD_HERE = [
-    pytest.param([], Inventory("tpu", chips=1), "placement.platform", "cannot hold two roles", id="one chip"),
+    pytest.param([], Inventory("tpu", chips=1), "placement.platform", "a chip holds one process", id="one chip"),
+    pytest.param([], Inventory("tpu", chips=1), "placement.platform", "placement.colocated = True", id="what to do"),
+    pytest.param(["placement.colocated=True", "learner.mesh.fsdp=4"], Inventory("tpu", chips=2),
+                 "placement.platform", "4 needed (colocated 4)", id="two chips, a mesh of four"),
+    pytest.param(["placement.colocated=True", "learner.mesh.data=3", "learner.micro_rows=9"],
+                 Inventory("tpu", chips=8), "learner.mesh", "1, 2, 4 or 8", id="no rectangle in one process"),
+    pytest.param(["placement.colocated=True", "learner.mesh.fsdp=4"], Inventory("gpu", 2, 80_000),
+                 "placement.platform", "4 needed (colocated 4)", id="two GPUs, a mesh of four"),
     pytest.param([], Inventory("tpu", chips=2), "placement.platform", "3 needed", id="two chips, three roles"),
     pytest.param(
         ["learner.mesh.data=3", "learner.micro_rows=9"], Inventory("tpu", chips=8), "learner.mesh", "1, 2, 4 or 8",

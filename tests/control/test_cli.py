@@ -67,6 +67,7 @@ def test_config_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -
         (["evaluator", "--run=r", "--index=1"], 2, "unknown argument --index=1"),
         (["sampler", f"--config={SMOKE}", "--run=r", "--index=-1"], 64, "--index"),
         (["actor", f"--config={SMOKE}", "--run=r"], 64, "placement.actors"),
+        (["colocated", f"--config={SMOKE}", "--run=r"], 64, "placement.colocated"),
         ([*ACTOR, "--sampler=h:1", "--sampler=h:2"], 64, "sampler.count=1"),
     ],
 )
@@ -138,6 +139,7 @@ def test_a_role_takes_the_options_that_it_reads_and_no_other() -> None:
         "actor": {"--store", "--index", "--sampler"},
         "learner": {"--store", "--host", "--insecure", "--fork", "--index", "--coordinator"},
         "evaluator": {"--store"},
+        "colocated": {"--store", "--fork"},
         "feeder": set(),
     }
 

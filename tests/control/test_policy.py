@@ -39,6 +39,7 @@ def test_restarts_are_bounded_between_long_lives(ends: list[tuple[int, float]]) 
 @pytest.mark.parametrize(
     ("name", "code", "verdict"),
     [("sampler-0", 0, Done), ("sampler-0", EXIT_CONFIG, GiveUp), ("learner", EXIT_CLOSED, GiveUp),
+     ("colocated", EXIT_CLOSED, GiveUp),
      ("sampler-0", EXIT_CLOSED, Done), ("learner", 1, Restart)],
 )  # fmt: skip
 def test_exit_codes_say_what_helps(name: str, code: int, verdict: type) -> None:

@@ -23,16 +23,18 @@ UNEQUAL = replace(
     learner=LearnerConfig(mesh=MeshConfig(fsdp=2)),
     sampler=SamplerConfig(count=2, mesh=MeshConfig(tensor=2)),
 )
+COLOCATED = replace(Config(), placement=PlacementConfig(colocated=True))
 INVENTORIES = {
     "cpu": Inventory("cpu"),
     "tpu": Inventory("tpu", chips=8),
     "gpus": Inventory("gpu", gpus=8, gpu_memory_mb=80_000),
     "one_gpu": Inventory("gpu", gpus=1, gpu_memory_mb=80_000),
+    "one_chip": Inventory("tpu", chips=1),
 }
 
 
 def built(name: str) -> tuple[program.ProcessSpec, ...]:
-    settings = Config() if name == "one_gpu" else UNEQUAL
+    settings = {"one_gpu": Config(), "one_chip": COLOCATED}.get(name, UNEQUAL)
     return program.build(settings, Path("/r/run"), INVENTORIES[name], python="python", cache_dir=Path("/r/cache"))
 
 
@@ -76,6 +78,23 @@ def test_a_learner_of_two_hosts_is_a_gang_that_divides_its_devices() -> None:
     assert "device_count=2 " in alone["XLA_FLAGS"], "what is done outside a run has one process"
     gpus = program.build(config, Path("/r/run"), INVENTORIES["gpus"], **of_two)
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in gpus[1:4]] == ["0", "1", "2,3"]
+
+
+def test_colocated_roles_are_one_process_with_the_devices_of_the_largest_mesh() -> None:
+    config = replace(UNEQUAL, placement=PlacementConfig(colocated=True), learner=LearnerConfig(mesh=MeshConfig(fsdp=4)))
+    of_it = {"python": "python", "cache_dir": Path("/r/cache")}
+    specs = program.build(config, Path("/r/run"), INVENTORIES["cpu"], **of_it)
+    assert [(spec.name, spec.role) for spec in specs] == [("store", "store"), ("colocated", "colocated")]
+    together = specs[1]
+    assert "device_count=4 " in together.env["XLA_FLAGS"] and together.env["JAXROLL_NICE"] == ""
+    assert "GLIBC_TUNABLES" in together.env, "the learner is in it"
+    (store, forked) = program.forked(specs, Path("/r/run"), "4", name="abc")
+    assert store == specs[0] and forked.argv == (*together.argv, "--fork=4@abc")
+    assert forked.ready_file == Path("/r/run/.forked") and forked.after == ("store",)
+    alone = program.offline_env(config, Inventory("tpu", chips=4), Path("/r/cache"))
+    assert alone["TPU_VISIBLE_CHIPS"] == "0,1,2,3"
+    (_, gpu) = program.build(config, Path("/r/run"), Inventory("gpu", 8, 80_000), **of_it)
+    assert (gpu.env["CUDA_VISIBLE_DEVICES"], gpu.env["XLA_PYTHON_CLIENT_MEM_FRACTION"]) == ("0,1,2,3", "0.90")
 
 
 def test_every_role_is_there_and_only_the_evaluator_can_be_left_out() -> None:

@@ -26,6 +26,11 @@ ACTORS_ON += ["--devices-per-host=3"]
 CASES = {
     "tpu_one_host": ("tpu_vm.sh", ["--devices-per-host=8"]),
     "tpu_three_hosts": ("tpu_vm.sh", [*SPREAD, "--zone=us-central2-b", "--run=runs/x", "--workdir=/srv/jaxroll"]),
+    "tpu_one_chip": ("tpu_vm.sh", ["--devices-per-host=1", "--config.placement.colocated=True"]),
+    "tpu_colocated_slice": (
+        "tpu_vm.sh",
+        ["--config.placement.colocated=True", "--on=colocated=slice-a", "--zone=us-central2-b", "--tls=runs/x/tls"],
+    ),
     "gpu_one": ("gpu.sh", ["--devices-per-host=1", "--gpu-memory-mb=81920"]),
     "gpu_eight": ("gpu.sh", ["--devices-per-host=8", "--config.sampler.count=3"]),
     "gpu_three_hosts": ("gpu.sh", [*SPREAD, "--run=runs/x"]),
@@ -73,7 +78,7 @@ def test_dry_run_is_the_golden_one(name: str) -> None:
 @pytest.mark.process
 def test_what_cannot_be_launched_is_refused_by_the_script() -> None:
     done = run("tpu_vm.sh", ["--devices-per-host=1"])
-    assert done.returncode == 64 and "a chip cannot hold two roles" in done.stderr
+    assert done.returncode == 64 and "a chip holds one process" in done.stderr
 
 
 CONFIG = configs.load(ROOT / "configs" / "rlvr_tiny.py")

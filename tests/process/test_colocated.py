@@ -1,0 +1,78 @@
+"""Learner, samplers and evaluator in one process, by turns on the same devices (`placement.colocated`)."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from jaxroll.errors import EXIT_INTERRUPTED
+from tests.process.trains import (
+    LEARNING,
+    SAME,
+    Train,
+    assert_sound,
+    differing,
+    last_step,
+    trained_again,
+    trained_questions,
+)
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+TOGETHER = "--config.placement.colocated=True"
+EVALUATED = "--config.evaluator.every=2"
+
+
+def roles(train: Train) -> list[str]:
+    """The roles that have a process, of what the supervisor started."""
+    words = [process.cmdline() for process in train.children()]
+    return sorted(line[3] for line in words if line[1:3] == ["-m", "jaxroll"])
+
+
+def steps_of(train: Train) -> list[dict]:
+    """What is to be the same of each step."""
+    return [{key: row[key] for key in SAME} for row in train.rows if row["kind"] == "step"]
+
+
+def accuracies(train: Train) -> list[tuple[int, int, list]]:
+    return [(row["step"], row["n"], row["correct"]) for row in train.rows if row["kind"] == "eval"]
+
+
+def test_a_synchronous_run_in_one_process_is_that_of_processes_of_their_own(tmp_path):
+    """Two devices in unequal meshes: the same questions, losses and evaluations, to the bit."""
+    words = (*LEARNING, EVALUATED, "--config.schedule.alpha=0", "--config.schedule.steps=6")
+    with Train(tmp_path / "apart", *words) as apart:
+        assert apart.finish() == 0, apart.logs()
+    with Train(tmp_path / "together", *words, TOGETHER) as together:
+        together.until_step(1)
+        assert roles(together) == ["colocated", "feeder", "store"], "feeder is the store's"
+        assert together.finish() == 0, together.logs()
+        assert_sound(together, steps=6, alpha=0)
+    assert any(step["grad_norm"] for step in steps_of(together)), "it learns something"
+    assert steps_of(together) == steps_of(apart)
+    assert accuracies(together) == accuracies(apart)
+    assert [step for step, _, _ in accuracies(together)] == [0, 2, 4, 6]
+    assert trained_questions(together) == trained_questions(apart)
+
+
+def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir):
+    words = (*LEARNING, TOGETHER, "--config.schedule.steps=5000", "--config.learner.checkpoint_every=3",
+             "--config.supervisor.backoff_s=0.1", "--config.sampler.count=2")  # fmt: skip
+    with Train(free_run_dir, *words) as train:
+        for kill in range(2):
+            train.until_step(last_step(train.rows) + 4)
+            train.role("colocated").send_signal(signal.SIGKILL)
+            killed_at = last_step(train.rows)
+            train.until(lambda rows, at=killed_at: last_step(rows) > at, f"a step after kill {kill + 1}")
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        stopped_at = last_step(train.rows)
+        assert_sound(train, steps=stopped_at, alpha=1)
+        assert train.report()["restarts"] == 2
+        assert differing(trained_again(train.rows)) == {}
+        leased = train.query("SELECT COUNT(*) FROM members WHERE state = 'leased'")
+        assert leased == [(0,)], "a clean stop gives back what was leased"
+    words = ("--config.placement.colocated=False", f"--config.schedule.steps={stopped_at + 3}")
+    with Train(free_run_dir, *words, resume=True) as second:
+        assert second.finish() == 0, second.logs()
+        assert_sound(second, steps=stopped_at + 3, alpha=1)
