@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import replace
 
 import jax
@@ -36,6 +37,21 @@ def with_outcomes(claim: Claim, change) -> Claim:
         for group in claim.groups
     )
     return msgspec.structs.replace(claim, groups=groups)
+
+
+def test_what_others_of_the_process_compile_is_not_counted():
+    """Where roles share a process the evaluator's engine compiles while the learner trains."""
+    counter = CompileCounter()
+    try:
+        compiled = lambda factor: jax.jit(lambda x: factor * x).lower(1.0).compile()  # noqa: E731
+        other = threading.Thread(target=compiled, args=(3.0,))
+        other.start()
+        other.join(60)
+        assert counter.count == 0
+        compiled(5.0)
+        assert counter.count == 1
+    finally:
+        counter.close()
 
 
 @pytest.mark.parametrize("substeps", [1, 2])

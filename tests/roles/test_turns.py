@@ -5,8 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
-from jaxroll.roles.turns import Turn
+import pytest
+
+from jaxroll.engine.host import EngineHost
+from jaxroll.learner.trainer import Trainer
+from jaxroll.roles.turns import TrainerByTurns, Turn
 
 LIMIT_S = 20.0
 
@@ -90,3 +95,46 @@ def test_a_turn_ends_with_an_error_too() -> None:
             continue
     with turn:
         assert asking(turn) == 0
+
+
+READS = {"abstract_state", "base_digest", "finished", "packed", "params", "prepares_ahead", "train"}
+
+
+def test_a_trainer_has_a_turn_whenever_it_gives_something_to_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train` is the three halves one after the other; `params` is asked by `published`, and by nobody from outside."""
+    public = {name for name in vars(Trainer) if not name.startswith("_")}
+    dispatching = {name for name in vars(TrainerByTurns) if not name.startswith("_")}
+    assert public - dispatching == READS, "a new method of Trainer: does it give the devices something?"
+    turn, had = Turn(), {}
+    trainer = object.__new__(TrainerByTurns)
+    trainer._turn = turn
+    for name in dispatching:
+        monkeypatch.setattr(Trainer, name, lambda self, *_, name=name: had.update({name: turn._taken}) or name)
+        words = () if name in ("published", "frozen") else (None,)
+        assert getattr(trainer, name)(*words) in (name, None)
+    assert had == dict.fromkeys(dispatching, True) and not turn._taken
+
+
+def test_an_engine_has_a_turn_for_every_step_and_every_job_and_none_while_it_waits() -> None:
+    turn, seen = Turn(), []
+
+    class Engine:
+        def stats(self) -> SimpleNamespace:
+            return SimpleNamespace(tokens_decoded=len(seen))
+
+        def step(self) -> bool:
+            seen.append(("step", turn._taken))
+            return len(seen) < 4
+
+    host = EngineHost(Engine(), turn)  # pyright: ignore[reportArgumentType]
+    thread = threading.Thread(target=host.run, daemon=True)
+    thread.start()
+    try:
+        assert host.call(lambda: turn._taken).result(LIMIT_S), "a job without a turn"
+        until(lambda: len(seen) >= 4, "four steps")
+        until(lambda: not turn._taken, "an idle engine to let go")
+        assert {taken for _, taken in seen} == {True}
+    finally:
+        host.stop()
+        thread.join(LIMIT_S)
+    assert not thread.is_alive()
