@@ -17,6 +17,8 @@ window by the learner.
     straggler     one answer in ten, a long one more often, takes ten times as long: its group is closed without it
                   (shrink); without: waits for it
     rolling       at α = 2, of two samplers that finish what runs before they flip (drain), one at a time; without: both
+    colocated     all roles in one process, by turns; without: processes that share the cores. It is for devices that
+                  one process alone can have: here it shows what it costs
     window        at α = 4 the smallest window at which the learner does not wait; without: all that α allows (where it
                   cannot help the samplers are the slower side, so that the learner always waits)
 """
@@ -179,6 +181,19 @@ def _rolling() -> Mechanism:
     return Mechanism(*both("rolling", "drain"), both("rolling_null", "keep_kv"), alpha=2.0)
 
 
+def _colocated() -> Mechanism:
+    def both(name: str, race: Race, steps: int, **more: Any) -> tuple[Workload, Workload]:
+        made = [
+            _workload(f"{name}_{kind}", race, median=48, settings=more | {"placement.colocated": kind == "on"})
+            for kind in ("on", "off")
+        ]
+        return replace(made[0], steps=steps), replace(made[1], steps=steps)
+
+    threads = {"placement.cpu_threads": 2}  # whoever is at work has the machine
+    computing = both("colocated", Race(), _ADAPTING, **threads)
+    return Mechanism(*computing, both("colocated_null", Race((1.0, 0.0)), _STEPS, **threads))
+
+
 def _failing() -> Mechanism:
     more = {"schedule.redundant_members": 4, "schedule.redundant_groups": 2}
     well, ill = Race((1.0, 0.0), limit_s=8.0), Race((1.0, 0.0), slow=0.1, stopped=0.1, limit_s=8.0)
@@ -191,6 +206,7 @@ MECHANISMS = {
     "redundant_envs": _redundant_envs(), "replication": _replication(), "failing": _failing(),
     "replication_seats": _replication_seats("spread"), "replication_auto": _replication_seats("auto"),
     "straggler": _straggler(), "window": _window(), "rolling": _rolling(),
+    "colocated": _colocated(),
 }  # fmt: skip
 
 

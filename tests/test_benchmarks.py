@@ -435,6 +435,27 @@ def test_the_adaptive_window_and_the_full_one_are_raced_on_the_same_work(
         assert (on["schedule.window"], off["schedule.window"]) == ("adaptive", "full")
 
 
+SWITCHES = {
+    "replication": "schedule.replicate", "replication_seats": "schedule.replicate",
+    "replication_auto": "schedule.replicate", "rolling": "schedule.rolling", "colocated": "placement.colocated",
+    "window": "schedule.window", "straggler": "schedule.straggler",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_with_a_mechanism_and_without_it_a_run_differs_in_its_switch_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    case = importlib.import_module("_mechanisms").MECHANISMS[name]
+    for with_it, without in ((case.on, case.off), case.null):
+        on, off = (workload.overrides(tmp_path, case.alpha, 0, 1) for workload in (with_it, without))
+        assert {key for key in on if on[key] != off.get(key)} == {SWITCHES[name], "task.path"}
+        assert (with_it.race, with_it.steps, set(on)) == (without.race, without.steps, set(off))
+    null = case.null[0]
+    assert (null.race, null.sigma, null.settings) != (case.on.race, case.on.sigma, case.on.settings)
+
+
 def test_the_window_of_a_run_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     races = importlib.import_module("_races")
