@@ -13,6 +13,8 @@ import pytest
 from nbclient import NotebookClient
 
 from jaxroll import config as configs
+from jaxroll.config.rules import Inventory, check_inventory
+from jaxroll.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "colabs").glob("*.ipynb"))
@@ -86,3 +88,23 @@ def _scale_free(config: dict) -> dict:
 
 def _html(cell: nbformat.NotebookNode) -> list[str]:
     return [output["data"]["text/html"] for output in cell.get("outputs", ()) if "text/html" in output.get("data", {})]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_notebook_fits_one_chip_or_gpu_where_it_is_told_of_one(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = next(
+        cell.source for cell in nbformat.read(NOTEBOOKS[0], as_version=4).cells if "ONE_DEVICE = " in cell.source
+    )
+    one = {"tpu": Inventory("tpu", chips=1), "gpu": Inventory("gpu", gpus=1, gpu_memory_mb=16_000)}
+    for accelerator, inventory in one.items():
+        names = {"Path": Path, "FULL": full, "ACCELERATOR": accelerator}
+        exec(code, names)
+        assert names["config"].placement.platform == accelerator
+        check_inventory(names["config"], inventory)
+    names = {"Path": Path, "FULL": full, "ACCELERATOR": "cpu"}
+    exec(code, names)
+    with pytest.raises(ConfigError, match="a chip holds one process"):
+        check_inventory(names["config"], one["tpu"])
