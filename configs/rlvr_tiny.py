@@ -2,7 +2,8 @@
 
 Command   jaxroll train --config=configs/rlvr_tiny.py
           jaxroll train --config=configs/rlvr_tiny.py --config.task.name=reverse_string ...
-Hardware  anything: CPU, one GPU shared by fractions, a TPU host with three chips or more
+Hardware  anything: CPU, one GPU shared by fractions, a TPU host with three chips or more; one chip or GPU shared by
+          turns with --config.placement.colocated=True
 """
 
 from ml_collections import ConfigDict

@@ -101,9 +101,9 @@ def _check_adapters(config: Config, learner: LearnerConfig) -> None:
         if (value := getattr(learner, key)) != getattr(usual, key) and not learner.lora_rank:
             raise ConfigError(f"learner.{key}", value, "nothing is adapted while learner.lora_rank is 0",
                               "Set learner.lora_rank above 0 (8 is usual), or leave it out.")  # fmt: skip
-    if learner.lora_publish == "adapters" and config.transfer.channel != "tcp":
+    if learner.lora_publish == "adapters" and config.transfer.channel == "tensorstore":
         raise ConfigError("learner.lora_publish", "adapters", "by files everything would be written with every version",
-                          "Use transfer.channel=tcp, or learner.lora_publish=merged.")  # fmt: skip
+                          "Use transfer.channel=auto, or learner.lora_publish=merged.")  # fmt: skip
 
 
 def _check_shared_prompts(learner: LearnerConfig, row: Preset) -> None:

@@ -68,6 +68,18 @@ def device_processes(config: Config) -> dict[str, int]:
     return {COLOCATED: max(wanted.values())} if config.placement.colocated else wanted
 
 
+def lives_in(role: str, process: str) -> bool:
+    """Whether what is reported under the name `role` is done by `process`, as the supervisor names it."""
+    return role == process or (process == COLOCATED and role.partition("-")[0] in ("learner", "sampler", "evaluator"))
+
+
+def channel_of(config: Config) -> str:
+    """How parameters travel: what `transfer.channel` names, or the best there is."""
+    if config.transfer.channel != "auto":
+        return config.transfer.channel
+    return "device" if config.placement.colocated else "tcp"
+
+
 def learner_names(config: Config) -> tuple[str, ...]:
     """The processes of the learner, one on each of its hosts; the first speaks for all."""
     return ("learner", *(f"learner-{index}" for index in range(1, config.placement.learner_hosts)))
@@ -231,6 +243,9 @@ def _check_colocated(config: Config) -> None:
         if placement.colocated and value != none:
             raise ConfigError(f"placement.{key}", value, "placement.colocated has one process for all that use devices",
                               f"Set it to {none}, or placement.colocated to False.")  # fmt: skip
+    if config.transfer.channel == "device" and not placement.colocated:
+        raise ConfigError("transfer.channel", "device", "learner and samplers are processes of their own",
+                          "Set it to auto, or placement.colocated to True.")  # fmt: skip
 
 
 def episode_tokens(config: Config) -> int:

@@ -237,9 +237,10 @@ class EvaluatorConfig:
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """How parameters travel. `tcp` needs nothing; `tensorstore` writes to `path` (a folder or a gs:// prefix)."""
+    """How parameters travel. `tcp` needs nothing; `tensorstore` writes to `path` (a folder or a gs:// prefix); `device`
+    hands them over within a process (`placement.colocated`). `auto`: `device` there, else `tcp`."""
 
-    channel: Literal["tcp", "tensorstore"] = "tcp"
+    channel: Literal["auto", "tcp", "tensorstore", "device"] = "auto"
     path: str = ""
     dtype: Literal["float32", "bfloat16"] = "float32"
     deadline_s: float = 60.0

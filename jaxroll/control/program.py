@@ -85,7 +85,8 @@ def _priority(name: str, inventory: Inventory) -> placement.Env:
 
 
 def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -> tuple[ProcessSpec, ...]:
-    """`specs` of a run whose learner forks it at the checkpoint `at` first; the others wait until it has.
+    """`specs` of a run whose learner forks it at the checkpoint `at` first; the others wait until it has, those in
+    its process as well.
 
     A finished run would turn samplers away before. `name` tells the store that a learner that was started again means
     the same fork.

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxroll.config.rules import lives_in
 from jaxroll.control.supervisor import ProcessView
 
 STEPS_KEPT = 12
@@ -81,11 +82,12 @@ class Status:
                 self.forget(str(row.get("who")))
         return None
 
-    def forget(self, role: str) -> None:
+    def forget(self, process: str) -> None:
         """Drop what a dead process was at."""
-        self.running = {key: t for key, t in self.running.items() if key[0] != role}
-        self._rates.pop(role, None)
-        self._said.pop(role, None)
+        self.running = {key: t for key, t in self.running.items() if not lives_in(key[0], process)}
+        for known in (self._rates, self._said):
+            for role in [role for role in known if lives_in(role, process)]:
+                del known[role]
 
     def doing(self, now_unix_s: float, processes: Sequence[ProcessView]) -> str:
         """What the run is at, in one sentence: never empty."""
@@ -97,7 +99,7 @@ class Status:
         parts += [
             f"{role}: {text}, {max(0.0, now_unix_s - t):.0f} s"
             for role, (text, t) in self._said.items()
-            if role not in busy and any(p.name == role and p.state == "running" for p in processes)
+            if role not in busy and any(lives_in(role, p.name) and p.state == "running" for p in processes)
         ]
         parts += [f"{p.name} died, starts again soon" for p in processes if p.state == "backoff"]
         parts += [f"waiting for {p.name}, {p.seconds:.0f} s" for p in processes if p.state == "starting"]

@@ -1,8 +1,9 @@
 """Starts the processes of a program, watches them by pid, starts dead ones again, and stops them in order.
 
 One thread, one loop: start what is due, look who ended (`policy` says what follows), show what is new in the metrics.
-The run is complete when its leader (the learner) ends with 0; then the evaluator may finish, and the others are asked
-to leave: learner, evaluator, actors, samplers, store. An interrupt asks them in that order; a second one kills them.
+The run is complete when its leader (the learner, or the process it shares) ends with 0; then the evaluator may finish,
+and the others are asked to leave: learner, evaluator, actors, samplers, store. An interrupt asks them in that order; a
+second one kills them.
 """
 
 from __future__ import annotations

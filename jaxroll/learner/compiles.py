@@ -1,4 +1,4 @@
-"""Programs compiled ahead of time, and how many XLA has compiled in this process: the witness that no more are."""
+"""Programs compiled ahead of time, and how many XLA has compiled on this thread: the witness that no more are."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ class Check:
 def checks(figures: Mapping[str, Any], config: Mapping[str, Any]) -> list[Check]:
     """All promises, in the order of their weight."""
     alpha = math.ceil(figures["alpha"])
+    shared = bool((config.get("placement") or {}).get("colocated"))  # devices that compute one thing at a time
     return [
         _most(figures, "age_max", "largest age", alpha, f"α = {figures['alpha']:g}: no older token is trained"),
         _most(figures, "conservation_residual", "groups unaccounted for", 0, "every issued group is somewhere"),
@@ -32,7 +33,14 @@ def checks(figures: Mapping[str, Any], config: Mapping[str, Any]) -> list[Check]
         _most(figures, "compiles_after_warmup", "compiles after warm-up", 0, "all shapes are static"),
         _evaluated(figures, config),
         _mismatch(figures, config),
-        _least(figures, "overlap", "overlap", 0.5, "learner compute with useful decoding beside it", alpha >= 1),
+        _least(
+            figures,
+            "overlap",
+            "overlap",
+            0.5,
+            "learner compute with useful decoding beside it",
+            alpha >= 1 and not shared,
+        ),
         _least(figures, "slot_occupancy", "slot occupancy", 0.85, "busy slots while requests wait"),
         _most(figures, "padding_waste", "padding", 0.25, "share of packed tokens that are padding", percent),
         _waste(figures, config),

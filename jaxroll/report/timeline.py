@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from jaxroll.config.rules import lives_in
 from jaxroll.report import svg
 from jaxroll.report.activity import Lane, RunClock, computing
 from jaxroll.report.intervals import Interval, closed, intersection, union
@@ -95,7 +96,9 @@ def _lane(lane: Lane, place: int, clock: RunClock, deaths: Sequence[tuple[str, f
             paths.append(tag("path", class_=f"span {kind}", d=bars(clock.spans(spans), top - 4, 7)))
         else:
             paths.append(tag("path", class_=f"span {kind}", d=bars(clock.spans(spans), top, BAR_HEIGHT)))
-    died = "".join(f"M{clock(t):.3f} {top - 6:g}v{BAR_HEIGHT + 12}" for role, t in deaths if role == lane.role)
+    died = "".join(
+        f"M{clock(t):.3f} {top - 6:g}v{BAR_HEIGHT + 12}" for process, t in deaths if lives_in(lane.role, process)
+    )
     if died:  # a line of pixels, however far the seconds are stretched
         paths.append(tag("path", class_="died", d=died, vector_effect="non-scaling-stroke"))
     return tag("g", *paths)

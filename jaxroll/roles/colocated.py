@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,34 +34,39 @@ from jaxroll.roles import session as sessions
 if TYPE_CHECKING:  # it loads JAX, which must come after the scoring pools
     from jaxroll.roles.turns import Turn
 
-LEAVE_S = sessions.STOP_S + 5.0
+LEAVE_S = sessions.STOP_S
+LOOK_S = 0.1
 
 
 def main(args: RoleArgs) -> int:
     """Sample, train and evaluate until the schedule's last step is done (0) or until told to stop
     (EXIT_INTERRUPTED)."""
-    config, stop = args.config, threading.Event()
+    stop = threading.Event()
     lives = [sessions.Life(part, args) for part in parts(args)]
     from jaxroll.roles import learner, turns
 
     turn = turns.Turn()
-    beside = [Beside(life, turn, stop.set) for life in lives]
+    others = [Other(life, turn, stop.set) for life in lives]
     sessions.show_when_asked(*(life.open() for life in lives))
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: stop.set())
-    for one in beside:
-        one.start()
+
+    def begin() -> None:
+        for other in others:
+            other.start()
+
+    # Not before there are weights of this life: those that the store knows may be of one that has ended.
+    beside = learner.Beside(functools.partial(turns.TrainerByTurns, turn), begin)
+    code = 1
     try:
-        code = learner.lived(args, stop, trainer=functools.partial(turns.trainer, turn))
-        if code == 0:
-            for one in beside:  # the run is closed: samplers end by themselves, the evaluator after its last answers
-                one.join(config.supervisor.finish_s)
+        code = learner.lived(args, stop, beside=beside)
+        if code == 0:  # the run is closed: samplers end by themselves, the evaluator after its last answers
+            _wait_for(others, args.config.supervisor.finish_s, stop)
     finally:
-        for one in beside:
-            one.leave()
-    for one in beside:
-        if one.error is not None:
-            raise one.error
+        leave(others)
+    errors = [other.error for other in others if other.error is not None]
+    if errors and code != 0:  # else all is trained and told, and what went wrong since has been said
+        raise errors[0]
     return code
 
 
@@ -69,8 +76,28 @@ def parts(args: RoleArgs) -> list[sessions.Part]:
     return [*found, evaluator.part(args.config)] if args.config.evaluator.every else found
 
 
-class Beside(threading.Thread):
-    """A life beside the learner, on a thread of its own. `error` is what it failed by, told by `failed`."""
+def leave(others: Sequence[Other]) -> None:
+    """Ask all to end, and wait `LEAVE_S` for that; whoever is left has an `error`."""
+    for other in others:
+        other.ask_to_leave()
+    _wait_for(others, LEAVE_S)
+    for other in others:
+        if other.is_alive() and other.error is None:
+            other.error = InfraError(f"{other.name} did not leave within {LEAVE_S:g} s")
+            print(f"error: {other.error}", file=sys.stderr, flush=True)
+
+
+def _wait_for(others: Sequence[Other], limit_s: float, stop: threading.Event | None = None) -> None:
+    """Return when all have ended, after `limit_s`, or when `stop` is set."""
+    until_s = time.monotonic() + limit_s
+    while any(other.is_alive() for other in others) and time.monotonic() < until_s:
+        if stop is not None and stop.is_set():
+            return
+        time.sleep(LOOK_S)  # not Event.wait: a signal that sets it then would wait for itself
+
+
+class Other(threading.Thread):
+    """A life beside the learner's, on a thread of its own. `error` is what it failed by, told by `failed`."""
 
     def __init__(self, life: sessions.Life, turn: Turn, failed: Callable[[], None]) -> None:
         super().__init__(name=life.part.role, daemon=True)
@@ -86,10 +113,9 @@ class Beside(threading.Thread):
             self.error = error
             self._failed()
 
-    def leave(self) -> None:
-        """Ask it to end, and wait for that."""
-        if self.is_alive():
+    def ask_to_leave(self) -> None:
+        """Soon it ends, if it has begun; else there is nothing to end but what it would have begun with."""
+        if self.ident is None:
+            self._life.close()
+        elif self.is_alive():
             self._life.session.request_stop()
-            self.join(LEAVE_S)
-        if self.is_alive() and self.error is None:
-            self.error = InfraError(f"{self.name} did not leave within {LEAVE_S:g} s")

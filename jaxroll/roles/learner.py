@@ -29,6 +29,7 @@ import jax
 import numpy as np
 
 from jaxroll.config import Config, RoleArgs, TransferConfig
+from jaxroll.config.rules import channel_of
 from jaxroll.errors import (
     EXIT_INTERRUPTED,
     CheckpointDamaged,
@@ -53,6 +54,7 @@ from jaxroll.rpc import tls
 from jaxroll.sharding import meshes, rules
 from jaxroll.store.client import BlockingStore
 from jaxroll.store.settings import END_OF_DATA
+from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.publish import Exposure, Publisher
 
 CLAIM_WAIT_S = 2.0
@@ -60,8 +62,19 @@ AHEAD_WAIT_S = 3600.0  # longer than a step takes, whose end is what ends this w
 DEVICE_POLL_S = 0.005  # how often it is looked whether the devices are through, while a claim is awaited
 HOLDER_POLL_S = 0.2
 FINISHED = "finished"
-NewTrainer = Callable[[Config], Trainer]
 FORKED_FILE = ".forked"  # tells the supervisor that the others may start
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a learner does for others in its process: `trainer` is made in place of a Trainer, `published` is called
+    when the first weights of this life can be fetched, and a fork is done if one is asked for."""
+
+    trainer: Callable[..., Trainer]
+    published: Callable[[], None]
+
+
+ALONE = Beside(Trainer, lambda: None)
 
 
 def main(args: RoleArgs) -> int:
@@ -77,14 +90,9 @@ def main(args: RoleArgs) -> int:
     return lived(args, stop)
 
 
-def lived(
-    args: RoleArgs, stop: threading.Event, leader: Leader | None = None, trainer: NewTrainer | None = None
-) -> int:
-    """One life of the learner, until the schedule's last step is done (0) or `stop` is set (EXIT_INTERRUPTED).
-
-    `trainer` makes what trains, by default a Trainer that has its devices to itself.
-    """
-    session = LearnerSession(args, stop, leader, trainer)
+def lived(args: RoleArgs, stop: threading.Event, leader: Leader | None = None, beside: Beside = ALONE) -> int:
+    """One life of the learner, until the schedule's last step is done (0) or `stop` is set (EXIT_INTERRUPTED)."""
+    session = LearnerSession(args, stop, leader, beside)
     try:
         return session.run()
     finally:
@@ -138,11 +146,10 @@ class LearnerSession:
         args: RoleArgs,
         stop: threading.Event,
         leader: Leader | None = None,
-        trainer: NewTrainer | None = None,
+        beside: Beside = ALONE,
     ) -> None:
-        self.args, self.config, self._stop = args, args.config, stop
-        leading = Trainer if leader is None else functools.partial(lockstep.LeadingTrainer, leader.tell)
-        self._new_trainer = trainer or functools.partial(new_trainer, made=leading)
+        self.args, self.config, self._stop, self._beside = args, args.config, stop, beside
+        self._made = beside.trainer if leader is None else functools.partial(lockstep.LeadingTrainer, leader.tell)
         self.store = BlockingStore(
             args.store_address or args.run_dir / "store.addr",
             role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
@@ -150,10 +157,7 @@ class LearnerSession:
         )  # fmt: skip
         self._end = FINISHED  # the reason with which the run is closed when this life ends it
         self.progress = Progress("learner", lambda row: self.store.report([row]))
-        exposure = Exposure(tls.load(args.run_dir), self.config.store.mutual_tls, args.insecure)
-        self.publisher = Publisher(
-            _sent(self.config), args.run_dir, args.host, token=weights_token(args.run_dir), exposure=exposure
-        )
+        self.publisher = _publisher(args)
         self.teller = Teller(self.store, self.publisher)
         folder, kept = args.run_dir / "checkpoints", self.config.learner.checkpoints_kept
         self.checkpoints = lockstep.checkpoints(folder, kept, leader)
@@ -161,7 +165,7 @@ class LearnerSession:
     def run(self) -> int:
         """From the last durable version to the end of the schedule: the exit code. Closed when the store ends it."""
         self.progress.start("building the learner")
-        trainer = self._new_trainer(self.config)
+        trainer = new_trainer(self.config, self._made)
         durable = self._restore(trainer)
         try:
             version = self.store.begin(durable, self._fork)
@@ -179,6 +183,7 @@ class LearnerSession:
         if trainer.sends_adapters:
             self.publisher.freeze(version, trainer.frozen())
         self._publish(trainer, version)  # first, so that samplers compile while we do
+        self._beside.published()
         self.progress.start("compiling the learner")
         trainer.warmup(self.progress)
         self.progress.end("compiling the learner")
@@ -330,6 +335,15 @@ class LearnerSession:
             time.sleep(HOLDER_POLL_S)  # not Event.wait: a signal that sets it then would wait for itself
             if self._stop.is_set() or time.monotonic() > deadline_s:
                 return
+
+
+def _publisher(args: RoleArgs) -> Publisher | DevicePublisher:
+    """Where samplers have the weights from: of another process, or of this one."""
+    sent = _sent(args.config)
+    if channel_of(args.config) == "device":
+        return DevicePublisher(sent.dtype)
+    exposure = Exposure(tls.load(args.run_dir), args.config.store.mutual_tls, args.insecure)
+    return Publisher(sent, args.run_dir, args.host, token=weights_token(args.run_dir), exposure=exposure)
 
 
 def _sent(config: Config) -> TransferConfig:

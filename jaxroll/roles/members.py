@@ -52,10 +52,10 @@ class Members:
         self.ended: set[Key] = set()  # not needed any more, and not heard of yet: their lease is still on its way
         self.aborted = self.tokens_let_go = 0
         self.room = asyncio.Event()
-        # Whether parts of a group are asked for. Beside other samplers the rest of it would go to one of them, which is
-        # what `spread` is for.
+        # Whether parts of a group are asked for. Beside other samplers the rest of it may go to one of them: what is to
+        # stay together waits for room instead.
         alone = max(self.config.sampler.count, self.config.placement.actors) == 1
-        self._in_parts = alone or self.config.schedule.replicate == "spread"
+        self._in_parts = alone or self.config.schedule.replicate != "together"
         self._plenty = False  # the last lease brought all that it asked for
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:

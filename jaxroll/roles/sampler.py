@@ -1,6 +1,7 @@
 """The sampler role: leases groups, plays their members against its engine, puts the finished ones; or serves actors.
 
-The main thread dispatches JAX; everything here runs on the loop thread (see `jaxroll.roles.session`):
+The main thread dispatches JAX (one of its own where roles share a process); everything here runs on the loop thread
+(see `jaxroll.roles.session`):
 
 - *follow* waits for the learner's snapshots and flips the engine;
 - *lease*, *ended* and *renew* are those of `jaxroll.roles.members`; an aborted member's slot is free at once;

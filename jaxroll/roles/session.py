@@ -13,6 +13,7 @@ import faulthandler
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
 
 STORE_PATIENCE_S = 60.0
 STOP_S = 15.0
+SEND_EVERY_S, HEARTBEAT_S = 0.5, 10.0  # the latter well below what a closed store waits for (LINGER_S)
 
 
 class Session:
@@ -109,10 +111,18 @@ class Session:
             await self.store.aclose()
 
     async def _send_rows(self) -> None:
+        """Send what there is to say. The store of a closed run leaves when nobody speaks to it any more: an evaluation
+        that takes its time is heard of meanwhile."""
+        said_s = time.monotonic()
         while True:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(SEND_EVERY_S)
             if self._rows:
                 await self.store.report(self.take_rows())
+            elif time.monotonic() - said_s >= HEARTBEAT_S:
+                await self.store.status()
+            else:
+                continue
+            said_s = time.monotonic()
 
 
 class EngineSession(Session):
@@ -235,8 +245,12 @@ class Life:
         finally:
             session.request_stop()
             finished.result(timeout=STOP_S)
-            self._thread.close()
-            self._pool.close()
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the loop thread and the pool. For a life that was not run; `run` does it by itself."""
+        self._thread.close()
+        self._pool.close()
 
 
 def print_stacks(loop: asyncio.AbstractEventLoop) -> None:

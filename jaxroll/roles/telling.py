@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxroll.records import Snapshot, Version
 from jaxroll.store.client import BlockingStore
+from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.publish import Publisher
 
 Row = dict[str, Any]
@@ -19,7 +20,7 @@ Row = dict[str, Any]
 class Teller:
     """Publishes, acknowledges and reports one step at a time, on a thread of its own."""
 
-    def __init__(self, store: BlockingStore, publisher: Publisher) -> None:
+    def __init__(self, store: BlockingStore, publisher: Publisher | DevicePublisher) -> None:
         self._store, self._publisher = store, publisher
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="teller")
         self._last: Future[None] | None = None

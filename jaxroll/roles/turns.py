@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -18,7 +17,6 @@ from jaxroll.learner.trainer import Ready, Running, Trainer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim
-from jaxroll.roles import learner
 from jaxroll.sharding.rules import Rules
 
 
@@ -48,19 +46,15 @@ class Turn(AbstractContextManager):
                 self._taken = False
 
 
-def trainer(turn: Turn, config: Config) -> Trainer:
-    """A trainer with freshly initialised parameters that takes a turn for everything that it gives to the devices."""
-    with turn:
-        return learner.new_trainer(config, functools.partial(TrainerByTurns, turn))
-
-
 class TrainerByTurns(Trainer):
-    """A trainer whose programs are queued in turns. What only waits or reads (`finished`) takes none."""
+    """A trainer whose programs are queued in turns. What only waits or reads (`finished`) takes none, and neither does
+    what copies on each device for itself: the copy that is published, a checkpoint that is written or restored."""
 
     def __init__(
         self, turn: Turn, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array
     ) -> None:
-        super().__init__(config, spec, mesh, rules, key=key)
+        with turn:
+            super().__init__(config, spec, mesh, rules, key=key)
         self._turn = turn
 
     def set_params(self, params: Mapping[str, np.ndarray]) -> None:

@@ -21,6 +21,7 @@ from jaxroll.roles.progress import Progress
 from jaxroll.rpc import auth
 from jaxroll.sharding.rules import Layout
 from jaxroll.store.client import StoreClient
+from jaxroll.transfer.channel_device import Handed
 from jaxroll.transfer.receive import NOTHING_HELD, Receiver, Staged
 
 Params = dict[str, jax.Array]
@@ -35,11 +36,11 @@ class Whole:
         self._receiver, self._shapes = receiver, params.served(spec)
         self._target = params.shardings(spec, layout.mesh, layout.rules)
 
-    def fetch(self, snapshot: Snapshot) -> Staged:
+    def fetch(self, snapshot: Snapshot) -> Staged | Handed:
         """All of them, on the host. TransferError and its kinds; any thread may call it."""
         return self._receiver.fetch(snapshot, self._target, self._shapes)
 
-    def place(self, staged: Staged) -> Params:
+    def place(self, staged: Staged | Handed) -> Params:
         """On the mesh; call it on the JAX thread."""
         return staged.place()
 
@@ -63,13 +64,13 @@ class Adapted:
 
         self._merged = jax.jit(merged, out_shardings=target)
 
-    def fetch(self, snapshot: Snapshot) -> Staged:
+    def fetch(self, snapshot: Snapshot) -> Staged | Handed:
         """The adapters, and what is new of the rest; see `Whole`."""
         staged = self._receiver.fetch(snapshot, self._target, self._shapes, self._held)
         self._held = staged.held(self._base)
         return staged
 
-    def place(self, staged: Staged) -> Params:
+    def place(self, staged: Staged | Handed) -> Params:
         """The merged parameters on the mesh; call it on the JAX thread."""
         placed = staged.place()
         return self._merged({name: placed.pop(name) for name in self._base}, placed)

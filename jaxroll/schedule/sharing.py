@@ -3,7 +3,8 @@
     share = ⌈available · room / (room + the others' room)⌉   members, when there is less work than room; else its room
 
 Members of a group kept `together` on one sampler have their prompt computed once; `spread` over all that have room they
-finish sooner. `auto` keeps them together until samplers would be idle, or the learner waits for that very group.
+finish sooner. `auto` keeps them together until samplers would be idle, or the learner waits for that very group. A
+sampler with room for a part of a group would be idle too: but for `together` it asks for that part.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ compared with the manifest.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,7 +23,8 @@ from jaxroll.config import TransferConfig
 from jaxroll.errors import DigestMismatch, TransferError
 from jaxroll.records import Snapshot, Version
 from jaxroll.rpc.tls import Material
-from jaxroll.transfer import digest, manifest, plan
+from jaxroll.transfer import channel_device, digest, dtypes, manifest, plan
+from jaxroll.transfer.channel_device import Handed
 from jaxroll.transfer.channel_tcp import TcpReader
 from jaxroll.transfer.channel_tensorstore import TensorstoreReader
 from jaxroll.transfer.channels import Deadline, Part
@@ -97,21 +97,7 @@ class Staged:
             )
             for leaf in leaves
         }
-        wanted = {leaf.manifest.name: leaf for leaf in leaves if arrays[leaf.manifest.name].dtype != leaf.dtype}
-        if wanted:
-            names = tuple(wanted)
-            cast = _caster(tuple(wanted[n].sharding for n in names), tuple(str(wanted[n].dtype) for n in names))
-            arrays.update(zip(names, cast([arrays[n] for n in names]), strict=True))
-        return arrays
-
-
-@functools.lru_cache(maxsize=8)
-def _caster(shardings: tuple[jax.sharding.Sharding, ...], dtypes: tuple[str, ...]) -> Any:
-    """The jitted cast of a list of arrays; kept, so that later versions do not compile again."""
-    return jax.jit(
-        lambda arrays: [array.astype(dtype) for array, dtype in zip(arrays, dtypes, strict=True)],
-        out_shardings=list(shardings),
-    )
+        return dtypes.cast(arrays, {leaf.manifest.name: leaf.dtype for leaf in leaves})
 
 
 class Receiver:
@@ -128,18 +114,21 @@ class Receiver:
         target: Mapping[str, jax.sharding.Sharding],
         shapes: Mapping[str, jax.ShapeDtypeStruct],
         held: Held = NOTHING_HELD,
-    ) -> Staged:
-        """The parameters of `snapshot`, cut for `target`, verified, in host memory.
+    ) -> Staged | Handed:
+        """The parameters of `snapshot`, cut for `target`, verified, in host memory; within a process on its devices.
 
         A leaf of `held` is not fetched where its shape, dtype and digest are those that are published now.
         Network and numpy only. Raises TransferError (deadline passed, publisher gone, shapes that do not fit) or one of
         its kinds: VersionGone, VersionMixed, DigestMismatch; Unauthorized for a wrong token or certificate.
         """
         deadline = Deadline(self._limit_s, f"fetching version {snapshot.version} from {snapshot.address}", self._clock)
-        if snapshot.channel not in _READERS:
-            raise TransferError(f"unknown channel {snapshot.channel!r} (known: {', '.join(sorted(_READERS))})")
         if target.keys() != shapes.keys():
             raise TransferError(f"shardings and shapes differ in {sorted(target.keys() ^ shapes.keys())}")
+        if snapshot.channel == channel_device.NAME:
+            return channel_device.handed(snapshot, target, shapes)
+        if snapshot.channel not in _READERS:
+            known = ", ".join(sorted((*_READERS, channel_device.NAME)))
+            raise TransferError(f"unknown channel {snapshot.channel!r} (known: {known})")
         reader = _READERS[snapshot.channel](snapshot.address, snapshot.version, self._token, deadline, self._tls)
         with contextlib.closing(reader):
             published = manifest.decode(reader.manifest(), snapshot)

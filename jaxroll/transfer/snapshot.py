@@ -76,18 +76,23 @@ def _cast_and_copy(params: dict[str, jax.Array], dtype: str) -> dict[str, jax.Ar
     return {name: one(leaf) for name, leaf in params.items()}
 
 
+def copied(params: Params, dtype: str) -> dict[str, jax.Array]:
+    """Copies on the devices, in `dtype`, queued behind what made `params`, which may be donated on return."""
+    return _cast_and_copy(dict(params), dtype)
+
+
 def begin(params: Params, dtype: str) -> Pending:
     """The copies under way. On return the caller may donate `params`: the copy is ordered before it on the device.
 
     All processes of a mesh call it in the same order; what comes back on the first is the whole, on the others nothing.
     """
-    copies = _cast_and_copy(dict(params), dtype)
+    copies = copied(params, dtype)
     leaves, gathering = {}, deque()
     for name in sorted(copies):
-        copied = copies.pop(name)
-        whole = placing.gathered(copied)
+        copy = copies.pop(name)
+        whole = placing.gathered(copy)
         leaves[name] = (whole.shape, _on_the_way(name, whole))
-        if whole is not copied:
+        if whole is not copy:
             gathering.append(name)
             if len(gathering) > GATHERED_LEAVES:
                 _land(leaves[gathering.popleft()][1])

@@ -94,6 +94,22 @@ def test_the_newest_word_of_a_role_stands_until_it_gets_somewhere() -> None:
     assert "compiling apply" not in folded([said]).doing(107.0, [ProcessView("learner", "done", 1.0)])
 
 
+def test_what_roles_of_one_process_say_stands_while_it_runs_and_goes_when_it_dies() -> None:
+    words = [
+        {"kind": "event", "role": "learner", "text": "waiting until the evaluator has version 0.3", "t": 100.0},
+        {"kind": "compile", "role": "sampler-0", "what": "compiling the engine", "state": "start", "t": 100.0},
+        {"kind": "event", "role": "store", "text": "compacting", "t": 100.0},
+        {"kind": "stats", "role": "sampler-0", "tokens_per_s": 8000.0},
+    ]
+    up = [ProcessView("store", "running", 20.0), ProcessView("colocated", "running", 20.0)]
+    for shown in ("learner: waiting until the evaluator has", "sampler-0: compiling the engine", "store: compacting"):
+        assert shown in folded(words).doing(107.0, up)
+    status = folded([*words, {"kind": "restart", "who": "colocated"}, STEP])
+    assert "compil" not in (said := status.doing(107.0, up)) and "waiting until" not in said
+    assert "store: compacting" in said, "another process, which lives on"
+    assert status.steps[-1].cells(50)[3] == "-", "the rate of the dead life"
+
+
 def test_between_steps_the_next_one_and_the_waits_are_named() -> None:
     said = folded(ROWS).doing(113.5, [])
     assert said.startswith("step 4, 4 s") and "waiting for sampler-1 (has group 7)" in said

@@ -38,6 +38,11 @@ def accuracies(train: Train) -> list[tuple[int, int, list]]:
     return [(row["step"], row["n"], row["correct"]) for row in train.rows if row["kind"] == "eval"]
 
 
+def channels(train: Train) -> list[str]:
+    """How weights came to the engines."""
+    return [channel for (channel,) in train.query("SELECT DISTINCT channel FROM versions")]
+
+
 def test_a_synchronous_run_in_one_process_is_that_of_processes_of_their_own(tmp_path):
     """Two devices in unequal meshes: the same questions, losses and evaluations, to the bit."""
     words = (*LEARNING, EVALUATED, "--config.schedule.alpha=0", "--config.schedule.steps=6")
@@ -53,10 +58,38 @@ def test_a_synchronous_run_in_one_process_is_that_of_processes_of_their_own(tmp_
     assert accuracies(together) == accuracies(apart)
     assert [step for step, _, _ in accuracies(together)] == [0, 2, 4, 6]
     assert trained_questions(together) == trained_questions(apart)
+    assert [channels(train) for train in (apart, together)] == [["tcp"], ["device"]]
+
+
+ADAPTERS = ("--config.learner.lora_rank=4", "--config.learner.lora_publish=adapters")
+PPO = ("--config.learner.algorithm=ppo", "--config.learner.critic=init")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("channel", "words"),
+    [
+        ("device", ADAPTERS),
+        ("device", PPO),
+        ("tcp", ()),
+        ("tensorstore", ()),
+        ("device", ("--config.schedule.alpha=2",)),
+    ],
+    ids=["adapters", "ppo", "tcp", "tensorstore", "ahead"],
+)
+def test_what_roles_may_be_is_the_same_in_one_process(tmp_path, channel, words):
+    words = (*words, EVALUATED, TOGETHER, f"--config.transfer.channel={channel}", "--config.schedule.steps=6")
+    with Train(tmp_path / "run", *LEARNING, *words) as train:
+        assert train.finish() == 0, train.logs()
+        assert_sound(train, steps=6, alpha=2)
+        assert channels(train) == [channel]
+        assert any(row["grad_norm"] for row in train.rows if row["kind"] == "step"), "it learns something"
+        assert [step for step, _, _ in accuracies(train)][-1] == 6
 
 
 def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir):
-    words = (*LEARNING, TOGETHER, "--config.schedule.steps=5000", "--config.learner.checkpoint_every=3",
+    """What the store knows of weights after a kill is of the life that has ended: nobody is to begin with it."""
+    words = (*LEARNING, EVALUATED, TOGETHER, "--config.schedule.steps=5000", "--config.learner.checkpoint_every=3",
              "--config.supervisor.backoff_s=0.1", "--config.sampler.count=2")  # fmt: skip
     with Train(free_run_dir, *words) as train:
         for kill in range(2):
@@ -64,6 +97,7 @@ def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir)
             train.role("colocated").send_signal(signal.SIGKILL)
             killed_at = last_step(train.rows)
             train.until(lambda rows, at=killed_at: last_step(rows) > at, f"a step after kill {kill + 1}")
+            train.until(lambda rows, at=killed_at: evaluated(rows) > at, f"an evaluation after kill {kill + 1}")
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         stopped_at = last_step(train.rows)
@@ -76,3 +110,12 @@ def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir)
     with Train(free_run_dir, *words, resume=True) as second:
         assert second.finish() == 0, second.logs()
         assert_sound(second, steps=stopped_at + 3, alpha=1)
+        assert evaluated(second.rows) == stopped_at + 3
+    with Train(free_run_dir, TOGETHER, resume=True) as over:
+        assert over.finish() == 0, over.logs()
+        assert over.report()["restarts"] == 2, "a run that is over ends at once"
+
+
+def evaluated(rows: list[dict]) -> int:
+    """The newest step that was evaluated."""
+    return max((row["step"] for row in rows if row["kind"] == "eval"), default=0)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from jaxroll.errors import ConfigError
-from jaxroll.report import answers, cli, formats, markup, record, script, summary, svg, timeline, weights
+from jaxroll.report import activity, answers, cli, formats, markup, record, script, summary, svg, timeline, weights
 from tests.report.made_run import GROUPS, STARTED, make_run, write_rows, write_run_file
 from tests.report.test_summary import REQUIRED
 
@@ -214,6 +214,14 @@ def test_smoothing_and_thinning_keep_the_mean():
 )  # fmt: skip
 def test_figures_as_words(written, expected):
     assert written == expected
+
+
+@pytest.mark.parametrize(("who", "lanes"), [("colocated", 2), ("sampler-0", 1), ("sampler-1", 0), ("store", 0)])
+def test_the_death_of_a_process_is_drawn_where_its_roles_are(who, lanes):
+    roles = [activity.Lane(role, {"decode": [(1.0, 9.0)]}) for role in ("learner", "sampler-0")]
+    steps = [{"t0": 1.0, "t1": 2.0, "step": 1}]
+    drawn = timeline.timeline(roles, steps, activity.RunClock(0.0), 10.0, [(who, 4.0)])
+    assert str(drawn).count('class="died"') == lanes
 
 
 def test_the_close_up_lies_in_the_run():

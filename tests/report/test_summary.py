@@ -250,6 +250,12 @@ def test_each_promise_is_seen_to_break_alone(key, value, name):
     assert [check.name for check in unknown if check.holds is None] == [name]
 
 
+def test_no_overlap_is_promised_of_roles_that_take_turns():
+    together = EVALUATED | {"placement": {"colocated": True}}
+    found = {check.name: check for check in checks.checks(GOOD | {"overlap": 0.1}, together)}
+    assert found["overlap"].holds is None and found["largest age"].holds
+
+
 @pytest.mark.parametrize("steps", [[0, 8], [1, 9], [0, 0], None])
 def test_a_finished_run_is_evaluated_at_its_first_and_last_weights(steps):
     broken = checks.checks(GOOD | {"eval_steps": steps}, EVALUATED)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +27,8 @@ class FakeLife:
     plays: Callable[[FakeLife], None]
 
     def __init__(self, part: sessions.Part, args: RoleArgs) -> None:
-        self.part, self.asked, self.ended = part, threading.Event(), threading.Event()
+        self.part, self.asked, self.ended, self.begun = part, threading.Event(), threading.Event(), threading.Event()
+        self.closed = False
         self.session = SimpleNamespace(request_stop=self.asked.set)
         LIVES[part.role] = self
 
@@ -33,8 +36,12 @@ class FakeLife:
         return self.session
 
     def run(self, turn: object) -> None:
+        self.begun.set()
         type(self).plays(self)
         self.ended.set()
+
+    def close(self) -> None:
+        self.closed = True
 
 
 LIVES: dict[str, FakeLife] = {}
@@ -42,6 +49,21 @@ LIVES: dict[str, FakeLife] = {}
 
 def until_asked(life: FakeLife) -> None:
     assert life.asked.wait(LIMIT_S)
+
+
+def publishing(end: int | Exception, wait: bool = False) -> Callable[..., int]:
+    """A learner that publishes, has all begin, waits to be told to stop if it is to `wait`, and ends so."""
+
+    def lived(args: RoleArgs, stop: threading.Event, beside: learner.Beside) -> int:
+        assert not any(life.begun.is_set() for life in LIVES.values()), "before there are weights of this life"
+        beside.published()
+        assert all(life.begun.wait(LIMIT_S) for life in LIVES.values())
+        assert not wait or stop.wait(LIMIT_S), "the learner was not told"
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    return lived
 
 
 @pytest.fixture
@@ -73,45 +95,75 @@ def test_when_the_learner_is_done_the_last_evaluation_is_waited_for(
             scored.set()
 
     monkeypatch.setattr(FakeLife, "plays", plays)
-    monkeypatch.setattr(learner, "lived", lambda args, stop, trainer: 0)
+    monkeypatch.setattr(learner, "lived", publishing(0))
     assert colocated.main(args) == 0 and scored.is_set()
 
 
 def test_told_to_stop_the_learner_leaves_first(args: RoleArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lived(args: RoleArgs, stop: threading.Event, trainer: object) -> int:
+    def lived(args: RoleArgs, stop: threading.Event, beside: learner.Beside) -> int:
+        code = publishing(EXIT_INTERRUPTED)(args, stop, beside)
         assert not any(life.asked.is_set() for life in LIVES.values())
-        return EXIT_INTERRUPTED
+        return code
 
     monkeypatch.setattr(learner, "lived", lived)
     assert colocated.main(args) == EXIT_INTERRUPTED
     assert [life.ended.is_set() for life in LIVES.values()] == [True] * 3
 
 
+def test_told_to_stop_during_the_last_evaluation_it_leaves(args: RoleArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[int, Callable[[], None]] = {}
+    monkeypatch.setattr(colocated.signal, "signal", lambda signum, handler: handlers.update({signum: handler}))
+
+    def plays(life: FakeLife) -> None:
+        if life.part.role == "evaluator":  # only now is the learner done
+            threading.Timer(0.2, handlers[signal.SIGTERM]).start()
+            until_asked(life)
+
+    monkeypatch.setattr(FakeLife, "plays", plays)
+    monkeypatch.setattr(learner, "lived", publishing(0))
+    began = time.monotonic()
+    assert colocated.main(args) == 0, "all steps are trained"
+    assert time.monotonic() - began < LIMIT_S / 2
+
+
+def test_where_nothing_is_published_nobody_begins(args: RoleArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a run that is over is resumed: what the store knows of weights is of a life that has ended."""
+    monkeypatch.setattr(learner, "lived", lambda args, stop, beside: 0)
+    assert colocated.main(args) == 0
+    assert [(life.begun.is_set(), life.closed) for life in LIVES.values()] == [(False, True)] * 3
+
+
+def failing(name: str, then: Callable[[FakeLife], None]) -> Callable[[FakeLife], None]:
+    def plays(life: FakeLife) -> None:
+        if life.part.role == name:
+            raise InfraError("the store is gone")
+        then(life)
+
+    return plays
+
+
 def test_an_error_of_a_part_stops_the_learner_and_is_the_error_of_the_process(
     args: RoleArgs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def plays(life: FakeLife) -> None:
-        if life.part.role == "sampler-1":
-            raise InfraError("the store is gone")
-        until_asked(life)
-
-    def lived(args: RoleArgs, stop: threading.Event, trainer: object) -> int:
-        assert stop.wait(LIMIT_S), "the learner was not told"
-        return EXIT_INTERRUPTED
-
-    monkeypatch.setattr(FakeLife, "plays", plays)
-    monkeypatch.setattr(learner, "lived", lived)
+    monkeypatch.setattr(FakeLife, "plays", failing("sampler-1", until_asked))
+    monkeypatch.setattr(learner, "lived", publishing(EXIT_INTERRUPTED, wait=True))
     with pytest.raises(InfraError, match="the store is gone"):
         colocated.main(args)
     assert all(LIVES[name].ended.is_set() for name in ("sampler-0", "evaluator"))
     assert "the store is gone" in capsys.readouterr().err, "said when it happened, not when all had left"
 
 
-def test_an_error_of_the_learner_ends_the_others(args: RoleArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lived(args: RoleArgs, stop: threading.Event, trainer: object) -> int:
-        raise InfraError("no checkpoint")
+def test_an_error_after_the_last_step_is_said_and_does_not_have_all_begin_again(
+    args: RoleArgs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FakeLife, "plays", failing("evaluator", lambda _: None))
+    monkeypatch.setattr(learner, "lived", publishing(0))
+    assert colocated.main(args) == 0
+    assert "the store is gone" in capsys.readouterr().err
 
-    monkeypatch.setattr(learner, "lived", lived)
+
+def test_an_error_of_the_learner_ends_the_others(args: RoleArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner, "lived", publishing(InfraError("no checkpoint")))
     with pytest.raises(InfraError, match="no checkpoint"):
         colocated.main(args)
     assert all(life.ended.is_set() for life in LIVES.values())
@@ -126,7 +178,7 @@ def test_who_does_not_leave_is_named(args: RoleArgs, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(colocated, "LEAVE_S", 0.2)
     monkeypatch.setattr(FakeLife, "plays", plays)
-    monkeypatch.setattr(learner, "lived", lambda args, stop, trainer: EXIT_INTERRUPTED)
+    monkeypatch.setattr(learner, "lived", publishing(EXIT_INTERRUPTED))
     try:
         with pytest.raises(InfraError, match=r"evaluator did not leave within 0\.2 s"):
             colocated.main(args)

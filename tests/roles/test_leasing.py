@@ -113,15 +113,16 @@ def test_what_ends_while_room_is_gathered_is_one_call(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("options", [{"samplers": 2}, {"actors": 2}], ids=str)
-def test_beside_others_a_group_is_leased_whole(options: dict[str, int]) -> None:
+def test_beside_others_a_group_that_stays_together_is_leased_whole(options: dict[str, int]) -> None:
     """The rest of it would go to one of them."""
-    assert asked(Store(), [1, 2, 1], **options) == [8, 4]
+    assert asked(Store(), [1, 2, 1], replicate="together", **options) == [8, 4]
 
 
+@pytest.mark.parametrize("replicate", ["spread", "auto"])
 @pytest.mark.parametrize("options", [{"samplers": 2}, {"actors": 2}], ids=str)
-def test_beside_others_a_group_that_is_spread_is_leased_in_parts(options: dict[str, int]) -> None:
-    assert asked(Store(), [1, 2, 1], replicate="spread", **options) == [8, 1, 2, 1]
-    assert asked(Store(few=True), [2, 2], replicate="spread", **options) == [8, 5], (
+def test_beside_others_a_group_that_may_be_spread_is_leased_in_parts(options: dict[str, int], replicate: str) -> None:
+    assert asked(Store(), [1, 2, 1], replicate=replicate, **options) == [8, 1, 2, 1]
+    assert asked(Store(few=True), [2, 2], replicate=replicate, **options) == [8, 5], (
         "where work is scarce for a whole one"
     )
 
