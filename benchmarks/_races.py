@@ -42,6 +42,7 @@ class Workload:
     target: float = 0.0  # the held-out accuracy that is timed
     capitals: float = 0.0  # of the warm start's worked answers, the share in capitals, which nobody is paid for
     settings: dict[str, Any] = field(default_factory=dict)
+    choices: tuple[dict[str, Any], ...] = ({},)  # settings of which each arm takes those with which it is faster
 
     def questions(self, path: Path, count: int = 6000) -> None:
         """Random strings to copy, one a line; a later line has never the text of an earlier one."""

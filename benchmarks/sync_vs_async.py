@@ -3,9 +3,11 @@
     python benchmarks/sync_vs_async.py [--quick] [--workload=NAME ...] [--alpha=A ...] [--mechanism=NAME ...] [--resume]
 
 Every run is `jaxroll train` as a user starts it, at most a minute of training, from a warm start that depends on the
-seed alone; each is appended to a file as it ends, and --resume goes on. The synchronous arm has both cores for
-whichever role is at work (`placement.cpu_threads=2`), or one, whichever was faster; both arms hold the same number of
-environments, which never wait for one another inside a step.
+seed alone; each is appended to a file as it ends, and --resume goes on. Each arm has what was fastest for it in trials:
+of where steps compute, slots for all environments or for half of them, so that a slot that is free finds its next
+episode begun; the synchronous arm also both cores for whichever role is at work (`placement.cpu_threads=2`) or one, and
+roles that share a process or have one each. Both arms hold the same number of environments, which never wait for one
+another inside a step.
 
     rlvr_long_tail   strings to copy, their lengths log-normal (σ = 1), at most eight medians
     constant         strings of one length: nothing to gain but overlap, and proposition 2 says how much; evaluated
@@ -18,7 +20,7 @@ environments, which never wait for one another inside a step.
 
 Samples a second are those of the steps after the first four. The ceiling of a workload is what the stages measured
 alone and beside each other allow; see `ceiling`. Then one row a mechanism (`_mechanisms.py`): with it over without it,
-where it should help and where it cannot. The last line is one JSON object:
+where it should help and where it cannot. The races come as a table; the last line is one JSON object:
 {WORKLOAD: {α: {"ratio", "low", "high", …}}, MECHANISM: {"ratio", "low", "high", "null": {…}, …}}.
 """
 
@@ -31,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +46,21 @@ from _report import Runs, arguments, finish, ratio, say
 
 ALPHAS = (1.0, 2.0, 4.0)
 SEEDS = 5
-# Where steps compute: slots for half of the environments, so that a slot that is free finds its next one begun.
-_QUEUED = {"sampler.slots": ENVIRONMENTS // 2}
+_SLOTS = tuple({"sampler.slots": count} for count in (ENVIRONMENTS // 2, ENVIRONMENTS))
+TRIAL_STEPS, TRIAL_SEED, TRIAL_ALPHA = 60, 100, 2.0
 _CONSTANT = Workload(
     "constant", 60, 48, evaluations=1, target=0.9, capitals=0.75,
-    settings=_QUEUED | {"learner.learning_rate": 2e-5, "task.heldout_items": 64},
+    settings={"learner.learning_rate": 2e-5, "task.heldout_items": 64}, choices=_SLOTS,
 )  # fmt: skip
 WORKLOADS = [
-    Workload("rlvr_long_tail", 240, 8, sigma=1.0, most=64, evaluations=12, target=0.28, settings=_QUEUED),
+    Workload("rlvr_long_tail", 240, 8, sigma=1.0, most=64, evaluations=12, target=0.28, choices=_SLOTS),
     _CONSTANT,
     replace(_CONSTANT, name="constant_watched", evaluations=12),
     *(Workload(f"agentic_latency_{name}", 16, 8, race=Race(latency_s=(1.0, deviation)), env="_race_envs:waiting",
                evaluations=16, target=0.8, capitals=0.75, settings={"learner.learning_rate": 2e-4})
       for name, deviation in (("0", 0.0), ("half", 0.5), ("one", 1.0))),
     Workload("no_training", 100, 48, env="_race_envs:pays_nobody"),
-    Workload("tail_alone", 200, 8, sigma=1.0, most=64, env="_race_envs:pays_nobody", settings=_QUEUED),
+    Workload("tail_alone", 200, 8, sigma=1.0, most=64, env="_race_envs:pays_nobody", choices=_SLOTS),
 ]  # fmt: skip
 
 
@@ -117,36 +119,87 @@ def _reached(run: dict[str, Any], target: float) -> float | None:
     return next((t for accuracy, t in zip(run["accuracy"], run["accuracy_t"], strict=True) if accuracy >= target), None)
 
 
-def best_threads(workload: Workload, folder: Path, runs: Runs) -> int:
-    """One thread a role or two, whichever makes the synchronous arm faster."""
-    tried = {}
-    for threads in range(1, min(2, os.cpu_count() or 1) + 1):
-        arm = f"{workload.name} α=0, trial with {threads} threads"
-        tried[threads] = runs.run(arm, 0, lambda t=threads: trained(workload, folder, 0.0, 100, t))
-    return max(tried, key=lambda threads: tried[threads]["samples_per_s"])
+@dataclass(frozen=True)
+class Arm:
+    """How one side of a race is run: threads a role, and what it has set beside what both have."""
+
+    threads: int
+    settings: dict[str, Any]
+
+    def of(self, workload: Workload) -> Workload:
+        """`workload` as this side runs it."""
+        return replace(workload, settings=workload.settings | self.settings)
+
+
+def arms_of(workload: Workload, alpha: float) -> list[Arm]:
+    """What is tried for the synchronous side (α = 0), or for the other one."""
+    if alpha:
+        return [Arm(1, choice) for choice in workload.choices]
+    counts = range(1, min(2, os.cpu_count() or 1) + 1)
+    together = {"placement.colocated": True}
+    found = [Arm(count, choice) for choice in workload.choices for count in counts]
+    return found + [Arm(counts[-1], choice | together) for choice in workload.choices]
+
+
+def fastest(workload: Workload, folder: Path, alpha: float, runs: Runs) -> Arm:
+    """Of `arms_of` the one with which a short run without evaluations was fastest; one alone is not tried."""
+    tried = arms_of(workload, alpha)
+    if len(tried) == 1:
+        return tried[0]
+    short = replace(workload, steps=min(workload.steps, TRIAL_STEPS), evaluations=0)
+    rates = []
+    for number, arm in enumerate(tried):
+        name = f"{workload.name} α={alpha:g}, trial {number}: {arm.threads} threads, {arm.settings}"
+        run = runs.run(name, 0, lambda a=arm: trained(a.of(short), folder, alpha, TRIAL_SEED, a.threads))
+        rates.append(run["samples_per_s"])
+    return tried[int(np.argmax(rates))]
 
 
 def raced(workload: Workload, folder: Path, runs: Runs, alphas: list[float], seeds: int) -> dict[str, Any]:
-    """A workload's table: by α."""
+    """A workload's table: by α; and the `arms`, as they were chosen."""
     workload.questions(folder / f"{workload.name}.jsonl")
-    threads = best_threads(workload, folder, runs)
+    arms = {alpha: fastest(workload, folder, alpha, runs) for alpha in (0.0, TRIAL_ALPHA)}
     made: dict[float, list[dict[str, Any]]] = {alpha: [] for alpha in (0.0, *alphas)}
     for seed in range(seeds):
         for alpha in list(made)[:: 1 if seed % 2 == 0 else -1]:
-            count = threads if alpha == 0 else 1
-            arm = f"{workload.name} α={alpha:g}"
-            made[alpha].append(runs.run(arm, seed, lambda a=alpha, s=seed, c=count: trained(workload, folder, a, s, c)))
+            arm = arms[0.0] if alpha == 0 else arms[TRIAL_ALPHA]
+            run = lambda a=alpha, s=seed, of=arm: trained(of.of(workload), folder, a, s, of.threads)  # noqa: E731
+            made[alpha].append(runs.run(f"{workload.name} α={alpha:g}", seed, run))
     computes = not workload.race.latency_s[0]
     table = {
         f"{alpha:g}": compared(made[0.0], made[alpha], computes=computes, target=workload.target) for alpha in alphas
     }
-    return {"sync_threads": threads, **table}
+    return {"arms": {name: asdict(arm) for name, arm in zip(("sync", "async"), arms.values(), strict=True)}, **table}
+
+
+def races_in(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Workload → α → what was found, without what is said beside it."""
+    return {name: {alpha: of for alpha, of in by.items() if alpha != "arms"}
+            for name, by in result.items() if name not in MECHANISMS}  # fmt: skip
+
+
+def table_of(result: dict[str, Any]) -> str:
+    """The races as Markdown, a line for each workload and α."""
+    lines = ["| workload | α | samples/s synchronous → asynchronous | ratio (95 %) | of the ceiling | time to target | "
+             "final accuracy, apart by |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for name, by in races_in(result).items():
+        for alpha, of in by.items():
+            share = f"{100 * of['ratio'] / of['ceiling']:.1f} % of {of['ceiling']:.2f}" if "ceiling" in of else ""
+            sooner = f"{of['time_to_target']['value']:.2f}" if of.get("time_to_target") else ""
+            apart = (
+                f"{100 * of['accuracy_apart']:+.1f} ± {100 * of['accuracy_apart_half_width']:.1f} points"
+                if "accuracy_apart" in of
+                else ""
+            )
+            rates = f"{of['sync_samples_per_s']:.3g} → {of['samples_per_s']:.3g}"
+            found = f"{of['ratio']:.2f} ({of['low']:.2f} to {of['high']:.2f})"
+            lines.append(f"| `{name}` | {alpha} | {rates} | {found} | {share} | {sooner} | {apart} |")
+    return "\n".join(lines)
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
     """The ratios as a figure: by workload and α; what each mechanism is worth where it helps and where it cannot."""
-    races = {name: {f"α = {alpha}": of for alpha, of in by.items() if isinstance(of, dict)}
-             for name, by in result.items() if name not in MECHANISMS}  # fmt: skip
+    races = {name: {f"α = {alpha}": of for alpha, of in by.items()} for name, by in races_in(result).items()}
     bounded = {name: {kind: of for kind, of in by.items() if "ceiling" in of} for name, by in races.items()}
     switches = {name: {"where it helps": by, "where it cannot": by.get("null")}
                 for name, by in result.items() if name in MECHANISMS}  # fmt: skip
@@ -191,6 +244,7 @@ def main() -> int:
             result[name] = switched(MECHANISMS[name], Path(folder), runs, seeds)
             say(f"{name}: {json.dumps(result[name])}")
     draw((chosen.runs_file or runs.path).with_suffix(".svg"), result)
+    print(table_of(result))
     command = "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     finish(result | {"class": "R"}, command=command, started=started)
     return 0

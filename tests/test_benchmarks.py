@@ -186,7 +186,7 @@ def test_a_figure_shows_every_value_of_every_row_at_its_place(monkeypatch: pytes
     assert at[1] < at[0] == at[2], "the same value stands at the same place, a smaller one to the left of it"
 
     race = {"ratio": 2.0, "low": 1.5, "high": 2.5, "ceiling": 4.0}
-    synchrony.draw(path, {"constant": {"sync_threads": 1, "1": race}, "queue": race | {"null": race | {"ratio": 1.0}}})
+    synchrony.draw(path, {"constant": {"arms": {}, "1": race}, "queue": race | {"null": race | {"ratio": 1.0}}})
     notes = [one.text for one in ElementTree.parse(path).getroot().findall(".//{*}title")]
     assert notes[:2] == ["constant, α = 1: 2", "constant, α = 1: 0.5"]
     assert notes[2:] == ["queue, where it helps: 2", "queue, where it cannot: 1"]
@@ -281,6 +281,41 @@ def test_a_schedule_is_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) ->
     assert begun["time_to_target"] is None and (begun["reached"], begun["begun_below"]) == ([0, 0], 0)
     never = synchrony.compared(sync, ahead, target=0.9, computes=False)
     assert never["time_to_target"] is None and never["reached"] == [0, 0] and "ceiling" not in never
+
+
+def test_each_side_of_a_race_has_what_is_fastest_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Made up: half the slots suit the asynchronous side, one process on both cores the synchronous one."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    synchrony, races = (importlib.import_module(name) for name in ("sync_vs_async", "_races"))
+    monkeypatch.setattr(synchrony.os, "cpu_count", lambda: 8)
+    made: list[tuple[float, int, bool, int, int, int]] = []
+
+    def trained(workload: Any, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
+        slots, together = workload.settings["sampler.slots"], workload.settings.get("placement.colocated", False)
+        made.append((alpha, slots, together, threads, workload.steps, seed))
+        rate = (slots == 32) + 1.0 if alpha else slots / 64 + threads + 0.5 * together
+        return {"samples_per_s": rate, "wait_s": 0.1, "train_s": 0.1, "decode_s": 0.1, "decode_tokens_per_s": 1.0,
+                "age_mean": alpha, "age_max": alpha, "accuracy": []}  # fmt: skip
+
+    monkeypatch.setattr(synchrony, "trained", trained)
+    choices = tuple({"sampler.slots": count} for count in (32, 64))
+    workload = races.Workload("w", 240, 8, evaluations=4, settings={"a": 1}, choices=choices)
+    runs = report.Runs("b", {}, tmp_path / "runs.jsonl", resume=False)
+    found = synchrony.raced(workload, tmp_path, runs, [1.0, 2.0], 2)
+    tried, raced = made[:8], made[8:]
+    both = [(32, 1), (32, 2), (64, 1), (64, 2)]
+    assert [one[:4] for one in tried[:6]] == [(0.0, slots, False, threads) for slots, threads in both] + [
+        (0.0, 32, True, 2), (0.0, 64, True, 2)]  # fmt: skip
+    assert [one[:4] for one in tried[6:]] == [(2.0, 32, False, 1), (2.0, 64, False, 1)]
+    assert {one[4:] for one in tried} == {(60, 100)}, "short ones, of a seed of their own"
+    assert {one[:4] for one in raced} == {(0.0, 64, True, 2), (1.0, 32, False, 1), (2.0, 32, False, 1)}
+    assert [one[0] for one in raced] == [0.0, 1.0, 2.0, 2.0, 1.0, 0.0]
+    assert found["arms"]["sync"] == {"threads": 2, "settings": {"sampler.slots": 64, "placement.colocated": True}}
+    assert found["1"]["ratio"] == pytest.approx(2.0 / 3.5)
+    lines = synchrony.table_of({"w": found, "queue": {"ratio": 1.0}}).splitlines()
+    assert len(lines) == 4 and lines[2].startswith("| `w` | 1 | 3.5 → 2 | 0.57 (0.57 to 0.57) | 28.6 % of 2.00 |")
 
 
 def store_row(window: int = 10, **lengths: list[int]) -> dict[str, Any]:
