@@ -134,7 +134,7 @@ def sleeping(kind: str, count: int, mean_s: float, seed: int) -> dict[str, Any]:
     sleeps_s = np.clip(np.random.default_rng(seed).normal(mean_s, mean_s / 2, (count, TURNS)), 0, None)
     if kind == "loop":
         return measured(lambda i: OnLoop(list(sleeps_s[i])), sleeps_s, list(range(count)))
-    threads = Threads(Config(sampler=SamplerConfig(env_threads=count)).sampler.env_threads, most_hanging=count)
+    threads = Threads(Config(sampler=SamplerConfig(env_threads=count)).sampler.env_threads)
     fates = [""] * count
     if kind == "faulty":
         chosen = random.Random(seed).sample(range(count), 2 * (count // 10))

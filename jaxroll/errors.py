@@ -24,6 +24,10 @@ class InfraError(JaxRollError):
     """The machinery failed (a peer is gone, a deadline passed); the same work may be tried again unchanged."""
 
 
+class WornOut(InfraError):
+    """This process can do no more of its work and another one can: it is to be started again, which is no fault."""
+
+
 class DeadlineExceeded(InfraError):
     """A wait ended without its event; the message says what was being waited for."""
 
@@ -92,6 +96,7 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_CONFIG = 64  # starting again will not help
 EXIT_CLOSED = 69  # the run is over
+EXIT_WORN = 75  # to be started again, as often as it takes
 EXIT_INTERRUPTED = 130  # the user stopped it
 
 
@@ -99,4 +104,6 @@ def exit_code(error: JaxRollError) -> int:
     """The exit code by which a process tells its supervisor what kind of `error` ended it."""
     if isinstance(error, (ConfigError, Unauthorized)):
         return EXIT_CONFIG
+    if isinstance(error, WornOut):
+        return EXIT_WORN
     return EXIT_CLOSED if isinstance(error, Closed) else EXIT_FAILURE

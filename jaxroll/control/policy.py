@@ -2,7 +2,7 @@
 
 A process that dies is started again after a back-off that doubles; a long life forgives earlier deaths. Exit code 0
 means "my work is done", `errors.EXIT_CONFIG` means "starting me again will not help", `errors.EXIT_CLOSED` that the
-store closed the run.
+store closed the run, `errors.EXIT_WORN` "start me again, as often as I ask".
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from jaxroll.config import SupervisorConfig
 from jaxroll.config.rules import LEADERS
-from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG
+from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN
 
 FORGIVEN_AFTER_S = 300.0
 
@@ -55,6 +55,8 @@ def after_exit(name: str, code: int, lived_s: float, lives: Lives, config: Super
         return GiveUp(f"{name} refused its configuration")
     if code == EXIT_CLOSED:
         return GiveUp("the store closed the run") if name in LEADERS else Done()
+    if code == EXIT_WORN:
+        return Restart(config.backoff_s, replace(lives, restarts=lives.restarts + 1))
     lives = replace(lives, deaths=1 if lived_s >= FORGIVEN_AFTER_S else lives.deaths + 1)
     if lives.deaths > config.max_restarts:
         return GiveUp(f"{name} died {lives.deaths} times, the last time {how(code)} (supervisor.max_restarts = "
@@ -65,4 +67,6 @@ def after_exit(name: str, code: int, lived_s: float, lives: Lives, config: Super
 
 def how(code: int) -> str:
     """The exit code in words."""
+    if code == EXIT_WORN:
+        return f"with exit code {code}, worn out by environments that hang in its threads"
     return f"by signal {-code}" if code < 0 else f"with exit code {code}"

@@ -2,7 +2,7 @@
 
 place      for                                            a hang costs
 loop       coroutines; functions that return at once      nothing but the member (a coroutine can be cancelled)
-thread     libraries that block: sockets, sleep, files    a thread until it comes back; their number is bounded
+thread     libraries that block: sockets, sleep, files    a thread until it comes back; of too many the process
 process    heavy or crashing code; what holds the GIL     nothing but the member: the process is killed
 """
 
@@ -18,7 +18,7 @@ from jaxroll.envs import registry
 from jaxroll.envs.processes import InProcess, Processes
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.envs.threads import Abandoned, Threads
-from jaxroll.errors import DataError
+from jaxroll.errors import DataError, WornOut
 from jaxroll.protocols import Environment, StepResult
 from jaxroll.records import Message, Task
 
@@ -51,6 +51,11 @@ class Places:
             "env_threads_hanging": self.threads.hanging,
             "env_processes_replaced": self.processes.replaced,
         }
+
+    async def worn_out(self) -> None:
+        """Never returns. WornOut when so many threads hang in environments that no other is given to one."""
+        await self.threads.worn.wait()
+        raise WornOut(f"{self.threads.hanging} threads hang in environments: in this process no other is given to one")
 
     async def close(self) -> None:
         """Kill the processes. Threads are daemons: those that hang do not keep the process from ending."""

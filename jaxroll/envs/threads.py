@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from jaxroll.errors import DataError, InfraError
 
 T = TypeVar("T")
+HANGING_SHARE, HANGING_LEAST = 4, 4  # the fourth part of all threads may hang, and four in any case
 IDLE_S = 10.0  # a thread without work for so long ends
 
 
@@ -45,15 +46,16 @@ class _Call:
 
 
 class Threads:
-    """At most `most` threads at work, and `most_hanging` that were abandoned and have not come back.
+    """At most `most` threads at work, and a quarter as many that were abandoned and have not come back.
 
-    `abandoned` counts the calls that ever were, `hanging` those that still hold a thread. Beyond `most_hanging` every
-    call raises InfraError: the process is to be started again.
+    `abandoned` counts the calls that ever were, `hanging` those that still hold a thread. When these are too many,
+    `worn` is set and every call raises InfraError: the process is to be started again.
     """
 
-    def __init__(self, most: int = 2048, most_hanging: int = 256) -> None:
+    def __init__(self, most: int = 1024) -> None:
         self.abandoned = self.hanging = self.started = 0
-        self._most, self._most_hanging = most, most_hanging
+        self.worn = asyncio.Event()
+        self._most, self._most_hanging = most, max(HANGING_LEAST, most // HANGING_SHARE)
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._live = self._idle = self._waiting = 0
@@ -120,6 +122,8 @@ class Threads:
             if call.started_s is not None and not call.finished:
                 self.hanging, self._live = self.hanging + 1, self._live - 1
             start = self._wants_another()  # others may have been waiting for this thread
+            if self.hanging >= self._most_hanging:
+                self.worn.set()
         if start:
             self._start()
 

@@ -24,7 +24,7 @@ from jaxroll.config import Config, Flip, MeshConfig, RoleArgs
 from jaxroll.envs import registry
 from jaxroll.envs.places import Places
 from jaxroll.envs.scoring import ScoringPool
-from jaxroll.errors import EXIT_INTERRUPTED, Closed
+from jaxroll.errors import EXIT_INTERRUPTED, Closed, WornOut
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.roles.progress import Progress
 from jaxroll.rollout.episode import bounds_of
@@ -75,7 +75,7 @@ class Session:
     async def run(self, ready: Awaitable[None], play: Callable[[], Awaitable[None]]) -> None:
         """Connect, send rows as they come, and play until `play` ends, the run is closed or a stop is requested.
 
-        `play` begins when `ready` is there.
+        `play` begins when `ready` is there. WornOut when environments have left no threads to play with.
         """
         self.store = await StoreClient.connect(
             self.args.store_address or self.args.run_dir / "store.addr",
@@ -85,6 +85,7 @@ class Session:
         reporting = asyncio.ensure_future(self._send_rows())
         stopping = asyncio.ensure_future(self.stopping.wait())
         playing: asyncio.Future | None = None
+        wearing: asyncio.Future | None = None
         try:
             await asyncio.wait([wrapped := asyncio.ensure_future(ready), stopping], return_when="FIRST_COMPLETED")
             if not wrapped.done():
@@ -93,16 +94,17 @@ class Session:
             wrapped.result()
             self.places = Places(self.pool, self.config)
             playing = asyncio.ensure_future(play())
-            await asyncio.wait([playing, stopping, reporting], return_when="FIRST_COMPLETED")
-            for job in (playing, reporting):
+            wearing = asyncio.ensure_future(self.places.worn_out())
+            await asyncio.wait([playing, stopping, reporting, wearing], return_when="FIRST_COMPLETED")
+            for job in (playing, reporting, wearing):
                 if job.done():
                     with contextlib.suppress(Closed):
                         job.result()
         finally:
-            for job in (playing, stopping, reporting):
+            for job in (playing, wearing, stopping, reporting):
                 if job is not None:
                     job.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, Closed):
+                    with contextlib.suppress(asyncio.CancelledError, Closed, WornOut):
                         await job
             if playing is not None:
                 await self.places.close()

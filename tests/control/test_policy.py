@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from jaxroll.config import SupervisorConfig
 from jaxroll.control.policy import FORGIVEN_AFTER_S, Done, GiveUp, Lives, Restart, after_exit
-from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, Closed, ConfigError, InfraError, Unauthorized, exit_code
+from jaxroll.errors import (
+    EXIT_CLOSED,
+    EXIT_CONFIG,
+    EXIT_WORN,
+    Closed,
+    ConfigError,
+    InfraError,
+    Unauthorized,
+    WornOut,
+    exit_code,
+)
 
 CONFIG = SupervisorConfig(max_restarts=4, backoff_s=0.5, backoff_max_s=3.0)
 
@@ -36,6 +46,14 @@ def test_restarts_are_bounded_between_long_lives(ends: list[tuple[int, float]]) 
         lives = verdict.lives
 
 
+def test_who_asks_to_be_started_again_is_and_none_of_it_counts_as_a_death() -> None:
+    lives = Lives(deaths=CONFIG.max_restarts)
+    for again in range(1, 30):
+        verdict = after_exit("sampler-0", EXIT_WORN, 1.0, lives, CONFIG)
+        assert verdict == Restart(CONFIG.backoff_s, Lives(CONFIG.max_restarts, again))
+        lives = verdict.lives
+
+
 @pytest.mark.parametrize(
     ("name", "code", "verdict"),
     [("sampler-0", 0, Done), ("sampler-0", EXIT_CONFIG, GiveUp), ("learner", EXIT_CLOSED, GiveUp),
@@ -50,3 +68,4 @@ def test_errors_have_the_exit_codes_the_policy_reads() -> None:
     assert exit_code(ConfigError("a", 1, "b")) == exit_code(Unauthorized("x")) == EXIT_CONFIG
     assert exit_code(Closed("over")) == EXIT_CLOSED
     assert exit_code(InfraError("gone")) == 1
+    assert exit_code(WornOut("256 threads hang")) == EXIT_WORN

@@ -140,13 +140,14 @@ def test_a_thread_that_comes_back_is_counted_no_longer(gate: threading.Event) ->
 
 
 def test_when_too_many_hang_nobody_else_is_given_a_thread(gate: threading.Event) -> None:
-    threads = Threads(most_hanging=3)
+    threads = Threads(most=20)
 
     async def fill() -> None:
-        hung = [threads.call(lambda: gate.wait(DEADLINE_S), 0.05, "step") for _ in range(3)]
+        hung = [threads.call(lambda: gate.wait(DEADLINE_S), 0.05, "step") for _ in range(5)]
         assert all(isinstance(error, Abandoned) for error in await asyncio.gather(*hung, return_exceptions=True))
-        with pytest.raises(InfraError, match="3 threads hang"):
+        with pytest.raises(InfraError, match="5 threads hang"):
             await threads.call(lambda: 1, LONG_S, "step")
+        assert threads.worn.is_set()
 
     run(fill())
 

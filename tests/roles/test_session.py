@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxroll.config import Config, RoleArgs
+from jaxroll.errors import WornOut
 from jaxroll.roles import session as sessions
 from jaxroll.store.server import LINGER_S
 
@@ -67,3 +68,24 @@ def test_a_part_that_is_silent_for_long_is_heard_of_all_the_same(store: Store, t
 
 def test_it_is_heard_of_more_often_than_a_closed_store_waits_for() -> None:
     assert 2 * sessions.HEARTBEAT_S < LINGER_S
+
+
+def test_a_part_whose_environments_left_no_threads_ends_with_that(store: Store, tmp_path: Path) -> None:
+    gone: list[str] = []
+
+    async def job() -> None:
+        loop = asyncio.get_running_loop()
+        session = sessions.Session("sampler-0", RoleArgs(Config(), tmp_path), SimpleNamespace(), loop)
+
+        async def play() -> None:
+            try:
+                session.places.threads.worn.set()
+                await loop.create_future()
+            finally:
+                gone.append("gave its leases back")
+
+        with pytest.raises(WornOut, match="threads hang"):
+            await session.run(asyncio.sleep(0), play)
+
+    asyncio.run(asyncio.wait_for(job(), 20))
+    assert gone == ["gave its leases back"] and store.heard[-1] == "closed"
