@@ -41,7 +41,7 @@ LOOK_S = 0.1
 def main(args: RoleArgs) -> int:
     """Sample, train and evaluate until the schedule's last step is done (0) or until told to stop
     (EXIT_INTERRUPTED)."""
-    stop = threading.Event()
+    told, stop = threading.Event(), threading.Event()  # by a signal; by that, or by a part that failed
     lives = [sessions.Life(part, args) for part in parts(args)]
     from jaxroll.roles import learner, turns
 
@@ -49,9 +49,11 @@ def main(args: RoleArgs) -> int:
     others = [Other(life, turn, stop.set) for life in lives]
     sessions.show_when_asked(*(life.open() for life in lives))
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: stop.set())
+        signal.signal(signum, lambda *_: (told.set(), stop.set()))
 
     def begin() -> None:
+        if stop.is_set():
+            return
         for other in others:
             other.start()
 
@@ -60,12 +62,13 @@ def main(args: RoleArgs) -> int:
     code = 1
     try:
         code = learner.lived(args, stop, beside=beside)
-        if code == 0:  # the run is closed: samplers end by themselves, the evaluator after its last answers
-            _wait_for(others, args.config.supervisor.finish_s, stop)
+        if code == 0:  # the run is closed: the evaluator ends after its last answers
+            evaluating = [other for other in others if other.name == "evaluator"]
+            _wait_for(evaluating, args.config.supervisor.finish_s, told)
     finally:
         leave(others)
     errors = [other.error for other in others if other.error is not None]
-    if errors and code != 0:  # else all is trained and told, and what went wrong since has been said
+    if errors and code != 0:  # else all is trained, and another life would find nothing to do
         raise errors[0]
     return code
 

@@ -315,6 +315,7 @@ class LearnerSession:
 
     def _publish(self, trainer: Trainer, version: Version) -> None:
         self.store.publish(self.publisher.publish(version, trainer.published()))
+        self.publisher.told(version)
 
     def _checkpoint(self, trainer: Trainer, version: Version) -> None:
         self.checkpoints.save(version, self.store.position, trainer.state, trainer.base_digest())

@@ -53,9 +53,10 @@ class Members:
         self.aborted = self.tokens_let_go = 0
         self.room = asyncio.Event()
         # Whether parts of a group are asked for. Beside other samplers the rest of it may go to one of them: what is to
-        # stay together waits for room instead.
-        alone = max(self.config.sampler.count, self.config.placement.actors) == 1
-        self._in_parts = alone or self.config.schedule.replicate != "together"
+        # stay together waits for room instead. An actor's free place is no idle place of a sampler.
+        actors, replicate = self.config.placement.actors, self.config.schedule.replicate
+        alone = max(self.config.sampler.count, actors) == 1
+        self._in_parts = alone or replicate == "spread" or (replicate == "auto" and not actors)
         self._plenty = False  # the last lease brought all that it asked for
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:

@@ -52,6 +52,7 @@ class Teller:
         if weights is not None:
             made = Version(trained.lineage, trained.step + 1)
             self._store.publish(self._publisher.finish(made, weights))
+            self._publisher.told(made)
         self._store.ack(trained)
         said = time.time()
         self._store.report([row | {"t": said, "publish_s": said - row["t1"]}])

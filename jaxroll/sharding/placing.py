@@ -7,13 +7,13 @@ and is given whole arrays back: what is computed from them is the same everywher
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def placed(arrays: dict[str, np.ndarray], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
@@ -28,6 +28,58 @@ def placed_once(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding, may_alias=False)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))
+
+
+def moved(arrays: Sequence[jax.Array], targets: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
+    """Each of `arrays` lying as its target says, themselves where they do already. All lie on one process's devices.
+
+    Where a target's devices are all of an array's, or the first so many that they divide these, the devices exchange
+    what is missing in one program (`jax.device_put` would go by way of the host); others go that way.
+    """
+    wide = [_widened(array.sharding, target) for array, target in zip(arrays, targets, strict=True)]
+    there = [array.sharding.is_equivalent_to(target, array.ndim) for array, target in zip(arrays, targets, strict=True)]
+    found = list(arrays)
+    exchanged = {n: sharding for n, sharding in enumerate(wide) if sharding is not None and not there[n]}
+    if exchanged:
+        program = _exchange(tuple(exchanged.values()))
+        for n, array in zip(exchanged, program([arrays[n] for n in exchanged]), strict=True):
+            found[n] = _narrowed(array, targets[n])
+    for n, array in enumerate(arrays):
+        if wide[n] is None and not there[n]:
+            found[n] = jax.device_put(array, targets[n])
+    return found
+
+
+def _widened(source: jax.sharding.Sharding, target: jax.sharding.Sharding) -> NamedSharding | None:
+    """What gives the devices of `target` what it gives them, on all devices of `source`; None where these have another
+    order, or do not begin with all of the target's."""
+    if not (isinstance(source, NamedSharding) and isinstance(target, NamedSharding)):
+        return None
+    if not (isinstance(source.mesh, Mesh) and isinstance(target.mesh, Mesh)):
+        return None
+    have, want = list(source.mesh.devices.flat), list(target.mesh.devices.flat)
+    if have[: len(want)] != want or len(have) % len(want):
+        return None
+    copies = len(have) // len(want)
+    if copies == 1:
+        return target
+    devices = np.array(have).reshape(copies, *target.mesh.devices.shape)
+    mesh = Mesh(devices, ("copies", *target.mesh.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
+    return NamedSharding(mesh, target.spec)
+
+
+def _narrowed(array: jax.Array, target: jax.sharding.Sharding) -> jax.Array:
+    """The part of `array` on the devices of `target`, which it gives what they have."""
+    if array.sharding == target:
+        return array
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    parts = [shards[device] for device in target.addressable_devices_indices_map(array.shape)]
+    return jax.make_array_from_single_device_arrays(array.shape, target, parts)
+
+
+@functools.lru_cache(maxsize=16)
+def _exchange(shardings: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]], Sequence[jax.Array]]:
+    return jax.jit(lambda arrays: arrays, out_shardings=list(shardings))
 
 
 def fetched(tree: Any) -> Any:

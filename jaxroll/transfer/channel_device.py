@@ -1,11 +1,12 @@
-"""Weights handed over within a process, from devices to devices: no byte of them reaches the host or a socket.
+"""Weights handed over within a process, from devices to devices.
 
-A published version is a copy on the learner's devices. Engines get their shards of it from the devices that have them
-(`jax.device_put`); one whose shards and dtype are the learner's computes with that very copy. It is queued behind the
-step that made the parameters and before the next, which may donate them. Only the newest is kept: the one before goes
-when it is told of, but for the engines that compute with it.
+A published version is a copy on the learner's devices. The devices exchange what an engine wants elsewhere
+(`placing.moved`, which goes by way of the host only where an engine has devices that the learner has not); an engine
+whose shards and dtype are the learner's computes with that very copy. It is queued behind the step that made the
+parameters and before the next, which may donate them. Only the newest is kept: the one before goes when the store knows
+of it, but for the engines that compute with it.
 
-Nothing is summed up on this way, since nothing is read, written or sent: what comes is what `jax.device_put` gives.
+Nothing is summed up on this way: nothing is read, written or sent.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 
-from jaxroll.errors import VersionGone
+from jaxroll.errors import TransferError, VersionGone
 from jaxroll.records import Snapshot, Version
+from jaxroll.sharding import placing
 from jaxroll.transfer import dtypes, manifest, snapshot
 
 NAME = "device"
@@ -52,10 +54,13 @@ class DevicePublisher:
         return started
 
     def finish(self, version: Version, started: Future[Snapshot]) -> Snapshot:
-        """Where `version` can be had from now on, in place of those before it."""
+        """Where `version` can be had from now on, beside the one before it."""
+        return started.result()
+
+    def told(self, version: Version) -> None:
+        """Nobody is told of those before `version` any more: let go of them."""
         with self._guard:
             self._kept = {kept: params for kept, params in self._kept.items() if kept >= version}
-        return started.result()
 
     def publish(self, version: Version, params: Params) -> Snapshot:
         """Both halves, one after the other."""
@@ -84,7 +89,8 @@ class Handed:
     def __init__(
         self, params: Params, target: Mapping[str, jax.sharding.Sharding], wanted: Mapping[str, np.dtype]
     ) -> None:
-        self._params, self._target, self._wanted = dict(params), target, wanted
+        self._params: Params | None = params
+        self._target, self._wanted = target, wanted
         self.fetched_bytes = sum(array.nbytes for array in params.values())
 
     def held(self, names: Container[str]) -> Mapping[str, Any]:
@@ -93,9 +99,12 @@ class Handed:
         return {}
 
     def place(self) -> dict[str, jax.Array]:
-        """The parameters on the target mesh, in the dtypes that are wanted there. Call it on the JAX thread."""
-        names = list(self._params)
-        placed = jax.device_put([self._params[n] for n in names], [self._target[n] for n in names])
+        """The parameters on the target mesh, in the dtypes that are wanted there. Call it once, on the JAX thread."""
+        if self._params is None:
+            raise TransferError("these parameters were placed before; fetch them again")
+        params, self._params = self._params, None
+        names = list(params)
+        placed = placing.moved([params[n] for n in names], [self._target[n] for n in names])
         return dtypes.cast(dict(zip(names, placed, strict=True)), self._wanted)
 
 

@@ -100,6 +100,10 @@ class Publisher:
         except TimeoutError as error:
             raise deadline.passed() from error
 
+    def told(self, version: Version) -> None:
+        """The store knows of `version`: nothing changes, since the `keep` newest stay, told of or not."""
+        del version
+
     def publish(self, version: Version, params: Params) -> Snapshot:
         """Both halves, one after the other. Raises TransferError like `finish`."""
         return self.finish(version, self.start(version, params))

@@ -21,6 +21,7 @@ from tests.process.trains import (
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 TOGETHER = "--config.placement.colocated=True"
 EVALUATED = "--config.evaluator.every=2"
+PATIENT = "--config.transfer.deadline_s=200"  # with the evaluator, which compiles before the first step
 
 
 def roles(train: Train) -> list[str]:
@@ -34,8 +35,9 @@ def steps_of(train: Train) -> list[dict]:
     return [{key: row[key] for key in SAME} for row in train.rows if row["kind"] == "step"]
 
 
-def accuracies(train: Train) -> list[tuple[int, int, list]]:
-    return [(row["step"], row["n"], row["correct"]) for row in train.rows if row["kind"] == "eval"]
+def accuracies(train: Train) -> dict[int, tuple[int, list]]:
+    """By step, of how many questions which were right."""
+    return {row["step"]: (row["n"], row["correct"]) for row in train.rows if row["kind"] == "eval"}
 
 
 def channels(train: Train) -> list[str]:
@@ -45,7 +47,7 @@ def channels(train: Train) -> list[str]:
 
 def test_a_synchronous_run_in_one_process_is_that_of_processes_of_their_own(tmp_path):
     """Two devices in unequal meshes: the same questions, losses and evaluations, to the bit."""
-    words = (*LEARNING, EVALUATED, "--config.schedule.alpha=0", "--config.schedule.steps=6")
+    words = (*LEARNING, EVALUATED, "--config.schedule.alpha=0", "--config.schedule.steps=6", PATIENT)
     with Train(tmp_path / "apart", *words) as apart:
         assert apart.finish() == 0, apart.logs()
     with Train(tmp_path / "together", *words, TOGETHER) as together:
@@ -55,8 +57,9 @@ def test_a_synchronous_run_in_one_process_is_that_of_processes_of_their_own(tmp_
         assert_sound(together, steps=6, alpha=0)
     assert any(step["grad_norm"] for step in steps_of(together)), "it learns something"
     assert steps_of(together) == steps_of(apart)
-    assert accuracies(together) == accuracies(apart)
-    assert [step for step, _, _ in accuracies(together)] == [0, 2, 4, 6]
+    first, second = accuracies(together), accuracies(apart)
+    both = first.keys() & second.keys()  # who is at an older version when one comes does not see it
+    assert {0, 6} <= both and {step: first[step] for step in both} == {step: second[step] for step in both}
     assert trained_questions(together) == trained_questions(apart)
     assert [channels(train) for train in (apart, together)] == [["tcp"], ["device"]]
 
@@ -84,7 +87,7 @@ def test_what_roles_may_be_is_the_same_in_one_process(tmp_path, channel, words):
         assert_sound(train, steps=6, alpha=2)
         assert channels(train) == [channel]
         assert any(row["grad_norm"] for row in train.rows if row["kind"] == "step"), "it learns something"
-        assert [step for step, _, _ in accuracies(train)][-1] == 6
+        assert 6 in accuracies(train)
 
 
 def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir):
@@ -95,6 +98,7 @@ def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir)
         for kill in range(2):
             train.until_step(last_step(train.rows) + 4)
             train.role("colocated").send_signal(signal.SIGKILL)
+            train.until(lambda rows, died=kill + 1: restarts(rows) == died, f"the end of life {kill + 1}")
             killed_at = last_step(train.rows)
             train.until(lambda rows, at=killed_at: last_step(rows) > at, f"a step after kill {kill + 1}")
             train.until(lambda rows, at=killed_at: evaluated(rows) > at, f"an evaluation after kill {kill + 1}")
@@ -113,7 +117,11 @@ def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir)
         assert evaluated(second.rows) == stopped_at + 3
     with Train(free_run_dir, TOGETHER, resume=True) as over:
         assert over.finish() == 0, over.logs()
-        assert over.report()["restarts"] == 2, "a run that is over ends at once"
+        assert restarts(over.rows) == 0, "a run that is over ends at once"
+
+
+def restarts(rows: list[dict]) -> int:
+    return sum(row["kind"] == "restart" for row in rows)
 
 
 def evaluated(rows: list[dict]) -> int:

@@ -150,7 +150,7 @@ def test_an_error_of_a_part_stops_the_learner_and_is_the_error_of_the_process(
     with pytest.raises(InfraError, match="the store is gone"):
         colocated.main(args)
     assert all(LIVES[name].ended.is_set() for name in ("sampler-0", "evaluator"))
-    assert "the store is gone" in capsys.readouterr().err, "said when it happened, not when all had left"
+    assert "the store is gone" in capsys.readouterr().err
 
 
 def test_an_error_after_the_last_step_is_said_and_does_not_have_all_begin_again(
@@ -160,6 +160,32 @@ def test_an_error_after_the_last_step_is_said_and_does_not_have_all_begin_again(
     monkeypatch.setattr(learner, "lived", publishing(0))
     assert colocated.main(args) == 0
     assert "the store is gone" in capsys.readouterr().err
+
+
+def test_an_error_of_a_sampler_at_the_end_does_not_cost_the_last_evaluation(
+    args: RoleArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plays(life: FakeLife) -> None:
+        assert life.part.role != "evaluator" or not life.asked.wait(0.3), "asked to leave before its last answers"
+
+    monkeypatch.setattr(FakeLife, "plays", failing("sampler-0", plays))
+    monkeypatch.setattr(learner, "lived", publishing(0))
+    assert colocated.main(args) == 0
+    assert LIVES["evaluator"].ended.is_set()
+
+
+def test_told_to_stop_before_there_are_weights_nobody_begins(args: RoleArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: dict[int, Callable[..., object]] = {}
+    monkeypatch.setattr(colocated.signal, "signal", lambda signum, handler: handlers.update({signum: handler}))
+
+    def lived(args: RoleArgs, stop: threading.Event, beside: learner.Beside) -> int:
+        handlers[signal.SIGTERM]()
+        beside.published()
+        return EXIT_INTERRUPTED
+
+    monkeypatch.setattr(learner, "lived", lived)
+    assert colocated.main(args) == EXIT_INTERRUPTED
+    assert not any(life.begun.is_set() for life in LIVES.values()) and all(life.closed for life in LIVES.values())
 
 
 def test_an_error_of_the_learner_ends_the_others(args: RoleArgs, monkeypatch: pytest.MonkeyPatch) -> None:

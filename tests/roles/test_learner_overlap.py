@@ -61,12 +61,18 @@ class Store:
 class Publisher:
     """Its weights are where they are said to be, or lost on the way."""
 
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
     def finish(self, version: Version, started: Future[Snapshot]) -> Snapshot:
         return started.result()
 
+    def told(self, version: Version) -> None:
+        assert self._store.told[-1] == ("publish", version.step), "let go of the one before while others are told of it"
+
 
 def telling(store: Any) -> Teller:
-    publisher: Any = Publisher()
+    publisher: Any = Publisher(store)
     return Teller(store, publisher)
 
 

@@ -112,14 +112,21 @@ def test_what_ends_while_room_is_gathered_is_one_call(monkeypatch: pytest.Monkey
     assert asked(Store(), [1, 2, 1]) == [8, 4]
 
 
-@pytest.mark.parametrize("options", [{"samplers": 2}, {"actors": 2}], ids=str)
-def test_beside_others_a_group_that_stays_together_is_leased_whole(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("options", "replicate"),
+    [({"samplers": 2}, "together"), ({"actors": 2}, "together"), ({"actors": 2}, "auto")],
+    ids=str,
+)
+def test_beside_others_a_group_that_stays_together_is_leased_whole(options: dict[str, int], replicate: str) -> None:
     """The rest of it would go to one of them."""
-    assert asked(Store(), [1, 2, 1], replicate="together", **options) == [8, 4]
+    assert asked(Store(), [1, 2, 1], replicate=replicate, **options) == [8, 4]
 
 
-@pytest.mark.parametrize("replicate", ["spread", "auto"])
-@pytest.mark.parametrize("options", [{"samplers": 2}, {"actors": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "replicate"),
+    [({"samplers": 2}, "spread"), ({"samplers": 2}, "auto"), ({"actors": 2}, "spread")],
+    ids=str,
+)
 def test_beside_others_a_group_that_may_be_spread_is_leased_in_parts(options: dict[str, int], replicate: str) -> None:
     assert asked(Store(), [1, 2, 1], replicate=replicate, **options) == [8, 1, 2, 1]
     assert asked(Store(few=True), [2, 2], replicate=replicate, **options) == [8, 5], (

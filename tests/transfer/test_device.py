@@ -9,16 +9,18 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxroll.config import TransferConfig
 from jaxroll.errors import TransferError, VersionGone
 from jaxroll.records import Snapshot, Version
 from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.receive import Receiver
-from tests.transfer.conftest import SHAPES, abstract_of, params_of, shardings_of, values_of
+from tests.transfer.conftest import SHAPES, SPECS, abstract_of, params_of, shardings_of, values_of
 
 V1, V2 = Version(0, 1), Version(0, 2)
-MESHES = [((1, 2, 2), "learner"), ((1, 1, 4), "sampler"), ((2, 1, 2), "sampler"), ((1, 1, 1), "replicated")]
+MESHES = [((1, 2, 2), "learner"), ((1, 1, 4), "sampler"), ((2, 1, 2), "sampler"), ((1, 1, 2), "sampler"),
+          ((1, 1, 1), "replicated")]  # fmt: skip
 
 
 @pytest.fixture
@@ -38,6 +40,10 @@ def test_engines_of_any_mesh_get_what_was_published(publisher, dims, rules, dtyp
     values = values_of(1)
     staged = fetched(publisher.publish(V1, params_of(values, shardings_of((1, 2, 2), "learner"))), dims, rules, dtype)
     placed, target = staged.place(), shardings_of(dims, rules)
+    on_host = [name for name, array in publisher.kept(V1).items() if array._npy_value is not None]
+    assert on_host == [], "by way of the host"
+    with pytest.raises(TransferError, match="placed before"):
+        staged.place()
     assert staged.fetched_bytes == sum(value.nbytes for value in values.values())
     assert placed.keys() == values.keys()
     for name, value in values.items():
@@ -81,8 +87,9 @@ def test_only_the_newest_is_kept_once_it_is_told_of(publisher) -> None:
     old = publisher.publish(V1, params_of(values_of(5), learners))
     watched = weakref.ref(publisher.kept(V1)["embed"])
     started: Future[Snapshot] = publisher.start(V2, params_of(values_of(6), learners))
-    assert fetched(old), "who was told of it may still come"
     new = publisher.finish(V2, started)
+    assert fetched(old), "who was told of it may still come"
+    publisher.told(V2)
     gc.collect()
     assert watched() is None, "its memory is free"
     with pytest.raises(VersionGone, match=r"version 0\.1 is not kept; 0\.2 is"):
@@ -117,3 +124,25 @@ def test_parameters_of_another_model_are_refused_by_name(publisher) -> None:
         fetched(publisher.publish(V1, {name: value for name, value in params.items() if name != "odd"}))
     with pytest.raises(TransferError, match=r"leaf 'odd': published with shape \(8,\), this model has \(3, 5\)"):
         fetched(publisher.publish(V2, params | {"odd": params["bias"]}))
+
+
+@pytest.mark.parametrize(
+    ("dims", "rules"), [((1, 1, 4), "sampler"), ((1, 1, 2), "sampler"), ((1, 2, 2), "learner")], ids=str
+)
+def test_an_engine_with_devices_that_the_learner_has_not_is_served_too(publisher, dims, rules) -> None:
+    values = values_of(1)
+    snapshot = publisher.publish(V1, params_of(values, shardings_of((1, 1, 1), "replicated")))
+    for name, value in fetched(snapshot, dims, rules).place().items():
+        assert value.sharding.is_equivalent_to(shardings_of(dims, rules)[name], value.ndim)
+        np.testing.assert_array_equal(np.asarray(value), values[name])
+
+
+def test_devices_in_another_order_are_served_too(publisher) -> None:
+    values = values_of(1)
+    snapshot = publisher.publish(V1, params_of(values, shardings_of((1, 2, 2), "learner")))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4])[::-1].reshape(1, 1, 4), ("data", "fsdp", "tensor"))
+    target = {name: NamedSharding(mesh, PartitionSpec(*SPECS["sampler"].get(name, ()))) for name in SHAPES}
+    placed = Receiver(TransferConfig()).fetch(snapshot, target, abstract_of(SHAPES)).place()
+    for name, value in values.items():
+        assert placed[name].sharding.is_equivalent_to(target[name], value.ndim)
+        np.testing.assert_array_equal(np.asarray(placed[name]), value)
