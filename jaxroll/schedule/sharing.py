@@ -4,8 +4,8 @@
 
 Members of a group kept `together` on one sampler have their prompt computed once; `spread` over all that have room they
 finish sooner. `auto` keeps them together until samplers would be idle, or the learner waits for that very group. A
-sampler with room for a part of a group would be idle too: but for `together` it asks for that part. So groups are spread
-under load, where places become free one by one.
+sampler with room for a part of a group would be idle too: but for `together` it asks for that part. So under load
+groups are spread, since places become free one by one.
 """
 
 from __future__ import annotations
