@@ -142,11 +142,12 @@ def arms_of(workload: Workload, alpha: float) -> list[Arm]:
 
 
 def fastest(workload: Workload, folder: Path, alpha: float, runs: Runs) -> Arm:
-    """Of `arms_of` the one with which a short run without evaluations was fastest; one alone is not tried."""
+    """Of `arms_of` the one with which a short run, evaluated as often, was fastest; one alone is not tried."""
     tried = arms_of(workload, alpha)
     if len(tried) == 1:
         return tried[0]
-    short = replace(workload, steps=min(workload.steps, TRIAL_STEPS), evaluations=0)
+    steps = min(workload.steps, TRIAL_STEPS)
+    short = replace(workload, steps=steps, evaluations=workload.evaluations * steps // workload.steps)
     rates = []
     for number, arm in enumerate(tried):
         name = f"{workload.name} α={alpha:g}, trial {number}: {arm.threads} threads, {arm.settings}"

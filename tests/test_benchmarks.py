@@ -290,18 +290,18 @@ def test_each_side_of_a_race_has_what_is_fastest_for_it(
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     synchrony, races = (importlib.import_module(name) for name in ("sync_vs_async", "_races"))
     monkeypatch.setattr(synchrony.os, "cpu_count", lambda: 8)
-    made: list[tuple[float, int, bool, int, int, int]] = []
+    made: list[tuple[Any, ...]] = []
 
     def trained(workload: Any, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
         slots, together = workload.settings["sampler.slots"], workload.settings.get("placement.colocated", False)
-        made.append((alpha, slots, together, threads, workload.steps, seed))
+        made.append((alpha, slots, together, threads, workload.steps, workload.evaluations, seed))
         rate = (slots == 32) + 1.0 if alpha else slots / 64 + threads + 0.5 * together
         return {"samples_per_s": rate, "wait_s": 0.1, "train_s": 0.1, "decode_s": 0.1, "decode_tokens_per_s": 1.0,
                 "age_mean": alpha, "age_max": alpha, "accuracy": []}  # fmt: skip
 
     monkeypatch.setattr(synchrony, "trained", trained)
     choices = tuple({"sampler.slots": count} for count in (32, 64))
-    workload = races.Workload("w", 240, 8, evaluations=4, settings={"a": 1}, choices=choices)
+    workload = races.Workload("w", 240, 8, evaluations=12, settings={"a": 1}, choices=choices)
     runs = report.Runs("b", {}, tmp_path / "runs.jsonl", resume=False)
     found = synchrony.raced(workload, tmp_path, runs, [1.0, 2.0], 2)
     tried, raced = made[:8], made[8:]
@@ -309,7 +309,7 @@ def test_each_side_of_a_race_has_what_is_fastest_for_it(
     assert [one[:4] for one in tried[:6]] == [(0.0, slots, False, threads) for slots, threads in both] + [
         (0.0, 32, True, 2), (0.0, 64, True, 2)]  # fmt: skip
     assert [one[:4] for one in tried[6:]] == [(2.0, 32, False, 1), (2.0, 64, False, 1)]
-    assert {one[4:] for one in tried} == {(60, 100)}, "short ones, of a seed of their own"
+    assert {one[4:] for one in tried} == {(60, 3, 100)}, "short ones, evaluated as often, of a seed of their own"
     assert {one[:4] for one in raced} == {(0.0, 64, True, 2), (1.0, 32, False, 1), (2.0, 32, False, 1)}
     assert [one[0] for one in raced] == [0.0, 1.0, 2.0, 2.0, 1.0, 0.0]
     assert found["arms"]["sync"] == {"threads": 2, "settings": {"sampler.slots": 64, "placement.colocated": True}}
