@@ -21,7 +21,6 @@ ERROR = "error"
 RULES = f"You may use a calculator: answer {OPEN}12*7{CLOSE} and you are told the result. Then answer.\n"
 ALPHABET = OPEN + CLOSE + ERROR + "0123456789+-*/(). "
 MAX_CHARS = 128  # of an expression: bounds the depth of brackets and the length of numbers, too
-_CALL = re.compile(re.escape(OPEN) + "(.*?)" + re.escape(CLOSE), re.DOTALL)
 _WORD = re.compile(r"\s*(\d+(?:\.\d+)?|[-+*/()])", re.ASCII)
 _PLACES = 6
 
@@ -32,8 +31,9 @@ class Malformed(ValueError):
 
 def called(answer: str) -> str | None:
     """The expression of the first call in `answer`; None where there is no call."""
-    found = _CALL.search(answer)
-    return found.group(1) if found else None
+    _, opened, rest = answer.partition(OPEN)
+    expression, closed, _ = rest.partition(CLOSE)
+    return expression if opened and closed else None
 
 
 def value(expression: str) -> Fraction:

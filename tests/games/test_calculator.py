@@ -83,3 +83,8 @@ def test_worked_conversations() -> None:
     for seed in range(20):
         call, result, final = (m.content for m in calculator.worked("12*7", "84", seed, 0.0, 1.0))
         assert (result, True) == calculator.replied(calculator.called(call) or "") and final == result
+
+
+def test_marks_without_end_take_no_time() -> None:
+    """Four million opening marks: a search that starts again at each of them would take hours."""
+    assert calculator.called("<calc>" * (4 << 20)) is None
