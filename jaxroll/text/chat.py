@@ -16,7 +16,8 @@ from jaxroll.records import Message
 
 ChatFormat = Callable[[tuple[Message, ...]], str]
 
-# Stands for an earlier conversation when only what follows it is wanted; no template produces it by itself.
+# Stands for an earlier conversation when only what follows it is wanted; no template produces it by itself. Messages
+# that hold it, as a dump of this file does, get another one.
 _EARLIER_QUESTION = "jaxroll-earlier-question"
 _EARLIER_ANSWER = "jaxroll-earlier-answer"
 
@@ -89,8 +90,11 @@ def continuation(render: ChatFormat, messages: tuple[Message, ...], eos_token: s
 
     Templates render whole conversations, so an earlier exchange is put in front and cut off again.
     """
-    earlier = (Message("user", _EARLIER_QUESTION), Message("assistant", _EARLIER_ANSWER))
-    _, marker, rest = render(earlier + messages).rpartition(_EARLIER_ANSWER)
+    answer, number = _EARLIER_ANSWER, 0
+    while any(answer in message.content or answer in message.role for message in messages):
+        answer, number = f"{_EARLIER_ANSWER}-{number}-", number + 1
+    earlier = (Message("user", _EARLIER_QUESTION), Message("assistant", answer))
+    _, marker, rest = render(earlier + messages).rpartition(answer)
     if not marker:
         raise DataError("the chat template does not show earlier answers, so it cannot serve more than one turn")
     return rest.removeprefix(eos_token)

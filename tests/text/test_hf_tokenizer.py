@@ -169,3 +169,12 @@ def test_a_broken_folder_is_a_config_error_that_names_the_file(
     (folder / name).unlink() if text is None else (folder / name).write_text(text)
     with pytest.raises(ConfigError, match=r"tokenizer\.json|" + name):
         HFTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "content", ["jaxroll-earlier-answer", "a jaxroll-earlier-answer b", "jaxroll-earlier-answer-0-"]
+)
+def test_a_message_that_holds_the_mark_of_the_cut_keeps_its_header(make_folder: MakeFolder, content: str) -> None:
+    tokenizer = HFTokenizer(make_folder(CHATML))
+    ids = tokenizer.render((Message("user", content),), first=False)
+    assert ids == tokenizer.encode(f"\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n")
