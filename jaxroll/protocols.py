@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -107,6 +108,7 @@ class Environment(Protocol):
 Place = Literal["loop", "thread", "process"]
 PLACES: tuple[Place, ...] = get_args(Place)
 MAX_TURNS = 64
+MAX_RETRIES = 100  # each rests for up to 10 s, and the member's lease is renewed meanwhile
 
 
 class Traits(msgspec.Struct, frozen=True):
@@ -129,18 +131,30 @@ class Traits(msgspec.Struct, frozen=True):
 def traits(environment: Any) -> Traits:
     """What `environment` (an object or its class) declares. Without a place, coroutines run on the loop, others do not.
 
-    Raises ValueError for a place that there is not.
+    Raises ValueError for a place that there is not, and for limits and counts that make no sense.
     """
     get = lambda name, default: getattr(environment, name, default)  # noqa: E731
-    step_limit_s = float(get("step_limit_s", 60.0))
+    step_limit_s = _declared("step_limit_s", get("step_limit_s", 60.0), 1e-3, math.inf)
     usual = "loop" if inspect.iscoroutinefunction(get("step", None)) else "thread"
     place = get("place", usual)
     if place not in PLACES:
         raise ValueError(f"place = {place!r}: an environment runs in one of {', '.join(PLACES)}")
-    return Traits(
-        place, float(get("reset_limit_s", step_limit_s)), step_limit_s, int(get("reset_retries", 0)),
-        int(get("step_retries", 0)), int(get("max_turns", MAX_TURNS)),
-    )  # fmt: skip
+    reset_limit_s = _declared("reset_limit_s", get("reset_limit_s", step_limit_s), 1e-3, math.inf)
+    reset_retries = int(_declared("reset_retries", get("reset_retries", 0), 0, MAX_RETRIES))
+    step_retries = int(_declared("step_retries", get("step_retries", 0), 0, MAX_RETRIES))
+    max_turns = int(_declared("max_turns", get("max_turns", MAX_TURNS), 1, 2**31))
+    return Traits(place, reset_limit_s, step_limit_s, reset_retries, step_retries, max_turns)
+
+
+def _declared(name: str, value: Any, least: float, most: float) -> float:
+    """The number `value` of the attribute `name`; ValueError outside of [least, most]."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} = {value!a}: it is no number") from error
+    if not least <= number <= most:
+        raise ValueError(f"{name} = {value!a}: it must be between {least:g} and {most:g}")
+    return number
 
 
 class Tokenizer(Protocol):

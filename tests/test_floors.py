@@ -39,6 +39,7 @@ ROOMS: Mapping[str, Room] = {
     "lifeline": Room(0, "none"),  # a process dies with its parent
     "priority": Room(0, "none"),  # a process gives way to the learner
     "records": Room(0, "none"),
+    "env_checks": Room(0, "none"),  # what an environment returned fits the records
     "protocols": Room(0, "none"),
     "wire": Room(0, "none"),
     "metrics": Room(0, "none"),

@@ -14,14 +14,15 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from jaxroll import lifeline, priority
+from jaxroll import env_checks, lifeline, priority
 from jaxroll.config import TaskConfig
+from jaxroll.env_checks import described
 from jaxroll.envs import env_messages as words
 from jaxroll.envs import registry
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Environment
 
-_MAX_ERROR_CHARS = 1000
+_SHOWN = "what reset() returned"
 
 
 class NoPool:
@@ -44,18 +45,18 @@ class Player:
         """What follows from one order."""
         try:
             return self._followed(order)
-        except Exception as error:  # noqa: BLE001 - foreign code may raise anything; it is the episode's answer
-            return words.Raised(f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS], isinstance(error, InfraError))
+        except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the episode's answer
+            return words.Raised(described(error), isinstance(error, InfraError))
 
     def _followed(self, order: words.Order) -> words.Answer:
         match order:
             case words.Reset(name, task, seed):
                 self._env = registry.create(name, NoPool(), self._task)  # type: ignore[arg-type]
-                return words.Shown(tuple(self._done(self._env.reset(task, seed))))
+                return words.Shown(env_checks.messages(self._done(self._env.reset(task, seed)), _SHOWN))
             case words.Again(task, seed):
-                return words.Shown(tuple(self._done(self._current.reset(task, seed))))
+                return words.Shown(env_checks.messages(self._done(self._current.reset(task, seed)), _SHOWN))
             case words.Step(text):
-                return words.Stepped(self._done(self._current.step(text)))
+                return words.Stepped(env_checks.step_result(self._done(self._current.step(text))))
             case words.Close():
                 env, self._env = self._env, None
                 if env is not None:
@@ -70,7 +71,10 @@ class Player:
 
     def _done(self, found: Any) -> Any:
         async def waited() -> Any:
-            return await found
+            try:
+                return await found
+            except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # these would end the event loop
+                raise DataError(f"the environment raised {described(error)}") from error
 
         return self._runner.run(waited()) if inspect.isawaitable(found) else found
 

@@ -6,7 +6,6 @@ A scorer is `score(args, answer) -> float`, args being the task's `env_args`. A 
 
 from __future__ import annotations
 
-import math
 import string
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from jaxroll import env_checks
 from jaxroll.errors import DataError
 
 ScoreFunction = Callable[[Mapping[str, Any], str], float]
@@ -68,9 +68,7 @@ def score(env_args: str, answer: str) -> float:
     if function is None:
         raise DataError(f"there is no scorer {args.get('scorer')!r}; known are {', '.join(sorted(_SCORERS))}")
     raw = function(args, answer)
-    if isinstance(raw, bool) or not isinstance(raw, int | float) or not math.isfinite(raw):
-        raise DataError(f"scorer {args['scorer']!r} returned {raw!r}, which is not a finite number")
-    return float(raw)
+    return env_checks.number(raw, f"the score of scorer {args['scorer']!r}")
 
 
 @register("exact")

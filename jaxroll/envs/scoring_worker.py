@@ -22,6 +22,7 @@ from typing import BinaryIO
 import msgspec
 
 from jaxroll import lifeline, priority
+from jaxroll.env_checks import described
 from jaxroll.envs import isolation, scorers
 from jaxroll.envs.scoring_messages import Ready, Scored, frame, read_work
 
@@ -64,10 +65,10 @@ def _serve(work: BinaryIO, replies: BinaryIO, time_limit_s: float) -> int:
                 reply = Scored(item.id, score=scorers.score(item.env_args, item.answer))
             except MemoryError as error:
                 # What is left of the heap is not to be trusted with the next item.
-                replies.write(frame(Scored(item.id, error=_text(error))))
+                replies.write(frame(Scored(item.id, error=described(error, _MAX_ERROR_CHARS))))
                 return 1
             except Exception as error:  # noqa: BLE001 - foreign code may raise anything; the item has no score then
-                reply = Scored(item.id, error=_text(error))
+                reply = Scored(item.id, error=described(error, _MAX_ERROR_CHARS))
             replies.write(frame(reply))
             if _threads() > threads:
                 return 1
@@ -80,10 +81,6 @@ def _threads() -> int:
         return len(os.listdir("/proc/self/task"))
     except OSError:
         return threading.active_count()
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
 
 
 def _lower(limit: int, value: int) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from jaxroll import env_checks
 from jaxroll.config import Config
 from jaxroll.config.rules import episode_tokens
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
@@ -22,7 +23,6 @@ from jaxroll.protocols import (
     GenerationKey,
     LLMProxy,
     SamplingParams,
-    StepResult,
     Tokenizer,
 )
 from jaxroll.records import Finished, Message, Segment, Task, VersionRun
@@ -125,7 +125,7 @@ async def run(
     traits = asking.traits(env)
     turns, sampling = min(bounds.turns, traits.max_turns), _with_stop(sampling, tokenizer)
     transcript = transcript or Transcript()
-    messages, most = await asking.reset(env, task), 0
+    messages, most = env_checks.messages(await asking.reset(env, task), "what reset() returned"), 0
     for turn in range(turns):
         transcript.show(_rendered(tokenizer, messages, first=turn == 0))
         most = bounds.most(transcript.length) if turn == 0 else most
@@ -138,9 +138,10 @@ async def run(
         if completion.finish == "length":
             return _cut(transcript)
         answer = tokenizer.decode(_without_stop(completion, sampling))
-        result = await asking.step(env, answer)
+        result = env_checks.step_result(await asking.step(env, answer))
         if result.done:
-            return transcript.finished("stop" if turn == 0 else "done", *_reward(result))
+            parts = {**result.reward_parts, "truncated": 0.0}
+            return transcript.finished("stop" if turn == 0 else "done", result.reward, parts)
         messages = result.messages
     return _cut(transcript)
 
@@ -159,12 +160,6 @@ def _cut(transcript: Transcript) -> Finished:
     if not transcript.segments[-1].loss_mask.any():
         transcript.segments.pop()  # shown, and never answered
     return transcript.finished("length", 0.0, {"truncated": 1.0})
-
-
-def _reward(result: StepResult) -> tuple[float, dict[str, float]]:
-    if not np.isfinite(result.reward):
-        raise DataError(f"the environment's reward is {result.reward}")
-    return float(result.reward), {**result.reward_parts, "truncated": 0.0}
 
 
 def _with_stop(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:

@@ -118,7 +118,7 @@ def test_no_text_but_the_answer_scores_exactly_one(answer: str) -> None:
         assert (scorers.score(args, answer) == 1.0) <= (answer.lower() in right)
 
 
-@pytest.mark.parametrize("returned", [None, "1.0", True, float("nan"), float("inf")])
+@pytest.mark.parametrize("returned", [None, "1.0", [1.0], float("nan"), float("inf")])
 def test_a_score_is_a_finite_number(own_scorer: None, returned: object) -> None:
     scorers.register("odd")(lambda _args, _answer: returned)
     with pytest.raises(DataError, match="not a finite number"):
