@@ -1,7 +1,7 @@
 """The actor role: leases groups, plays their members against samplers' engines, puts the finished ones.
 
 No JAX and no device: environments, scoring and the history of tokens, for environments that are too heavy to live
-beside an engine. One event loop, on the main thread:
+beside an engine. One event loop, on a thread of its own; the main thread waits for its end and gets the signals:
 
 - *samplers* keeps up with every sampler's version (`jaxroll.rollout.remote`);
 - *tell* says to the store which version the newest of them has: leases are granted for that one, and their members are
@@ -21,7 +21,6 @@ import time
 from jaxroll.config import RoleArgs
 from jaxroll.config.rules import actor_members
 from jaxroll.data import sources
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Grant, Member, Version
@@ -42,19 +41,21 @@ def main(args: RoleArgs) -> int:
     """Play until the run is closed."""
     pool = sessions.scoring_pool(args.config)
     pool.start()
+    thread = sessions.loop_thread(f"actor-{args.index}", args.config)
     try:
-        return asyncio.run(_run(args, pool))
+        session = sessions.Session(f"actor-{args.index}", args, pool, thread.loop)
+        told_to = sessions.heed_signals(session)
+        sessions.ended(thread.start(_run(session)))
+        return EXIT_INTERRUPTED if told_to.is_set() else 0
     finally:
+        thread.close()
         pool.close()
 
 
-async def _run(args: RoleArgs, pool: ScoringPool) -> int:
-    session = sessions.Session(f"actor-{args.index}", args, pool, asyncio.get_running_loop())
-    told_to = sessions.heed_signals(session)
-    config = args.config
+async def _run(session: sessions.Session) -> None:
+    config = session.config
     tokenizer = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
     await session.run(asyncio.sleep(0), lambda: Acting(session, tokenizer).run())
-    return EXIT_INTERRUPTED if told_to.is_set() else 0
 
 
 class Acting:

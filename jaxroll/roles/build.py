@@ -1,11 +1,7 @@
-"""The parts that roles put together: model, tokenizer, engine, loop thread."""
+"""The parts that roles put together: model, tokenizer, engine."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -89,21 +85,3 @@ def inference(
 def cache_tokens(config: Config) -> int:
     """Positions that a request may need in the cache: those of the longest episode."""
     return max(episode_tokens(config), config.sampler.prefill_buckets[-1])
-
-
-class LoopThread:
-    """An asyncio loop on a thread of its own, ended by `close`."""
-
-    def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=f"{name}-loop", daemon=True)
-        self._thread.start()
-
-    def start(self, job: Coroutine) -> Future:
-        """The future result of `job`, running on the loop."""
-        return asyncio.run_coroutine_threadsafe(job, self.loop)
-
-    def close(self) -> None:
-        """Stop the loop and join its thread."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(timeout=10)

@@ -15,17 +15,18 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxroll.config import Config, Flip, MeshConfig, RoleArgs
 from jaxroll.envs import registry
 from jaxroll.envs.places import Places
 from jaxroll.envs.scoring import ScoringPool
-from jaxroll.errors import EXIT_INTERRUPTED, Closed, WornOut
+from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
+from jaxroll.roles.loop_thread import BLOCKED_S, LoopThread
 from jaxroll.roles.progress import Progress
 from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.manager import RolloutManager
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
     from jaxroll.engine.host import EngineProxy
     from jaxroll.roles.build import Inference
 
+T = TypeVar("T")
 STORE_PATIENCE_S = 60.0
 STOP_S = 15.0
 SEND_EVERY_S, HEARTBEAT_S = 0.5, 10.0  # the latter well below what a closed store waits for (LINGER_S)
@@ -101,11 +103,10 @@ class Session:
                     with contextlib.suppress(Closed):
                         job.result()
         finally:
-            for job in (playing, wearing, stopping, reporting):
-                if job is not None:
-                    job.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, Closed, WornOut):
-                        await job
+            all_jobs: tuple[asyncio.Future[Any] | None, ...] = (playing, wearing, stopping, reporting)
+            for job in (jobs := [job for job in all_jobs if job is not None]):
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)  # what ended one of them is on its way up already
             if playing is not None:
                 await self.places.close()
             with contextlib.suppress(Closed):
@@ -148,6 +149,22 @@ class EngineSession(Session):
 def scoring_pool(config: Config) -> ScoringPool:
     """What scores answers for the run's environment, not started yet."""
     return ScoringPool(config.sampler.scoring_workers, modules=registry.scorer_modules(config.task.env))
+
+
+def loop_thread(name: str, config: Config) -> LoopThread:
+    """The loop of a role. Where it is blocked for twice as long as a lease lives, nothing of its work counts anyway."""
+    return LoopThread(name, max(BLOCKED_S, 2 * config.store.lease_s))
+
+
+def ended(session: Future[T], timeout_s: float | None = None) -> T:
+    """The result of the `session`. InfraError when foreign code cancelled it."""
+    try:
+        return session.result(timeout_s)
+    except CancelledError as error:
+        reason = (
+            "code on the event loop cancelled the session; an environment must not cancel tasks that it did not start"
+        )
+        raise InfraError(reason) from error
 
 
 def heed_signals(session: Session) -> threading.Event:
@@ -212,9 +229,9 @@ class Life:
 
     def open(self) -> EngineSession:
         """The session, on a loop thread of its own; JAX is loaded from here on."""
-        from jaxroll.roles import build
+        from jaxroll.roles import build  # noqa: F401 - loads JAX, after the scoring pool has started
 
-        self._thread = build.LoopThread(self.part.role)
+        self._thread = loop_thread(self.part.role, self._args.config)
         self.session = EngineSession(self.part.role, self._args, self._pool, self._thread.loop)
         return self.session
 
@@ -246,7 +263,7 @@ class Life:
             parts.host.run()
         finally:
             session.request_stop()
-            finished.result(timeout=STOP_S)
+            ended(finished, STOP_S)
             self.close()
 
     def close(self) -> None:

@@ -1,4 +1,9 @@
-"""How an environment is asked: within its limits, again where it may be, and with a count of what went wrong."""
+"""Calls of an environment: within its limits, repeated where it allows that, whatever its code raises.
+
+Each call is a task of its own, so that foreign code that cancels "its" task, raises CancelledError, or ignores a
+cancellation costs its member and no other. SystemExit, KeyboardInterrupt and GeneratorExit become DataError: they are
+the environment's, not the process's.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +12,37 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxroll import protocols
+from jaxroll.env_checks import described
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Environment, StepResult, Traits
 from jaxroll.records import Message, Task
 
+T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[object]]
 PAUSE_FIRST_S, PAUSE_MAX_S = 0.1, 10.0
+CLOSE_LIMIT_S = 10.0
+CANCEL_GRACE_S = 5.0  # for a cancelled call to end; afterwards it is left to itself
 
 
 @dataclass
 class Asked:
-    """What was asked of environments since the start: calls, those made again, those that took too long."""
+    """Environment calls since the start: all, repeated, longer than their limit, deaf to their cancellation."""
 
     calls: int = 0
     retries: int = 0
     overdue: int = 0
+    abandoned: int = 0
 
 
 class Asking:
-    """Asks environments on the event loop. `sleep` waits between two attempts."""
+    """Calls environments on the event loop. `sleep` waits between two attempts."""
 
     def __init__(self, sleep: Sleep = asyncio.sleep) -> None:
         self.asked, self._sleep = Asked(), sleep
+        self._stuck: dict[int, asyncio.Task[Any]] = {}  # id of an environment → its call that ignores its cancellation
 
     def traits(self, env: Environment) -> Traits:
         """What `env` declares; DataError where that makes no sense."""
@@ -40,22 +51,39 @@ class Asking:
         except ValueError as error:
             raise DataError(str(error)) from error
 
+    def made(self, make: Callable[[str], Environment], name: str) -> Environment:
+        """The environment `name`, made by `make`."""
+        try:
+            return make(name)
+        except Exception:
+            raise
+        except BaseException as error:
+            raise DataError(f"making the environment raised {described(error)}") from error
+
     async def reset(self, env: Environment, task: Task) -> tuple[Message, ...]:
         """The first messages. DataError when that takes too long, InfraError after the last retry."""
         declared = self.traits(env)
         call = lambda: env.reset(task, task.seed)  # noqa: E731
-        return await self._patiently(call, declared.reset_limit_s, declared.reset_retries, "reset")
+        return await self._patiently(env, call, declared.reset_limit_s, declared.reset_retries, "reset")
 
     async def step(self, env: Environment, answer: str) -> StepResult:
         """The consequence of `answer`; raises as `reset` does."""
         declared = self.traits(env)
-        return await self._patiently(lambda: env.step(answer), declared.step_limit_s, declared.step_retries, "step")
+        call = lambda: env.step(answer)  # noqa: E731
+        return await self._patiently(env, call, declared.step_limit_s, declared.step_retries, "step")
 
-    async def _patiently(self, call: Callable[[], Any], limit_s: float, retries: int, what: str) -> Any:
+    async def close(self, env: Environment) -> None:
+        """Close `env`, unless one of its calls is still running; raises what that raises."""
+        if id(env) not in self._stuck:
+            await self._in_time(env, env.close, CLOSE_LIMIT_S, "close")
+
+    async def _patiently(
+        self, env: Environment, call: Callable[[], Any], limit_s: float, retries: int, what: str
+    ) -> Any:
         for attempt in range(retries + 1):
             self.asked.calls += 1
             try:
-                return await self._in_time(call, limit_s, what)
+                return await self._in_time(env, call, limit_s, what)
             except InfraError:
                 if attempt == retries:
                     raise
@@ -63,15 +91,61 @@ class Asking:
                 await self._sleep(min(PAUSE_FIRST_S * 2**attempt, PAUSE_MAX_S))
         raise AssertionError("unreachable")
 
-    async def _in_time(self, call: Callable[[], Any], limit_s: float, what: str) -> Any:
+    async def _in_time(self, env: Environment, call: Callable[[], Any], limit_s: float, what: str) -> Any:
         """The environment's answer. A hang is the item's fault: the same answer would hang again."""
-        limit = asyncio.timeout(None if math.isinf(limit_s) else limit_s)
+        name = f"{type(env).__name__}.{what}"
+        task = asyncio.get_running_loop().create_task(_answered(call, what), name=name)
         try:
-            async with limit:
-                found = call()
-                return await found if inspect.isawaitable(found) else found
-        except TimeoutError as error:
-            if limit.expired():
-                self.asked.overdue += 1
-                raise DataError(f"the environment's {what} took longer than {limit_s:g} s") from error
-            raise DataError(f"the environment's {what} timed out: {error}") from error
+            await asyncio.wait([task], timeout=None if math.isinf(limit_s) else limit_s)
+        except asyncio.CancelledError:
+            await self._cancelled(env, task)
+            raise
+        if not task.done():
+            self.asked.overdue += 1
+            await self._cancelled(env, task)
+            raise DataError(f"the environment's {what} took longer than {limit_s:g} s")
+        if task.cancelled():
+            raise DataError(f"the environment's {what} cancelled itself")
+        error = task.exception()
+        if error is not None and not isinstance(error, Exception):  # GeneratorExit, or a panic of compiled code
+            raise DataError(f"the environment's {what} raised {described(error)}") from error
+        return task.result()
+
+    async def _cancelled(self, env: Environment, task: asyncio.Task[Any]) -> None:
+        """Cancel the call and give it time to end. One that ignores that is left to itself."""
+        task.cancel()
+        task.add_done_callback(_noticed)
+        try:
+            await asyncio.wait([task], timeout=CANCEL_GRACE_S)
+        finally:
+            if not task.done():
+                self.asked.abandoned += 1
+                self._stuck[id(env)] = task
+                task.add_done_callback(lambda _: self._stuck.pop(id(env), None))  # holds `env`: its id stays its own
+
+
+async def _answered(call: Callable[[], Any], what: str) -> Any:
+    """What `call` returns; DataError for exceptions that would end the event loop or look like our cancellation."""
+    try:
+        found = call()
+        return await found if inspect.isawaitable(found) else found
+    except TimeoutError as error:
+        raise DataError(f"the environment's {what} timed out: {described(error)}") from error
+    except Exception:
+        raise
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        if is_cancellation(error):
+            raise
+        raise DataError(f"the environment's {what} raised {described(error)}") from error
+
+
+def is_cancellation(error: BaseException) -> bool:
+    """Whether `error` ends the current task because somebody cancelled it; else foreign code raised it by itself."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
+def _noticed(task: asyncio.Task[Any]) -> None:
+    """Take the exception of a task that nothing waits for, which asyncio would otherwise complain about."""
+    if not task.cancelled():
+        task.exception()

@@ -7,28 +7,30 @@ one of them is no concern of the others. Thousands of them fit into one process.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from jaxroll.env_checks import described
 from jaxroll.errors import InfraError
 from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer
 from jaxroll.records import Failed, Finished, Grant, Member, Outcome
 from jaxroll.rollout import episode
-from jaxroll.rollout.asking import Asked, Asking
+from jaxroll.rollout.asking import Asked, Asking, is_cancellation
 
 _LOG = logging.getLogger(__name__)
-_MAX_ERROR_CHARS = 1000
-_CLOSE_LIMIT_S = 10.0
 
 
 @dataclass
 class Counts:
-    """How the episodes since the start went: finished, failed by kind, and the sums of their reward parts."""
+    """How the episodes since the start went: finished, failed by kind, and the sums of their reward parts.
+
+    `closes_failed` counts environments whose close raised or took too long.
+    """
 
     finished: int = 0
+    closes_failed: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     parts: dict[str, float] = field(default_factory=dict)
 
@@ -104,7 +106,7 @@ class RolloutManager:
         self, grant: Grant, member: int, proxy: LLMProxy, transcript: episode.Transcript | None
     ) -> Outcome:
         try:
-            env = self._make_env(grant.task.env)
+            env = self._asking.made(self._make_env, grant.task.env)
             try:
                 return await episode.run(
                     grant.task,
@@ -118,24 +120,18 @@ class RolloutManager:
                     transcript=transcript,
                 )
             finally:
-                await _closed(env)
+                await self._close(env)
         except InfraError as error:
-            return Failed("INFRA", _text(error))
-        except Exception as error:  # noqa: BLE001 - an environment may raise anything; it costs its member, no other
-            return Failed("DATA", _text(error))
+            return Failed("INFRA", described(error))
+        except BaseException as error:
+            if is_cancellation(error):
+                raise
+            return Failed("DATA", described(error))
 
-
-async def _closed(env: Environment) -> None:
-    """Closes the environment; how that goes does not change what the episode was."""
-    try:
-        async with asyncio.timeout(_CLOSE_LIMIT_S):
-            closing = env.close()
-            if inspect.isawaitable(closing):
-                await closing
-    except Exception as error:  # noqa: BLE001 - foreign code, and the outcome stands already
-        _LOG.warning("closing an environment failed: %s", _text(error))
-
-
-def _text(error: BaseException) -> str:
-    """The error in text that any wire carries: lone surrogates, which UTF-8 has no bytes for, become question marks."""
-    return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS].encode(errors="replace").decode()
+    async def _close(self, env: Environment) -> None:
+        """Close the environment; a failure of that does not change the outcome, and is counted."""
+        try:
+            await self._asking.close(env)
+        except Exception as error:  # noqa: BLE001 - foreign code, and the outcome is decided already
+            self.counts.closes_failed += 1
+            _LOG.warning("closing an environment failed: %s", described(error))

@@ -1,0 +1,119 @@
+"""The asyncio loop of a role, on a thread of its own, and the watch over it.
+
+Environments run on this loop. SystemExit and KeyboardInterrupt of a task that an environment started, and its
+`loop.stop()`, end `run_forever`, which is then entered again. When the thread ends all the same, or is blocked for
+longer than `blocked_s`, its jobs fail with that cause, so that the process ends instead of holding leases that nothing
+renews.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Coroutine
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+from jaxroll.env_checks import described
+from jaxroll.errors import InfraError
+
+BLOCKED_S = 60.0
+_LOOK_S = 1.0
+_FRAMES = 12  # of the blocked thread, for its error
+
+
+class LoopThread:
+    """An asyncio loop on a thread of its own, ended by `close`.
+
+    `escapes` counts exceptions and stops of foreign code that left the loop; `failure` says why the loop is lost.
+    """
+
+    def __init__(self, name: str, blocked_s: float = BLOCKED_S) -> None:
+        self.loop, self.escapes, self.failure = asyncio.new_event_loop(), 0, ""
+        self._name, self._blocked_s, self._closing = name, blocked_s, threading.Event()
+        self._jobs: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+        self._heard_s = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._watch, name=f"{name}-loop-watch", daemon=True).start()
+
+    def start(self, job: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """The future result of `job`, running on the loop. InfraError when the loop ends or is blocked before."""
+        future = asyncio.run_coroutine_threadsafe(job, self.loop)
+        with self._lock:
+            self._jobs.add(future)
+        future.add_done_callback(self._forget)
+        if self.failure:
+            self._fail(self.failure)
+        return future
+
+    def close(self) -> None:
+        """Stop the loop and join its thread."""
+        self._closing.set()
+        with contextlib.suppress(RuntimeError):  # it is closed already
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=10)
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._jobs.discard(future)
+
+    def _run(self) -> None:
+        cause = "its event loop ended"
+        try:
+            while not self._closing.is_set():
+                try:
+                    self.loop.run_forever()
+                    what = "loop.stop()"
+                except (SystemExit, KeyboardInterrupt) as error:
+                    what = described(error)
+                if not self._closing.is_set():
+                    self.escapes += 1
+                    print(f"{self._name}: {what} of foreign code left the event loop, which goes on", flush=True)
+        except BaseException as error:  # noqa: BLE001 - the jobs fail with it, and the process with them
+            traceback.print_exc()
+            cause = f"its event loop ended: {described(error)}"
+        if not self._closing.is_set():
+            self._fail(f"{self._name}: {cause}")
+
+    def _watch(self) -> None:
+        """Fail the jobs when the loop has not answered for `blocked_s`. A process that was stopped is not blamed: only
+        seconds in which this thread ran as well count."""
+        silent_s, last_s, seen_s = 0.0, time.monotonic(), self._heard_s
+        while not self._closing.wait(_LOOK_S) and self._thread.is_alive():
+            now_s = time.monotonic()
+            silent_s = silent_s + min(now_s - last_s, 2 * _LOOK_S) if self._heard_s == seen_s else 0.0
+            last_s, seen_s = now_s, self._heard_s
+            if silent_s >= self._blocked_s:
+                self._fail(f"{self._name}: {self._blocked(silent_s)}")
+                return
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self.loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        self._heard_s = time.monotonic()
+
+    def _blocked(self, silent_s: float) -> str:
+        """Which task blocks the loop, and where."""
+        task = asyncio.current_task(self.loop)
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
+        for line in traceback.format_list(stack):
+            print(line, end="", file=sys.stderr, flush=True)
+        where = f" at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+        name = "a callback" if task is None else f"the task {task.get_name()}"
+        return (f"{name} blocked the event loop for {silent_s:.0f} s{where}. An environment that blocks belongs into "
+                'place = "thread" or "process"')  # fmt: skip
+
+    def _fail(self, cause: str) -> None:
+        self.failure = cause
+        with self._lock:
+            jobs = list(self._jobs)
+        for job in jobs:
+            with contextlib.suppress(InvalidStateError):  # it ended meanwhile
+                job.set_exception(InfraError(cause))

@@ -1,0 +1,104 @@
+"""The loop of a role goes on after foreign exits; when it is lost, its jobs fail with the cause."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxroll.errors import InfraError
+from jaxroll.roles.loop_thread import LoopThread
+from jaxroll.roles.session import ended
+
+DEADLINE_S = 60.0
+
+
+async def leaves(how: str) -> None:
+    """A stray task raises past the loop."""
+
+    async def stray() -> None:
+        if how == "exit":
+            sys.exit(0)
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        asyncio.get_running_loop().stop()
+
+    await asyncio.wait([asyncio.ensure_future(stray())])
+
+
+@pytest.mark.parametrize("how", ["exit", "interrupt", "stop"])
+def test_the_loop_goes_on_after_an_exit_of_a_stray_task(how: str) -> None:
+    thread = LoopThread("test")
+
+    async def job() -> str:
+        await leaves(how)
+        await asyncio.sleep(0.01)
+        return "still here"
+
+    assert thread.start(job()).result(DEADLINE_S) == "still here"
+    assert thread.escapes == 1 and not thread.failure
+    thread.close()
+
+
+def test_a_loop_that_is_lost_fails_its_jobs_with_the_cause() -> None:
+    thread = LoopThread("test")
+    waiting = thread.start(asyncio.Event().wait())
+
+    def broken(*_: object) -> list[object]:
+        raise OSError("the selector is gone")
+
+    thread.loop._selector.select = broken  # type: ignore[attr-defined]
+    thread.loop.call_soon_threadsafe(lambda: None)
+    with pytest.raises(InfraError, match="the selector is gone"):
+        waiting.result(DEADLINE_S)
+    with pytest.raises(InfraError, match="the selector is gone"):
+        thread.start(asyncio.sleep(0)).result(DEADLINE_S)
+
+
+def test_a_blocked_loop_fails_its_jobs_and_names_the_task_and_the_line() -> None:
+    thread = LoopThread("test", blocked_s=1.5)
+    waiting = thread.start(asyncio.Event().wait())
+    free = threading.Event()
+
+    async def blocks() -> None:
+        free.wait(DEADLINE_S)
+
+    async def job() -> None:
+        await asyncio.get_running_loop().create_task(blocks(), name="Bad.step")
+
+    thread.start(job())
+    with pytest.raises(InfraError, match=r"Bad\.step blocked the event loop.*threading"):
+        waiting.result(DEADLINE_S)
+    free.set()
+    thread.close()
+
+
+def test_a_busy_loop_is_not_taken_for_a_blocked_one() -> None:
+    thread = LoopThread("test", blocked_s=1.5)
+
+    async def job() -> None:
+        until_s = time.monotonic() + 4.0
+        while time.monotonic() < until_s:
+            time.sleep(0.2)
+            await asyncio.sleep(0)
+
+    thread.start(job()).result(DEADLINE_S)
+    assert not thread.failure
+    thread.close()
+
+
+def test_a_session_that_foreign_code_cancels_ends_with_that_cause() -> None:
+    thread = LoopThread("test")
+
+    async def cancels_all() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+
+    session = thread.start(asyncio.Event().wait())
+    thread.start(cancels_all())
+    with pytest.raises(InfraError, match="cancelled the session"):
+        ended(session, DEADLINE_S)
+    thread.close()
