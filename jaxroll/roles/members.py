@@ -16,10 +16,13 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import msgspec
+
+from jaxroll.env_checks import described
 from jaxroll.envs.places import Places
-from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
+from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.protocols import SamplingParams, Tokenizer
-from jaxroll.records import Grant, Member, Version
+from jaxroll.records import Failed, Grant, Member, Version
 from jaxroll.roles.session import Session
 from jaxroll.rollout.episode import Transcript
 from jaxroll.rollout.manager import RolloutManager
@@ -27,6 +30,7 @@ from jaxroll.rollout.manager import RolloutManager
 LEASE_WAIT_S, ENDED_WAIT_S = 5.0, 10.0
 LAST_PUTS_S = 2.0  # for what is on its way when all ends; then its lease is given back like any other
 GATHER_S = 0.01  # how long room for a part of a group waits for more: a call less for each member that ends with it
+MAX_ERROR_CHARS = 1000
 Key = tuple[int, int, int]  # group, member, attempt
 # (member, attempt, where to write what is said) → the member, finished or failed
 Play = Callable[[int, int, Transcript], Awaitable[Member]]
@@ -50,7 +54,10 @@ class Members:
         self.open: dict[Key, asyncio.Task] = {}  # leased and not put yet
         self.playing: dict[Key, Transcript] = {}  # those of them whose episode has not ended, and what is said in it
         self.ended: set[Key] = set()  # not needed any more, and not heard of yet: their lease is still on its way
-        self.aborted = self.tokens_let_go = 0
+        self.aborted = self.tokens_let_go = self.refused = self.lost = 0
+        self._cancelled: set[Key] = set()  # by this object
+        self._failure: BaseException | None = None  # of a member's task: a defect, which ends the role
+        self._failed = asyncio.Event()
         self.room = asyncio.Event()
         # Whether parts of a group are asked for. Beside other samplers the rest of it may go to one of them: what is to
         # stay together waits for room instead. An actor's free place is no idle place of a sampler.
@@ -61,15 +68,17 @@ class Members:
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """What is to run for ever, side by side."""
-        return (self._lease(), self._end_early(), self._renew())
+        return (self._lease(), self._end_early(), self._renew(), self._raise_failure())
 
     def counts(self) -> dict[str, int]:
         """Members in flight, those of them that are played and not put yet; since the start those let go, and the
-        tokens of the whole answers that they had."""
+        tokens of the whole answers that they had; members that the store refused as malformed, and those that were lost
+        here: not put, so that the store leases them again."""
         unput = len(self.open) - len(self.playing)
         return {
             "open": len(self.open), "unput": unput,
             "members_aborted": self.aborted, "tokens_let_go": self.tokens_let_go,
+            "puts_refused": self.refused, "members_lost": self.lost,
         }  # fmt: skip
 
     async def _lease(self) -> None:
@@ -120,11 +129,30 @@ class Members:
     def _start(self, key: Key, play: Play) -> None:
         self.playing[key] = Transcript()
         self.open[key] = task = asyncio.ensure_future(self._produce(key, play))
-        task.add_done_callback(lambda _: self._over(key))  # also of one that is cancelled before it begins
+        task.add_done_callback(lambda task: self._over(key, task))  # also of one that is cancelled before it begins
 
-    def _over(self, key: Key) -> None:
+    def _over(self, key: Key, task: asyncio.Task[None]) -> None:
         self.open.pop(key, None)
         self._played(key)
+        if task.cancelled():
+            if key not in self._cancelled:  # as foreign code does that cancels all tasks of the loop
+                self._lose(key, "its task was cancelled by other code")
+            self._cancelled.discard(key)
+        elif isinstance(error := task.exception(), InfraError):
+            self._lose(key, described(error))
+        elif error is not None:
+            self._failure = error
+            self._failed.set()
+
+    def _lose(self, key: Key, why: str) -> None:
+        """Count a member that was not put. Its lease is renewed no more, and the store gives it to another."""
+        self.lost += 1
+        self.session.progress(f"member {key} was not put: {why}")
+
+    async def _raise_failure(self) -> None:
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
 
     def _played(self, key: Key) -> None:
         self.playing.pop(key, None)
@@ -134,12 +162,36 @@ class Members:
         try:
             member = await play(key[1], key[2], said := self.playing[key])
             self._played(key)
-            if await self.store.put(member) == "SURPLUS":
+            if await self._put(member) == "SURPLUS":
                 self._let_go(said)
         except Closed:
             self.session.request_stop()
-        except StoreRefusal as refusal:  # somebody else owns this member now, or it is there already
+        except (Fenced, Conflict) as refusal:  # somebody else owns this member now, or it is there already
             self.session.progress(f"put {key}: {refusal}")
+
+    async def _put(self, member: Member) -> str:
+        """Put the member. One that the store cannot take is put as a failure with the store's reason: without that its
+        lease would run out, and be given again, for ever.
+
+        StaleClient speaks of the versions that the engine stamped (INFRA); every other plain refusal, and a member that
+        cannot be encoded, of what the environment made (DATA).
+        """
+        try:
+            return await self.store.put(member)
+        except (Closed, Fenced, Conflict, Unauthorized):
+            raise
+        except StaleClient as refusal:
+            kind, why = "INFRA", described(refusal)
+        except (StoreRefusal, TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
+            kind, why = "DATA", described(error)
+        self.refused += 1
+        key = (member.group, member.member, member.attempt)
+        self.session.progress(f"put {key} is refused: {why}")
+        failed = Failed(kind, f"the store refuses this member: {why}"[:MAX_ERROR_CHARS])
+        try:
+            return await self.store.put(msgspec.structs.replace(member, outcome=failed))
+        except StaleClient as refusal:  # of the lease itself: its group is not known there
+            raise InfraError(str(refusal)) from refusal
 
     async def _renew(self) -> None:
         while True:
@@ -157,8 +209,13 @@ class Members:
         if (lost := self.open.get(key)) is None:
             self.ended.add(key)
         elif key in self.playing and not lost.cancelling():  # of one on its way to the store the store's answer says
-            lost.cancel()
+            self._cancel(key)
             self._let_go(self.playing[key])
+
+    def _cancel(self, key: Key) -> None:
+        if (task := self.open.get(key)) is not None:
+            self._cancelled.add(key)
+            task.cancel()
 
     def _let_go(self, said: Transcript) -> None:
         """One member more that nobody needs; what it drew of an answer that is not whole the engine counts."""
@@ -168,13 +225,13 @@ class Members:
     async def give_back(self) -> None:
         """End what is unfinished, let what was played reach the store, and release the leases that are left."""
         held = dict(self.open)
-        puts = [task for key, task in held.items() if key not in self.playing]
+        puts = {key: task for key, task in held.items() if key not in self.playing}
         for key in self.playing:
-            held[key].cancel()
+            self._cancel(key)
         if puts:
-            await asyncio.wait(puts, timeout=LAST_PUTS_S)
-        for task in puts:
-            task.cancel()
+            await asyncio.wait(puts.values(), timeout=LAST_PUTS_S)
+        for key in puts:
+            self._cancel(key)
         await asyncio.gather(*held.values(), return_exceptions=True)
         if unput := [key for key, task in held.items() if task.cancelled() or task.exception()]:
             with contextlib.suppress(Closed):
@@ -205,6 +262,7 @@ def episode_counts(manager: RolloutManager, places: Places) -> dict[str, Any]:
     counts, asked = manager.counts, manager.asked
     return {
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
-        "env_retries": asked.retries, "env_overdue": asked.overdue, **places.counts(),
+        "env_retries": asked.retries, "env_overdue": asked.overdue, "env_calls_abandoned": asked.abandoned,
+        "env_closes_failed": counts.closes_failed, **places.counts(),
         "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
     }  # fmt: skip

@@ -12,6 +12,7 @@ from jaxroll.records import Failed, Grant, Member, Version
 from jaxroll.roles import members as rooms
 from jaxroll.roles.members import Key, Members, Play
 from jaxroll.rollout.episode import Transcript
+from tests.roles.test_sampler_endings import counted as all_counted
 from tests.roles.test_sampler_endings import grant as granted
 from tests.roles.test_sampler_endings import members, settle
 
@@ -73,7 +74,7 @@ async def under_way(store: Store) -> Members:
 
 def counted(work: Members) -> dict[str, int]:
     """Without the tokens, of which these members have none."""
-    return {key: count for key, count in work.counts().items() if key != "tokens_let_go"}
+    return {key: count for key, count in all_counted(work).items() if key != "tokens_let_go"}
 
 
 async def ended(*tasks: asyncio.Future[Any]) -> None:
