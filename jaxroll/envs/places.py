@@ -8,6 +8,7 @@ process    heavy or crashing code; what holds the GIL     nothing but the member
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from typing import Any
@@ -18,7 +19,7 @@ from jaxroll.envs import registry
 from jaxroll.envs.processes import InProcess, Processes
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.envs.threads import Abandoned, Threads
-from jaxroll.errors import DataError, WornOut
+from jaxroll.errors import DataError, InfraError, WornOut
 from jaxroll.protocols import Environment, StepResult
 from jaxroll.records import Message, Task
 
@@ -45,16 +46,31 @@ class Places:
         return InThread(env, self.threads)
 
     def counts(self) -> dict[str, int]:
-        """What went wrong so far: calls in threads that were given up (and of them still hang), processes replaced."""
+        """Failures so far: calls in threads that were given up (and of them still hang), processes of environments and
+        scoring workers that were replaced, and those that did not start."""
         return {
             "env_threads_abandoned": self.threads.abandoned,
             "env_threads_hanging": self.threads.hanging,
             "env_processes_replaced": self.processes.replaced,
+            "env_process_failed_starts": self.processes.failed_starts,
+            "scoring_restarts": self._pool.restarts,
+            "scoring_failed_starts": self._pool.failed_starts,
         }
 
     async def worn_out(self) -> None:
-        """Never returns. WornOut when so many threads hang in environments that no other is given to one."""
-        await self.threads.worn.wait()
+        """Never returns. WornOut when so many threads hang in environments that no other is given to one; InfraError
+        when neither a scoring worker nor a process of environments can be started."""
+        events = (self.threads.worn, self.processes.gave_up, self._pool.gave_up)
+        waiting = [asyncio.ensure_future(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+        if self._pool.gave_up.is_set():
+            raise InfraError(f"the scoring pool does not work: {self._pool.broken}")
+        if self.processes.gave_up.is_set():
+            raise InfraError(f"processes of environments do not start: {self.processes.broken}")
         raise WornOut(f"{self.threads.hanging} threads hang in environments: in this process no other is given to one")
 
     async def close(self) -> None:

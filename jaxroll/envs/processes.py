@@ -24,6 +24,8 @@ from jaxroll.records import Message, Task
 
 _START_LIMIT_S = 120.0
 _CLOSE_LIMIT_S = 10.0
+TRIES, PAUSE_FIRST_S = 4, 0.25  # to start one, for one episode
+GIVE_UP_AFTER = 12  # failed starts in a row, of all episodes
 
 
 class EnvProcess:
@@ -36,10 +38,14 @@ class EnvProcess:
     async def started(cls, task: TaskConfig) -> EnvProcess:
         """A process that is ready. InfraError when it does not start."""
         settings = msgspec.json.encode(words.Settings(os.getpid(), task)).decode()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "jaxroll.envs.env_worker", settings,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(), start_new_session=True,
-        )  # fmt: skip
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-P", "-m", "jaxroll.envs.env_worker", settings,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(),
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:  # of this machine: no process, no descriptor, no memory
+            raise InfraError(f"a process of environments cannot be started: {error}") from error
         made = cls(process)
         try:
             async with asyncio.timeout(_START_LIMIT_S):
@@ -56,6 +62,11 @@ class EnvProcess:
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended, as far as the event loop knows."""
+        return self._process.returncode is None
 
     async def ask(self, order: words.Order, limit_s: float, what: str) -> words.Answer:
         """The answer to `order`. DataError when it takes too long, InfraError when the process is gone: kill it then,
@@ -91,10 +102,15 @@ class EnvProcess:
 
 
 class Processes:
-    """Up to `most` processes, started when they are wanted. `replaced` counts those that hung or died."""
+    """Up to `most` processes, started when they are wanted. `replaced` counts those that hung or died.
+
+    A start that fails is repeated after a pause that doubles (`failed_starts` counts them). After `GIVE_UP_AFTER`
+    without a success in between, `broken` says why, and `gave_up` is set: another process may fare better.
+    """
 
     def __init__(self, most: int, task: TaskConfig) -> None:
-        self.replaced = 0
+        self.replaced = self.failed_starts = self._failed_in_row = 0
+        self.broken, self.gave_up = "", asyncio.Event()
         self._task, self._room = task, asyncio.Semaphore(most)
         self._idle: list[EnvProcess] = []
         self._busy: set[EnvProcess] = set()
@@ -108,12 +124,41 @@ class Processes:
         """A process for one episode; waits while all are taken."""
         await self._room.acquire()
         try:
-            process = self._idle.pop() if self._idle else await EnvProcess.started(self._task)
+            process = await self._idle_one() or await self._started()
         except BaseException:
             self._room.release()
             raise
         self._busy.add(process)
         return process
+
+    async def _idle_one(self) -> EnvProcess | None:
+        """One that waits for an episode; those that died meanwhile are replaced."""
+        while self._idle:
+            if (process := self._idle.pop()).is_alive:
+                return process
+            self.replaced += 1
+            await process.kill()  # what it left of its session
+        return None
+
+    async def _started(self) -> EnvProcess:
+        """A new one. InfraError when it does not start, after `TRIES`."""
+        for left in reversed(range(TRIES)):
+            if self.broken:
+                raise InfraError(f"processes of environments do not start: {self.broken}")
+            try:
+                process = await EnvProcess.started(self._task)
+            except InfraError as error:
+                self.failed_starts, self._failed_in_row = self.failed_starts + 1, self._failed_in_row + 1
+                if self._failed_in_row >= GIVE_UP_AFTER:
+                    self.broken = str(error)
+                    self.gave_up.set()
+                if not left:
+                    raise
+                await asyncio.sleep(PAUSE_FIRST_S * 2 ** (TRIES - 1 - left))
+            else:
+                self._failed_in_row = 0
+                return process
+        raise AssertionError("unreachable")
 
     async def give_back(self, process: EnvProcess, *, whole: bool) -> None:
         """The episode is over; a process that is not `whole` is killed, and another starts when it is wanted."""

@@ -15,6 +15,7 @@ import signal
 from collections import deque
 from dataclasses import dataclass, field
 
+from jaxroll import env_checks
 from jaxroll.envs import scorers
 from jaxroll.envs.isolation import Doors
 from jaxroll.envs.scoring_messages import Ready, Scored, ScoreItem
@@ -26,8 +27,13 @@ _LOG = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 32  # items a worker holds: enough to hide the pipe, few enough that a hang delays little
 _STUCK_S = 0.05  # scorers take microseconds
 _START_LIMIT_S = 120.0  # importing sympy on a loaded machine
-_MAX_FAILED_STARTS = 3
+_MAX_FAILED_STARTS = 3  # of a worker that begins and ends before it is ready
+# The operating system refuses a process (no process, descriptor or memory left): the next attempt comes after a pause
+# that doubles, half a minute of them altogether. A pool without any worker gives up then.
+_PAUSE_FIRST_S, _PAUSE_MAX_S, _MAX_REFUSED_STARTS = 0.25, 15.0, 8
+_MAX_ITEM_CHARS = 8 << 20
 _ENDING_S = 0.2  # between a worker's last byte and its exit status; the loop waits
+_CLOSED = "it is closed"
 _DEATHS_TO_BE_GUILTY = 2  # whoever dies of something else meanwhile (OOM killer, kill -9) gets a second chance
 
 
@@ -54,7 +60,9 @@ class _Worker:
     jobs: deque[_Job] = field(default_factory=deque)  # sent and unanswered, in order
     progress_s: float = 0.0  # loop time of the last sign of life, or of the first item given to an idle worker
     timer: asyncio.TimerHandle | None = None
-    failed_starts: int = 0
+    failed_starts: int = 0  # since it was ready last
+    refused_starts: int = 0  # by the operating system, since there was a process
+    is_down: bool = False  # its process is gone, and `timer` starts the next one
 
 
 class ScoringPool:
@@ -62,7 +70,8 @@ class ScoringPool:
 
     A worker that hangs, dies or takes more than `memory_mb` of address space is replaced. Its item raises DataError;
     the others it held are given to the next worker. Workers import `libraries` (those installed) before the first item,
-    and `modules`, which may register scorers.
+    and `modules`, which may register scorers. A start that fails is repeated (`failed_starts` counts them all). When no
+    worker can be started, `gave_up` is set and `broken` says why: every score raises InfraError from then on.
     """
 
     def __init__(
@@ -77,7 +86,8 @@ class ScoringPool:
         if workers < 1 or time_limit_s <= 0:
             raise ValueError(f"a pool needs workers and time, not {workers} workers and {time_limit_s} s")
         self.time_limit_s = time_limit_s
-        self.restarts = 0
+        self.restarts = self.failed_starts = 0
+        self.gave_up = asyncio.Event()
         self.doors: Doors | None = None  # what workers are kept from here; None until the first has started
         self._count = workers
         self._settings = WorkerSettings(os.getpid(), time_limit_s, memory_mb << 20, libraries, modules)
@@ -90,15 +100,27 @@ class ScoringPool:
 
     def start(self) -> None:
         """Starts the processes and returns at once. Call it before JAX or gRPC is loaded, on a thread that lasts: the
-        kernel ends the workers when that thread does (they are replaced, but why lose them)."""
-        if not self._workers:
-            self._workers = [_Worker(ScoringProcess(self._settings)) for _ in range(self._count)]
-            self._out_of_order = ""
+        kernel ends the workers when that thread does (they are replaced, but why lose them). InfraError when the
+        operating system refuses one."""
+        if self._workers:
+            return
+        try:
+            for _ in range(self._count):
+                self._workers.append(_Worker(ScoringProcess(self._settings)))
+        except OSError as error:
+            self._give_up(f"a worker cannot be started: {error}")
+            raise InfraError(f"the scoring pool does not work: {self.broken}") from error
+        self._out_of_order = ""
+
+    @property
+    def broken(self) -> str:
+        """Why it gives no scores; '' while it does."""
+        return self._out_of_order
 
     @property
     def pids(self) -> list[int]:
         """The process ids of the workers."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.process.pid for worker in self._workers if not worker.is_down]
 
     @property
     def ready(self) -> int:
@@ -110,7 +132,8 @@ class ScoringPool:
 
         Raises DataError when the item has no score (its scorer raised, hung, died), InfraError when the pool has ended.
         """
-        if not scorers.admissible(answer):
+        env_checks.text(env_args, "the arguments of a score", _MAX_ITEM_CHARS)
+        if not scorers.admissible(env_checks.text(answer, "the answer to score", _MAX_ITEM_CHARS)):
             return 0.0
         loop = asyncio.get_running_loop()
         self._bind(loop)
@@ -121,8 +144,8 @@ class ScoringPool:
 
     def close(self) -> None:
         """Kills the workers; whoever waits for a score gets InfraError. May be called twice."""
-        if self._out_of_order != "it is closed":
-            self._give_up("it is closed")
+        if self._out_of_order != _CLOSED:
+            self._end(_CLOSED)
 
     # --- the loop
 
@@ -144,7 +167,10 @@ class ScoringPool:
         for job in itertools.chain(self._waiting, *(worker.jobs for worker in self._workers)):
             job.future = None  # it waits in a loop that is closed
         for worker in self._workers:
-            self._watch(worker)
+            if worker.is_down:
+                self._restart(worker)
+            else:
+                self._watch(worker)
 
     def _watch(self, worker: _Worker) -> None:
         self._loop.add_reader(worker.process.output_descriptor, self._on_replies, worker)
@@ -250,7 +276,7 @@ class ScoringPool:
             self._waiting.extendleft(reversed(worker.jobs))
             worker.jobs.clear()
         elif not worker.ready:
-            worker.failed_starts += 1
+            worker.failed_starts, self.failed_starts = worker.failed_starts + 1, self.failed_starts + 1
             if worker.failed_starts >= _MAX_FAILED_STARTS:
                 self._workers.remove(worker)
                 if not self._workers:
@@ -258,9 +284,26 @@ class ScoringPool:
                     self._give_up(f"its workers do not start ({why}). {last_words}")
                 return
         self.restarts += 1
-        worker.process, worker.ready = ScoringProcess(self._settings), False
-        self._watch(worker)
+        worker.ready, worker.is_down = False, True
+        self._restart(worker)
         self._plan_dispatch()  # what was requeued may go to another worker at once
+
+    def _restart(self, worker: _Worker) -> None:
+        """Starts a process for a worker that has none, now or, where the operating system refuses it, later."""
+        worker.timer = None
+        try:
+            worker.process = ScoringProcess(self._settings)
+        except OSError as error:
+            worker.refused_starts, self.failed_starts = worker.refused_starts + 1, self.failed_starts + 1
+            _LOG.warning("a scoring worker cannot be started: %s", error)
+            if worker.refused_starts >= _MAX_REFUSED_STARTS and all(other.is_down for other in self._workers):
+                self._give_up(f"its workers cannot be started: {error}")
+                return
+            pause_s = min(_PAUSE_FIRST_S * 2 ** min(worker.refused_starts - 1, 10), _PAUSE_MAX_S)
+            worker.timer = self._loop.call_later(pause_s, self._restart, worker)
+            return
+        worker.refused_starts, worker.is_down = 0, False
+        self._watch(worker)
 
     def _blame(self, job: _Job, ending: str, hung: bool) -> None:
         if hung:
@@ -275,8 +318,9 @@ class ScoringPool:
     def _unwatch(self, worker: _Worker) -> None:
         if self._bound is None or self._bound.is_closed():
             return
-        self._loop.remove_reader(worker.process.output_descriptor)
-        self._loop.remove_writer(worker.process.input_descriptor)
+        if not worker.is_down:
+            self._loop.remove_reader(worker.process.output_descriptor)
+            self._loop.remove_writer(worker.process.input_descriptor)
         self._disarm(worker)
 
     def _disarm(self, worker: _Worker) -> None:
@@ -285,13 +329,19 @@ class ScoringPool:
             worker.timer = None
 
     def _give_up(self, reason: str) -> None:
+        """Ends the pool because of `reason`, which ends the process that it serves (see `gave_up`)."""
+        self._end(reason)
+        self.gave_up.set()
+
+    def _end(self, reason: str) -> None:
         self._out_of_order = reason
         jobs = [*self._waiting, *itertools.chain.from_iterable(worker.jobs for worker in self._workers)]
         self._waiting.clear()
         for worker in self._workers:
             self._unwatch(worker)
-            worker.process.kill()
-            worker.process.last_words()
+            if not worker.is_down:
+                worker.process.kill()
+                worker.process.last_words()
         self._workers = []
         if self._bound is not None and not self._bound.is_closed():
             for job in jobs:

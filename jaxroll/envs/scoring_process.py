@@ -21,6 +21,7 @@ from jaxroll.envs.scoring_worker import WorkerSettings
 _READ_BYTES = 1 << 18
 _KILL_WAIT_S = 10.0
 _STDERR_TAIL_BYTES = 2000
+_NO_DESCRIPTOR = -1
 # All that a scorer needs of the environment; tokens and keys stay here. JAXROLL_TEST_ID lets tests find what is left.
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "JAXROLL_TEST_ID")
 
@@ -32,15 +33,19 @@ class ScoringProcess:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process, closed in kill()
         command = [sys.executable, "-P", "-m", "jaxroll.envs.scoring_worker", msgspec.json.encode(settings).decode()]
         # Popen starts by vfork and exec, so threads of this process (JAX's, gRPC's) are never copied.
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env=_environment(),
-            start_new_session=True,  # so that Ctrl-C reaches it through its parent only, and it can be killed whole
-            bufsize=0,
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                env=_environment(),
+                start_new_session=True,  # so that Ctrl-C reaches it through its parent only, and it can be killed whole
+                bufsize=0,
+            )
+        except OSError:
+            self._stderr.close()
+            raise
         self._stdin, self._stdout = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
         self._in, self._out = self._stdin.fileno(), self._stdout.fileno()
         os.set_blocking(self._in, False)
@@ -75,7 +80,7 @@ class ScoringProcess:
                 del self._to_send[: os.write(self._in, self._to_send)]
         except BlockingIOError:
             return False
-        except BrokenPipeError:
+        except OSError:  # a broken pipe, or it was killed
             self._to_send.clear()
         return True
 
@@ -88,6 +93,8 @@ class ScoringProcess:
             alive = False
         except BlockingIOError:
             pass
+        except OSError:  # it was killed
+            alive = False
         try:
             return list(take_replies(self._received)), alive
         except msgspec.DecodeError:  # no worker of ours writes that
@@ -98,6 +105,8 @@ class ScoringProcess:
 
         With `grace_s` a process that is ending by itself may do so, for the sake of its true status.
         """
+        if self._process.returncode is not None:  # again
+            return self._process.returncode
         deadline = time.monotonic() + grace_s
         # Not reaped yet (WNOWAIT), so the id stays its own until the session is killed.
         while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -111,6 +120,7 @@ class ScoringProcess:
         status = self._process.wait(_KILL_WAIT_S)
         self._stdin.close()
         self._stdout.close()
+        self._in = self._out = _NO_DESCRIPTOR  # their numbers may belong to others from here on
         return status
 
     def last_words(self) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
 import threading
 import time
+
+import numpy as np
 
 from jaxroll.config import TaskConfig
 from jaxroll.envs.registry import register
@@ -37,6 +41,18 @@ class Blocking:
                 raise ZeroDivisionError("of the environment")
             case "print":
                 print("this is not a message")
+            case "exit":
+                sys.exit(0)
+            case "interrupt":
+                raise KeyboardInterrupt
+            case "cancel":
+                raise asyncio.CancelledError
+            case "surrogate":
+                raise ValueError("a\ud800b")
+            case "no reward":
+                return StepResult(done=True, reward=None)  # type: ignore[arg-type]
+            case "numpy":
+                return StepResult(done=True, reward=np.float32(1.0))  # type: ignore[arg-type]
             case "flaky" if not self._failed:
                 self._failed = True
                 raise InfraError("a peer is gone")
@@ -85,6 +101,13 @@ class Asynchronous(Blocking):
 
     async def step(self, answer: str) -> StepResult:  # type: ignore[override]
         return super().step(answer)
+
+
+@register("in_process_coroutines")
+class InProcessCoroutines(Asynchronous):
+    """Coroutines in a process."""
+
+    place: Place = "process"
 
 
 @register("misplaced")

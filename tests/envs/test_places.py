@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import signal
 import threading
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from jaxroll import protocols
 from jaxroll.config import Config, SamplerConfig, TaskConfig
+from jaxroll.envs import processes
 from jaxroll.envs.places import Places
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import DataError, InfraError
@@ -23,9 +27,9 @@ TASK = Task(0, (Message("user", "hello"),), "x", "{}", 5, "h")
 DEADLINE_S = 60.0
 
 
-def play(body: Callable[[Places], Awaitable[object]], *, processes: int = 1) -> None:
+def play(body: Callable[[Places], Awaitable[object]], *, most: int = 1) -> None:
     async def within_deadline() -> None:
-        config = Config(task=TaskConfig(name="told"), sampler=SamplerConfig(env_processes=processes))
+        config = Config(task=TaskConfig(name="told"), sampler=SamplerConfig(env_processes=most))
         places = Places(ScoringPool(1), config)
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -154,5 +158,86 @@ def test_an_episode_waits_for_a_process_and_cancelling_kills_it() -> None:
         other, _ = await waiting
         assert other != process and places.processes.pids == [other]
         await second.close()  # type: ignore[misc]
+
+    play(body)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("what", ["exit", "interrupt", "cancel"])
+def test_an_exit_in_a_process_costs_its_member_and_not_the_process(what: str) -> None:
+    async def body(places: Places) -> None:
+        for name in ("in_process", "in_process_coroutines"):
+            env = places.create(NAME.format(name))
+            process, _ = await where(env)
+            with pytest.raises(DataError, match=r"SystemExit|KeyboardInterrupt|CancelledError"):
+                await Asking().step(env, what)
+            await env.close()  # type: ignore[misc]
+            assert places.processes.pids == [process] and places.processes.replaced == 0
+            env = places.create(NAME.format(name))
+            assert (await where(env))[0] == process
+            await env.close()  # type: ignore[misc]
+
+    play(body)
+
+
+@pytest.mark.process
+def test_a_result_that_does_not_travel_is_a_data_error_of_its_field() -> None:
+    async def body(places: Places) -> None:
+        env = places.create(NAME.format("in_process"))
+        await where(env)
+        with pytest.raises(DataError, match="the reward is None"):
+            await Asking().step(env, "no reward")
+        with pytest.raises(DataError, match=r"a\?b"):
+            await Asking().step(env, "surrogate")
+        assert (await Asking().step(env, "numpy")).reward == 1.0
+        await env.close()  # type: ignore[misc]
+        assert places.processes.replaced == 0
+
+    play(body)
+
+
+@pytest.mark.process
+def test_a_process_that_the_system_refuses_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PAUSE_FIRST_S", 0.01)
+    start, left = asyncio.create_subprocess_exec, [2]
+
+    async def refused(*arguments: Any, **more: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await start(*arguments, **more)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
+
+    async def body(places: Places) -> None:
+        env = places.create(NAME.format("in_process"))
+        await where(env)
+        await env.close()  # type: ignore[misc]
+        assert places.counts()["env_process_failed_starts"] == 2
+        left[0] = 1000
+        await places.processes._idle.pop().kill()
+        ending = asyncio.ensure_future(places.worn_out())
+        while not ending.done():
+            with pytest.raises(InfraError, match="temporarily unavailable"):
+                await Asking().reset(places.create(NAME.format("in_process")), TASK)
+            await asyncio.sleep(0)
+        with pytest.raises(InfraError, match=r"do not start: .*temporarily unavailable"):
+            await ending
+
+    play(body)
+
+
+@pytest.mark.process
+def test_an_idle_process_that_died_is_given_to_no_episode() -> None:
+    async def body(places: Places) -> None:
+        env = places.create(NAME.format("in_process"))
+        process, _ = await where(env)
+        await env.close()  # type: ignore[misc]
+        os.kill(process, signal.SIGKILL)
+        while places.processes._idle[0].is_alive:
+            await asyncio.sleep(0.01)
+        env = places.create(NAME.format("in_process"))
+        assert (await where(env))[0] != process
+        await env.close()  # type: ignore[misc]
 
     play(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -12,11 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from jaxroll.envs import scoring
 from jaxroll.envs.scoring import ScoringPool
+from jaxroll.envs.scoring_messages import ScoreItem
+from jaxroll.envs.scoring_process import ScoringProcess
 from jaxroll.errors import DataError, InfraError
 
 pytestmark = pytest.mark.process
@@ -44,6 +49,7 @@ def misbehave(args, answer):
     elif what == "take a while": time.sleep(2.0); return 0.25
     elif what == "exit": sys.exit(3)
     elif what == "allocate": return float(len(bytearray(16 << 30)))
+    elif what == "surrogate": raise ValueError("a\\ud800b")
     elif what == "raise": raise ZeroDivisionError("of mine")
     elif what == "recurse": return misbehave(args, answer)
     elif what == "print":
@@ -363,3 +369,101 @@ def test_workers_end_when_their_parent_is_killed_even_inside_a_scorer(module: st
     _, alive = psutil.wait_procs(workers, timeout=5)
     alive = [worker for worker in alive if worker.status() != psutil.STATUS_ZOMBIE]
     assert not alive
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets the operating system refuse the next so many scoring processes."""
+    left = [0]
+
+    class Refused(ScoringProcess):
+        def __init__(self, *arguments: Any) -> None:
+            if left[0]:
+                left[0] -= 1
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(scoring, "ScoringProcess", Refused)
+    monkeypatch.setattr(scoring, "_PAUSE_FIRST_S", 0.01)
+    return lambda count: left.__setitem__(0, count)
+
+
+def test_a_worker_that_the_system_refuses_is_started_later(module: str, refused: Callable[[int], None]) -> None:
+    pool = ScoringPool(1, time_limit_s=30.0, libraries=(), modules=(module,))
+    pool.start()
+
+    async def refused_three_times() -> list[float]:
+        await pool.score(EXACT, "ok")
+        refused(3)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        return await asyncio.gather(*(pool.score(EXACT, "ok") for _ in range(50)))
+
+    try:
+        assert run(refused_three_times()) == [1.0] * 50
+        assert (pool.restarts, pool.failed_starts, pool.gave_up.is_set()) == (1, 3, False)
+        assert run(pool.score(EXACT, "ok")) == 1.0
+    finally:
+        pool.close()
+
+
+def test_a_pool_without_workers_gives_up_and_says_so(module: str, refused: Callable[[int], None]) -> None:
+    pool = ScoringPool(1, libraries=(), modules=(module,))
+    pool.start()
+
+    async def refused_for_ever() -> None:
+        await pool.score(EXACT, "ok")
+        refused(1000)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(InfraError, match="temporarily unavailable"):
+            await pool.score(EXACT, "ok")
+        await pool.gave_up.wait()
+
+    try:
+        run(refused_for_ever())
+        assert pool.pids == [] and "temporarily unavailable" in pool.broken
+    finally:
+        pool.close()
+
+
+def test_a_pool_that_cannot_start_at_all_leaves_nothing(module: str, refused: Callable[[int], None]) -> None:
+    refused(1)
+    pool = ScoringPool(2, libraries=(), modules=(module,))
+    with pytest.raises(InfraError, match="temporarily unavailable"):
+        pool.start()
+    assert pool.pids == []
+
+
+def test_nothing_is_written_to_or_read_from_a_process_that_was_killed(pool: ScoringPool) -> None:
+    """Its descriptors' numbers may belong to somebody else's files by then."""
+    process = pool._workers[0].process
+    numbers = {process.input_descriptor, process.output_descriptor}
+    process.kill()
+    reading, writing = os.pipe()
+    try:
+        assert {reading, writing} & numbers, "the system gives free numbers again"
+        process.send([ScoreItem(0, EXACT, "ok")])
+        process.flush()
+        os.set_blocking(reading, False)
+        with pytest.raises(BlockingIOError):
+            os.read(reading, 1)
+        assert process.receive() == ([], False)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@pytest.mark.parametrize(("args", "answer"), [('{"answer": "\ud800"}', "ok"), (None, "ok"), (EXACT, None), (EXACT, 1)])
+def test_an_item_that_does_not_travel_costs_no_other(pool: ScoringPool, args: Any, answer: Any) -> None:
+    async def amid_others() -> list[object]:
+        jobs = [pool.score(EXACT, "ok"), pool.score(args, answer), pool.score(EXACT, "ok")]
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    first, bad, last = run(amid_others())
+    assert (first, last) == (1.0, 1.0) and isinstance(bad, DataError) and pool.restarts == 0
+
+
+def test_an_error_whose_text_does_not_travel_costs_its_item_and_not_its_worker(pool: ScoringPool) -> None:
+    before = pool.pids
+    with pytest.raises(DataError, match=r"ValueError: a\?b"):
+        run(pool.score(misbehave("surrogate"), "ok"))
+    assert pool.pids == before

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jaxroll.config import Config, RoleArgs
+from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import WornOut
 from jaxroll.roles import session as sessions
 from jaxroll.store.server import LINGER_S
@@ -50,7 +50,7 @@ def test_a_part_that_is_silent_for_long_is_heard_of_all_the_same(store: Store, t
 
     async def job() -> None:
         session = sessions.Session(
-            "evaluator", RoleArgs(Config(), tmp_path), SimpleNamespace(), asyncio.get_running_loop()
+            "evaluator", RoleArgs(Config(), tmp_path), ScoringPool(1), asyncio.get_running_loop()
         )
 
         async def play() -> None:
@@ -75,7 +75,7 @@ def test_a_part_whose_environments_left_no_threads_ends_with_that(store: Store, 
 
     async def job() -> None:
         loop = asyncio.get_running_loop()
-        session = sessions.Session("sampler-0", RoleArgs(Config(), tmp_path), SimpleNamespace(), loop)
+        session = sessions.Session("sampler-0", RoleArgs(Config(), tmp_path), ScoringPool(1), loop)
 
         async def play() -> None:
             try:
