@@ -31,7 +31,7 @@ _AT_LEAST: tuple[tuple[str, float], ...] = (
     ("learner.logits_mb", 1), ("learner.lora_rank", 0),
     ("learner.checkpoint_every", 1), ("learner.checkpoints_kept", 1),
     ("store.retention_mb", 1), ("store.keep_trajectories_mb", 0), ("store.history_mb", 0),
-    ("store.infra_retries", 0), ("store.data_retries", 0), ("store.reissues", 0),
+    ("store.infra_retries", 0), ("store.data_retries", 0), ("store.dead_limit", 0), ("store.reissues", 0),
     ("store.max_message_mb", 1), ("store.lease_s", 1), ("store.rpc_deadline_s", 1), ("transfer.deadline_s", 1),
     ("evaluator.every", 0), ("evaluator.slots", 1),
     ("placement.actors", 0), ("placement.learner_hosts", 1), ("placement.cpu_threads", 1),

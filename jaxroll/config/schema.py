@@ -221,6 +221,7 @@ class StoreConfig:
     stall_abort_s: float = 600.0
     infra_retries: int = 5
     data_retries: int = 2
+    dead_limit: int = 64  # groups that may die between two claims, four full windows at least; 0: no limit
     reissues: int = 3
     max_message_mb: int = 64
     mutual_tls: bool = False  # with certificates: callers of the store and readers of weights must show one too

@@ -145,7 +145,7 @@ def _expired(state: State, e: ev.Expired, now_s: float) -> None:
 def _died(state: State, e: ev.Died, now_s: float) -> None:
     group = state.open.pop(e.group)
     state.index.ended(group)
-    state.dead += 1
+    state.dead, state.died = state.dead + 1, state.died + 1
     _lost(state, group, "dead")
 
 
@@ -170,7 +170,7 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
         state.claim_cuts[e.step] = cut
         state.stream = {ordinal: after for ordinal, after in state.stream.items() if ordinal >= cut.ordinal - 1}
     state.batches[e.step] = Batch(e.step, e.groups, e.shuffle_seed)
-    state.next_claim, state.filtered = e.step + 1, 0
+    state.next_claim, state.filtered, state.died = e.step + 1, 0, 0
     state.tokens_masked += e.masked_tokens
     state.pace = e.pace if e.pace is not None else state.pace
     at_once = not state.step_s and e.step == 1 and state.acked < e.step  # both were there when the learner began
@@ -275,7 +275,7 @@ def _run_closed(state: State, e: ev.RunClosed, now_s: float) -> None:
 
 
 def _run_opened(state: State, e: ev.RunOpened, now_s: float) -> None:
-    state.closed, state.filtered = "", 0
+    state.closed, state.filtered, state.died = "", 0, 0
     state.moved_at_s = now_s
 
 

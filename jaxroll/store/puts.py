@@ -12,6 +12,8 @@ from jaxroll.store.settings import Settings
 from jaxroll.store.state import State, on_line, slot_of, was_published
 from jaxroll.store.work import Decision, refuse
 
+_CAUSE_CHARS = 300
+
 
 def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Decision:
     """OK once and for all for the first put of an attempt that still counts; see promise 2."""
@@ -26,7 +28,7 @@ def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Deci
     if known is not None:
         return Decision(reply=known)
     if r.failure is not None:
-        return _put_failure(settings, group, slot, r)
+        return _put_failure(settings, state, group, slot, r)
     invalid = _invalid_runs(state, r.runs)
     if invalid:
         return refuse(StaleClient(f"put {r.group}.{r.member}.{r.attempt}: {invalid}"))
@@ -91,7 +93,7 @@ def _conflict(r: rq.PutMember) -> Conflict:
     return Conflict(f"member {r.group}.{r.member}, attempt {r.attempt} was put before with other bytes")
 
 
-def _put_failure(settings: Settings, group: Group, slot: Slot, r: rq.PutMember) -> Decision:
+def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: rq.PutMember) -> Decision:
     assert r.failure is not None
     kind, error = r.failure
     data = kind == "DATA"
@@ -103,7 +105,20 @@ def _put_failure(settings: Settings, group: Group, slot: Slot, r: rq.PutMember) 
         return Decision([failed], "OK")
     if can_spare_one(group):
         return Decision([failed, ev.Aborted(group.id, (r.member,), "failed")], "OK")
-    return Decision([failed, ev.Died(group.id, f"member {r.member}: {failures} {kind} failures: {error}")], "OK")
+    died = ev.Died(group.id, f"member {r.member}: {failures} {kind} failures: {error}")
+    why = "" if state.closed else _why_over(settings, state, group, kind, error)
+    return Decision([failed, died, *([ev.RunClosed(why)] if why else [])], "OK")
+
+
+def _why_over(settings: Settings, state: State, group: Group, kind: str, error: str) -> str:
+    """Why a run cannot go on in which one more group has died since the last claim; '' when it can."""
+    dead = state.died + 1
+    if not 0 < settings.dead_groups <= dead:
+        return ""
+    return (
+        f"{dead} groups died without one claim in between (store.dead_limit): the environment {group.task.env!r} "
+        f"fails, the last time with {kind}: {error[:_CAUSE_CHARS]}"
+    )
 
 
 def _invalid_runs(state: State, runs: tuple[VersionRun, ...]) -> str:

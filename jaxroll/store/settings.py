@@ -14,6 +14,7 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 CHECKPOINT_WANTED_AT = 0.8  # of what may be retained
 FILTERED = "filtered"  # a group that ended so; what the filter said follows a colon
+_DEAD_WINDOWS = 4  # below that a run of bad luck would end a run whose environment fails for half of the prompts
 END_OF_DATA = "end of data"  # why a run is over whose prompts are all used
 
 
@@ -39,6 +40,7 @@ class Settings:
     filter: Filter = field(default_factory=Filter)
     redundant_members: int = 0
     replicate: str = "auto"
+    dead_groups: int = 0  # that may die between two claims; 0: no limit
 
     def __post_init__(self) -> None:
         for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
@@ -59,6 +61,7 @@ class Settings:
             s.window, s.last_batch,
             Filter(s.filter, s.filter_low, s.filter_high, s.filter_limit, s.on_filter_limit), s.redundant_members,
             s.replicate,
+            store.dead_limit and max(store.dead_limit, _DEAD_WINDOWS * limiter.window(0)),
         )  # fmt: skip
 
     @property

@@ -81,6 +81,7 @@ class State(msgspec.Struct, dict=True):
     trimmed: int = 0
     expired: dict[str, int] = {}
     dead: int = 0
+    died: int = 0  # groups that died since the last claim
     filtered: int = 0  # groups that the filter rejected since the last claim
     shrunk: int = 0
     aborted_members: int = 0  # redundant ones that were not needed in the end
