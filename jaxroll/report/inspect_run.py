@@ -41,8 +41,8 @@ def main(
 
 
 def _run_sections(f: Facts) -> list[Section]:
-    return [_now(f), _waits(f), _by_state(f), _head(f), _leases(f), _ended(f), _failures(f), _claims(f), _weights(f),
-            _questions(f), _disk(f)]  # fmt: skip
+    return [_now(f), _waits(f), _by_state(f), _head(f), _leases(f), _ended(f), _causes(f), _failures(f), _claims(f),
+            _weights(f), _questions(f), _disk(f)]  # fmt: skip
 
 
 def _now(f: Facts) -> Section:
@@ -116,6 +116,16 @@ def _ended(f: Facts) -> Section:
     ]
     headings = ("state", "groups", "tokens", "newest", "why")
     return Section("ended untrained", headings, rows, right=frozenset({1, 2, 3}))
+
+
+def _causes(f: Facts) -> Section:
+    rows = [
+        (number(row["failures"]), number(row["groups"]), row["kind"], f"{duration(row['ago_s'])} ago",
+         short(row["cause"], 80))
+        for row in f["failures"]["causes"]
+    ]  # fmt: skip
+    headings = ("failures", "groups", "kind", "newest", "cause")
+    return Section("failures by cause", headings, rows, right=frozenset({0, 1}))
 
 
 def _failures(f: Facts) -> Section:

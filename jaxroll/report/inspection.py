@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 from pathlib import Path
@@ -25,6 +26,8 @@ LEASES, GROUPS, FAILURES, CLAIMS, VERSIONS, QUESTIONS, REASONS = (
     5,
     20,
 )  # rows shown; the JSON has all leases
+CAUSES, CAUSE_CHARS, FAILURES_COUNTED = 40, 200, 50_000
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 Facts = dict[str, Any]
 
 
@@ -152,7 +155,23 @@ def _failures(db: sqlite3.Connection, now: float) -> Facts:
     last = _rows(db, sql, FAILURES)
     for row in last:
         row["ago_s"] = now - row.pop("unix_s")
-    return {"by_kind": dict(db.execute("SELECT kind, COUNT(*) FROM failures GROUP BY kind")), "last": last}
+    by_kind = dict(db.execute("SELECT kind, COUNT(*) FROM failures GROUP BY kind"))
+    return {"by_kind": by_kind, "causes": _causes(db, now), "last": last}
+
+
+def _causes(db: sqlite3.Connection, now: float) -> list[Facts]:
+    """The failures by cause, the most frequent first: errors that differ in numbers only are one cause."""
+    sql = "SELECT unix_s, kind, error, group_id FROM failures ORDER BY unix_s DESC LIMIT ?"
+    found: dict[tuple[str, str], Facts] = {}
+    groups: dict[tuple[str, str], set[int]] = {}
+    for unix_s, kind, error, group in db.execute(sql, (FAILURES_COUNTED,)):
+        key = (kind, _NUMBER.sub("N", error.split("\n", 1)[0])[:CAUSE_CHARS])
+        row = found.setdefault(key, {"kind": kind, "cause": key[1], "failures": 0, "ago_s": now - unix_s})
+        row["failures"] += 1
+        groups.setdefault(key, set()).add(group)
+    for key, row in found.items():
+        row["groups"] = len(groups[key])
+    return sorted(found.values(), key=lambda row: -row["failures"])[:CAUSES]
 
 
 def _versions(db: sqlite3.Connection, now: float) -> list[Facts]:

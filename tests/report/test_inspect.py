@@ -62,6 +62,9 @@ def test_the_whole_run_as_facts(run_dir: Path) -> None:
         ("DEAD", "member 1: 1 DATA failures: scorer raised"), ("EXPIRED", "lineage"),
     }  # fmt: skip
     assert found["failures"]["by_kind"] == {"DATA": 2}
+    assert [(row["cause"], row["kind"], row["failures"], row["groups"]) for row in found["failures"]["causes"]] == [
+        ("scorer raised", "DATA", 2, 2)
+    ]
     assert (found["published"], found["lineage"], found["acked"], found["durable"]) == ("1.2", 1, 2, 1)
     assert [row["fork_step"] for row in found["lineages"]] == [0, 1]
     assert found["conservation_residual"] == 0 and found["closed"] == "enough" and found["store_pid"] is None
