@@ -106,12 +106,15 @@ class Session:
             all_jobs: tuple[asyncio.Future[Any] | None, ...] = (playing, wearing, stopping, reporting)
             for job in (jobs := [job for job in all_jobs if job is not None]):
                 job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)  # what ended one of them is on its way up already
+            ends: list[Any] = await asyncio.gather(*jobs, return_exceptions=True)
             if playing is not None:
                 await self.places.close()
             with contextlib.suppress(Closed):
                 await self.store.report(self.take_rows())
             await self.store.aclose()
+        for end in ends:  # of a job that failed on its way out
+            if isinstance(end, Exception) and not isinstance(end, Closed):
+                raise end
 
     async def _send_rows(self) -> None:
         """Send what there is to say. The store of a closed run leaves when nobody speaks to it any more: an evaluation

@@ -1,0 +1,163 @@
+"""One environment that misbehaves as its task says: in each of the ways that whole runs have met or may meet."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from jaxroll.config import TaskConfig
+from jaxroll.envs.registry import register
+from jaxroll.envs.scoring import ScoringPool
+from jaxroll.errors import DataError, InfraError
+from jaxroll.protocols import Place, StepResult
+from jaxroll.records import Message, Task
+
+STEP_LIMIT_S = 1.0
+
+
+def result(**fields: Any) -> Callable[[], StepResult]:
+    """An environment's answer with these fields."""
+    return lambda: StepResult(**({"done": True, "reward": 1.0} | fields))
+
+
+def shows(*messages: Any) -> Callable[[], StepResult]:
+    """Another turn with these messages."""
+    return lambda: StepResult(done=False, messages=messages)
+
+
+def raises(error: Callable[[], BaseException]) -> Callable[[], Any]:
+    """An environment's code that raises."""
+
+    def act() -> Any:
+        raise error()
+
+    return act
+
+
+async def _hangs() -> None:
+    await asyncio.Event().wait()
+
+
+async def _ignores_cancellation() -> None:
+    until_s = time.monotonic() + 3 * STEP_LIMIT_S
+    while time.monotonic() < until_s:
+        try:
+            await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            continue
+
+
+async def _exits_in_a_task() -> None:
+    async def child() -> None:
+        sys.exit(3)
+
+    await asyncio.gather(child())
+
+
+async def _stops_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.01)
+    raise DataError("the loop was stopped")
+
+
+async def _cancels_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+class Mute(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+Act = Callable[[], Any]
+# what it does → the act, and what the recorded failure says; "" where the member is finished all the same
+WAYS: dict[str, tuple[Act, str]] = {
+    "reward none": (result(reward=None), "the reward is None"),
+    "reward text": (result(reward="1.0"), "the reward is a value of type str"),
+    "reward nan": (result(reward=float("nan")), "the reward is nan"),
+    "reward inf": (result(reward=np.float32("inf")), "the reward is inf"),
+    "reward array": (result(reward=np.ones(2)), "the reward is a value of type ndarray"),
+    "reward numpy": (result(reward=np.float32(1)), ""),
+    "parts boolean": (result(reward_parts={"exact": True}), ""),
+    "parts none": (result(reward_parts=None), "reward_parts is None"),
+    "part none": (result(reward_parts={"a": None}), "reward part 'a' is None"),
+    "part long": (result(reward_parts={"x" * 1000: 1.0}), "1000 characters"),
+    "part surrogate": (result(reward_parts={"\ud800": 1.0}), "lone surrogate"),
+    "parts many": (result(reward_parts={str(i): 0.0 for i in range(1000)}), "1000 entries"),
+    "done text": (result(done="yes"), "done is a value of type str"),
+    "tuple": (lambda: ((), 1.0, True, {}), "a value of type tuple"),
+    "nothing": (lambda: None, "returned None"),
+    "message empty": (shows(), "shows nothing"),
+    "message text": (shows("again"), r"a value of type str, not a Message"),
+    "message surrogate": (shows(Message("user", "\ud800")), "lone surrogate"),
+    "message huge": (shows(Message("user", "a" * 2**22)), "4194304 characters"),
+    "message none": (shows(Message("user", None)), "content is None"),  # type: ignore[arg-type]
+    "raises": (raises(lambda: ZeroDivisionError("of mine")), "ZeroDivisionError: of mine"),
+    "raises mute": (raises(Mute), "Mute"),
+    "raises surrogate": (raises(lambda: ValueError("\ud800")), "ValueError"),
+    "infra": (raises(lambda: InfraError("a peer is gone")), "a peer is gone"),
+    "exit": (raises(lambda: SystemExit(0)), "SystemExit"),
+    "interrupt": (raises(KeyboardInterrupt), "KeyboardInterrupt"),
+    "generator exit": (raises(GeneratorExit), "GeneratorExit"),
+    "cancelled": (raises(asyncio.CancelledError), "CancelledError"),
+    "stop iteration": (raises(StopIteration), "StopIteration"),
+    "base exception": (raises(lambda: BaseException("a panic")), "a panic"),
+    "cancels itself": (_cancels_itself, "cancelled itself"),
+    "exit in a task": (_exits_in_a_task, "SystemExit"),
+    "stops the loop": (_stops_the_loop, "the loop was stopped"),
+    "hangs": (_hangs, "longer than 1 s"),
+    "deaf": (_ignores_cancellation, "longer than 1 s"),
+    "blocks": (lambda: time.sleep(0.3) or StepResult(done=True, reward=1.0), ""),
+    "thread": (lambda: threading.Thread(target=time.sleep, args=(0.1,)).start() or StepResult(done=True), ""),
+    "dies": (lambda: os._exit(7), "died in step"),
+}
+ON_THE_LOOP = [way for way in WAYS if way != "dies"]
+IN_A_PROCESS = ["reward none", "part none", "message surrogate", "raises surrogate", "exit", "cancelled", "dies"]
+CLOSES = {"close raises": ValueError, "close exits": SystemExit, "close cancelled": asyncio.CancelledError}
+
+
+class _Misbehaving:
+    """Does what the question says in its first step; a question that names no way is answered fairly."""
+
+    step_limit_s = STEP_LIMIT_S
+
+    def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
+        self._way = ""
+
+    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+        self._way = task.args()["way"]
+        return task.messages
+
+    async def step(self, answer: str) -> Any:
+        act, _ = WAYS.get(self._way, (result(), ""))
+        found = act()
+        return await found if isinstance(found, Awaitable) else found
+
+    async def close(self) -> None:
+        if self._way in CLOSES:
+            raise CLOSES[self._way]
+
+
+@register("misbehaving")
+class Misbehaving(_Misbehaving):
+    """On the event loop."""
+
+
+@register("misbehaving_in_process")
+class MisbehavingInProcess(_Misbehaving):
+    """In a process of its own."""
+
+    place: Place = "process"
+    step_limit_s = 30.0

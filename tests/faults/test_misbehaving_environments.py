@@ -1,0 +1,238 @@
+"""Fault 14 in every way there is: each misbehaviour of an environment costs its member and is recorded by its cause.
+
+A real store, the members' loops of the roles and real episodes on the loop of a role; only the model is scripted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxroll import config as configs
+from jaxroll.config import Config, RoleArgs, SamplerConfig, ScheduleConfig, StoreConfig, TaskConfig
+from jaxroll.control import cli
+from jaxroll.envs.scoring import ScoringPool
+from jaxroll.errors import Closed, InfraError
+from jaxroll.protocols import Completion, GenerationKey, SamplingParams
+from jaxroll.records import Grant, Message, Snapshot, Task, Version, VersionRun
+from jaxroll.roles import session as sessions
+from jaxroll.roles.loop_thread import LoopThread
+from jaxroll.roles.members import Members, episode_counts, until_one_ends
+from jaxroll.rollout import asking
+from jaxroll.store.client import StoreClient
+from jaxroll.store.server import serve
+from jaxroll.text.tokenizers import CharTokenizer
+from tests.faults.misbehaving import CLOSES, IN_A_PROCESS, ON_THE_LOOP, WAYS
+
+pytestmark = pytest.mark.timeout(300)
+DEADLINE_S = 240.0
+NAME = "tests.faults.misbehaving:{}"
+TOKENIZER = CharTokenizer("abc")
+V0 = Version(0, 0)
+
+
+class Model:
+    """Answers "a" to everything."""
+
+    async def generate(
+        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
+    ) -> Completion:
+        await asyncio.sleep(0)
+        ids = np.array([4, TOKENIZER.eos_id], np.int32)
+        return Completion(ids, np.zeros(2, np.float32), (VersionRun(V0, 2),), "stop")
+
+
+class Feed:
+    """One prompt for each of `ways`, again and again when `endless`."""
+
+    def __init__(self, env: str, ways: list[str], *, endless: bool = False) -> None:
+        self._env, self._ways, self._endless, self._at = env, ways, endless, 0
+
+    def restore(self, state: bytes | None) -> None:
+        self._at = int(state) if state else 0
+
+    async def next(self, count: int) -> list[tuple[Task, bytes]]:
+        end = self._at + count if self._endless else min(self._at + count, len(self._ways))
+        found = [(self._task(index), str(index + 1).encode()) for index in range(self._at, end)]
+        self._at = end
+        return found
+
+    def _task(self, index: int) -> Task:
+        args = json.dumps({"way": self._ways[index % len(self._ways)]})
+        return Task(index, (Message("user", "abc"),), self._env, args, index, f"{index:016x}")
+
+
+def configured(env: str, groups: int, **store: Any) -> Config:
+    """One step of all `groups`, of two members each."""
+    schedule = ScheduleConfig(steps=1, groups_per_step=max(groups, 1), group_size=2, alpha=0.0)
+    kept = {"lease_s": 3.0, "rpc_deadline_s": 2.0, "data_retries": 0, "infra_retries": 0, "dead_limit": 0} | store
+    return Config(
+        task=TaskConfig(env=env), schedule=schedule, store=StoreConfig(**kept), sampler=SamplerConfig(env_processes=2)
+    )
+
+
+@contextlib.asynccontextmanager
+async def store_of(run_dir: Path, config: Config, feed: Feed) -> AsyncIterator[StoreClient]:
+    """A store in this process, and its learner, which has published the first weights."""
+    configs_file = {"config": configs.to_dict(config), "created": 0.0, "words": []}
+    (run_dir / "run.json").write_text(json.dumps(configs_file))
+    address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    job = asyncio.ensure_future(serve(config, run_dir, feed, host="127.0.0.1", port=0, ready=address.set_result))
+    await asyncio.wait([address, job], return_when=asyncio.FIRST_COMPLETED)
+    if job.done():
+        job.result()
+    learner = await StoreClient.connect(
+        run_dir / "store.addr", role="learner", name="learner", config_digest=configs.digest(config)
+    )
+    try:
+        version = await learner.begin(None)
+        await learner.publish(Snapshot(version, "tcp", "here", "digest"))
+        yield learner
+    finally:
+        await learner.aclose()
+        job.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await job
+
+
+async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, Any]) -> None:
+    """What a sampler plays, without an engine."""
+    session = sessions.Session("sampler-0", args, ScoringPool(1), loop)
+
+    async def body() -> None:
+        manager = session.players(Model(), TOKENIZER, SamplingParams(4, stop_tokens=(TOKENIZER.eos_id,)))
+
+        async def version() -> Version:
+            return V0
+
+        def begin(grant: Grant):
+            return lambda member, attempt, said: manager.run_member(grant, member, attempt, transcript=said)
+
+        work = Members(session, 64, version, begin)
+        try:
+            await until_one_ends(work.loops())
+        finally:
+            await work.give_back()
+            seen.update(work.counts() | episode_counts(manager, session.places))
+
+    await session.run(asyncio.sleep(0), body)
+
+
+def run(run_dir: Path, config: Config, feed: Feed, over: Callable[[dict[str, Any]], bool]) -> tuple[dict, dict]:
+    """What `jaxroll inspect --json` and the sampler's counts say when the store's status is `over`."""
+    store_thread, role_thread = LoopThread("store"), LoopThread("sampler")
+    seen: dict[str, Any] = {}
+    args = RoleArgs(config, run_dir, None, 0)
+
+    async def whole() -> None:
+        async with store_of(run_dir, config, feed) as learner, asyncio.timeout(DEADLINE_S):
+            playing = role_thread.start(play(args, role_thread.loop, seen))
+            while not over(await learner.status()):
+                await asyncio.sleep(0.05)
+                if playing.done():
+                    playing.result()
+            with contextlib.suppress(Closed):
+                await learner.close_run("the test is over")
+            await asyncio.wrap_future(playing)
+
+    try:
+        store_thread.start(whole()).result(DEADLINE_S)
+    finally:
+        role_thread.close()
+        store_thread.close()
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert cli.main(["inspect", str(run_dir), "--json"]) == 0
+    return json.loads(out.getvalue()), seen
+
+
+def settled(groups: int) -> Callable[[dict[str, Any]], bool]:
+    """Whether every group is complete or dead."""
+    return lambda status: status["counts"]["READY"] + status["counts"]["DEAD"] == groups
+
+
+def assert_recorded_by_cause(found: dict, ways: list[str]) -> None:
+    causes = found["failures"]["causes"]
+    for way in ways:
+        complaint = WAYS.get(way, (None, ""))[1]
+        if complaint:
+            said = [row for row in causes if re.sub(r"\d+", "N", complaint) in row["cause"]]
+            assert said and all(row["failures"] >= 1 and row["groups"] >= 1 for row in said), (way, causes)
+    assert sum(row["failures"] for row in causes) == sum(found["failures"]["by_kind"].values())
+
+
+def states(found: dict) -> Counter[str]:
+    return Counter({row["state"]: row["groups"] for row in found["groups"]})
+
+
+def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among as many fair questions, all of which are answered."""
+    monkeypatch.setattr(asking, "CANCEL_GRACE_S", 0.5)
+    ways = [*ON_THE_LOOP, *CLOSES]
+    feed = Feed(NAME.format("misbehaving"), [way for bad in ways for way in (bad, "fair")])
+    groups = 2 * len(ways)
+    failing = [way for way in ON_THE_LOOP if WAYS[way][1]]
+    found, seen = run(tmp_path, configured(NAME.format("misbehaving"), groups), feed, settled(groups))
+    assert states(found) == {"READY": groups - len(failing), "DEAD": len(failing)}
+    assert_recorded_by_cause(found, failing)
+    assert found["conservation_residual"] == 0
+    assert seen["puts_refused"] == seen["members_lost"] == 0
+    assert seen["failed"]["INFRA"] >= 1 and seen["failed"]["DATA"] >= len(failing) - 1
+    assert seen["env_closes_failed"] == 2 * len(CLOSES)
+    assert seen["env_calls_abandoned"] >= 1
+
+
+@pytest.mark.process
+def test_each_misbehaviour_in_a_process_costs_its_member_and_is_counted_by_cause(tmp_path: Path) -> None:
+    name = NAME.format("misbehaving_in_process")
+    feed = Feed(name, [way for bad in IN_A_PROCESS for way in (bad, "fair")])
+    groups = 2 * len(IN_A_PROCESS)
+    found, seen = run(tmp_path, configured(name, groups), feed, settled(groups))
+    assert states(found) == {"READY": groups - len(IN_A_PROCESS), "DEAD": len(IN_A_PROCESS)}
+    assert_recorded_by_cause(found, IN_A_PROCESS)
+    assert seen["env_processes_replaced"] >= 1 and seen["members_lost"] == 0
+
+
+@pytest.mark.parametrize("way", ["raises", "exit", "part none"])
+def test_a_run_whose_environment_always_fails_ends_naming_it(tmp_path: Path, way: str) -> None:
+    config = configured(NAME.format("misbehaving"), 2, data_retries=2, dead_limit=10)
+    feed = Feed(NAME.format("misbehaving"), [way], endless=True)
+    found, _ = run(tmp_path, config, feed, lambda status: bool(status["closed"]))
+    assert NAME.format("misbehaving") in found["closed"] and WAYS[way][1] in found["closed"]
+    assert 10 <= states(found)["DEAD"] <= 40, "prompts are not used up"
+
+
+def test_an_environment_that_cancels_every_task_of_the_loop_ends_its_role_with_that_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancels_all() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+
+    monkeypatch.setitem(WAYS, "cancels all", (cancels_all, ""))
+    config = configured(NAME.format("misbehaving"), 1)
+    role_thread, store_thread = LoopThread("sampler"), LoopThread("store")
+
+    async def whole() -> None:
+        async with store_of(tmp_path, config, Feed(NAME.format("misbehaving"), ["cancels all"], endless=True)):
+            session = role_thread.start(play(RoleArgs(config, tmp_path, None, 0), role_thread.loop, {}))
+            with pytest.raises(InfraError, match="cancelled the session"):
+                await asyncio.to_thread(sessions.ended, session, DEADLINE_S)
+
+    try:
+        store_thread.start(whole()).result(DEADLINE_S)
+    finally:
+        role_thread.close()
+        store_thread.close()
