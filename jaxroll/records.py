@@ -61,12 +61,24 @@ class Task(msgspec.Struct, frozen=True, gc=False):
         return json.loads(self.env_args)
 
 
-class Segment(msgspec.Struct, frozen=True):
-    """A run of tokens with one role. Sampled tokens have loss_mask 1 and the log-prob they were drawn with."""
+UNMARKED = np.zeros(0, np.uint8)
+
+
+class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A run of tokens with one role. Sampled tokens have loss_mask 1 and the log-prob they were drawn with.
+
+    Where the store took the loss mask of stale tokens away, `sampled` keeps what the mask was; otherwise it is empty.
+    """
 
     tokens: np.ndarray  # int32 [T]
-    loss_mask: np.ndarray  # uint8 [T]
-    logprobs: np.ndarray  # float32 [T], 0 where loss_mask is 0
+    loss_mask: np.ndarray  # uint8 [T]: trained on
+    logprobs: np.ndarray  # float32 [T], 0 where not sampled
+    sampled: np.ndarray = UNMARKED  # uint8 [T], or [0]: the same as loss_mask
+
+    @property
+    def sampled_mask(self) -> np.ndarray:
+        """bool [T]: drawn by the model, whether trained on or masked as stale."""
+        return (self.sampled if self.sampled.size else self.loss_mask).astype(bool)
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -52,7 +52,9 @@ class _Sent(msgspec.Struct, frozen=True, array_like=True):
 _ARRAY = msgspec.msgpack.Decoder(_Sent)
 
 
-def _array_from_wire(raw: msgspec.Raw) -> np.ndarray:
+def _array_from_wire(raw: msgspec.Raw | np.ndarray) -> np.ndarray:
+    if isinstance(raw, np.ndarray):
+        return raw  # the default of a field that was not sent
     sent = _ARRAY.decode(raw)
     dtype = _LITTLE_ENDIAN.get(sent.dtype)
     if dtype is None:

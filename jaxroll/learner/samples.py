@@ -133,8 +133,8 @@ def _turns(
 def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens, mask and behaviour log-probs of all segments, end to end."""
     for segment in segments:
-        if not len(segment.tokens) == len(segment.loss_mask) == len(segment.logprobs):
-            raise DataError(f"{where}: a segment's tokens, loss_mask and logprobs differ in length")
+        if not len(segment.tokens) == len(segment.loss_mask) == len(segment.logprobs) == len(segment.sampled_mask):
+            raise DataError(f"{where}: a segment's tokens, loss_mask, logprobs and sampled marks differ in length")
     if not segments:
         raise DataError(f"{where} has no segments")
     tokens = np.concatenate([segment.tokens for segment in segments]).astype(np.int32)
@@ -148,16 +148,8 @@ def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.
 
 
 def _sampled_positions(segments: tuple[Segment, ...], count: int, where: str) -> np.ndarray:
-    """int [count]: where the sampled tokens stand, masked ones included.
-
-    Without masking they are the tokens with loss_mask 1. Where stale tokens had their mask taken away, a segment was
-    sampled if anything in it still has a mask or a log-prob.
-    """
-    mask = np.concatenate([segment.loss_mask for segment in segments]).astype(bool)
-    if mask.sum() == count:
-        return np.flatnonzero(mask)
-    touched = [bool(segment.loss_mask.any() or segment.logprobs.any()) for segment in segments]
-    sampled = np.repeat(touched, [len(segment.tokens) for segment in segments])
+    """int [count]: the positions of the sampled tokens, those masked as stale included."""
+    sampled = np.concatenate([segment.sampled_mask for segment in segments])
     if sampled.sum() != count:
         raise DataError(f"{where}: versions cover {count} tokens, its segments hold {int(sampled.sum())} sampled ones")
     return np.flatnonzero(sampled)

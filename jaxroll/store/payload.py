@@ -59,7 +59,7 @@ def put_request(body: bytes | memoryview, recorded: Recorded | None = None) -> P
 
 def _check(outcome: Finished, key: tuple[int, int, int]) -> None:
     """Raises unless the arrays fit one another and the versions cover the sampled tokens."""
-    sampled = 0
+    sampled = shown = 0
     for i, segment in enumerate(outcome.segments):
         kinds = (segment.tokens.dtype, segment.loss_mask.dtype, segment.logprobs.dtype)
         if kinds != _KINDS:
@@ -71,9 +71,13 @@ def _check(outcome: Finished, key: tuple[int, int, int]) -> None:
         ones = np.count_nonzero(segment.loss_mask)
         if np.count_nonzero(segment.loss_mask == 1) != ones:
             raise StoreRefusal(f"put {key}: segment {i} has a loss mask beside 0 and 1")
+        if segment.sampled.size:
+            raise StoreRefusal(f"put {key}: segment {i} marks sampled tokens beside its loss mask, as only claims do")
         if not np.isfinite(segment.logprobs).all():
             raise StoreRefusal(f"put {key}: segment {i} has a log-prob that is not a finite number")
-        sampled += ones
+        if sampled + shown == 0 and ones and segment.loss_mask[0]:
+            raise StoreRefusal(f"put {key}: it starts with a sampled token: a prompt must come first")
+        sampled, shown = sampled + ones, shown + segment.tokens.size - ones
     covered = sum(run.count for run in outcome.versions)
     if covered != sampled:
         raise StoreRefusal(f"put {key}: versions cover {covered} tokens, {sampled} were sampled")
@@ -82,7 +86,10 @@ def _check(outcome: Finished, key: tuple[int, int, int]) -> None:
 
 
 def masked(body: bytes, step: int, max_age: int) -> bytes:
-    """`body` with loss mask 0 wherever a token is older than `max_age` at `step`; unchanged when none is."""
+    """`body` with loss mask 0 wherever a token is older than `max_age` at `step`; unchanged when none is.
+
+    Its segments then say which tokens were sampled: a stale one cannot be told from a shown one by its values.
+    """
     member = wire.decode(body, Member)
     outcome = member.outcome
     if not isinstance(outcome, Finished):
@@ -96,6 +103,6 @@ def masked(body: bytes, step: int, max_age: int) -> bytes:
         sampled = np.flatnonzero(mask)
         mask[sampled[stale[start : start + sampled.size]]] = 0
         start += sampled.size
-        segments.append(Segment(segment.tokens, mask, segment.logprobs))
+        segments.append(Segment(segment.tokens, mask, segment.logprobs, sampled=segment.loss_mask))
     kept = msgspec.structs.replace(outcome, segments=tuple(segments))
     return wire.encode(msgspec.structs.replace(member, outcome=kept))

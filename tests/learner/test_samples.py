@@ -5,13 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxroll import wire
 from jaxroll.errors import DataError
 from jaxroll.learner import samples
-from jaxroll.records import Failed, Finished, Member, Segment, Version, VersionRun
+from jaxroll.records import UNMARKED, Failed, Finished, Member, Segment, Version, VersionRun
+from jaxroll.store import payload
 
 
-def segment(tokens, mask, logprobs):
-    return Segment(np.array(tokens, np.int32), np.array(mask, np.uint8), np.array(logprobs, np.float32))
+def segment(tokens, mask, logprobs, sampled=UNMARKED):
+    marks = (np.array(tokens, np.int32), np.array(mask, np.uint8), np.array(logprobs, np.float32))
+    return Segment(*marks, np.asarray(sampled, np.uint8))
+
+
+def as_claimed(one, trained_at, max_age):
+    """`one` as a learner gets it from a store that masks stale tokens."""
+    return wire.decode(payload.masked(wire.encode(one), trained_at.step, max_age), Member)
 
 
 def member(segments, runs, finish="stop"):
@@ -44,12 +52,50 @@ def test_fresh_means_wholly_of_the_trained_version():
 
 
 def test_stale_tokens_lose_their_mask_and_the_others_keep_their_age():
-    masked = [TWO_TURNS[0], segment([7, 8, 2], [0, 0, 1], [-0.1, -0.2, -0.3]), *TWO_TURNS[2:]]
-    got = samples.of_member(member(masked, RUNS), trained_at=Version(0, 4))
+    now = Version(0, 4)
+    got = samples.of_member(as_claimed(member(TWO_TURNS, RUNS), now, max_age=0), trained_at=now)
     np.testing.assert_array_equal(got.ages, [0, 0, 1, 1, 0, 0, 0, 0])
     np.testing.assert_array_equal(got.mask, [0, 0, 0, 0, 1, 0, 1, 1])
     np.testing.assert_array_equal(got.behaviour[:4], np.zeros(4))
     assert (got.sampled_tokens, got.trained_tokens) == (5, 3)
+
+
+def test_a_stale_answer_whose_log_probs_are_zero_is_not_taken_for_prompt_text():
+    """A token that is certain has log-prob 0, as text that was shown has: only the marks tell them apart."""
+    certain = segment([7, 8, 2], [1, 1, 1], [0, 0, 0])
+    now, runs = Version(0, 4), [VersionRun(Version(0, 2), 3), VersionRun(Version(0, 4), 2)]
+    got = samples.of_member(as_claimed(member([TWO_TURNS[0], certain, *TWO_TURNS[2:]], runs), now, max_age=1), now)
+    np.testing.assert_array_equal(got.mask, [0, 0, 0, 0, 0, 0, 1, 1])
+    np.testing.assert_array_equal(got.ages, [0, 0, 2, 2, 2, 0, 0, 0])
+    assert (got.sampled_tokens, got.trained_tokens) == (5, 2)
+    assert [(turn.start, turn.stop) for turn in got.turns] == [(2, 5), (6, 8)]
+
+
+def test_marks_tell_shown_tokens_from_stale_ones_inside_one_segment():
+    mixed = [segment([5, 6], [0, 0], [0, 0]), segment([7, 8, 2, 4], [1, 0, 1, 1], [-0.1, 0, 0, -0.2])]
+    runs, now = [VersionRun(Version(0, 0), 2), VersionRun(Version(0, 3), 1)], Version(0, 3)
+    got = samples.of_member(as_claimed(member(mixed, runs), now, max_age=1), now)
+    np.testing.assert_array_equal(got.mask, [0, 0, 0, 0, 0, 1])
+    np.testing.assert_array_equal(got.ages, [0, 0, 3, 0, 3, 0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ages_and_masks_follow_the_versions_whatever_the_log_probs_are(seed):
+    rng = np.random.default_rng(seed)
+    segments = [segment(rng.integers(1, 9, 3), [0] * 3, [0] * 3)]
+    for _ in range(int(rng.integers(1, 6))):
+        count = int(rng.integers(1, 5))
+        drawn = rng.random(count) < 0.6
+        segments.append(segment(rng.integers(1, 9, count), drawn, np.where(drawn, rng.choice([0.0, -1.0], count), 0)))
+    drawn = np.concatenate([one.loss_mask for one in segments]).astype(bool)
+    steps, now = np.sort(rng.integers(0, 6, drawn.sum())), Version(0, 6)
+    if not drawn.any():
+        return
+    one = member(segments, [VersionRun(Version(0, int(step)), 1) for step in steps])
+    got = samples.of_member(as_claimed(one, now, max_age=2), now)
+    np.testing.assert_array_equal(got.ages[drawn], 6 - steps)
+    np.testing.assert_array_equal(got.mask[drawn], 6 - steps <= 2)
+    assert not got.mask[~drawn].any() and not got.ages[~drawn].any()
 
 
 @pytest.mark.parametrize(
@@ -59,6 +105,7 @@ def test_stale_tokens_lose_their_mask_and_the_others_keep_their_age():
         ([segment([2], [1], [-1])], [VersionRun(Version(0, 0), 1)], "starts with a sampled token"),
         ([segment([1, 2], [0, 1], [0, np.nan])], [VersionRun(Version(0, 0), 1)], "not finite"),
         ([segment([1, 2], [0], [0, 0])], [], "differ in length"),
+        ([segment([1, 2], [0, 1], [0, 0], [1])], [VersionRun(Version(0, 0), 1)], "differ in length"),
         (TWO_TURNS, RUNS[:1], "versions cover 2 tokens"),
     ],
 )

@@ -295,7 +295,9 @@ def test_masked_tokens_are_counted_and_not_trained(small_config, make_claim, mak
         question, sampled = outcome.segments
         mask = sampled.loss_mask.copy()
         mask[0] = 0
-        return msgspec.structs.replace(outcome, segments=(question, msgspec.structs.replace(sampled, loss_mask=mask)))
+        return msgspec.structs.replace(
+            outcome, segments=(question, msgspec.structs.replace(sampled, loss_mask=mask, sampled=sampled.loss_mask))
+        )
 
     row = make_trainer(small_config()).train(with_outcomes(make_claim(age=1), stale))
     assert row["masked_tokens"] == 16

@@ -345,10 +345,14 @@ def test_stale_tokens_are_masked_on_the_way_out(tmp_path: Path, small: SimpleNam
             claim = await learner.claim(0, 1, 5.0)
             for member in claim.groups[0].members:
                 assert member.outcome.segments[1].loss_mask.tolist() == [0, 0, 1, 1, 1]
+                assert member.outcome.segments[1].sampled_mask.tolist() == [True] * 5
                 assert member.outcome.segments[0].loss_mask.tolist() == [0, 0, 0, 0]
             assert (await learner.status())["tokens_masked"] == 4
 
     run(masked())
+
+
+SHOWN_ONCE = np.array([0, 1, 1], np.uint8)
 
 
 def test_malformed_members_are_refused_and_do_no_harm(tmp_path: Path, small: SimpleNamespace, run) -> None:
@@ -356,9 +360,9 @@ def test_malformed_members_are_refused_and_do_no_harm(tmp_path: Path, small: Sim
 
     def broken(key: tuple[int, int, int], **changes) -> Member:
         parts = {
-            "tokens": np.zeros(3, np.int32), "loss_mask": np.ones(3, np.uint8), "logprobs": np.zeros(3, np.float32),
-        } | {k: v for k, v in changes.items() if k in ("tokens", "loss_mask", "logprobs")}  # fmt: skip
-        runs = (VersionRun(V0, changes.get("count", 3)),)
+            "tokens": np.zeros(3, np.int32), "loss_mask": SHOWN_ONCE, "logprobs": np.zeros(3, np.float32),
+        } | {k: v for k, v in changes.items() if k not in ("count", "reward")}  # fmt: skip
+        runs = (VersionRun(V0, changes.get("count", 2)),)
         return Member(*key, Finished((Segment(**parts),), "stop", changes.get("reward", 1.0), {}, runs))
 
     async def refused() -> None:
@@ -368,12 +372,14 @@ def test_malformed_members_are_refused_and_do_no_harm(tmp_path: Path, small: Sim
                 broken(key, tokens=np.zeros(3, np.int64)),
                 broken(key, tokens=np.zeros(2, np.int32)),
                 broken(key, loss_mask=np.full(3, 2, np.uint8)),
-                broken(key, count=2),
+                broken(key, sampled=np.ones(3, np.uint8)),
+                broken(key, loss_mask=np.ones(3, np.uint8), count=3),  # nothing predicts its first token
+                broken(key, count=3),
                 broken(key, reward=float("nan")),
                 broken(key, logprobs=np.array([0, np.nan, 0], np.float32)),
                 small.failed(*key, "MOOD"),
             ):
-                with pytest.raises(StoreRefusal):
+                with pytest.raises(StoreRefusal, match="put"):
                     await sampler.put(member)
             with pytest.raises(StoreRefusal, match="malformed"):
                 await sampler._raw.call("Put", b"\xc1nonsense", 5.0)
