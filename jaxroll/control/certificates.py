@@ -31,7 +31,11 @@ def make(run_dir: Path, hosts: Sequence[str], days: int) -> str:
     names = tuple(dict.fromkeys((*hosts, *ALWAYS)))
     subject_names = ",".join(map(_subject_name, names))
     folder = run_dir / tls.TLS_FOLDER
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError("RUN", str(run_dir), f"{folder} cannot be made ({error.strerror})",
+                          "Name a folder that can be written.") from error  # fmt: skip
     kept = (folder / CA_KEY).is_file() and (folder / tls.CA).is_file()
     if not kept:
         _authority(folder, days)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from jaxroll import config as configs
@@ -19,7 +21,7 @@ from jaxroll import priority
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.rules import COLOCATED, device_processes, roles_with_devices
 from jaxroll.control import inventory as inventories
-from jaxroll.control import placement, preflight, program, run_dir, train
+from jaxroll.control import placement, preflight, program, run_dir, run_path, train
 from jaxroll.errors import ConfigError
 from jaxroll.lifeline import PARENT_ENV
 
@@ -33,17 +35,24 @@ def run_train(options: argparse.Namespace) -> int:
     if options.resume:
         if not options.run:
             raise ConfigError("--resume", True, "no run named", "Add --run=DIR (`jaxroll list` shows them).")
-        path = _absolute(options.run)
+        path = run_path.checked(options.run)
         if options.config:
             raise ConfigError("--config", options.config, "a run is resumed with its own config",
                               "Leave --config out; --config.KEY=VALUE may change a few keys.")  # fmt: skip
-        config = run_dir.resume(path, options.overrides, lambda new: (preflight.check(new), train.find_inventory(new)))
-        return train.train(config, path, train.find_inventory(config), fork=options.fork)
+        run_dir.load(path)  # first: the lock is a file, and nothing is written into a folder that is no run
+        with run_dir.locked(path):
+            config = run_dir.resume(path, options.overrides, _checked_here)
+            return train.train(config, path, train.find_inventory(config), fork=options.fork)
     config = _config_of_file(options)
     inventory = train.find_inventory(config)
-    path = _new_run(options, config.run.name, config)
-    print(f"The run is in {os.path.relpath(path)}.", flush=True)
-    return train.train(config, path, inventory)
+    with _new_run(options, config.run.name, config) as path:
+        print(f"The run is in {os.path.relpath(path)}.", flush=True)
+        return train.train(config, path, inventory)
+
+
+def _checked_here(config: Config) -> None:
+    preflight.check(config)
+    train.find_inventory(config)
 
 
 def run_role(options: argparse.Namespace) -> int:
@@ -57,7 +66,9 @@ def run_role(options: argparse.Namespace) -> int:
     if not priority.give_way():
         print(f"{options.command}: too many start at once: this session keeps the learner's priority", flush=True)
     module = importlib.import_module(f"jaxroll.roles.{options.command}")
-    return module.main(args)
+    alone = options.command == "store" and not options.child
+    with run_dir.locked(args.run_dir) if alone else contextlib.nullcontext():  # against `train` on the same run
+        return module.main(args)
 
 
 def role_args(options: argparse.Namespace) -> RoleArgs:
@@ -108,7 +119,8 @@ def run_offline(options: argparse.Namespace) -> int:
     cache_dir = program.default_cache_dir(path, os.environ)
     env = program.offline_env(config, inventory, cache_dir, inventories.visible_gpus())
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.extra]
-    return run_foreground(argv, env)
+    with run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext():  # it replaces the warm start
+        return run_foreground(argv, env)
 
 
 def run_foreground(argv: list[str], env: dict[str, str]) -> int:
@@ -227,7 +239,7 @@ def run_tls(options: argparse.Namespace) -> None:
             raise ConfigError("RUN", options.folder, "has no token", "Make it with `jaxroll tls RUN`.")
         print(auth.bearer(secret, auth.right_of(options.token_of)))
         return
-    print(certificates.make(_absolute(options.folder), options.host, options.days))
+    print(certificates.make(run_path.checked(options.folder, "RUN"), options.host, options.days))
 
 
 def run_launch(options: argparse.Namespace) -> None:
@@ -236,6 +248,7 @@ def run_launch(options: argparse.Namespace) -> None:
 
     config = _loaded(options)
     preflight.check_described(config)  # the files it names stand on the hosts
+    run_path.checked(os.path.join("/", options.run or ""))
     print(launchers.text(config, launchers.target_of(options), dry_run=options.dry_run))
 
 
@@ -258,14 +271,16 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
     if options.config:
         config = _config_of_file(options)
         _check_role(options, config)
-        return config, _joined_run(folder, config, options.words) if folder else _new_run(options, name, config)
+        if folder:
+            return config, _joined_run(folder, config, options.words)
+        return config, run_dir.create_unique(RUNS, name, config, options.words)
     if not folder:
         raise ConfigError("--run", None, "no run named", "Name an existing run (--run=DIR), or give --config=FILE.")
     if options.overrides:
         raise ConfigError(options.overrides[0], folder, "the run has its config already",
                           "Give --config=FILE with overrides, or none.")  # fmt: skip
-    path = _absolute(folder)
-    config = run_dir.load_config(path)
+    path = run_path.checked(folder)
+    config = run_dir.given_config(path) if options.child else run_dir.load_config(path)
     _check_role(options, config)
     return config, path
 
@@ -287,7 +302,7 @@ def _check_role(options: argparse.Namespace, config: Config) -> None:
 
 def _joined_run(folder: str, config: Config, words: list[str]) -> Path:
     """The folder of a run that this process is a part of: made here, or made before with the same config."""
-    path = _absolute(folder)
+    path = run_path.checked(folder)
     try:
         return run_dir.create(path, config, words)
     except ConfigError:
@@ -298,10 +313,10 @@ def _joined_run(folder: str, config: Config, words: list[str]) -> Path:
     return path
 
 
-def _new_run(options: argparse.Namespace, name: str, config: Config) -> Path:
+def _new_run(options: argparse.Namespace, name: str, config: Config) -> AbstractContextManager[Path]:
     if options.run:
-        return run_dir.create(_absolute(options.run), config, options.words)
-    return run_dir.create_unique(RUNS, name, config, options.words)
+        return run_dir.new_run(options.run, config, options.words)
+    return run_dir.new_unique_run(RUNS, name, config, options.words)
 
 
 def _absolute(folder: str) -> Path:

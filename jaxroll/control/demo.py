@@ -32,10 +32,10 @@ def demo(file: str | None, seed: int, overrides: list[str], argv: list[str]) -> 
     config = configs.load(find_config(file, Path.cwd()), [f"run.seed={seed}", *overrides])
     preflight.check(config)
     inventory = train.find_inventory(config)
-    path = run_dir.create_unique(Path("runs"), NAME, config, argv, suffix=f"-seed{seed}")
-    run_dir.link(path, NAME)
-    print(f"The demo runs in {path.parent.name}/{path.name} (seed {seed}).", flush=True)
-    code = train.train(config, path, inventory)
+    with run_dir.new_unique_run(Path("runs"), NAME, config, argv, suffix=f"-seed{seed}") as path:
+        run_dir.link(path, NAME)
+        print(f"The demo runs in {path.parent.name}/{path.name} (seed {seed}).", flush=True)
+        code = train.train(config, path, inventory)
     if code:
         return code
     failed = report.main(path, as_json=False)

@@ -1,30 +1,40 @@
 """A run's folder: its name, its `run.json` (config, commit, versions, devices), its lock, its link.
 
-Only the process that started the run writes `run.json`, always as a whole file renamed into place.
+Only the process that holds the run's lock writes `run.json`, always as a whole file renamed into place. A supervisor
+hands its config to the roles that it starts (`config_environment`), so that they do not depend on the file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import importlib.metadata
 import json
+import math
 import os
 import platform
+import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jaxroll
 from jaxroll import config as configs
 from jaxroll.config import Config
+from jaxroll.control import run_path
 from jaxroll.errors import ConfigError
 
 RUN_FILE = "run.json"
+RUN_FILE_BYTES = 16 * 2**20  # a larger one is not ours
+LOCK_FILE = ".lock"
+OF_A_RUN = ("store.db", "checkpoints")  # what a run leaves in its folder, also where run.json was deleted
+CONFIG_VARIABLE = "JAXROLL_RUN_CONFIG"
+CREATION_S = 10.0  # how long a role waits for another process that is creating the same run
 METRICS_FILE = "metrics.jsonl"
 LOGS = "logs"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "numpy", "grpcio", "msgspec",
@@ -40,44 +50,131 @@ def new_name(name: str, now_s: float, suffix: str = "") -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}{suffix}"
 
 
-def create(path: Path, config: Config, argv: Sequence[str]) -> Path:
-    """The new run folder `path` with its run.json; ConfigError when a run is there already. Absolute."""
-    path = Path(os.path.abspath(path))
-    if (path / RUN_FILE).exists():
-        raise ConfigError("--run", str(path), "there is a run here already",
-                          "Add --resume to continue it, or name another folder.")  # fmt: skip
+class RunInUse(ConfigError):
+    """Another process holds the run's lock."""
+
+
+@contextlib.contextmanager
+def new_run(path: str | Path, config: Config, argv: Sequence[str]) -> Iterator[Path]:
+    """Create the run folder `path` (absolute inside the block) and hold its lock.
+
+    ConfigError when there is a run already; then nothing is written.
+    """
+    path = run_path.checked(path)
+    _check_free(path)
     try:
-        (path / LOGS).mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--run", str(path), f"cannot be made ({error.strerror})", "Name another folder.") from error
-    write(path, {"created": time.time(), "argv": list(argv), **description(), **_config_part(config), "devices": {}})
-    return path
+    with locked(path):
+        _check_free(path)  # again: another process may have created it before we had the lock
+        try:
+            (path / LOGS).mkdir(exist_ok=True)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        write(path, {"created": time.time(), "argv": list(argv), **description(), **_config_part(config),
+                     "devices": {}})  # fmt: skip
+        yield path
 
 
-def create_unique(parent: Path, name: str, config: Config, argv: Sequence[str], suffix: str = "") -> Path:
-    """A new run folder in `parent`, named by the second it was made in; never one that exists."""
-    parent.mkdir(parents=True, exist_ok=True)
+def create(path: Path, config: Config, argv: Sequence[str]) -> Path:
+    """The new run folder `path` with its run.json, not locked; ConfigError when there is a run already. Absolute.
+
+    Several roles may be started at once on one new folder: one creates it, the others find it.
+    """
+    give_up_s = time.monotonic() + CREATION_S
+    while True:
+        try:
+            with new_run(path, config, argv) as made:
+                return made
+        except RunInUse:
+            if time.monotonic() > give_up_s:
+                raise
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def new_unique_run(parent: Path, name: str, config: Config, argv: Sequence[str], suffix: str = "") -> Iterator[Path]:
+    """As `new_run`, in a folder of `parent` that is named by the second it was made in; never one that exists."""
     base = new_name(name, time.time(), suffix)
+    if "/" in base:
+        raise ConfigError("run.name", name, "names a folder, so it cannot contain '/'", "Use --run=DIR for a path.")
+    run_path.checked(parent / base)
     for attempt in range(1, 1000):
         path = parent / (base if attempt == 1 else f"{base}-{attempt}")
-        with contextlib.suppress(FileExistsError):
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
             path.mkdir()
-            return create(path, config, argv)
+        except OSError as error:
+            if error.errno == errno.EEXIST and parent.is_dir():
+                continue
+            raise ConfigError("--run", str(path), f"cannot be made ({error.strerror})",
+                              "Name a folder with --run.") from error  # fmt: skip
+        with new_run(path, config, argv) as made:
+            yield made
+        return
     raise ConfigError("--run", str(parent / base), "no free name", "Name the folder with --run.")
 
 
+def create_unique(parent: Path, name: str, config: Config, argv: Sequence[str], suffix: str = "") -> Path:
+    """A new run folder in `parent` (see `new_unique_run`), not locked."""
+    with new_unique_run(parent, name, config, argv, suffix) as path:
+        return path
+
+
+def _check_free(path: Path) -> None:
+    if os.path.lexists(path / RUN_FILE):
+        raise ConfigError("--run", str(path), "there is a run here already",
+                          "Add --resume to continue it, or name another folder.")  # fmt: skip
+    left = [name for name in OF_A_RUN if os.path.lexists(path / name)]
+    if left:
+        raise ConfigError("--run", str(path), f"holds {left[0]} of a run that has lost its {RUN_FILE}",
+                          f"Restore {RUN_FILE} from a copy, or name another folder.")  # fmt: skip
+
+
 def load(path: Path) -> dict[str, Any]:
-    """What run.json of the folder says; ConfigError when there is none."""
+    """What run.json of the folder says; ConfigError when there is none, or it is not what JaxRoll writes."""
     file = Path(path) / RUN_FILE
     try:
-        values = json.loads(file.read_text())
-    except FileNotFoundError:
+        values = json.loads(_run_file_bytes(file).decode())
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError("--run", str(path), "no run here (no run.json)", "`jaxroll list` shows the runs.") from None
-    except (OSError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(
+            "--run", str(file), f"unreadable: {error.strerror}", "Check the path and its permissions."
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError("--run", str(file), f"unreadable: {error}", "Restore the file from a copy.") from error
     if not isinstance(values, dict) or "config" not in values:
         raise ConfigError("--run", str(file), "holds no config", "Restore the file from a copy.")
+    for key, (kinds, default) in _FIELDS.items():
+        value = values.setdefault(key, default)
+        if (
+            not isinstance(value, kinds)
+            or isinstance(value, bool)
+            or (isinstance(value, float) and not math.isfinite(value))
+        ):
+            raise ConfigError("--run", str(file), f"{key} is {json.dumps(value)[:60]}, which JaxRoll does not write",
+                              "Restore the file from a copy.")  # fmt: skip
     return values
+
+
+_FIELDS: dict[str, tuple[type | tuple[type, ...], Any]] = {
+    "config": (dict, {}),
+    "created": ((int, float), 0.0),
+    "digest": (str, ""),
+    "devices": (dict, {}),
+}
+
+
+def _run_file_bytes(file: Path) -> bytes:
+    """ValueError for what is no file (a FIFO would block the reader) and for one that is too large."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("not a file")
+    if found.st_size > RUN_FILE_BYTES:
+        raise ValueError(f"larger than {RUN_FILE_BYTES // 2**20} MiB")
+    return file.read_bytes()
 
 
 def load_config(path: Path) -> Config:
@@ -88,7 +185,7 @@ def load_config(path: Path) -> Config:
 def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], object]) -> Config:
     """The config to continue the run with; overrides may change what does not change the experiment.
 
-    It is kept in run.json once `check` has let it pass.
+    It is kept in run.json once `check` has let it pass. The caller holds the run's lock.
     """
     values = load(path)
     for text in overrides:
@@ -103,6 +200,18 @@ def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], objec
     return config
 
 
+def config_environment(path: Path, config: Config) -> dict[str, str]:
+    """The variable by which a supervisor hands `config` of the run `path` to the processes it starts."""
+    return {CONFIG_VARIABLE: json.dumps({"run": str(path), "config": configs.to_dict(config)})}
+
+
+def given_config(path: Path, environ: Mapping[str, str] = os.environ) -> Config:
+    """The config of the run `path` as the supervisor handed it over; else as run.json says."""
+    text = environ.get(CONFIG_VARIABLE)
+    given = json.loads(text) if text else {}
+    return configs.parse(given["config"]) if given.get("run") == str(path) else load_config(path)
+
+
 def note_devices(path: Path, role: str, row: dict[str, Any]) -> None:
     """Write into run.json what devices a role found."""
     values = load(path)
@@ -114,8 +223,18 @@ def note_devices(path: Path, role: str, row: dict[str, Any]) -> None:
 def write(path: Path, values: dict[str, Any]) -> None:
     """Replace run.json."""
     scratch = path / f".{RUN_FILE}.{os.getpid()}"
-    scratch.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
-    os.replace(scratch, path / RUN_FILE)
+    try:
+        scratch.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+        os.replace(scratch, path / RUN_FILE)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError("--run", str(path), f"cannot be written ({error.strerror})",
+                       "Make the folder writable and look for free space, or name another one.")  # fmt: skip
 
 
 def description() -> dict[str, Any]:
@@ -156,12 +275,18 @@ def _config_part(config: Config) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the run: a second supervisor of the same folder is refused. The lock ends with the process."""
-    with (path / ".lock").open("w") as file:
+    """Hold the run: RunInUse for every other process that wants to. The lock ends with the process.
+
+    A supervisor holds it, and a store that was started alone.
+    """
+    with contextlib.ExitStack() as held:
         try:
+            file = held.enter_context((path / LOCK_FILE).open("a"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError("--run", str(path), "another process is running this run", "Stop it first.") from None
+            raise RunInUse("--run", str(path), "another process is running this run", "Stop it first.") from None
+        except OSError as error:
+            raise _unwritable(path, error) from error
         yield
 
 
@@ -172,9 +297,13 @@ def link(path: Path, name: str) -> Path:
         print(f"{target} is not a link and stays as it is; the run is {path}", file=sys.stderr)
         return path
     scratch = path.parent / f".{name}.{os.getpid()}"
-    scratch.unlink(missing_ok=True)
-    scratch.symlink_to(path.name)
-    os.replace(scratch, target)
+    try:
+        scratch.unlink(missing_ok=True)
+        scratch.symlink_to(path.name)
+        os.replace(scratch, target)
+    except OSError as error:
+        raise ConfigError(name, str(target), f"this link cannot be made ({error.strerror})",
+                          "Make the folder writable.") from error  # fmt: skip
     return target
 
 
@@ -194,19 +323,35 @@ def find_runs(parent: Path) -> list[RunSummary]:
     from jaxroll import metrics
 
     found = []
-    for folder in sorted(parent.iterdir()) if parent.is_dir() else []:
-        if folder.is_symlink() or not (folder / RUN_FILE).is_file():
-            continue
+    for folder in _folders(parent):
         try:
+            if folder.is_symlink() or not os.path.lexists(folder / RUN_FILE):
+                continue
             values = load(folder)
             config = configs.parse(values["config"])
-        except ConfigError as error:
+            rows = metrics.read(folder / METRICS_FILE)
+        except (ConfigError, OSError) as error:
             print(f"{folder}: {error}", file=sys.stderr)
             continue
-        rows = metrics.read(folder / METRICS_FILE)
-        steps = max((row.get("step", 0) for row in rows if row.get("kind") == "step"), default=0)
-        scores = [row.get("accuracy") for row in rows if row.get("kind") == "eval"]
+        steps = _numbers(rows, "step", "step")
+        scores = _numbers(rows, "eval", "accuracy")
         found.append(
-            RunSummary(folder, values.get("created", 0.0), steps, config.schedule.steps, scores[-1] if scores else None)
-        )
+            RunSummary(folder, values["created"], int(max(steps, default=0)), config.schedule.steps,
+                       scores[-1] if scores else None)
+        )  # fmt: skip
     return sorted(found, key=lambda run: run.created_s)
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        return sorted(parent.iterdir()) if parent.is_dir() else []
+    except OSError as error:
+        raise ConfigError(
+            "FOLDER", str(parent), f"cannot be read ({error.strerror})", "Check its permissions."
+        ) from error
+
+
+def _numbers(rows: Sequence[dict[str, Any]], kind: str, key: str) -> list[float]:
+    """The numbers under `key` in the rows of this kind; a row may come from a stranger."""
+    found = [row.get(key) for row in rows if row.get("kind") == kind]
+    return [value for value in found if isinstance(value, (int, float)) and not isinstance(value, bool)]

@@ -32,7 +32,7 @@ def find_inventory(config: Config) -> Inventory:
 
 
 def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None = None) -> int:
-    """Run `config` in the run folder `path` (made already); the exit code.
+    """Run `config` in the run folder `path`, whose lock the caller holds; the exit code.
 
     `fork` names the checkpoint of an earlier life to fork at ("": the newest); None continues where it ended.
     """
@@ -43,26 +43,26 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
     if fork is not None:
         specs = program.forked(specs, path, fork, name=uuid.uuid4().hex)
     auth.create(path)
-    with run_dir.locked(path):
-        view = open_view(path, config.schedule.steps)
-        try:
-            code = 0
-            if needs_warm_start(config, path):
-                warm = warm_spec(path, program.offline_env(config, inventory, cache_dir, gpus))
-                view.say(f"Warm start: {config.sft.steps} steps on worked answers.")
-                code = _supervise([warm], path, config, view, leader="sft")
-            if code == 0:
-                leader = next(spec.name for spec in specs if spec.name in LEADERS)
-                code = _supervise(specs, path, config, view, leader=leader)
-        finally:
-            view.close()
+    view = open_view(path, config.schedule.steps)
+    try:
+        code = 0
+        if needs_warm_start(config, path):
+            warm = warm_spec(path, program.offline_env(config, inventory, cache_dir, gpus))
+            view.say(f"Warm start: {config.sft.steps} steps on worked answers.")
+            code = _supervise([warm], path, config, view, leader="sft")
+        if code == 0:
+            leader = next(spec.name for spec in specs if spec.name in LEADERS)
+            code = _supervise(specs, path, config, view, leader=leader)
+    finally:
+        view.close()
     print(closing_words(code, path, time.monotonic() - began), flush=True)
     return code
 
 
 def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: View, *, leader: str) -> int:
     restarts = config.supervisor if leader in LEADERS else replace(config.supervisor, max_restarts=1)
-    return Supervisor(specs, path, restarts, view, leader=leader).run()
+    environ = {**os.environ, **run_dir.config_environment(path, config)}
+    return Supervisor(specs, path, restarts, view, leader=leader, environ=environ).run()
 
 
 def needs_warm_start(config: Config, path: Path) -> bool:

@@ -1,4 +1,7 @@
-"""Stands in for `python -m jaxroll ROLE --run=DIR`: notes the call; the learner ends at once, the others on SIGTERM."""
+"""Stands in for `python -m jaxroll ROLE --run=DIR`: notes the call; the learner ends at once, the others on SIGTERM.
+
+While the run's folder holds a file `hold`, the learner and the warm start go on.
+"""
 
 import json
 import os
@@ -14,7 +17,14 @@ words = sys.argv[3:]  # after -m jaxroll
 role = words[0]
 run_dir = Path(next(word for word in words if word.startswith("--run=")).removeprefix("--run="))
 with (run_dir / "calls.jsonl").open("a") as file:
-    file.write(json.dumps({"words": words, "xla": os.environ.get("XLA_FLAGS", "")}) + "\n")
+    given = os.environ.get("JAXROLL_RUN_CONFIG", "")
+    file.write(json.dumps({"words": words, "xla": os.environ.get("XLA_FLAGS", ""), "given": given}) + "\n")
+if any(word.startswith("--fork=") for word in words):
+    (run_dir / ".forked").touch()
+if role in ("sft", "learner"):
+    hold_until_s = time.monotonic() + 60
+    while (run_dir / "hold").exists() and time.monotonic() < hold_until_s:
+        time.sleep(0.02)
 if role == "sft":
     (run_dir / ".warm-done").touch()
 elif role == "store":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.control import preflight, run_dir
 from jaxroll.errors import ConfigError
+
+SMOKE = Path(__file__).parents[2] / "configs" / "smoke.py"
 
 
 def test_run_json_says_what_ran_and_gives_the_config_back(tmp_path: Path) -> None:
@@ -49,6 +52,114 @@ def test_a_folder_without_a_run_is_a_config_error(tmp_path: Path, text: str | No
         (tmp_path / "run.json").write_text(text)
     with pytest.raises(ConfigError, match=r"run\.json|unreadable|no config"):
         run_dir.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xfe{", b"\x00", b"[" * 100_000, b'{"config": []}', b'{"config": {}, "created": "now"}',
+     b'{"config": {}, "created": NaN}', b'{"config": {}, "created": 1e400}', b'{"config": {}, "devices": 3}',
+     b'{"config": {}, "digest": null}', b'{"config": null}', b"9" * 5000],
+    ids=lambda data: ascii(data[:40]),
+)  # fmt: skip
+def test_a_run_file_that_is_none_of_ours_is_a_config_error(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "run.json").write_bytes(data)
+    with pytest.raises(ConfigError, match=r"x/run\.json.*Restore the file from a copy"):
+        run_dir.load(tmp_path / "x")
+    assert run_dir.find_runs(tmp_path) == []
+
+
+def test_a_run_file_that_is_no_file_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    os.mkfifo(file)  # a reader would wait for a writer
+    with pytest.raises(ConfigError, match="not a file"):
+        run_dir.load(tmp_path)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="not a file"):
+        run_dir.load(tmp_path)
+    file.unlink()
+    with file.open("wb") as out:
+        out.truncate(2**40)
+    with pytest.raises(ConfigError, match="larger than"):
+        run_dir.load(tmp_path)
+    file.unlink()
+    file.symlink_to("run.json")
+    with pytest.raises(ConfigError, match=r"unreadable: .*links"):
+        run_dir.load(tmp_path)
+
+
+def bad_places(folder: Path) -> list[Path]:
+    """Paths at which there can be no run folder."""
+    (folder / "file").write_text("")
+    (folder / "loop").symlink_to("loop")
+    (folder / "dangling").symlink_to("nowhere/at/all")
+    return [folder / "file", folder / "file" / "below", folder / "loop", folder / "loop" / "x", folder / "dangling",
+            Path("/proc/nothing")]  # fmt: skip
+
+
+def test_where_no_folder_can_be_made_it_says_so(tmp_path: Path) -> None:
+    for place in bad_places(tmp_path):
+        before = sorted(tmp_path.rglob("*"))
+        for attempt in (lambda path: run_dir.create(path, Config(), []),
+                        lambda path: run_dir.create_unique(path, "run", Config(), []),
+                        run_dir.load):  # fmt: skip
+            with pytest.raises(ConfigError, match=r"cannot be made|no run here|unreadable"):
+                attempt(place)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_left_of_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    for name in ("store.db", "checkpoints"):
+        (tmp_path / name / name).mkdir(parents=True)
+        with pytest.raises(ConfigError, match=rf"{name} of a run.*Restore run\.json"):
+            run_dir.create(tmp_path / name, Config(), [])
+        assert [path.name for path in (tmp_path / name).iterdir()] == [name]
+
+
+def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run_dir.create(tmp_path / "run", Config(), [])
+    before = (path / "run.json").read_bytes()
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_dir.os, "replace", full)
+    for attempt in (lambda: run_dir.resume(path, ["schedule.steps=7"], lambda config: None),
+                    lambda: run_dir.note_devices(path, "learner", {"platform": "cpu"}),
+                    lambda: run_dir.create(tmp_path / "other", Config(), [])):  # fmt: skip
+        with pytest.raises(ConfigError, match="No space left"):
+            attempt()
+    with pytest.raises(ConfigError, match="No space left"):
+        run_dir.link(path, "demo")
+    assert (path / "run.json").read_bytes() == before
+    assert [file.name for file in path.iterdir() if file.name.startswith(".run")] == []
+
+
+READ_ONLY = """
+import subprocess, sys
+from jaxroll.control import cli
+subprocess.run(["mount", "--bind", sys.argv[1], sys.argv[1]], check=True)
+subprocess.run(["mount", "-o", "remount,bind,ro", sys.argv[1]], check=True)
+for words in (["train", "--run=r", "--resume"], ["store", "--run=r"], ["sft", "--run=r"], ["tls", "r"],
+              ["train", f"--config={sys.argv[2]}", "--run=new"], ["demo", f"--config={sys.argv[2]}"],
+              ["learner", f"--config={sys.argv[2]}"]):
+    print(words[0], cli.main(words), flush=True)
+"""
+
+
+@pytest.mark.process
+def test_a_read_only_file_system_is_refused_without_a_traceback(tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespace of our own")
+    run_dir.create(tmp_path / "r", configs.load(SMOKE), [])
+    done = subprocess.run(["unshare", "-rm", sys.executable, "-c", READ_ONLY, str(tmp_path), str(SMOKE)], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
+    assert "Traceback" not in done.stderr and done.returncode == 0, done.stderr
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        [command, "64"] for command in ("train", "store", "sft", "tls", "train", "demo", "learner")
+    ], done.stdout + done.stderr
+    assert done.stderr.count("Read-only file system") == 7, done.stderr
 
 
 def test_resuming_may_change_how_long_but_not_what(tmp_path: Path) -> None:
@@ -98,7 +209,14 @@ def test_a_run_has_one_supervisor_and_its_lock_dies_with_it(tmp_path: Path) -> N
 
 def test_runs_are_listed_with_their_progress_and_without_links(tmp_path: Path) -> None:
     path = run_dir.create(tmp_path / "x", Config(), [])
-    rows = [{"kind": "step", "step": 4}, {"kind": "eval", "accuracy": 0.5}, {"kind": "step", "step": 7}]
+    rows = [
+        {"kind": "step", "step": None},
+        {"kind": "step", "step": "9"},
+        {"kind": "eval"},
+        {"kind": "step", "step": 4},
+        {"kind": "eval", "accuracy": 0.5},
+        {"kind": "step", "step": 7},
+    ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_dir.link(path, "demo")
     (tmp_path / "no-run").mkdir()
