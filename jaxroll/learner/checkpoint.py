@@ -57,7 +57,7 @@ class Checkpoints:
         if self.path(version).exists():
             return
         if self._writer is None:
-            self._discard_unfinished()
+            self._discard_unfinished(version.lineage)
         self.write(version, position, state, base)
 
     def write(self, version: Version, position: int, state: TrainState, base: str) -> None:
@@ -78,7 +78,8 @@ class Checkpoints:
     def finished(self, *, wait: bool) -> list[Version]:
         """Versions that have become durable since the last call, oldest first; with `wait`, all that were started.
 
-        Raises InfraError when a write failed. Older checkpoints beyond `kept` are removed.
+        Raises InfraError when a write failed, or what was written cannot be opened. Nothing is removed: see
+        `remove_old`.
         """
         self._raise_failure(wait)
         for version in self._writing:
@@ -91,9 +92,20 @@ class Checkpoints:
             except OSError as error:
                 raise InfraError(f"{self.path(version)} does not reach the disk: {error}") from error
         self._writing = [version for version in self._writing if version not in durable]
-        if durable:
-            self._remove_old()
         return durable
+
+    def remove_old(self, durable: Version) -> None:
+        """Remove checkpoints older than `durable`, so that `kept` are left with it.
+
+        Only once the store knows that `durable` is: a learner that another one has replaced (while it was suspended,
+        say) is refused there, and must not remove what its successor started from.
+        """
+        older = [version for version in self.versions() if version < durable]
+        for version in older[: max(0, len(older) - (self.kept - 1))]:
+            removed = self.path(version).with_name(f"{self.path(version).name}.removed")
+            shutil.rmtree(removed, ignore_errors=True)
+            self.path(version).rename(removed)  # first: who looks meanwhile finds it whole or not at all
+            shutil.rmtree(removed, ignore_errors=True)
 
     def wait(self) -> list[Version]:
         """Versions that have become durable since the last call, once no write is going on."""
@@ -206,23 +218,25 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError) as error:
             raise InfraError(f"writing a checkpoint to {self.folder} failed: {error}") from error
 
-    def _remove_old(self) -> None:
-        for version in self.versions()[: -self.kept]:
-            removed = self.path(version).with_name(f"{self.path(version).name}.removed")
-            shutil.rmtree(removed, ignore_errors=True)
-            self.path(version).rename(removed)  # first: who looks meanwhile finds it whole or not at all
-            shutil.rmtree(removed, ignore_errors=True)
+    def _discard_unfinished(self, lineage: int) -> None:
+        """Remove what a killed learner left half-written or half-removed; it has no checkpoint's name.
 
-    def _discard_unfinished(self) -> None:
-        """Remove what a killed learner left half-written or half-removed; it has no checkpoint's name."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.iterdir():
-            if path.is_dir() and not NAME.fullmatch(path.name) and NAME.match(path.name):
+        What a higher lineage writes is left: it belongs to the learner that has replaced this one.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            found = [(path, NAME.match(path.name)) for path in self.folder.iterdir() if path.is_dir()]
+        except OSError as error:
+            raise InfraError(f"{self.folder} cannot be used ({error.strerror})") from error
+        for path, name in found:
+            if name and not NAME.fullmatch(path.name) and int(name[1]) <= lineage:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def _settle(folder: Path) -> None:
-    """Sum up a whole checkpoint and make it survive a power cut."""
+    """Sum up a whole checkpoint and make it survive a power cut; InfraError when it cannot be opened."""
+    if wrong := checkpoint_files.unreadable(folder):
+        raise InfraError(f"checkpoint {folder} was written and cannot be read ({wrong})")
     checksums.write(folder)
     _reach_disk(folder)
 

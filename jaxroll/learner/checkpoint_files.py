@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxroll.errors import CheckpointDamaged
-from jaxroll.learner import checksums
+from jaxroll.learner import checkpoint_state, checksums
 from jaxroll.records import Version
 
 NAME = re.compile(r"(\d{4,})\.(\d{8,})")
@@ -48,7 +48,7 @@ def path_of(folder: Path, version: Version) -> Path:
 
 
 def entries(folder: Path, *, verify: bool) -> list[Entry]:
-    """Every whole checkpoint, oldest first. With `verify` all bytes are read and compared with their sums.
+    """Every whole checkpoint, oldest first. With `verify` all bytes are compared with their sums, all arrays opened.
 
     One that the run removes meanwhile is left out.
     """
@@ -79,6 +79,15 @@ def params(about: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {match[1]: (dtype, tuple(shape)) for match, (dtype, *shape) in named if match}
 
 
+def unreadable(path: Path, *, every_byte: bool = False) -> str:
+    """Why the arrays of a checkpoint cannot be opened; empty when they can. With `every_byte` all are read."""
+    try:
+        arrays = about(path)["arrays"]
+    except CheckpointDamaged as error:
+        return str(error)
+    return checkpoint_state.problem(path / STATE, arrays, every_byte=every_byte)
+
+
 def _entry(version: Version, path: Path, *, verify: bool) -> Entry:
     problem, position = "", -1
     try:
@@ -86,7 +95,7 @@ def _entry(version: Version, path: Path, *, verify: bool) -> Entry:
     except CheckpointDamaged as error:
         problem = str(error)
     if verify:
-        problem = checksums.damage(path) or problem
+        problem = checksums.damage(path) or unreadable(path, every_byte=True)
     summed = (path / checksums.NAME).exists()  # first: of one that is removed meanwhile it would be gone
     sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
     return Entry(version, path, position, sum(sizes), path.stat().st_mtime, summed, problem)

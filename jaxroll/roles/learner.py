@@ -220,8 +220,9 @@ class LearnerSession:
         durable from `begin` on. A damaged checkpoint is said and passed over. Whether an older one will do is the
         store's to say: it will unless the claims after it are trimmed. CheckpointDamaged when no other is left.
         """
-        lineages, durable_steps = self.store.welcome.lineages, self.store.status()["durable"]
-        self._durable, self._fork = start_of(self.checkpoints, lineages, self.args.fork)
+        status = self.store.status()
+        lineages, claims, durable_steps = self.store.welcome.lineages, status["claims"], status["durable"]
+        self._durable, self._fork = start_of(self.checkpoints, lineages, claims, self.args.fork)
         if trainer.lora and (start := self._start(trainer)) is not None:
             trainer.set_params(start)  # adapters are put upon what the run starts from; no checkpoint holds that
         while self._durable is not None:
@@ -232,7 +233,7 @@ class LearnerSession:
                 )  # fmt: skip
             except CheckpointDamaged as error:
                 self.progress(f"{error}")
-                self._durable, self._fork = start_of(self.checkpoints, lineages, self.args.fork)
+                self._durable, self._fork = start_of(self.checkpoints, lineages, claims, self.args.fork)
                 if self._durable is None or self._durable in self.checkpoints.damaged:
                     raise
                 continue
@@ -322,9 +323,10 @@ class LearnerSession:
         self._durable = version
 
     def _settle_durable(self, *, wait: bool) -> None:
-        """Tell the store which checkpoints have reached the disk; with `wait`, all of them."""
+        """Tell the store which checkpoints have reached the disk; with `wait`, all of them. Then remove older ones."""
         for version in self.checkpoints.finished(wait=wait):
-            self.store.durable(version)
+            self.store.durable(version)  # raises when another learner has replaced this one
+            self.checkpoints.remove_old(version)
 
     def _await_evaluator(self, version: Version, limit_s: float) -> None:
         """Wait until the evaluator holds `version`, which nobody else keeps, but not longer than `limit_s`."""

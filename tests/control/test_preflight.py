@@ -343,6 +343,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "roles/hosts.py": HERE,
     "roles/learner.py::LearnerSession._no_start": HERE,
     "roles/learner.py::_followed.start": HERE,
+    "roles/restoring.py::_check_known": HERE,
     "roles/restoring.py::first_params": HERE,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,9 +17,10 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
-from jaxroll.learner import checksums
+from jaxroll.learner import checkpoint_files, checksums
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.compiles import CompileCounter
+from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
 
 
@@ -45,6 +47,7 @@ def saved(folder, trainer, *versions, kept=3) -> Checkpoints:
     for number, version in enumerate(versions):
         checkpoints.save(version, 100 + number, trainer.state)
         assert checkpoints.wait() == [version]
+        checkpoints.remove_old(version)
     return checkpoints
 
 
@@ -125,6 +128,71 @@ def test_the_last_ones_are_kept_and_a_higher_lineage_is_newer(folder, trainer):
     assert checkpoints.versions() == (Version(0, 30), Version(1, 3))
     assert checkpoints.latest() == Version(1, 3)
     assert checkpoints.about(Version(1, 3))["position"] == 103
+    checkpoints.close()
+
+
+def test_nothing_is_removed_before_the_store_knows_of_the_newer_one(folder, trainer):
+    """A learner that another one has replaced is refused there: it must not remove what its successor started from."""
+    checkpoints = Checkpoints(folder, 1)
+    for version in (Version(0, 1), Version(0, 2)):
+        checkpoints.save(version, 1, trainer.state)
+        assert checkpoints.wait() == [version]
+    assert checkpoints.versions() == (Version(0, 1), Version(0, 2))
+    checkpoints.remove_old(Version(0, 2))
+    assert checkpoints.versions() == (Version(0, 2),)
+    checkpoints.close()
+
+
+def test_the_version_that_became_durable_is_never_removed(folder, trainer):
+    """Even where others look newer, as those of a lineage that the log has lost."""
+    for foreign in (Version(1, 1), Version(2, 9)):
+        for item in ("about", "state"):
+            (folder / f"{foreign.lineage:04d}.{foreign.step:08d}" / item).mkdir(parents=True)
+    checkpoints = saved(folder, trainer, Version(0, 3), Version(0, 4), kept=1)
+    assert checkpoints.versions() == (Version(0, 4), Version(1, 1), Version(2, 9))
+    checkpoints.close()
+
+
+def test_what_a_successor_is_writing_is_left(folder, trainer):
+    for name in ("0000.00000009", "0001.00000009", "0002.00000001"):
+        (folder / f"{name}.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    saved(folder, trainer, Version(1, 1)).close()
+    assert [path.name for path in folder.iterdir() if "tmp" in path.name] == ["0002.00000001.orbax-checkpoint-tmp"]
+
+
+def test_what_cannot_be_opened_is_never_durable(tmp_path, trainer):
+    """Under such a path Orbax does not find what it has written, leaves it as it is, and reports success."""
+    checkpoints = Checkpoints(tmp_path / "lr=[1e-4]" / "checkpoints", 3)
+    checkpoints.save(Version(0, 7), 1, trainer.state)
+    with pytest.raises(InfraError, match=r"0000\.00000007 was written and cannot be read \(.*manifest"):
+        checkpoints.wait()
+    assert not (checkpoints.path(Version(0, 7)) / checksums.NAME).exists()
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("lost", ["manifest.ocdbt", "d", "ocdbt.process_0", "ocdbt.process_0/d"])
+def test_a_state_that_lacks_a_part_is_noticed_without_its_sums(folder, lost):
+    checkpoints = Checkpoints(folder, 1)
+    large = jax.random.normal(jax.random.key(0), (256, 256))  # small arrays lie in the database itself
+    checkpoints.save(Version(0, 7), 1, TrainState({"embed": large}, (), jnp.int32(7)))
+    checkpoints.close()
+    path = checkpoints.path(Version(0, 7))
+    assert checkpoint_files.unreadable(path, every_byte=True) == ""
+    (path / "state" / lost).rename(folder.parent / "lost")
+    assert "state" in checkpoint_files.unreadable(path, every_byte=True)
+
+
+def test_an_array_that_is_not_there_is_named(folder, trainer):
+    checkpoints = saved(folder, trainer, Version(0, 7))
+    path = checkpoints.path(Version(0, 7))
+    about = json.loads((path / "about" / "metadata").read_text())
+    for arrays, named in (
+        ({"params['more']": ["float32", 3]}, "more"),
+        ({"params['embed']": ["float32", 1, 1]}, "embed"),
+    ):
+        changed = about | {"arrays": about["arrays"] | arrays}
+        (path / "about" / "metadata").write_text(json.dumps(changed))
+        assert named in checkpoint_files.unreadable(path)
     checkpoints.close()
 
 
@@ -285,6 +353,7 @@ for step in range(10_000):
     checkpoints.save(Version(0, step), step, TrainState(params, (), jnp.int32(step)))
     for version in checkpoints.finished(wait=False):
         print(version.step, flush=True)
+        checkpoints.remove_old(version)
 """
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.control import run_dir
-from jaxroll.learner import checkpoint_files
+from jaxroll.learner import checkpoint_files, checksums
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
@@ -79,6 +79,19 @@ def test_a_damaged_one_is_named_and_ends_the_command_with_1(run: Path, capsys: p
     assert report.main(run, verify=False, as_json=True) == 1
     rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert "about/metadata cannot be read" in rows[2]["problem"] and rows[2]["position"] == -1
+
+
+def test_one_whose_state_cannot_be_opened_is_damaged_though_its_sums_are_right(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were taken of a state that was already broken."""
+    path = run / "checkpoints" / "0000.00000004"
+    (path / "state" / "manifest.ocdbt").unlink()
+    (path / "sums.json").unlink()
+    checksums.write(path)
+    assert report.main(run, verify=True, as_json=False) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if "DAMAGED" in line]
+    assert len(lines) == 1 and lines[0].startswith("0.4 ") and "manifest.ocdbt is missing" in lines[0]
 
 
 def test_one_that_is_removed_meanwhile_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,31 @@ LINES = (Lineage(), Lineage(0, 2, fork="first"))
 
 
 def test_it_is_the_newest_on_the_line(checkpoints: Checkpoints) -> None:
-    assert start_of(checkpoints, LINES[:1], None) == (Version(0, 6), "")
-    assert start_of(checkpoints, LINES, None) == (Version(1, 3), "")
-    assert start_of(checkpoints, (Lineage(), Lineage(0, 5)), None)[0] == Version(1, 3)
-    assert start_of(checkpoints, (*LINES, Lineage(0, 4, fork="b")), None) == (Version(0, 4), ""), "6 was given up"
+    assert start_of(checkpoints, LINES, 9, None) == (Version(1, 3), "")
+    assert start_of(checkpoints, (Lineage(), Lineage(0, 5)), 9, None)[0] == Version(1, 3)
+    assert start_of(checkpoints, (*LINES, Lineage(0, 4, fork="b")), 9, None) == (Version(0, 4), ""), "6 was given up"
+
+
+def test_a_log_that_does_not_know_the_checkpoints_is_refused(checkpoints: Checkpoints) -> None:
+    """store.db is missing, or was put back from an old copy."""
+    for lines, claims, fork in (
+        (LINES[:1], 0, None),
+        (LINES[:1], 9, None),
+        (LINES[:1], 9, "0@second"),
+        (LINES, 2, None),
+    ):
+        with pytest.raises(ConfigError, match=r"0001\.00000003.*store\.db.*Put back"):
+            start_of(checkpoints, lines, claims, fork)
+    shutil.rmtree(checkpoints.path(Version(1, 3)))
+    with pytest.raises(ConfigError, match=r"0000\.00000006.*0 claims"):
+        start_of(checkpoints, LINES[:1], 0, None)
+    assert start_of(checkpoints, LINES[:1], 0, "0@second") == (None, "second"), "a fork gives up what comes later"
+    assert start_of(checkpoints, LINES[:1], 6, None) == (Version(0, 6), "")
+
+
+def test_a_fork_at_the_beginning_has_no_checkpoint_yet(checkpoints: Checkpoints) -> None:
+    shutil.rmtree(checkpoints.path(Version(1, 3)))
+    assert start_of(checkpoints, (Lineage(), Lineage(0, 0, fork="first")), 0, None) == (None, "")
 
 
 @pytest.mark.parametrize(
@@ -40,21 +62,21 @@ def test_it_is_the_newest_on_the_line(checkpoints: Checkpoints) -> None:
 )
 def test_a_fork_names_its_checkpoint(checkpoints: Checkpoints, words: str, version: tuple[int, int] | None) -> None:
     wanted = Version(*version) if version else None
-    assert start_of(checkpoints, LINES, f"{words}@second") == (wanted, "second")
+    assert start_of(checkpoints, LINES, 9, f"{words}@second") == (wanted, "second")
 
 
 @pytest.mark.parametrize("words", ["5", "1.4", "2.2", "x", "04"])
 def test_what_is_not_there_is_refused_with_what_is(checkpoints: Checkpoints, words: str) -> None:
     with pytest.raises(ConfigError, match=r"0\.2, 0\.4, 0\.6, 1\.3"):
-        start_of(checkpoints, LINES, f"{words}@second")
+        start_of(checkpoints, LINES, 9, f"{words}@second")
 
 
 def test_a_fork_that_was_made_is_gone_on_with(checkpoints: Checkpoints) -> None:
-    assert start_of(checkpoints, LINES, "2@first") == (Version(1, 3), "")
+    assert start_of(checkpoints, LINES, 9, "2@first") == (Version(1, 3), "")
 
 
 def test_a_fork_without_a_name_is_a_new_one_every_time(checkpoints: Checkpoints) -> None:
-    names = {start_of(checkpoints, LINES, "2")[1] for _ in range(3)}
+    names = {start_of(checkpoints, LINES, 9, "2")[1] for _ in range(3)}
     assert len(names) == 3 and "" not in names
 
 

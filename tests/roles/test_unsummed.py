@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxroll.config import Config, RoleArgs
+from jaxroll.errors import StaleClient
 from jaxroll.learner import checksums
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
@@ -50,7 +52,7 @@ def test_what_is_gone_on_from(tmp_path: Path, durable_steps: int, restored: int)
     session = LearnerSession.__new__(LearnerSession)  # what a session has before it opens a store
     session.args, session.config, session.checkpoints = RoleArgs(Config(), tmp_path), Config(), checkpoints
     session.store = SimpleNamespace(  # type: ignore[assignment]
-        welcome=SimpleNamespace(lineages=(Lineage(),)), status=lambda: {"durable": durable_steps}
+        welcome=SimpleNamespace(lineages=(Lineage(),)), status=lambda: {"durable": durable_steps, "claims": 6}
     )
     session.progress = said.append  # type: ignore[assignment]
     trainer = Bare()
@@ -60,4 +62,22 @@ def test_what_is_gone_on_from(tmp_path: Path, durable_steps: int, restored: int)
     assert any("0000.00000004 cannot be read (sums.json is gone" in text for text in said) == (restored == 2)
     assert (newest / checksums.NAME).exists() == (restored == 4), "it counts from now on"
     assert restored == 2 or not checksums.damage(newest, durable=True)
+    checkpoints.close()
+
+
+def test_a_learner_that_was_replaced_removes_no_checkpoint(tmp_path: Path) -> None:
+    """It was suspended in a write, and wakes after another one began from the checkpoint before."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints", kept=1)
+    session = LearnerSession.__new__(LearnerSession)
+    session.checkpoints = checkpoints
+
+    def refused(version: Version) -> None:
+        raise StaleClient("another learner began after this one")
+
+    for step, durable in ((2, lambda version: None), (4, refused)):
+        session.store = SimpleNamespace(durable=durable)  # type: ignore[assignment]
+        checkpoints.save(Version(0, step), step, state_of(step))
+        with contextlib.suppress(StaleClient):
+            session._settle_durable(wait=True)
+    assert Version(0, 2) in checkpoints.versions(), "its successor restores this one if it is killed"
     checkpoints.close()
