@@ -16,10 +16,11 @@ import re
 import shutil
 from collections.abc import Sequence
 from typing import Any, NoReturn
+from urllib.parse import quote, unquote
 
 import tensorstore as ts
 
-from jaxroll.errors import DigestMismatch, TransferError, VersionGone, VersionMixed
+from jaxroll.errors import ConfigError, DigestMismatch, TransferError, VersionGone, VersionMixed
 from jaxroll.records import Version
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import manifest as manifests
@@ -33,12 +34,22 @@ _CHUNK_BYTES = 4 << 20
 _VERSION_KEY = re.compile(r"(\d+)\.(\d+)/")
 
 
+_FILE = "file://"
+
+
 def url_of(path: str | os.PathLike[str]) -> str:
-    """The URL of a folder, ending in a slash; a string that is a URL already stays one."""
+    """The URL of a folder, quoted and ending in a slash; a string that is a URL already stays one.
+
+    ConfigError for a folder that tensorstore cannot name: it reads a backslash as a slash, and names only UTF-8.
+    """
     text = os.fspath(path)
-    if "://" not in text:
-        text = f"file://{pathlib.Path(text).resolve()}"
-    return text.rstrip("/") + "/"
+    if "://" in text:
+        return text.rstrip("/") + "/"
+    folder = str(pathlib.Path(text).resolve())
+    if "\\" in folder or not folder.isprintable():
+        reason = "the tensorstore channel cannot write to a folder with a backslash or an unprintable character"
+        raise ConfigError("transfer.path", folder, reason, "Name another folder.")
+    return _FILE + quote(folder).rstrip("/") + "/"
 
 
 def _context() -> ts.Context:
@@ -108,8 +119,8 @@ class TensorstoreSender:
 
     def _remove(self, folder: str, deadline: Deadline) -> None:
         _result(self._store.delete_range(ts.KvStore.KeyRange(folder + _MANIFEST, folder + _MANIFEST + "\0")), deadline)
-        if self._url.startswith("file://"):
-            _remove_folder(pathlib.Path(self._url.removeprefix("file://")) / folder)
+        if self._url.startswith(_FILE):
+            _remove_folder(pathlib.Path(unquote(self._url.removeprefix(_FILE))) / folder)
         else:
             _result(self._store.delete_range(ts.KvStore.KeyRange(folder, folder[:-1] + "0")), deadline)  # "0" after "/"
 

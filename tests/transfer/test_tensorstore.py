@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorstore as ts
 
-from jaxroll.errors import DigestMismatch, TransferError, VersionGone
-from jaxroll.records import Version
+from jaxroll.errors import ConfigError, DigestMismatch, TransferError, VersionGone
+from jaxroll.records import Snapshot, Version
 from jaxroll.transfer.channel_tensorstore import TensorstoreSender, url_of
 
 
@@ -47,6 +47,29 @@ def test_old_versions_leave_no_folders(kit) -> None:
     for step in (9, 10, 11):
         sender.offer(kit.host_snapshot(Version(0, step), kit.values(step)))
     assert [path.name for path in (kit.folder / "w").iterdir()] == ["0.11"]
+
+
+ODD_NAMES = ["a%20c", "a b", "50%", "a?b", "a#b", "a|b", "sweep[lr=1e-4]", "größe", "a:b", "'q\"", "~x", "a&b=c"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_folder_of_any_name_holds_the_newest_versions_and_nothing_is_written_beside_it(kit, name: str) -> None:
+    sender = TensorstoreSender(kit.folder / name, keep=2)
+    for step in range(4):
+        address = sender.offer(kit.host_snapshot(Version(0, step), kit.values(step)))
+    assert [path.name for path in kit.folder.iterdir()] == [name]
+    assert sorted(path.name for path in (kit.folder / name).iterdir()) == ["0.2", "0.3"]
+    announced = Snapshot(
+        Version(0, 3), "tensorstore", address, kit.host_snapshot(Version(0, 3), kit.values(3)).manifest_digest
+    )
+    np.testing.assert_array_equal(np.asarray(_fetch(kit, announced).place()["embed"]), kit.values(3)["embed"])
+
+
+@pytest.mark.parametrize("name", ["a\\b", "a\nb", "a\udcffb"])
+def test_a_folder_that_tensorstore_would_write_elsewhere_is_refused(kit, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"transfer\.path"):
+        TensorstoreSender(kit.folder / name)
+    assert list(kit.folder.iterdir()) == []
 
 
 def _chunks(kit, leaf: str):
