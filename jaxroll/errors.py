@@ -17,7 +17,25 @@ class ConfigError(JaxRollError):
     def __init__(self, key: str, value: object, reason: str, remedy: str = "") -> None:
         self.key, self.value, self.reason, self.remedy = key, value, reason, remedy
         tail = f" {remedy}" if remedy else ""
-        super().__init__(f"{key} = {value!r}: {reason}.{tail}")
+        super().__init__(f"{key} = {_shown(value)}: {one_line(reason)}.{tail}")
+
+
+def _shown(value: object) -> str:
+    """The value in at most `_SHOWN` characters: it may come from a file and be a whole document."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python prints
+        text = f"a {type(value).__name__} too large to print"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+_SHOWN, _LINE = 300, 1000
+
+
+def one_line(text: str, limit: int = _LINE) -> str:
+    """`text` as one printable line of at most `limit` characters: it may come from a file, and reach a terminal."""
+    line = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+    return line if len(line) <= limit else f"{line[:limit]}…"
 
 
 class InfraError(JaxRollError):

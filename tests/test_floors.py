@@ -36,6 +36,7 @@ class Room:
 
 ROOMS: Mapping[str, Room] = {
     "config": Room(0, "none"),
+    "foreign": Room(0, "none"),  # files from strangers
     "lifeline": Room(0, "none"),  # a process dies with its parent
     "priority": Room(0, "none"),  # a process gives way to the learner
     "records": Room(0, "none"),

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxroll import foreign
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import folders, tensor_files
 from jaxroll.models.families import ModelSpec
@@ -99,9 +100,12 @@ def tokenizer(folder: Path) -> dict[str, Any]:
 def _json(folder: Path, name: str) -> dict[str, Any]:
     path = _file(folder, name)
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError("weights", str(path), f"not JSON ({error})", "Write it again.") from error
+        found = foreign.read_json(path)
+    except DataError as error:
+        raise ConfigError("weights", str(path), str(error), "Write it again.") from error
+    if not isinstance(found, dict):
+        raise ConfigError("weights", str(path), "not a JSON object", "Write it again.")
+    return found
 
 
 def _file(folder: Path, name: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
@@ -36,9 +36,14 @@ class ModelSpec:
     value_head: bool = False  # a critic: one number for every state in place of the scores of the next token
 
     def __post_init__(self) -> None:
-        for key in ("vocab_size", "layers", "width", "heads", "kv_heads", "head_dim", "hidden"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"model.{key}", getattr(self, key), "must be at least 1")
+        for key in _FROM_HUGGINGFACE:
+            _check_size(f"model.{key}", getattr(self, key), key)
+        for key in ("rope_theta", "norm_eps"):
+            _check_number(f"model.{key}", getattr(self, key))
+        for key in ("tied_embeddings", "qk_norm", "value_head"):
+            _check_flag(f"model.{key}", getattr(self, key))
+        if not isinstance(self.name, str) or self.remat not in get_args(Remat):
+            raise ConfigError("model", (self.name, self.remat), "no name and remat", f"remat is of {get_args(Remat)}.")
         if self.heads % self.kv_heads:
             raise ConfigError("model.kv_heads", self.kv_heads, f"does not divide the {self.heads} query heads")
         if self.head_dim % 2:
@@ -46,6 +51,36 @@ class ModelSpec:
         if self.compute_dtype not in _DTYPES:
             raise ConfigError("model.dtype", self.compute_dtype, "unknown dtype", f"Known: {', '.join(_DTYPES)}.")
 
+
+_MOST_LAYERS, _MOST = 4096, 1 << 24  # of any other size; what is beyond is a damaged or hostile file
+
+
+def _check_size(key: str, value: Any, size: str) -> None:
+    most = _MOST_LAYERS if size == "layers" else _MOST
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ConfigError(key, value, f"must be at least 1, and a whole number of at most {most}")
+
+
+def _check_number(key: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:  # NaN is refused, too
+        raise ConfigError(key, value, "must be a number between 0 and 1e30")
+
+
+def _check_flag(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(key, value, "must be true or false")
+
+
+# Our sizes by the names that a config.json has for them.
+_FROM_HUGGINGFACE = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "hidden": "intermediate_size",
+}
 
 _FAMILIES = {
     "nano": ModelSpec("nano", 64, 2, 32, 4, 2, 8, 96, rope_theta=1e4),
@@ -73,30 +108,36 @@ def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32
     """The spec of a Qwen3 checkpoint from its parsed config.json; ConfigError for what this decoder does not cover."""
     for key, covered in _COVERED.items():
         if config.get(key, covered[0]) not in covered:
-            raise ConfigError(f"config.json {key}", config[key], "not covered by this decoder", f"Covered: {covered}.")
-    kinds = set(config.get("layer_types") or ())
-    if kinds - {"full_attention"}:
-        raise ConfigError(
-            "config.json layer_types", sorted(kinds), "not covered by this decoder", "Covered: full_attention."
-        )
+            raise _not_covered(key, config[key], str(covered))
+    kinds = config.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise _not_covered("layer_types", kinds, "full_attention")
     missing = [key for key in _FROM_HUGGINGFACE.values() if key not in config]
     if missing:
         raise ConfigError("config.json", sorted(config), f"lacks {', '.join(missing)}", "Is this a Qwen3 checkpoint?")
     rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ConfigError(
-            "config.json rope_type", rope["rope_type"], "not covered by this decoder", "Covered: default."
-        )
-    sizes: dict[str, Any] = {ours: int(config[theirs]) for ours, theirs in _FROM_HUGGINGFACE.items()}
+    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+        raise _not_covered("rope_parameters", rope, "rope_type default")
+    for ours, theirs in _FROM_HUGGINGFACE.items():
+        _check_size(f"config.json {theirs}", config[theirs], ours)
+    rope_theta = config.get("rope_theta", rope.get("rope_theta", 1e4))
+    norm_eps, tied = config.get("rms_norm_eps", 1e-6), config.get("tie_word_embeddings", False)
+    _check_number("config.json rope_theta", rope_theta)
+    _check_number("config.json rms_norm_eps", norm_eps)
+    _check_flag("config.json tie_word_embeddings", tied)
     return ModelSpec(
         name=str(config.get("_name_or_path") or config.get("model_type", "qwen3")),
-        rope_theta=float(config.get("rope_theta", rope.get("rope_theta", 1e4))),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope_theta),
+        tied_embeddings=tied,
+        norm_eps=float(norm_eps),
         compute_dtype=compute_dtype,
         remat="layer",
-        **sizes,
+        **{ours: config[theirs] for ours, theirs in _FROM_HUGGINGFACE.items()},
     )
+
+
+def _not_covered(key: str, value: Any, covered: str) -> ConfigError:
+    return ConfigError(f"config.json {key}", value, "not covered by this decoder", f"Covered: {covered}.")
 
 
 def to_huggingface(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -122,16 +163,6 @@ def to_huggingface(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None =
 
 
 LONGEST_CONTEXT = 40_960  # Qwen3's own: nothing here depends on it
-
-_FROM_HUGGINGFACE = {
-    "vocab_size": "vocab_size",
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "hidden": "intermediate_size",
-}
 
 # What a config.json may say under these keys (the first is the default where it says nothing).
 _COVERED: dict[str, tuple[Any, ...]] = {

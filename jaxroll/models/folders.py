@@ -6,10 +6,10 @@ Two kinds are known: a Hugging Face checkpoint (config.json, tensors by their na
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from jaxroll import foreign
 from jaxroll.config import ModelConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import families, hf_names, tensor_files
@@ -42,8 +42,8 @@ def described(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
             return families.from_huggingface(values, compute_dtype=compute_dtype)
         said: dict[str, Any] = {**values, "compute_dtype": compute_dtype}
         return ModelSpec(**said)
-    except (TypeError, ValueError) as error:
-        reason = f"its {name} holds no number where one is needed, or an unknown key ({error})"
+    except TypeError as error:
+        reason = f"its {name} has a key that is unknown, or lacks one ({error})"
         raise ConfigError("model.path", str(folder), reason, "Copy it again.") from error
 
 
@@ -91,8 +91,8 @@ def misfit(folder: Path, model: ModelSpec, tensors: Tensors) -> str:
 def read_json(folder: Path, name: str) -> dict:
     """The object in a file of the folder; ConfigError when it cannot be read or is none."""
     try:
-        found = json.loads((folder / name).read_text())
-    except (OSError, ValueError) as error:
+        found = foreign.read_json(folder / name)
+    except (OSError, DataError) as error:
         reason = f"{name} cannot be read ({error})"
         raise ConfigError("model.path", str(folder), reason, "Give the folder of a Qwen3 checkpoint.") from error
     if not isinstance(found, dict):

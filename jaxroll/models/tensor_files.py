@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
+from jaxroll import foreign
 from jaxroll.errors import DataError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-HEADER_LIMIT = 100 << 20  # as the reference reader has it: a length beyond it is no header
+HEADER_LIMIT = 32 << 20  # some 300,000 tensors; the reference reader takes three times as much
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
     "F64": np.dtype(np.float64), "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "U8": np.dtype(np.uint8),
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_MAX_DIMS = 32  # numpy has 64 at most
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,18 @@ class Placed:
     leaf: Leaf
     file: Path
     start: int
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor as a header has it; any other shape of it is a msgspec.ValidationError."""
+
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+_HEADER = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_METADATA, _ENTRY = msgspec.json.Decoder(dict[str, str]), msgspec.json.Decoder(_Entry)
 
 
 class Tensors(Mapping[str, np.ndarray]):
@@ -99,32 +116,50 @@ class Converted(Mapping[str, np.ndarray]):
 
 
 def opened(path: Path) -> Tensors:
-    """The tensors of one file. DataError says what is wrong with it; OSError when it cannot be opened."""
-    with path.open("rb") as file:
+    """The tensors of one file. DataError says what is wrong with it; OSError when it cannot be opened.
+
+    Costs memory in proportion to the header, which the file must hold in full: no number in it is believed before the
+    bytes are there.
+    """
+    with foreign.opened(path) as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= HEADER_LIMIT:
+        size = os.fstat(file.fileno()).st_size
+        if not 2 <= length <= min(HEADER_LIMIT, size - 8):
             raise DataError(f"{path.name} is no safetensors file")
-        text, size = file.read(length), path.stat().st_size
+        text = file.read(length)
     try:
-        header = json.loads(text)
-        placed = {name: _placed(path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"the header of {path.name} cannot be read ({type(error).__name__}: {error})") from error
-    end = max((one.start + one.leaf.size_bytes for one in placed.values()), default=8 + length)
+        placed = {name: _placed(path, 8 + length, entry) for name, entry in _entries(text).items()}
+    except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
+        raise DataError(f"the header of {path.name} cannot be read ({error})") from error
+    foreign.parse_json(text, f"the header of {path.name}", unique=True)
+    _check_contiguous(path, placed, 8 + length, size)
+    return Tensors(placed)
+
+
+def _entries(text: bytes) -> dict[str, _Entry]:
+    header = _HEADER.decode(text)
+    if (metadata := header.pop("__metadata__", None)) is not None:
+        _METADATA.decode(metadata)
+    return {name: _ENTRY.decode(entry) for name, entry in header.items()}
+
+
+def _check_contiguous(path: Path, placed: Mapping[str, Placed], data: int, size: int) -> None:
+    """DataError when the tensors overlap, leave bytes out, or are not all there."""
+    end = data
+    for name, one in sorted(placed.items(), key=lambda item: (item[1].start, item[1].leaf.size_bytes)):
+        if one.start != end:
+            raise DataError(f"{path.name}: {name!r} begins at byte {one.start}, and the tensor before ends at {end}")
+        end += one.leaf.size_bytes
     if end != size:
         raise DataError(f"{path.name} has {size} bytes and its header speaks of {end}: it was not copied whole")
-    return Tensors(placed)
 
 
 def opened_folder(folder: Path) -> Tensors | None:
     """All tensors of a folder, from one file or by its index; None when it has neither. DataError as `opened`."""
-    index = folder / INDEX
-    if not index.is_file():
-        return opened(folder / SINGLE) if (folder / SINGLE).is_file() else None
-    try:
-        files: Any = json.loads(index.read_text()).get("weight_map")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{INDEX} cannot be read ({error})") from error
+    if not (folder / INDEX).exists():
+        return opened(folder / SINGLE) if (folder / SINGLE).exists() else None
+    index = foreign.read_json(folder / INDEX, HEADER_LIMIT)
+    files: Any = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise DataError(f"its {INDEX} has no weight_map")
     held = {file: opened(_beside(folder, file)) for file in sorted(set(files.values()))}
@@ -187,19 +222,21 @@ def _shards(leaves: Mapping[str, Leaf], shard_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _placed(path: Path, data: int, entry: Mapping[str, Any]) -> Placed:
-    dtype = DTYPES.get(entry["dtype"])
+def _placed(path: Path, data: int, entry: _Entry) -> Placed:
+    dtype = DTYPES.get(entry.dtype)
     if dtype is None:
-        raise ValueError(f"dtype {entry['dtype']} is not read; known: {', '.join(DTYPES)}")
-    leaf = Leaf(dtype, tuple(int(size) for size in entry["shape"]))
-    start, end = entry["data_offsets"]
-    if start < 0 or end - start != leaf.size_bytes:
+        raise ValueError(f"dtype {entry.dtype[:20]!r} is not read; known: {', '.join(DTYPES)}")
+    leaf = Leaf(dtype, entry.shape)
+    start, end = entry.data_offsets
+    if end - start != leaf.size_bytes:
         raise ValueError(f"{end - start} bytes for a tensor of {leaf.size_bytes}")
+    if leaf.size_bytes == 0 and math.prod(size or 1 for size in leaf.shape) >= 2**48:
+        raise ValueError(f"an empty tensor of shape {leaf.shape}")
     return Placed(leaf, path, data + start)
 
 
 def _beside(folder: Path, file: str) -> Path:
     """A file of the folder itself: an index names no file elsewhere."""
-    if Path(file).name != file:
+    if Path(file).name != file or file in ("", ".", ".."):
         raise DataError(f"its {INDEX} names {file!r}, which is not a file of the folder")
     return folder / file
