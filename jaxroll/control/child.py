@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,28 +11,34 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxroll.control.program import ProcessSpec
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, InfraError
 from jaxroll.lifeline import PARENT_ENV
 
 _MARK = "=== started "
+_FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR})  # of the program: waiting will not help
 
 
 class Child:
-    """A started process. It is told its supervisor's pid, to die with it (see `jaxroll.lifeline`)."""
+    """A started process. It is told its supervisor's pid, to die with it (see `jaxroll.lifeline`).
+
+    ConfigError when there is no such program; InfraError when the machine refuses now (no descriptor, process, memory
+    or room for the log is left), which may pass.
+    """
 
     def __init__(self, spec: ProcessSpec, log: Path, environ: Mapping[str, str]) -> None:
         argv = list(spec.argv)
         env = {**environ, **spec.env, PARENT_ENV: str(os.getpid())}
-        with log.open("ab") as file:
-            file.write(f"{_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())
-            file.flush()
-            try:
+        try:
+            with log.open("ab") as file:
+                file.write(f"{_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())
+                file.flush()
                 self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env,
                                                  start_new_session=True)  # fmt: skip
-            except OSError as error:
-                raise ConfigError(
-                    spec.name, argv[0], f"cannot be started ({error.strerror})", "See the log."
-                ) from error
+        except OSError as error:
+            why = f"cannot be started ({error.strerror}: {error.filename or argv[0]})"
+            if error.errno in _FINAL and error.filename == argv[0]:
+                raise ConfigError(spec.name, argv[0], why, "See the log.") from error
+            raise InfraError(f"{spec.name} {why}") from error
         self.spec, self.log = spec, log
         self.pid = self._process.pid
 
@@ -65,7 +72,7 @@ def tail(log: Path, lines: int = 20) -> str:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 64 * 1024))
             text = file.read().decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return ""
     after = text.rpartition(_MARK)[2].partition("\n")[2] if _MARK in text else text
     return "\n".join(after.splitlines()[-lines:])

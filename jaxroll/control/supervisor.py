@@ -25,7 +25,7 @@ from jaxroll.control import policy
 from jaxroll.control.child import Child, tail
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.run_dir import LOGS, METRICS_FILE
-from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError
+from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, InfraError
 
 TICK_S = 0.1
 READY_S = 180.0
@@ -163,6 +163,9 @@ class Supervisor:
             except ConfigError as error:
                 self._observer.say(str(error))
                 return EXIT_FAILURE
+            except InfraError as error:
+                if (failure := self._not_started(slot, error)) is not None:
+                    return failure
             code = slot.child.poll() if slot.child is not None else None
             if code is not None:
                 failure = self._ended(slot, code)
@@ -212,6 +215,17 @@ class Supervisor:
             case policy.GiveUp(reason):
                 return self._give_up(slot, code if code > 0 else EXIT_FAILURE, reason)
         return None
+
+    def _not_started(self, slot: _Slot, error: InfraError) -> int | None:
+        """Try again later, as after a death; an exit code when that was tried too often."""
+        now = self._clock.now_s()
+        match policy.after_exit(slot.spec.name, EXIT_FAILURE, 0.0, slot.lives, self._config):
+            case policy.Restart(delay_s, lives):
+                slot.lives, slot.due_s, slot.since_s = lives, now + delay_s, now
+                self._observer.say(f"{error}; the next attempt follows in {delay_s:.1f} s.")
+                return None
+            case _:
+                return self._give_up(slot, EXIT_FAILURE, f"{error}, {slot.lives.deaths + 1} times")
 
     def _gang(self, slot: _Slot) -> list[_Slot]:
         """Those to start again with `slot`, itself among them: not one of them is alive any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,9 @@ import psutil
 import pytest
 
 from jaxroll import metrics
+from jaxroll.control.child import Child
+from jaxroll.control.program import ProcessSpec
+from jaxroll.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.process
 
@@ -189,6 +193,49 @@ def test_a_role_that_crashes_a_few_times_is_forgiven(stage: Stage) -> None:
     stage.learner_done.touch()
     stage.evaluator_done.touch()
     assert stage.finish()[0] == 0
+
+
+def test_a_role_that_the_machine_does_not_start_now_is_tried_again(stage: Stage) -> None:
+    """As where no process, descriptor or room is left for a while: here its log cannot be opened."""
+    log = stage.run_dir / "logs" / "sampler-1.log"
+    log.mkdir(parents=True)
+    stage.start(max_restarts=1000)
+    until(lambda: set(stage.names("start")) == set(NAMES) - {"sampler-1"}, "the others up")
+    log.rmdir()
+    stage.all_up()
+    stage.learner_done.touch()
+    stage.evaluator_done.touch()
+    code, out = stage.finish()
+    assert code == 0 and "sampler-1 cannot be started" in out and str(log) in out, out
+
+
+def test_a_role_that_the_machine_never_starts_ends_the_run_with_the_cause(stage: Stage) -> None:
+    log = stage.run_dir / "logs" / "sampler-1.log"
+    log.mkdir(parents=True)
+    stage.start(max_restarts=2)
+    code, out = stage.finish()
+    assert code == 1 and f"sampler-1 cannot be started (Is a directory: {log}), 3 times" in out, out
+    assert "Traceback" not in out
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), InfraError),
+        (OSError(errno.EMFILE, "Too many open files"), InfraError),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "jaxroll"), ConfigError),
+        (PermissionError(errno.EACCES, "Permission denied", "jaxroll"), ConfigError),
+    ],
+)
+def test_a_start_refused_for_now_is_no_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, kind: type[Exception]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(kind, match=rf"sampler.*{error.strerror}"):
+        Child(ProcessSpec("sampler", "sampler", ("jaxroll",)), tmp_path / "log", {})
 
 
 def test_a_refused_config_is_never_tried_again(stage: Stage) -> None:
