@@ -2,7 +2,9 @@
 
 import sys
 
+from jaxroll import lifeline
 from jaxroll.control.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with lifeline.ending():
+        sys.exit(main())

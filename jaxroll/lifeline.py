@@ -6,14 +6,19 @@ that `kill -9` of the supervisor leaves nothing behind. Where the kernel has no 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+
+from jaxroll.errors import EXIT_FAILURE
 
 PARENT_ENV = "JAXROLL_PARENT"
 POLL_S = 0.5
+ENDING_S = 10.0  # longer than threads take that end by themselves
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -50,3 +55,30 @@ def _watch(parent_pid: int) -> None:
     while not never.wait(POLL_S):
         if os.getppid() != parent_pid:
             os._exit(1)
+
+
+@contextlib.contextmanager
+def ending(patience_s: float = ENDING_S) -> Iterator[None]:
+    """End the process within `patience_s` of the end of this block, with its exit code, whatever threads still wait.
+
+    The interpreter waits for every thread that is no daemon. One of a library that failed may wait for many minutes,
+    and a supervisor that sees a live process starts no other.
+    """
+    code: object = None
+    try:
+        yield
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else EXIT_FAILURE
+        raise
+    finally:
+        number = code if isinstance(code, int) else EXIT_FAILURE if code else 0
+        timer = threading.Timer(patience_s, _end, (number,))
+        timer.daemon = True
+        timer.start()
+
+
+def _end(code: int) -> None:
+    left = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    with contextlib.suppress(OSError, ValueError):
+        print(f"ended without waiting for the threads {', '.join(left)}", file=sys.stderr, flush=True)
+    os._exit(code)
