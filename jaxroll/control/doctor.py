@@ -9,12 +9,14 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxroll.control import inventory as inventories
 from jaxroll.control import run_dir
+from jaxroll.rpc import tls
 
 CORE = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "ml-collections", "numpy",
         "grpcio", "msgspec", "safetensors", "tokenizers", "rich", "tensorboardX", "psutil")  # fmt: skip
@@ -82,6 +84,8 @@ def main() -> int:
     for line in device_lines():
         print(f"devices   {line}")
     print(f"scoring   {scoring_doors()}")
+    for line in certificate_lines():
+        print(f"tls       {line}")
     for line in optional_lines():
         print(line)
     return 1 if absent or sys.version_info < (3, 11) else 0
@@ -95,6 +99,14 @@ def optional_lines(things: tuple[Optional, ...] = OPTIONAL) -> list[str]:
         f"skipped   {thing.skipped}: no {thing.name}. Get it: {thing.remedy}" for thing in things if not thing.present()
     ]
     return lines
+
+
+def certificate_lines(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What is wrong, or soon will be, with the certificates that JAXROLL_TLS names."""
+    folder = environment.get(tls.TLS_VARIABLE, "").strip()
+    if not folder:
+        return []
+    return tls.Material(Path(folder)).warnings(time.time()) or [f"{folder}: in order"]
 
 
 def device_lines(python: str = sys.executable) -> list[str]:

@@ -69,6 +69,7 @@ class RawClient:
         self._target = self._target_written = ""
         self._file = _UNREAD
         self._channel: grpc.aio.Channel | None = None
+        self._shown: tuple[tuple[int, int], ...] = ()  # the certificates that the channel was made with
         self._retired: list[grpc.aio.Channel] = []
         self._diagnosed_s, self._failures_before_doubt = float("-inf"), 0
         self._heard_s = float("-inf")  # when a call was answered last
@@ -92,6 +93,7 @@ class RawClient:
                 since = min(max(started, self._heard_s), started + _LIVES * patience_s) if lost else started
                 self._raise_if_final(method, error, since + patience_s)
             self._file = _UNREAD
+            self._take_new_certificates()
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1
         self._failures_before_doubt, self._heard_s = _DOUBT_AFTER, time.monotonic()
@@ -140,9 +142,16 @@ class RawClient:
             if self._tls is None:
                 self._channel = grpc.aio.insecure_channel(target, options=options)
             else:
+                self._shown = self._tls.written()
                 self._channel = grpc.aio.secure_channel(target, self._tls.channel_credentials(), options=options)
             self._target = target
         return self._channel
+
+    def _take_new_certificates(self) -> None:
+        """Connect again if the certificates were replaced: a channel keeps those that it was made with."""
+        if self._tls is not None and self._channel is not None and self._tls.written() != self._shown:
+            self._retired.append(self._channel)
+            self._channel = None
 
     def _written(self, path: Path) -> str:
         """What the file holds; it is replaced as a whole, so an unchanged one need not be read."""

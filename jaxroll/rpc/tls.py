@@ -8,11 +8,13 @@ what it shows as a client where mutual TLS is on. `jaxroll tls RUN` makes them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import ssl
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +22,13 @@ import grpc
 
 from jaxroll.errors import ConfigError
 from jaxroll.rpc import auth
+from jaxroll.rpc.validity import validity
 
 TLS_VARIABLE, TLS_FOLDER = "JAXROLL_TLS", "tls"
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 CLIENT_CERT, CLIENT_KEY = "client-cert.pem", "client-key.pem"
 PROBE_S = 3.0
+SOON_S, SOON_SHARE = 7 * 86400.0, 0.1  # a certificate with less time left, or with a smaller share of its life
 _PROBES, _PROBE_PAUSE_S = 3, 0.2
 _REMAKE = "make new certificates with `jaxroll tls RUN --host=NAME`, and copy RUN/tls to the hosts again"
 
@@ -36,17 +40,79 @@ class Material:
     folder: Path
 
     def server_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
-        """What a gRPC server shows; with `mutual` it asks callers for a certificate of the same CA."""
+        """What a gRPC server shows; with `mutual` it asks callers for a certificate of the same CA.
+
+        New files in the folder count from the next connection on.
+        """
+        known, configuration = self.written(), self._server_configuration()
+        first = configuration
+
+        def current() -> grpc.ServerCertificateConfiguration:
+            nonlocal known, configuration
+            found = self.written()
+            if found != known:
+                with contextlib.suppress(OSError, ConfigError):  # half a copy: the next one looks
+                    configuration = self._server_configuration()
+                    known = found
+            return configuration
+
+        return grpc.dynamic_ssl_server_credentials(first, current, require_client_authentication=mutual)
+
+    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
         cert, key = self._server_files()
-        return grpc.ssl_server_credentials(
-            [(key.read_bytes(), cert.read_bytes())], (self.folder / CA).read_bytes(), require_client_auth=mutual
-        )
+        pair = (key.read_bytes(), cert.read_bytes())
+        return grpc.ssl_server_certificate_configuration([pair], (self.folder / CA).read_bytes())
+
+    def written(self) -> tuple[tuple[int, int], ...]:
+        """What tells the present files from those that replace them."""
+        found = []
+        for name in (CA, CERT, KEY, CLIENT_CERT, CLIENT_KEY):
+            with contextlib.suppress(OSError):
+                status = (self.folder / name).stat()
+                found.append((status.st_ino, status.st_mtime_ns))
+        return tuple(found)
+
+    def warnings(self, now_s: float) -> list[str]:
+        """A sentence for each certificate that has expired, is not valid yet, or expires soon."""
+        found = []
+        for path in sorted({self.folder / CA, self.folder / CERT, self.folder / CLIENT_CERT}):
+            try:
+                first_s, last_s = validity(path.read_text())
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                found.append(f"{path}: {error}; {_REMAKE}")
+                continue
+            left_s, at = last_s - now_s, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(last_s))
+            if now_s < first_s:
+                begins = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first_s))
+                found.append(f"{path} is not valid before {begins}: look at the clocks, or {_REMAKE}")
+            elif left_s <= 0:
+                found.append(f"{path} expired at {at}: {_REMAKE}")
+            elif left_s < max(SOON_S, SOON_SHARE * (last_s - first_s)):
+                found.append(f"{path} expires at {at}, in {_duration(left_s)}: {_REMAKE}")
+        return found
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """What a gRPC client trusts and shows."""
         files = self.client_certificate()
         shown = (files[1].read_bytes(), files[0].read_bytes()) if files else (None, None)
         return grpc.ssl_channel_credentials((self.folder / CA).read_bytes(), *shown)
+
+    def server_contexts(self, *, mutual: bool) -> Callable[[], ssl.SSLContext]:
+        """The context for the next connection of a plain socket that listens: of new files once they are whole."""
+        known, context = self.written(), self.server_context(mutual=mutual)
+
+        def current() -> ssl.SSLContext:
+            nonlocal known, context
+            found = self.written()
+            if found != known:
+                with contextlib.suppress(OSError, ConfigError):
+                    context = self.server_context(mutual=mutual)
+                    known = found
+            return context
+
+        return current
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
         """The same for a plain socket that listens."""
@@ -101,7 +167,15 @@ def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> M
     if not (folder / CA).is_file():
         raise ConfigError(str(folder), CA, "is missing: nobody could be trusted",
                           "Copy the folder that `jaxroll tls RUN` made.")  # fmt: skip
+    _warn(folder)
     return Material(folder)
+
+
+@functools.cache
+def _warn(folder: Path) -> None:
+    """Print once what will soon be wrong with the certificates of `folder`."""
+    for line in Material(folder).warnings(time.time()):
+        print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def diagnosis(address: str, material: Material | None) -> str | None:
@@ -196,6 +270,10 @@ def _advice(error: ssl.SSLCertVerificationError) -> str:
     if "expired" in words or "not yet valid" in words:
         return f"look at the clocks, or {_REMAKE}"
     return f"it is of another CA; copy {CA} of the run whose store this is"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 86400:.0f} days" if seconds >= 2 * 86400 else f"{seconds / 3600:.1f} hours"
 
 
 def close_quietly(sock: socket.socket) -> None:

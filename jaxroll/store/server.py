@@ -42,6 +42,7 @@ _SWITCH_S = 0.0005  # the loop gets its turn so soon after it asks, whatever ano
 _TICK_S = 1.0
 _STOOD_STILL_S = 1.0  # a tick this much late was the machine's fault, and no holder's
 _PROMPTS_AHEAD = 256
+_CERTIFICATES_EVERY_S = 3600.0  # how often it is looked whether they expire soon
 
 
 async def serve(
@@ -69,7 +70,7 @@ async def serve(
         keeper = Keeper(settings, log, clock or MonotonicClock())
         metrics = JsonlTracker(run_dir / METRICS_FILE)
         try:
-            store = _Store(config, keeper, metrics, feeder, linger_s)
+            store = _Store(config, keeper, metrics, feeder, linger_s, certificates)
             server = RawServer(
                 msg.SERVICE, store.service.methods(), secret=secret,
                 max_message_bytes=config.store.max_message_mb * 2**20, position=lambda: keeper.state.position,
@@ -95,7 +96,16 @@ async def serve(
 class _Store:
     """The jobs beside the calls."""
 
-    def __init__(self, config: Config, keeper: Keeper, metrics: JsonlTracker, feeder: Feeder, linger_s: float) -> None:
+    def __init__(
+        self,
+        config: Config,
+        keeper: Keeper,
+        metrics: JsonlTracker,
+        feeder: Feeder,
+        linger_s: float,
+        certificates: tls.Material | None,
+    ) -> None:
+        self._certificates, self._certificates_at_s = certificates, -math.inf
         self._config, self._keeper, self._metrics, self._linger_s = config.store, keeper, metrics, linger_s
         keeper.decide(rq.Open())
         keeper.on_acked = self._write_row
@@ -171,6 +181,10 @@ class _Store:
         if now_s - self._row_at_s >= ROW_EVERY_S:
             self._row_at_s = now_s
             self._write_row()
+        if self._certificates is not None and now_s - self._certificates_at_s >= _CERTIFICATES_EVERY_S:
+            self._certificates_at_s = now_s
+            for warning in self._certificates.warnings(time.time()):
+                self._event(warning)
         report = self._report() if self._is_stalled(now_s) else None
         if report is None or report["closed"]:
             return

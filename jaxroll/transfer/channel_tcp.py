@@ -60,7 +60,7 @@ class TcpSender:
             max_connections=max_connections,
             stall_s=stall_s,
             clock=clock or MonotonicClock(),
-            tls=None if tls is None else tls.server_context(mutual=mutual_tls),
+            tls=None if tls is None else tls.server_contexts(mutual=mutual_tls),
         )
         self.address = f"{socket.gethostname() if host in _ANY else host}:{self._listener.port}"
         self._listener.start()

@@ -13,7 +13,7 @@ import selectors
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class Listener:
         max_connections: int,
         stall_s: float,
         clock: Clock,
-        tls: ssl.SSLContext | None = None,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
         self._shelf, self._token, self._clock = shelf, token.encode(), clock
         self._max_connections, self._stall_s, self._tls = max_connections, stall_s, tls
@@ -131,7 +131,7 @@ class Listener:
             return
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = Connection(sock, self._clock.now_s(), self._tls)
+            connection = Connection(sock, self._clock.now_s(), self._tls and self._tls())
         except OSError:  # it is gone again
             sock.close()
             return

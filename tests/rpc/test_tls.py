@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import stat
+import subprocess
 import time
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from jaxroll.rpc import tls
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.server import Caller, Method, RawServer
 from jaxroll.rpc.tls import Material
+from jaxroll.rpc.validity import validity
 
 PATIENCE_S = 40.0  # a misfit must be told at once, long before this
 
@@ -132,3 +135,86 @@ def test_without_openssl_the_error_says_what_to_do(tmp_path: Path, monkeypatch: 
     with pytest.raises(ConfigError, match=r"Install it.*Between machines"):
         certificates.make(tmp_path, [], 1)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- the life of certificates
+
+
+def made(run_dir: Path, days: int = 1) -> Material:
+    certificates.make(run_dir, [], days)
+    return Material(run_dir / "tls")
+
+
+@pytest.mark.parametrize("days", [1, 365, 36500])  # the last one ends in another format of time
+def test_validity_is_what_openssl_says(tmp_path: Path, certified: SimpleNamespace, days: int) -> None:
+    pem = made(tmp_path / "run", days).folder / "cert.pem"
+    words = ["openssl", "x509", "-in", str(pem), "-noout", "-dates", "-dateopt", "iso_8601"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout
+    dates = [datetime.fromisoformat(line.partition("=")[2].replace("Z", "+00:00")) for line in said.split("\n")[:2]]
+    assert list(validity(pem.read_text())) == [date.timestamp() for date in dates]
+
+
+@pytest.mark.parametrize("text", ["", "no certificate", "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----"])
+def test_what_is_no_certificate_has_no_validity(text: str) -> None:
+    with pytest.raises(ValueError, match="not a certificate"):
+        validity(text)
+
+
+def test_a_certificate_that_expires_soon_is_named_with_the_remedy(tmp_path: Path, certified: SimpleNamespace) -> None:
+    material, now_s, day_s = made(tmp_path / "run", 100), time.time(), 86400.0
+    assert material.warnings(now_s + 89 * day_s) == []
+    soon = material.warnings(now_s + 91 * day_s)  # less than a tenth of its life
+    assert [Path(line.split()[0]).name for line in soon] == ["ca.pem", "cert.pem", "client-cert.pem"]
+    assert all("in 9 days" in line and "jaxroll tls RUN" in line for line in soon)
+    assert all("expired at" in line for line in material.warnings(now_s + 101 * day_s))
+    assert all("not valid before" in line and "clocks" in line for line in material.warnings(now_s - day_s))
+    assert made(tmp_path / "short", 5).warnings(now_s), "a week before its end every certificate is named"
+
+
+def test_certificates_are_replaced_while_both_ends_live(tmp_path: Path, certified: SimpleNamespace) -> None:
+    """A server shows new ones from the next connection on; a caller that is refused looks for new ones of its own."""
+    server_tls, client_tls = made(tmp_path / "server"), made(tmp_path / "client")
+
+    def client(port: int) -> RawClient:
+        return RawClient(
+            "t.S", f"127.0.0.1:{port}", role="sampler", name="s", token="s" * 32, patience_s=PATIENCE_S,
+            max_message_bytes=2**20, tls=client_tls,
+        )  # fmt: skip
+
+    async def calls() -> None:
+        methods = {"echo": Method(_echo, frozenset({"sampler"}))}
+        server = RawServer("t.S", methods, secret="s" * 32, max_message_bytes=2**20, tls=server_tls, mutual_tls=True)
+        port = server.bind("127.0.0.1", 0)
+        await server.start()
+        shutil.copytree(server_tls.folder, client_tls.folder, dirs_exist_ok=True)
+        old = client(port)
+        assert await old.call("echo", b"a", 20.0) == b"a"
+        (server_tls.folder / "ca.pem").unlink()  # a new CA: none of the old certificates is accepted any more
+        certificates.make(server_tls.folder.parent, [], 1)
+        fresh = client(port)
+        with pytest.raises(Unauthorized):
+            await fresh.call("echo", b"b", 20.0)
+        await fresh.close()
+        await server.stop(0)
+        server = RawServer("t.S", methods, secret="s" * 32, max_message_bytes=2**20, tls=server_tls, mutual_tls=True)
+        assert server.bind("127.0.0.1", port) == port
+        waiting = asyncio.ensure_future(old.call("echo", b"c", 20.0))
+        await asyncio.sleep(0.3)  # it has failed by now
+        shutil.copytree(server_tls.folder, client_tls.folder, dirs_exist_ok=True)
+        await server.start()
+        assert await waiting == b"c"
+        await old.close()
+        await server.stop(0)
+
+    asyncio.run(calls())
+
+
+def test_a_listening_socket_shows_new_certificates(tmp_path: Path, certified: SimpleNamespace) -> None:
+    material = made(tmp_path / "run")
+    contexts = material.server_contexts(mutual=False)
+    first = contexts()
+    assert contexts() is first
+    (material.folder / "cert.pem").write_text("half a copy")
+    assert contexts() is first, "what is no certificate is not shown"
+    certificates.make(tmp_path / "run", [], 1)
+    assert contexts() is not first
