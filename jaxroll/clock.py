@@ -30,3 +30,19 @@ class ManualClock:
 
     def advance(self, by_s: float) -> None:
         self._now_s += by_s
+
+
+def _elapsed_s() -> float:
+    """Seconds on a clock that is never set, and that counts the time while the machine sleeps where there is one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+_EPOCH_S = time.time() - _elapsed_s()
+
+
+def unix_s() -> float:
+    """Unix seconds for records: the wall clock as it was when this process began, and what has passed since.
+
+    Differences within a process are durations, also where somebody sets the machine's clock meanwhile.
+    """
+    return _EPOCH_S + _elapsed_s()

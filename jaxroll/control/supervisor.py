@@ -12,14 +12,13 @@ import contextlib
 import os
 import queue
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxroll import metrics
-from jaxroll.clock import Clock, MonotonicClock
+from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import SupervisorConfig
 from jaxroll.control import policy
 from jaxroll.control.child import Child, tail
@@ -209,7 +208,7 @@ class Supervisor:
                 slot.lives = lives
                 for mate in self._gang(slot):
                     mate.due_s, mate.since_s, mate.done = now + delay_s, now, False
-                self._tracker.log({"t": time.time(), "role": "supervisor", "kind": "restart", "who": slot.spec.name,
+                self._tracker.log({"t": unix_s(), "role": "supervisor", "kind": "restart", "who": slot.spec.name,
                                    "pid": pid, "code": code})  # fmt: skip
                 self._observer.say(f"{slot.spec.name} died {policy.how(code)}; it starts again in {delay_s:.1f} s.")
             case policy.GiveUp(reason):
@@ -237,7 +236,7 @@ class Supervisor:
     def _give_up(self, slot: _Slot, code: int, reason: str) -> int:
         slot.done = True
         log = self._log(slot.spec.name)
-        self._tracker.log({"t": time.time(), "role": "supervisor", "kind": "event", "text": f"gave up: {reason}"})
+        self._tracker.log({"t": unix_s(), "role": "supervisor", "kind": "event", "text": f"gave up: {reason}"})
         self._observer.say(f"The run ends: {reason}.\nThe last lines of {log}:\n{tail(log)}")
         return code if code == policy.EXIT_CONFIG else EXIT_FAILURE
 

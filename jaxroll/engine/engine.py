@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import get_args
@@ -18,6 +17,7 @@ from typing import get_args
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxroll.clock import unix_s
 from jaxroll.config import Flip
 from jaxroll.config.rules import page_size
 from jaxroll.engine import attention, requests
@@ -68,7 +68,7 @@ class Engine:
         prefill_buckets: Sequence[int], decode_chunk: int, seed: int, flip: Flip = "keep_kv",
         refill: int | None = None, insert_rows: int | None = None, max_stops: int = 4, page_tokens: int = 0,
         cache_pages: int = 0, prefill_budget: int = 0, penalties: bool = False, masks: bool = False,
-        decode: Callable[[list[int]], str] | None = None, clock: Callable[[], float] = time.time,
+        decode: Callable[[list[int]], str] | None = None, clock: Callable[[], float] = unix_s,
         prefill_attention: str = AUTO, paged_attention: str = AUTO,
     ) -> None:  # fmt: skip
         page_tokens = page_size(page_tokens, max_tokens)

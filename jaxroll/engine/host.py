@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxroll.clock import unix_s
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.requests import Allowed, Request, Result
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
@@ -92,11 +92,11 @@ class EngineHost:
                     _settle(job, future)
             self._wake.clear()
             with self._turn:
-                t0 = time.time()
+                t0 = unix_s()
                 worked = self.engine.step()
             if worked:
                 now = self.engine.stats().tokens_decoded
-                self.spans.busy(t0, time.time(), now - tokens)
+                self.spans.busy(t0, unix_s(), now - tokens)
                 tokens = now
             else:
                 self.spans.close()

@@ -16,8 +16,8 @@ back; when it dies, the store gives them to others.
 from __future__ import annotations
 
 import asyncio
-import time
 
+from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
 from jaxroll.config.rules import actor_members
 from jaxroll.data import sources
@@ -121,6 +121,6 @@ class Acting:
     def _add_row(self) -> None:
         counts = self.members.counts() | episode_counts(self.manager, self.session.places)
         self.session.add_row(
-            {"t": time.time(), "role": self.session.role, "kind": "stats", **counts,
+            {"t": unix_s(), "role": self.session.role, "kind": "stats", **counts,
              "samplers": self.samplers.seated(), "repeated": self.samplers.repeated}
         )  # fmt: skip

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 
+from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs
 from jaxroll.data import heldout
 from jaxroll.errors import InfraError, TransferError
@@ -82,10 +82,10 @@ class Evaluating:
         return True
 
     async def _row(self, version: Version) -> dict:
-        t0 = time.time()
+        t0 = unix_s()
         permits = 2 * self.config.evaluator.slots
         results = await evaluation.scores(self.manager, self.tasks, self.tokenizer, version, permits=permits)
-        t1 = time.time()
+        t1 = unix_s()
         examples = [
             {"prompt": score.task.messages[-1].content, "answer": evaluation.expected(score.task), "text": score.text,
              "ok": score.right}

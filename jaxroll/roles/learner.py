@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
+from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs, TransferConfig
 from jaxroll.config.rules import channel_of
 from jaxroll.errors import (
@@ -274,7 +275,7 @@ class LearnerSession:
                     raise
                 self._end = END_OF_DATA
                 break
-            wait_s, t0 = time.monotonic() - began, time.time()
+            wait_s, t0 = time.monotonic() - began, unix_s()
             return Work(trainer.prepared(claim), wait_s, t0)
         return None
 
@@ -300,7 +301,7 @@ class LearnerSession:
         claim, running = work.ready.claim, trainer.started(work.ready)
         after = Version(version.lineage, version.step + 1)
         ready = self._ahead(trainer, after, running)
-        row, t1 = trainer.finished(running), time.time()
+        row, t1 = trainer.finished(running), unix_s()
         self.teller.settle()  # who is told of a version finds it: the publisher keeps the last two
         published = after.step % self.config.schedule.publish_every == 0 or after.step == self.config.schedule.steps
         weights = self.publisher.start(after, trainer.published()) if published else None
@@ -312,7 +313,7 @@ class LearnerSession:
             self.teller.settle()
             self._checkpoint(trainer, after)
         self._settle_durable(wait=False)
-        return after, Work(ready, 0.0, time.time()) if ready else None
+        return after, Work(ready, 0.0, unix_s()) if ready else None
 
     def _publish(self, trainer: Trainer, version: Version) -> None:
         self.store.publish(self.publisher.publish(version, trainer.published()))

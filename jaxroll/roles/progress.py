@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxroll.clock import unix_s
+
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
@@ -48,4 +50,4 @@ class Progress:
 
     def _say(self, row: Row, line: str) -> None:
         print(f"{self._role}: {line}", flush=True)
-        self._emit({"t": time.time(), "role": self._role, **row})
+        self._emit({"t": unix_s(), "role": self._role, **row})

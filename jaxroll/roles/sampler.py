@@ -20,6 +20,7 @@ import asyncio
 import time
 from typing import Any
 
+from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
 from jaxroll.config.rules import sampler_members
 from jaxroll.records import Grant, Version
@@ -95,7 +96,7 @@ class Sampling:
         (last_t, last), (now_t, now) = self._reported, (time.monotonic(), self.engine.stats())
         self._reported = (now_t, now)
         for row in self._rows(max(now_t - last_t, 1e-9), last, now):
-            self.session.add_row({"t": time.time(), "role": self.session.role, **row})
+            self.session.add_row({"t": unix_s(), "role": self.session.role, **row})
 
     def _rows(self, elapsed_s: float, last, now) -> list[dict]:
         rows: list[dict] = [

@@ -5,10 +5,10 @@ The next step is computed meanwhile. Each step is said in the order of the contr
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from jaxroll.clock import unix_s
 from jaxroll.records import Snapshot, Version
 from jaxroll.store.client import BlockingStore
 from jaxroll.transfer.channel_device import DevicePublisher
@@ -54,5 +54,5 @@ class Teller:
             self._store.publish(self._publisher.finish(made, weights))
             self._publisher.told(made)
         self._store.ack(trained)
-        said = time.time()
+        said = unix_s()
         self._store.report([row | {"t": said, "publish_s": said - row["t1"]}])

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxroll.clock import unix_s
 from jaxroll.engine.host import EngineHost
 from jaxroll.errors import TransferError
 from jaxroll.learner import lora
@@ -100,9 +101,9 @@ class WeightFollower:
 
     async def bring(self, snapshot: Snapshot) -> None:
         """Fetch, verify, place and hand `snapshot` to the engine, which flips by its policy. TransferError if not."""
-        t0 = time.time()
+        t0 = unix_s()
         staged = await asyncio.to_thread(self._arriving.fetch, snapshot)
-        t1, size_bytes = time.time(), staged.fetched_bytes
+        t1, size_bytes = unix_s(), staged.fetched_bytes
         await asyncio.wrap_future(
             self._host.call(lambda: self._install(snapshot.version, self._arriving.place(staged)))
         )
@@ -112,7 +113,7 @@ class WeightFollower:
         self._flipped = asyncio.Event()
         await self._in_force(snapshot.version)
         self._progress.span("fetch", t0, t1, version=str(snapshot.version), size_bytes=size_bytes)
-        self._progress.span("flip", t1, time.time(), version=str(snapshot.version))
+        self._progress.span("flip", t1, unix_s(), version=str(snapshot.version))
 
     async def _in_force(self, version: Version) -> None:
         """Returns when the engine computes with `version`, or after `in_force_s`: what it drains may take longer."""

@@ -9,10 +9,10 @@ as its token.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxroll.clock import unix_s
 from jaxroll.errors import StoreRefusal
 
 if TYPE_CHECKING:  # readers of the tables need no gRPC
@@ -79,4 +79,4 @@ class Audit:
 
     def _write(self, who: str, role: str, peer: str, what: str, detail: str, outcome: str, times: int = 1) -> None:
         texts = (_UNUSUAL.sub("?", text)[:_MAX_CHARS] for text in (who, role, peer, what, detail, outcome))
-        self._append([(_INSERT, (time.time(), *texts, times))])
+        self._append([(_INSERT, (unix_s(), *texts, times))])

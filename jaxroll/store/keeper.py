@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from jaxroll.clock import Clock
+from jaxroll.clock import Clock, unix_s
 from jaxroll.errors import NoCredit, NotReady, StoreRefusal
 from jaxroll.store import events as ev
 from jaxroll.store import requests as rq
@@ -90,12 +89,12 @@ class Keeper:
 
     def _log(self, events: list[ev.Event], position: int, payload: schema.Statement | None) -> None:
         statements: list[schema.Statement] = []
-        unix_s = time.time()
+        now_s = unix_s()
         for event in events:
             if isinstance(event, ev.NOT_LOGGED):
                 continue
             position += 1
-            rows = schema.statements(event, self.state, position, unix_s)
+            rows = schema.statements(event, self.state, position, now_s)
             statements += rows
             self._records += 1
             self._bytes += schema.record_bytes(rows[0])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxroll.clock import Clock, MonotonicClock
+from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
 from jaxroll.metrics import JsonlTracker
 from jaxroll.rpc import auth, limits, tls
@@ -210,10 +210,10 @@ class _Store:
 
     def _write_row(self) -> None:
         report = self._report()
-        self._metrics.log({"t": time.time(), "role": "store", "kind": "store", **report})
+        self._metrics.log({"t": unix_s(), "role": "store", "kind": "store", **report})
 
     def _event(self, text: str) -> None:
-        self._metrics.log({"t": time.time(), "role": "store", "kind": "event", "text": text})
+        self._metrics.log({"t": unix_s(), "role": "store", "kind": "event", "text": text})
 
 
 def _port_before(run_dir: Path) -> int:

@@ -12,11 +12,11 @@ All of it can be read off the tables, so a store that is killed in between goes 
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections import deque
 from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 
+from jaxroll.clock import unix_s
 from jaxroll.store import snapshots
 from jaxroll.store.snapshots import Mark, Part
 
@@ -61,7 +61,7 @@ class Upkeep:
                 mark, parts = self._offered.get_nowait()
             except Empty:
                 return self._drop_unkept(connection)
-            self._snapshot.extend(snapshots.rows_of(mark, time.time(), parts))
+            self._snapshot.extend(snapshots.rows_of(mark, unix_s(), parts))
         for _ in range(min(PARTS, len(self._snapshot))):
             connection.execute(*self._snapshot.popleft())
         if not self._snapshot:
