@@ -254,6 +254,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if refused:
         say(f"no namespaces of our own ({refused}): full disk, read-only folder and cut network are skipped")
     began = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through `finally`: nothing is left
     run = Run(folder, disk / "run", options.seed, refused)
     attack = Attack(run, options.seed)
     try:
