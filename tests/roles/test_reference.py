@@ -54,7 +54,7 @@ def test_the_reference_of_a_run_that_goes_on_is_its_start(tmp_path: Path, config
     again = LearnerSession.__new__(LearnerSession)  # what a session has before it opens a store
     again.args, again.config, again.checkpoints = RoleArgs(config, tmp_path), config, checkpoints
     again.store = SimpleNamespace(  # type: ignore[assignment]
-        welcome=SimpleNamespace(lineages=(Lineage(),)), status=lambda: {"durable": 0}
+        welcome=SimpleNamespace(lineages=(Lineage(),)), status=lambda: {"durable": 0, "claims": 5}
     )
     again.progress = lambda text: None  # type: ignore[assignment]
     trainer = new_trainer(config)
