@@ -46,6 +46,7 @@ ROOMS: Mapping[str, Room] = {
     "metrics": Room(0, "none"),
     "errors": Room(0, "none"),
     "clock": Room(0, "none"),
+    "disk": Room(0, "none"),  # what a full or broken disk is answered with
     "games": Room(1, "none", forbidden=("asyncio", "threading", "time")),  # rules of worlds: pure, as the schedule is
     "rpc": Room(1, "none"),
     "math": Room(1),

@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from jaxroll import lifeline
-from jaxroll.errors import EXIT_INTERRUPTED, EXIT_USAGE, JaxRollError, exit_code
+from jaxroll import disk, lifeline
+from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, JaxRollError, exit_code
 
 ROLES = ("store", "sampler", "actor", "learner", "evaluator", "colocated", "feeder")
 OFFLINE = {
@@ -41,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JaxRollError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return exit_code(error)
+    except OSError as error:
+        advice = disk.remedy(error, Path(str(error.filename or getattr(options, "run", None) or ".")))
+        if not advice:
+            raise
+        print(f"error: {error}. {advice}", file=sys.stderr, flush=True)
+        return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

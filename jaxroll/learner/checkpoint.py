@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jaxroll import disk
 from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
 from jaxroll.learner import checkpoint_files, checksums
 from jaxroll.learner.checkpoint_files import ABOUT, NAME, STATE
@@ -31,6 +32,7 @@ from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
 
 FORMAT = 1
+_WRITE_ERRORS = (OSError, ValueError, RuntimeError)  # orbax and tensorstore raise all of them
 
 
 class Checkpoints:
@@ -73,7 +75,10 @@ class Checkpoints:
             "arrays": {name: _described(leaf) for name, leaf in arrays.items()},
         }
         items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), about=ocp.args.JsonSave(about))
-        self._writer.save(self.path(version), args=items)
+        try:
+            self._writer.save(self.path(version), args=items)
+        except _WRITE_ERRORS as error:
+            raise self._failed(error) from error
 
     def finished(self, *, wait: bool) -> list[Version]:
         """Versions that have become durable since the last call, oldest first; with `wait`, all that were started.
@@ -90,7 +95,8 @@ class Checkpoints:
             try:
                 self._settling.pop(version).result()
             except OSError as error:
-                raise InfraError(f"{self.path(version)} does not reach the disk: {error}") from error
+                advice = disk.remedy(error, self.folder)
+                raise InfraError(f"{self.path(version)} does not reach the disk: {error}. {advice}".strip()) from error
         self._writing = [version for version in self._writing if version not in durable]
         return durable
 
@@ -184,10 +190,14 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for what is being written and let the writer's threads go."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        self._settler.shutdown(wait=True)
+        writer, self._writer = self._writer, None
+        try:
+            if writer is not None:
+                writer.close()
+        except _WRITE_ERRORS as error:
+            raise self._failed(error) from error
+        finally:
+            self._settler.shutdown(wait=True)
 
     def _check_whole(self, version: Version) -> None:
         if version not in self.versions():
@@ -215,8 +225,12 @@ class Checkpoints:
             if wait:
                 self._writer.wait_until_finished()
             self._writer.check_for_errors()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise InfraError(f"writing a checkpoint to {self.folder} failed: {error}") from error
+        except _WRITE_ERRORS as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> InfraError:
+        advice = disk.remedy(error, self.folder)
+        return InfraError(f"writing a checkpoint to {self.folder} failed: {error}. {advice}".strip())
 
     def _discard_unfinished(self, lineage: int) -> None:
         """Remove what a killed learner left half-written or half-removed; it has no checkpoint's name.

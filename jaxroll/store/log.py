@@ -11,7 +11,6 @@ thread writes them, and removes what is old, a bounded portion with every commit
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sqlite3
 import threading
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from jaxroll import disk
 from jaxroll.errors import InfraError
 from jaxroll.store import events as ev
 from jaxroll.store import opening, schema, snapshots
@@ -72,7 +72,8 @@ class Log:
         except BaseException as error:
             self._lock.close()
             if isinstance(error, (sqlite3.Error, msgspec.MsgspecError)):
-                raise InfraError(f"{self.path}: {error}; the log cannot be used as it is") from error
+                advice = disk.remedy(error, run_dir)
+                raise InfraError(f"{self.path}: {error}; the log cannot be used as it is. {advice}".strip()) from error
             raise
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-log")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="store-read")
@@ -182,18 +183,13 @@ class Log:
             self._write()
 
     def _fail(self, error: BaseException, *waiting: asyncio.Future[None] | None) -> None:
-        self.failure = InfraError(f"{self.path}: {error}; nothing can be made durable any more{self._remedy(error)}")
+        advice = disk.remedy(error, self.path.parent)
+        self.failure = InfraError(f"{self.path}: {error}; nothing can be made durable any more. {advice}".strip())
         self.failure.__cause__ = error
         for future in (*waiting, self._gathering):
             if future is not None and not future.done():
                 future.set_exception(self.failure)
         self._gathered, self._gathering = [], None
-
-    def _remedy(self, error: BaseException) -> str:
-        free_mb = shutil.disk_usage(self.path.parent).free // 2**20
-        words = f". {free_mb} MB are free at {self.path.parent}: make room, then start the store again; "
-        words += "everything it acknowledged is there"
-        return words if isinstance(error, sqlite3.Error) and ("full" in str(error) or "I/O" in str(error)) else ""
 
     def _compacted(self, job: asyncio.Future[tuple[Mark, list[Part]]]) -> None:
         self._compacting = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
+from tests.faults import disks
 
 
 @pytest.fixture
@@ -392,3 +394,19 @@ def test_killed_while_writing_what_was_durable_is_whole(folder, durable):
     assert checkpoints.wait() == [Version(1, newest.step + 1)]
     assert not [path for path in folder.iterdir() if "tmp" in path.name]
     checkpoints.close()
+
+
+def test_a_full_disk_is_named_when_saving_and_when_closing(tmp_path, trainer):
+    """Not by an error of the library, which is what `close` left of the first one."""
+    with disks.small_disk(tmp_path / "disk", 4) as disk:
+        checkpoints = Checkpoints(disk.path / "checkpoints", kept=2)
+        checkpoints.folder.mkdir()
+        disk.fill()
+        with pytest.raises(InfraError, match=rf"writing a checkpoint to .*MB are free at {disk.path}"):
+            checkpoints.save(Version(0, 1), 0, trainer.state)
+            checkpoints.wait()
+        with contextlib.suppress(InfraError):
+            checkpoints.close()
+        disk.free()
+        assert checkpoints.versions() == ()
+        saved(checkpoints.folder, trainer, Version(0, 1)).close()

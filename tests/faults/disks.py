@@ -1,0 +1,117 @@
+"""Small disks of a test's own: full, full for a time, or read-only from one moment on. Root on Linux is needed.
+
+The calling thread gets a mount namespace of its own first, which its children inherit, so that no other process of
+the machine sees the mounts, and they go with the test process at the latest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 1 << 18  # linux/sched.h, sys/mount.h
+_PIECE = b"\0" * 65536
+
+
+class Disk:
+    """A file system of its own at `path`, of the file `image` if it has one."""
+
+    def __init__(self, path: Path, image: Path | None = None) -> None:
+        self.path, self._image = path, image
+        self._filler = path / ".filler"
+
+    def fill(self, leave_bytes: int = 0) -> None:
+        """Take all room but `leave_bytes`."""
+        with self._filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            size = len(_PIECE)
+            while size >= 1:
+                try:
+                    file.write(_PIECE[:size])
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    size //= 16
+        if leave_bytes:
+            os.truncate(self._filler, max(0, self._filler.stat().st_size - leave_bytes))
+
+    def free(self) -> None:
+        """Give the room back."""
+        self._filler.unlink(missing_ok=True)
+
+    def fail(self) -> None:
+        """Make it read-only at once, as the kernel does after an error (`errors=remount-ro`); a `failing_disk` only."""
+        _mount("-o", "remount,abort", str(self.path))
+
+    def repair(self) -> None:
+        """Check a disk that failed, and mount it again; nothing may use it."""
+        _run("umount", str(self.path))
+        subprocess.run(["e2fsck", "-fy", str(self._image)], capture_output=True, timeout=30, check=False)
+        _mount("-o", "loop", str(self._image), str(self.path))
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size_mb: int) -> Iterator[Disk]:
+    """A disk in memory of `size_mb` at the folder `path`, which is made."""
+    _need_own_mounts()
+    path.mkdir(parents=True, exist_ok=True)
+    _mount("-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(path))
+    try:
+        yield Disk(path)
+    finally:
+        _unmount(path)
+
+
+@contextlib.contextmanager
+def failing_disk(path: Path, image: Path, size_mb: int) -> Iterator[Disk]:
+    """An ext4 in the file `image` at the folder `path`, which is made: its `fail` works while files are open."""
+    _need_own_mounts()
+    if shutil.which("mkfs.ext4") is None or not os.path.exists("/dev/loop-control"):
+        pytest.skip("needs mkfs.ext4 and loop devices")
+    with image.open("wb") as file:
+        file.truncate(size_mb * 2**20)
+    _run("mkfs.ext4", "-qF", str(image))
+    path.mkdir(parents=True, exist_ok=True)
+    _mount("-o", "loop", str(image), str(path))
+    try:
+        yield Disk(path, image)
+    finally:
+        _unmount(path)
+
+
+@functools.cache
+def _own_mounts() -> str:
+    """Why this thread cannot have mounts of its own; '' when it has them from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "unshare"):
+        return "no mount namespaces here (not Linux)"
+    if libc.unshare(_CLONE_NEWNS) or libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None):
+        return f"a mount namespace is refused here ({os.strerror(ctypes.get_errno())}): root is needed"
+    return ""
+
+
+def _need_own_mounts() -> None:
+    if why := _own_mounts():
+        pytest.skip(why)
+
+
+def _mount(*words: str) -> None:
+    _run("mount", *words)
+
+
+def _unmount(path: Path) -> None:
+    _run("umount", "--lazy", str(path))
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        pytest.skip(f"{' '.join(words)}: {done.stderr.strip()}")
