@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxroll.store.untold import Untold
 from jaxroll.store.wakeups import CLAIM, ENDED, LEASE, PUBLISHED, Wakeups
 
 COMPACT_EVERY, COMPACT_BYTES = 20_000, 32 * 2**20  # log records, and their bytes: what a restart reads at most
+_STOOD_STILL_S = 1.0  # a tick this much late was the machine's fault, and no holder's
 _QUIET = (ev.Leased, ev.Awaited, ev.Hungry, ev.Renewed, ev.Extended, ev.Arrived)
 
 
@@ -34,6 +36,7 @@ class Keeper:
         self.wakeups, self.untold = Wakeups(), Untold()
         log.begin(self.core.state)
         self._records, self._bytes = len(known.events), known.log_bytes
+        self.tick_due_s = math.inf  # when the store's own tick is to come; it moves on with every tick
         self.on_acked: Callable[[], None] = lambda: None
         self.on_closed: Callable[[str], None] = lambda reason: None  # by the run itself: nobody asked for it
         log.append(schema.rules(msgspec.json.encode(settings).decode()))
@@ -51,7 +54,14 @@ class Keeper:
         """The answer to `request`, already decided, applied and handed to the log, but not yet on disk.
 
         `payload` is committed with the events, if there are any that put it.
+
+        If the process or its machine stood still, everybody is forgiven that time first: the first request after it
+        may come before the tick.
         """
+        late_s = self._clock.now_s() - self.tick_due_s
+        if late_s > _STOOD_STILL_S:
+            self.tick_due_s += late_s
+            self.decide(rq.Tick(stalled_s=late_s))
         before = self.state.position
         decision = self.core.handle(request, self._clock.now_s())
         self._log(decision.events, before, payload)

@@ -40,7 +40,6 @@ _LOCALLY = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}  # where a store
 _GRACE_S = 0.5
 _SWITCH_S = 0.0005  # the loop gets its turn so soon after it asks, whatever another thread is at (large members)
 _TICK_S = 1.0
-_STOOD_STILL_S = 1.0  # a tick this much late was the machine's fault, and no holder's
 _PROMPTS_AHEAD = 256
 _CERTIFICATES_EVERY_S = 3600.0  # how often it is looked whether they expire soon
 
@@ -151,13 +150,12 @@ class _Store:
             due = (next_deadline_s(keeper.state), self._next_straggler_s(keeper.now_s()))
             due_s = min((at_s for at_s in due if at_s is not None), default=math.inf)
             pause_s = min(longest_s, max(0.005, due_s - keeper.now_s()))
+            keeper.tick_due_s = keeper.now_s() + pause_s
             await asyncio.sleep(pause_s)
             if keeper.log.failure is not None:
                 raise keeper.log.failure
-            now_s = keeper.now_s()
-            if (late_s := now_s - last_s - pause_s) > _STOOD_STILL_S:
-                keeper.decide(rq.Tick(stalled_s=late_s))
             keeper.decide(rq.Tick())
+            now_s = keeper.now_s()
             self._wake_for_time(last_s, now_s)
             self._watch(now_s)
             self.audit.tick()
