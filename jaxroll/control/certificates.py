@@ -2,7 +2,7 @@
 
 RUN/tls gets a CA, a certificate for the processes that listen (store, learner), with the names of their hosts, and one
 for those that only call. Made again, the CA stays and the certificates are new: whoever trusts the CA needs no new
-copy of it.
+copy of it. The CA is valid ten times as long; one that would end before the new certificates is made new, too.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import ipaddress
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxroll.errors import ConfigError
 from jaxroll.rpc import auth, tls
+from jaxroll.rpc.validity import validity
 
 CA_KEY = "ca-key.pem"
 ALWAYS = ("localhost", "127.0.0.1", "::1")
 _STEP_S = 30.0
+_CA_LIVES = 10  # of a certificate
 
 
 def make(run_dir: Path, hosts: Sequence[str], days: int) -> str:
@@ -36,9 +39,9 @@ def make(run_dir: Path, hosts: Sequence[str], days: int) -> str:
     except OSError as error:
         raise ConfigError("RUN", str(run_dir), f"{folder} cannot be made ({error.strerror})",
                           "Name a folder that can be written.") from error  # fmt: skip
-    kept = (folder / CA_KEY).is_file() and (folder / tls.CA).is_file()
+    kept = (folder / CA_KEY).is_file() and (folder / tls.CA).is_file() and _outlives(folder / tls.CA, days)
     if not kept:
-        _authority(folder, days)
+        _authority(folder, max(_CA_LIVES * days, 1))
     serving = f"serverAuth,clientAuth\nsubjectAltName={subject_names}"
     _certificate(folder, tls.CERT, tls.KEY, "jaxroll server", serving, days)
     _certificate(folder, tls.CLIENT_CERT, tls.CLIENT_KEY, "jaxroll client", "clientAuth", days)
@@ -54,6 +57,14 @@ def _subject_name(host: str) -> str:
     if not all(part and part.isascii() and part.replace("-", "").isalnum() for part in host.split(".")):
         raise ConfigError("--host", host, "neither a host name nor an address", "Write it as other machines do.")
     return f"DNS:{host}"
+
+
+def _outlives(ca: Path, days: int) -> bool:
+    """Whether the CA is still valid when a certificate of so many days, made now, ends."""
+    try:
+        return validity(ca.read_text())[1] >= time.time() + days * 86400
+    except ValueError:
+        return False
 
 
 def _authority(folder: Path, days: int) -> None:

@@ -11,6 +11,7 @@ certificates will not mend by waiting.
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -158,7 +159,10 @@ class RawClient:
         found = path.stat()
         identity = (found.st_ino, found.st_mtime_ns)
         if identity != self._file:
-            self._file, self._target_written = identity, path.read_text().strip()
+            self._target_written = path.read_text().strip()
+            if not self._target_written:  # its server's machine failed before it reached the disk: it will come again
+                raise FileNotFoundError(errno.ENOENT, "holds no address", str(path))
+            self._file = identity
         return self._target_written
 
     def _metadata(self, size_bytes: int) -> tuple[tuple[str, str], ...]:
@@ -184,7 +188,7 @@ class RawClient:
         where = f"{self._service}.{method} at {self._target or self._address}"
         if isinstance(error, FileNotFoundError):
             if time.monotonic() >= give_up:
-                raise InfraError(f"{where}: no such address file; is its server running?") from error
+                raise InfraError(f"{where}: no address in that file; is its server running?") from error
             return
         code, details = error.code(), error.details() or ""
         if code in _WHO_ARE_YOU:

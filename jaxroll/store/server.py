@@ -225,8 +225,11 @@ def _port_before(run_dir: Path) -> int:
 
 
 def _write_address(run_dir: Path, address: str) -> None:
-    """Readers see the old address or the new one, never half of it."""
+    """Readers see the old address or the new one, never half of it, also after the machine has failed."""
     path = run_dir / ADDRESS_FILE
     draft = path.with_suffix(".addr.tmp")
-    draft.write_text(address + "\n")
+    with draft.open("w") as file:
+        file.write(address + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(draft, path)

@@ -416,6 +416,26 @@ def test_a_restart_on_the_same_port_is_ridden_out_and_another_is_found_in_the_fi
     run(calls())
 
 
+def test_an_address_that_did_not_reach_the_disk_is_waited_for(tmp_path: Path) -> None:
+    """As a machine that lost its power may leave it: an empty file."""
+    address = tmp_path / "addr"
+    address.write_text("")
+
+    async def calls() -> None:
+        async with client(address) as raw:
+            waiting = asyncio.ensure_future(raw.call("echo", b"1", 5.0))
+            await asyncio.sleep(0.2)
+            async with server(Service()) as port:
+                address.write_text(f"127.0.0.1:{port}\n")
+                assert await waiting == b"1"
+        async with client(tmp_path / "none", patience_s=0.1) as raw:
+            (tmp_path / "none").write_text("\n")
+            with pytest.raises(InfraError, match="no address in that file; is its server running"):
+                await raw.call("echo", b"2", 5.0)
+
+    run(calls())
+
+
 def test_a_taken_port_is_not_shared() -> None:
     async def calls() -> None:
         async with server(Service()) as first, server(Service(), first) as second:

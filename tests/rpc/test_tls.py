@@ -164,11 +164,19 @@ def test_a_certificate_that_expires_soon_is_named_with_the_remedy(tmp_path: Path
     material, now_s, day_s = made(tmp_path / "run", 100), time.time(), 86400.0
     assert material.warnings(now_s + 89 * day_s) == []
     soon = material.warnings(now_s + 91 * day_s)  # less than a tenth of its life
-    assert [Path(line.split()[0]).name for line in soon] == ["ca.pem", "cert.pem", "client-cert.pem"]
+    assert [Path(line.split()[0]).name for line in soon] == ["cert.pem", "client-cert.pem"]
     assert all("in 9 days" in line and "jaxroll tls RUN" in line for line in soon)
     assert all("expired at" in line for line in material.warnings(now_s + 101 * day_s))
+    assert len(material.warnings(now_s + 1001 * day_s)) == 3, "the CA too"
     assert all("not valid before" in line and "clocks" in line for line in material.warnings(now_s - day_s))
     assert made(tmp_path / "short", 5).warnings(now_s), "a week before its end every certificate is named"
+
+
+def test_a_ca_that_would_end_before_its_certificates_is_made_new(tmp_path: Path, certified: SimpleNamespace) -> None:
+    made(tmp_path / "run", 1)
+    assert "the CA stayed" in certificates.make(tmp_path / "run", [], 9)
+    assert "a new CA" in certificates.make(tmp_path / "run", [], 11)
+    assert "the CA stayed" in certificates.make(tmp_path / "run", [], -1), "an end in the past is every CA's"
 
 
 def test_certificates_are_replaced_while_both_ends_live(tmp_path: Path, certified: SimpleNamespace) -> None:
