@@ -1,8 +1,9 @@
-"""Errors of a disk that takes no more: full, over its quota, read-only or broken; and what the user can do."""
+"""Files that survive a failing machine, and the words for a disk that takes no more: full, read-only or broken."""
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,17 @@ _BROKEN = frozenset({errno.EROFS, errno.EIO})
 # As SQLite and tensorstore say it, which raise no OSError.
 _FULL_WORDS = ("disk is full", "no space left", "quota exceeded")
 _BROKEN_WORDS = ("read-only file system", "readonly database", "i/o error", "input/output error")
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Write a file that is on the disk when this returns.
+
+    A draft that takes another file's name before its content has reached the disk is empty after a power failure.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def remedy(error: BaseException, folder: Path) -> str:

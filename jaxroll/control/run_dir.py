@@ -25,6 +25,7 @@ from typing import Any
 
 import jaxroll
 from jaxroll import config as configs
+from jaxroll import disk
 from jaxroll.config import Config
 from jaxroll.control import run_path
 from jaxroll.errors import ConfigError
@@ -224,7 +225,7 @@ def write(path: Path, values: dict[str, Any]) -> None:
     """Replace run.json."""
     scratch = path / f".{RUN_FILE}.{os.getpid()}"
     try:
-        scratch.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+        disk.write_synced(scratch, json.dumps(values, indent=1, sort_keys=True) + "\n")
         os.replace(scratch, path / RUN_FILE)
     except OSError as error:
         with contextlib.suppress(OSError):

@@ -88,6 +88,8 @@ def create(run_dir: Path) -> str:
     draft = path.with_name(f".{TOKEN_FILE}.{secrets.token_hex(8)}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secret + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # an empty one, as a power failure may leave it, would end the run
     try:
         os.link(draft, path)  # whole or not at all, and never over another's
     except FileExistsError:

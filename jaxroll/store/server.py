@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxroll import disk
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
 from jaxroll.metrics import JsonlTracker
@@ -228,8 +229,5 @@ def _write_address(run_dir: Path, address: str) -> None:
     """Readers see the old address or the new one, never half of it, also after the machine has failed."""
     path = run_dir / ADDRESS_FILE
     draft = path.with_suffix(".addr.tmp")
-    with draft.open("w") as file:
-        file.write(address + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    disk.write_synced(draft, address + "\n")
     os.replace(draft, path)

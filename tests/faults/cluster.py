@@ -147,7 +147,7 @@ class Cluster:
         self.digest = configs.digest(self.config)
         self.roles: dict[str, Role] = {}
         self.hands: list[ByHand] = []
-        self.run_dir.mkdir()
+        self.run_dir.mkdir(exist_ok=True)  # a test may have put it on a disk of its own
         auth.create(self.run_dir)
         words = ["store", f"--config={CONFIG}", f"--run={self.run_dir}", *(f"--config.{o}" for o in overrides)]
         if real_feeder:
