@@ -8,7 +8,9 @@ reader sends can make this process allocate more than one request, which is smal
 
 from __future__ import annotations
 
+import errno
 import hmac
+import math
 import selectors
 import socket
 import ssl
@@ -28,6 +30,7 @@ from jaxroll.transfer.tcp_connection import Connection, Refusal
 _TICK_S = 0.5  # how often stalled readers are looked for
 FIRST_QUESTION_S = 5.0  # from the connection to the first question, TLS handshake included
 _BACKLOG = 64
+_NONE_FREE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Shelf:
@@ -78,6 +81,7 @@ class Listener:
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._accepting = False
+        self._rests_until_s = -math.inf  # while no descriptor is free, a waiting reader must not keep this thread busy
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="transfer-listener", daemon=True)
 
@@ -117,7 +121,8 @@ class Listener:
             self._listening.close()  # at once: a reader in the backlog must not wait for an answer
 
     def _accept_while_there_is_room(self) -> None:
-        room = len(self._connections) < self._max_connections
+        rested = self._clock.now_s() >= self._rests_until_s
+        room = rested and len(self._connections) < self._max_connections
         if room and not self._accepting:
             self._selector.register(self._listening, selectors.EVENT_READ, None)
         elif self._accepting and not room:
@@ -127,7 +132,9 @@ class Listener:
     def _accept(self) -> None:
         try:
             sock, _ = self._listening.accept()
-        except OSError:  # the reader left between select and accept, or no descriptors are free: others go on
+        except OSError as error:  # the reader left between select and accept, or no descriptors are free: others go on
+            if error.errno in _NONE_FREE:
+                self._rests_until_s = self._clock.now_s() + _TICK_S
             return
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -348,6 +349,26 @@ def test_closing_a_listener_whose_thread_is_just_ending() -> None:
     assert ended.wait(10)
     threading.Timer(0.05, go_on.set).start()
     listener.close()
+
+
+def test_without_a_free_descriptor_the_listener_rests_and_then_serves(kit, monkeypatch) -> None:
+    """The reader that waits makes the socket readable all the time: the thread must not spin for it."""
+    sender, tries, free = TcpSender(), [], threading.Event()
+    sender.offer(kit.host_snapshot(VERSION, _big_values()))
+    accept = socket.socket.accept
+
+    def full(listening: socket.socket):
+        if not free.is_set():
+            tries.append(1)
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(socket.socket, "accept", full)
+    kit.stack.callback(sender.close)
+    threading.Timer(1.2, free.set).start()
+    with _reader(kit, sender.address) as reader:
+        reader.manifest()
+    assert 1 <= len(tries) < 20, len(tries)
 
 
 def test_closing_wakes_readers_that_wait(kit) -> None:
