@@ -1,0 +1,106 @@
+"""Whole runs whose processes stand still: stopped beyond their leases, or on a wall clock that jumps by hours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jaxroll.errors import EXIT_INTERRUPTED
+from tests.process.trains import SMALL, UNEQUAL_MESHES, Train, assert_sound, broken_promises, last_step
+
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
+LEASE_S = 4.0
+WORDS = (*UNEQUAL_MESHES, "--config.sft.steps=0", "--config.evaluator.every=5", "--config.schedule.steps=100000",
+         "--config.learner.checkpoint_every=4", f"--config.store.lease_s={LEASE_S:g}",
+         "--config.store.rpc_deadline_s=3", "--config.supervisor.backoff_s=0.1")  # fmt: skip
+
+
+def test_every_process_may_stand_still_beyond_its_lease(free_run_dir: Path) -> None:
+    """SIGSTOP for twice the lease, one after the other: the run goes on each time, and no process is restarted."""
+    pause = threading.Event()
+    with Train(free_run_dir, *WORDS) as train:
+        train.until_step(6)
+        for name in ("sampler", "store", "learner", "evaluator", "supervisor"):
+            process = psutil.Process(train.process.pid) if name == "supervisor" else train.role(name)
+            ended = len(train.query("SELECT 1 FROM log WHERE kind = 'lease_ended'"))
+            process.send_signal(signal.SIGSTOP)
+            try:
+                pause.wait(2 * LEASE_S)
+            finally:
+                process.send_signal(signal.SIGCONT)
+            train.rows += train._rows.rows()
+            at = last_step(train.rows)
+            train.until(lambda rows, at=at: last_step(rows) >= at + 3, f"steps after the {name} was stopped")
+            assert process.is_running(), f"the {name} did not live through it"
+            if name == "store":  # its clock went on while it did not: nobody else is to blame
+                assert len(train.query("SELECT 1 FROM log WHERE kind = 'lease_ended'")) == ended
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        assert_sound(train, steps=last_step(train.rows), alpha=1)
+        assert train.report()["restarts"] == 0
+
+
+WALL_CLOCK = '''
+"""The wall clock of this process is off by the seconds in JUMP_FILE, for all callers but gRPC."""
+import os, sys, time
+
+_time, _time_ns, _file = time.time, time.time_ns, os.environ["JUMP_FILE"]
+
+
+def _offset_s():
+    if sys._getframe(2).f_globals.get("__name__", "").startswith("grpc"):
+        return 0.0  # it turns deadlines into monotonic ones at once, in C, with the true clock
+    try:
+        with open(_file) as file:
+            by_s = float(file.read())
+    except (OSError, ValueError):
+        return 0.0
+    with open(f"{_file}.seen.{by_s:g}", "w"):
+        pass
+    return by_s
+
+
+time.time = lambda: _time() + _offset_s()
+time.time_ns = lambda: _time_ns() + int(_offset_s() * 1e9)
+'''
+
+
+def test_the_wall_clock_may_jump_by_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward five hours, back ten, and a role that begins in between: durations stay those of a stopwatch."""
+    jump, jumps = tmp_path / "jump", (18_000.0, -18_000.0, 0.0)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(WALL_CLOCK)
+    monkeypatch.setenv("JUMP_FILE", str(jump))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    words = (*SMALL, "--config.schedule.steps=100000", "--config.learner.checkpoint_every=4")
+    with Train(tmp_path / "run", *words) as train:
+        began_s = time.monotonic()
+        train.until_step(4)
+        for by_s in jumps:
+            draft = tmp_path / "draft"
+            draft.write_text(str(by_s))
+            os.replace(draft, jump)
+            at = last_step(train.rows)
+            train.until(lambda rows, at=at: last_step(rows) >= at + 8, f"steps at a clock that is off by {by_s:g} s")
+            assert (tmp_path / f"jump.seen.{by_s:g}").exists(), "nothing read the clock: the test tests nothing"
+            if by_s > 0:
+                train.role("sampler").send_signal(signal.SIGKILL)
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        took_s = time.monotonic() - began_s
+        assert_sound(train, steps=last_step(train.rows), alpha=1)
+        report = train.report()
+        assert report["restarts"] == 1 and broken_promises(train, report) == []
+        steps = [row for row in train.rows if row["kind"] == "step"]
+        for key in ("train_s", "wait_s", "publish_s"):
+            assert all(0 <= row[key] <= took_s for row in steps), (key, [row[key] for row in steps])
+        stopped_at = last_step(train.rows)
+    with Train(tmp_path / "run", f"--config.schedule.steps={stopped_at + 3}", resume=True) as second:
+        assert second.finish() == 0, second.logs()
+        assert min(row["step"] for row in second.rows if row["kind"] == "step") == stopped_at + 1
