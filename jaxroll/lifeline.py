@@ -1,4 +1,4 @@
-"""Ties a process to the life of its parent: when the parent dies, however it dies, so does the child.
+"""Ties a process to the life of its parent: when the parent dies, however it dies, so does the child. Requests to stop.
 
 Every role binds itself to its supervisor as its first act, and every worker a role starts binds itself to the role, so
 that `kill -9` of the supervisor leaves nothing behind. Where the kernel has no parent-death signal, a thread watches.
@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxroll.errors import EXIT_FAILURE
 
@@ -82,3 +82,37 @@ def _end(code: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(f"ended without waiting for the threads {', '.join(left)}", file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask this process to stop in order.
+
+    SIGHUP (the terminal is gone) is one of them, unless it is ignored: then the process was started by `nohup`.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT) if ignored else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def on_stop(stop: Callable[[], object]) -> None:
+    """Call `stop` at every signal that asks this process to stop. To be called by the main thread."""
+
+    def handle(*_: object) -> None:
+        drop_lost_terminal()
+        stop()
+
+    for signum in stop_signals():
+        signal.signal(signum, handle)
+
+
+def drop_lost_terminal() -> None:
+    """Send standard output and error to /dev/null where they lead to a terminal that is gone.
+
+    A print there would raise, and end the process before its last checkpoint.
+    """
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")  # the kernel refuses even this after a hang-up
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)

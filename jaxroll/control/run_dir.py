@@ -69,10 +69,7 @@ def new_run(path: str | Path, config: Config, argv: Sequence[str]) -> Iterator[P
         raise ConfigError("--run", str(path), f"cannot be made ({error.strerror})", "Name another folder.") from error
     with locked(path):
         _check_free(path)  # again: another process may have created it before we had the lock
-        try:
-            (path / LOGS).mkdir(exist_ok=True)
-        except OSError as error:
-            raise _unwritable(path, error) from error
+        _make_logs(path)
         write(path, {"created": time.time(), "argv": list(argv), **description(), **_config_part(config),
                      "devices": {}})  # fmt: skip
         yield path
@@ -196,6 +193,7 @@ def resume(path: Path, overrides: Sequence[str], check: Callable[[Config], objec
                               f"Start a new run. On --resume may change: {', '.join(RESUMABLE)}.")  # fmt: skip
     config = configs.parse(configs.override(values["config"], overrides))
     check(config)
+    _make_logs(path)
     if configs.digest(config) != values.get("digest"):
         write(path, values | _config_part(config))
     return config
@@ -231,6 +229,13 @@ def write(path: Path, values: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
+
+
+def _make_logs(path: Path) -> None:
+    try:
+        (path / LOGS).mkdir(exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path / LOGS, error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:

@@ -3,7 +3,7 @@
 One thread, one loop: start what is due, look who ended (`policy` says what follows), show what is new in the metrics.
 The run is complete when its leader (the learner, or the process it shares) ends with 0; then the evaluator may finish,
 and the others are asked to leave: learner, evaluator, actors, samplers, store. An interrupt asks them in that order; a
-second one kills them.
+second one kills them. SIGHUP (the terminal is gone) asks them too, and never kills: a shell that ends sends it twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxroll import metrics
+from jaxroll import lifeline, metrics
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import SupervisorConfig
 from jaxroll.control import policy
@@ -111,6 +111,7 @@ class Supervisor:
         self._clock = clock or MonotonicClock()
         self._begun: set[str] = set()
         self._interrupts = 0
+        self._hung_up = False
         self._bell = Bell()
         self._follower = metrics.Follower(run_dir / METRICS_FILE, at_end=True)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
@@ -118,7 +119,7 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code: 0 complete, 130 interrupted, 64 a refused config, 1 anything else. Nothing is left running."""
-        previous = {signum: signal.signal(signum, self._interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+        previous = {signum: signal.signal(signum, self._interrupt) for signum in lifeline.stop_signals()}
         try:
             code = self._watch()
             self._stop_all()
@@ -131,7 +132,11 @@ class Supervisor:
         return code
 
     def _interrupt(self, signum: int, frame: object) -> None:
-        self._interrupts += 1
+        lifeline.drop_lost_terminal()
+        if signum == signal.SIGHUP:
+            self._hung_up = True
+        else:
+            self._interrupts += 1
         self._bell.ring()
 
     def _watch(self) -> int:
@@ -142,7 +147,7 @@ class Supervisor:
             slot.since_s = self._clock.now_s()
         finish_by_s: float | None = None
         while True:
-            if self._interrupts:
+            if self._interrupts or self._hung_up:
                 self._observer.say(f"Stopping in order: {LEAVING}. Interrupt again to kill.")
                 return EXIT_INTERRUPTED
             failure = self._advance()

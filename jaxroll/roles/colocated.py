@@ -17,7 +17,6 @@ process with its error.
 from __future__ import annotations
 
 import functools
-import signal
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from jaxroll import lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.errors import InfraError
 from jaxroll.roles import evaluator, sampler
@@ -48,8 +48,7 @@ def main(args: RoleArgs) -> int:
     turn = turns.Turn()
     others = [Other(life, turn, stop.set) for life in lives]
     sessions.show_when_asked(*(life.open() for life in lives))
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: (told.set(), stop.set()))
+    lifeline.on_stop(lambda: (told.set(), stop.set()))
 
     def begin() -> None:
         if stop.is_set():

@@ -145,6 +145,7 @@ class FeederProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "JAX_PLATFORMS": "cpu", lifeline.PARENT_ENV: str(os.getpid())},
+            start_new_session=True,  # what the terminal sends reaches it through the store only
         )
         return self._process
 

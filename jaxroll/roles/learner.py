@@ -7,7 +7,7 @@ are served by the transfer room's listener thread. The order within a step is th
 
 Steps overlap: while the devices compute step s, the claim of s+1 is asked for and laid out (`_ahead`), and what step
 s-1 made is published and acknowledged (`Teller`). It waits for the store only: for claims, and
-for the publication before this one. On SIGTERM it finishes its
+for the publication before this one. On SIGTERM, SIGINT or SIGHUP it finishes its
 step, checkpoints, and leaves; killed at any other instant it starts again from the last durable version, and the store
 replays the claims after it.
 
@@ -18,7 +18,6 @@ On several hosts all this is done by the process on the first one. The others do
 from __future__ import annotations
 
 import functools
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
+from jaxroll import lifeline
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs, TransferConfig
 from jaxroll.config.rules import channel_of
@@ -81,8 +81,7 @@ ALONE = Beside(Trainer, lambda: None)
 def main(args: RoleArgs) -> int:
     """Train until the schedule's last step is done (0) or until told to stop (EXIT_INTERRUPTED)."""
     stop = threading.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: stop.set())
+    lifeline.on_stop(stop.set)
     others = hosts.joined(args, stop)
     if isinstance(others, Follower):
         return _followed(args, stop, others)
@@ -110,8 +109,7 @@ def _led(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:
 
 def _followed(args: RoleArgs, stop: threading.Event, leader: Follower) -> int:
     """What the leader says, done. Asked to leave, this process asks the leader."""
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: leader.ask_to_stop())
+    lifeline.on_stop(leader.ask_to_stop)
     if stop.is_set():  # while the others were not there yet
         leader.ask_to_stop()
     checkpoints = Checkpoints(args.run_dir / "checkpoints", args.config.learner.checkpoints_kept)

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jaxroll import lifeline
 from jaxroll.config import Config, Flip, MeshConfig, RoleArgs
 from jaxroll.envs import registry
 from jaxroll.envs.places import Places
@@ -174,13 +175,12 @@ def heed_signals(session: Session) -> threading.Event:
     """Stop the session when told to (the event is set then), and print where it is when asked by SIGUSR1."""
     told_to = threading.Event()
 
-    def stop(*_: object) -> None:
+    def stop() -> None:
         told_to.set()
         session.request_stop()
 
     show_when_asked(session)
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, stop)
+    lifeline.on_stop(stop)
     return told_to
 
 

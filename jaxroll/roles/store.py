@@ -1,14 +1,14 @@
 """The store role: the trajectory server, fed by a prompt feeder child.
 
 One event loop serves everything; one writer thread commits the log (see `jaxroll.store`). It waits for nobody: every
-other role connects to it. It ends on SIGTERM or SIGINT, or when the run is closed and the supervisor stops it.
+other role connects to it. It ends on SIGTERM, SIGINT or SIGHUP, or when the run is closed and the supervisor stops it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
 
+from jaxroll import lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.roles.feeder import FeederProcess
 from jaxroll.store.server import serve
@@ -25,9 +25,18 @@ async def _serve(args: RoleArgs) -> None:
     serving = asyncio.ensure_future(
         serve(args.config, args.run_dir, feeder, host=host, port=int(port), ready=_announce, insecure=args.insecure)
     )
+    stopping = False
+
+    def stop() -> None:
+        nonlocal stopping
+        lifeline.drop_lost_terminal()
+        if not stopping:  # a second cancellation would interrupt the orderly end that the first one began
+            stopping = True
+            serving.cancel()
+
     loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, serving.cancel)
+    for signum in lifeline.stop_signals():
+        loop.add_signal_handler(signum, stop)
     try:
         await serving
     except asyncio.CancelledError:

@@ -1,9 +1,10 @@
 """A role that only pretends: notes its start and its end in a file, and behaves as its arguments say.
 
     dummy_role.py EVENTS NAME [--ready=FILE] [--hold=FILE] [--until=FILE] [--crash=N] [--code=C]
-                  [--stubborn] [--child[=loose]]
+                  [--stubborn] [--linger=SECONDS] [--child[=loose]]
 
 Ends with code C once FILE exists (never, without --until) or on SIGTERM (code 0); the first N lives crash at once.
+With --linger it takes so long to end, and notes that.
 A loose child is not bound to our life. With --hold it is ready only once that FILE exists.
 """
 
@@ -29,6 +30,10 @@ def main() -> int:
 
     def stop(*_: object) -> None:
         note("term")
+        if "linger" in options:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(float(options["linger"]))
+            note("end")
         if "stubborn" not in options:
             os._exit(0)
 

@@ -136,6 +136,14 @@ def test_a_folder_that_cannot_be_written_is_a_config_error(tmp_path: Path, monke
     assert [file.name for file in path.iterdir() if file.name.startswith(".run")] == []
 
 
+def test_a_run_whose_logs_are_a_file_is_refused(tmp_path: Path) -> None:
+    path = run_dir.create(tmp_path / "run", Config(), [])
+    (path / "logs").rmdir()
+    (path / "logs").touch()
+    with pytest.raises(ConfigError, match=r"logs.*File exists"):
+        run_dir.resume(path, [], lambda config: None)
+
+
 READ_ONLY = """
 import subprocess, sys
 from jaxroll.control import cli

@@ -25,6 +25,9 @@ pytestmark = pytest.mark.process
 HERE = Path(__file__).parent
 NAMES = ("store", "learner", "sampler-0", "sampler-1", "evaluator")
 PATIENCE_S = 40.0
+TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 class Stage:
@@ -35,7 +38,14 @@ class Stage:
         self.learner_done, self.evaluator_done = folder / "learner-done", folder / "evaluator-done"
         self.process: subprocess.Popen[str]
 
-    def start(self, words: dict[str, list[str]] | None = None, gang: tuple[str, ...] = (), **config: float) -> None:
+    def start(
+        self,
+        words: dict[str, list[str]] | None = None,
+        gang: tuple[str, ...] = (),
+        terminal: int | None = None,
+        **config: float,
+    ) -> None:
+        """Start the supervisor; on a `terminal` of its own where one is given."""
         words = words or {}
         common = {"store": [f"--ready={self.run_dir / 'store.addr'}"], "learner": [f"--until={self.learner_done}"],
                   "evaluator": [f"--until={self.evaluator_done}"]}  # fmt: skip
@@ -48,9 +58,11 @@ class Stage:
         settings = {"backoff_s": 0.05, "backoff_max_s": 0.2, "stop_s": 15.0, "finish_s": 30.0, **config}
         file = self.events.with_name("specs.json")
         file.write_text(json.dumps({"specs": specs, "config": settings}))
+        on_terminal = [] if terminal is None else [sys.executable, "-c", TAKE_TERMINAL]
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "supervise.py"), str(self.run_dir), str(file)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            [*on_terminal, sys.executable, str(HERE / "supervise.py"), str(self.run_dir), str(file)],
+            stdin=subprocess.DEVNULL if terminal is None else terminal, text=True, start_new_session=True,
+            stdout=subprocess.PIPE if terminal is None else terminal, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def lines(self) -> list[list[str]]:
@@ -255,7 +267,7 @@ def test_a_store_that_ends_before_the_learner_ends_the_run(stage: Stage) -> None
     assert code == 1 and "store ended before the learner" in out
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda signum: signum.name)
 def test_an_interrupt_stops_in_order(stage: Stage, signum: signal.Signals) -> None:
     stage.start()
     stage.all_up()
@@ -304,6 +316,45 @@ def test_a_second_interrupt_kills(stage: Stage) -> None:
     stage.process.send_signal(signal.SIGINT)
     assert stage.finish()[0] == 130
     assert all(gone(stage.pid(name)) for name in NAMES)
+
+
+def test_a_hang_up_never_kills(stage: Stage) -> None:
+    """A shell that ends sends it twice, and a service manager SIGTERM with it."""
+    stage.start({"learner": ["--linger=2"]}, stop_s=60.0)
+    stage.all_up()
+    for signum in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+        stage.process.send_signal(signum)
+        time.sleep(0.2)
+    code, out = stage.finish()
+    assert code == 130 and "killed" not in out
+    assert "end learner" in stage.events.read_text(), "it was not given the time to end"
+    assert stage.names("term")[-1] == "store"
+
+
+def test_under_nohup_a_hang_up_is_ignored(stage: Stage) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does, for what it starts
+    try:
+        stage.start()
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    stage.all_up()
+    stage.process.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    assert stage.process.poll() is None and stage.names("term") == []
+    stage.process.send_signal(signal.SIGTERM)
+    assert stage.finish()[0] == 130
+
+
+def test_a_run_whose_terminal_is_closed_ends_in_order(stage: Stage) -> None:
+    terminal, end = os.openpty()
+    stage.start({"learner": ["--linger=2"]}, stop_s=60.0, terminal=end)
+    os.close(end)
+    stage.all_up()
+    os.close(terminal)  # the kernel tells the leader of the session, and refuses every write from now on
+    code = stage.process.wait(timeout=PATIENCE_S)
+    assert code == 130
+    assert "end learner" in stage.events.read_text(), "it was not given the time to end"
+    assert stage.names("term")[:2] == ["learner", "evaluator"] and stage.names("term")[-1] == "store"
 
 
 def test_nobody_is_left_after_the_supervisor_is_killed(stage: Stage) -> None:

@@ -1,4 +1,6 @@
-"""Ctrl-C and `--resume`: two lives of a run see the questions that one life would have seen."""
+"""Ctrl-C, or a closed terminal, and `--resume`: two lives of a run see the questions that one life would have seen."""
+
+import signal
 
 import pytest
 
@@ -10,11 +12,12 @@ MORE = 9  # steps of the second life
 
 
 @pytest.mark.timeout(600)
-def test_resume_after_ctrl_c_sees_the_undisturbed_questions(tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
+def test_resume_after_a_clean_stop_sees_the_undisturbed_questions(tmp_path, signum):
     words = (*SMALL, "--config.learner.checkpoint_every=100")
     with Train(tmp_path / "split", *words, "--config.schedule.steps=5000") as first:
         first.until_step(5)
-        first.interrupt()
+        first.process.send_signal(signum)
         assert first.finish(60) == EXIT_INTERRUPTED, first.logs()
         stopped_at = last_step(first.rows)
     steps = stopped_at + MORE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -72,7 +71,7 @@ def args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RoleArgs:
     LIVES.clear()
     monkeypatch.setattr(sessions, "Life", FakeLife)
     monkeypatch.setattr(sessions, "show_when_asked", lambda *_: None)
-    monkeypatch.setattr(colocated.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(colocated.lifeline, "on_stop", lambda *_: None)
     monkeypatch.setattr(FakeLife, "plays", until_asked, raising=False)
     settings = configs.parse(configs.override(configs.defaults().to_dict(), ["sampler.count=2"]))
     return RoleArgs(settings, tmp_path)
@@ -111,12 +110,12 @@ def test_told_to_stop_the_learner_leaves_first(args: RoleArgs, monkeypatch: pyte
 
 
 def test_told_to_stop_during_the_last_evaluation_it_leaves(args: RoleArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers: dict[int, Callable[[], None]] = {}
-    monkeypatch.setattr(colocated.signal, "signal", lambda signum, handler: handlers.update({signum: handler}))
+    handlers: list[Callable[[], object]] = []
+    monkeypatch.setattr(colocated.lifeline, "on_stop", handlers.append)
 
     def plays(life: FakeLife) -> None:
         if life.part.role == "evaluator":  # only now is the learner done
-            threading.Timer(0.2, handlers[signal.SIGTERM]).start()
+            threading.Timer(0.2, handlers[0]).start()
             until_asked(life)
 
     monkeypatch.setattr(FakeLife, "plays", plays)
@@ -175,11 +174,11 @@ def test_an_error_of_a_sampler_at_the_end_does_not_cost_the_last_evaluation(
 
 
 def test_told_to_stop_before_there_are_weights_nobody_begins(args: RoleArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    handlers: dict[int, Callable[..., object]] = {}
-    monkeypatch.setattr(colocated.signal, "signal", lambda signum, handler: handlers.update({signum: handler}))
+    handlers: list[Callable[[], object]] = []
+    monkeypatch.setattr(colocated.lifeline, "on_stop", handlers.append)
 
     def lived(args: RoleArgs, stop: threading.Event, beside: learner.Beside) -> int:
-        handlers[signal.SIGTERM]()
+        handlers[0]()
         beside.published()
         return EXIT_INTERRUPTED
 

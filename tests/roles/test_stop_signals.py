@@ -1,0 +1,120 @@
+"""Signals that ask a role to stop: SIGTERM, SIGINT and SIGHUP, at any role that is started alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxroll import lifeline
+from jaxroll.config import Config, RoleArgs
+from jaxroll.roles import colocated, learner
+from jaxroll.roles import session as sessions
+
+ROOT = Path(__file__).parents[2]
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Put back whatever handles these signals in the process of the tests."""
+    numbers = (*STOPS, signal.SIGUSR1)
+    previous = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+def sent(signum: signal.Signals, seen: Callable[[], bool]) -> bool:
+    """Whether `seen` becomes true after this process has got the signal."""
+    os.kill(os.getpid(), signum)
+    until_s = time.monotonic() + 10
+    while not seen() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return seen()
+
+
+@pytest.mark.parametrize("signum", STOPS, ids=lambda signum: signum.name)
+def test_a_session_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch, signum: signal.Signals) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(sessions, "show_when_asked", lambda *_: None)
+    told_to = sessions.heed_signals(SimpleNamespace(request_stop=lambda: asked.append(1)))  # type: ignore[arg-type]
+    assert sent(signum, told_to.is_set) and asked == [1]
+
+
+@pytest.mark.parametrize("signum", STOPS, ids=lambda signum: signum.name)
+@pytest.mark.parametrize("role", [learner, colocated], ids=["learner", "colocated"])
+def test_a_learner_is_asked_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: object, signum: signal.Signals
+) -> None:
+    """It finishes its step, and leaves a checkpoint: tests/process/test_resume.py."""
+    monkeypatch.setattr(learner.hosts, "joined", lambda *_: None)
+    monkeypatch.setattr(colocated, "parts", lambda args: [])
+    monkeypatch.setattr(sessions, "show_when_asked", lambda *_: None)
+
+    def lived(args: RoleArgs, stop: threading.Event, *_: object, **__: object) -> int:
+        return 130 if sent(signum, stop.is_set) else 0
+
+    monkeypatch.setattr(learner, "lived", lived)
+    assert role.main(RoleArgs(Config(), tmp_path)) == 130  # type: ignore[attr-defined]
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    asked: list[int] = []
+    lifeline.on_stop(lambda: asked.append(1))
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert sent(signal.SIGTERM, lambda: bool(asked)) and asked == [1]
+
+
+LOST = """
+import os, sys
+from jaxroll import lifeline
+terminal, end = os.openpty()
+kept = os.dup(1)
+os.dup2(end, 1)
+os.close(end)
+lifeline.drop_lost_terminal()
+assert os.isatty(1), "it was there"
+os.close(terminal)
+try:
+    print("refused", flush=True)
+except OSError as error:
+    os.write(kept, b"refused, ")
+lifeline.drop_lost_terminal()
+print("goes nowhere", flush=True)
+os.write(kept, b"and dropped")
+"""
+
+
+@pytest.mark.process
+def test_a_lost_terminal_takes_no_output_and_ends_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "refused, and dropped"), done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("signals", [STOPS[2:], (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM)], ids=["HUP", "thrice"])
+def test_a_store_that_was_started_alone_ends_in_order(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
+    words = [sys.executable, "-m", "jaxroll", "store", f"--config={ROOT / 'configs' / 'smoke.py'}", "--run=r"]
+    store = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        until_s = time.monotonic() + 60
+        while not (tmp_path / "r" / "store.addr").exists() and time.monotonic() < until_s and store.poll() is None:
+            time.sleep(0.05)
+        for signum in signals:
+            store.send_signal(signum)
+        said, _ = store.communicate(timeout=60)
+    finally:
+        store.kill()
+        store.wait(timeout=10)
+    assert store.returncode == 0 and "store: stopped" in said and "Traceback" not in said, said
