@@ -43,6 +43,9 @@ class ChaosProcess:
     place = "process"
     step_limit_s = STEP_LIMIT_S
 
+    def __init__(self, pool, config):
+        """Need neither."""
+
     def reset(self, task, seed):
         """Show the question."""
         return task.messages
