@@ -25,7 +25,7 @@ from jaxroll.errors import EXIT_INTERRUPTED
 
 ROLES = ("store", "learner", "sampler-0", "sampler-1", "evaluator")
 INSTANT_S = 15.0  # how long a fault that needs a certain instant waits for it
-POLL_S = 0.002
+POLL_S = 0.01
 
 
 class Skipped(Exception):

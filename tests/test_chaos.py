@@ -155,6 +155,66 @@ def test_the_clock_of_a_run_jumps_and_no_other(tmp_path: Path) -> None:
     assert -86460 < after - before < -86340 and abs(after_ns / 1e9 - after) < 1
 
 
+MACHINE = """
+import errno, json, os, pathlib, socket, subprocess, sys, time
+import psutil
+import _chaos_machine as machine
+
+folder = pathlib.Path(sys.argv[1])
+refused, seen = machine.enter(folder), {}
+if refused:
+    print(json.dumps({"refused": refused}))
+    sys.exit()
+
+def refusal(act):
+    try:
+        act()
+    except OSError as error:
+        return errno.errorcode.get(error.errno, type(error).__name__)
+
+def connect():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=0.5).close()
+
+def write(size):
+    (folder / "file").write_bytes(bytes(size))
+
+import threading
+filling = threading.Thread(target=machine.fill, args=(folder, 2.0))
+filling.start()
+time.sleep(1.0)
+seen["full"] = refusal(lambda: write(1 << 20))
+filling.join()
+seen["freed"] = refusal(lambda: write(1 << 20))
+with machine.read_only(folder):
+    seen["read_only"] = refusal(lambda: write(1))
+seen["writable"] = refusal(lambda: write(1))
+with machine.network_cut():
+    seen["cut"] = refusal(connect) is not None
+seen["healed"] = refusal(connect)
+with machine.limited(psutil.Process(), psutil.RLIMIT_NOFILE, psutil.Process().num_fds()):
+    seen["descriptors"] = refusal(lambda: os.pipe())
+seen["unlimited"] = refusal(lambda: [os.close(fd) for fd in os.pipe()])
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_the_machine_inside_the_machine_has_faults_that_nothing_else_sees(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MACHINE, str(tmp_path / "disk")], env={"PYTHONPATH": str(BENCHMARKS)},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    if "refused" in seen:
+        pytest.skip(seen["refused"])
+    assert seen == {"full": "ENOSPC", "freed": None, "read_only": "EROFS", "writable": None, "cut": True,
+                    "healed": None, "descriptors": "EMFILE", "unlimited": None}  # fmt: skip
+    assert not list((tmp_path / "disk").iterdir()), "what was written is outside the test's process"
+
+
 @pytest.mark.process
 @pytest.mark.soak
 @pytest.mark.timeout(900)
