@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,8 @@ from _learner_work import GROUP, LEARNING_RATE, MAX_NORM, Batch
 from jaxroll.config import Config, LearnerConfig, MeshConfig, ModelConfig, SamplingConfig, ScheduleConfig
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families
+from jaxroll.models.families import ModelSpec
+from jaxroll.records import Claim
 from jaxroll.sharding import meshes, rules
 
 # Dense bfloat16 products a second as the maker gives them, by words in the device's name.
@@ -36,24 +39,36 @@ def batch(rows: int, tokens: int, words: int) -> Batch:
     return Batch(prompts, answers, np.full(rows, tokens - shown, np.int32), rng.random(rows).astype(np.float32))
 
 
+def flops(spec: ModelSpec, rows: int, tokens: int) -> float:
+    """Of one step, forwards and backwards, without what is made twice; an embedding that is only looked up has none."""
+    looked_up = 0 if spec.tied_embeddings else spec.vocab_size * spec.width
+    share = spec.layers * spec.heads * spec.head_dim
+    return 6 * rows * ((families.parameter_count(spec) - looked_up) * tokens + share * tokens**2)
+
+
+def prepared(spec: ModelSpec, rows: int, tokens: int, *, micro_rows: int, **options: Any) -> tuple[Trainer, Claim]:
+    """A warm trainer of `spec`, random, under the learner's `options`, and a claim of full rows."""
+    mesh = MeshConfig(fsdp=jax.device_count())
+    config = Config(
+        model=ModelConfig(dtype=spec.compute_dtype),  # pyright: ignore[reportArgumentType]
+        schedule=ScheduleConfig(alpha=0.0, groups_per_step=rows // GROUP, group_size=GROUP),
+        sampling=SamplingConfig(max_tokens=tokens),
+        learner=LearnerConfig(mesh=mesh, correction="none", row_tokens=tokens, micro_rows=micro_rows,
+                              learning_rate=LEARNING_RATE, warmup_steps=1, max_grad_norm=MAX_NORM, **options),
+    )  # fmt: skip
+    trainer = Trainer(config, spec, meshes.build(mesh), rules.LEARNER, key=jax.random.key(0))
+    trainer.warmup()
+    return trainer, claim(batch(rows, tokens, spec.vocab_size))
+
+
 def main() -> None:
     """Answer."""
     say = answering()
     size, dtype, rows, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-    spec, mesh = families.spec(size, compute_dtype=dtype), MeshConfig(fsdp=jax.device_count())
-    config = Config(
-        model=ModelConfig(size=size, dtype=dtype),
-        schedule=ScheduleConfig(alpha=0.0, groups_per_step=rows // GROUP, group_size=GROUP),
-        sampling=SamplingConfig(max_tokens=tokens),
-        learner=LearnerConfig(mesh=mesh, correction="none", row_tokens=tokens, micro_rows=max(2, jax.device_count()),
-                              learning_rate=LEARNING_RATE, warmup_steps=1, max_grad_norm=MAX_NORM),
-    )  # fmt: skip
-    trainer = Trainer(config, spec, meshes.build(mesh), rules.LEARNER, key=jax.random.key(0))
-    trainer.warmup()
-    work = claim(batch(rows, tokens, spec.vocab_size))
+    spec = families.spec(size, compute_dtype=dtype)
+    trainer, work = prepared(spec, rows, tokens, micro_rows=max(2, jax.device_count()))
     trainer.train(work)
-    kind, share = jax.devices()[0].device_kind, spec.layers * spec.heads * spec.head_dim
-    flops = 6 * rows * (families.parameter_count(spec) * tokens + share * tokens**2)
+    kind, done = jax.devices()[0].device_kind, flops(spec, rows, tokens)
     promised = peak(kind)
     say(
         {
@@ -71,8 +86,8 @@ def main() -> None:
             seconds.append(time.perf_counter() - started)
         if row["compiles"]:
             raise RuntimeError(f"{row['compiles']} compilations after warm-up")
-        rates = [flops / one / jax.device_count() for one in seconds]
-        say({"seconds": seconds, "flops": flops, "tokens": rows * tokens, "flops_per_s": rates,
+        rates = [done / one / jax.device_count() for one in seconds]
+        say({"seconds": seconds, "flops": done, "tokens": rows * tokens, "flops_per_s": rates,
              "mfu": [rate / promised for rate in rates] if promised else None, "loss": row["loss"]})  # fmt: skip
 
 
