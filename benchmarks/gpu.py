@@ -16,7 +16,8 @@ torch          transformers beside us: equal greedy tokens and gradients first, 
 
 `--quick` runs all of it in small, on a CPU too: it shows that every case works and measures nothing. The result is
 written to --out (default .cache/benchmarks/gpu.json) whenever something is measured, so a call that is killed keeps it.
-The last line is the same as one JSON object: a case each, and `failed`, the cases that did not end well.
+The last line is the same as one JSON object: a case each, `failed`, the cases that did not end well, and `suspect`, the
+shares of a limit that are above it.
 
 On one card all of it takes more than ten minutes; three calls have room for it, in this order:
 
@@ -62,6 +63,7 @@ HEARTBEAT_S = 8.0
 START_S = 12.0  # with less time than this left no case starts
 QUICK_S = 400.0  # of a case in small: many times what an idle machine of two cores takes
 FREE_S = 20.0  # patience with the memory of a card after a process that had it
+SHARES, MOST_SHARE = ("of_limit", "of_matmul", "of_bandwidth", "mfu"), 1.1
 BUSY_MB = 3000  # of a card's memory in use: less is contexts of others
 
 
@@ -110,6 +112,7 @@ class Bench:
             "platform": platform,
             "quick": quick,
             "failed": [],
+            "suspect": [],
         }
 
     def __enter__(self) -> Bench:
@@ -228,6 +231,7 @@ class Bench:
         self.result[name] = found
         if not ended_well(found):
             self.result["failed"].append(name)
+        self.result["suspect"] += suspect(found, f"{name}: ")
         self._write({})
 
     def _write(self, more: Mapping[str, Any]) -> None:
@@ -250,6 +254,19 @@ def ended_well(found: Mapping[str, Any]) -> bool:
     return not (
         "error" in found or found.get("equal") is False or any("error" in p or p.get("equal") is False for p in points)
     )
+
+
+def suspect(found: Any, at: str = "") -> list[str]:
+    """Where a share of a measured limit, of a line that is reliable, lies above what a limit allows: a wrong figure."""
+    if not isinstance(found, Mapping):
+        return []
+    above = []
+    for key, value in found.items():
+        share = value.get("median") if isinstance(value, Mapping) else value
+        if key in SHARES and found.get("reliable", True) and isinstance(share, float) and share > MOST_SHARE:
+            above.append(f"{at}{key} = {share:.3g}")
+        above += suspect(value, f"{at}{key}: ")
+    return above
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -322,14 +339,16 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--only: unknown {', '.join(unknown)}; known: {', '.join(CASES)}")
     if chosen.platform == "auto":
         chosen.platform = "cuda" if _nvidia("name") else "cpu"
-    if chosen.platform == "cpu" and not chosen.quick:
-        parser.error("no GPU is here: use --quick, or --platform=cuda where nvidia-smi cannot be called")
     return chosen
 
 
 def main() -> int:
     """Run the cases; 1 when one failed."""
     chosen = arguments()
+    if chosen.platform == "cpu" and not chosen.quick:
+        say("no GPU is here: --quick rehearses on the CPU; --platform=cuda where nvidia-smi cannot be called")
+        print(json.dumps({"skipped": "no GPU"}))
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the case in progress is ended too
     with Bench(chosen.out, chosen.platform, chosen.quick, chosen.seconds, chosen.commit) as bench:
         if chosen.wheels:

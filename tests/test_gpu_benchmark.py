@@ -76,6 +76,16 @@ def test_a_case_that_hangs_or_dies_costs_itself_alone(
     assert result["raised"]["points"]["two"] == {"a": 4}
 
 
+def test_a_share_above_its_limit_is_suspect(load: Any) -> None:
+    share = lambda value, **more: {"points": {"one": {"16": {"of_limit": value, **more}, "of_matmul": {"median": 0.9}}}}  # noqa: E731
+    suspect = load("gpu").suspect
+    assert suspect(share(1.05)) == [] and suspect(share(3.0, reliable=False)) == []
+    assert suspect(share(1.2, reliable=True), "decode: ") == ["decode: points: one: 16: of_limit = 1.2"]
+    assert suspect({"points": {"one": {"of_bandwidth": {"median": 2.0}, "mfu": None}}}) == [
+        "points: one: of_bandwidth = 2"
+    ]
+
+
 def test_without_time_no_case_starts(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu = load("gpu")
     with gpu.Bench(tmp_path / "out.json", "cpu", True, 1.0) as made:
@@ -88,9 +98,17 @@ def test_the_command_line_knows_its_cases(load: Any) -> None:
     gpu = load("gpu")
     assert gpu.arguments(["--quick", "--platform=cpu", "--only=limits,torch"]).only == ["limits", "torch"]
     assert gpu.arguments(["--quick", "--platform=cpu"]).only == list(gpu.CASES)
-    for wrong in (["--quick", "--only=limit"], ["--platform=cpu"]):
-        with pytest.raises(SystemExit):
-            gpu.arguments(wrong)
+    with pytest.raises(SystemExit):
+        gpu.arguments(["--quick", "--only=limit"])
+
+
+def test_without_a_gpu_nothing_is_measured(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu = load("gpu")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--platform=cpu", f"--out={tmp_path / 'out.json'}"])
+    assert gpu.main() == 0 and json.loads(capsys.readouterr().out) == {"skipped": "no GPU"}
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_point_that_raises_is_recorded_and_the_next_is_measured(load: Any, tmp_path: Path) -> None:
