@@ -235,9 +235,11 @@ def _paged(tokens: int, slots: int, quick: bool) -> dict[str, Any]:
     paged = jax.jit(partial(gpu.paged, interpret=not on_gpu()))
 
     def row(q: jax.Array, table: jax.Array, position: jax.Array) -> jax.Array:
-        side = [x[:, table].reshape(kv_heads, -1, head).transpose(1, 0, 2).astype(jnp.float32)[None] for x in (k, v)]
+        keys, values = (
+            x[:, table].reshape(kv_heads, -1, head).transpose(1, 0, 2).astype(jnp.float32)[None] for x in (k, v)
+        )
         seen = (jnp.arange(tokens) <= position)[None, None]
-        return plain.grouped(q.astype(jnp.float32)[None, None], *side, seen)[0, 0]
+        return plain.grouped(q.astype(jnp.float32)[None, None], keys, values, seen)[0, 0]
 
     exact = jax.lax.map(lambda one: row(one[0], one[1], one[2]), (q, tables, positions))
     apart = apart_by(exact, paged(q, k, v, tables, positions))

