@@ -1,4 +1,4 @@
-"""Everything to be learned from one GPU in ten minutes: each case a process with a time limit, the cheapest first.
+"""Everything to be learned from one GPU in calls of ten minutes: each case a process with a time limit.
 
     python benchmarks/gpu.py [--quick] [--only=CASE,…] [--seconds=N] [--out=FILE] [--wheels=FOLDER] [--platform=cuda]
 
