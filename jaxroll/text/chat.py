@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
-from jaxroll.errors import ConfigError, DataError
+from jaxroll.errors import ConfigError, DataError, one_line
 from jaxroll.records import Message
 
 ChatFormat = Callable[[tuple[Message, ...]], str]
@@ -30,13 +30,13 @@ def plain_format(messages: tuple[Message, ...]) -> str:
 def jinja_format(source: str, special_tokens: Mapping[str, str], where: str) -> ChatFormat:
     """The chat template `source` as a function of messages, with a generation prompt at its end.
 
-    `special_tokens` (eos_token, …) are its variables, `where` names its file in errors.
+    `special_tokens` (eos_token, …) are its variables, `where` names its file in errors: ConfigError for a template that
+    does not parse or exceeds `template_bounds`, DataError for messages that it refuses.
     """
     try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.parser import Parser
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        import jinja2
+
+        from jaxroll.text import template_bounds
     except ImportError as error:
         raise ConfigError(
             "tokenizer.path",
@@ -46,43 +46,36 @@ def jinja_format(source: str, special_tokens: Mapping[str, str], where: str) -> 
         ) from error
 
     def raise_exception(message: str) -> None:
-        raise TemplateError(message)
+        raise jinja2.TemplateError(message)
 
-    class Generation(Extension):
-        """`{% generation %}` marks what the assistant said, for masks made from text; it shows as it is."""
-
-        tags: ClassVar[set[str]] = {"generation"}
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    remedy = "Mend the template, or remove it to use the plain format."
+    environment = template_bounds.BoundedEnvironment(_tojson)
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": _strftime_now}
     try:
-        template = environment.from_string(source)
-    except TemplateError as error:
-        raise ConfigError(
-            "tokenizer.path",
-            where,
-            f"its chat template does not parse: {error}",
-            "Mend the template, or remove it to use the plain format.",
-        ) from error
+        template = environment.from_string(environment.parsed(source))
+    except template_bounds.TooMuch as error:
+        raise ConfigError("tokenizer.path", where, f"its chat template is too large: {error}", remedy) from error
+    except Exception as error:  # the parser and Python's compiler raise more than TemplateError for what nests too deep
+        reason = f"its chat template does not parse: {_cause(error)}"
+        raise ConfigError("tokenizer.path", where, reason, remedy) from error
 
     def render(messages: tuple[Message, ...]) -> str:
         turns = [{"role": message.role, "content": message.content} for message in messages]
+        variables = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return template.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=True, **special_tokens
-            )
-        except TemplateError as error:
-            raise DataError(f"the chat template of {where} refused the messages: {error}") from error
+            return template_bounds.metered(template.render, **variables, **special_tokens)
+        except template_bounds.TooMuch as error:
+            raise ConfigError("tokenizer.path", where, f"its chat template does too much: {error}", remedy) from error
+        except Exception as error:  # a template is a program: it may raise whatever its expressions raise
+            raise DataError(f"the chat template of {where} refused the messages: {_cause(error)}") from error
 
     return render
+
+
+def _cause(error: Exception) -> str:
+    """The error's message, after its kind where that says more than "the template raised"."""
+    named = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+    return one_line(f"{named}{error}", 300)
 
 
 def continuation(render: ChatFormat, messages: tuple[Message, ...], eos_token: str) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxroll.errors import ConfigError
+from jaxroll import foreign
+from jaxroll.errors import ConfigError, DataError, JaxRollError, one_line
 from jaxroll.records import Message
 from jaxroll.text import chat
+
+_TOKENIZER_LIMIT_BYTES = 128 << 20  # the largest vocabularies there are take about 35 MB
+_MAX_VOCABULARY = 1 << 24
+_AGAIN = "Copy the file again from the model."
 
 
 class HFTokenizer:
@@ -30,7 +36,10 @@ class HFTokenizer:
         self._tokenizer = _load(self.folder / "tokenizer.json")
         self._settings = _read_json(self.folder / "tokenizer_config.json")
         # Not the number of entries: ids may have holes, and an embedding table is indexed by the largest.
-        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if not 1 <= self.vocab_size <= _MAX_VOCABULARY:
+            reason = f"its largest token id is {self.vocab_size - 1}; between 0 and {_MAX_VOCABULARY - 1} are possible"
+            raise ConfigError("tokenizer.path", str(folder), reason, "Copy tokenizer.json again from the model.")
         self.eos_id = self._eos_id()
         pad_id = self._token_id(self._settings.get("pad_token"))
         self.pad_id = self.eos_id if pad_id is None else pad_id
@@ -38,12 +47,14 @@ class HFTokenizer:
         self._format = self._chat_format()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; nothing is added at either end."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """The ids of `text`; nothing is added at either end. DataError for text that has none."""
+        with _typed(lambda why: DataError(f"{one_line(repr(text), 80)} cannot be tokenized: {why}")):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
         """The text of `ids` without eos; other special tokens are shown as they are written."""
-        return self._tokenizer.decode([i for i in ids if i != self.eos_id], skip_special_tokens=False)
+        with _typed(lambda why: DataError(f"{len(ids)} token ids cannot be decoded: {why}")):
+            return self._tokenizer.decode([i for i in ids if i != self.eos_id], skip_special_tokens=False)
 
     def render(self, messages: tuple[Message, ...], *, first: bool = True) -> list[int]:
         """Ids of `messages` in the model's chat format, ending where the assistant is to speak."""
@@ -73,12 +84,14 @@ class HFTokenizer:
 
     def _chat_format(self) -> chat.ChatFormat:
         path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            source: Any = path.read_text(encoding="utf-8")
+        if path.exists():
+            with _reading(path):
+                source: Any = foreign.read_text(path)
         else:
             path, source = self.folder / "tokenizer_config.json", self._settings.get("chat_template")
         if isinstance(source, list):  # several named templates
-            source = next((entry.get("template") for entry in source if entry.get("name") == "default"), None)
+            named = [entry for entry in source if isinstance(entry, dict)]
+            source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
         if not source:
             return chat.plain_format
         if not isinstance(source, str):
@@ -89,11 +102,12 @@ class HFTokenizer:
 
     def _token_text(self, name: str) -> str:
         token = self._settings.get(name)
-        return (token.get("content") if isinstance(token, dict) else token) or ""
+        text = token.get("content") if isinstance(token, dict) else token
+        return text if isinstance(text, str) else ""
 
 
 def _load(path: Path) -> Any:
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(
             "tokenizer.path",
             str(path.parent),
@@ -106,22 +120,43 @@ def _load(path: Path) -> Any:
         raise ConfigError(
             "tokenizer.kind", "hf", "the package tokenizers is not installed", "pip install tokenizers."
         ) from error
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the binding raises bare Exception for every malformed file
-        raise ConfigError(
-            "tokenizer.path", str(path), f"it cannot be read: {error}", "Copy the file again from the model."
-        ) from error
+    with _reading(path):
+        text = foreign.read_text(path, _TOKENIZER_LIMIT_BYTES)
+    with _typed(lambda why: ConfigError("tokenizer.path", str(path), f"it cannot be read: {why}", _AGAIN)):
+        made = tokenizers.Tokenizer.from_str(text)
+    # A file may come with both, for batches of a training script: a prompt is neither cut nor filled up here.
+    made.no_truncation()
+    made.no_padding()
+    return made
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in `path`; empty when there is no such file."""
-    if not path.is_file():
+    if not path.exists():
         return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError("tokenizer.path", str(path), f"it is not JSON: {error}", "Copy it again.") from error
+    with _reading(path):
+        found = foreign.read_json(path)
     if not isinstance(found, dict):
-        raise ConfigError("tokenizer.path", str(path), "it is not a JSON object", "Copy it again.")
+        raise ConfigError("tokenizer.path", str(path), "it is not a JSON object", _AGAIN)
     return found
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, DataError) as error:
+        raise ConfigError("tokenizer.path", str(path), f"it cannot be read: {error}", _AGAIN) from error
+
+
+@contextlib.contextmanager
+def _typed(made: Callable[[str], JaxRollError]) -> Iterator[None]:
+    """The binding raises bare Exceptions, and a panic of its Rust code as a BaseException of a type of its own."""
+    try:
+        yield
+    except Exception as error:
+        raise made(one_line(str(error), 300)) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise made(one_line(str(error), 300)) from error

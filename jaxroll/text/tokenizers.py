@@ -10,6 +10,7 @@ import json
 import os
 from pathlib import Path
 
+from jaxroll import foreign
 from jaxroll.config import TokenizerConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Tokenizer
@@ -101,9 +102,14 @@ def of_run(run_dir: Path, cfg: TokenizerConfig) -> Tokenizer | None:
     if cfg.kind != "char":
         return build(cfg, "")
     try:
-        return CharTokenizer(json.loads((run_dir / ALPHABET_FILE).read_text()))
+        alphabet = foreign.read_json(run_dir / ALPHABET_FILE)
     except FileNotFoundError:
         return None
+    except DataError as error:
+        raise ConfigError("RUN", str(run_dir), str(error), "Restore the file from a copy.") from error
+    if not isinstance(alphabet, str):
+        raise ConfigError("RUN", str(run_dir), f"{ALPHABET_FILE} is no text", "Restore the file from a copy.")
+    return CharTokenizer(alphabet)
 
 
 def build(cfg: TokenizerConfig, alphabet: str) -> Tokenizer:
