@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import os
+from array import array
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 
+from jaxroll import foreign
 from jaxroll.config import TaskConfig
 from jaxroll.data.sources import Item
 from jaxroll.errors import ConfigError, DataError
 
+LINE_BYTES = 16 << 20  # of one row of JSONL
+# A Parquet file is held in memory, and some bytes of it can stand for gigabytes.
+EXPANSION, SMALL_BYTES, MEMORY_BYTES = 500, 64 << 20, 8 << 30
+_BATCH_ROWS = 4096
 _INSTALL_PYARROW = "pip install 'jaxroll[data]' (pyarrow), or convert the file to JSONL."
 
 
@@ -35,22 +42,25 @@ class JsonlSource:
     """
 
     def __init__(self, cfg: TaskConfig) -> None:
-        self._path = _existing(cfg.path)
-        offsets, characters, content = [], set[str](), hashlib.blake2b(digest_size=16)
-        with self._path.open("rb") as file:
-            position = 0
-            for number, line in enumerate(file, start=1):
+        self._path = Path(cfg.path)
+        offsets, characters, content = array("q"), set[str](), hashlib.blake2b(digest_size=16)
+        with _existing(cfg.path) as file:
+            position = number = 0
+            while line := file.readline(LINE_BYTES + 1):
+                number += 1
+                if len(line) > LINE_BYTES:
+                    raise _bad_row(f"{self._path}:{number}", f"the line is longer than {LINE_BYTES:,} bytes")
                 if line.strip():
                     item = _item(_parsed(line, where := f"{self._path}:{number}"), where)
                     characters.update(item.question, item.answer or "")
-                    offsets.append((position, len(line)))
+                    offsets.extend((position, len(line)))
                 content.update(line)
                 position += len(line)
+            self._fd = os.dup(file.fileno())  # the file that was read, whatever its name stands for later
         self._offsets = np.array(offsets, np.int64).reshape(-1, 2)
         self._alphabet = "".join(sorted(characters))
-        self.size = _some_rows(len(offsets), self._path)
+        self.size = _some_rows(len(self._offsets), self._path)
         self.identity = f"jsonl/{content.hexdigest()}"
-        self._fd = os.open(self._path, os.O_RDONLY)
 
     def __del__(self) -> None:
         if (fd := getattr(self, "_fd", None)) is not None:
@@ -73,35 +83,37 @@ class ParquetSource:
     """The rows of a Parquet file with the columns `question` (or `prompt`) and `answer`, held in memory."""
 
     def __init__(self, cfg: TaskConfig) -> None:
-        self._path = _existing(cfg.path)
+        self._path = Path(cfg.path)
         try:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
             raise ConfigError("task.source", "parquet", "pyarrow is not installed", _INSTALL_PYARROW) from error
+        characters, content, batches = set[str](), hashlib.blake2b(digest_size=16), []
         try:
-            columns = [c for c in pyarrow.parquet.read_schema(self._path).names if c in _Row.__struct_fields__]
-            table = pyarrow.parquet.read_table(self._path, columns=columns)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(
-                "task.path", str(self._path), f"it cannot be read as Parquet: {error}", "Write it again with pyarrow."
-            ) from error
-        self._table = table
-        self.size = _some_rows(table.num_rows, self._path)
-        characters, content = set[str](), hashlib.blake2b(digest_size=16)
-        for item in self._items():
-            characters.update(item.question, item.answer or "")
-            content.update(msgspec.msgpack.encode((item.question, item.answer)))
+            with _existing(cfg.path) as file:
+                file_bytes, rows, text = os.fstat(file.fileno()).st_size, 0, 0
+                for batch in _batches(pyarrow.parquet.ParquetFile(file), self._path, file_bytes):
+                    for item in self._items(batch, rows):
+                        text += len(item.question) + len(item.answer or "")
+                        if text > _limit(file_bytes):
+                            raise _too_much(self._path, file_bytes)
+                        characters.update(item.question, item.answer or "")
+                        content.update(msgspec.msgpack.encode((item.question, item.answer)))
+                    rows += len(batch)
+                    batches.append(batch)
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
+            # Texts that are not UTF-8, times that no Python object can hold, time zones that there are not.
+            raise _not_parquet(self._path, str(error)) from error
+        self.size = _some_rows(rows, self._path)
+        self._table = pyarrow.Table.from_batches(batches)
         self._alphabet = "".join(sorted(characters))
         self.identity = f"parquet/{content.hexdigest()}"
 
-    def _items(self) -> Iterator[Item]:
-        first = 0
-        for batch in self._table.to_batches(max_chunksize=4096):
-            for offset, row in enumerate(batch.to_pylist()):
-                where = f"{self._path} row {first + offset}"
-                yield _item(_converted(row, where), where)
-            first += batch.num_rows
+    def _items(self, batch: Any, first: int) -> Iterator[Item]:
+        for offset, row in enumerate(batch.to_pylist()):
+            where = f"{self._path} row {first + offset}"
+            yield _item(_converted(row, where), where)
 
     def item(self, index: int) -> Item:
         """Row `index`."""
@@ -116,11 +128,57 @@ class ParquetSource:
         return self._alphabet
 
 
-def _existing(path: str) -> Path:
-    found = Path(path).expanduser()
-    if not path or not found.is_file():
-        raise ConfigError("task.path", path, "there is no such file", "Set task.path to the file with the rows.")
-    return found
+def _batches(parquet: Any, path: Path, file_bytes: int) -> Iterator[Any]:
+    """The rows with the columns that are read, a batch at a time; ConfigError when they take too much memory."""
+    columns = [name for name in parquet.schema_arrow.names if name in _Row.__struct_fields__]
+    if len(set(columns)) < len(columns):
+        raise _not_parquet(path, f"it has several columns of one name ({', '.join(sorted(columns))})")
+    if not {"question", "prompt"} & set(columns) or "answer" not in columns:
+        reason = f"it has no columns question (or prompt) and answer; it has {parquet.schema_arrow.names}"
+        raise _not_parquet(path, reason)
+    limit = _limit(file_bytes)
+    groups = (parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups))
+    chunks = [group.column(number) for group in groups for number in range(parquet.metadata.num_columns)]
+    sizes = [max(0, chunk.total_uncompressed_size) for chunk in chunks if chunk.path_in_schema in columns]
+    if sum(sizes) > limit:
+        raise _too_much(path, file_bytes)
+    # No value is longer than its column, and all rows of a batch may name the longest one.
+    rows = min(_BATCH_ROWS, max(1, limit // max(sizes, default=1)))
+    held = 0
+    for batch in parquet.iter_batches(rows, columns=columns):
+        held += batch.nbytes
+        if held > limit:
+            raise _too_much(path, file_bytes)
+        yield batch
+
+
+def _limit(file_bytes: int) -> int:
+    """What the rows of a file may take in memory, and their text as characters."""
+    return min(MEMORY_BYTES, max(SMALL_BYTES, EXPANSION * file_bytes))
+
+
+def _too_much(path: Path, file_bytes: int) -> ConfigError:
+    reason = f"its {file_bytes:,} bytes stand for more than {_limit(file_bytes):,} in memory"
+    return _not_parquet(path, reason, "Convert it to JSONL, whose rows stay on disk.")
+
+
+def _existing(path: str) -> BinaryIO:
+    """The file, open for reading; ConfigError when it cannot be read or is none."""
+    remedy = "Set task.path to the file with the rows."
+    try:
+        if not path:
+            raise FileNotFoundError
+        return foreign.opened(Path(path).expanduser())
+    except FileNotFoundError as error:
+        raise ConfigError("task.path", path, "there is no such file", remedy) from error
+    except RuntimeError as error:  # ~name of a user that there is not
+        raise ConfigError("task.path", path, str(error), remedy) from error
+    except (OSError, DataError) as error:
+        raise ConfigError("task.path", path, f"it cannot be read: {error}", remedy) from error
+
+
+def _not_parquet(path: Path, reason: str, remedy: str = "Write it again with pyarrow.") -> ConfigError:
+    return ConfigError("task.path", str(path), f"it cannot be read as Parquet: {reason}", remedy)
 
 
 def _some_rows(count: int, path: Path) -> int:
@@ -132,13 +190,16 @@ def _some_rows(count: int, path: Path) -> int:
 def _parsed(line: bytes, where: str) -> _Row:
     try:
         return _ROWS.decode(line)
-    except msgspec.DecodeError as error:  # ValidationError is one
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is one
         raise _bad_row(where, str(error)) from error
+    except RecursionError as error:
+        raise _bad_row(where, "the row nests too deep") from error
 
 
 def _converted(row: dict[str, Any], where: str) -> _Row:
     try:
-        return msgspec.convert(row, _Row)
+        # A decimal would be taken for a float, which has fewer digits.
+        return msgspec.convert({k: str(v) if isinstance(v, Decimal) else v for k, v in row.items()}, _Row)
     except msgspec.ValidationError as error:
         raise _bad_row(where, str(error)) from error
 
