@@ -5,18 +5,32 @@ What a checkpoint is and how it is written says `checkpoint`; this is what can b
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from jaxroll.errors import CheckpointDamaged
+import ml_dtypes  # noqa: F401 (gives numpy the names of its dtypes)
+import msgspec
+import numpy as np
+
+from jaxroll import foreign
+from jaxroll.errors import CheckpointDamaged, DataError, one_line
 from jaxroll.learner import checkpoint_state, checksums
 from jaxroll.records import Version
 
 NAME = re.compile(r"(\d{4,})\.(\d{8,})")
 STATE, ABOUT = "state", "about"
+_Size = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+
+
+class _About(msgspec.Struct):
+    """What every checkpoint says of itself, as far as it must be right to be read at all."""
+
+    position: Annotated[int, msgspec.Meta(ge=0)]
+    arrays: dict[str, Annotated[list[str | _Size], msgspec.Meta(min_length=1)]]
+
+
 _ABOUT_FILE = "metadata"  # as orbax names the file of a JSON item
 PARAMS = re.compile(r"params\['(.+)'\]")
 
@@ -66,10 +80,14 @@ def about(path: Path) -> dict[str, Any]:
     """What a checkpoint says about itself: format, lineage, step, position, arrays. CheckpointDamaged if unreadable."""
     file = path / ABOUT / _ABOUT_FILE
     try:
-        said = json.loads(file.read_text())
-        _ = int(said["position"]), dict(said["arrays"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointDamaged(f"{file} cannot be read ({type(error).__name__}: {error})") from error
+        said = foreign.read_json(file)
+        msgspec.convert(said, _About)
+        for dtype, *shape in said["arrays"].values():
+            msgspec.convert(shape, tuple[_Size, ...])
+            if np.dtype(dtype).hasobject:
+                raise DataError(f"an array of {dtype}")
+    except (OSError, DataError, ValueError, TypeError) as error:  # msgspec's errors are ValueErrors
+        raise CheckpointDamaged(one_line(f"{file} cannot be read ({error})")) from error
     return said
 
 

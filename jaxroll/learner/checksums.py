@@ -13,8 +13,17 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
+
+from jaxroll import foreign
+from jaxroll.errors import DataError, one_line
+
 NAME = "sums.json"
-_DIGEST = "blake2b"
+_DIGEST, _LIMIT_BYTES = "blake2b", 64 << 20
+
+
+class _Sums(msgspec.Struct):
+    files: dict[str, str]
 
 
 def write(folder: Path) -> None:
@@ -32,15 +41,15 @@ def damage(folder: Path, *, durable: bool = False) -> str:
     Without sums there is nothing to go by, and that is wrong only of one that is known to be `durable`.
     """
     try:
-        said = dict(json.loads((folder / NAME).read_text())["files"])
+        said = msgspec.convert(foreign.read_json(folder / NAME, _LIMIT_BYTES), _Sums).files
     except FileNotFoundError:
         return f"{NAME} is gone: it was written before the checkpoint was durable" if durable else ""
-    except (ValueError, KeyError, TypeError) as error:  # no JSON any more, or not what `write` makes
-        return f"{NAME} is damaged: {type(error).__name__}: {error}"
+    except (OSError, DataError, msgspec.ValidationError) as error:  # no JSON any more, or not what `write` makes
+        return one_line(f"{NAME} is damaged: {error}")
     found = _sums(folder)
     for name, digest in sorted(said.items()):
         if found.get(name) != digest:
-            return f"{name} is {'not what was written' if name in found else 'gone'}"
+            return one_line(f"{one_line(name, 300)} is {'not what was written' if name in found else 'gone'}")
     return ""
 
 

@@ -6,7 +6,6 @@ Without sums nothing can be verified, so `--verify` calls that a problem too; of
 from __future__ import annotations
 
 import json
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,9 @@ def _row(entry: Entry, durable: set[Version] | None, verify: bool) -> Facts:
 
 def _durable(run_dir: Path) -> set[Version] | None:
     try:
-        with reading.transaction(run_dir) as db:
-            return {Version(lineage, step) for lineage, step in db.execute(_DURABLE)}
-    except (DataError, sqlite3.Error):
+        with reading.damage_named(run_dir, ""), reading.transaction(run_dir) as db:
+            return {Version(int(lineage), int(step)) for lineage, step in db.execute(_DURABLE)}
+    except DataError:
         return None  # a copy without its log is still a list of checkpoints
 
 

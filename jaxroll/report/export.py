@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from jaxroll import wire
-from jaxroll.errors import ConfigError, DataError
+from jaxroll.errors import ConfigError
 from jaxroll.records import Finished, Member, ages
 from jaxroll.report import export_files
 from jaxroll.report.export_files import Row, Write
@@ -44,20 +44,16 @@ def main(run_dir: Path, config: dict[str, Any], *, parquet: str | None, jsonl: s
 def _write(run_dir: Path, decode: Decoder | None, write: Write) -> int:
     """How many rows were written, in portions of bounded size."""
     count, portion, size = 0, [], 0
-    try:
-        with reading.transaction(run_dir) as db:
-            for row in rows(db, decode):
-                portion.append(row)
-                size += _TOKEN_BYTES * len(row["tokens"]) + 1000
-                count += 1
-                if size >= ROW_GROUP_BYTES:
-                    write(portion)
-                    portion, size = [], 0
-            write(portion)
-    except (sqlite3.Error, msgspec.MsgspecError) as error:
-        raise DataError(
-            f"{run_dir / reading.DATABASE}: {error}; `jaxroll replay` says what is wrong with it"
-        ) from error
+    damage = reading.damage_named(run_dir, "`jaxroll replay` says what is wrong with it")
+    with damage, reading.transaction(run_dir) as db:
+        for row in rows(db, decode):
+            portion.append(row)
+            size += _TOKEN_BYTES * len(row["tokens"]) + 1000
+            count += 1
+            if size >= ROW_GROUP_BYTES:
+                write(portion)
+                portion, size = [], 0
+        write(portion)
     return count
 
 

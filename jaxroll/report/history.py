@@ -11,9 +11,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from jaxroll.errors import DataError
 from jaxroll.store import reading, snapshots, state
 from jaxroll.store.apply import replay
 
@@ -67,14 +64,11 @@ class History:
 
 def read(run_dir: Path, heldout_hashes: Collection[str] | None) -> History:
     """The history of the run; an empty one before the store has made its log. DataError when it cannot be read."""
-    path = run_dir / reading.DATABASE
-    try:
+    with reading.damage_named(run_dir, "the report needs a whole log"):
         if not reading.is_there(run_dir):  # or just being made
             return History()
         with reading.transaction(run_dir) as db:
             return _history(db, heldout_hashes)
-    except (sqlite3.Error, msgspec.MsgspecError) as error:
-        raise DataError(f"{path}: {error}; the report needs a whole log") from error
 
 
 def _history(db: sqlite3.Connection, heldout_hashes: Collection[str] | None) -> History:

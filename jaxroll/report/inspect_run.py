@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
-from jaxroll.errors import DataError
 from jaxroll.report import inspection, trajectory
 from jaxroll.report.formats import UNKNOWN, duration, number
 from jaxroll.report.group_sections import group_sections
@@ -25,17 +22,14 @@ def main(
 ) -> int:
     """Print what is known; 0. DataError when there is no log or it cannot be read."""
     decode, why = trajectory.decoder(run_dir, config) if group is not None else (None, "")
-    try:
+    with reading.damage_named(run_dir, "`jaxroll replay` says what is wrong with it"):
         with reading.transaction(run_dir) as db:
             found = inspection.facts(run_dir, db) if group is None else trajectory.facts(db, group, decode)
-    except (sqlite3.Error, msgspec.MsgspecError) as error:
-        raise DataError(
-            f"{run_dir / reading.DATABASE}: {error}; `jaxroll replay` says what is wrong with it"
-        ) from error
+        text = json.dumps(found, indent=2) if as_json else ""
+        sections = [] if as_json else _run_sections(found) if group is None else group_sections(found, why)
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(text)
         return 0
-    sections = _run_sections(found) if group is None else group_sections(found, why)
     show(sections, console or Console())
     return 0
 

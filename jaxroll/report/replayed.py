@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sqlite3
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from rich.console import Console
 
-from jaxroll.errors import EXIT_FAILURE, DataError
+from jaxroll.errors import EXIT_FAILURE
 from jaxroll.report.formats import number
 from jaxroll.report.listing import Section, show
 from jaxroll.store import reading
@@ -29,11 +27,8 @@ CHECKED_AGES = "no token older than the bound is trained, and masked tokens are 
 
 def main(run_dir: Path, *, as_json: bool, console: Console | None = None) -> int:
     """Print what was checked and what was found; 0 when nothing was. DataError when the file cannot be read at all."""
-    try:
-        with reading.transaction(run_dir) as db:
-            found = replay_log(db)
-    except (sqlite3.Error, msgspec.MsgspecError) as error:
-        raise DataError(f"{run_dir / reading.DATABASE}: {error}; restore the file from a copy") from error
+    with reading.damage_named(run_dir, "restore the file from a copy"), reading.transaction(run_dir) as db:
+        found = replay_log(db)
     if as_json:
         print(json.dumps(facts(found), indent=2))
     else:

@@ -6,6 +6,7 @@ over the columns that both have.
 
 from __future__ import annotations
 
+import functools
 import sqlite3
 
 import msgspec
@@ -21,7 +22,7 @@ FROM = (1,)
 
 def migrate(connection: sqlite3.Connection) -> None:
     """From version 1. sqlite3.Error or MsgspecError when the old rows do not make sense; then nothing is changed."""
-    wanted = _definitions()
+    wanted = definitions()
     connection.execute("BEGIN IMMEDIATE")
     try:
         old = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
@@ -54,7 +55,8 @@ def migrate(connection: sqlite3.Connection) -> None:
         raise
 
 
-def _definitions() -> dict[str, dict[str, str]]:
+@functools.cache
+def definitions() -> dict[str, dict[str, str]]:
     """The statements that make today's tables, indexes and views, as SQLite keeps them."""
     fresh = sqlite3.connect(":memory:")
     fresh.executescript(schema.TABLES)
@@ -62,6 +64,16 @@ def _definitions() -> dict[str, dict[str, str]]:
     written = "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"
     for kind, name, sql in fresh.execute(written):
         found[kind][name] = sql
+    fresh.close()
+    return found
+
+
+@functools.cache
+def columns() -> dict[str, frozenset[str]]:
+    """The columns of today's tables."""
+    fresh = sqlite3.connect(":memory:")
+    fresh.executescript(schema.TABLES)
+    found = {name: frozenset(_columns(fresh, name)) for name in definitions()["table"]}
     fresh.close()
     return found
 
