@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxroll import wire
 from jaxroll.clock import Clock, MonotonicClock
-from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone, VersionMixed
+from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone, VersionMixed, one_line
 from jaxroll.records import Version
 from jaxroll.rpc import limits
 from jaxroll.rpc import tls as tls_files
@@ -89,12 +89,12 @@ class TcpReader:
         self._address, self._version, self._token, self._deadline = address, version, token, deadline
         self._tls, self._heard = tls, False
         host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise TransferError(f"not a tcp address: {address!r} (HOST:PORT)")
+        if not host or not port.isdecimal() or not port.isascii() or not 0 < int(port[:6]) < 1 << 16:
+            raise TransferError(one_line(f"not a tcp address: {address!r} (HOST:PORT)"))
         try:
             self._sock = socket.create_connection((host.strip("[]"), int(port)), timeout=deadline.left_s())
-        except OSError as error:
-            raise TransferError(f"no parameters from {address}: {error}") from error
+        except (OSError, ValueError) as error:  # ValueError: a host that is no name
+            raise TransferError(one_line(f"no parameters from {address}: {error}")) from error
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             self._sock = self._secured(tls, host.strip("[]"))
@@ -119,7 +119,7 @@ class TcpReader:
         """The manifest's bytes, unchecked."""
         self._send(frames.AskManifest(wire.PROTOCOL_VERSION, self._token, self._version))
         answer = self._answer(frames.ManifestReply)
-        if answer.size_bytes > frames.MAX_MANIFEST_BYTES:
+        if not 0 <= answer.size_bytes <= frames.MAX_MANIFEST_BYTES:
             raise TransferError(f"{self._address} announces a manifest of {answer.size_bytes} bytes")
         data = bytearray(answer.size_bytes)
         self._receive(memoryview(data))
@@ -216,4 +216,4 @@ def _pieces(part: Part) -> list[Part]:
 
 def _refusal(answer: frames.Refused, address: str) -> Exception:
     kinds = {"gone": VersionGone, "unauthorized": Unauthorized}
-    return kinds.get(answer.kind, TransferError)(f"{address}: {answer.reason}")
+    return kinds.get(answer.kind, TransferError)(one_line(f"{address}: {answer.reason}"))

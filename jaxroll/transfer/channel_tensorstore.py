@@ -14,17 +14,18 @@ import os
 import pathlib
 import re
 import shutil
+import stat
 from collections.abc import Sequence
 from typing import Any, NoReturn
 from urllib.parse import quote, unquote
 
 import tensorstore as ts
 
-from jaxroll.errors import ConfigError, DigestMismatch, TransferError, VersionGone, VersionMixed
+from jaxroll.errors import ConfigError, DigestMismatch, TransferError, VersionGone, VersionMixed, one_line
 from jaxroll.records import Version
 from jaxroll.rpc.tls import Material
+from jaxroll.transfer import frames, plan
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer import plan
 from jaxroll.transfer.channels import Deadline, Part
 from jaxroll.transfer.manifest import Leaf, Manifest
 from jaxroll.transfer.snapshot import HostSnapshot
@@ -66,7 +67,7 @@ class TensorstoreSender:
         self._url, self._keep, self._limit_s = url_of(path), keep, limit_s
         self._context = _context()
         deadline = Deadline(limit_s, f"opening {self._url}")
-        self._store = _result(ts.KvStore.open(self._url, context=self._context), deadline)
+        self._store = _opened(self._url, self._context, deadline)
         self._prune(deadline)
 
     def offer(self, snapshot: HostSnapshot) -> str:
@@ -134,13 +135,14 @@ class TensorstoreReader:
         del token, tls  # who may read is the file system's or the object store's decision
         self._url, self._version, self._deadline = address.rstrip("/") + "/", version, deadline
         self._context = _context()
-        self._store = _result(ts.KvStore.open(self._url, context=self._context), deadline)
+        self._store = _opened(self._url, self._context, deadline)
 
     def close(self) -> None:
         """Nothing is held open."""
 
     def manifest(self) -> bytes:
         """The manifest's bytes, unchecked."""
+        _check_size(self._url, self._version)
         found = _result(self._store.read(_MANIFEST), self._deadline)
         if found.state != "value":
             raise VersionGone(f"{self._url} holds no complete version {self._version} (any more)")
@@ -173,6 +175,8 @@ class TensorstoreReader:
                 {
                     "driver": "zarr3",
                     "kvstore": f"{self._url}{manifest.leaves[number].name}/",
+                    # Other chunks or codecs than these could stand for any amount of memory.
+                    "metadata": _layout(manifest.leaves[number]),
                     "fill_missing_data_reads": False,
                 },
                 open=True,
@@ -201,21 +205,46 @@ def _chunk_shape(leaf: Leaf) -> tuple[int, ...]:
     return tuple(max(1, n) for n in plan.shape_of(first))
 
 
+def _layout(leaf: Leaf) -> dict[str, Any]:
+    return {
+        "shape": list(leaf.shape),
+        "data_type": leaf.dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(_chunk_shape(leaf))}},
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+    }
+
+
+def _check_size(url: str, version: Version) -> None:
+    """TransferError when the manifest in a folder is no file, or larger than one is. Object stores are not asked."""
+    if not url.startswith(_FILE):
+        return
+    try:
+        found = os.stat(pathlib.Path(unquote(url.removeprefix(_FILE))) / _MANIFEST)
+    except (OSError, ValueError):
+        return  # reading it says what is wrong
+    if not stat.S_ISREG(found.st_mode) or found.st_size > frames.MAX_MANIFEST_BYTES:
+        raise TransferError(
+            f"the manifest of {version} in {url} is no file of at most {frames.MAX_MANIFEST_BYTES} bytes"
+        )
+
+
 def _spec(folder_url: str, leaf: Leaf, version: Version) -> dict[str, Any]:
     return {
         "driver": "zarr3",
         "kvstore": f"{folder_url}{leaf.name}/",
-        "metadata": {
-            "shape": list(leaf.shape),
-            "data_type": leaf.dtype,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(_chunk_shape(leaf))}},
-            "attributes": {"version": str(version)},
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
-        },
+        "metadata": {**_layout(leaf), "attributes": {"version": str(version)}},
         "store_data_equal_to_fill_value": True,  # else a chunk of zeros looks like a lost one
         "create": True,
         "delete_existing": True,
     }
+
+
+def _opened(url: str, context: ts.Context, deadline: Deadline) -> ts.KvStore:
+    try:
+        opening = ts.KvStore.open(url, context=context)
+    except (ValueError, RuntimeError) as error:  # no URL, or no text
+        raise TransferError(one_line(f"{url!r} is not the URL of a folder: {error}")) from error
+    return _result(opening, deadline)
 
 
 def _result(future: Any, deadline: Deadline) -> Any:
@@ -230,7 +259,7 @@ def _result(future: Any, deadline: Deadline) -> Any:
 def _raise_typed(error: Exception) -> NoReturn:
     """tensorstore puts the status code in front of its message; DATA_LOSS is a chunk whose crc32c does not fit."""
     kind = DigestMismatch if str(error).startswith("DATA_LOSS") else TransferError
-    raise kind(str(error)) from error
+    raise kind(one_line(str(error))) from error
 
 
 def _remove_folder(folder: pathlib.Path) -> None:

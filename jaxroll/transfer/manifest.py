@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import ml_dtypes
 import msgspec
@@ -22,14 +22,22 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 
 
+# What a manifest may say at most: it comes over the wire, and is decoded before anything in it is known to be true.
+MAX_LEAVES, MAX_BOXES, MAX_DIMS = 1 << 17, 1 << 14, 32
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+
+
 class Leaf(msgspec.Struct, frozen=True, array_like=True):
     """One parameter: `digests[i]` belongs to `boxes[i]`; the boxes are disjoint and cover `shape`."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    boxes: tuple[Box, ...]
-    digests: tuple[int, ...]
+    name: Annotated[str, msgspec.Meta(max_length=1000)]
+    shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=MAX_DIMS)]
+    dtype: Annotated[str, msgspec.Meta(max_length=20)]
+    boxes: Annotated[
+        tuple[Annotated[tuple[tuple[_Count, _Count], ...], msgspec.Meta(max_length=MAX_DIMS)], ...],
+        msgspec.Meta(max_length=MAX_BOXES),
+    ]
+    digests: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_BOXES)]
 
     @property
     def total(self) -> int:
@@ -45,7 +53,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """The leaves of one version, sorted by name."""
 
     version: Version
-    leaves: tuple[Leaf, ...]
+    leaves: Annotated[tuple[Leaf, ...], msgspec.Meta(max_length=MAX_LEAVES)]
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -106,8 +106,11 @@ def covers_once(some: Sequence[Box], shape: Sequence[int]) -> bool:
     if len(filled) < 2:
         return True
     start, stop = _corners(filled, len(outer))
-    overlap = (np.maximum(start[:, None], start[None]) < np.minimum(stop[:, None], stop[None])).all(axis=2)
-    return int(overlap.sum()) == len(filled)  # each box meets itself and no other
+    for box in range(len(filled) - 1):  # with those behind it: all pairs at once would take memory for all pairs
+        meets = np.maximum(start[box], start[box + 1 :]) < np.minimum(stop[box], stop[box + 1 :])
+        if meets.all(axis=1).any():
+            return False
+    return True
 
 
 def split(box: Box, limit: int) -> list[Box]:
