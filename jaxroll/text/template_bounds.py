@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -197,7 +197,7 @@ class _Metering(NodeTransformer):
         return _through("_walked", node) if isinstance(node.arg, nodes.Slice) else node
 
 
-def _through(name: str, node: nodes.Expr) -> nodes.Filter:
+def _through(name: str, node: Any) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
@@ -299,7 +299,7 @@ def _check_method(name: str, owner: str, args: tuple[Any, ...], kwargs: Mapping[
     _METER.get().charge(cost)
 
 
-def _check_format(text: str, args: list[Any]) -> None:
+def _check_format(text: str, args: Sequence[Any]) -> None:
     """A width is written in the format or, for `*` and `{:{}}`, given beside it; each field may name the same."""
     if _LONG_NUMBER.search(text):
         raise TooMuch("it formats with a number of four digits")
