@@ -23,8 +23,8 @@ COMPACT_EVERY = 2000
 def shift_clock(path):
     """Let `time.time` and `time.time_ns` be wrong by what the file says.
 
-    gRPC and its callers see the true time: it adds a timeout to `time.time()` and compares the sum with the kernel's clock, which a
-    real jump would move as well.
+    gRPC and its callers see the true time: it adds a timeout to `time.time()` and compares the sum with the kernel's
+    clock, which a real jump would move as well.
     """
     with open(path, "rb") as file:
         offset = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)

@@ -80,6 +80,7 @@ HF = ["tokenizer.kind=hf", "tokenizer.path=hf"]
 PATH = ["model.path=hf"]
 WORDS = {"model": {"type": "WordLevel", "vocab": {"a": 0, "<e>": 1}, "unk_token": "a"}, "version": "1.0"}
 EOS = {"eos_token": "<e>"}
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
 
 CASES: dict[str, Case] = {
     "a kernel in float32": (
@@ -160,21 +161,31 @@ CASES: dict[str, Case] = {
         folder(tokenizer=WORDS, tokenizer_config={**EOS, "chat_template": 3}), HF, "tokenizer.path", "hf", "not text"),
     "chat template broken": (
         folder(tokenizer=WORDS, tokenizer_config={**EOS, "chat_template": "{%"}), HF, "tokenizer.path", "hf", "parse"),
+    "chat template without an end": (
+        folder(tokenizer=WORDS, tokenizer_config={**EOS, "chat_template": LOOPS}), HF, "tokenizer.path", "hf",
+        "does too much"),
     "no such model": (None, PATH, "model.path", "hf", "no such file"),
     "folder without a model": (folder(), PATH, "model.path", "hf", "config.json cannot be read"),
     "another architecture": (
         folder(config={**HUGGING_FACE, "model_type": "llama"}), PATH, "config.json model_type", "llama", "Covered"),
     "another rope": (
-        folder(config={**HUGGING_FACE, "rope_parameters": {"rope_type": "yarn"}}), PATH, "config.json rope_type",
-        "yarn", "Covered"),
+        folder(config={**HUGGING_FACE, "rope_parameters": {"rope_type": "yarn"}}), PATH,
+        "config.json rope_parameters", "yarn", "Covered"),
+    "a rope base that is no number": (
+        folder(config={**HUGGING_FACE, "rope_theta": "x"}), PATH, "config.json rope_theta", "x", "a number"),
+    "a flag that is none": (
+        folder(config={**HUGGING_FACE, "tie_word_embeddings": 1}), PATH, "config.json tie_word_embeddings", "1",
+        "true or false"),
+    "a model of ours with another key": (folder(model={"a": 1}), PATH, "model.path", "hf", "a key that is unknown"),
     "model without a size": (folder(config={"model_type": "qwen3"}), PATH, "config.json", "model_type", "lacks"),
     "model of no layers": (
-        folder(config={**HUGGING_FACE, "num_hidden_layers": 0}), PATH, "model.layers", "0", "least 1"),
+        folder(config={**HUGGING_FACE, "num_hidden_layers": 0}), PATH, "config.json num_hidden_layers", "0", "least 1"),
     "model of odd heads": (folder(config={**HUGGING_FACE, "head_dim": 7}), PATH, "model.head_dim", "7", "even"),
     "heads without keys": (
         folder(config={**HUGGING_FACE, "num_key_value_heads": 3}), PATH, "model.kv_heads", "3", "does not divide"),
     "no number of layers": (
-        folder(config={**HUGGING_FACE, "num_hidden_layers": None}), PATH, "model.path", "hf", "no number"),
+        folder(config={**HUGGING_FACE, "num_hidden_layers": None}), PATH, "config.json num_hidden_layers", "None",
+        "whole number"),
     "a list for a config.json": (folder(config=[]), PATH, "model.path", "hf", "not a JSON object"),
     "a model smaller than its tokenizer": (
         folder(config={**HUGGING_FACE, "vocab_size": 8}), PATH, "model.path", "hf", "8 token ids"),
@@ -274,23 +285,30 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "sharding/rules.py::sharding": CODE,
     "sharding/rules.py::_mesh_axes": CODE,
     "text/chat.py::jinja_format": ("chat template broken",),
+    "text/chat.py::jinja_format.render": ("chat template without an end",),
+    "text/hf.py::_reading": ("folder without a tokenizer",),
     "text/hf.py::HFTokenizer.__init__": RULED,
     "text/hf.py::HFTokenizer._eos_id": ("tokenizer without an end",),
     "text/hf.py::HFTokenizer._chat_format": ("chat template no text",),
     "text/hf.py::_load": ("folder without a tokenizer", "tokenizer unreadable"),
     "text/hf.py::_read_json": ("tokenizer's settings unreadable", "tokenizer's settings a list"),
     "text/tokenizers.py::CharTokenizer.__init__": ("a letter that stands for none",),
+    "text/tokenizers.py::of_run": HERE,
     "text/tokenizers.py::build": TYPED,
     "schedule/filters.py::Filter.__post_init__": ("filter unknown", "filter's band empty"),
     "schedule/filters.py::Filter.check": ("filter's module absent", "filter that fails"),
     "schedule/limiter.py::AgeLimiter.__post_init__": RULED,
     "kernels/choice.py::check": ("a kernel in float32", "a kernel on another platform", "a kernel for short prompts"),
-    "models/families.py::ModelSpec.__post_init__": ("model of no layers", "model of odd heads", "heads without keys"),
+    "models/families.py::ModelSpec.__post_init__": ("model of odd heads", "heads without keys"),
+    "models/families.py::_check_size": ("model of no layers", "no number of layers"),
+    "models/families.py::_check_number": ("a rope base that is no number",),
+    "models/families.py::_check_flag": ("a flag that is none",),
+    "models/families.py::_not_covered": ("another architecture", "another rope"),
     "models/families.py::spec": TYPED,
-    "models/families.py::from_huggingface": ("another architecture", "model without a size", "another rope"),
+    "models/families.py::from_huggingface": ("model without a size",),
     "models/families.py::check_mesh": ("sampler's heads", "learner's width", "a mesh for the model of the path"),
     "models/folders.py::spec": ("a model smaller than its tokenizer",),
-    "models/folders.py::described": ("no number of layers",),
+    "models/folders.py::described": ("a model of ours with another key",),
     "models/folders.py::weight_tensors": ("model without weights", "weights unreadable", "an index of nothing"),
     "models/folders.py::check_weights": ("weights of another model", "weights too few"),
     "models/folders.py::read_json": ("folder without a model", "a list for a config.json"),
@@ -299,6 +317,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "engine/jetstream_programs.py": CALLED,
     "engine/jetstream_proxy.py": CALLED,
     "data/files.py::ParquetSource.__init__": ("no parquet",),
+    "data/files.py::_not_parquet": ("no parquet",),
     "data/files.py::_existing": ("no such rows",),
     "data/files.py::_some_rows": ("no rows",),
     "data/files.py::_bad_row": ("a row that is none",),
@@ -335,6 +354,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/packing.py::pack": ("rows for the warm start too long",),
     "learner/state.py::placed": HERE,
     "learner/state.py::_on_devices": HERE,
+    "transfer/channel_tensorstore.py::url_of": HERE,
     "learner/weights.py::load": HERE,
     "learner/weights.py::model_spec": HERE,
     "learner/weights.py::_json": HERE,
