@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,34 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=8,
 )
-ROWS = st.lists(st.dictionaries(st.text(max_size=4), VALUES, max_size=4), max_size=6)
+NAMES = st.text(max_size=4).filter(lambda name: name not in ("t", "kind", "role"))  # which have a form of their own
+ROWS = st.lists(st.dictionaries(NAMES, VALUES, max_size=4), max_size=6)
+
+# One row of each kind with what it must have, and fields of that kind with values that it must not have.
+GOOD: dict[str, dict[str, Any]] = {
+    "step": {"step": 3, "t0": 1.0, "t1": 2.0, "train_s": 1.0, "wait_s": 0.0, "publish_s": 0.1, "age_hist": {"0": 9}},
+    "eval": {"step": 3, "n": 2, "correct": "1-0", "accuracy": None},
+    "stats": {}, "span": {"what": "decode", "t0": 1.0, "t1": 2.0}, "members": {"rows": [[1, 0, 1.0, 2.0, 9]]},
+    "store": {}, "compile": {"what": "the step", "state": "end"}, "devices": {}, "warm": {},
+    "restart": {"who": "sampler-0"}, "event": {"text": ""},
+}  # fmt: skip
+HUGE = 10**400
+BAD: dict[str, dict[str, list[Any]]] = {
+    "step": {
+        "step": [None, "3", -1, 1.5, True, HUGE], "t0": [None, "now", -1.0, 1e300, HUGE], "train_s": [None, [1.0]],
+        "age_hist": [None, [], {"old": 1}, {"0": None}], "groups": [3, [[1]], [None]], "lineage": ["0"],
+        "by_age": [[], {"0": 1.0}, {"0": {"ess": "x"}}], "reward_mean": ["x", {}, float("inf"), HUGE],
+    },
+    "eval": {"accuracy": [-0.1, 1.1, "all"], "correct": [None, "10x", [1, 0]], "n": [None], "examples": ["x", 3]},
+    "stats": {"tokens_per_s": ["fast"], "members_aborted": [-1, 0.5], "version": [{"step": 1}]},
+    "span": {"what": [None, 3, []], "t1": [None], "version": [[1]]},
+    "members": {"rows": [None, [1], [[1, 0, 1.0]], [[[1], 0, 1.0, 2.0, 9]]]},
+    "store": {"waits": ["x", {"learner": None}], "lengths": [{}, {"trained": [1], "lost": [0, 0]}], "window": ["x"]},
+    "compile": {"seconds": ["x"], "what": [None]},
+    "devices": {"mesh": [3], "attention": ["xla"]},
+    "restart": {"who": [None, []]},
+    "event": {"text": [None, 3]},
+}  # fmt: skip
 
 
 @given(ROWS)
@@ -50,6 +78,31 @@ def test_follower_sees_every_row_once_whatever_the_pieces(
         data = data[size:]
         seen += follower.rows()
     assert seen == rows and follower.skipped == 0
+
+
+@pytest.mark.parametrize("kind", metrics.KINDS)
+def test_rows_with_fields_of_another_form_are_refused(kind: str) -> None:
+    row = {"t": 1.0, "role": "learner", "kind": kind, **GOOD[kind]}
+    assert metrics.checked_row(row) is row
+    assert metrics.checked_row(row | {"further": [{"x": HUGE}]}) is not None
+    wrong = BAD.get(kind, {}) | {"t": [None, "now", -1.0, HUGE], "role": [None, 3, "", "a/b", "x" * 100]}
+    for name, values in wrong.items():
+        for value in values:
+            assert metrics.checked_row(row | {name: value}) is None, (name, value)
+    for name in ("t", "role", *GOOD[kind]):
+        assert metrics.checked_row({key: row[key] for key in row if key != name}) is None, name
+
+
+@pytest.mark.parametrize("row", [None, 3, "x", [], [{"t": 1.0}], {"t": "now"}, {"kind": []}, {"kind": 3}, {"role": {}}])
+def test_what_is_no_row_is_refused(row: object) -> None:
+    assert metrics.checked_row(row) is None
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 100_000, b'{"a":' * 100_000, b'{"a": ' + b"9" * 10_000 + b"}", b'{"a": "\xff"}']
+)
+def test_lines_that_the_json_reader_cannot_take_are_skipped(line: bytes) -> None:
+    assert metrics.loads(line) is None
 
 
 def test_numbers_json_has_no_word_for_become_null_and_numpy_becomes_plain() -> None:

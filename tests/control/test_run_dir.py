@@ -217,14 +217,11 @@ def test_a_run_has_one_supervisor_and_its_lock_dies_with_it(tmp_path: Path) -> N
 
 def test_runs_are_listed_with_their_progress_and_without_links(tmp_path: Path) -> None:
     path = run_dir.create(tmp_path / "x", Config(), [])
-    rows = [
-        {"kind": "step", "step": None},
-        {"kind": "step", "step": "9"},
-        {"kind": "eval"},
-        {"kind": "step", "step": 4},
-        {"kind": "eval", "accuracy": 0.5},
-        {"kind": "step", "step": 7},
-    ]
+    step = {"t": 2.0, "t0": 1.0, "t1": 2.0, "train_s": 1.0, "wait_s": 0.0, "publish_s": 0.0, "age_hist": {}}
+    step |= {"role": "learner", "kind": "step"}
+    held = {"t": 2.0, "role": "evaluator", "kind": "eval", "step": 4, "n": 2, "correct": "10", "accuracy": 0.5}
+    rows = [{"kind": "step", "step": None}, {"kind": "step", "step": "9"}, {"kind": "eval"}]
+    rows += [step | {"step": 4}, held, step | {"step": 7}]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run_dir.link(path, "demo")
     (tmp_path / "no-run").mkdir()

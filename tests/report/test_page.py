@@ -132,8 +132,9 @@ def test_rows_of_weights_that_a_rewind_threw_away_are_left_out(tmp_path):
     log = LogMaker()
     log.add(ev.Began(Version(0, 0), "L"), ev.Began(Version(1, 2), "M", parent=0))
     log.write(tmp_path)
-    rows = [{"t": float(s), "kind": "eval", "step": s, "lineage": 0, "accuracy": 0.5} for s in (1, 2, 3)]
-    write_rows(tmp_path, [*rows, {"t": 4.0, "kind": "eval", "step": 4, "lineage": 1, "accuracy": 0.6}])
+    row = {"role": "evaluator", "kind": "eval", "n": 2, "correct": "10", "accuracy": 0.5}
+    rows = [row | {"t": float(s), "step": s, "lineage": 0} for s in (1, 2, 3)]
+    write_rows(tmp_path, [*rows, row | {"t": 4.0, "step": 4, "lineage": 1}])
     assert [row["step"] for row in record.load(tmp_path).rows] == [1, 2, 4]
 
 
