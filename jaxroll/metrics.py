@@ -7,9 +7,17 @@ no valid row (`checked_row`), and the next writer starts on a fresh line.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+import re
+import socket
+import stat
+import struct
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +26,12 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from jaxroll.errors import ConfigError
 from jaxroll.protocols import Tracker
 
 Row = dict[str, Any]
+MAX_LINE_BYTES = 4 * 2**20  # the store takes no larger report
+MAX_READ_BYTES = 8 * 2**20  # in one call of a follower of a live run, which has other work
 
 # --- the schema: for each kind, the fields that readers use. Further fields may hold anything.
 
@@ -198,14 +209,20 @@ def loads(line: bytes | str) -> Row | None:
 
 
 def read(path: str | Path) -> list[Row]:
-    """All whole rows of the file, in order; none when there is no file."""
-    return Follower(path).rows(closed=True)
+    """All valid rows of the file, in order; none when there is no file; ConfigError when it cannot be read."""
+    try:
+        return Follower(path).rows(closed=True)
+    except OSError as error:
+        raise ConfigError(
+            "RUN", str(path), f"unreadable ({error.strerror})", "Restore the file from a copy, or move it away."
+        ) from error
 
 
 class Follower:
     """Reads a growing file of rows from where it stopped last time.
 
     A last line without its newline waits for the rest; a file that shrank or was replaced is read from its beginning.
+    A line longer than `MAX_LINE_BYTES` is skipped without being held.
     """
 
     def __init__(self, path: str | Path, *, at_end: bool = False) -> None:
@@ -213,31 +230,52 @@ class Follower:
         self._offset = self._size_bytes() if at_end else 0
         self._inode: int | None = None
         self._pending = b""
-        self.skipped = 0  # lines that held no row
+        self._in_long_line = False
+        self.skipped = 0  # lines that held no valid row
 
     def rows(self, *, closed: bool = False) -> list[Row]:
-        """The rows that were completed since the last call; `closed` also takes a last line without a newline."""
-        data = self._new_bytes()  # may drop what is pending
-        lines = (self._pending + data).split(b"\n")
-        self._pending = b"" if closed else lines.pop()
+        """The rows that were completed since the last call, as far as `MAX_READ_BYTES` go.
+
+        With `closed` all of them, and a last line without a newline too.
+        """
         rows = []
-        for line in lines:
-            row = loads(line) if line.strip() else None
-            if row is not None:
-                rows.append(row)
-            elif line.strip():
-                self.skipped += 1
+        for line in self._lines(closed):
+            if line.strip():
+                row = loads(line)
+                if row is None:
+                    self.skipped += 1
+                else:
+                    rows.append(row)
         return rows
 
+    def _lines(self, closed: bool) -> Iterator[bytes]:
+        read = 0
+        while (closed or read < MAX_READ_BYTES) and (data := self._new_bytes()):
+            read += len(data)
+            *lines, pending = (self._pending + data).split(b"\n")
+            if lines and self._in_long_line:  # its end
+                self._in_long_line, lines = False, lines[1:]
+            self._pending = b"" if self._in_long_line else pending
+            if len(self._pending) > MAX_LINE_BYTES:
+                self._in_long_line, self._pending = True, b""
+                self.skipped += 1
+            yield from lines
+        if closed and not self._in_long_line:
+            last, self._pending = self._pending, b""
+            yield last
+
     def _new_bytes(self) -> bytes:
+        """The next bytes, fewer than `MAX_LINE_BYTES`; the beginning of another file drops what is pending."""
         try:
-            with self._path.open("rb") as file:
+            with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
                 status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise OSError(errno.EINVAL, "no regular file", str(self._path))
                 if status.st_size < self._offset or self._inode not in (None, status.st_ino):
-                    self._offset, self._pending = 0, b""
+                    self._offset, self._pending, self._in_long_line = 0, b"", False
                 self._inode = status.st_ino
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(MAX_LINE_BYTES // 4)
         except FileNotFoundError:
             return b""
         self._offset += len(data)
@@ -246,30 +284,51 @@ class Follower:
     def _size_bytes(self) -> int:
         try:
             return self._path.stat().st_size
-        except FileNotFoundError:
+        except OSError:  # `rows` says what is wrong with it
             return 0
 
 
 class JsonlTracker:
-    """Appends rows to a file, each with one write, so that appenders in other processes never split a line."""
+    """Appends rows to a file, each with one write, so that appenders in other processes never split a line.
 
-    def __init__(self, path: str | Path) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+    Metrics end nothing: rows that cannot be written (no room, a failing disk) are dropped and counted. `say` is called
+    at the first of them, and a row with their number follows once rows can be written again.
+    """
+
+    def __init__(self, path: str | Path, say: Callable[[str], object] | None = None) -> None:
+        self._path, self._say = Path(path), say or _print_error
+        self.dropped = 0  # rows, since the last one that was written
+        self._torn = False
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # a writer before us was killed inside a line
+        self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # a writer was killed inside a line
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
         self.log_all([row])
 
     def log_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows together."""
-        data = memoryview("".join(dumps(row) + "\n" for row in rows).encode())
-        while data:
-            data = data[os.write(self._fd, data) :]
+        """Append rows together, or drop them."""
+        rows = list(rows)
+        if self.dropped:
+            text = f"{self.dropped} metrics rows were lost: they could not be written"
+            rows = [{"t": time.time(), "role": "metrics", "kind": "event", "text": text}, *rows]
+        data = "".join(dumps(row) + "\n" for row in rows).encode()
+        try:
+            self._write(b"\n" + data if self._torn and data else data)
+        except OSError as error:
+            first, self.dropped = not self.dropped, len(rows) - bool(self.dropped) + self.dropped
+            if first:
+                self._say(f"{self._path}: {error.strerror}. Metrics rows are dropped until they can be written.")
+            return
+        self.dropped = 0
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            written = os.write(self._fd, left)
+            left, self._torn = left[written:], left[written - 1] != ord("\n")
 
     def close(self) -> None:
         """Let go of the file."""
@@ -278,18 +337,34 @@ class JsonlTracker:
             self._fd = -1
 
 
+def _print_error(text: str) -> None:
+    with contextlib.suppress(OSError):  # the log may be on the same disk
+        print(text, file=sys.stderr, flush=True)
+
+
 class TensorBoardTracker:
-    """Writes the numbers of rows as TensorBoard events: `role/kind/name` over the row's step (or its count)."""
+    """Writes the numbers of rows as TensorBoard events: `role/kind/name` over the row's step (or its count).
+
+    `log` raises OSError when an event cannot be written; the file then ends with the event before it. The events are
+    written here and not by tensorboardX's SummaryWriter, whose thread dies of such an error, after which its queue
+    blocks its caller for ever.
+    """
 
     SHOWN = frozenset({"step", "eval", "stats", "store", "warm"})
     NOT_SCALARS = frozenset({"t", "t0", "t1", "step", "lineage"})
     NESTED = frozenset({"by_age"})  # a number for each age: `by_age/1/ess`
+    LARGEST = 3e38  # the events hold float32
 
     def __init__(self, folder: str | Path) -> None:
-        from tensorboardX import SummaryWriter  # heavy, and only the one process that writes events needs it
+        from tensorboardX.proto import event_pb2, summary_pb2  # heavy, and only the process that writes events needs it
 
-        self._writer = SummaryWriter(str(folder), flush_secs=10)
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         self._counts: dict[str, int] = {}
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (Path(folder) / name).open("ab", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the row's numbers; kinds that hold none are left out."""
@@ -299,22 +374,44 @@ class TensorBoardTracker:
         prefix = f"{role}/{kind}"
         self._counts[prefix] = count = self._counts.get(prefix, 0) + 1
         step = row.get("step", count)
-        for name, value in self._flat(row):
-            if name in self.NOT_SCALARS or isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            self._writer.add_scalar(f"{prefix}/{name}", value, int(step), walltime=row.get("t"))
+        values = [
+            self._summary.Value(tag=re.sub(r"[^-/\w.]", "_", f"{prefix}/{name}", flags=re.ASCII), simple_value=value)
+            for name, value in self._flat(row)
+            if name not in self.NOT_SCALARS and isinstance(value, (int, float)) and not isinstance(value, bool)
+            and abs(value) <= self.LARGEST
+        ]  # fmt: skip
+        if values:
+            at = step if isinstance(step, int) and 0 <= step <= 2**53 else count
+            summary = self._summary(value=values)
+            self._append(self._event(wall_time=row.get("t") or time.time(), step=at, summary=summary))
 
     def _flat(self, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in row.items():
             if name not in self.NESTED:
                 yield name, value
                 continue
-            for key, inner in value.items():
+            for key, inner in (value or {}).items():
                 yield from ((f"{name}/{key}/{each}", number) for each, number in inner.items())
 
+    def _append(self, event: Any) -> None:
+        """Append the event as a record: its length and its bytes, each with its checksum."""
+        from tensorboardX.record_writer import masked_crc32c
+
+        data = event.SerializeToString()
+        head = struct.pack("<Q", len(data))
+        left = memoryview(head + struct.pack("<I", masked_crc32c(head)) + data + struct.pack("<I", masked_crc32c(data)))
+        size = self._size + len(left)
+        try:
+            while left:
+                left = left[self._file.write(left) or 0 :]
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size = size
+
     def close(self) -> None:
-        """Flush and let go of the files."""
-        self._writer.close()
+        """Let go of the file."""
+        self._file.close()
 
 
 class Fanout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from jaxroll.control.program import ProcessSpec
 from jaxroll.errors import ConfigError, InfraError
@@ -16,6 +18,7 @@ from jaxroll.lifeline import PARENT_ENV
 
 _MARK = "=== started "
 _FINAL = frozenset({errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR})  # of the program: waiting will not help
+LINE_CHARS = 1000  # of a line of a log, where its end is shown
 
 
 class Child:
@@ -29,9 +32,10 @@ class Child:
         argv = list(spec.argv)
         env = {**environ, **spec.env, PARENT_ENV: str(os.getpid())}
         try:
-            with log.open("ab") as file:
-                file.write(f"{_MARK}{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())
-                file.flush()
+            with _opened(log) as file:
+                with contextlib.suppress(OSError):  # no room for the mark: no reason not to start
+                    words = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}"
+                    file.write(f"{_MARK}{words}\n".encode(errors="replace"))
                 self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env,
                                                  start_new_session=True)  # fmt: skip
         except OSError as error:
@@ -66,8 +70,16 @@ class Child:
             return  # nobody of the group is left
 
 
+def _opened(log: Path) -> BinaryIO:
+    """The log to append to; /dev/null where it cannot be opened, since a run must not end for want of a log."""
+    try:
+        return log.open("ab", buffering=0)
+    except OSError:
+        return open(os.devnull, "ab", buffering=0)
+
+
 def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of the log since the process was last started."""
+    """The last lines of the log since the process was last started, control characters written out."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 64 * 1024))
@@ -75,4 +87,9 @@ def tail(log: Path, lines: int = 20) -> str:
     except OSError:
         return ""
     after = text.rpartition(_MARK)[2].partition("\n")[2] if _MARK in text else text
-    return "\n".join(after.splitlines()[-lines:])
+    return "\n".join(_shown(line) for line in after.splitlines()[-lines:])
+
+
+def _shown(line: str) -> str:
+    line = line if len(line) <= LINE_CHARS else f"… {line[-LINE_CHARS:]}"
+    return "".join(char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in line)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxroll import disk, lifeline
+from jaxroll.control import streams
 from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, JaxRollError, exit_code
 
 ROLES = ("store", "sampler", "actor", "learner", "evaluator", "colocated", "feeder")
@@ -19,25 +20,40 @@ OFFLINE = {
     "eval": "held-out accuracy of a run's newest weights",
     "generate": "try a run's weights: jaxroll generate RUN PROMPT… [--temperature=…]",
 }
+RUNNING = ("train", "demo")  # with the roles: whoever reads their output, the run goes on
 PASSED_ON = ("eval", "generate")  # their further words are read by what they call
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of one command."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    child = lifeline.bind_from_env()
-    overrides, rest = split_overrides(words)
-    options, extra = parser().parse_known_args(rest)
-    if extra and options.command not in PASSED_ON:
-        print(
-            f"jaxroll {options.command}: unknown argument {extra[0]} (jaxroll {options.command} --help)",
-            file=sys.stderr,
-        )
-        return EXIT_USAGE
-    options.overrides, options.extra, options.words, options.child = overrides, extra, words, child
-    from jaxroll.control import commands
+    """The exit code of one command. Without `argv` this is the program itself, and stdout and stderr are made safe."""
+    if argv is not None:
+        return _command(list(argv), None)
+    streams.ensure_utf8()
+    output = streams.harden()
+    code = _command(sys.argv[1:], output)
+    sys.stdout.flush()
+    if output.patience_s is None and output.lost is not None:
+        print(f"error: stdout: {output.lost.strerror}; the output is not complete.", file=sys.stderr)
+        return code or EXIT_FAILURE
+    return code
 
+
+def _command(words: list[str], output: streams.Outlet | None) -> int:
     try:
+        child = lifeline.bind_from_env()
+        overrides, rest = split_overrides(words)
+        options, extra = parser().parse_known_args(rest)
+        if extra and options.command not in PASSED_ON:
+            print(
+                f"jaxroll {options.command}: unknown argument {extra[0]} (jaxroll {options.command} --help)",
+                file=sys.stderr,
+            )
+            return EXIT_USAGE
+        options.overrides, options.extra, options.words, options.child = overrides, extra, words, child
+        if output is not None and options.command in (*RUNNING, *ROLES):
+            output.patience_s = streams.NOT_SHOWN_S
+        from jaxroll.control import commands
+
         return int(commands.COMMANDS[options.command](options) or 0)
     except JaxRollError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -34,6 +34,7 @@ class View:
         self._run_dir, self._now = run_dir, now
         self.status = Status(of_steps)
         self._events: TensorBoardTracker | None = None
+        self.events_lost = 0  # metrics rows that could not be written as TensorBoard events
 
     def rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """New metrics rows."""
@@ -59,9 +60,16 @@ class View:
     def _tensorboard(self, row: dict[str, Any]) -> None:
         if row.get("kind") not in TensorBoardTracker.SHOWN:
             return
-        if self._events is None:
-            self._events = TensorBoardTracker(self._run_dir / "tb")
-        self._events.log(row)
+        try:
+            if self._events is None:
+                self._events = TensorBoardTracker(self._run_dir / "tb")
+            self._events.log(row)
+        except OSError as error:
+            self.events_lost += 1
+            if self.events_lost == 1:
+                self.say(
+                    f"{self._run_dir / 'tb'}: {error.strerror}. TensorBoard events are lost until they can be written."
+                )
 
     def _line(self, line: str, row: dict[str, Any]) -> None:
         """Show what a row is worth."""

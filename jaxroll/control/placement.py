@@ -111,6 +111,7 @@ def _tpu(chips: range, port: int) -> Env:
 def common_env(cache_dir: str) -> Env:
     """What every process is started with, whatever its devices."""
     return {
+        "PYTHONUTF8": "1",  # files and output are UTF-8 whatever the locale
         "PYTHONUNBUFFERED": "1",  # a killed process leaves its last words in the log
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "JAX_COMPILATION_CACHE_DIR": cache_dir,

@@ -12,7 +12,9 @@ import contextlib
 import os
 import queue
 import signal
-from collections.abc import Mapping, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +48,40 @@ class Observer(Protocol):
     def say(self, text: str) -> None:
         """A sentence worth keeping on the screen."""
         ...
+
+
+class Guarded:
+    """An observer whose errors end nothing: the first of each method is reported, and all are counted.
+
+    A row that raises costs itself only.
+    """
+
+    def __init__(self, observer: Observer, report: Callable[[str], None]) -> None:
+        self._observer, self._report = observer, report
+        self.failures: Counter[str] = Counter()
+
+    def rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """See Observer.rows."""
+        for row in rows:
+            self._call("rows", [row])
+
+    def tick(self, processes: Sequence[ProcessView]) -> None:
+        """See Observer.tick."""
+        self._call("tick", processes)
+
+    def say(self, text: str) -> None:
+        """See Observer.say."""
+        self._call("say", text)
+
+    def _call(self, method: str, argument: object) -> None:
+        try:
+            getattr(self._observer, method)(argument)
+        except Exception as error:  # noqa: BLE001  # recorded; the run must not depend on its view
+            self.failures[method] += 1
+            if self.failures[method] == 1:
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                self._report(f"the view failed in `{method}`, the run goes on: {type(error).__name__}: {error} "
+                             f"({Path(at.filename).name}:{at.lineno})")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,7 +142,8 @@ class Supervisor:
         clock: Clock | None = None,
     ) -> None:
         self._slots = {spec.name: _Slot(spec) for spec in specs}
-        self._run_dir, self._config, self._observer, self._leader = run_dir, config, observer, leader
+        self._run_dir, self._config, self._leader = run_dir, config, leader
+        self._observer = Guarded(observer, self._note)
         self._environ = dict(os.environ if environ is None else environ)
         self._clock = clock or MonotonicClock()
         self._begun: set[str] = set()
@@ -115,7 +152,8 @@ class Supervisor:
         self._bell = Bell()
         self._follower = metrics.Follower(run_dir / METRICS_FILE, at_end=True)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
-        self._tracker = metrics.JsonlTracker(run_dir / METRICS_FILE)
+        self._tracker = metrics.JsonlTracker(run_dir / METRICS_FILE, self._observer.say)
+        self._unreadable = False  # whether the metrics could not be read the last time
 
     def run(self) -> int:
         """The exit code: 0 complete, 130 interrupted, 64 a refused config, 1 anything else. Nothing is left running."""
@@ -241,7 +279,7 @@ class Supervisor:
     def _give_up(self, slot: _Slot, code: int, reason: str) -> int:
         slot.done = True
         log = self._log(slot.spec.name)
-        self._tracker.log({"t": unix_s(), "role": "supervisor", "kind": "event", "text": f"gave up: {reason}"})
+        self._note(f"gave up: {reason}")
         self._observer.say(f"The run ends: {reason}.\nThe last lines of {log}:\n{tail(log)}")
         return code if code == policy.EXIT_CONFIG else EXIT_FAILURE
 
@@ -294,10 +332,24 @@ class Supervisor:
         self._show()
         self._bell.wait(TICK_S)
 
+    def _note(self, text: str) -> None:
+        self._tracker.log({"t": unix_s(), "role": "supervisor", "kind": "event", "text": text})
+
+    def _new_rows(self) -> list[dict[str, Any]]:
+        try:
+            rows = self._follower.rows()
+        except OSError as error:
+            if not self._unreadable:
+                self._observer.say(
+                    f"{self._run_dir / METRICS_FILE}: {error.strerror}. The run goes on without showing steps."
+                )
+            self._unreadable = True
+            return []
+        self._unreadable = False
+        return rows
+
     def _show(self) -> None:
-        rows = self._follower.rows()
-        if rows:
-            self._observer.rows(rows)
+        self._observer.rows(self._new_rows())
         self._observer.tick([self._view(slot) for slot in self._slots.values()])
 
     def _view(self, slot: _Slot) -> ProcessView:
