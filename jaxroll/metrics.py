@@ -17,7 +17,6 @@ import socket
 import stat
 import struct
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +25,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from jaxroll.clock import unix_s
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Tracker
 
@@ -313,7 +313,7 @@ class JsonlTracker:
         rows = list(rows)
         if self.dropped:
             text = f"{self.dropped} metrics rows were lost: they could not be written"
-            rows = [{"t": time.time(), "role": "metrics", "kind": "event", "text": text}, *rows]
+            rows = [{"t": unix_s(), "role": "metrics", "kind": "event", "text": text}, *rows]
         data = "".join(dumps(row) + "\n" for row in rows).encode()
         try:
             self._write(b"\n" + data if self._torn and data else data)
@@ -361,10 +361,10 @@ class TensorBoardTracker:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         self._counts: dict[str, int] = {}
         Path(folder).mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{int(unix_s())}.{socket.gethostname()}.{os.getpid()}"
         self._file = (Path(folder) / name).open("ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
-        self._append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._append(self._event(wall_time=unix_s(), file_version="brain.Event:2"))
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Write the row's numbers; kinds that hold none are left out."""
@@ -383,7 +383,7 @@ class TensorBoardTracker:
         if values:
             at = step if isinstance(step, int) and 0 <= step <= 2**53 else count
             summary = self._summary(value=values)
-            self._append(self._event(wall_time=row.get("t") or time.time(), step=at, summary=summary))
+            self._append(self._event(wall_time=row.get("t") or unix_s(), step=at, summary=summary))
 
     def _flat(self, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in row.items():

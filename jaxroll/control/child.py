@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from jaxroll.control.program import ProcessSpec
 from jaxroll.errors import ConfigError, InfraError
@@ -32,7 +31,7 @@ class Child:
         argv = list(spec.argv)
         env = {**environ, **spec.env, PARENT_ENV: str(os.getpid())}
         try:
-            with _opened(log) as file:
+            with log.open("ab", buffering=0) as file:
                 with contextlib.suppress(OSError):  # no room for the mark: no reason not to start
                     words = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}"
                     file.write(f"{_MARK}{words}\n".encode(errors="replace"))
@@ -68,14 +67,6 @@ class Child:
             os.killpg(self.pid, signum)
         except (ProcessLookupError, PermissionError):
             return  # nobody of the group is left
-
-
-def _opened(log: Path) -> BinaryIO:
-    """The log to append to; /dev/null where it cannot be opened, since a run must not end for want of a log."""
-    try:
-        return log.open("ab", buffering=0)
-    except OSError:
-        return open(os.devnull, "ab", buffering=0)
 
 
 def tail(log: Path, lines: int = 20) -> str:
