@@ -112,7 +112,7 @@ def time_split(lane: Lane, window: Interval, pause_s: float = 0.0) -> dict[str, 
 
 
 def _timed(row: Row, kind: str) -> bool:
-    return row.get("kind") == kind and "t0" in row and "t1" in row
+    return row.get("kind") == kind and row.get("t0") is not None and row.get("t1") is not None
 
 
 @dataclass(frozen=True)

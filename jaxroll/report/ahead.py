@@ -36,6 +36,8 @@ def alpha_wanted(rows: Sequence[Row], steps: Sequence[Row], history: History, co
     if not alpha or not steps or len(claims) < LEAST_CLAIMS or not _waits(claims) or not _window_full(rows):
         return None
     step_s = statistics.median(row["train_s"] for row in steps) + min(row["wait_s"] for row in steps)
+    if step_s <= 0:  # the clock was set back
+        return None
     made_s = statistics.median(one.made_s for one in claims)
     member_s = statistics.median(one.member_s for one in claims)
     published_s = statistics.median(row["publish_s"] for row in steps)

@@ -140,7 +140,8 @@ def throughput(stats: Sequence[Row], steps: Sequence[Row], place: Place, x_name:
             samplers.setdefault(row["role"], []).append((place(row), row["tokens_per_s"]))
     decoded = [_calmed(line) for line in samplers.values()]
     trained = _calmed([
-        (place(b), b["tokens_trained"] / (b["t1"] - a["t1"])) for a, b in pairwise(steps) if b["t1"] > a["t1"]
+        (place(b), b["tokens_trained"] / (b["t1"] - a["t1"]))
+        for a, b in pairwise(steps) if b["t1"] > a["t1"] and b.get("tokens_trained") is not None
     ])  # fmt: skip
     every = [point for line in (*decoded, trained) for point in line]
     if not every:

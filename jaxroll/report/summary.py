@@ -133,12 +133,17 @@ def pauses(rows: Sequence[Row], steps: Sequence[Row]) -> list[Interval]:
     return [(a, b) for a, b in pairwise(times) if b - a > PAUSE_S]
 
 
+def _up_s(rows: Sequence[Row], steps: Sequence[Row], window: Interval | None) -> float:
+    """Seconds of the window without pauses; 0 without a window."""
+    return window[1] - window[0] - length_s(intersection(pauses(rows, steps), [window])) if window else 0.0
+
+
 def progress(steps: Sequence[Row], rows: Sequence[Row], started: float | None) -> dict[str, Any]:
     """Steps, seconds (run made, warm start included, to its last row), samples and trained tokens per second of RL."""
     stopped = pauses(rows, steps)
     last_t = max((row["t"] for row in rows if row.get("t") is not None), default=None)
     window = activity.training_window(steps)
-    rl_s = window[1] - window[0] - length_s(intersection(stopped, [window])) if window else 0.0
+    rl_s = _up_s(rows, steps, window)
     return {
         "steps": steps[-1]["step"] if steps else 0,
         "seconds": last_t - started - length_s(stopped) if started is not None and last_t is not None else None,
@@ -228,19 +233,20 @@ def busy_share(rows: Sequence[Row], steps: Sequence[Row]) -> float | None:
     """Share of the RL time in which a sampler decodes, the mean over samplers."""
     window = activity.training_window(steps)
     lanes = [lane for lane in activity.lanes(rows, steps, frozenset()) if lane.role.startswith("sampler")]
-    if window is None or not lanes or window[0] == window[1]:
+    seconds = _up_s(rows, steps, window)
+    if window is None or not lanes or not seconds:
         return None
     busy = [length_s(activity.clipped(lane.spans["decode_other"], window)) for lane in lanes]
-    return sum(busy) / len(busy) / (window[1] - window[0] - length_s(intersection(pauses(rows, steps), [window])))
+    return sum(busy) / len(busy) / seconds
 
 
 def decoded_per_s(rows: Sequence[Row], steps: Sequence[Row]) -> float | None:
     """Tokens that all samplers decoded per second of RL, from spans that began in it."""
     window = activity.training_window(steps)
-    if window is None or window[0] == window[1]:
+    seconds = _up_s(rows, steps, window)
+    if window is None or not seconds:
         return None
     spans = [row for row in of_kind(rows, "span") if row["what"] == "decode" and window[0] <= row["t0"] < window[1]]
-    seconds = window[1] - window[0] - length_s(intersection(pauses(rows, steps), [window]))
     return sum(row.get("tokens") or 0 for row in spans) / seconds
 
 

@@ -58,9 +58,9 @@ class Frame:
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers in [low, high]: multiples of 1, 2 or 5 times a power of ten, `about` as many as asked for."""
-    if not high > low:
-        return [low]
     rough = (high - low) / max(about, 1)
+    if not rough > 0:
+        return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)

@@ -24,7 +24,7 @@ SPARKS = (
 def overlap(view: View) -> Markup:
     """The timeline."""
     ends = [span[1] for lane in view.lanes for spans in lane.spans.values() for span in spans]
-    if not ends:
+    if not ends or view.clock(max(ends)) <= 0:
         return NOTHING
     hint = (
         "A few steps close up, and the whole run under them. Scroll to zoom, drag to move, or drag the frame over the"
