@@ -30,7 +30,7 @@ def defaults() -> ml_collections.ConfigDict:
 def read(path: str | Path) -> ml_collections.ConfigDict:
     """What `get_config()` of the config file `path` returns, unchecked."""
     path = Path(path)
-    if not path.is_file():
+    if not _is_file(path):
         raise ConfigError(
             "--config", str(path), "no such file", "Give a Python file with get_config(), as in configs/."
         )
@@ -41,12 +41,21 @@ def read(path: str | Path) -> ml_collections.ConfigDict:
     try:
         spec.loader.exec_module(module)
         config = module.get_config()
-    except (AttributeError, ImportError, KeyError, NameError, SyntaxError, TypeError, ValueError) as error:
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a program of the user's, which may raise anything
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise ConfigError("--config", str(path), reason, "Its get_config() must run.") from error
     if not isinstance(config, ml_collections.ConfigDict):
         raise ConfigError("--config", str(path), "get_config() returned no ConfigDict", "Start from config.defaults().")
     return config
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long, a folder that must not be searched
+        return False
 
 
 def parse(values: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:

@@ -15,7 +15,7 @@ NAME = "demo"
 
 def find_config(file: str | None, here: Path) -> Path:
     """The demo's config file: `file`, else configs/demo.py under `here`, else beside the package."""
-    if file:
+    if file is not None:
         return Path(file)
     for root in (here, Path(jaxroll.__file__).parent.parent):
         if (root / "configs" / "demo.py").is_file():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,13 @@ def main(run_dir: Path, config: dict[str, Any], *, parquet: str | None, jsonl: s
     decode, why = decoder(run_dir, config)
     for path, opened in ((parquet, export_files.parquet), (jsonl, export_files.jsonl)):
         if path:
+            count = None  # where the reader of a pipe left
             with export_files.replaced(Path(path)) as draft, opened(draft) as write:
                 count = _write(run_dir, decode, write)
-            print(f"{count} trajectories: {path}")
+            if count is not None:
+                print(f"{count} trajectories: {path}", file=sys.stderr if export_files.is_stream(Path(path)) else None)
     if why:
-        print(why)
+        print(why, file=sys.stderr)
     return 0
 
 

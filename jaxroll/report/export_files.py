@@ -29,15 +29,33 @@ COLUMNS = (
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A draft beside `path` that takes its place when all went well; ConfigError where it cannot be made."""
+    """A draft beside `path` that takes its place when all went well; ConfigError where it cannot be made or written.
+
+    A pipe or a device (/dev/stdout) is no file that could be replaced: it is its own draft, and its reader may leave.
+    """
     if not path.parent.is_dir():
         raise ConfigError("FILE", str(path), "its folder does not exist", "Make it, or name another file.")
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    if path.is_dir():
+        raise ConfigError("FILE", str(path), "is a folder", "Name a file.")
+    stream = is_stream(path)
+    draft = path if stream else path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
-        os.replace(draft, path)
+        if not stream:
+            os.replace(draft, path)
+    except BrokenPipeError:
+        if not stream:
+            raise
+    except OSError as error:
+        raise ConfigError("FILE", str(path), f"cannot be written ({error.strerror})", "Name another file.") from error
     finally:
-        draft.unlink(missing_ok=True)
+        if not stream:
+            draft.unlink(missing_ok=True)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether `path` is there and not a regular file."""
+    return path.exists() and not path.is_file()
 
 
 @contextmanager

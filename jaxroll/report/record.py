@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxroll import config as configs
 from jaxroll import metrics
+from jaxroll.config import Config
 from jaxroll.errors import ConfigError
 from jaxroll.records import Version
 from jaxroll.report import history
@@ -57,26 +59,48 @@ def _about(path: Path) -> dict[str, Any]:
     file = path / RUN_FILE
     remedy = "Name the folder of a run; `jaxroll list` shows them."
     try:
-        about = json.loads(file.read_text())
+        about = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         reason = "no run here (no run.json)" if path.is_dir() else "no such folder"
         raise ConfigError("RUN", str(path), reason, remedy) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("RUN", str(file), f"unreadable: {error}", "Restore the file from a copy.") from error
     config = about.get("config") if isinstance(about, dict) else None
+    if isinstance(config, dict) and (misfit := _misfit(config, configs.to_dict(Config()))):
+        raise ConfigError("RUN", str(file), f"{misfit} of its config has another type", "Restore the file from a copy.")
     for room, key in (("schedule", "alpha"), ("schedule", "steps"), ("learner", "mesh"), ("sampler", "mesh")):
         if not isinstance(config, dict) or key not in (config.get(room) or {}):
             raise ConfigError("RUN", str(file), f"its config lacks {room}.{key}", remedy)
     return about
 
 
+def _misfit(values: dict[str, Any], defaults: dict[str, Any]) -> str:
+    """The first key of `values` that is of another type than in `defaults`, dotted; '' when there is none.
+
+    Keys of other versions are left alone: the report reads old runs too.
+    """
+    for key, default in defaults.items():
+        value = values.get(key, default)
+        if isinstance(default, (int, float)):
+            fits = isinstance(value, (int, float)) and abs(value) < 1e100
+        else:
+            fits = default is None or isinstance(value, type(default))
+        if not fits:
+            return key
+        if isinstance(default, dict) and isinstance(value, dict) and (inner := _misfit(value, default)):
+            return f"{key}.{inner}"
+    return ""
+
+
 def heldout_hashes(path: Path) -> frozenset[str] | None:
     """The question hashes of the held-out set as the evaluator wrote them; None when it has not (yet)."""
     try:
-        hashes = json.loads((path / HELDOUT_FILE).read_text())
+        hashes = json.loads((path / HELDOUT_FILE).read_text(encoding="utf-8"))
+        if not isinstance(hashes, list):
+            raise ValueError("not a list of hashes")
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("RUN", str(path / HELDOUT_FILE), f"unreadable: {error}", "Remove it.") from error
     return frozenset(map(str, hashes))
 

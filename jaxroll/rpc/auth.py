@@ -58,7 +58,10 @@ def _read(path: Path) -> str | None:
     if not path.is_file():
         return None
     keep_private(path)
-    text = path.read_text().strip()
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    if not text.isascii():
+        raise ConfigError(str(path), "(not text)", "holds no secret that JaxRoll makes",
+                          "Restore it from a copy, or remove it: `jaxroll train` makes a new one.")  # fmt: skip
     if not text:
         raise ConfigError(str(path), "", "is empty, which would let everybody in",
                           "Write a secret into it, or remove the file: then only this machine is served.")  # fmt: skip
@@ -86,7 +89,7 @@ def create(run_dir: Path) -> str:
         return kept
     secret = secrets.token_hex(32)
     draft = path.with_name(f".{TOKEN_FILE}.{secrets.token_hex(8)}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(secret + "\n")
         file.flush()
         os.fsync(file.fileno())  # an empty one, as a power failure may leave it, would end the run

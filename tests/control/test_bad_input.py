@@ -1,0 +1,258 @@
+"""Every command with every class of bad input: one line of error with file or key, and a documented exit code.
+
+The run that the inputs damage is made by hand; nothing here starts a process or JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxroll.control import cli
+from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE
+from tests.report.made_run import make_run
+
+ROOT = Path(__file__).parents[2]
+SMOKE = str(ROOT / "configs" / "smoke.py")
+Damage = Callable[[Path], object]
+
+# Commands that read a run; RUN is its folder. `checkpoints` and `list` have less to read, and may find nothing wrong.
+READERS: dict[str, list[str]] = {
+    "report": ["report", "RUN"],
+    "report --json": ["report", "RUN", "--json"],
+    "inspect": ["inspect", "RUN"],
+    "inspect --group": ["inspect", "RUN", "--group=0"],
+    "replay": ["replay", "RUN"],
+    "export": ["export", "RUN", "--jsonl=OUT"],
+    "checkpoints": ["checkpoints", "RUN", "--verify"],
+    "list": ["list", "RUN/.."],
+    "config": ["config", "--run=RUN"],
+    "resume": ["train", "--run=RUN", "--resume", "--config.schedule.nothing=1"],  # refused at the latest for this
+    "new run": ["train", "--run=RUN", f"--config={SMOKE}", "--config.schedule.nothing=1"],
+    "token": ["tls", "RUN", "--token-of=nobody"],
+}
+
+
+def writes(name: str, data: bytes) -> Damage:
+    """Puts `data` in place of the run's file `name`."""
+
+    def damage(run: Path) -> None:
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        path.write_bytes(data)
+        path.chmod(0o600)
+
+    return damage
+
+
+def folder(name: str) -> Damage:
+    """Puts a folder in place of the run's file `name`."""
+
+    def damage(run: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        (run / name).mkdir()
+
+    return damage
+
+
+def loop(name: str) -> Damage:
+    """Puts a link to itself in place of the run's file `name`."""
+
+    def damage(run: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(name)
+
+    return damage
+
+
+def without(name: str) -> Damage:
+    """Removes the run's file `name`."""
+    return lambda run: (run / name).unlink()
+
+
+def config_with(**sections: object) -> Damage:
+    """A run.json whose config has `sections` in place of its own."""
+
+    def damage(run: Path) -> None:
+        values = json.loads((run / "run.json").read_bytes())
+        (run / "run.json").write_text(json.dumps(values | {"config": values["config"] | sections}))
+
+    return damage
+
+
+def cut(run: Path) -> None:
+    """Half of the log."""
+    data = (run / "store.db").read_bytes()
+    (run / "store.db").write_bytes(data[: len(data) // 2])
+
+
+def other_tables(run: Path) -> None:
+    """A database of another program."""
+    (run / "store.db").unlink()
+    with sqlite3.connect(run / "store.db") as db:
+        db.execute("CREATE TABLE songs (name TEXT)")
+    db.close()
+
+
+def newer(run: Path) -> None:
+    """A log of a later version."""
+    with sqlite3.connect(run / "store.db") as db:
+        db.execute("PRAGMA user_version = 999")
+    db.close()
+
+
+def rows_of_junk(run: Path) -> None:
+    """A log with bodies that are no records, and tables with values of other types."""
+    with sqlite3.connect(run / "store.db") as db:
+        db.execute("UPDATE log SET body = x'ff00' WHERE position > 3")
+        db.execute("UPDATE groups SET question_hash = x'00ff', state = 7 WHERE id = 0")
+    db.close()
+
+
+def no_run(run: Path) -> None:
+    """No folder at all."""
+    shutil.rmtree(run)
+
+
+def a_file(run: Path) -> None:
+    """A file in place of the folder."""
+    shutil.rmtree(run)
+    run.write_text("not a folder")
+
+
+def emptied(run: Path) -> None:
+    """A folder without anything."""
+    shutil.rmtree(run)
+    run.mkdir()
+
+
+DEEP = b'{"config":' + b"[" * 100_000
+DAMAGES: dict[str, Damage] = {
+    "missing": no_run, "a file": a_file, "empty": emptied,
+    "no run.json": without("run.json"), "run.json empty": writes("run.json", b""),
+    "run.json folder": folder("run.json"), "run.json loop": loop("run.json"),
+    "run.json latin-1": writes("run.json", b'{"config": "\xe4"}'),
+    "run.json binary": writes("run.json", bytes(range(256))),
+    "run.json list": writes("run.json", b"[]"), "run.json null": writes("run.json", b'{"config": null}'),
+    "run.json words": writes("run.json", b'{"config": "abc"}'), "run.json deep": writes("run.json", DEEP),
+    "run.json digits": writes("run.json", b'{"config": ' + b"9" * 5000 + b"}"),
+    "config list": config_with(schedule=[1]), "config word": config_with(schedule={"steps": "many", "alpha": None}),
+    "config number": config_with(learner=3), "config mesh": config_with(sampler={"mesh": "big"}),
+    "config foreign": config_with(hyperparameters={"lr": 1}), "config huge": config_with(schedule={"steps": 10**400}),
+    "config nan": config_with(schedule={"alpha": float("nan")}),
+    "metrics folder": folder("metrics.jsonl"), "metrics binary": writes("metrics.jsonl", bytes(range(256)) * 99),
+    "metrics loop": loop("metrics.jsonl"),
+    "no log": without("store.db"), "log empty": writes("store.db", b""), "log folder": folder("store.db"),
+    "log words": writes("store.db", b"not a database at all" * 99), "log cut": cut, "log foreign": other_tables,
+    "log newer": newer, "log junk": rows_of_junk, "log loop": loop("store.db"),
+    "heldout words": writes("heldout.json", b"{"), "heldout number": writes("heldout.json", b"3"),
+    "heldout object": writes("heldout.json", b'{"a": [1]}'), "heldout latin-1": writes("heldout.json", b'["\xe4"]'),
+    "heldout folder": folder("heldout.json"), "heldout deep": writes("heldout.json", b"[" * 100_000),
+    "alphabet words": writes("alphabet.json", b"{"),
+    "alphabet folder": folder("alphabet.json"),
+    "checkpoints file": writes("checkpoints", b"x"), "secret junk": writes("token", b"\xff"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("whole") / "run", steps=3, steps_wanted=9)
+
+
+def outcome(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code and stderr of a command that must not raise."""
+    capsys.readouterr()
+    try:
+        code = cli.main(words)
+    except SystemExit as end:  # argparse
+        code = int(end.code or 0)
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_readers_of_a_damaged_run(
+    command: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wrong = []
+    for name, damage in DAMAGES.items():
+        run = tmp_path / name.replace(" ", "-") / "run"
+        shutil.copytree(whole, run)
+        damage(run)
+        words = [word.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out.jsonl")) for word in READERS[command]]
+        try:
+            code, err = outcome(words, capsys)
+        except Exception as error:  # noqa: BLE001  # all of them are listed
+            wrong.append(f"{name}: raised {type(error).__name__}: {error}")
+            continue
+        if code not in (0, EXIT_FAILURE, EXIT_CONFIG):
+            wrong.append(f"{name}: ended with {code}")
+        if code == EXIT_CONFIG and (err.count("\n") != 1 or not err.startswith("error: ") or len(err) > 1000):
+            wrong.append(f"{name}: wrote {err[:300]!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+CONFIG_FILES: dict[str, bytes] = {
+    "empty": b"", "syntax": b"def (", "nul": b"\0", "latin-1": b"x = '\xe4'", "raises": b"1 / 0", "exits": b"exit(0)",
+    "interrupted": b"def get_config():\n    raise AssertionError", "nothing": b"def get_config(): pass",
+    "no module": b"import no_such_module", "deep": b"x = " + b"(" * 1000, "endless": b"def f(): f()\nf()",
+    "file": b"open('/no/such/file')", "many": b"raise ValueError('a\\nb')",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["config", "train", "demo", "store", "sft", "launch"])
+def test_config_files_that_are_none(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = ["--target=gpu"] if command == "launch" else []
+    files = {f"{name.replace(' ', '-')}.py": data for name, data in CONFIG_FILES.items()} | {
+        "text.txt": b"learning_rate: 1"
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "folder.py").mkdir()
+    for name in [*files, "folder.py", "missing.py", "", "\0", "x" * 5000]:
+        code, err = outcome([command, f"--config={name}", *more], capsys)
+        assert code == EXIT_CONFIG and err.count("\n") == 1, (name, err)
+        assert err.startswith(("error: --config", "error: --run")), (name, err)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("learner.learning_rate=fast", "learner.learning_rate"), ("learner.learning_rate=nan", "learner.learning_rate"),
+        ("learner.learning_rate=1e400", "learner.learning_rate"), ("schedule.steps=1.5", "schedule.steps"),
+        ("schedule.steps=" + "9" * 5000, "schedule.steps"), ("schedule.steps=-1", "schedule.steps"),
+        ("schedule=3", "schedule"), ("schedule.=3", "schedule"), ("=3", ""), ("a.b.c.d=1", "a"),
+        ("run.seed=", "run.seed"),
+        ("learner.mesh=2", "learner.mesh"), ("task.name=\ud800", "task"), ("run.name=../x", "run.name"),
+        ("placement.platform=quantum", "placement.platform"), ("schedule.alpha=inf", "schedule.alpha"),
+        ("sampler.prefill_buckets=[[]]", "sampler.prefill_buckets"), ("evaluator.every=yes", "evaluator.every"),
+    ],
+)  # fmt: skip
+def test_overrides_of_wrong_type(
+    override: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, err = outcome(["train", f"--config={SMOKE}", f"--config.{override}"], capsys)
+    assert code == EXIT_CONFIG and err.startswith(f"error: {key}") and err.count("\n") == 1, err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_exports_to_what_cannot_be_written(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("kept")
+    for out in (tmp_path, tmp_path / "no" / "file", tmp_path / "file" / "x", Path("/proc/version/x"), Path("/proc/x")):
+        for option in ("--jsonl", "--parquet"):
+            code, err = outcome(["export", str(whole), f"{option}={out}"], capsys)
+            assert code == EXIT_CONFIG and err.startswith("error: FILE"), (option, out, err)
+    code, err = outcome(["export", str(whole), "--jsonl=/dev/full"], capsys)
+    assert code in (0, EXIT_CONFIG) and "Traceback" not in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"] and (tmp_path / "file").read_text() == "kept"
+    assert Path("/dev/full").is_char_device()
