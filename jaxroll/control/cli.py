@@ -6,6 +6,7 @@ Options that begin with `--config.` change keys of the config; everything else i
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,12 +43,16 @@ def _command(words: list[str], output: streams.Outlet | None) -> int:
     try:
         child = lifeline.bind_from_env()
         overrides, rest = split_overrides(words)
-        options, extra = parser().parse_known_args(rest)
+        top = parser()
+        if rest and not rest[0].startswith("-") and rest[0] not in (known := _commands(top)):
+            near = difflib.get_close_matches(rest[0], known, n=1)
+            hint = f"Did you mean `jaxroll {near[0]}`?" if near else "`jaxroll --help` lists the commands."
+            print(f"jaxroll: there is no command {rest[0]}. {hint}", file=sys.stderr)
+            return EXIT_USAGE
+        options, extra = top.parse_known_args(rest)
         if extra and options.command not in PASSED_ON:
-            print(
-                f"jaxroll {options.command}: unknown argument {extra[0]} (jaxroll {options.command} --help)",
-                file=sys.stderr,
-            )
+            hint = _hint(options, extra[0])
+            print(f"jaxroll {options.command}: unknown argument {extra[0]}. {hint}", file=sys.stderr)
             return EXIT_USAGE
         options.overrides, options.extra, options.words, options.child = overrides, extra, words, child
         if output is not None and options.command in (*RUNNING, *ROLES):
@@ -66,6 +71,21 @@ def _command(words: list[str], output: streams.Outlet | None) -> int:
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _commands(top: argparse.ArgumentParser) -> list[str]:
+    (action,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
+    return list(action.choices)
+
+
+def _hint(options: argparse.Namespace, word: str) -> str:
+    """What was meant by a word that the command does not take, as far as it can be guessed."""
+    name = word.removeprefix("--").partition("=")[0]
+    if word.endswith(".py") and not word.startswith("-") and hasattr(options, "config"):
+        return f"A config file is given as --config={word}."
+    if word.startswith("--") and "." in name and hasattr(options, "config"):
+        return f"A key of the config is changed with --config.{word.removeprefix('--')}."
+    return f"`jaxroll {options.command} --help` lists them."
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -115,12 +115,25 @@ def run_offline(options: argparse.Namespace) -> int:
         if options.command == "sft" and not code:
             (path / train.WARM_MARK).touch()
         return code
+    if options.command == "generate":
+        importlib.import_module("jaxroll.offline.generate").arguments(RoleArgs(config, path, rest=tuple(options.extra)))
+    if options.command != "sft" and not config.model.path:
+        _check_trained(path)
     inventory = train.find_inventory(config)
     cache_dir = program.default_cache_dir(path, os.environ)
     env = program.offline_env(config, inventory, cache_dir, inventories.visible_gpus())
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.extra]
     with run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext():  # it replaces the warm start
         return run_foreground(argv, env)
+
+
+def _check_trained(path: Path) -> None:
+    """Refuse a run without weights here, rather than in a child that must load JAX first."""
+    from jaxroll.learner import checkpoint_files
+
+    if not (path / "warm").is_dir() and not checkpoint_files.entries(path / "checkpoints", verify=False):
+        raise ConfigError("RUN", str(path), "has neither checkpoints nor a warm start",
+                          f"Train first: jaxroll train --run={os.path.relpath(path)} --resume")  # fmt: skip
 
 
 def run_foreground(argv: list[str], env: dict[str, str]) -> int:
@@ -187,6 +200,12 @@ def run_checkpoints(options: argparse.Namespace) -> int:
 def run_weights(options: argparse.Namespace) -> int:
     """`weights`: to and from Hugging Face, in a child that leaves every device alone."""
     if not options.child:
+        source = _absolute(options.source)
+        if options.direction == "import" and not (source / "config.json").is_file():
+            raise ConfigError("HF_FOLDER", str(source), "holds no config.json",
+                              "Give the folder of a Qwen3 checkpoint.")  # fmt: skip
+        if options.direction == "export" and (source / run_dir.RUN_FILE).is_file():
+            _check_trained(source)
         env = placement.common_env(str(program.default_cache_dir(RUNS, os.environ))) | placement.cpu_env()
         return run_foreground([sys.executable, "-m", "jaxroll", *options.words], env)
     from jaxroll.offline import weights

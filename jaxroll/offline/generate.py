@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxroll.config import RoleArgs
-from jaxroll.engine.host import EngineProxy
-from jaxroll.offline import trained
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Message
+
+if TYPE_CHECKING:
+    from jaxroll.engine.host import EngineProxy
 
 
 def main(args: RoleArgs) -> int:
     """Print one answer (or `--samples`) per prompt; 0."""
-    options = _options(args)
+    from jaxroll.offline import trained  # loads JAX, which `arguments` does without
+
+    options = arguments(args)
     model = trained.load(
         args.config, args.run_dir, slots=options.slots, max_tokens=options.max_tokens,
         penalties=options.repetition_penalty != 1,
@@ -39,7 +43,8 @@ def main(args: RoleArgs) -> int:
     return 0
 
 
-def _options(args: RoleArgs) -> argparse.Namespace:
+def arguments(args: RoleArgs) -> argparse.Namespace:
+    """The words after RUN; ends the program (2) where they are wrong."""
     parser = argparse.ArgumentParser(prog="jaxroll generate RUN", description=__doc__)
     parser.add_argument("prompts", nargs="+", metavar="PROMPT")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")

@@ -10,6 +10,7 @@ import asyncio
 
 from jaxroll import lifeline
 from jaxroll.config import RoleArgs
+from jaxroll.errors import ConfigError
 from jaxroll.roles.feeder import FeederProcess
 from jaxroll.store.server import serve
 
@@ -22,6 +23,8 @@ def main(args: RoleArgs) -> None:
 async def _serve(args: RoleArgs) -> None:
     feeder = FeederProcess(args.run_dir)
     host, _, port = (args.store_address or "127.0.0.1:0").rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ConfigError("--store", args.store_address, "not HOST:PORT", "Write --store=127.0.0.1:7077, say.")
     serving = asyncio.ensure_future(
         serve(args.config, args.run_dir, feeder, host=host, port=int(port), ready=_announce, insecure=args.insecure)
     )

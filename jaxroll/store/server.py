@@ -18,6 +18,7 @@ from typing import Any
 from jaxroll import disk
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
+from jaxroll.errors import ConfigError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.rpc import auth, limits, tls
 from jaxroll.rpc.server import RawServer
@@ -77,6 +78,8 @@ async def serve(
                 tls=certificates, mutual_tls=config.store.mutual_tls, refused=store.audit.refused,
             )  # fmt: skip
             taken = server.bind(host, port or _port_before(run_dir), insecure=insecure)
+            if port and taken != port:
+                raise ConfigError("--store", f"{host}:{port}", "another process has this port", "Choose another one.")
             await server.start()
             try:
                 address = limits.address(_LOCALLY.get(host, host), taken)

@@ -227,7 +227,9 @@ def test_the_demo_is_always_a_new_run_which_its_link_names(here: Path, monkeypat
 @pytest.mark.parametrize("named", [["r"], ["--run=r"]], ids=str)
 def test_generate_starts_a_child_and_passes_the_words_on_in_order(here: Path, named: list[str]) -> None:
     path = run_dir.create(here / "r", configs.load(SMOKE), [])
-    rest = ["--temperature", "0.5", "a prompt", "--top-k=3", "more"] if "--run=r" in named else ["a prompt", "--x", "1"]
+    (path / "warm").mkdir()
+    more = ["--temperature", "0.5", "a prompt", "--top-k=3"]
+    rest = more if "--run=r" in named else ["a prompt", "--top-p", "1"]
     assert cli.main(["generate", *named, *rest]) == 0
     assert calls(path) == [["generate", f"--run={path}", *rest]]
 
