@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(words: list[str], output: streams.Outlet | None) -> int:
+    options = argparse.Namespace()
     try:
         child = lifeline.bind_from_env()
         overrides, rest = split_overrides(words)
