@@ -49,7 +49,7 @@ def lower_session(autogroup: Path = _AUTOGROUP) -> bool:
     deadline_s = time.monotonic() + _LIMIT_S
     while time.monotonic() < deadline_s:
         try:
-            autogroup.write_text(str(own))
+            autogroup.write_text(str(own), encoding="utf-8")
         except BlockingIOError:
             time.sleep(_PAUSE_S * random.random())
         except OSError:

@@ -62,7 +62,7 @@ def _subject_name(host: str) -> str:
 def _outlives(ca: Path, days: int) -> bool:
     """Whether the CA is still valid when a certificate of so many days, made now, ends."""
     try:
-        return validity(ca.read_text())[1] >= time.time() + days * 86400
+        return validity(ca.read_text(encoding="utf-8"))[1] >= time.time() + days * 86400
     except ValueError:
         return False
 
@@ -79,7 +79,7 @@ def _certificate(folder: Path, cert: str, key: str, name: str, extensions: str, 
         request, extra, made_key, made = (Path(scratch) / part for part in ("request", "extensions", "key", "cert"))
         _key(made_key)
         _openssl("req", "-new", "-key", made_key, "-subj", f"/CN={name}", "-out", request)
-        extra.write_text(f"basicConstraints=CA:FALSE\nextendedKeyUsage={extensions}\n")
+        extra.write_text(f"basicConstraints=CA:FALSE\nextendedKeyUsage={extensions}\n", encoding="utf-8")
         _openssl("x509", "-req", "-in", request, "-CA", folder / tls.CA, "-CAkey", folder / CA_KEY, "-CAcreateserial",
                  "-CAserial", Path(scratch) / "serial", "-sha256", "-days", days, "-extfile", extra,
                  "-out", made)  # fmt: skip
@@ -95,7 +95,9 @@ def _key(path: Path) -> None:
 def _openssl(*words: object) -> None:
     command = ["openssl", *map(str, words)]
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_STEP_S, umask=0o077)
+        subprocess.run(
+            command, check=True, capture_output=True, encoding="utf-8", errors="replace", timeout=_STEP_S, umask=0o077
+        )
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()
         raise ConfigError("openssl", command[1], f"failed ({said[-1] if said else 'no word why'})",

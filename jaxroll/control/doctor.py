@@ -113,7 +113,9 @@ def device_lines(python: str = sys.executable) -> list[str]:
     """The devices as JAX sees them (asked in a child), and as the machine has them."""
     lines = []
     try:
-        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S, check=True)
+        done = subprocess.run(
+            [python, "-c", _PROBE], capture_output=True, encoding="utf-8", errors="replace", timeout=PROBE_S, check=True
+        )
         backend, names = json.loads(done.stdout.splitlines()[-1])
         lines.append(f"JAX uses {backend}: {', '.join(names)}")
     except subprocess.TimeoutExpired:
@@ -130,7 +132,12 @@ def scoring_doors(python: str = sys.executable) -> str:
     """What scoring processes are kept from here, and by what; asked of a child, which gives it up for good."""
     try:
         done = subprocess.run(
-            [python, "-m", "jaxroll.envs.isolation"], capture_output=True, text=True, timeout=PROBE_S, check=True
+            [python, "-m", "jaxroll.envs.isolation"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=PROBE_S,
+            check=True,
         )
     except (subprocess.SubprocessError, OSError) as error:
         return f"OPEN: everything (the probe failed: {error})"

@@ -58,7 +58,7 @@ def tpu_chips(pci: Path = PCI_DEVICES) -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 
@@ -81,7 +81,7 @@ def gpu_memories_mb() -> list[int]:
     """Memory of every NVIDIA GPU here."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     return [int(line) for line in done.stdout.split() if line.isdigit()]

@@ -89,7 +89,7 @@ def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
             shard_bytes,
         )
         config = families.to_huggingface(spec, next(iter(source.leaves.values())).dtype.name, origin)
-        (unfinished / folders.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+        (unfinished / folders.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copied = _copy_text(source.text, unfinished)
     return _said(source, count, out, copied)
 

@@ -14,11 +14,11 @@ def store_pid(run_dir: Path) -> int | None:
     try:
         inode = path.stat().st_ino
         held = any(line.split()[1] == "FLOCK" and line.split()[5].endswith(f":{inode}") for line in _lines())
-        return int(path.read_text()) if held else None
+        return int(path.read_text(encoding="utf-8")) if held else None
     except (OSError, ValueError, IndexError):
         return None
 
 
 def _lines() -> list[str]:
     # Taking the lock, even for a moment, could turn away a store that starts just then; the kernel's table says it too.
-    return [line for line in _LOCKS.read_text().splitlines() if "->" not in line]
+    return [line for line in _LOCKS.read_text(encoding="utf-8").splitlines() if "->" not in line]

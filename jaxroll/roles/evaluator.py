@@ -49,7 +49,9 @@ class Evaluating:
         self.manager = session.manager(SamplingParams(self.config.sampling.max_tokens, 0.0, 0, 1.0, eos))
         self.tasks = heldout.tasks(self.config)
         hashes = json.dumps([task.question_hash for task in self.tasks])
-        (session.args.run_dir / HELDOUT_FILE).write_text(hashes)  # the report checks that none was trained on
+        (session.args.run_dir / HELDOUT_FILE).write_text(
+            hashes, encoding="utf-8"
+        )  # the report checks that none was trained on
 
     async def run(self) -> None:
         """Every due version, until the last."""

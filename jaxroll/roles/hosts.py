@@ -216,7 +216,7 @@ def _meeting_point(coordinator: str, run_dir: Path, index: int) -> tuple[str, in
     with socket.create_server((host, 0)) as probe:
         port = probe.getsockname()[1]
     draft = file.with_suffix(".addr.tmp")
-    draft.write_text(f"{host}:{port}\n")
+    draft.write_text(f"{host}:{port}\n", encoding="utf-8")
     os.replace(draft, file)
     return host, port
 
@@ -225,7 +225,7 @@ def _written_down(file: Path) -> tuple[str, int]:
     """The address in `file`, once somebody answers there: that of an earlier life is passed over."""
     by_s = time.monotonic() + JOIN_S
     while time.monotonic() < by_s:
-        host, _, port = (file.read_text().strip() if file.exists() else "").rpartition(":")
+        host, _, port = (file.read_text(encoding="utf-8").strip() if file.exists() else "").rpartition(":")
         if port:
             with socket.socket() as probe:
                 probe.settimeout(_POLL_S)

@@ -74,5 +74,5 @@ class Serving:
 def _write(path: Path, address: str) -> None:
     """Readers see the old address or the new one, never half of it."""
     draft = path.with_suffix(".addr.tmp")
-    draft.write_text(address + "\n")
+    draft.write_text(address + "\n", encoding="utf-8")
     os.replace(draft, path)

@@ -159,7 +159,7 @@ class RawClient:
         found = path.stat()
         identity = (found.st_ino, found.st_mtime_ns)
         if identity != self._file:
-            self._target_written = path.read_text().strip()
+            self._target_written = path.read_text(encoding="utf-8").strip()
             if not self._target_written:  # its server's machine failed before it reached the disk: it will come again
                 raise FileNotFoundError(errno.ENOENT, "holds no address", str(path))
             self._file = identity

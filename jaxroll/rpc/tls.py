@@ -77,7 +77,7 @@ class Material:
         found = []
         for path in sorted({self.folder / CA, self.folder / CERT, self.folder / CLIENT_CERT}):
             try:
-                first_s, last_s = validity(path.read_text())
+                first_s, last_s = validity(path.read_text(encoding="utf-8"))
             except FileNotFoundError:
                 continue
             except (OSError, ValueError) as error:

@@ -221,7 +221,7 @@ class _Store:
 def _port_before(run_dir: Path) -> int:
     """The port this run's store had last; 0 when there was none."""
     try:
-        text = (run_dir / ADDRESS_FILE).read_text()
+        text = (run_dir / ADDRESS_FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
         return 0
     port = text.strip().rpartition(":")[2]
