@@ -124,10 +124,15 @@ def _check_free(path: Path) -> None:
     if os.path.lexists(path / RUN_FILE):
         raise ConfigError("--run", str(path), "there is a run here already",
                           "Add --resume to continue it, or name another folder.")  # fmt: skip
-    left = [name for name in OF_A_RUN if os.path.lexists(path / name)]
+    left = [name for name in OF_A_RUN if os.path.lexists(path / name) and not _is_empty_folder(path / name)]
     if left:
         raise ConfigError("--run", str(path), f"holds {left[0]} of a run that has lost its {RUN_FILE}",
                           f"Restore {RUN_FILE} from a copy, or name another folder.")  # fmt: skip
+
+
+def _is_empty_folder(path: Path) -> bool:
+    """Whether it is an empty folder, such as a new disk that was mounted there to hold the checkpoints."""
+    return path.is_dir() and set(os.listdir(path)) <= {"lost+found"}
 
 
 def load(path: Path) -> dict[str, Any]:

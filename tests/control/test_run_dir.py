@@ -111,7 +111,7 @@ def test_where_no_folder_can_be_made_it_says_so(tmp_path: Path) -> None:
 
 def test_what_is_left_of_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
     for name in ("store.db", "checkpoints"):
-        (tmp_path / name / name).mkdir(parents=True)
+        (tmp_path / name / name / "of a run").mkdir(parents=True)
         with pytest.raises(ConfigError, match=rf"{name} of a run.*Restore run\.json"):
             run_dir.create(tmp_path / name, Config(), [])
         assert [path.name for path in (tmp_path / name).iterdir()] == [name]
@@ -228,3 +228,12 @@ def test_runs_are_listed_with_their_progress_and_without_links(tmp_path: Path) -
     (run,) = run_dir.find_runs(tmp_path)
     assert (run.path, run.steps, run.of_steps, run.accuracy) == (path, 7, 100, 0.5)
     assert run_dir.find_runs(tmp_path / "nowhere") == []
+
+
+def test_a_new_disk_may_be_mounted_where_the_checkpoints_go(tmp_path: Path) -> None:
+    """A folder that is empty, but for what a file system puts there, is nothing that another run has left."""
+    (tmp_path / "run" / "checkpoints" / "lost+found").mkdir(parents=True)
+    assert run_dir.create(tmp_path / "run", Config(), []) == tmp_path / "run"
+    (tmp_path / "other" / "checkpoints" / "0000.00000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"has lost its run\.json"):
+        run_dir.create(tmp_path / "other", Config(), [])
