@@ -28,7 +28,7 @@ def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Deci
     if known is not None:
         return Decision(reply=known)
     if r.failure is not None:
-        return _put_failure(settings, state, group, slot, r)
+        return _bounded(settings, state, group, _put_failure(settings, group, slot, r), r.failure)
     invalid = _invalid_runs(state, r.runs)
     if invalid:
         return refuse(StaleClient(f"put {r.group}.{r.member}.{r.attempt}: {invalid}"))
@@ -93,7 +93,7 @@ def _conflict(r: rq.PutMember) -> Conflict:
     return Conflict(f"member {r.group}.{r.member}, attempt {r.attempt} was put before with other bytes")
 
 
-def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: rq.PutMember) -> Decision:
+def _put_failure(settings: Settings, group: Group, slot: Slot, r: rq.PutMember) -> Decision:
     assert r.failure is not None
     kind, error = r.failure
     data = kind == "DATA"
@@ -105,20 +105,20 @@ def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: 
         return Decision([failed], "OK")
     if can_spare_one(group):
         return Decision([failed, ev.Aborted(group.id, (r.member,), "failed")], "OK")
-    died = ev.Died(group.id, f"member {r.member}: {failures} {kind} failures: {error}")
-    why = "" if state.closed else _why_over(settings, state, group, kind, error)
-    return Decision([failed, died, *([ev.RunClosed(why)] if why else [])], "OK")
+    return Decision([failed, ev.Died(group.id, f"member {r.member}: {failures} {kind} failures: {error}")], "OK")
 
 
-def _why_over(settings: Settings, state: State, group: Group, kind: str, error: str) -> str:
-    """Why a run cannot go on in which one more group has died since the last claim; '' when it can."""
-    dead = state.died + 1
-    if not 0 < settings.dead_groups <= dead:
-        return ""
-    return (
+def _bounded(settings: Settings, state: State, group: Group, decision: Decision, failure: tuple[str, str]) -> Decision:
+    """`decision` about a failure, and the end of the run where too many groups have died since the last claim."""
+    dead = state.died + sum(isinstance(event, ev.Died) for event in decision.events)
+    if state.closed or dead == state.died or not 0 < settings.dead_groups <= dead:
+        return decision
+    kind, error = failure
+    why = (
         f"{dead} groups died without one claim in between (store.dead_limit): the environment {group.task.env!r} "
         f"fails, the last time with {kind}: {error[:_CAUSE_CHARS]}"
     )
+    return Decision([*decision.events, ev.RunClosed(why)], decision.reply)
 
 
 def _invalid_runs(state: State, runs: tuple[VersionRun, ...]) -> str:
