@@ -27,9 +27,9 @@ from jaxroll.envs.places import Places
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
-from jaxroll.roles.loop_thread import BLOCKED_S, LoopThread
 from jaxroll.roles.progress import Progress
 from jaxroll.rollout.episode import bounds_of
+from jaxroll.rollout.loop_thread import BLOCKED_S, LoopThread
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.rpc import tls
 from jaxroll.store.client import StoreClient

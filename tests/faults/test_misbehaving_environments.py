@@ -26,9 +26,9 @@ from jaxroll.errors import Closed, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Grant, Message, Snapshot, Task, Version, VersionRun
 from jaxroll.roles import session as sessions
-from jaxroll.roles.loop_thread import LoopThread
 from jaxroll.roles.members import Members, episode_counts, until_one_ends
 from jaxroll.rollout import asking
+from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server import serve
 from jaxroll.text.tokenizers import CharTokenizer

@@ -14,8 +14,8 @@ import pytest
 from jaxroll import wire
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Member, Message, Task
-from jaxroll.roles.loop_thread import LoopThread
 from jaxroll.rollout import asking
+from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.rollout.manager import RolloutManager
 from tests.rollout.test_manager import TOKENIZER, FakeProxy, grant
 

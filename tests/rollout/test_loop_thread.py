@@ -10,8 +10,8 @@ import time
 import pytest
 
 from jaxroll.errors import InfraError
-from jaxroll.roles.loop_thread import LoopThread
 from jaxroll.roles.session import ended
+from jaxroll.rollout.loop_thread import LoopThread
 
 DEADLINE_S = 60.0
 
