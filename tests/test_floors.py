@@ -65,6 +65,7 @@ ROOMS: Mapping[str, Room] = {
     "roles": Room(6),
     "report": Room(6, "none"),
     "offline": Room(6),
+    "testing": Room(6, "none"),  # users check their environments
     "sim": Room(6, "none"),
     "control": Room(7, "none"),
     "__main__": Room(8, "none"),

@@ -142,6 +142,7 @@ def parser() -> argparse.ArgumentParser:
     checkpoints.add_argument("--verify", action="store_true", help="read every byte and compare it with its sum")
     checkpoints.add_argument("--json", action="store_true", help="print one JSON object")
     _weights_options(add("weights", "a model from and to Hugging Face"))
+    _env_options(add("env", "check an environment of your own before a run depends on it"))
     demo = add("demo", "a small model learns by asynchronous RL on the CPU")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--config", metavar="FILE", help="default: configs/demo.py")
@@ -201,6 +202,16 @@ def _weights_options(weights: argparse.ArgumentParser) -> None:
         one.add_argument("--dtype", choices=("as-stored", "float32", "bfloat16"), default="as-stored")
         if name == "export":
             one.add_argument("--shard-mb", type=int, default=5000, metavar="MB", help="of one file at most")
+
+
+def _env_options(env: argparse.ArgumentParser) -> None:
+    actions = env.add_subparsers(dest="action", required=True, metavar="check")
+    text = "play an environment with a scripted model and list what breaks its contract"
+    check = actions.add_parser("check", help=text, description=text, allow_abbrev=False)
+    check.add_argument("name", metavar="MODULE:NAME", help="the environment, as in task.env")
+    check.add_argument("--config", metavar="FILE", help="a config file whose tasks are played (see configs/)")
+    check.add_argument("--episodes", type=int, default=32, metavar="N", help="scripts that are played, one by one")
+    check.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _fork_option(one: argparse.ArgumentParser) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import msgspec
+
 from jaxroll import config as configs
 from jaxroll import priority
 from jaxroll.config import Config, RoleArgs
@@ -240,6 +242,23 @@ def run_demo(options: argparse.Namespace) -> int:
     return demo.demo(options.config, options.seed, options.overrides, options.words)
 
 
+def run_env(options: argparse.Namespace) -> int:
+    """`env check`: 0 when the environment keeps its contract, 1 with the list of violations."""
+    preflight.see_working_folder()
+    from jaxroll.testing import environments
+
+    if options.episodes < 1:
+        raise ConfigError("--episodes", options.episodes, "nothing would be played", "Give 1 or more.")
+    found = environments.report(
+        options.name, options.config, overrides=options.overrides, episodes=options.episodes
+    )
+    if options.json:
+        print(json.dumps(msgspec.to_builtins(found), indent=2))
+    else:
+        print(environments.text(found))
+    return 1 if found.violations else 0
+
+
 def run_doctor(options: argparse.Namespace) -> int:
     """`doctor`."""
     from jaxroll.control import doctor
@@ -356,6 +375,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "list": run_list,
     "demo": run_demo,
     "doctor": run_doctor,
+    "env": run_env,
     "launch": run_launch,
     "tls": run_tls,
 }

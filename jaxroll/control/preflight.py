@@ -41,7 +41,7 @@ def check(config: Config) -> None:
     """Raise ConfigError for what is wrong here: what a role on this machine would end with exit code 64 for."""
     check_described(config)
     _check_files(config)
-    _see_working_folder()
+    see_working_folder()
     _check_algorithm(config.learner.algorithm)
     registry.factory(config.task.env)
     Settings.of(config).filter.check()
@@ -109,7 +109,7 @@ def _beside(path: Path) -> str:
     return f"Looked in {folder}. {likely if likely.startswith('Did') else 'Give the path of what is there.'}"
 
 
-def _see_working_folder() -> None:
+def see_working_folder() -> None:
     """Let modules of the working folder be found, as in the roles, which are started by `python -m jaxroll`."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
+from jaxroll.env_checks import described
 from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Environment
@@ -59,15 +60,6 @@ def scorer_modules(name: str) -> tuple[str, ...]:
 def _load(module: str, name: str) -> None:
     try:
         importlib.import_module(module)
-    except (
-        ArithmeticError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        NameError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-    ) as e:
-        reason = f"its module cannot be imported: {type(e).__name__}: {e}"
+    except (Exception, SystemExit) as e:  # foreign code: a script that ends by sys.exit() is no module, either
+        reason = f"its module cannot be imported: {described(e)}"
         raise ConfigError("task.env", name, reason, "Install or mend it, or run where it can be found.") from e

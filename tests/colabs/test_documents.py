@@ -8,7 +8,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -101,10 +101,11 @@ def test_every_figure_of_the_report_is_defined(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_the_environment_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, config_file, *_ = _blocks(ENVIRONMENT, "python")
+    module, config_file, check, *_ = _blocks(ENVIRONMENT, "python")
     (tmp_path / "near_miss.py").write_text(module)
     (tmp_path / "near_miss_config.py").write_text(config_file)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     name = configs.load(tmp_path / "near_miss_config.py", []).task.env
     task = Task(0, (Message("user", "sun"),), name, '{"entry": {"answer": "nuS"}}', 0, "h")
 
@@ -124,6 +125,9 @@ def test_the_environment_of_the_page_works(tmp_path: Path, monkeypatch: pytest.M
         finally:
             pool.close()
 
+    names: dict[str, Any] = {}
+    exec(check, names)
+    names["test_near_miss_keeps_the_contract"]()
     found = asyncio.run(play(["nus", "nun", "", "nusnus"]))
     assert found == [(1.0, {"exact": 1.0}), (2 / 3, {"exact": 0.0}), (0.0, {"exact": 0.0}), (0.5, {"exact": 0.0})]
 

@@ -1,0 +1,1 @@
+"""Checks that users run on code of their own: environments and rewards. Works without JAX."""
