@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxroll.records import Version
+from jaxroll.schedule.health import Health
 from jaxroll.store import cuts, difficulty, speeds
 from jaxroll.store import events as ev
 from jaxroll.store.groups import DONE, DROPPED, FREE, LEASED, Group, Slot
+from jaxroll.store.holders import AVOIDED_S, HOLDERS_KEPT
 from jaxroll.store.settings import FILTERED
 from jaxroll.store.state import NAMES_KNOWN, Batch, LeaseReceipt, Lineage, State, base_step
+
+_ERROR_CHARS = 200
 
 
 def apply(state: State, event: ev.Event, now_s: float) -> None:
@@ -63,6 +67,7 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
         slot = group.slots[member]
         slot.status, slot.attempt, slot.holder, slot.session = LEASED, attempt, e.holder, e.session
         slot.deadline_s, slot.rests_until_s, slot.leased_at_s = now_s + e.ttl_s, 0.0, now_s
+    _heard_of(state, e.holder, now_s)
     state.index.changed(group)
     state.hungry.pop(e.holder, None)
     state.rooms.pop(e.holder, None)
@@ -84,7 +89,9 @@ def _put(state: State, e: ev.Put, now_s: float) -> None:
     slot = group.slots[e.member]
     slot.status, slot.digest, slot.size_bytes = DONE, e.digest, e.size_bytes
     slot.runs, slot.reward = e.runs, e.reward
-    slot.rests_until_s = 0.0
+    slot.rests_until_s, slot.failed_by = 0.0, ()
+    _heard_of(state, slot.holder, now_s)
+    _note_success(state, slot.holder, e.holder_rest_s, now_s)
     if e.took_s > 0:
         speeds.note(state.member_s, slot.holder, e.took_s)
     state.tokens_put += slot.tokens
@@ -109,7 +116,48 @@ def _member_failed(state: State, e: ev.MemberFailed, now_s: float) -> None:
         slot.data_failures += 1
     else:
         slot.infra_failures += 1
+    if slot.holder not in slot.failed_by:
+        slot.failed_by += (slot.holder,)
+    slot.avoided_until_s = now_s + AVOIDED_S
+    if e.holder_rest_s is not None:
+        _note_failure(state, slot.holder, e.holder_rest_s, e.error, now_s)
     state.index.changed(group)
+
+
+def _note_failure(state: State, holder: str, rest_s: float, error: str, now_s: float) -> None:
+    health = state.holders.pop(holder, None) or Health()
+    state.holders[holder] = health  # the newest is the last
+    health.failed(rest_s, error[:_ERROR_CHARS], now_s)
+    if rest_s > 0:
+        state.hungry.pop(holder, None)
+        state.rooms.pop(holder, None)
+    _keep_newest(state.holders)
+
+
+def _note_success(state: State, holder: str, slow_rest_s: float | None, now_s: float) -> None:
+    if slow_rest_s is not None:
+        health = state.holders.pop(holder, None) or Health()
+        state.holders[holder] = health
+        if slow_rest_s > 0:
+            health.slowed(slow_rest_s, now_s)
+            state.hungry.pop(holder, None)
+            state.rooms.pop(holder, None)
+        _keep_newest(state.holders)
+    elif (health := state.holders.get(holder)) is not None:
+        health.succeeded()
+        if not health.rests:
+            del state.holders[holder]
+
+
+def _heard_of(state: State, holder: str, now_s: float) -> None:
+    state.seen_s.pop(holder, None)
+    state.seen_s[holder] = now_s
+    _keep_newest(state.seen_s)
+
+
+def _keep_newest(table: dict[str, Any]) -> None:
+    while len(table) > HOLDERS_KEPT:
+        del table[next(iter(table))]
 
 
 def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
@@ -261,7 +309,9 @@ def _forked(state: State, version: Version, cut: ev.Cut) -> None:
 
 def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
     state.receipts.pop(state.sessions.pop(e.name, ""), None)
-    state.sessions[e.name] = e.session  # the newest stands last
+    state.sessions[e.name] = e.session  # the newest is the last
+    if (health := state.holders.get(e.name)) is not None:
+        health.failures, health.rested_at_s = 0, None  # another process: on trial, if the one before was
     if len(state.sessions) > NAMES_KNOWN:
         state.receipts.pop(state.sessions.pop(next(iter(state.sessions))), None)
 
@@ -291,9 +341,16 @@ def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
         state.rooms.pop(e.name, None)
 
 
+def _seen(state: State, e: ev.Seen, now_s: float) -> None:
+    _heard_of(state, e.name, now_s)
+
+
 def _renewed(state: State, e: ev.Renewed, now_s: float) -> None:
     for group, member in e.members:
-        state.open[group].slots[member].deadline_s = now_s + e.ttl_s
+        slot = state.open[group].slots[member]
+        slot.deadline_s = now_s + e.ttl_s
+    if e.members:
+        _heard_of(state, slot.holder, now_s)
 
 
 def _extended(state: State, e: ev.Extended, now_s: float) -> None:
@@ -305,6 +362,9 @@ def _extended(state: State, e: ev.Extended, now_s: float) -> None:
                 slot.deadline_s += e.by_s
             if slot.leased_at_s is not None:
                 slot.leased_at_s += e.by_s
+    for health in state.holders.values():
+        if health.rested_at_s is not None:
+            health.rested_at_s += e.by_s
     state.moved_at_s += e.by_s
     if state.claimed_at_s is not None:
         state.claimed_at_s += e.by_s
@@ -334,6 +394,7 @@ _EFFECTS: dict[type, Callable[[State, Any, float], None]] = {
     ev.RunOpened: _run_opened,
     ev.Awaited: _awaited,
     ev.Hungry: _hungry,
+    ev.Seen: _seen,
     ev.Renewed: _renewed,
     ev.Extended: _extended,
 }

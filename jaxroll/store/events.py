@@ -1,7 +1,7 @@
 """The records of the log: every transition of the run, as facts. `apply` says what they do.
 
-Durations, never clock readings, stand in them. `Awaited`, `Hungry`, `Renewed` and `Extended` move instants of the clock
-only and are not logged, for a restart renews every open lease anyway.
+Durations, never clock readings, stand in them. `Awaited`, `Hungry`, `Seen`, `Renewed` and `Extended` move instants of
+the clock only and are not logged, for a restart renews every open lease anyway.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    """A member is there, `took_s` after its lease (0: not known); its payload is in the same transaction."""
+    """A member is there, `took_s` after its lease (0: not known); its payload is in the same transaction.
+
+    `holder_rest_s` is the rest that it brings its holder because that is slow (0: it rests already); None: it is not.
+    """
 
     group: int
     member: int
@@ -67,10 +70,14 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     runs: tuple[VersionRun, ...]
     reward: float = 0.0
     took_s: float = 0.0
+    holder_rest_s: float | None = None
 
 
 class MemberFailed(msgspec.Struct, frozen=True, array_like=True, tag="member_failed"):
-    """A member broke (kind INFRA or DATA) and may be leased again after `rest_s`."""
+    """A member broke (kind INFRA or DATA) and may be leased again after `rest_s`.
+
+    `holder_rest_s` is the rest that this brings its holder (0: none); None: the failure does not count against it.
+    """
 
     group: int
     member: int
@@ -79,6 +86,7 @@ class MemberFailed(msgspec.Struct, frozen=True, array_like=True, tag="member_fai
     kind: str
     error: str
     rest_s: float
+    holder_rest_s: float | None = None
 
 
 class Shrunk(msgspec.Struct, frozen=True, array_like=True, tag="shrunk"):
@@ -212,6 +220,12 @@ class Hungry(msgspec.Struct, frozen=True, array_like=True, tag="hungry"):
     room: int = 0
 
 
+class Seen(msgspec.Struct, frozen=True, array_like=True, tag="seen"):
+    """`name` asked for work that it could do. Not logged."""
+
+    name: str
+
+
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
     """Leases (group, member) last another `ttl_s` from now. Not logged."""
 
@@ -227,8 +241,8 @@ class Extended(msgspec.Struct, frozen=True, array_like=True, tag="extended"):
 
 Event = (
     Issued | Skipped | Leased | LeaseEnded | Put | MemberFailed | Shrunk | Aborted | Expired | Died | Claimed | Acked
-    | MadeDurable | Published | Began | Arrived | DataEnded | RunClosed | RunOpened | Awaited | Hungry | Renewed
-    | Extended
+    | MadeDurable | Published | Began | Arrived | DataEnded | RunClosed | RunOpened | Awaited | Hungry | Seen
+    | Renewed | Extended
 )  # fmt: skip
 
-NOT_LOGGED = (Awaited, Hungry, Renewed, Extended)
+NOT_LOGGED = (Awaited, Hungry, Seen, Renewed, Extended)

@@ -33,6 +33,8 @@ class Slot(msgspec.Struct, gc=False):
     failed_digest: str = ""
     infra_failures: int = 0
     data_failures: int = 0
+    failed_by: tuple[str, ...] = ()  # holders
+    avoided_until_s: float = 0.0  # not leased again to those before, while others are there
 
     @property
     def tokens(self) -> int:

@@ -23,7 +23,7 @@ from jaxroll.store.wakeups import CLAIM, ENDED, LEASE, PUBLISHED, Wakeups
 
 COMPACT_EVERY, COMPACT_BYTES = 20_000, 32 * 2**20  # log records, and their bytes: what a restart reads at most
 _STOOD_STILL_S = 1.0  # a tick this much late was the machine's fault, and no holder's
-_QUIET = (ev.Leased, ev.Awaited, ev.Hungry, ev.Renewed, ev.Extended, ev.Arrived)
+_QUIET = (ev.Leased, ev.Awaited, ev.Hungry, ev.Seen, ev.Renewed, ev.Extended, ev.Arrived)
 
 
 class Keeper:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from jaxroll.errors import Conflict, Fenced, StaleClient, StoreRefusal
 from jaxroll.records import Version, VersionRun
+from jaxroll.schedule.health import Health
 from jaxroll.store import events as ev
+from jaxroll.store import holders
 from jaxroll.store import requests as rq
 from jaxroll.store.completion import after_put, can_spare_one
 from jaxroll.store.groups import DONE, DROPPED, Group, Slot
@@ -28,12 +30,13 @@ def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Deci
     if known is not None:
         return Decision(reply=known)
     if r.failure is not None:
-        return _bounded(settings, state, group, _put_failure(settings, group, slot, r), r.failure)
+        return _bounded(settings, state, group, _put_failure(settings, state, group, slot, r, now_s), r.failure)
     invalid = _invalid_runs(state, r.runs)
     if invalid:
         return refuse(StaleClient(f"put {r.group}.{r.member}.{r.attempt}: {invalid}"))
     took_s = _took_s(slot, now_s)
-    put = ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs, r.reward, took_s)
+    rest_s = holders.slow_rest_s(settings, state, slot, took_s, now_s)
+    put = ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs, r.reward, took_s, rest_s)
     return Decision([put, *after_put(settings, state, group, put)], "OK")
 
 
@@ -93,14 +96,15 @@ def _conflict(r: rq.PutMember) -> Conflict:
     return Conflict(f"member {r.group}.{r.member}, attempt {r.attempt} was put before with other bytes")
 
 
-def _put_failure(settings: Settings, group: Group, slot: Slot, r: rq.PutMember) -> Decision:
+def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: rq.PutMember, now_s: float) -> Decision:
     assert r.failure is not None
     kind, error = r.failure
     data = kind == "DATA"
     failures = 1 + (slot.data_failures if data else slot.infra_failures)
     budget = settings.data_retries if data else settings.infra_retries
     rest_s = 0.0 if data else settings.backoff_s(failures)
-    failed = ev.MemberFailed(r.group, r.member, r.attempt, r.digest, kind, error, rest_s)
+    holder_rest_s = None if data else state.holders.get(slot.holder, Health()).next_rest_s(slot.leased_at_s, now_s)
+    failed = ev.MemberFailed(r.group, r.member, r.attempt, r.digest, kind, error, rest_s, holder_rest_s)
     if failures <= budget:
         return Decision([failed], "OK")
     if can_spare_one(group):

@@ -166,9 +166,12 @@ class _Store:
             last_s = now_s
 
     def _wake_for_time(self, last_s: float, now_s: float) -> None:
-        """Those who wait for time itself: resting members, stragglers."""
+        """Those who wait for time itself: resting members and holders, stragglers."""
         state, settings = self._keeper.state, self._keeper.settings
         if any(last_s < s.rests_until_s <= now_s for g in state.index.with_free() for s in g.slots):
+            self._keeper.wakeups.notify(LEASE)
+        over = (h.rested_at_s + h.rest_s for h in state.holders.values() if h.rested_at_s is not None)
+        if any(last_s < at_s <= now_s for at_s in over):
             self._keeper.wakeups.notify(LEASE)
         if straggler_due(state, settings.limiter.batch_groups, settings.straggler_deadline_s, now_s):
             self._keeper.wakeups.notify(CLAIM)
@@ -208,7 +211,7 @@ class _Store:
         return bool(self._keeper.state.closed) and quiet_s >= self._linger_s
 
     def _report(self) -> dict[str, Any]:
-        return status(self._keeper.settings, self._keeper.state, bool(self._prompts.ready))
+        return status(self._keeper.settings, self._keeper.state, bool(self._prompts.ready), self._keeper.now_s())
 
     def _write_row(self) -> None:
         report = self._report()

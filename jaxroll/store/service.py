@@ -334,7 +334,8 @@ class StoreService:
 
     async def _status(self, caller: Caller, body: bytes) -> msg.StatusReply:
         holders = {who: str(version) for who, version in self.holders.items()}
-        report = status(self._keeper.settings, self._keeper.state, bool(self._prompts.ready)) | {"holders": holders}
+        keeper = self._keeper
+        report = status(keeper.settings, keeper.state, bool(self._prompts.ready), keeper.now_s()) | {"holders": holders}
         report["log"] = await self._keeper.log.facts()
         return msg.StatusReply(json.dumps(report).encode())
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from jaxroll.records import Snapshot, Version
+from jaxroll.schedule.health import Health
 from jaxroll.schedule.window import Pace
 from jaxroll.store.difficulty import Lengths, Question
 from jaxroll.store.events import Cut
@@ -95,6 +96,8 @@ class State(msgspec.Struct, dict=True):
     member_s: dict[str, float] = {}  # holder → how long its members lately took from lease to put
     hungry: dict[str, float] = {}  # sampler → when it last got nothing because the window was full
     rooms: dict[str, int] = {}  # and for how many members it has room
+    seen_s: dict[str, float] = {}  # holder → when it was last given work, put or renewed any, or asked for it
+    holders: dict[str, Health] = {}  # those whose members failed lately
     questions: dict[str, Question] = {}  # by question hash, the newest last
     lengths: Lengths = msgspec.field(default_factory=Lengths)
     claimed_at_s: float | None = None  # when the newest claim went to this learner; None after a beginning or a restart
@@ -189,7 +192,7 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
         if group.leased_at_s is not None:
             group.leased_at_s = now_s
         for slot in group.slots:
-            slot.rests_until_s = 0.0
+            slot.rests_until_s = slot.avoided_until_s = 0.0
             slot.leased_at_s = None
             if slot.status == LEASED:
                 slot.deadline_s = now_s + lease_s
@@ -197,6 +200,9 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
     state.claimed_at_s = state.awaited_at_s = None
     state.hungry.clear()
     state.rooms.clear()
+    state.seen_s.clear()
+    for health in state.holders.values():
+        health.rested_at_s = None
     return state
 
 

@@ -6,12 +6,16 @@ from typing import Any
 
 from jaxroll.store.admission import is_slow, kept_groups, over, window_in_force
 from jaxroll.store.groups import LEASED, Group
+from jaxroll.store.holders import resting, why_resting
 from jaxroll.store.settings import Settings
 from jaxroll.store.state import State, conservation_residual, counts, held_bytes, outstanding
 
 
-def waits(settings: Settings, state: State, prompts_ready: bool = True) -> dict[str, str]:
-    """Who → why, as far as the state shows it and whether the feeder has prompts; empty when the run is over."""
+def waits(settings: Settings, state: State, prompts_ready: bool = True, now_s: float | None = None) -> dict[str, str]:
+    """Who → why, as far as the state shows it and whether the feeder has prompts; empty when the run is over.
+
+    `now_s` is the store's clock; None: that of a log that is read, where it stands still.
+    """
     if over(settings, state):
         return {}
     if not state.learner:
@@ -21,7 +25,9 @@ def waits(settings: Settings, state: State, prompts_ready: bool = True) -> dict[
     found = {}
     if state.acked < state.next_claim:
         found["learner"] = f"is training claim {state.acked}"
-    return found | _head(settings, state, prompts_ready)
+    found |= _head(settings, state, prompts_ready)
+    ill = resting(settings, state, now_s) if set(found) - {"learner"} else {}
+    return found | {name: why_resting(state, name) for name in ill}
 
 
 def _head(settings: Settings, state: State, prompts_ready: bool) -> dict[str, str]:
@@ -46,7 +52,7 @@ def _unfinished(group: Group) -> dict[str, str]:
     return {holder: f"group {group.id} misses members {members}" for holder, members in holders.items()}
 
 
-def status(settings: Settings, state: State, prompts_ready: bool = True) -> dict[str, Any]:
+def status(settings: Settings, state: State, prompts_ready: bool = True, now_s: float | None = None) -> dict[str, Any]:
     """The run in numbers, ready for JSON."""
     wasted = sum(state.tokens_expired.values()) + state.tokens_masked
     return {
@@ -62,7 +68,7 @@ def status(settings: Settings, state: State, prompts_ready: bool = True) -> dict
         "claims": state.next_claim,
         "acked": state.acked,
         "durable": state.durable,
-        "waits": waits(settings, state, prompts_ready),
+        "waits": waits(settings, state, prompts_ready, now_s),
         "conservation_residual": conservation_residual(state),
         "expired": dict(state.expired),
         "shrunk": state.shrunk,
@@ -80,6 +86,7 @@ def status(settings: Settings, state: State, prompts_ready: bool = True) -> dict
         },
         "questions": len(state.questions),
         "slow": sorted(name for name in state.member_s if is_slow(settings, state, name)),
+        "resting": resting(settings, state, now_s),
         "data_ended": state.data_ended,
         "closed": over(settings, state),
         "position": state.position,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
@@ -11,6 +12,7 @@ from jaxroll.records import Grant
 from jaxroll.schedule.order import groups_ahead
 from jaxroll.schedule.sharing import Share
 from jaxroll.store import events as ev
+from jaxroll.store import holders
 from jaxroll.store import requests as rq
 from jaxroll.store.admission import has_room, is_slow, kept_groups, over, window_in_force
 from jaxroll.store.groups import DONE, LEASED, Group, Slot
@@ -62,16 +64,22 @@ def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decisi
     receipt = state.receipts.get(r.session)
     if receipt is not None and receipt.request == r.request:
         return Decision(reply=rq.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
+    if why := holders.refusal(settings, state, r.name, now_s):
+        return refuse(NoCredit(why, _ASK_AGAIN_S))
     if is_slow(settings, state, r.name) and (other := has_room(settings, state, r.name, now_s)):
         return refuse(NoCredit(f"slow: {r.name} holds claims up, and {other} has room", _ASK_AGAIN_S))
-    share = share_of(settings, state, r, now_s)
-    events, grants, room, refused = _lease_open(settings, state, r, share, now_s)
+    if holders.on_trial(state, r.name):
+        r = replace(r, max_members=1)
+    taker = holders.Taker(settings, state, r.name, now_s)
+    share = share_of(settings, state, r, now_s, taker)
+    events, grants, room, refused = _lease_open(settings, state, r, share, taker, now_s)
     used = 0
     if room > 0 and not refused:
         used, more_events, more_grants, refused = _lease_prompts(settings, state, r, share, room)
         events, grants = events + more_events, grants + more_grants
     if not grants and not used:
-        return Decision(_hunger(state, r, refused), _no_credit(settings, state, r, refused, now_s))
+        unlogged = _seen(state, r, now_s) + _hunger(state, r, refused)
+        return Decision(unlogged, _no_credit(settings, state, r, refused, now_s))
     return Decision(events, rq.Leases(tuple(grants), used))
 
 
@@ -107,7 +115,7 @@ def _granted_again(settings: Settings, state: State, r: rq.Lease, members: Itera
 
 
 def _lease_open(
-    settings: Settings, state: State, r: rq.Lease, share: Share, now_s: float
+    settings: Settings, state: State, r: rq.Lease, share: Share, taker: holders.Taker, now_s: float
 ) -> tuple[list[ev.Event], list[Grant], int, str]:
     """Events and grants for missing members, the share left, and why nothing newer may be leased ('' if it may)."""
     events: list[ev.Event] = []
@@ -117,7 +125,7 @@ def _lease_open(
     for group in state.index.with_free():
         if room == 0:
             break
-        free = free_members(group, now_s)
+        free = free_members(group, now_s, taker)
         if not free:
             continue
         place = state.index.place_of(group)
@@ -197,6 +205,13 @@ def _no_credit(settings: Settings, state: State, r: rq.Lease, refused: str, now_
     if refused == "prompts" and state.data_ended:
         return NoCredit("end of data: what is leased or resting comes first", _ASK_AGAIN_S)
     return NoCredit(refused or "window", _ASK_AGAIN_S)
+
+
+def _seen(state: State, r: rq.Lease, now_s: float) -> list[ev.Event]:
+    """It is there, if it could work; not more often than it matters."""
+    before_s = state.seen_s.get(r.name, -math.inf)
+    due = r.version.step >= _published_step(state) and now_s - before_s >= holders.SEEN_EVERY_S
+    return [ev.Seen(r.name)] if due else []
 
 
 def _hunger(state: State, r: rq.Lease, refused: str) -> list[ev.Event]:

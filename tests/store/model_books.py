@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
 Fact = (
     tuple  # what the log says: (issued, group, prompt, reissue_of) (expired, group, why) (dead, group) (shrunk, group)
-    # (closed, None, why) (aborted, group, members)
+    # (closed, None, why) (aborted, group, members) (rest, group, seconds or None) (too slow, group, seconds)
 )
 
 
@@ -96,6 +96,9 @@ class Books:
         self.turned_away: dict[str, float] = {}  # sampler → when it last got nothing
         self.rooms: dict[str, tuple[float, int]] = {}  # the same with its room, until it gets something
         self.slow: set[str] = set()  # samplers that the store calls slow
+        self.seen: dict[str, float] = {}  # holder → when it was last heard of
+        self.health: dict[str, dict] = {}  # holder → failures, rests, rest, at (None: it does not rest)
+        self.avoided = 0  # how often a member was left to another holder
         self.awaited = False  # the learner waits for a claim
         self.learner = self.closed = ""
         self.data_ended = False
@@ -217,8 +220,9 @@ class Books:
             broken("conservation", f"group {gid} is issued twice")
         self.next_group = gid + 1
         fields = {"status": FREE, "attempt": 0, "fenced": 0, "session": "", "name": "", "deadline": 0.0, "rest": 0.0}
-        fields |= {"digest": "", "bytes": 0, "runs": (), "INFRA": 0, "DATA": 0, "reward": 0.0}
-        members = [fields | {"failed": {}} for _ in range(self.rules.members)]
+        fields |= {"avoid": 0.0, "leased": None, "digest": "", "bytes": 0, "runs": ()}
+        fields |= {"INFRA": 0, "DATA": 0, "reward": 0.0}
+        members = [fields | {"failed": {}, "failed_by": set()} for _ in range(self.rules.members)]
         group = {"prompt": prompt, "reissues": reissues, "members": members, "leased_at": None, "place": None}
         self.open[gid] = group | {"step": None}
 
@@ -257,12 +261,15 @@ class Books:
         """The store came back: every open lease counts from now, rests are over, waits begin anew."""
         self.turned_away.clear()
         self.rooms.clear()
+        self.seen.clear()
+        for health in self.health.values():
+            health["at"] = None
         self.awaited = False
         for group in self.open.values():
             if group["leased_at"] is not None:
                 group["leased_at"] = now
             for member in group["members"]:
-                member["rest"], member["deadline"] = 0.0, now + self.rules.lease_s
+                member |= {"rest": 0.0, "avoid": 0.0, "leased": None, "deadline": now + self.rules.lease_s}
 
     def figures(self) -> dict[str, Any]:
         """What the store must say of itself after every operation."""

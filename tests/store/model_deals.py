@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from jaxroll.store import requests as rq
 from tests.store.model_books import FREE
-from tests.store.model_learner import LearnerSide
+from tests.store.model_holders import Holders
 
 ASKS_AGAIN_S = 10.0  # a sampler that was turned away so lately still has its room
 
@@ -38,12 +38,15 @@ class Deal:
         return math.ceil(members * self.fraction) if self.splits(place) else members
 
 
-class Sharing(LearnerSide):
+class Sharing(Holders):
     """What the reference knows of samplers with room."""
 
-    def free_now(self, group: dict, now: float) -> list[int]:
-        """Members that can be leased."""
-        return [n for n, m in enumerate(group["members"]) if m["status"] == FREE and m["rest"] <= now]
+    def free_now(self, group: dict, name: str, now: float) -> list[int]:
+        """Members that can be leased to `name`."""
+        free = [n for n, m in enumerate(group["members"]) if m["status"] == FREE and m["rest"] <= now]
+        mine = [n for n in free if not self.is_left_to_another(group["members"][n], name, now)]
+        self.avoided += len(mine) < len(free)
+        return mine
 
     def deal(self, r: rq.Lease, now: float) -> Deal:
         """What the asker may take beside those that were turned away for want of work."""
@@ -65,7 +68,7 @@ class Sharing(LearnerSide):
         found, unpublished = 0, self.unpublished()
         for place, group in enumerate(self.open.values()):
             ahead = unpublished + (place if self.rules.order == "lease_order" else len(self.open) - 1)
-            if free := len(self.free_now(group, now)):
+            if free := len(self.free_now(group, r.name, now)):
                 if ahead >= most:
                     return found
                 found += free

@@ -7,11 +7,13 @@ allowed; where it leaves none, the answer must be the one. A negative answer mus
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jaxroll.store import requests as rq
 from tests.store.model_books import DONE, DROPPED, FREE, LEASED, Fact, broken
 from tests.store.model_deals import Deal, Sharing
+from tests.store.model_holders import AVOID_S, SEEN_S
 
 FIRST_GUESS_BYTES = 4096  # what may be reserved for a member before any was seen
 HAS_ROOM_S = 10.0  # a sampler that was turned away so lately has room
@@ -35,11 +37,14 @@ class Reference(Sharing):
             self.asked.pop(self.sessions.get(r.name, ""), None)
             self.sessions[r.name] = r.session
             self.free(lambda m: m["name"] == r.name and m["session"] != r.session)
+            if health := self.health.get(r.name):
+                health |= {"failures": 0, "at": None}
 
     def on_Renew(self, r: rq.Renew, reply: Any, now: float) -> None:
         for key in r.members:
             if held := self.holds(r.session, key):
-                self.open[key[0]]["members"][key[1]]["deadline"] = now + self.rules.lease_s
+                member = self.open[key[0]]["members"][key[1]]
+                member["deadline"], self.seen[member["name"]] = now + self.rules.lease_s, now
             if held == (key in reply) and self.finished.get(key[:2], (0,))[0] != key[2]:  # a put on its way is no loss
                 broken("11 leases are renewed", f"{key} is {'lost' if held else 'kept'} by {reply}")
 
@@ -58,6 +63,9 @@ class Reference(Sharing):
                 group["leased_at"] += r.stalled_s
             for member in group["members"]:
                 member["deadline"] += r.stalled_s
+                member["leased"] = None if member["leased"] is None else member["leased"] + r.stalled_s
+        for health in self.health.values():
+            health["at"] = None if health["at"] is None else health["at"] + r.stalled_s
         self.turned_away = {name: at + r.stalled_s for name, at in self.turned_away.items()}
         return None
 
@@ -66,6 +74,12 @@ class Reference(Sharing):
             return self.one_of(reply, no, "11 typed ends")
         if isinstance(reply, Exception):
             self.one_of(reply, {"NoCredit"}, "9 backpressure")
+        repeated = self.asked.get(r.session, ("",))[0] == r.request
+        if not repeated and self.is_at_rest(r, reply, now):
+            return None
+        if self.on_trial(r.name) and not repeated:
+            r = replace(r, max_members=1)
+        if isinstance(reply, Exception):
             if self.is_for_another(r.name, str(reply), now):
                 return None
         given = getattr(reply, "grants", ())
@@ -78,13 +92,21 @@ class Reference(Sharing):
         if grants:
             self.asked[r.session] = (r.request, tuple((*key, attempt) for key, attempt in grants.items()))
         deal = self.deal(r, now)
+        was_seen = self.seen.get(r.name)
         left = self.grant_retries(r, dict(grants), deal, now)
         self.grant_prompts(r, *left, getattr(reply, "prompts_used", 0), deal, now)
         self.note_room(r, grants, str(reply), now)
+        self.note_seen(r, grants, reply, was_seen, now)
         self.dealt += deal.is_known and deal.fraction < 1 and bool(grants)
         if any(self.open[g.group]["members"][m]["DATA"] != g.key_salt for g in given for m, _ in g.members):
             broken("failures", f"{given}: a DATA failure would repeat itself with the same key")
         return None
+
+    def note_seen(self, r: rq.Lease, grants: dict, reply: Any, before: float | None, now: float) -> None:
+        """Who is given work is there, and who could do some and gets none."""
+        idle = isinstance(reply, Exception) and self.published is not None and r.version.step >= self.published[1]
+        if grants or (idle and (before is None or now - before >= SEEN_S)):
+            self.seen[r.name] = now
 
     def is_for_another(self, name: str, reply: str, now: float) -> bool:
         """Whether a slow sampler gets nothing because another one has room, which asked for work a moment ago."""
@@ -114,6 +136,7 @@ class Reference(Sharing):
         if attempt <= max(member["attempt"], member["fenced"]):
             broken("2 attempts per member", f"attempt {attempt} of {gid}.{number} was granted or fenced before")
         member |= {"status": LEASED, "attempt": attempt, "session": r.session, "name": r.name, "rest": 0.0}
+        member["leased"] = now
         member["deadline"] = now + self.rules.lease_s
         group["leased_at"] = now if group["leased_at"] is None else group["leased_at"]
 
@@ -125,7 +148,7 @@ class Reference(Sharing):
         least, most = self.window(self.base() - r.version.step)
         room, goes_on, unpublished = deal.most, True, self.unpublished()
         for place, (gid, group) in enumerate(self.open.items()):
-            free = self.free_now(group, now)
+            free = self.free_now(group, r.name, now)
             if not free:
                 continue
             ahead = unpublished + (place if self.rules.order == "lease_order" else len(self.open) - 1)
@@ -216,7 +239,9 @@ class Reference(Sharing):
             return self.fail(r, member, r.failure[0], now)
         runs = tuple((run.version.lineage, run.version.step, run.count) for run in r.runs)
         member |= {"status": DONE, "digest": r.digest, "bytes": r.size_bytes, "runs": runs, "rest": 0.0}
-        member["reward"] = r.reward
+        member |= {"reward": r.reward, "failed_by": set()}
+        self.note_success(member["name"], now)
+        self.seen[member["name"]] = now
         self.finished[r.group, r.member] = (r.attempt, r.digest)
         self.largest = max(self.largest, r.size_bytes)
         self.tokens_put += sum(run[2] for run in runs)
@@ -267,6 +292,9 @@ class Reference(Sharing):
         """INFRA is tried again after a rest, DATA at once with another key, neither for ever."""
         member["failed"][r.attempt] = r.digest
         member[kind] += 1
+        if kind == "INFRA":
+            self.note_failure(member, now)
+        member |= {"failed_by": member["failed_by"] | {member["name"]}, "avoid": now + AVOID_S}
         rest = min(BACKOFF_S[1], BACKOFF_S[0] * 2 ** (member["INFRA"] - 1)) if kind == "INFRA" else 0.0
         member |= {"status": FREE, "rest": now + rest if rest else 0.0}
         over = member[kind] > (self.rules.infra_retries if kind == "INFRA" else self.rules.data_retries)

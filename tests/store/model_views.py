@@ -41,6 +41,10 @@ def facts(events: list[Any]) -> list[Fact]:
             found.append(("aborted", e.group, e.members))
         elif isinstance(e, ev.Died):
             found.append(("dead", e.group))
+        elif isinstance(e, ev.MemberFailed) and e.kind == "INFRA":
+            found.append(("rest", e.group, e.holder_rest_s))
+        elif isinstance(e, ev.Put) and e.holder_rest_s is not None:
+            found.append(("too slow", e.group, e.holder_rest_s))
         elif isinstance(e, ev.Shrunk):
             found.append(("shrunk", e.group, e.dropped))
     return found
@@ -48,8 +52,9 @@ def facts(events: list[Any]) -> list[Fact]:
 
 def answered(request: Any, reply: Any) -> str:
     """The request and its answer in two words, or three."""
-    if "slow" in str(reply):
-        return "slow"
+    for word in ("resting", "on trial", "slow"):
+        if word in str(reply):
+            return word
     failed = "failed " if getattr(request, "failure", None) else ""
     name = reply if reply is None or isinstance(reply, str) else type(reply).__name__
     return f"{failed}{type(request).__name__} {name}"
@@ -74,6 +79,7 @@ def timeless(state: st.State) -> st.State:
         group.leased_at_s = None if group.leased_at_s is None else 0.0
         for slot in group.slots:
             slot.deadline_s, slot.rests_until_s, slot.leased_at_s = 0.0, 0.0, None
+            slot.avoided_until_s = 0.0
     return state
 
 

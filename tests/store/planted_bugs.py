@@ -130,7 +130,7 @@ def token_of_an_ended_lineage_accepted(patch: Patch) -> None:
 
 @breaks("never a reward of zero")
 def failed_member_trained_as_zero(patch: Patch) -> None:
-    def failed(original: Any, settings: Any, group: Any, slot: Any, r: rq.PutMember) -> Any:
+    def failed(original: Any, settings: Any, now: Any, group: Any, slot: Any, r: rq.PutMember, now_s: float) -> Any:
         return work.Decision([ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, ())], "OK")
 
     wrap(patch, puts, "_put_failure", failed)

@@ -1,4 +1,4 @@
-"""More mistakes to plant, as in planted_bugs.py: the filter, redundant members, shares. `BUGS` are all of them."""
+"""More mistakes to plant, as in planted_bugs.py: the filter, redundant members, shares, holders. `BUGS` has all."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from jaxroll.schedule import filters
+from jaxroll.schedule.health import Health
 from jaxroll.schedule.sharing import Share
-from jaxroll.store import apply, completion, core, groups, puts, shares, state, training, work
+from jaxroll.store import apply, completion, core, groups, holders, puts, shares, state, training, work
 from jaxroll.store import events as ev
 from tests.store.planted_bugs import Patch, breaks, wrap
 from tests.store.planted_bugs_training import BUGS
@@ -140,3 +141,53 @@ def group_kept_together_is_split(patch: Patch) -> None:
 @breaks("9 shares")
 def group_to_be_spread_is_kept_together(patch: Patch) -> None:
     patch.setattr(Share, "splits", lambda self, awaited: False)
+
+
+# --- broken holders
+
+
+@breaks("failures: rest")
+def failed_member_goes_back_to_its_holder(patch: Patch) -> None:
+    patch.setattr(holders.Taker, "takes", lambda self, slot: True)
+
+
+@breaks("failures: rest")
+def failed_member_is_left_to_holders_that_are_gone(patch: Patch) -> None:
+    def others(original: Any, settings: Any, now: state.State, name: str, now_s: float) -> Any:
+        return [other for other in now.sessions if other != name and other != "evaluator"]
+
+    wrap(patch, holders, "others", others)
+
+
+@breaks("failures: rest")
+def broken_holder_never_rests(patch: Patch) -> None:
+    patch.setattr(holders, "refusal", lambda settings, now, name, now_s: "")
+
+
+@breaks("failures: rest")
+def every_failure_of_a_wave_prolongs_the_rest(patch: Patch) -> None:
+    def next_rest_s(original: Any, health: Health, leased_at_s: float | None, now_s: float) -> Any:
+        return original(health, None, now_s)
+
+    wrap(patch, Health, "next_rest_s", next_rest_s)
+
+
+@breaks("failures: rest")
+def put_does_not_end_a_rest(patch: Patch) -> None:
+    patch.setattr(Health, "succeeded", lambda self: None)
+
+
+@breaks("failures: rest")
+def trial_is_of_many_members(patch: Patch) -> None:
+    patch.setattr(Health, "on_trial", False)
+
+
+@breaks("failures: rest")
+def rest_outlives_the_process(patch: Patch) -> None:
+    def arrived(original: Any, now: state.State, e: ev.Arrived, now_s: float) -> None:
+        before = {name: health.rested_at_s for name, health in now.holders.items()}
+        original(now, e, now_s)
+        for name, health in now.holders.items():
+            health.rested_at_s = before[name]
+
+    wrap(patch, apply._EFFECTS, ev.Arrived, arrived)

@@ -17,6 +17,7 @@ from jaxroll.schedule.limiter import AgeLimiter
 from jaxroll.schedule.sharing import Share
 from jaxroll.store import requests as rq
 from jaxroll.store import work
+from jaxroll.store.holders import Taker
 from jaxroll.store.state import State, base_step
 from tests.store.machine import Machine
 
@@ -124,7 +125,7 @@ def test_publish_every() -> None:
 # --- retries behind new prompts
 
 
-def only_when_no_prompt_is_left(settings, state: State, r: rq.Lease, share: Share, now_s: float):
+def only_when_no_prompt_is_left(settings, state: State, r: rq.Lease, share: Share, taker: Taker, now_s: float):
     """The trap: what is free in open groups waits until no new prompt may be issued."""
     used, events, grants, refused = work._lease_prompts(settings, state, r, share, r.max_members)
     return events, grants, r.max_members - sum(len(g.members) for g in grants), refused or ("later" if used else "")

@@ -21,6 +21,7 @@ A_RUN = 500  # operations drawn for one run; it needs some more to end
 SHOWN = 20  # operations
 REACHED = """
     trimmed, stale, lineage, surplus, dead, last_batch, rewinds, forks, crashes, shrunk, masked, narrowed, slow,
+    resting, on trial, avoided,
     filtered, stopped by the filter, aborted, shared,
     Lease Leases, Lease NoCredit, Lease StaleClient, Lease Closed, Renew tuple, Release None, Tick None,
     PutMember OK, PutMember SURPLUS, PutMember Fenced, PutMember Conflict, PutMember StaleClient,
@@ -54,6 +55,7 @@ def what_happened(world: World) -> Counter[str]:
     found.update(rewinds=len(ref.lines) - 1, forks=len(ref.forks), masked=ref.tokens_masked, shrunk=core.shrunk)
     found.update(crashes=sum(operation[0] == "crash" for operation in world.operations))
     found.update({"stopped by the filter": ref.stopped, "aborted": core.aborted_members, "shared": ref.dealt})
+    found.update(avoided=ref.avoided)
     found.update(narrowed=world.store.narrowed)
     return found
 

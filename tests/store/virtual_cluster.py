@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,25 @@ from jaxroll.store.state import conservation_residual
 from tests.store.machine import offer
 
 TOKENS = 20  # of every member, however long it takes
+ASK_AGAIN_S = 1.0  # a sampler that was refused work
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A sampler that breaks a `share` of its members, each `after` times its duration after its lease.
+
+    It does so from `from_s` until `until_s`, and is a healthy one otherwise.
+    """
+
+    after: float = 0.0
+    share: float = 1.0
+    kind: str = "INFRA"
+    from_s: float = 0.0
+    until_s: float = math.inf
+
+    def breaks(self, rng: random.Random, now: float) -> bool:
+        """Whether a member that is leased now will break."""
+        return self.from_s <= now < self.until_s and rng.random() < self.share
 
 
 @dataclass(frozen=True)
@@ -40,6 +60,7 @@ class World:
     steps: int = 300
     seed: int = 0
     slower: tuple[float, ...] = ()  # how many times slower each sampler is; () is 1 for all
+    faults: tuple[tuple[int, Fault], ...] = ()  # (sampler, what is wrong with it)
 
 
 @dataclass
@@ -52,6 +73,9 @@ class Result:
     age_max: int = 0
     windows: list[int] = field(default_factory=list)  # in force, after each claim
     wasted: int = 0
+    seconds: float = 0.0  # of the virtual clock, until the last step
+    dead: int = 0  # groups
+    failed: int = 0  # members, each time one broke
 
 
 class Cluster:
@@ -70,6 +94,8 @@ class Cluster:
         self.flips: list[list[tuple[float, Version]]] = [[(0.0, Version(0, 0))] for _ in range(world.samplers)]
         self.requests = itertools.count()
         self.leased = [0] * world.samplers  # members
+        self.asking = [False] * world.samplers  # those that were refused ask again
+        self.faults = dict(world.faults)
         self.waits: list[tuple[float, float]] = []  # (claimed at, waited) of every step
         self.ages: dict[int, int] = {}
         self.result = Result()
@@ -80,7 +106,7 @@ class Cluster:
         self.publish(Version(0, 0), first=True)
         self.claim(0, 0.0)
         self.lease_all()
-        while self.events:
+        while self.events and self.core.state.acked < self.world.steps:
             self.now, _, act = heapq.heappop(self.events)
             act()
         self.settle(skipped)
@@ -96,6 +122,7 @@ class Cluster:
         self.result.waiting_share = sum(wait for _, wait in counted) / seconds
         self.result.age_mean = sum(age * count for age, count in self.ages.items()) / tokens
         self.result.age_max = max(self.ages)
+        self.result.seconds, self.result.dead = self.now, state.dead
         self.result.wasted = sum(state.tokens_expired.values())
         self.skipped = skipped
 
@@ -128,7 +155,12 @@ class Cluster:
         prompts = offer(fed, fed + members // self.world.size + 1)
         try:
             leases = self.ask(rq.Lease(name, name, version, members, f"r{next(self.requests)}", prompts))
-        except (NoCredit, Closed):
+        except Closed:
+            return
+        except NoCredit:
+            if not self.asking[sampler]:
+                self.asking[sampler] = True
+                self.later(ASK_AGAIN_S, lambda: self.ask_again(sampler))
             return
         for grant in leases.grants:
             for member, attempt in grant.members:
@@ -137,7 +169,22 @@ class Cluster:
                 duration_s *= self.world.slower[sampler] if self.world.slower else 1.0
                 self.leased[sampler] += 1
                 key, began = (grant.group, member, attempt), self.now
-                self.later(duration_s, lambda key=key, began=began: self.put(sampler, key, began))
+                fault = self.faults.get(sampler)
+                if fault and fault.breaks(random.Random(repr((self.world.seed, sampler, key))), self.now):
+                    wait_s = max(0.01, fault.after * duration_s)
+                    self.later(wait_s, lambda key=key, kind=fault.kind: self.fail(sampler, key, kind))
+                else:
+                    self.later(duration_s, lambda key=key, began=began: self.put(sampler, key, began))
+
+    def ask_again(self, sampler: int) -> None:
+        self.asking[sampler] = False
+        self.lease(sampler)
+
+    def fail(self, sampler: int, key: rq.Key, kind: str) -> None:
+        self.result.failed += 1
+        self.ask(rq.PutMember(*key, f"{key}", 10, failure=(kind, "broken")))
+        self.free[sampler] += 1
+        self.lease(sampler)
 
     def put(self, sampler: int, key: rq.Key, began: float) -> None:
         self.ask(rq.PutMember(*key, f"{key}", 100, self.runs(sampler, began)))

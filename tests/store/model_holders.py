@@ -1,0 +1,97 @@
+"""Broken and slow holders as the contract has them: who rests, for how long, and who gets a failed member next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxroll.store import requests as rq
+from tests.store.model_books import LEASED, broken
+from tests.store.model_learner import LearnerSide
+
+THERE_S, AVOID_S, HUNGRY_S, SEEN_S = 10.0, 60.0, 10.0, 1.0
+IN_A_ROW, TRIAL, LONGEST_S, ALONE_S = 4, 2, 600.0, 30.0
+
+
+class Holders(LearnerSide):
+    """What the reference knows of holders."""
+
+    def is_left_to_another(self, member: dict, name: str, now: float) -> bool:
+        """Whether `name` failed it, and somebody is there who did not."""
+        lately = name in member["failed_by"] and now < member["avoid"]
+        return lately and any(other not in member["failed_by"] for other in self.helpers(name, now))
+
+    def helpers(self, name: str, now: float) -> list[str]:
+        """Holders besides `name` that were heard of and can be counted on."""
+        there_s = max(THERE_S, self.rules.lease_s)
+        there = [other for other, at in self.seen.items() if other != name and now - at <= there_s]
+        return [o for o in there if not (o in self.slow and self.turned_down(o, now)) and not self.is_ill(o, now)]
+
+    def turned_down(self, name: str, now: float) -> bool:
+        """Whether a slow one gets nothing, because another has room."""
+        return any(o != name and o not in self.slow and now - at <= HUNGRY_S for o, (at, _) in self.rooms.items())
+
+    def is_ill(self, name: str, now: float) -> bool:
+        """At rest or on trial."""
+        health = self.health.get(name)
+        return health is not None and (
+            health["rests"] >= TRIAL or (health["at"] is not None and health["at"] + health["rest"] > now)
+        )
+
+    def rests(self, name: str, now: float) -> bool:
+        """Whether `name` gets nothing now."""
+        health = self.health.get(name)
+        if health is None or health["at"] is None:
+            return False
+        rest = health["rest"] if self.helpers(name, now) else min(health["rest"], ALONE_S)
+        return health["at"] + rest > now
+
+    def on_trial(self, name: str) -> bool:
+        """Whether `name` gets one member at a time."""
+        return self.health.get(name, {"rests": 0})["rests"] >= TRIAL
+
+    def is_at_rest(self, r: rq.Lease, reply: Any, now: float) -> bool:
+        """Whether the asker gets nothing because its members failed: then it must be told so, and otherwise not."""
+        busy = any(m["status"] == LEASED and m["name"] == r.name for g in self.open.values() for m in g["members"])
+        due = self.rests(r.name, now) or (self.on_trial(r.name) and busy)
+        refused = str(reply).startswith(("no credit: resting", "no credit: on trial"))
+        if due != refused:
+            broken("failures: rest", f"{r.name} gets {reply}, and should{'' if due else ' not'} rest: {self.health}")
+        return due
+
+    def note_failure(self, member: dict, now: float) -> None:
+        """An INFRA failure of the member's holder, and the rest that it brings."""
+        name = member["name"]
+        (said,) = [fact[2] for fact in self.take("rest")]
+        health = self.health.get(name, {"failures": 0, "rests": 0, "rest": 0.0, "at": None})
+        leased = member["leased"]
+        due: float | None = 0.0
+        if health["at"] is not None and leased is not None and leased <= health["at"]:
+            due = None  # of the wave before its rest
+        elif health["failures"] + 1 >= (1 if health["rests"] >= TRIAL else IN_A_ROW):
+            took = now - leased if health["rests"] and leased is not None else 0.0
+            due = min(LONGEST_S, max(1.0, took) * 2 ** health["rests"])
+        if said != due:
+            broken("failures: rest", f"{name} rests {said}, {due} is due: {health}, leased at {leased}")
+        if due is None:
+            return
+        self.health[name] = health
+        health["failures"] += 1
+        if due:
+            health |= {"failures": 0, "rests": health["rests"] + 1, "rest": due, "at": now}
+            self.rooms.pop(name, None)
+
+    def note_success(self, name: str, now: float) -> None:
+        """A put, which halves what was counted, unless the store finds it slow beside others."""
+        slow = [fact[2] for fact in self.take("too slow")]
+        health = self.health.get(name, {"failures": 0, "rests": 0, "rest": 0.0, "at": None})
+        if slow:
+            if not 0 <= slow[0] <= LONGEST_S or not self.helpers(name, now):
+                broken("failures: rest", f"{name} is slow for {slow}, beside {self.helpers(name, now)}")
+            self.health[name] = health
+            if slow[0]:
+                health |= {"failures": 0, "rests": max(TRIAL, health["rests"] + 1), "rest": slow[0], "at": now}
+                self.rooms.pop(name, None)
+            return
+        health |= {"failures": 0, "rests": health["rests"] // 2, "at": None}
+        if not health["rests"]:
+            self.health.pop(name, None)
