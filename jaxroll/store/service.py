@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from jaxroll import wire
 from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
@@ -21,7 +19,7 @@ from jaxroll.rpc import limits
 from jaxroll.rpc.envelope import refusal_of
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
-from jaxroll.store import puts, schema
+from jaxroll.store import puts, reports, schema
 from jaxroll.store import requests as rq
 from jaxroll.store.admission import checkpoint_wanted
 from jaxroll.store.audit import Audit
@@ -322,13 +320,15 @@ class StoreService:
         return useless or not name or self._turns.take(name, now_s)
 
     async def _report(self, caller: Caller, body: bytes) -> msg.Done:
-        """Appends the rows; a report sent again (same request) is not written again."""
+        """Appends the rows that readers can work with; a report sent again (same request) is not written again."""
         call = wire.decode(body, msg.ReportCall)
         if (size := sum(map(len, call.rows))) > MAX_REPORT_BYTES:
             raise StoreRefusal(f"a report of {size} bytes; at most {MAX_REPORT_BYTES} are taken: send it in parts")
         if self._last_report.get(caller.session) != call.request:
-            rows = [msgspec.json.decode(row, type=dict) for row in call.rows]
+            rows, left_out = reports.rows_of(call.rows, caller.right)
             self._metrics.log_all(rows)
+            if left_out:
+                self._audit.refused(caller.peer, f"{caller.right}:{caller.name}", f"metrics: {left_out[0]}")
             self._last_report[caller.session] = call.request
         return msg.Done()
 
