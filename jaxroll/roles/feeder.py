@@ -11,6 +11,8 @@ import asyncio
 import os
 import struct
 import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,6 +25,7 @@ from jaxroll.records import Task
 from jaxroll.text import tokenizers
 
 _HEADER = struct.Struct("<I")
+PROGRESS_EVERY_S = 1.0
 
 
 class FeedRequest(msgspec.Struct, frozen=True):
@@ -34,16 +37,24 @@ class FeedRequest(msgspec.Struct, frozen=True):
 
 
 class FeedReply(msgspec.Struct, frozen=True):
-    """The tasks in order, each with the pipeline's state after it; or why there are none."""
+    """The tasks in order, each with the pipeline's state after it; or why there are none; or a sign of progress."""
 
     tasks: tuple[tuple[Task, bytes], ...] = ()
     error: str = ""
+    progress: str = ""  # what has begun: the answer itself is still to come
 
 
 def main(args: RoleArgs) -> None:
     """Answer feed requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what datasets print must not reach the frames
+
+    def send(reply: FeedReply) -> None:
+        data = wire.encode(reply)
+        answers.write(_HEADER.pack(len(data)) + data)
+        answers.flush()
+
+    send(FeedReply(progress="it imports jax and grain"))
     from jaxroll.data.prompts import PromptPipeline
 
     pipeline: PromptPipeline | None = None
@@ -53,17 +64,17 @@ def main(args: RoleArgs) -> None:
             return
         try:
             if pipeline is None:
+                send(FeedReply(progress="it opens the task's data"))
                 pipeline = PromptPipeline(args.config)
                 tokenizers.note(args.run_dir, pipeline.tokenizer)
-            reply = _answer(pipeline, wire.decode(frame, FeedRequest))
+            reply = _answer(pipeline, wire.decode(frame, FeedRequest), send)
         except JaxRollError as error:
             reply = FeedReply(error=str(error))
-        data = wire.encode(reply)
-        answers.write(_HEADER.pack(len(data)) + data)
-        answers.flush()
+        send(reply)
 
 
-def _answer(pipeline, request: FeedRequest) -> FeedReply:
+def _answer(pipeline, request: FeedRequest, send: Callable[[FeedReply], None]) -> FeedReply:
+    sent_s = time.monotonic()
     if request.restore and request.state is not None:
         pipeline.restore(request.state)
     tasks = []
@@ -73,6 +84,9 @@ def _answer(pipeline, request: FeedRequest) -> FeedReply:
         except StopIteration:
             break
         tasks.append((task, pipeline.state()))
+        if time.monotonic() - sent_s >= PROGRESS_EVERY_S:
+            sent_s = time.monotonic()
+            send(FeedReply(progress=f"it makes prompt {len(tasks) + 1} of {request.count}"))
     return FeedReply(tuple(tasks))
 
 
@@ -85,14 +99,17 @@ def _read_frame(stream: BinaryIO) -> bytes | None:
 
 
 class FeederProcess:
-    """The store's side: a feeder child that is started again, at the same place, when it dies.
+    """The store's side: a feeder child that is started again, at the same place, when it dies or makes no progress.
 
-    Used from one event loop. `next` raises ConfigError when the task gives no prompts,
-    InfraError when three children in a row could not answer.
+    `deadline_s` is how long it may go without a sign of progress; of the second child in a row it is twice, of the
+    third four times that, for a machine may be busy. Used from one event loop. `next` raises ConfigError when the task
+    gives no prompts, InfraError when three children in a row could not answer.
     """
 
-    def __init__(self, run_dir: Path, *, deadline_s: float = 120.0) -> None:
+    def __init__(self, run_dir: Path, *, deadline_s: float = 120.0, command: Sequence[str] = ()) -> None:
         self._run_dir, self._deadline_s = run_dir, deadline_s
+        self._command = [*command] or [sys.executable, "-m", "jaxroll", "feeder", f"--run={run_dir}"]
+        self._doing = ""
         self._process: asyncio.subprocess.Process | None = None
         self._state: bytes | None = None
         self._lock = asyncio.Lock()
@@ -105,12 +122,16 @@ class FeederProcess:
     async def next(self, count: int) -> list[tuple[Task, bytes]]:
         """The next `count` tasks, each with the state after it; fewer only at the end of the data."""
         async with self._lock:
-            failure = ""
-            for _ in range(3):
+            failures: list[str] = []
+            for patience_s in (self._deadline_s, 2 * self._deadline_s, 4 * self._deadline_s):
                 try:
-                    reply = await asyncio.wait_for(self._ask(count), self._deadline_s)
-                except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-                    failure = f"{type(error).__name__}: {error}"
+                    reply = await self._ask(count, patience_s)
+                except TimeoutError:
+                    failures.append(f"no progress for {patience_s:g} s, the last sign of it: {self._doing}")
+                    await self._stop()
+                    continue
+                except (OSError, asyncio.IncompleteReadError) as error:
+                    failures.append(f"it ended ({type(error).__name__}), the last sign of it: {self._doing}")
                     await self._stop()
                     continue
                 if reply.error:
@@ -118,30 +139,35 @@ class FeederProcess:
                 if reply.tasks:
                     self._state = reply.tasks[-1][1]
                 return list(reply.tasks)
-            raise InfraError(f"the prompt feeder died three times ({failure}); its log is the store's")
+            raise InfraError(
+                f"the prompt feeder gave no prompts, three times in a row ({'; '.join(failures)}); "
+                "what it printed is in the store's log"
+            )
 
     async def close(self) -> None:
         """End the child."""
         await self._stop()
 
-    async def _ask(self, count: int) -> FeedReply:
+    async def _ask(self, count: int, patience_s: float) -> FeedReply:
+        """The answer; TimeoutError when nothing is heard of the child for so long."""
         process, fresh = self._process, False
         if process is None or process.returncode is not None:
             process, fresh = await self._start(), True
         assert process.stdin is not None and process.stdout is not None
         request = wire.encode(FeedRequest(count, restore=fresh, state=self._state if fresh else None))
         process.stdin.write(_HEADER.pack(len(request)) + request)
-        await process.stdin.drain()
-        (size,) = _HEADER.unpack(await process.stdout.readexactly(_HEADER.size))
-        return wire.decode(await process.stdout.readexactly(size), FeedReply)
+        await asyncio.wait_for(process.stdin.drain(), patience_s)
+        while True:
+            (size,) = _HEADER.unpack(await asyncio.wait_for(process.stdout.readexactly(_HEADER.size), patience_s))
+            data = await asyncio.wait_for(process.stdout.readexactly(size), patience_s)
+            if not (reply := wire.decode(data, FeedReply)).progress:
+                return reply
+            self._doing = reply.progress
 
     async def _start(self) -> asyncio.subprocess.Process:
+        self._doing = "its start"
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "jaxroll",
-            "feeder",
-            f"--run={self._run_dir}",
+            *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "JAX_PLATFORMS": "cpu", lifeline.PARENT_ENV: str(os.getpid())},
