@@ -56,7 +56,7 @@ class Health(msgspec.Struct):
         """The rest that a put brings whose holder is much slower than others; 0 when it is of an older wave."""
         if self.rested_at_s is not None and leased_at_s <= self.rested_at_s:
             return 0.0
-        return min(LONGEST_S, max(FIRST_S, now_s - leased_at_s) * 2 ** max(TRIAL_FROM, self.rests))
+        return min(LONGEST_S, max(FIRST_S, now_s - leased_at_s) * 2 ** (1 + max(TRIAL_FROM, self.rests)))
 
     def slowed(self, rest_s: float, now_s: float) -> None:
         """A put that brings this rest, for it was slow."""

@@ -21,8 +21,8 @@ class Proxy:
 
     def __init__(self, target: Callable[[], str]) -> None:
         self._target = target
-        self._open, self._over = threading.Event(), threading.Event()
-        self._open.set()
+        self._up, self._down, self._over = threading.Event(), threading.Event(), threading.Event()
+        self.heal()
         self._delay_s = 0.0
         self._cut_after: int | None = None
         self._lock = threading.Lock()
@@ -42,13 +42,17 @@ class Proxy:
         (folder / "store.addr").write_text(self.address + "\n")
         return folder / "store.addr"
 
-    def partition(self) -> None:
-        """Hold everything back from now on."""
-        self._open.clear()
+    def partition(self, direction: str = "both") -> None:
+        """Hold back from now on what goes `up` to the target, `down` from it, or both; no new connection is made."""
+        if direction in ("both", "up"):
+            self._up.clear()
+        if direction in ("both", "down"):
+            self._down.clear()
 
     def heal(self) -> None:
         """Let what was held back, and all that follows, pass."""
-        self._open.set()
+        self._up.set()
+        self._down.set()
 
     def delay(self, seconds: float) -> None:
         """Every chunk, in both directions, leaves this much later."""
@@ -64,7 +68,7 @@ class Proxy:
 
     def __exit__(self, *exc: object) -> None:
         self._over.set()
-        self._open.set()
+        self.heal()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -86,7 +90,8 @@ class Proxy:
 
     def _serve(self, client: socket.socket) -> None:
         """One connection, from its acceptance to its end."""
-        self._open.wait()
+        self._up.wait()
+        self._down.wait()
         host, _, port = self._target().rpartition(":")
         with client, contextlib.ExitStack() as stack:
             try:
@@ -108,7 +113,7 @@ class Proxy:
             while data := source.recv(_CHUNK_BYTES):
                 if self._delay_s:
                     self._over.wait(self._delay_s)
-                self._open.wait()
+                (self._up if to_target else self._down).wait()
                 passing = self._share(len(data)) if to_target else len(data)
                 sink.sendall(data[:passing])
                 if passing < len(data):

@@ -1,0 +1,100 @@
+"""Fault 9 as a table: sampler or learner cut off from the store for longer than a lease, one way or both.
+
+Nothing that was acknowledged is lost, no group is trained twice, and the store names the peer that it waits for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxroll.errors import JaxRollError
+from jaxroll.records import Version
+from jaxroll.store.client import BlockingStore
+from tests.faults.cluster import LIMIT_S, Cluster
+from tests.faults.criteria import Row, judge
+from tests.faults.proxy import Proxy
+from tests.faults.test_network import LEASE_S, SMALL, store_of
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+STALL_S = 1.0
+
+
+def started(run: Cluster, proxy: Proxy, who: str, folder: Path) -> None:
+    """A learner and a sampler, of which `who` speaks through the proxy, that have trained two steps."""
+    run.until((run.run_dir / "store.addr").exists, "the store")
+    address = proxy.address_file(folder, run.run_dir)
+    run.learner(address_file=address if who == "learner" else None)
+    run.sampler("sampler-0", seed=1, work_s=0.1, address_file=address if who == "sampler" else None)
+    run.until_acked(2)
+
+
+def named(run: Cluster, who: str) -> bool:
+    """Whether the store says that it waits for the peer that is cut off."""
+    return any(name.startswith(who) for name in run.status()["waits"])
+
+
+CASES = [
+    pytest.param(who, direction, marks=() if (who, direction) == ("sampler", "down") else pytest.mark.soak)
+    for who in ("sampler", "learner")
+    for direction in ("both", "up", "down")
+]
+
+
+@pytest.mark.parametrize(("who", "direction"), CASES)
+def test_a_partition_longer_than_a_lease_is_named_and_heals(
+    tmp_path: Path, note: Callable[[Row], None], who: str, direction: str
+) -> None:
+    rules = (f"store.stall_s={STALL_S}", "store.stall_abort_s=600")
+    with Cluster(tmp_path / "run", *SMALL, *rules) as run, Proxy(store_of(run)) as proxy:
+        started(run, proxy, who, tmp_path / "cut")
+        proxy.partition(direction)
+        cut_s = time.monotonic()
+        run.until(lambda: time.monotonic() - cut_s >= 2 * LEASE_S, "twice the lease time")
+        at = run.until(lambda: run.acked() if named(run, who) else None, f"the store to name the {who}")
+        proxy.heal()
+        run.until_acked(at + 2)
+        assert run.learners()[0].stop() == 0
+        note(judge(run, f"9 {who} cut off, {direction}", 1, went_on_from=at))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("who", ["sampler", "learner"])
+def test_a_partition_that_does_not_heal_ends_the_run_with_the_missing_peer(tmp_path: Path, who: str) -> None:
+    rules = (f"store.stall_s={STALL_S}", "store.stall_abort_s=8")
+    with Cluster(tmp_path / "run", *SMALL, *rules) as run, Proxy(store_of(run)) as proxy:
+        started(run, proxy, who, tmp_path / "cut")
+        proxy.partition()
+        status = run.until(lambda: (s := run.status())["closed"] and s, "the end of the run")
+        assert "stalled" in status["closed"] and who in status["closed"], status["closed"]
+        assert status["conservation_residual"] == 0
+        other = run.samplers()[0] if who == "learner" else run.learners()[0]
+        run.until(lambda: not other.alive, f"the end of {other.name}")
+        assert other.process.returncode == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("direction", ["both", "up", "down"])
+def test_an_evaluator_that_is_cut_off_fails_at_its_deadline_and_holds_nobody_up(tmp_path: Path, direction: str) -> None:
+    with Cluster(tmp_path / "run", *SMALL) as run, Proxy(store_of(run)) as proxy:
+        started(run, proxy, "evaluator", tmp_path / "cut")
+        evaluator = BlockingStore(
+            tmp_path / "cut" / "store.addr", role="evaluator", name="evaluator", patience_s=3.0, call_s=1.0,
+            config_digest=run.digest,
+        )  # fmt: skip
+        try:
+            assert evaluator.published(None, 1.0) is not None
+            proxy.partition(direction)
+            at, began = run.acked(), time.monotonic()
+            with pytest.raises(JaxRollError):
+                evaluator.published(Version(9, 9), 1.0)
+            assert time.monotonic() - began < LIMIT_S
+            run.until_acked(at + 2)
+            proxy.heal()
+            assert evaluator.published(None, 1.0) is not None, "the same client goes on"
+        finally:
+            proxy.heal()
+            evaluator.close()
