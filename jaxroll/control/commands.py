@@ -249,9 +249,7 @@ def run_env(options: argparse.Namespace) -> int:
 
     if options.episodes < 1:
         raise ConfigError("--episodes", options.episodes, "nothing would be played", "Give 1 or more.")
-    found = environments.report(
-        options.name, options.config, overrides=options.overrides, episodes=options.episodes
-    )
+    found = environments.report(options.name, options.config, overrides=options.overrides, episodes=options.episodes)
     if options.json:
         print(json.dumps(msgspec.to_builtins(found), indent=2))
     else:
