@@ -25,7 +25,7 @@ from jaxroll.errors import EXIT_INTERRUPTED
 
 ROLES = ("store", "learner", "sampler-0", "sampler-1", "evaluator")
 INSTANT_S = 15.0  # how long a fault that needs a certain instant waits for it
-POLL_S = 0.01
+POLL_S = 0.002
 
 
 class Skipped(Exception):
@@ -294,12 +294,13 @@ class KillAt:
 
     target: str
     instant: str
-    seen: Callable[[Run], bool]
+    watching: Callable[[Run], contextlib.AbstractContextManager[Callable[[], bool]]]
     ends = alone = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
         process = there(run, self.target)
-        caught = until(lambda: self.seen(run), 2 * INSTANT_S)
+        with self.watching(run) as seen:
+            caught = until(seen, 2 * INSTANT_S)
         with gone_is_fine(self.target):
             process.kill()
         return f"{self.target} killed {'during' if caught else 'without seeing'} {self.instant}"
@@ -335,23 +336,37 @@ def until(seen: Callable[[], Any], limit_s: float) -> bool:
     return False
 
 
-def compacting(run: Run) -> bool:
+@contextlib.contextmanager
+def compacting(run: Run) -> Iterator[Callable[[], bool]]:
     """Whether parts of a snapshot of the store are on disk and its mark is not."""
     sql = "SELECT 1 FROM snapshot_parts WHERE position > (SELECT COALESCE(MAX(position), 0) FROM snapshots) LIMIT 1"
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{run.run_dir / 'store.db'}?mode=ro", uri=True)) as db:
-            return bool(db.execute(sql).fetchone())
-    except sqlite3.Error:
-        return False
+        connection = sqlite3.connect(f"file:{run.run_dir / 'store.db'}?mode=ro", uri=True)
+    except sqlite3.Error as error:
+        raise Skipped(f"no database to watch: {error}") from error
+    with contextlib.closing(connection) as db:
+
+        def seen() -> bool:
+            try:
+                return bool(db.execute(sql).fetchone())
+            except sqlite3.Error:  # locked by a store that starts
+                return False
+
+        yield seen
 
 
-def writing_checkpoint(run: Run) -> bool:
+@contextlib.contextmanager
+def writing_checkpoint(run: Run) -> Iterator[Callable[[], bool]]:
     """Whether a checkpoint is there that has no sums yet, or not yet its name."""
-    try:
-        folders = [path for path in (run.run_dir / "checkpoints").iterdir() if path.is_dir()]
+
+    def seen() -> bool:
+        try:
+            folders = [path for path in (run.run_dir / "checkpoints").iterdir() if path.is_dir()]
+        except OSError:
+            return False
         return any(not (path / "sums.json").exists() for path in folders)
-    except OSError:
-        return False
+
+    yield seen
 
 
 WORKERS = ("sampler-0", "sampler-1")

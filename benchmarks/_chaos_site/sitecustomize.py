@@ -2,7 +2,7 @@
 
 - `CHAOS_CLOCK` names a file that holds one double: the seconds by which `time.time` is wrong, read at every call.
 - `CHAOS_JOURNAL` names a folder: what the store acknowledges to a caller is written there, outside the run's folder.
-- The store compacts its log after 2,000 records instead of 20,000, so that a short run compacts it many times.
+- The store compacts its log after 300 records instead of 20,000, so that a short run compacts it many times.
 
 Only the standard library is imported here; modules of JaxRoll are changed when the process itself imports them.
 """
@@ -17,7 +17,7 @@ import sys
 import time
 import uuid
 
-COMPACT_EVERY = 2000
+COMPACT_EVERY = 300
 
 
 def shift_clock(path):
