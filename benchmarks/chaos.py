@@ -27,6 +27,7 @@ The wall clock jumps for the run's processes alone (`_chaos_site/sitecustomize.p
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import shutil
@@ -44,7 +45,7 @@ import _chaos_machine as machine
 from _chaos_faults import FAULTS, Skipped, Wrong
 from _chaos_run import Run, tell
 from _chaos_verdict import facts, violations
-from _report import arguments, commit, hardware, say
+from _report import commit, hardware, say
 
 from jaxroll.errors import EXIT_INTERRUPTED
 
@@ -232,7 +233,8 @@ def chosen_names(only: str, without: str) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Attack one run; 0 when everything held."""
-    parser = arguments((__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="15 s with a fault in every 3 s: shows that it works")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long faults come")
     parser.add_argument("--every", type=float, default=20.0, help="seconds: one window, with one fault or two")
     parser.add_argument("--seed", type=int, default=0)
