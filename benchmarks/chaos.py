@@ -256,7 +256,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if refused:
         say(f"no namespaces of our own ({refused}): full disk, read-only folder and cut network are skipped")
     began = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through `finally`: nothing is left
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))  # through `finally`: nothing is left
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job would hand on that it is ignored
     run = Run(folder, disk / "run", options.seed, refused)
     attack = Attack(run, options.seed)
     try:
