@@ -44,7 +44,7 @@ class EnvProcess:
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(),
                 start_new_session=True,
             )  # fmt: skip
-        except OSError as error:  # of this machine: no process, no descriptor, no memory
+        except (OSError, RuntimeError) as error:  # of this machine: no process or thread, no descriptor, no memory
             raise InfraError(f"a process of environments cannot be started: {error}") from error
         made = cls(process)
         try:
