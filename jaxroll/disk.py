@@ -25,6 +25,21 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def sync_folder(folder: Path) -> None:
+    """Make `folder`, all it holds and its own name survive a power cut."""
+    for path in (*folder.rglob("*"), folder, folder.parent):
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Make the content of one file, or the names in one folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def remedy(error: BaseException, folder: Path) -> str:
     """A sentence that names the disk of `folder` and the way out; '' when the error is not one of a disk."""
     number, text = error.errno if isinstance(error, OSError) else None, str(error).lower()

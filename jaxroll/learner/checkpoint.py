@@ -14,7 +14,6 @@ what is there, what is whole and what is durable, is the first one's. The folder
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -252,17 +251,7 @@ def _settle(folder: Path) -> None:
     if wrong := checkpoint_files.unreadable(folder):
         raise InfraError(f"checkpoint {folder} was written and cannot be read ({wrong})")
     checksums.write(folder)
-    _reach_disk(folder)
-
-
-def _reach_disk(folder: Path) -> None:
-    """Make `folder`, all it holds and its own name survive a power cut: orbax renames without asking the disk."""
-    for path in (*folder.rglob("*"), folder, folder.parent):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    disk.sync_folder(folder)  # orbax renames without asking the disk
 
 
 def _handler() -> ocp.CompositeCheckpointHandler:

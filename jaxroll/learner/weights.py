@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxroll import foreign
+from jaxroll import disk, foreign
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import folders, tensor_files
 from jaxroll.models.families import ModelSpec
@@ -55,7 +55,8 @@ def write(
 def written_whole(folder: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `folder` in one rename at the end and is removed when the writing fails.
 
-    A `folder` that there is already is moved aside for that, and removed when the new one stands.
+    A `folder` that there is already is moved aside for that, and removed when the new one stands. The new one is on the
+    disk before it has the name, and the name before this returns: a caller may note that it is done.
     """
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -63,6 +64,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
+        disk.sync_folder(unfinished)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -71,6 +73,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
     if folder.exists():
         folder.rename(replaced)  # not removed first: who is killed here still has it under that name
     unfinished.rename(folder)
+    disk.sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import numpy as np
 import pytest
@@ -37,6 +39,38 @@ def test_a_second_save_replaces_the_first_and_leaves_nothing_beside_it(free_run_
     assert [path.name for path in free_run_dir.iterdir()] == ["warm"]
     with safe_open(free_run_dir / "warm" / "model.safetensors", "numpy") as opened:  # other tools can read it
         assert "embed" in opened.keys()  # noqa: SIM118
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_end(tmp_path, monkeypatch):
+    synced: list[tuple[int, bool]] = []  # inode, and whether the folder had its name then
+    sync = os.fsync
+
+    def fsync(handle: int) -> None:
+        synced.append((os.fstat(handle).st_ino, (tmp_path / "warm").exists()))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with weights.written_whole(tmp_path / "warm") as unfinished:
+        for name in ("a", "b"):
+            (unfinished / name).write_text(name)
+    held = {path.stat().st_ino for path in (tmp_path / "warm").rglob("*")}
+    assert len(held) == 2
+    assert held <= {inode for inode, has_name in synced if not has_name}
+    assert (tmp_path.stat().st_ino, True) in synced
+
+
+def test_a_folder_that_does_not_reach_the_disk_leaves_the_one_before(tmp_path, monkeypatch):
+    with weights.written_whole(tmp_path / "warm") as unfinished:
+        (unfinished / "a").write_text("before")
+
+    def fsync(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space"), weights.written_whole(tmp_path / "warm") as unfinished:
+        (unfinished / "a").write_text("after")
+    assert [path.name for path in tmp_path.iterdir()] == ["warm"]
+    assert (tmp_path / "warm" / "a").read_text() == "before"
 
 
 def test_what_is_no_such_folder_is_named(tmp_path):
