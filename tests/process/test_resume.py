@@ -1,10 +1,11 @@
 """Ctrl-C, or a closed terminal, and `--resume`: two lives of a run see the questions that one life would have seen."""
 
 import signal
+from pathlib import Path
 
 import pytest
 
-from jaxroll.errors import EXIT_INTERRUPTED
+from jaxroll.errors import EXIT_CONFIG, EXIT_INTERRUPTED
 from tests.process.trains import SMALL, Train, assert_sound, last_step, trained_questions
 
 pytestmark = pytest.mark.process
@@ -31,3 +32,32 @@ def test_resume_after_a_clean_stop_sees_the_undisturbed_questions(tmp_path, sign
         assert trained == list(range(stopped_at + 1, steps + 1)), "it goes on where the last durable step ended"
         assert {row["lineage"] for row in second.rows if row["kind"] == "step"} == {0}, "a clean stop loses nothing"
         assert trained_questions(second) == undisturbed
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_run_whose_log_is_lost_is_refused_and_keeps_its_checkpoints(tmp_path: Path) -> None:
+    """A run that began again at step 0 would write checkpoints of lineage 0, which count as older than the others."""
+    run = tmp_path / "run"
+    words = (*SMALL, "--config.schedule.steps=100000", "--config.learner.checkpoint_every=2",
+             "--config.supervisor.backoff_s=0.1")  # fmt: skip
+    with Train(run, *words) as first:
+        first.until_step(4)
+        first.role("learner").kill()
+        first.until(lambda _: bool(checkpoints(run, "0001.*")), "a checkpoint of lineage 1")
+        first.interrupt()
+        assert first.finish() == EXIT_INTERRUPTED, first.logs()
+    for file in run.glob("store.db*"):
+        file.unlink()
+    before = checkpoints(run)
+    for _ in range(2):  # the second finds the store.db of the first
+        with Train(run, resume=True) as second:
+            assert second.finish() == EXIT_CONFIG, second.logs()
+            assert "Put back the store.db" in second.output.read_text(), second.logs()
+            assert last_step(second.rows) == 0
+        assert checkpoints(run) == before
+
+
+def checkpoints(run: Path, pattern: str = "*") -> set[tuple[str, int]]:
+    """Every checkpoint, and the time at which it was written."""
+    return {(path.name, path.stat().st_mtime_ns) for path in (run / "checkpoints").glob(pattern)}

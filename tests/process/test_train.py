@@ -1,6 +1,7 @@
 """Whole runs of real processes: sampler and learner on unequal meshes, the store between them."""
 
 import math
+import subprocess
 
 import pytest
 
@@ -80,3 +81,17 @@ def test_the_tensorstore_channel_carries_a_run(free_run_dir):
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
+
+
+@pytest.mark.soak
+def test_a_run_completes_though_the_reader_of_its_output_leaves(free_run_dir):
+    """`jaxroll train … | head -1`"""
+    with subprocess.Popen(["head", "-1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as head:
+        assert head.stdin is not None and head.stdout is not None
+        with Train(free_run_dir, *SMALL, "--config.schedule.steps=6", stdout=head.stdin) as train:
+            head.stdin.close()
+            assert head.stdout.read().count(b"\n") == 1
+            assert head.wait() == 0
+            assert train.finish() == 0, train.logs()
+            assert_sound(train, steps=6, alpha=1)
+            assert "Traceback" not in train.logs() and "Broken pipe" not in train.logs(), train.logs()

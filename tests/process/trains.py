@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -33,9 +34,14 @@ SAME = ("groups", "loss", "grad_norm", "tokens_trained", "tokens_computed", "rew
 
 
 class Train:
-    """One `jaxroll train` on configs/NAME.py (or `--resume`). Use as a context manager: nothing outlives it."""
+    """One `jaxroll train` on configs/NAME.py (or `--resume`). Use as a context manager: nothing outlives it.
 
-    def __init__(self, run_dir: Path, *overrides: str, config: str = "smoke", resume: bool = False) -> None:
+    Its output goes to a file; with `stdout`, standard output goes there instead.
+    """
+
+    def __init__(
+        self, run_dir: Path, *overrides: str, config: str = "smoke", resume: bool = False, stdout: IO | None = None
+    ) -> None:
         self.run_dir = run_dir
         words = ["--resume"] if resume else [f"--config={ROOT / 'configs' / config}.py"]
         self.output = run_dir.parent / f"{run_dir.name}-{'resumed' if resume else 'first'}.out"
@@ -44,8 +50,8 @@ class Train:
         with self.output.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jaxroll", "train", f"--run={run_dir}", *words, *overrides],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True,
-                env={**os.environ, "XLA_FLAGS": "", "JAXROLL_CACHE": str(ROOT / ".cache" / "jax")},
+                stdin=subprocess.DEVNULL, stdout=stdout or out, stderr=out, cwd=ROOT, start_new_session=True,
+                env={"JAXROLL_CACHE": str(ROOT / ".cache" / "jax"), **os.environ, "XLA_FLAGS": ""},
             )  # fmt: skip
 
     def __enter__(self) -> Train:
