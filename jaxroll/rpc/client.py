@@ -11,6 +11,7 @@ certificates will not mend by waiting.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import time
 import uuid
@@ -22,7 +23,7 @@ import grpc.aio
 import msgspec
 
 from jaxroll import wire
-from jaxroll.errors import DeadlineExceeded, InfraError, StoreRefusal, Unauthorized
+from jaxroll.errors import ConfigError, DeadlineExceeded, InfraError, StoreRefusal, Unauthorized
 from jaxroll.rpc import auth, limits
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.envelope import Envelope, error_of
@@ -150,7 +151,10 @@ class RawClient:
 
     def _take_new_certificates(self) -> None:
         """Connect again if the certificates were replaced: a channel keeps those that it was made with."""
-        if self._tls is not None and self._channel is not None and self._tls.written() != self._shown:
+        if self._tls is None or self._channel is None or self._tls.written() == self._shown:
+            return
+        with contextlib.suppress(ConfigError):  # half a copy: the next refusal looks again
+            self._tls.client_context()
             self._retired.append(self._channel)
             self._channel = None
 

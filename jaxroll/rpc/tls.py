@@ -20,7 +20,8 @@ from pathlib import Path
 
 import grpc
 
-from jaxroll.errors import ConfigError
+from jaxroll import foreign
+from jaxroll.errors import ConfigError, DataError
 from jaxroll.rpc import auth
 from jaxroll.rpc.validity import validity
 
@@ -29,6 +30,7 @@ CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 CLIENT_CERT, CLIENT_KEY = "client-cert.pem", "client-key.pem"
 PROBE_S = 3.0
 SOON_S, SOON_SHARE = 7 * 86400.0, 0.1  # a certificate with less time left, or with a smaller share of its life
+_MOST_BYTES = 1 << 20  # of one file
 _PROBES, _PROBE_PAUSE_S = 3, 0.2
 _REMAKE = "make new certificates with `jaxroll tls RUN --host=NAME`, and copy RUN/tls to the hosts again"
 
@@ -59,9 +61,9 @@ class Material:
         return grpc.dynamic_ssl_server_credentials(first, current, require_client_authentication=mutual)
 
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        self.server_context(mutual=False)  # gRPC takes any bytes, and says nothing of use about those that do not fit
         cert, key = self._server_files()
-        pair = (key.read_bytes(), cert.read_bytes())
-        return grpc.ssl_server_certificate_configuration([pair], (self.folder / CA).read_bytes())
+        return grpc.ssl_server_certificate_configuration([(_read(key), _read(cert))], _read(self.folder / CA))
 
     def written(self) -> tuple[tuple[int, int], ...]:
         """What tells the present files from those that replace them."""
@@ -77,10 +79,10 @@ class Material:
         found = []
         for path in sorted({self.folder / CA, self.folder / CERT, self.folder / CLIENT_CERT}):
             try:
-                first_s, last_s = validity(path.read_text(encoding="utf-8"))
+                first_s, last_s = validity(foreign.read_text(path, _MOST_BYTES))
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, DataError) as error:
                 found.append(f"{path}: {error}; {_REMAKE}")
                 continue
             left_s, at = last_s - now_s, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(last_s))
@@ -95,9 +97,10 @@ class Material:
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """What a gRPC client trusts and shows."""
+        self.client_context()  # as in _server_configuration
         files = self.client_certificate()
-        shown = (files[1].read_bytes(), files[0].read_bytes()) if files else (None, None)
-        return grpc.ssl_channel_credentials((self.folder / CA).read_bytes(), *shown)
+        shown = (_read(files[1]), _read(files[0])) if files else (None, None)
+        return grpc.ssl_channel_credentials(_read(self.folder / CA), *shown)
 
     def server_contexts(self, *, mutual: bool) -> Callable[[], ssl.SSLContext]:
         """The context for the next connection of a plain socket that listens: of new files once they are whole."""
@@ -132,13 +135,18 @@ class Material:
         return context
 
     def _load(self, context: ssl.SSLContext, shown: tuple[Path, Path] | None) -> None:
+        remake = f"{_REMAKE[0].upper()}{_REMAKE[1:]}."
+        for path in (self.folder / CA, *(shown or ())):
+            _read(path)  # OpenSSL waits for a pipe, and reads a file of any size
         try:
             context.load_verify_locations(self.folder / CA)
             if shown:
-                context.load_cert_chain(*shown)
+                context.load_cert_chain(*shown, password=functools.partial(_no_password, shown[1]))
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError(str(self.folder), str(error), "these certificates cannot be used",
-                              f"{_REMAKE[0].upper()}{_REMAKE[1:]}.") from error  # fmt: skip
+            reason = "these certificates cannot be used"
+            if shown and isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
+                reason = f"{shown[1].name} does not belong to {shown[0].name}"
+            raise ConfigError(str(self.folder), str(error), reason, remake) from error
 
     def _server_files(self) -> tuple[Path, Path]:
         cert, key = self.folder / CERT, self.folder / KEY
@@ -156,6 +164,21 @@ class Material:
                 auth.keep_private(self.folder / key)
                 return self.folder / cert, self.folder / key
         return None
+
+
+def _read(path: Path) -> bytes:
+    """The content of a regular file of bounded size; ConfigError for anything else."""
+    try:
+        return foreign.read_bytes(path, _MOST_BYTES)
+    except (OSError, DataError) as error:
+        raise ConfigError(str(path.parent), path.name, str(error), f"{_REMAKE[0].upper()}{_REMAKE[1:]}.") from error
+
+
+def _no_password(key: Path) -> str:
+    """Refuse an encrypted key, instead of OpenSSL's question on the terminal, which blocks the role."""
+    raise ConfigError(str(key.parent), key.name, "the key is encrypted, and no role asks for its password",
+                      f"Store it in plain form: openssl pkey -in {key.name} -out plain.pem; mv plain.pem {key.name}; "
+                      f"chmod 600 {key.name}.")  # fmt: skip
 
 
 def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Material | None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import shutil
 import stat
 import subprocess
+import threading
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +106,66 @@ def test_a_folder_that_lacks_something_is_named(certified: SimpleNamespace, tmp_
         (tmp_path / "tls" / file).write_text("no certificate")
     with pytest.raises(ConfigError, match=r"cannot be used.*jaxroll tls"):
         Material(tmp_path / "tls").server_context(mutual=False)
+
+
+def encrypted(folder: Path) -> None:
+    """Encrypt the server's key with a password."""
+    words = ["openssl", "pkey", "-aes256", "-passout", "pass:secret", "-in", "key.pem", "-out", "encrypted.pem"]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True, timeout=30)
+    (folder / "encrypted.pem").replace(folder / "key.pem")
+
+
+def of_another(folder: Path) -> None:
+    """Put the client's key in place of the server's."""
+    shutil.copy(folder / "client-key.pem", folder / "key.pem")
+
+
+def huge(name: str) -> Callable[[Path], None]:
+    """A file of 1 GB in place of `name`."""
+    return lambda folder: os.truncate(folder / name, 10**9)
+
+
+@pytest.mark.parametrize("damage", [encrypted, of_another, huge("key.pem"), huge("cert.pem"), huge("ca.pem")])
+def test_files_that_cannot_be_used_are_refused_before_anything_listens_or_connects(
+    certified: SimpleNamespace, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    shutil.copytree(certified.root / "run" / "tls", tmp_path / "tls")
+    damage(tmp_path / "tls")
+    for name in ("client-cert.pem", "client-key.pem"):
+        (tmp_path / "tls" / name).unlink()  # a client then shows the server's
+    material, words = Material(tmp_path / "tls"), {
+        "encrypted": r"key\.pem.*password.*openssl pkey", "of_another": r"key\.pem.*does not belong to cert\.pem",
+    }.get(damage.__name__, r"\.pem has 1,000,000,000 bytes")  # fmt: skip
+    for use in (
+        lambda: material.server_context(mutual=False), lambda: material.server_credentials(mutual=False),
+        material.client_context, material.channel_credentials,
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            use()
+
+
+@pytest.mark.parametrize("name", ["ca.pem", "cert.pem", "key.pem", "client-cert.pem", "client-key.pem"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(certified: SimpleNamespace, tmp_path: Path, name: str) -> None:
+    shutil.copytree(certified.root / "run" / "tls", tmp_path / "tls")
+    (tmp_path / "tls" / name).unlink()
+    os.mkfifo(tmp_path / "tls" / name, 0o600)
+
+    warned: list[bool] = []
+
+    def look() -> None:
+        material = Material(tmp_path / "tls")
+        for use in (
+            lambda: tls.load(tmp_path, {}), lambda: material.server_context(mutual=False), material.channel_credentials
+        ):  # fmt: skip
+            with contextlib.suppress(ConfigError):
+                use()
+        warned.append(any(f"/{name}: " in line for line in material.warnings(time.time())))
+
+    threading.Thread(target=look, daemon=True).start()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not warned and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert warned == [not name.endswith("key.pem")]
 
 
 def test_a_key_that_others_can_read_is_closed(certified: SimpleNamespace, tmp_path: Path) -> None:
@@ -208,6 +272,8 @@ def test_certificates_are_replaced_while_both_ends_live(tmp_path: Path, certifie
         assert server.bind("127.0.0.1", port) == port
         waiting = asyncio.ensure_future(old.call("echo", b"c", 20.0))
         await asyncio.sleep(0.3)  # it has failed by now
+        (client_tls.folder / "client-cert.pem").write_text("half a copy")
+        await asyncio.sleep(0.5)
         shutil.copytree(server_tls.folder, client_tls.folder, dirs_exist_ok=True)
         await server.start()
         assert await waiting == b"c"
