@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxroll import foreign
 from jaxroll.config import Config, MeshConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import checkpoint_files, lora, stored, weights
@@ -65,12 +66,12 @@ def import_folder(folder: Path, out: Path, dtype: str) -> str:
     if folders.is_ours(folder):
         raise ConfigError("HF_FOLDER", str(folder), "is a folder of our own already", "Name it in model.path.")
     source = cast_to(_of_folder(folder), dtype)
+    text, config = _text_files(folder), _file_of(folder, folders.CONFIG_FILE)
     with _new(out) as unfinished:
-        about = {"kind": "hf", "path": "."} if (folder / "tokenizer.json").is_file() else {}
+        about = {"kind": "hf", "path": "."} if "tokenizer.json" in text else {}
         weights.write(unfinished, source.leaves, source.value, source.spec, about)
-        copied = _copy_text(folder, unfinished)
-        shutil.copyfile(folder / folders.CONFIG_FILE, unfinished / ORIGIN_FILE)
-    return _said(source, 1, out, copied)
+        _copy(text | {ORIGIN_FILE: config}, unfinished)
+    return _said(source, 1, out, text)
 
 
 def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
@@ -81,6 +82,7 @@ def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
         huggingface.name(ours): (ours, replace(leaf, shape=huggingface.shape(ours, leaf.shape)))
         for ours, leaf in source.leaves.items()
     }
+    text = {} if source.text is None else _text_files(source.text)
     with _new(out) as unfinished:
         count = tensor_files.write_folder(
             unfinished,
@@ -90,8 +92,8 @@ def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
         )
         config = families.to_huggingface(spec, next(iter(source.leaves.values())).dtype.name, origin)
         (unfinished / folders.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        copied = _copy_text(source.text, unfinished)
-    return _said(source, count, out, copied)
+        _copy(text, unfinished)
+    return _said(source, count, out, text)
 
 
 @contextlib.contextmanager
@@ -196,15 +198,31 @@ def _new(out: Path) -> Iterator[Path]:
         yield unfinished
 
 
-def _copy_text(folder: Path | None, out: Path) -> list[str]:
-    """Copy what the folder has of a tokenizer; the names of the files."""
-    names = [name for name in TEXT_FILES if folder is not None and (folder / name).is_file()]
-    for name in names:
-        shutil.copyfile(Path(folder or ".") / name, out / name)
-    return names
+def _text_files(folder: Path) -> dict[str, Path]:
+    """The files of the folder's tokenizer, by name."""
+    return {name: _file_of(folder, name) for name in TEXT_FILES if (folder / name).is_file()}
 
 
-def _said(source: Source, files: int, out: Path, copied: list[str]) -> str:
+def _file_of(folder: Path, name: str) -> Path:
+    """The file that `name` leads to; ConfigError when that is outside `folder`, whose links a stranger may have made.
+
+    In Hugging Face's cache the names in `snapshots/REVISION` are links to files in `blobs` of the same model.
+    """
+    top, file = folder.resolve(), (folder / name).resolve()
+    cache = (top.parent.parent / "blobs",) if top.parent.name == "snapshots" else ()
+    if not any(file.is_relative_to(allowed) for allowed in (top, *cache)):
+        reason = f"it is a link that leads out of the folder, to {file}"
+        raise ConfigError(str(folder), name, reason, "Put the file itself there if it belongs to the model.")
+    return file
+
+
+def _copy(files: Mapping[str, Path], out: Path) -> None:
+    for name, file in files.items():
+        with foreign.opened(file) as data, (out / name).open("xb") as copy:
+            shutil.copyfileobj(data, copy)
+
+
+def _said(source: Source, files: int, out: Path, copied: Iterable[str]) -> str:
     size = sum(leaf.size_bytes for leaf in source.leaves.values())
     dtypes = ", ".join(sorted({leaf.dtype.name for leaf in source.leaves.values()}))
     text = ", ".join(copied) or "none (no tokenizer files belong to it)"

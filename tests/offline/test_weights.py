@@ -251,6 +251,38 @@ def test_a_file_that_is_none_or_lies_elsewhere_is_refused(tmp_path: Path) -> Non
         tensor_files.opened_folder(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "config.json"])
+def test_a_link_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path, name: str) -> None:
+    folder, secret = shutil.copytree(GOLDEN / "tied", tmp_path / "snapshots" / "folder"), tmp_path / "secret"
+    (folder / name).rename(secret)
+    (folder / name).symlink_to(os.path.relpath(secret, folder))
+    with pytest.raises(ConfigError, match=rf"{name}.*leads out of the folder") as error:
+        weights.import_folder(folder, tmp_path / "ours", weights.AS_STORED)
+    assert error.value.remedy and not (tmp_path / "ours").exists()
+
+
+def test_links_of_an_export_are_not_followed_either(tmp_path: Path) -> None:
+    ours = _imported(tmp_path)
+    (ours / "vocab.json").symlink_to("/etc/passwd")
+    with pytest.raises(ConfigError, match=r"vocab\.json.*leads out of the folder"):
+        exported(ours, tmp_path / "theirs")
+
+
+def test_the_links_of_hugging_face_s_cache_are_followed(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "abc", tmp_path / "models--a--b" / "blobs"
+    shutil.copytree(GOLDEN / "tied", blobs)
+    snapshot.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (tmp_path / "linked").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "linked"):
+        weights.import_folder(folder, tmp_path / "ours", weights.AS_STORED)
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            assert (tmp_path / "ours" / name).read_bytes() == (GOLDEN / "tied" / name).read_bytes()
+            assert not (tmp_path / "ours" / name).is_symlink()
+        shutil.rmtree(tmp_path / "ours")
+
+
 def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run, no checkpoint"):
         exported(GOLDEN / "tied", tmp_path / "out")
