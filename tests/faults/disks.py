@@ -49,13 +49,13 @@ class Disk:
 
     def fail(self) -> None:
         """Make it read-only at once, as the kernel does after an error (`errors=remount-ro`); a `failing_disk` only."""
-        _mount("-o", "remount,abort", str(self.path))
+        subprocess.run(["mount", "-o", "remount,abort", str(self.path)], timeout=30, check=True)
 
     def repair(self) -> None:
         """Check a disk that failed, and mount it again; nothing may use it."""
-        _run("umount", str(self.path))
+        subprocess.run(["umount", str(self.path)], timeout=30, check=True)
         subprocess.run(["e2fsck", "-fy", str(self._image)], capture_output=True, timeout=30, check=False)
-        _mount("-o", "loop", str(self._image), str(self.path))
+        subprocess.run(["mount", "-o", "loop", str(self._image), str(self.path)], timeout=30, check=True)
 
 
 @contextlib.contextmanager
