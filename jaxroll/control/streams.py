@@ -12,10 +12,12 @@ import locale
 import os
 import select
 import sys
+import time
 from typing import TextIO
 
 UTF8_ENV = "PYTHONUTF8"
 NOT_SHOWN_S = 1.0  # a run waits this long for a reader that does not read, and then discards what it would show
+_FULL_PAUSE_S = 0.01
 _PIECE = 4096  # poll() promises room for this much in a pipe (PIPE_BUF)
 _READER_LEFT = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 
@@ -39,7 +41,7 @@ class Outlet(io.RawIOBase):
     """A file descriptor that takes everything: after the first error, and for a reader that stalls, it discards."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._fd, self._out = fd, _reopened_terminal(fd)
         self.patience_s: float | None = None  # None: wait for the reader as long as it takes
         self.error: OSError | None = None
         self._stalled = False
@@ -59,26 +61,52 @@ class Outlet(io.RawIOBase):
         if self.error is not None:
             return len(piece)
         try:
-            if not self._has_room():
-                return len(piece)
-            return os.write(self._fd, piece)
-        except BlockingIOError:  # somebody made the pipe non-blocking, and the room is gone
-            return 0
+            return self._written(piece)
         except OSError as error:
             self.error = error
             return len(piece)
 
-    def _has_room(self) -> bool:
+    def _written(self, piece: memoryview) -> int:
+        until_s = None if self.patience_s is None else time.monotonic() + (0 if self._stalled else self.patience_s)
+        while self._has_room(until_s):
+            try:
+                return os.write(self._out, piece)
+            except BlockingIOError:  # room for less than a line's end, or another process took it
+                if until_s is not None and time.monotonic() >= until_s:
+                    self._stalled = True
+                    break
+                time.sleep(_FULL_PAUSE_S)
+        return len(piece)
+
+    def _has_room(self, until_s: float | None) -> bool:
+        left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
         poll = select.poll()
-        poll.register(self._fd, select.POLLOUT)
-        wait_ms = None if self.patience_s is None else 0 if self._stalled else 1000 * self.patience_s
-        self._stalled = not poll.poll(wait_ms)
+        poll.register(self._out, select.POLLOUT)
+        self._stalled = not poll.poll(None if left_s is None else 1000 * left_s)
         return not self._stalled
+
+    def close(self) -> None:
+        """Close what this object opened, which the descriptor itself is not."""
+        if not self.closed and self._out != self._fd:
+            os.close(self._out)
+        super().close()
 
     @property
     def lost(self) -> OSError | None:
         """The error that output was lost to; None while there is none, or where the reader only stopped reading."""
         return None if self.error is None or self.error.errno in _READER_LEFT else self.error
+
+
+def _reopened_terminal(fd: int) -> int:
+    """A non-blocking descriptor of the terminal at `fd`; `fd` itself where it is no terminal or cannot be opened.
+
+    poll() promises a terminal's room for one byte only, so a blocking write may wait for a terminal that is stopped or
+    not read. O_NONBLOCK on `fd` would also hold for the shell, which shares its open file description.
+    """
+    try:
+        return os.open(os.ttyname(fd), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return fd
 
 
 def harden() -> Outlet:

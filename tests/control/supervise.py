@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 from jaxroll.config import SupervisorConfig
-from jaxroll.control.live import PlainView
+from jaxroll.control import streams
+from jaxroll.control.live import open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
 
@@ -22,7 +23,12 @@ def main() -> int:
     run_dir, file = Path(sys.argv[1]), Path(sys.argv[2])
     values = json.loads(file.read_text())
     config = SupervisorConfig(**values["config"])
-    return Supervisor(specs_from(values["specs"]), run_dir, config, PlainView(run_dir, 5)).run()
+    streams.harden().patience_s = streams.NOT_SHOWN_S  # as `jaxroll train` does
+    view = open_view(run_dir, 5)
+    try:
+        return Supervisor(specs_from(values["specs"]), run_dir, config, view).run()
+    finally:
+        view.close()
 
 
 if __name__ == "__main__":

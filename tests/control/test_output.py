@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,33 @@ def test_an_outlet_with_patience_discards_what_a_stalled_reader_does_not_take(pi
     assert 0 < len(taken) < 64 * 4096
     assert outlet.write(b"again") == 5 and os.read(reader, 99) == b"again"
     assert outlet.error is None
+
+
+@pytest.mark.parametrize("line", [b"x" * 79 + b"\n", b"\n"])
+def test_an_outlet_discards_what_a_terminal_that_is_not_read_does_not_take(line: bytes) -> None:
+    master, terminal = os.openpty()
+    outlet = streams.Outlet(terminal)
+    outlet.patience_s = 0.05
+    data = line * (400_000 // len(line))
+
+    def write() -> None:
+        left = memoryview(data)
+        while left:
+            left = left[outlet.write(left) :]
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive() and outlet.error is None and os.get_blocking(terminal)
+    shown = 0
+    while select.select([master], [], [], 0.2)[0]:
+        shown += len(os.read(master, 2**16))
+    assert 0 < shown < len(data)
+    assert outlet.write(b"again") == 5 and os.read(master, 99) == b"again"
+    os.close(master)
+    assert outlet.write(b"gone") == 4 and outlet.error is not None and outlet.lost is None
+    outlet.close()
+    os.close(terminal)
 
 
 def test_an_outlet_keeps_the_error_of_a_full_disk() -> None:
