@@ -5,6 +5,7 @@ Both views keep a `Status`; both also write TensorBoard events, since every metr
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from jaxroll.metrics import TensorBoardTracker
 
 SILENCE_S = 8.0
 EVENTS_SHOWN = 4
+_TERMINALS_OF_LINES = ("", "dumb", "unknown")  # values of TERM
 
 
 class View:
@@ -143,5 +145,6 @@ class TableView(View):
 
 
 def open_view(run_dir: Path, of_steps: int) -> View:
-    """The table on a terminal, lines elsewhere."""
-    return TableView(run_dir, of_steps) if sys.stdout.isatty() else PlainView(run_dir, of_steps)
+    """The table on a terminal that can move its cursor, lines elsewhere."""
+    table = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in _TERMINALS_OF_LINES
+    return TableView(run_dir, of_steps) if table else PlainView(run_dir, of_steps)

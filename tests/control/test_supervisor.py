@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +48,7 @@ class Stage:
         words: dict[str, list[str]] | None = None,
         gang: tuple[str, ...] = (),
         terminal: int | None = None,
+        term: str | None = "xterm",
         **config: float,
     ) -> None:
         """Start the supervisor; on a `terminal` of its own where one is given."""
@@ -59,9 +65,12 @@ class Stage:
         file = self.events.with_name("specs.json")
         file.write_text(json.dumps({"specs": specs, "config": settings}))
         on_terminal = [] if terminal is None else [sys.executable, "-c", TAKE_TERMINAL]
+        env = {**os.environ, "TERM": term or ""}
+        if term is None:
+            del env["TERM"]
         self.process = subprocess.Popen(
             [*on_terminal, sys.executable, str(HERE / "supervise.py"), str(self.run_dir), str(file)],
-            stdin=subprocess.DEVNULL if terminal is None else terminal, text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL if terminal is None else terminal, text=True, start_new_session=True, env=env,
             stdout=subprocess.PIPE if terminal is None else terminal, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
@@ -355,6 +364,90 @@ def test_a_run_whose_terminal_is_closed_ends_in_order(stage: Stage) -> None:
     assert code == 130
     assert "end learner" in stage.events.read_text(), "it was not given the time to end"
     assert stage.names("term")[:2] == ["learner", "evaluator"] and stage.names("term")[-1] == "store"
+
+
+SIZES = ((50, 200), (24, 80), (5, 10), (1, 1), (0, 0), (1, 200), (50, 1), (65535, 65535), (24, 80))  # rows, columns
+
+
+class Screen:
+    """The reading end of a terminal, which keeps what was shown."""
+
+    def __init__(self) -> None:
+        self.master, self.end = os.openpty()
+        self.shown = b""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def read(self) -> None:
+        """Read from now on."""
+        self._thread.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # the last process on it has ended
+            while data := os.read(self.master, 2**16):
+                self.shown += data
+        os.close(self.master)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Change the size; the kernel sends SIGWINCH to the processes in the foreground."""
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+def train_step(stage: Stage, step: int) -> None:
+    """A metrics row as a learner's."""
+    tracker = metrics.JsonlTracker(stage.run_dir / "metrics.jsonl")
+    now = time.time()
+    tracker.log({"t": now, "role": "learner", "kind": "step", "step": step, "t0": now, "t1": now, "train_s": 0.1,
+                 "wait_s": 0.1, "publish_s": 0.1, "age_hist": {"0": 1}, "reward_mean": step / 1000})  # fmt: skip
+    tracker.close()
+
+
+def end_all(stage: Stage) -> int:
+    """The exit code of a run whose roles end now."""
+    stage.learner_done.touch()
+    stage.evaluator_done.touch()
+    return stage.process.wait(timeout=PATIENCE_S)
+
+
+def test_the_table_follows_a_terminal_whose_size_changes(stage: Stage) -> None:
+    screen = Screen()
+    stage.start(terminal=screen.end)
+    os.close(screen.end)
+    screen.read()
+    stage.all_up()
+    for step in range(1, 4):
+        train_step(stage, step)
+        for size in SIZES:
+            screen.resize(*size)
+            time.sleep(0.0 if step == 1 else 0.3)  # at first faster than it is drawn
+    until(lambda: b"0.003" in screen.shown, "the third step on the screen")
+    assert end_all(stage) == 0
+    assert b"Traceback" not in screen.shown
+    assert [row for row in metrics.read(stage.run_dir / "metrics.jsonl") if row["kind"] == "event"] == []
+
+
+def test_a_run_ends_though_its_terminal_is_stopped(stage: Stage) -> None:
+    screen = Screen()
+    stage.start(terminal=screen.end)
+    stage.all_up()
+    os.write(screen.master, b"\x13")  # Ctrl-S
+    for step in range(1, 40):
+        train_step(stage, step)
+    assert end_all(stage) == 0
+    os.close(screen.end)
+    os.close(screen.master)
+
+
+@pytest.mark.parametrize("term", ["dumb", None])
+def test_a_terminal_that_cannot_move_its_cursor_is_shown_lines(stage: Stage, term: str | None) -> None:
+    screen = Screen()
+    stage.start(terminal=screen.end, term=term)
+    os.close(screen.end)
+    screen.read()
+    stage.all_up()
+    train_step(stage, 1)
+    until(lambda: b"step 1/5  reward 0.001" in screen.shown, "the step on the screen")
+    assert end_all(stage) == 0
+    assert b"\x1b" not in screen.shown
 
 
 def test_nobody_is_left_after_the_supervisor_is_killed(stage: Stage) -> None:
