@@ -95,24 +95,5 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 def on_stop(stop: Callable[[], object]) -> None:
     """Call `stop` at every signal that asks this process to stop. To be called by the main thread."""
-
-    def handle(*_: object) -> None:
-        drop_lost_terminal()
-        stop()
-
     for signum in stop_signals():
-        signal.signal(signum, handle)
-
-
-def drop_lost_terminal() -> None:
-    """Send standard output and error to /dev/null where they lead to a terminal that is gone.
-
-    A print there would raise, and end the process before its last checkpoint.
-    """
-    for descriptor in (1, 2):
-        try:
-            os.write(descriptor, b"")  # the kernel refuses even this after a hang-up
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, descriptor)
-            os.close(null)
+        signal.signal(signum, lambda *_: stop())

@@ -170,7 +170,6 @@ class Supervisor:
         return code
 
     def _interrupt(self, signum: int, frame: object) -> None:
-        lifeline.drop_lost_terminal()
         if signum == signal.SIGHUP:
             self._hung_up = True
         else:

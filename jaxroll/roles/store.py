@@ -32,7 +32,6 @@ async def _serve(args: RoleArgs) -> None:
 
     def stop() -> None:
         nonlocal stopping
-        lifeline.drop_lost_terminal()
         if not stopping:  # a second cancellation would interrupt the orderly end that the first one began
             stopping = True
             serving.cancel()
