@@ -154,7 +154,7 @@ DAMAGES: dict[str, Damage] = {
     "heldout object": writes("heldout.json", b'{"a": [1]}'), "heldout latin-1": writes("heldout.json", b'["\xe4"]'),
     "heldout folder": folder("heldout.json"), "heldout deep": writes("heldout.json", b"[" * 100_000),
     "alphabet words": writes("alphabet.json", b"{"),
-    "alphabet folder": folder("alphabet.json"),
+    "alphabet folder": folder("alphabet.json"), "alphabet number": writes("alphabet.json", b"3"),
     "checkpoints file": writes("checkpoints", b"x"), "secret junk": writes("token", b"\xff"),
 }  # fmt: skip
 
