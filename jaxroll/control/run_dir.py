@@ -299,7 +299,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         try:
-            file = held.enter_context((path / LOCK_FILE).open("a"))
+            file = held.enter_context((path / LOCK_FILE).open("ab"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunInUse("--run", str(path), "another process is running this run", "Stop it first.") from None

@@ -31,7 +31,7 @@ def write(folder: Path) -> None:
     if (folder / NAME).exists():
         return
     draft = folder / f".{NAME}"
-    draft.write_text(json.dumps({"digest": _DIGEST, "files": _sums(folder)}))
+    draft.write_text(json.dumps({"digest": _DIGEST, "files": _sums(folder)}), encoding="utf-8")
     os.replace(draft, folder / NAME)
 
 

@@ -47,8 +47,8 @@ def write(
 ) -> None:
     """Write the three files into `folder`, asking for one `value` after the other."""
     tensor_files.write(folder / _ARRAYS, leaves, value)
-    (folder / _MODEL).write_text(json.dumps(dataclasses.asdict(spec), indent=1))
-    (folder / _TOKENIZER).write_text(json.dumps(dict(tokenizer), indent=1, ensure_ascii=False))
+    (folder / _MODEL).write_text(json.dumps(dataclasses.asdict(spec), indent=1), encoding="utf-8")
+    (folder / _TOKENIZER).write_text(json.dumps(dict(tokenizer), indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 @contextmanager

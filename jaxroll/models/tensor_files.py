@@ -200,7 +200,7 @@ def write_folder(folder: Path, leaves: Mapping[str, Leaf], value: Callable[[str]
         files |= dict.fromkeys(names, file)
     total = sum(leaf.size_bytes for leaf in leaves.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return len(shards)
 
 

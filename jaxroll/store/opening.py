@@ -22,7 +22,7 @@ _PROMISED = {"journal_mode": "wal", "synchronous": 2}
 def checked_folder(run_dir: Path) -> None:
     """ConfigError when the folder is on a file system that cannot keep the log's promises."""
     try:
-        table = filesystem.MOUNTINFO.read_text(errors="surrogateescape")
+        table = filesystem.MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:  # not Linux: nothing to read it from
         return
     why = filesystem.unfit(run_dir.resolve(), table)
@@ -32,7 +32,7 @@ def checked_folder(run_dir: Path) -> None:
 
 def locked(path: Path) -> IO[str]:
     """The lock file, held until it is closed or the process ends; InfraError naming the process that holds it."""
-    file = open(path, "a+")  # noqa: SIM115 (held until the log closes)
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (held until the log closes)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

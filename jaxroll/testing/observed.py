@@ -119,7 +119,7 @@ def _counted(pids: list[int], what: str) -> int:
 
 def _resident_bytes(pid: int) -> int:
     try:
-        with open(f"/proc/{pid}/statm") as file:
+        with open(f"/proc/{pid}/statm", "rb") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
         return 0

@@ -93,7 +93,7 @@ def note(run_dir: Path, tokenizer: Tokenizer) -> None:
     """Write into the run's folder what cannot be read off its config: the alphabet of a `char` tokenizer."""
     if isinstance(tokenizer, CharTokenizer):
         scratch = run_dir / f".{ALPHABET_FILE}.{os.getpid()}"
-        scratch.write_text(json.dumps(tokenizer.alphabet) + "\n")
+        scratch.write_text(json.dumps(tokenizer.alphabet) + "\n", encoding="utf-8")
         os.replace(scratch, run_dir / ALPHABET_FILE)
 
 
