@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxroll.clock import unix_s
 from jaxroll.engine.host import EngineHost
-from jaxroll.errors import TransferError
+from jaxroll.errors import InfraError, TransferError
 from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
 from jaxroll.models import params
@@ -28,6 +30,7 @@ from jaxroll.transfer.receive import NOTHING_HELD, Receiver, Staged
 Params = dict[str, jax.Array]
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
 FLIP_POLL_S = 0.005
+STARVED_TRIES = 8  # about ten seconds
 
 
 class Whole:
@@ -135,9 +138,11 @@ class WeightFollower:
         A transfer that fails leaves the engine where it is (the store's age limit then stops its leases) and is tried
         again after a pause that doubles, or with whatever was published meanwhile. It is said once for each snapshot
         and kind of failure, and again when it is over: a learner that is down for an hour costs one line.
+
+        Raises InfraError when this process has had no free descriptor at `STARVED_TRIES` attempts in a row.
         """
         failing: Snapshot | None = None
-        failures, said = 0, ""
+        failures, starved, said = 0, 0, ""
         while True:
             snapshot = await store.published(self.version, wait_s, in_turn=True)
             if snapshot is None:
@@ -148,10 +153,14 @@ class WeightFollower:
                 await self.bring(snapshot)
             except TransferError as error:
                 failures += 1
+                starved = starved + 1 if _no_descriptor(error) else 0
+                if starved == STARVED_TRIES:  # it may have leaked them: a new process has them all
+                    raise InfraError(f"{error}. Raise the limit of descriptors (ulimit -n).") from error
                 if said != (said := type(error).__name__):
                     self._progress(f"weights {snapshot.version}: {said}: {error}")
                 await asyncio.sleep(min(RETRY_FIRST_S * 2 ** (failures - 1), RETRY_MAX_S))
                 continue
+            starved = 0
             if failures:
                 self._progress(f"weights {snapshot.version}: here at attempt {failures + 1}")
 
@@ -162,6 +171,11 @@ class WeightFollower:
             engine.warmup(params)
             self._progress.end("compiling the engine")
         engine.swap(version, params)
+
+
+def _no_descriptor(error: TransferError) -> bool:
+    """Whether this process's own limit of open files is the cause. Not every channel keeps the number of an error."""
+    return os.strerror(errno.EMFILE) in str(error)
 
 
 def weights_token(run_dir: Path) -> str:

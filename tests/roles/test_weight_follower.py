@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxroll.errors import DigestMismatch, TransferError
+from jaxroll.errors import DigestMismatch, InfraError, TransferError
 from jaxroll.records import Snapshot, Version
 from jaxroll.roles import weights
 
@@ -68,6 +68,24 @@ def test_another_kind_of_failure_and_another_snapshot_are_news(monkeypatch: pyte
     assert [line.partition(":")[2].split(":")[0].strip() for line in script.lines] == [
         "TransferError", "DigestMismatch", "DigestMismatch",
     ]  # fmt: skip
+
+
+def test_a_process_without_free_descriptors_ends_as_a_new_one_has_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    starved = TransferError("no parameters from here: [Errno 24] Too many open files")
+    script = Script(*[(snapshot(1 + number // 3), starved) for number in range(20)])
+    nothing: Any = None
+    follower = weights.WeightFollower(nothing, nothing, script.lines.append)
+    monkeypatch.setattr(follower, "bring", script.bring)
+    monkeypatch.setattr(weights.asyncio, "sleep", script.sleep)
+    with pytest.raises(InfraError, match="ulimit -n"):
+        asyncio.run(follower.follow(script))
+    assert len(script.pauses) == 7
+
+
+def test_a_shortage_of_descriptors_that_passes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    starved = TransferError("no parameters from here: [Errno 24] Too many open files")
+    steps = [*[(snapshot(1), starved)] * 5, (snapshot(1), None), *[(snapshot(2), starved)] * 5, (snapshot(2), None)]
+    assert followed(Script(*steps), monkeypatch).steps == []
 
 
 def test_weights_that_come_at_once_are_nothing_to_talk_about(monkeypatch: pytest.MonkeyPatch) -> None:
