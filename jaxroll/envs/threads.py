@@ -91,8 +91,8 @@ class Threads:
     def _submit(self, call: _Call) -> None:
         with self._lock:
             self._waiting += 1
+            self._calls.put(call)
             start = self._wants_another()
-        self._calls.put(call)
         if start:
             self._start()
 
@@ -105,16 +105,25 @@ class Threads:
         return True
 
     def _start(self) -> None:
-        """Start the thread that was promised. InfraError when there can be none at all."""
+        """Start the thread that was promised. Where there can be none at all, all calls that wait get InfraError."""
         try:
             threading.Thread(target=self._work, name="environment", daemon=True).start()
         except RuntimeError as error:  # the machine's limit, below ours: those that there are go on
             with self._lock:
                 self._starting = False
                 self._live, self._idle, self.started = self._live - 1, self._idle - 1, self.started - 1
-                alone = not self._live
-            if alone:
-                raise InfraError(f"no thread can be started for environments: {error}") from error
+                if not self._live:
+                    self._refuse_waiting(f"no thread can be started for environments: {error}")
+
+    def _refuse_waiting(self, reason: str) -> None:
+        """Fail the calls that no thread has taken. Only with the lock."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                self._waiting -= 1
+                if not call.abandoned:
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
+                        call.loop.call_soon_threadsafe(_settle, call.future, None, InfraError(reason))
 
     def _give_up(self, call: _Call) -> None:
         with self._lock:

@@ -120,6 +120,35 @@ def test_where_no_thread_can_be_started_it_is_the_machines_fault(monkeypatch: py
     assert threads.hanging == 0
 
 
+def test_a_call_that_waits_for_a_replacement_that_is_refused_fails(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would start a thread for it: it waited without limit, since its limit counts from its start."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads, inside = Threads(most=1), threading.Event()
+
+    def hang() -> None:
+        inside.set()
+        gate.wait(DEADLINE_S)
+
+    async def hang_before_another() -> None:
+        hanging = asyncio.ensure_future(threads.call(hang, 0.5, "step"))
+        assert await asyncio.to_thread(inside.wait, DEADLINE_S)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        waiting = asyncio.ensure_future(threads.call(lambda: "served", LONG_S, "step"))
+        with pytest.raises(Abandoned):
+            await hanging
+        with pytest.raises(InfraError, match="can't start"):
+            await waiting
+        monkeypatch.undo()
+        assert await threads.call(lambda: "served", LONG_S, "step") == "served"
+
+    run(hang_before_another())
+
+
 def test_a_thread_that_comes_back_is_counted_no_longer(gate: threading.Event) -> None:
     threads, back = Threads(), threading.Event()
 
