@@ -341,7 +341,7 @@ def compacting(run: Run) -> Iterator[Callable[[], bool]]:
     """Whether parts of a snapshot of the store are on disk and its mark is not."""
     sql = "SELECT 1 FROM snapshot_parts WHERE position > (SELECT COALESCE(MAX(position), 0) FROM snapshots) LIMIT 1"
     try:
-        connection = sqlite3.connect(f"file:{run.run_dir / 'store.db'}?mode=ro", uri=True)
+        connection = sqlite3.connect(f"{(run.run_dir / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
     except sqlite3.Error as error:
         raise Skipped(f"no database to watch: {error}") from error
     with contextlib.closing(connection) as db:

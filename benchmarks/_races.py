@@ -160,7 +160,7 @@ def losses(log: Path, stopped: list[str]) -> dict[str, int]:
     Each must be a failure of its question, or a member of it whose end is logged and is not to be done. One that is
     still leased is neither (`under_way`): the run ended meanwhile.
     """
-    db = sqlite3.connect(f"file:{log}?mode=ro", uri=True)
+    db = sqlite3.connect(f"{log.absolute().as_uri()}?mode=ro", uri=True)
     try:
         states = Counter(dict(db.execute("SELECT state, COUNT(*) FROM members GROUP BY state").fetchall()))
         ended = (

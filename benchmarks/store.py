@@ -171,7 +171,7 @@ def kill_round(scale: Scale, folder: Path) -> dict[str, Any]:
 
 
 def _rows(folder: Path) -> int:
-    db = sqlite3.connect(f"file:{folder / 'store.db'}?mode=ro", uri=True)
+    db = sqlite3.connect(f"{(folder / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
     try:
         return db.execute("SELECT COUNT(*) FROM payloads").fetchone()[0]
     finally:
@@ -180,7 +180,7 @@ def _rows(folder: Path) -> int:
 
 def _found(folder: Path, acknowledged: dict[tuple[int, int], str]) -> tuple[int, str]:
     """How many of the acknowledged members are in the file with the bytes that were put, and whether it is sound."""
-    db = sqlite3.connect(f"file:{folder / 'store.db'}?mode=ro", uri=True)
+    db = sqlite3.connect(f"{(folder / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
     try:
         rows = db.execute("SELECT group_id, member, body FROM payloads")
         found = sum(acknowledged.get((group, member)) == wire.digest(body) for group, member, body in rows)

@@ -311,11 +311,11 @@ class _Check:
             env = self._places.create(self._name)
             first = await asking.reset(env, task)
             await asking.close(env)
-            with contextlib.suppress(Exception):  # it may refuse
+            with contextlib.suppress(Exception):  # foreign code: it may refuse, in whatever way
                 if tuple(await asking.reset(env, task)) != tuple(first):
                     self.add("a reset after close shows another prompt", f"task {task.index}",
                              "refuse it, or begin as for the first time")  # fmt: skip
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # only the first close is judged
                 await asking.close(env)
 
         for what, job in (("close() before any reset", closed_unused), ("two resets", reset_twice),

@@ -259,7 +259,9 @@ class Cluster:
         if not path.exists():
             return []
         mode = "ro" if self.store.alive else "rw"  # a WAL that nobody holds open must be recovered by its reader
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode={mode}", uri=True, timeout=LIMIT_S)) as db:
+        with contextlib.closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=LIMIT_S)
+        ) as db:
             return db.execute(sql, parameters).fetchall()
 
     def granted(self, holder: str) -> set[tuple[int, int, int]]:

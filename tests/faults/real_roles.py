@@ -137,7 +137,9 @@ class World:
 
     def query(self, sql: str, *values: object) -> list[tuple]:
         """Rows of RUN/store.db."""
-        with contextlib.closing(sqlite3.connect(f"file:{self.run_dir / 'store.db'}?mode=ro", uri=True)) as db:
+        with contextlib.closing(
+            sqlite3.connect(f"{(self.run_dir / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
+        ) as db:
             return db.execute(sql, values).fetchall()
 
     def logs(self) -> str:

@@ -33,7 +33,7 @@ def test_a_synchronous_run_that_chooses_what_it_trains_on(free_run_dir):
         assert report["aborted_tokens"] > 0
         holders = train.query("SELECT holder, COUNT(*) FROM members WHERE state = 'done' GROUP BY holder")
         assert {holder for holder, _ in holders} == {"sampler-0", "sampler-1"}
-        with sqlite3.connect(f"file:{free_run_dir / 'store.db'}?mode=ro", uri=True) as db:
+        with sqlite3.connect(f"{(free_run_dir / 'store.db').absolute().as_uri()}?mode=ro", uri=True) as db:
             assert replay_log(db).violations == []
 
 

@@ -122,7 +122,7 @@ class Train:
 
     def query(self, sql: str) -> list[tuple]:
         """Rows of RUN/store.db."""
-        with sqlite3.connect(f"file:{self.run_dir / 'store.db'}?mode=ro", uri=True) as db:
+        with sqlite3.connect(f"{(self.run_dir / 'store.db').absolute().as_uri()}?mode=ro", uri=True) as db:
             return db.execute(sql).fetchall()
 
     def report(self) -> dict:

@@ -124,7 +124,7 @@ async def kill_at_random(store: StoreProcess, seed: int, kills: int, working: as
 def position(run_dir: Path) -> int:
     """Records in the log, read beside the store."""
     try:
-        db = sqlite3.connect(f"file:{run_dir / 'store.db'}?mode=ro", uri=True)
+        db = sqlite3.connect(f"{(run_dir / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
     except sqlite3.OperationalError:
         return 0
     try:

@@ -20,7 +20,7 @@ QUERIES = re.findall(r"^```sql\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 def db(tmp_path_factory: pytest.TempPathFactory) -> sqlite3.Connection:
     run_dir = tmp_path_factory.mktemp("run")
     asyncio.run(recorded_run(run_dir))
-    return sqlite3.connect(f"file:{run_dir / 'store.db'}?mode=ro", uri=True)
+    return sqlite3.connect(f"{(run_dir / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
 
 
 def test_the_page_has_ten_queries() -> None:

@@ -283,7 +283,7 @@ def test_what_is_acknowledged_while_upkeep_runs_is_on_disk(tmp_path: Path, monke
         kept_run = Keeper(SETTINGS, Log(tmp_path, history_bytes=0, keep_bytes=0), ManualClock())
         version = kept_run.decide(rq.Begin("L", None))
         publish(kept_run, version)
-        other = sqlite3.connect(f"file:{tmp_path / 'store.db'}?mode=ro", uri=True)
+        other = sqlite3.connect(f"{(tmp_path / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
         for step in range(6):
             for key in lease(kept_run, 8, version, f"r{step}"):
                 put(kept_run, key, version)
