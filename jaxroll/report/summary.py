@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxroll.report import activity, ahead
+from jaxroll.report import activity, ahead, alive
 from jaxroll.report.history import History
 from jaxroll.report.intervals import Interval, intersection, length_s
 from jaxroll.report.record import Run
@@ -167,12 +167,17 @@ def _wait_share(steps: Sequence[Row], window: Interval | None, seconds: float) -
 
 
 def state_of(run: Run, now_s: float | None = None) -> str:
-    """finished | live | stopped: whether all steps are trained, else whether somebody still writes rows."""
+    """finished | live | stopped: whether all steps are trained, else whether a process has the run open.
+
+    A run on another machine is live while its rows are new by this machine's clock.
+    """
     steps = trained_steps(run.rows)
     if steps and steps[-1]["step"] >= run.steps_wanted:
         return "finished"
+    if alive.is_open(run.path):
+        return "live"
     last_t = max((row["t"] for row in run.rows if row.get("t") is not None), default=run.created_s or 0.0)
-    return "live" if (time.time() if now_s is None else now_s) - last_t < LIVE_S else "stopped"
+    return "live" if abs((time.time() if now_s is None else now_s) - last_t) < LIVE_S else "stopped"
 
 
 # --- learner

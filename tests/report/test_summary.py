@@ -1,12 +1,14 @@
 """The report's figures against small runs worked out by hand."""
 
+import fcntl
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.report import activity, checks, intervals, summary
+from jaxroll.control import run_dir
+from jaxroll.report import activity, alive, checks, intervals, summary
 from jaxroll.report.history import History
 from jaxroll.report.record import Run
 
@@ -222,6 +224,17 @@ def test_a_run_is_live_while_rows_come_and_finished_with_its_last_step(tmp_path)
     assert summary.state_of(Run(tmp_path, CONFIG, rows=rows), now_s=110.0) == "live"
     assert summary.state_of(Run(tmp_path, CONFIG, rows=rows), now_s=500.0) == "stopped"
     assert summary.state_of(Run(tmp_path, CONFIG, rows=[step(9, 0.0, 100.0)]), now_s=500.0) == "finished"
+
+
+@pytest.mark.parametrize("lock", [alive.LOCK, run_dir.LOCK_FILE])
+@pytest.mark.parametrize("now_s", [500.0, -5000.0])
+def test_a_run_whose_lock_is_held_is_live_whatever_the_clock_says(tmp_path, lock, now_s):
+    rows = [step(8, 0.0, 100.0)]
+    with (tmp_path / lock).open("w") as file:
+        assert summary.state_of(Run(tmp_path, CONFIG, rows=rows), now_s=now_s) == "stopped"
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert summary.state_of(Run(tmp_path, CONFIG, rows=rows), now_s=now_s) == "live"
+        assert summary.state_of(Run(tmp_path, CONFIG), now_s=now_s) == "live", "before its first row"
 
 
 EVALUATED = {"evaluator": {"every": 3}}
