@@ -43,6 +43,7 @@ ROOMS: Mapping[str, Room] = {
     "env_checks": Room(0, "none"),  # what an environment returned fits the records
     "protocols": Room(0, "none"),
     "wire": Room(0, "none"),
+    "metric_rows": Room(0, "none"),  # their schema
     "metrics": Room(0, "none"),
     "errors": Room(0, "none"),
     "clock": Room(0, "none"),
