@@ -81,6 +81,9 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("weights import configs out", ("configs", "config.json", "Qwen3"), ""),
     ("weights export begun out", ("begun", "checkpoints"), "train --run=begun --resume"),
     ("weights", ("import|export",), "weights import --help"),
+    # environments
+    ("env check nothing:here", ("nothing:here", "its module cannot be imported"), ""),
+    ("env check", ("MODULE:NAME",), "env check --help"),
     # roles and machines
     ("sampler --config=configs/smoke.py --run=r --index=-1", ("--index", "0"), ""),
     ("actor --run=begun", ("placement.actors",), ""),
