@@ -36,6 +36,8 @@ _XLA_FLAGS = (
     # Roles in processes of their own are compiled as users' are.
     "--xla_backend_optimization_level=0",
 )
+# `nohup` and some CI runners start the tests with SIGHUP ignored. Every process that they start would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["NPROC"] = "1"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_XLA_FLAGS]).strip()

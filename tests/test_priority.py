@@ -83,7 +83,7 @@ def test_who_is_refused_for_a_moment_asks_again(monkeypatch: pytest.MonkeyPatch)
         def __init__(self) -> None:
             self.answers: list[type[BlockingIOError] | None] = [BlockingIOError, BlockingIOError, None]
 
-        def write_text(self, text: str) -> None:
+        def write_text(self, text: str, encoding: str) -> None:
             if error := self.answers.pop(0):
                 raise error
 

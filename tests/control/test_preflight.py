@@ -344,6 +344,8 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "envs/registry.py::_load": ("environment's module absent", "environment's module broken"),
     "store/settings.py::Settings.__post_init__": TYPED,
     "store/opening.py": HERE,
+    "store/server.py::serve": HERE,
+    "roles/store.py::_serve": HERE,
     "learner/checkpoint.py::Checkpoints.__init__": TYPED,
     "learner/checkpoint.py::Checkpoints.at": HERE,
     "learner/checkpoint.py::_check_same": HERE,

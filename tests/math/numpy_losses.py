@@ -134,7 +134,7 @@ def aggregated(losses: list[np.ndarray], kind: str, length: int) -> float:
 
 
 def group_std(rewards):
-    if len(rewards) < 2 or np.std(rewards) == 0:
+    if len(rewards) < 2 or np.ptp(rewards) < 1e-9:  # the mean of equal numbers may differ from them in the last bit
         return np.zeros(len(rewards))
     return (rewards - np.mean(rewards)) / np.std(rewards, ddof=1)
 
