@@ -76,32 +76,6 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     assert sent(signal.SIGTERM, lambda: bool(asked)) and asked == [1]
 
 
-LOST = """
-import os, sys
-from jaxroll import lifeline
-terminal, end = os.openpty()
-kept = os.dup(1)
-os.dup2(end, 1)
-os.close(end)
-lifeline.drop_lost_terminal()
-assert os.isatty(1), "it was there"
-os.close(terminal)
-try:
-    print("refused", flush=True)
-except OSError as error:
-    os.write(kept, b"refused, ")
-lifeline.drop_lost_terminal()
-print("goes nowhere", flush=True)
-os.write(kept, b"and dropped")
-"""
-
-
-@pytest.mark.process
-def test_a_lost_terminal_takes_no_output_and_ends_nothing() -> None:
-    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "refused, and dropped"), done.stderr
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("signals", [STOPS[2:], (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM)], ids=["HUP", "thrice"])
 def test_a_store_that_was_started_alone_ends_in_order(tmp_path: Path, signals: tuple[signal.Signals, ...]) -> None:
