@@ -6,6 +6,10 @@ again and again never lives through a call that waits there. gRPC forgets an ans
 that broke off so asks first whether its body is read, and sends it then. Each attempt has a deadline of its own. When
 no connection comes about, the handshake is tried once more by itself (`tls.diagnosis`): what is wrong with
 certificates will not mend by waiting.
+
+gRPC ends a call at its deadline by itself, unless the machine refused it a thread: it waits for that thread from then
+on, often for minutes, and so does every call of this process, each deadline and each cancellation. A call that is
+overdue is therefore ended here, with InfraError, which a new process may spare.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import contextlib
 import errno
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import grpc
@@ -44,6 +48,7 @@ _TRY_AGAIN = frozenset(
 _SENDING = "SendMessageOperation"  # where gRPC says what failed; its status is INTERNAL then
 _WHO_ARE_YOU = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 _UNREAD = (0, 0)
+_OVERDUE_S = 5  # gRPC is late by milliseconds where it is alive
 _TOO_LARGE = "larger than max"  # gRPC's words for an answer that this side does not take; the only final exhaustion
 
 
@@ -116,7 +121,7 @@ class RawClient:
         channel = await self._connected()
         path, metadata = f"/{self._service}/{method}", self._metadata(len(body))
         if len(body) <= limits.PIECE_BYTES:
-            answer = await channel.unary_unary(path)(body, timeout=deadline_s, metadata=metadata)
+            attempt = channel.unary_unary(path)(body, timeout=deadline_s, metadata=metadata)
         elif asks_first:
 
             async def pieces_when_read() -> AsyncIterator[bytes]:
@@ -125,10 +130,10 @@ class RawClient:
                         yield piece
 
             metadata = (*metadata, (limits.ASKS_FIRST, "1"))
-            call = channel.stream_unary(path)(pieces_when_read(), timeout=deadline_s, metadata=metadata)
-            answer = await call
+            attempt = call = channel.stream_unary(path)(pieces_when_read(), timeout=deadline_s, metadata=metadata)
         else:
-            answer = await channel.stream_unary(path)(_pieces(body), timeout=deadline_s, metadata=metadata)
+            attempt = channel.stream_unary(path)(_pieces(body), timeout=deadline_s, metadata=metadata)
+        answer = await _ended(attempt, deadline_s, f"{self._service}.{method} at {self._target}")
         try:
             return wire.decode(answer, Envelope)
         except msgspec.MsgspecError as error:
@@ -211,6 +216,31 @@ def _broke_off(error: grpc.aio.AioRpcError | FileNotFoundError) -> bool:
     if isinstance(error, FileNotFoundError):
         return False
     return error.code() is grpc.StatusCode.INTERNAL and _SENDING in (error.debug_error_string() or "")
+
+
+async def _ended(attempt: Awaitable[bytes], deadline_s: float, where: str) -> bytes:
+    """The answer of `attempt`. InfraError when gRPC does not end it at its deadline.
+
+    A process that was stopped is not blamed: the seconds after the deadline are counted one by one.
+    """
+    loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
+
+    def look(left_s: int) -> None:
+        nonlocal timer
+        if left_s > 0:
+            timer = loop.call_later(1.0, look, left_s - 1)
+        else:
+            limit.reschedule(loop.time())
+
+    timer = loop.call_later(deadline_s, look, _OVERDUE_S)
+    try:
+        async with limit:
+            return await attempt
+    except TimeoutError as error:
+        reason = f"gRPC did not end a call at its deadline of {deadline_s:g} s, nor {_OVERDUE_S} s later"
+        raise InfraError(f"{where}: {reason}; the machine may have refused it a thread") from error
+    finally:
+        timer.cancel()
 
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:

@@ -395,6 +395,30 @@ def test_a_call_that_no_server_survives_ends(monkeypatch: pytest.MonkeyPatch) ->
     run(calls())
 
 
+@pytest.mark.parametrize("size", [1, 2**19])
+def test_a_call_that_grpc_does_not_end_at_its_deadline_is_ended(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the machine refused gRPC a thread: deadlines are not kept any more, and each call waited for ever."""
+
+    def without_deadlines(make):
+        def made(path: str):
+            call = make(path)
+            return lambda *words, timeout, **options: call(*words, **options)
+
+        return made
+
+    async def job() -> None:
+        async with server(Service()) as port, client(f"127.0.0.1:{port}") as raw:
+            channel = await raw._connected()
+            for kind in ("unary_unary", "stream_unary"):
+                monkeypatch.setattr(channel, kind, without_deadlines(getattr(channel, kind)))
+            with pytest.raises(InfraError, match="gRPC did not end a call"):
+                await raw.call("hang", bytes(size), 0.1)
+            assert await raw.call("echo", b"again", 10.0) == b"again"
+
+    monkeypatch.setattr(rpc_client, "_OVERDUE_S", 1)
+    run(job())
+
+
 def test_a_restart_on_the_same_port_is_ridden_out_and_another_is_found_in_the_file(tmp_path: Path) -> None:
     address = tmp_path / "addr"
 
