@@ -401,8 +401,10 @@ def test_a_call_that_grpc_does_not_end_at_its_deadline_is_ended(size: int, monke
 
     def without_deadlines(make):
         def made(path: str):
-            call = make(path)
-            return lambda *words, timeout, **options: call(*words, **options)
+            def called(*words, timeout: float, **options):
+                return make(path)(*words, **options)
+
+            return called
 
         return made
 
