@@ -6,13 +6,16 @@ that `kill -9` of the supervisor leaves nothing behind. Where the kernel has no 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from jaxroll.errors import EXIT_FAILURE
 
@@ -48,6 +51,70 @@ def _kernel_signal() -> bool:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     return libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0
+
+
+async def child(*command: str, **options: Any) -> asyncio.subprocess.Process:
+    """Start a process, with the options of `asyncio.create_subprocess_exec`. OSError where the machine refuses it.
+
+    Before Python 3.12 asyncio waits for a child in a thread, and where that is refused the child is there and lost.
+    Here no thread waits for it, if the kernel has descriptors of processes.
+    """
+    if sys.version_info < (3, 12):
+        _wait_without_threads()
+    try:
+        return await asyncio.create_subprocess_exec(*command, **options)
+    except RuntimeError as error:  # the thread
+        raise OSError(errno.EAGAIN, str(error)) from error
+
+
+def _wait_without_threads() -> None:
+    if isinstance(asyncio.get_child_watcher(), _Waits):
+        return
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return
+    asyncio.set_child_watcher(_Waits())
+
+
+if sys.version_info < (3, 12):
+
+    class _Waits(asyncio.AbstractChildWatcher):
+        """Waits for children on the loop that starts them, as Python 3.12 does; that of 3.11 knows one loop."""
+
+        def __enter__(self) -> _Waits:
+            return self
+
+        def __exit__(self, *exc: object) -> None: ...
+
+        def attach_loop(self, loop: object) -> None: ...
+
+        def close(self) -> None: ...
+
+        def is_active(self) -> bool:
+            return True
+
+        def remove_child_handler(self, pid: int) -> bool:
+            return False
+
+        def add_child_handler(self, pid: int, callback: Callable[..., object], *args: Any) -> None:
+            loop = asyncio.get_running_loop()
+            try:
+                descriptor = os.pidfd_open(pid)
+            except OSError:
+                os.kill(pid, signal.SIGKILL)  # no descriptor is free: nothing would wait for it
+                raise
+
+            def over() -> None:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+                try:
+                    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                except ChildProcessError:  # another waited for it
+                    status = EXIT_FAILURE
+                callback(pid, status, *args)
+
+            loop.add_reader(descriptor, over)
 
 
 def _watch(parent_pid: int) -> None:

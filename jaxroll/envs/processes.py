@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 import jaxroll
+from jaxroll import lifeline
 from jaxroll.config import TaskConfig
 from jaxroll.envs import env_messages as words
 from jaxroll.errors import DataError, InfraError
@@ -39,12 +40,12 @@ class EnvProcess:
         """A process that is ready. InfraError when it does not start."""
         settings = msgspec.json.encode(words.Settings(os.getpid(), task)).decode()
         try:
-            process = await asyncio.create_subprocess_exec(
+            process = await lifeline.child(
                 sys.executable, "-P", "-m", "jaxroll.envs.env_worker", settings,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(),
                 start_new_session=True,
             )  # fmt: skip
-        except (OSError, RuntimeError) as error:  # of this machine: no process or thread, no descriptor, no memory
+        except OSError as error:  # of this machine: no process, no descriptor, no memory
             raise InfraError(f"a process of environments cannot be started: {error}") from error
         made = cls(process)
         try:

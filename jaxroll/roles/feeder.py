@@ -166,7 +166,7 @@ class FeederProcess:
 
     async def _start(self) -> asyncio.subprocess.Process:
         self._doing = "its start"
-        self._process = await asyncio.create_subprocess_exec(
+        self._process = await lifeline.child(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,3 +87,17 @@ def test_three_children_without_progress_end_it_with_what_they_were_at(tmp_path:
 def test_three_children_that_end_are_named(tmp_path: Path) -> None:
     with pytest.raises(InfraError, match="it ended"):
         asked(tmp_path, "sys.exit(1)", deadline_s=20.0)
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the kernel has no descriptors of processes")
+def test_a_child_needs_no_thread_that_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it needed one that was refused, the store ended, since RuntimeError is none of the errors of a child."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if "waitpid" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert [task.index for task, _ in asked(tmp_path, SLOW, deadline_s=20.0)] == [0]
