@@ -141,7 +141,11 @@ def ending(patience_s: float = ENDING_S) -> Iterator[None]:
         number = code if isinstance(code, int) else EXIT_FAILURE if code else 0
         timer = threading.Timer(patience_s, _end, (number,))
         timer.daemon = True
-        timer.start()
+        try:
+            timer.start()
+        except RuntimeError:  # the machine refuses a thread; the exit code of this process stays its own
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it
+            signal.setitimer(signal.ITIMER_REAL, max(patience_s, 1e-3))
 
 
 def _end(code: int) -> None:

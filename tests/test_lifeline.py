@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -41,3 +42,15 @@ def test_a_process_without_such_threads_ends_at_once() -> None:
 def _ended(*, thread: bool, patience: float, last: str) -> subprocess.CompletedProcess[str]:
     code = WAITING.format(thread=thread, patience=patience, last=last)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("thread", "code"), [(False, 7), (True, -signal.SIGALRM)])
+def test_a_process_ends_without_a_thread_that_sees_to_it(thread: bool, code: int) -> None:
+    """A machine that refuses this thread, too: the exit code was lost, and other threads were waited for."""
+    last = """
+    def refused(thread): raise RuntimeError("can't start new thread")
+    threading.Thread.start = refused
+    sys.exit(7)"""
+    done = _ended(thread=thread, patience=0.2 if thread else LIMIT_S / 2, last=last)
+    assert (done.returncode, done.stderr) == (code, "")
