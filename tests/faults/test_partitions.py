@@ -64,7 +64,7 @@ def test_a_partition_longer_than_a_lease_is_named_and_heals(
 @pytest.mark.soak
 @pytest.mark.parametrize("who", ["sampler", "learner"])
 def test_a_partition_that_does_not_heal_ends_the_run_with_the_missing_peer(tmp_path: Path, who: str) -> None:
-    rules = (f"store.stall_s={STALL_S}", "store.stall_abort_s=8")
+    rules = (f"store.stall_s={STALL_S}", "store.stall_abort_s=8", "schedule.straggler_deadline_s=4")
     with Cluster(tmp_path / "run", *SMALL, *rules) as run, Proxy(store_of(run)) as proxy:
         started(run, proxy, who, tmp_path / "cut")
         proxy.partition()
