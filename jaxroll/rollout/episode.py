@@ -198,6 +198,8 @@ async def _generated(
     count = len(completion.tokens)
     if completion.finish not in ("stop", "length"):
         raise InfraError(f"generation ended with {completion.finish!r} after {count} tokens")
+    if not count:
+        raise InfraError("a completion without a token")
     if len(completion.logprobs) != count or sum(run.count for run in completion.versions) != count:
         raise InfraError(
             f"{count} tokens came with {len(completion.logprobs)} log-probs, versions {completion.versions}"

@@ -276,3 +276,12 @@ def test_a_hanging_proxy_is_the_machines_fault() -> None:
 def test_an_environment_that_makes_no_sense_is_a_data_error(result: StepResult) -> None:
     with pytest.raises(DataError):
         run(FakeEnv([result]), FakeProxy([completion("a"), completion("a")]))
+
+
+@pytest.mark.parametrize("finish", ["length", "stop"])
+def test_a_completion_without_a_token_is_the_failure_of_the_engine(finish: str) -> None:
+    """It is no part of the conversation: an empty sampled segment would be taken for a shown one."""
+    empty = Completion(np.array([], np.int32), np.array([], np.float32), (), finish)
+    again = StepResult(done=False, messages=(Message("user", "a"),))
+    with pytest.raises(InfraError, match="without a token"):
+        run(FakeEnv([again]), FakeProxy([completion("cba"), empty]))
