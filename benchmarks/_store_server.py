@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 
 from jaxroll import lifeline, wire
-from jaxroll.config import Config, ScheduleConfig, StoreConfig
+from jaxroll.config import Config, LearnerConfig, ScheduleConfig, StoreConfig
 from jaxroll.records import Grant, Message, Snapshot, Task, Version
 from jaxroll.rpc.envelope import Envelope
 from jaxroll.store import messages as msg
@@ -35,7 +35,8 @@ def config(changes: dict[str, Any]) -> Config:
     """The config of a run; `changes` has keys of schedule and store."""
     schedule = {k: v for k, v in changes.items() if k in ScheduleConfig.__dataclass_fields__}
     store = {k: v for k, v in changes.items() if k in StoreConfig.__dataclass_fields__}
-    return Config(schedule=ScheduleConfig(**schedule), store=StoreConfig(**store))
+    learner = LearnerConfig(row_tokens=10**6)  # members here are of any length
+    return Config(schedule=ScheduleConfig(**schedule), store=StoreConfig(**store), learner=learner)
 
 
 def task(index: int) -> Task:

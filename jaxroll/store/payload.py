@@ -44,13 +44,19 @@ def key_of(body: bytes | memoryview) -> Key:
     return key
 
 
-def put_request(body: bytes | memoryview, recorded: Recorded | None = None) -> PutMember:
-    """The request that the bytes of a member make; StoreRefusal when it contradicts itself, else msgspec's errors."""
+def put_request(
+    body: bytes | memoryview, recorded: Recorded | None = None, *, row_tokens: int = 0, prompt_tokens: int = 0
+) -> PutMember:
+    """The request that the bytes of a member make; StoreRefusal when it contradicts itself, else msgspec's errors.
+
+    `row_tokens` (0: no limit) and `prompt_tokens` are those of the learner, which could not train a longer member.
+    """
     member = wire.decode(body, Member)
     outcome = member.outcome
     key, digest = (member.group, member.member, member.attempt), wire.digest(body)
     if isinstance(outcome, Finished):
         _check(outcome, key)
+        _check_length(outcome, key, row_tokens, prompt_tokens)
         return PutMember(*key, digest, len(body), outcome.versions, None, recorded, outcome.reward)
     if outcome.kind not in FAILURE_KINDS:
         raise StoreRefusal(f"put {key}: a failure is {' or '.join(FAILURE_KINDS)}, not {outcome.kind!r}")
@@ -68,6 +74,8 @@ def _check(outcome: Finished, key: tuple[int, int, int]) -> None:
         shapes = {segment.tokens.shape, segment.loss_mask.shape, segment.logprobs.shape}
         if len(shapes) != 1 or segment.tokens.ndim != 1:
             raise StoreRefusal(f"put {key}: segment {i} has shapes {sorted(shapes)}; all must be [T]")
+        if segment.tokens.size and segment.tokens.min() < 0:
+            raise StoreRefusal(f"put {key}: segment {i} has the token id {segment.tokens.min()}; ids are not negative")
         ones = np.count_nonzero(segment.loss_mask)
         if np.count_nonzero(segment.loss_mask == 1) != ones:
             raise StoreRefusal(f"put {key}: segment {i} has a loss mask beside 0 and 1")
@@ -83,6 +91,22 @@ def _check(outcome: Finished, key: tuple[int, int, int]) -> None:
         raise StoreRefusal(f"put {key}: versions cover {covered} tokens, {sampled} were sampled")
     if not np.isfinite(outcome.reward):
         raise StoreRefusal(f"put {key}: reward {outcome.reward} is not a finite number")
+
+
+def _check_length(outcome: Finished, key: tuple[int, int, int], row_tokens: int, prompt_tokens: int) -> None:
+    """Raises if the conversation has more tokens than the learner has room for; see `rollout.episode.Bounds`."""
+    total, first = sum(segment.tokens.size for segment in outcome.segments), 0
+    for segment in outcome.segments:
+        if segment.loss_mask.any():
+            first += int(segment.loss_mask.argmax())
+            break
+        first += segment.tokens.size
+    apart = first - 1 if 0 < first <= prompt_tokens + 1 else 0
+    if 0 < row_tokens < total - apart:
+        raise StoreRefusal(
+            f"put {key}: {total} tokens, {apart} of them of a prompt that is kept apart, do not fit into "
+            f"learner.row_tokens = {row_tokens}: the learner could never train it"
+        )
 
 
 def masked(body: bytes, step: int, max_age: int) -> bytes:

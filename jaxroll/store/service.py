@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import time
@@ -69,6 +70,9 @@ class StoreService:
         self._last_report: dict[str, str] = Recent(NAMES_KEPT)
         self.holders: dict[str, Version | None] = Recent(NAMES_KEPT)  # the version that each caller says it holds
         self.last_call_s = keeper.now_s()
+        self._read = functools.partial(
+            put_request, row_tokens=keeper.settings.row_tokens, prompt_tokens=keeper.settings.prompt_tokens
+        )
         self._aside = ThreadPoolExecutor(1, "large-puts")  # one: it has its turns with the loop, 5 ms each
 
     def methods(self) -> dict[str, Method]:
@@ -199,8 +203,8 @@ class StoreService:
     async def _request_of(self, key: Key, body: memoryview, recorded: rq.Recorded | None) -> rq.PutMember:
         """Large members are looked at in a thread: of thousands of segments one alone would hold up everybody."""
         if len(body) <= _AT_ONCE_BYTES and len(key.outcome.segments) <= _AT_ONCE_SEGMENTS:
-            return put_request(body, recorded)
-        return await asyncio.get_running_loop().run_in_executor(self._aside, put_request, body, recorded)
+            return self._read(body, recorded)
+        return await asyncio.get_running_loop().run_in_executor(self._aside, self._read, body, recorded)
 
     def close(self) -> None:
         """Let go of the thread."""

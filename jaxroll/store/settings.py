@@ -41,6 +41,8 @@ class Settings:
     redundant_members: int = 0
     replicate: str = "auto"
     dead_groups: int = 0  # that may die between two claims; 0: no limit
+    row_tokens: int = 0  # of the learner, into which a member must fit; 0: no limit
+    prompt_tokens: int = 0  # of a first prompt that the learner keeps apart from its row
 
     def __post_init__(self) -> None:
         for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
@@ -62,6 +64,7 @@ class Settings:
             Filter(s.filter, s.filter_low, s.filter_high, s.filter_limit, s.on_filter_limit), s.redundant_members,
             s.replicate,
             store.dead_limit and max(store.dead_limit, _DEAD_WINDOWS * limiter.window(0)),
+            config.learner.row_tokens, config.learner.prompt_tokens,
         )  # fmt: skip
 
     @property

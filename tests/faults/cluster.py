@@ -142,6 +142,7 @@ class Cluster:
         self, folder: Path, *overrides: str, orders: StoreOrders | None = None, real_feeder: bool = False
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        overrides = ("learner.row_tokens=100000", *overrides)  # scripted members are of any length
         self.folder, self.run_dir = folder, folder / "run"
         self.config = configs.load(str(CONFIG), list(overrides))
         self.digest = configs.digest(self.config)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxroll.config import Config, ScheduleConfig, StoreConfig, digest
+from jaxroll.config import Config, LearnerConfig, ScheduleConfig, StoreConfig, digest
 from jaxroll.records import (
     Claim,
     Failed,
@@ -81,7 +81,8 @@ def configured(**changes: Any) -> Config:
     store = {"lease_s": 30.0}
     for key, value in changes.items():
         (schedule if key in ScheduleConfig.__dataclass_fields__ else store)[key] = value
-    return Config(schedule=ScheduleConfig(**schedule), store=StoreConfig(**store))
+    learner = LearnerConfig(row_tokens=10**6)  # members here are of any length
+    return Config(schedule=ScheduleConfig(**schedule), store=StoreConfig(**store), learner=learner)
 
 
 @contextlib.asynccontextmanager
