@@ -20,6 +20,15 @@ ALONE_S = 30.0  # the longest rest when no other holder could do the work
 TRIAL_FROM = 2  # rests
 SLOWER = 2.5  # times the others' median, in the mean of its last members
 SLOW = "its members take much longer than those of others"
+UNRELIABLE = 0.1  # failed members of the last ones, as a share
+BROKEN = 0.3  # the share from which DATA failures count too, if other holders do not have them
+_OF_ONE = 0.05  # weight of the newest member in that share
+KEPT_BY_CLAIM = 0.99  # of the share, so that a holder which got no work is tried again
+
+
+def failing_share(before: float, *, failed: bool) -> float:
+    """Failed members of the last ones, as a share, after one more."""
+    return (1 - _OF_ONE) * before + _OF_ONE * failed
 
 
 class Health(msgspec.Struct):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+from jaxroll.schedule.health import LONGEST_S, UNRELIABLE
 from jaxroll.schedule.window import Pace, adapted
 from jaxroll.store.settings import CHECKPOINT_WANTED_AT, END_OF_DATA, Settings
 from jaxroll.store.state import State, held_bytes
 
 HUNGRY_S = 10.0  # a sampler with room asks again within this time
+IDLE_S = 120.0  # a holder that was idle so lately can do the work of one that fails
+PRESENT_S = 10.0  # a holder is there for so long after it was last heard of, or for a lease's time if that is longer
 
 
 def window_in_force(settings: Settings, state: State) -> int:
@@ -31,15 +36,55 @@ def is_slow(settings: Settings, state: State, name: str) -> bool:
     return 0.0 < (settings.limiter.alpha + 1) * state.step_s < state.member_s.get(name, 0.0)
 
 
+def is_unreliable(state: State, name: str) -> bool:
+    """Whether so many of the last members of `name` failed that groups are late because of it."""
+    return state.failing.get(name, 0.0) > UNRELIABLE
+
+
+def holds_up(settings: Settings, state: State, name: str) -> bool:
+    """Whether claims wait for members of `name`, so that it gets work only if no other holder has room."""
+    return is_slow(settings, state, name) or is_unreliable(state, name)
+
+
 def with_room(settings: Settings, state: State, but: str, now_s: float) -> list[str]:
-    """Samplers other than `but` that are not slow and were turned away a moment ago."""
+    """Samplers other than `but` that hold nothing up and were turned away a moment ago."""
     asking = (name for name, at_s in state.hungry.items() if name != but and now_s - at_s <= HUNGRY_S)
-    return [name for name in asking if not is_slow(settings, state, name)]
+    return [name for name in asking if not holds_up(settings, state, name)]
 
 
-def has_room(settings: Settings, state: State, but: str, now_s: float) -> str:
-    """One of `with_room`; '' when there is none."""
-    return next(iter(with_room(settings, state, but, now_s)), "")
+def yields_to(settings: Settings, state: State, name: str, now_s: float) -> str:
+    """A holder that gets the work instead of `name`, whose members are slow or fail; '' when `name` may work.
+
+    A slow one yields to a sampler with room. One that fails too often or is on trial yields to a reliable holder that
+    was idle lately. When all others are busy, its work is better than none.
+    """
+    if is_slow(settings, state, name) and (other := next(iter(with_room(settings, state, name, now_s)), "")):
+        return other
+    if not is_unreliable(state, name) and not _waits_for_trial(state, name, now_s):
+        return ""
+    for other, at_s in state.idle_s.items():
+        if other == name or now_s - at_s > IDLE_S or not is_present(settings, state, other, now_s):
+            continue
+        if not is_unreliable(state, other) and not _is_on_trial(state, other):
+            return other
+    return ""
+
+
+def is_present(settings: Settings, state: State, name: str, now_s: float) -> bool:
+    """Whether `name` was heard of lately."""
+    return now_s - state.seen_s.get(name, -math.inf) <= max(PRESENT_S, settings.lease_s)
+
+
+def _is_on_trial(state: State, name: str) -> bool:
+    return name in state.holders and state.holders[name].on_trial
+
+
+def _waits_for_trial(state: State, name: str, now_s: float) -> bool:
+    """Whether `name` is on trial and need not be tried while others are idle; it is, once in `LONGEST_S`."""
+    health = state.holders.get(name)
+    if health is None or not health.on_trial or health.rested_at_s is None:
+        return False
+    return now_s - health.rested_at_s < LONGEST_S
 
 
 def over(settings: Settings, state: State) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxroll.records import Version
-from jaxroll.schedule.health import Health
+from jaxroll.schedule.health import KEPT_BY_CLAIM, Health, failing_share
 from jaxroll.store import cuts, difficulty, speeds
 from jaxroll.store import events as ev
 from jaxroll.store.groups import DONE, DROPPED, FREE, LEASED, Group, Slot
@@ -92,6 +92,7 @@ def _put(state: State, e: ev.Put, now_s: float) -> None:
     slot.rests_until_s, slot.failed_by = 0.0, ()
     _heard_of(state, slot.holder, now_s)
     _note_success(state, slot.holder, e.holder_rest_s, now_s)
+    _note_end(state, slot.holder, failed=False)
     if e.took_s > 0:
         speeds.note(state.member_s, slot.holder, e.took_s)
     state.tokens_put += slot.tokens
@@ -119,9 +120,17 @@ def _member_failed(state: State, e: ev.MemberFailed, now_s: float) -> None:
     if slot.holder not in slot.failed_by:
         slot.failed_by += (slot.holder,)
     slot.avoided_until_s = now_s + AVOIDED_S
+    _note_end(state, slot.holder, failed=True)
     if e.holder_rest_s is not None:
         _note_failure(state, slot.holder, e.holder_rest_s, e.error, now_s)
     state.index.changed(group)
+
+
+def _note_end(state: State, holder: str, *, failed: bool) -> None:
+    share = state.failing.pop(holder, 0.0)
+    if failed or share > 0:
+        state.failing[holder] = failing_share(share, failed=failed)
+        _keep_newest(state.failing)
 
 
 def _note_failure(state: State, holder: str, rest_s: float, error: str, now_s: float) -> None:
@@ -129,8 +138,7 @@ def _note_failure(state: State, holder: str, rest_s: float, error: str, now_s: f
     state.holders[holder] = health  # the newest is the last
     health.failed(rest_s, error[:_ERROR_CHARS], now_s)
     if rest_s > 0:
-        state.hungry.pop(holder, None)
-        state.rooms.pop(holder, None)
+        _not_idle(state, holder)
     _keep_newest(state.holders)
 
 
@@ -140,13 +148,17 @@ def _note_success(state: State, holder: str, slow_rest_s: float | None, now_s: f
         state.holders[holder] = health
         if slow_rest_s > 0:
             health.slowed(slow_rest_s, now_s)
-            state.hungry.pop(holder, None)
-            state.rooms.pop(holder, None)
+            _not_idle(state, holder)
         _keep_newest(state.holders)
     elif (health := state.holders.get(holder)) is not None:
         health.succeeded()
         if not health.rests:
             del state.holders[holder]
+
+
+def _not_idle(state: State, holder: str) -> None:
+    for table in (state.hungry, state.rooms, state.idle_s):
+        table.pop(holder, None)
 
 
 def _heard_of(state: State, holder: str, now_s: float) -> None:
@@ -224,6 +236,7 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     at_once = not state.step_s and e.step == 1 and state.acked < e.step  # both were there when the learner began
     if e.worked_s > 0 and not at_once:
         state.step_s = speeds.lately(state.step_s, e.worked_s)
+    state.failing = {name: kept for name, share in state.failing.items() if (kept := KEPT_BY_CLAIM * share) > 0.001}
     state.claimed_at_s, state.awaited_at_s = now_s, None
     state.moved_at_s = now_s
 
@@ -310,6 +323,7 @@ def _forked(state: State, version: Version, cut: ev.Cut) -> None:
 def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
     state.receipts.pop(state.sessions.pop(e.name, ""), None)
     state.sessions[e.name] = e.session  # the newest is the last
+    state.failing.pop(e.name, None)
     if (health := state.holders.get(e.name)) is not None:
         health.failures, health.rested_at_s = 0, None  # another process: on trial, if the one before was
     if len(state.sessions) > NAMES_KNOWN:
@@ -336,6 +350,9 @@ def _awaited(state: State, e: ev.Awaited, now_s: float) -> None:
 def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
     if e.hungry:
         state.hungry[e.name], state.rooms[e.name] = now_s, e.room
+        state.idle_s.pop(e.name, None)
+        state.idle_s[e.name] = now_s
+        _keep_newest(state.idle_s)
     else:
         state.hungry.pop(e.name, None)
         state.rooms.pop(e.name, None)

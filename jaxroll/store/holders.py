@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from functools import cached_property
 from statistics import median
 
-from jaxroll.schedule.health import SLOWER, Health
-from jaxroll.store.admission import has_room, is_slow
+from jaxroll.schedule.health import BROKEN, SLOWER, UNRELIABLE, Health
+from jaxroll.store.admission import is_present, yields_to
 from jaxroll.store.groups import LEASED, Slot
 from jaxroll.store.settings import Settings
 from jaxroll.store.speeds import lately
 from jaxroll.store.state import State
 
-PRESENT_S = 10.0  # a holder is there for so long after it was last heard of, or for a lease's time if that is longer
 AVOIDED_S = 60.0
 SEEN_EVERY_S = 1.0
 HOLDERS_KEPT = 1000
@@ -33,10 +32,9 @@ def left_s(settings: Settings, state: State, name: str, now_s: float) -> float:
 
 def others(settings: Settings, state: State, name: str, now_s: float) -> Iterator[str]:
     """Holders besides `name` that are there and can be counted on: neither at rest, nor on trial, nor slow."""
-    present_s = max(PRESENT_S, settings.lease_s)
-    for other, at_s in state.seen_s.items():
-        if other != name and now_s - at_s <= present_s:
-            if is_slow(settings, state, other) and has_room(settings, state, other, now_s):
+    for other in state.seen_s:
+        if other != name and is_present(settings, state, other, now_s):
+            if yields_to(settings, state, other, now_s):
                 continue  # it gets no work now
             health = state.holders.get(other)
             if health is None or not (health.on_trial or health.left_s(now_s, alone=False) > 0):
@@ -52,6 +50,21 @@ def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now
     if not usual_s or lately(state.member_s.get(slot.holder, 0.0), took_s) <= SLOWER * median(usual_s):
         return None
     return state.holders.get(slot.holder, Health()).next_slow_rest_s(slot.leased_at_s, now_s)
+
+
+def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -> bool:
+    """Whether many of the last members of `name` failed while those of other holders succeed.
+
+    Then a DATA failure counts against the holder, not against the environment: it is broken on one machine only.
+    """
+    if state.failing.get(name, 0.0) < BROKEN:
+        return False
+    return any(state.failing.get(other, 0.0) <= UNRELIABLE for other in others(settings, state, name, now_s))
+
+
+def left_to_another(settings: Settings, state: State, slot: Slot, now_s: float) -> bool:
+    """Whether a holder is there that has not failed the member, besides the one that fails it now."""
+    return any(other not in slot.failed_by for other in others(settings, state, slot.holder, now_s))
 
 
 def has_leases(state: State, name: str) -> bool:

@@ -102,8 +102,12 @@ def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: 
     data = kind == "DATA"
     failures = 1 + (slot.data_failures if data else slot.infra_failures)
     budget = settings.data_retries if data else settings.infra_retries
-    rest_s = 0.0 if data else settings.backoff_s(failures)
-    holder_rest_s = None if data else state.holders.get(slot.holder, Health()).next_rest_s(slot.leased_at_s, now_s)
+    counts = not data or holders.is_broken_alone(settings, state, slot.holder, now_s)
+    # The back-off is for an outage that all holders see; one failure may as well be of one holder.
+    at_once = data or (failures == 1 and holders.left_to_another(settings, state, slot, now_s))
+    rest_s = 0.0 if at_once else settings.backoff_s(failures)
+    health = state.holders.get(slot.holder, Health())
+    holder_rest_s = health.next_rest_s(slot.leased_at_s, now_s) if counts else None
     failed = ev.MemberFailed(r.group, r.member, r.attempt, r.digest, kind, error, rest_s, holder_rest_s)
     if failures <= budget:
         return Decision([failed], "OK")

@@ -151,7 +151,8 @@ class _Store:
         keeper, last_s = self._keeper, self._keeper.now_s()
         longest_s = min(_TICK_S, keeper.settings.lease_s / 4, max(0.05, keeper.settings.straggler_deadline_s / 4))
         while not self._is_over():
-            due = (next_deadline_s(keeper.state), self._next_straggler_s(keeper.now_s()))
+            now_s = keeper.now_s()
+            due = (next_deadline_s(keeper.state, now_s), self._next_straggler_s(now_s))
             due_s = min((at_s for at_s in due if at_s is not None), default=math.inf)
             pause_s = min(longest_s, max(0.005, due_s - keeper.now_s()))
             keeper.tick_due_s = keeper.now_s() + pause_s

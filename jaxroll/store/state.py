@@ -95,9 +95,11 @@ class State(msgspec.Struct, dict=True):
     step_s: float = 0.0  # how long the learner lately worked on a claim; 0 before it is known
     member_s: dict[str, float] = {}  # holder → how long its members lately took from lease to put
     hungry: dict[str, float] = {}  # sampler → when it last got nothing because the window was full
+    idle_s: dict[str, float] = {}  # the same, kept when it got work since
     rooms: dict[str, int] = {}  # and for how many members it has room
     seen_s: dict[str, float] = {}  # holder → when it was last given work, put or renewed any, or asked for it
     holders: dict[str, Health] = {}  # those whose members failed lately
+    failing: dict[str, float] = {}  # holder → share of its last members that failed, with DATA or INFRA
     questions: dict[str, Question] = {}  # by question hash, the newest last
     lengths: Lengths = msgspec.field(default_factory=Lengths)
     claimed_at_s: float | None = None  # when the newest claim went to this learner; None after a beginning or a restart
@@ -178,11 +180,14 @@ def was_published(lineages: list[Lineage], version: Version) -> bool:
     return newest is not None and 0 <= version.step <= newest
 
 
-def next_deadline_s(state: State) -> float | None:
-    """When the next lease ends or the next resting member may be leased; None when nothing is due."""
+def next_deadline_s(state: State, now_s: float) -> float | None:
+    """When the next lease ends or the next resting member may be leased; None when nothing is due.
+
+    A member whose rest is over and that no holder leases is due no more; a lease that ran out is due until a tick.
+    """
     lacking = state.index.lacking.values()
     due = [s.deadline_s for g in lacking for s in g.slots if s.status == LEASED]
-    due += [s.rests_until_s for g in lacking for s in g.slots if s.status == FREE and s.rests_until_s > 0]
+    due += [s.rests_until_s for g in lacking for s in g.slots if s.status == FREE and s.rests_until_s > now_s]
     return min(due, default=None)
 
 
@@ -200,6 +205,7 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
     state.claimed_at_s = state.awaited_at_s = None
     state.hungry.clear()
     state.rooms.clear()
+    state.idle_s.clear()
     state.seen_s.clear()
     for health in state.holders.values():
         health.rested_at_s = None

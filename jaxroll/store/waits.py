@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxroll.store.admission import is_slow, kept_groups, over, window_in_force
+from jaxroll.store.admission import is_slow, is_unreliable, kept_groups, over, window_in_force
 from jaxroll.store.groups import LEASED, Group
 from jaxroll.store.holders import resting, why_resting
 from jaxroll.store.settings import Settings
@@ -87,7 +87,13 @@ def status(settings: Settings, state: State, prompts_ready: bool = True, now_s: 
         "questions": len(state.questions),
         "slow": sorted(name for name in state.member_s if is_slow(settings, state, name)),
         "resting": resting(settings, state, now_s),
+        "unreliable": unreliable(state),
         "data_ended": state.data_ended,
         "closed": over(settings, state),
         "position": state.position,
     }
+
+
+def unreliable(state: State) -> dict[str, float]:
+    """Holders of whose last members too many failed, with that share."""
+    return {name: round(share, 3) for name, share in state.failing.items() if is_unreliable(state, name)}

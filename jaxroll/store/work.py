@@ -14,7 +14,7 @@ from jaxroll.schedule.sharing import Share
 from jaxroll.store import events as ev
 from jaxroll.store import holders
 from jaxroll.store import requests as rq
-from jaxroll.store.admission import has_room, is_slow, kept_groups, over, window_in_force
+from jaxroll.store.admission import is_slow, kept_groups, over, window_in_force, yields_to
 from jaxroll.store.groups import DONE, LEASED, Group, Slot
 from jaxroll.store.settings import Settings
 from jaxroll.store.shares import free_members, is_awaited, share_of
@@ -66,8 +66,8 @@ def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decisi
         return Decision(reply=rq.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
     if why := holders.refusal(settings, state, r.name, now_s):
         return refuse(NoCredit(why, _ASK_AGAIN_S))
-    if is_slow(settings, state, r.name) and (other := has_room(settings, state, r.name, now_s)):
-        return refuse(NoCredit(f"slow: {r.name} holds claims up, and {other} has room", _ASK_AGAIN_S))
+    if other := yields_to(settings, state, r.name, now_s):
+        return refuse(NoCredit(_why_for_another(settings, state, r.name, other), _ASK_AGAIN_S))
     if holders.on_trial(state, r.name):
         r = replace(r, max_members=1)
     taker = holders.Taker(settings, state, r.name, now_s)
@@ -81,6 +81,13 @@ def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decisi
         unlogged = _seen(state, r, now_s) + _hunger(state, r, refused)
         return Decision(unlogged, _no_credit(settings, state, r, refused, now_s))
     return Decision(events, rq.Leases(tuple(grants), used))
+
+
+def _why_for_another(settings: Settings, state: State, name: str, other: str) -> str:
+    if is_slow(settings, state, name):
+        return f"slow: {name} holds claims up, and {other} has room"
+    share = state.failing.get(name, 0.0)
+    return f"unreliable: {share:.0%} of the last members of {name} failed, and {other} has room"
 
 
 def _lease_refusal(settings: Settings, state: State, r: rq.Lease) -> StoreRefusal | None:

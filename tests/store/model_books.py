@@ -93,7 +93,8 @@ class Books:
         self.passed: frozenset[int] = frozenset()  # prompts that ended before the fork, and do not come again
         self.next_prompt = self.begun_at = 0
         self.published: tuple[int, int, str] | None = None  # lineage, step, address
-        self.turned_away: dict[str, float] = {}  # sampler → when it last got nothing
+        self.idle: dict[str, float] = {}  # sampler → when it last got nothing because the window was full
+        self.failing: dict[str, float] = {}  # holder → failed members of its last ones, as a share
         self.rooms: dict[str, tuple[float, int]] = {}  # the same with its room, until it gets something
         self.slow: set[str] = set()  # samplers that the store calls slow
         self.seen: dict[str, float] = {}  # holder → when it was last heard of
@@ -259,7 +260,7 @@ class Books:
 
     def recovered(self, now: float) -> None:
         """The store came back: every open lease counts from now, rests are over, waits begin anew."""
-        self.turned_away.clear()
+        self.idle.clear()
         self.rooms.clear()
         self.seen.clear()
         for health in self.health.values():
@@ -277,7 +278,8 @@ class Books:
             "counts": self.counts(), "outstanding": self.outstanding(), "claims": self.next_claim,
             "acked": self.acked, "durable": self.durable, "lineage": len(self.lines) - 1, "published": self.published,
             "prompts": self.prompts, "closed": self.closed, "completions": self.completions, "put": self.tokens_put,
-            "masked": self.tokens_masked, "expired": {k: n for k, n in self.tokens_ended.items() if n},
+            "failing": self.failing, "masked": self.tokens_masked,
+            "expired": {k: n for k, n in self.tokens_ended.items() if n},
         }  # fmt: skip
 
     def members(self) -> dict[int, list[tuple[str, int, str]]]:

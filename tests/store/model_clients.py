@@ -36,7 +36,7 @@ class Sampler:
     holding: dict[rq.Key, list[VersionRun]] = field(default_factory=dict)
     unsaid: list[tuple[Any, int, Heard]] = field(default_factory=list)
     leasing: bool = False
-    broken: bool = False  # nearly all that it does fails
+    broken: str = ""  # the kind with which nearly all that it does fails
 
     @property
     def session(self) -> str:
@@ -113,7 +113,7 @@ class Sampler:
         if rng.random() < 0.06 * world.faults:
             failure = (rng.choice(("INFRA", "DATA")), "injected")
         if self.broken and world.faults and rng.random() < 0.8:
-            failure = ("INFRA", "broken")
+            failure = (self.broken, "broken")
         sampled, reward = () if failure else tuple(runs), rng.choice(REWARDS)
         put = rq.PutMember(*key, world.name("d"), rng.choice(BYTES), sampled, failure, reward=reward)
         world.sent = [*world.sent[-40:], put]

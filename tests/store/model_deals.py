@@ -52,7 +52,7 @@ class Sharing(Holders):
         """What the asker may take beside those that were turned away for want of work."""
         room, mode, head = r.max_members, self.rules.replicate, self.rules.batch
         others = [space for name, (at, space) in self.rooms.items()
-                  if name != r.name and now - at <= ASKS_AGAIN_S and name not in self.slow]  # fmt: skip
+                  if name != r.name and now - at <= ASKS_AGAIN_S and not self.holds_up(name)]  # fmt: skip
         if not sum(others):
             return Deal(room, room, Fraction(1), False, False, head, True)
         fraction, there = Fraction(room, room + sum(others)), self.there(r, now)
@@ -84,3 +84,4 @@ class Sharing(Holders):
             self.rooms.pop(r.name, None)
             if reply.startswith("no credit: window"):
                 self.rooms[r.name] = (now, r.max_members)
+                self.idle[r.name] = now

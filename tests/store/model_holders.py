@@ -8,7 +8,7 @@ from jaxroll.store import requests as rq
 from tests.store.model_books import LEASED, broken
 from tests.store.model_learner import LearnerSide
 
-THERE_S, AVOID_S, HUNGRY_S, SEEN_S = 10.0, 60.0, 10.0, 1.0
+THERE_S, AVOID_S, HUNGRY_S, IDLE_S, SEEN_S = 10.0, 60.0, 10.0, 120.0, 1.0
 IN_A_ROW, TRIAL, LONGEST_S, ALONE_S = 4, 2, 600.0, 30.0
 
 
@@ -22,13 +22,47 @@ class Holders(LearnerSide):
 
     def helpers(self, name: str, now: float) -> list[str]:
         """Holders besides `name` that were heard of and can be counted on."""
-        there_s = max(THERE_S, self.rules.lease_s)
-        there = [other for other, at in self.seen.items() if other != name and now - at <= there_s]
-        return [o for o in there if not (o in self.slow and self.turned_down(o, now)) and not self.is_ill(o, now)]
+        there = [other for other in self.seen if other != name and self.is_there(other, now)]
+        return [o for o in there if not self.yields(o, now) and not self.is_ill(o, now)]
 
-    def turned_down(self, name: str, now: float) -> bool:
-        """Whether a slow one gets nothing, because another has room."""
-        return any(o != name and o not in self.slow and now - at <= HUNGRY_S for o, (at, _) in self.rooms.items())
+    def is_there(self, name: str, now: float) -> bool:
+        """Whether it was heard of lately."""
+        return name in self.seen and now - self.seen[name] <= max(THERE_S, self.rules.lease_s)
+
+    def fails(self, name: str) -> bool:
+        """Whether more than a tenth of its last members failed."""
+        return self.failing.get(name, 0.0) > 0.1
+
+    def holds_up(self, name: str) -> bool:
+        """Slow, or failing."""
+        return name in self.slow or self.fails(name)
+
+    def yields(self, name: str, now: float) -> bool:
+        """Whether it gets nothing, because one that does better was idle lately."""
+        if name in self.slow and any(
+            o != name and not self.holds_up(o) and now - at <= HUNGRY_S for o, (at, _) in self.rooms.items()
+        ):
+            return True
+        rested = self.health[name]["at"] if self.on_trial(name) else None
+        if not self.fails(name) and (rested is None or now - rested >= LONGEST_S):
+            return False
+        idle = [o for o, since in self.idle.items() if o != name and now - since <= IDLE_S and self.is_there(o, now)]
+        return any(not self.fails(o) and not self.on_trial(o) for o in idle)
+
+    def busy(self, name: str) -> None:
+        """It is at rest, so it has no room."""
+        self.rooms.pop(name, None)
+        self.idle.pop(name, None)
+
+    def note_end(self, name: str, failed: bool) -> None:
+        """One more member of a holder, the last twenty of which count."""
+        before = self.failing.get(name, 0.0)
+        if failed or before:
+            self.failing[name] = (1 - 0.05) * before + 0.05 * failed
+
+    def is_broken_alone(self, name: str, now: float) -> bool:
+        """Whether a third of its members fail, and another holder's do not."""
+        return self.failing.get(name, 0.0) >= 0.3 and any(not self.fails(o) for o in self.helpers(name, now))
 
     def is_ill(self, name: str, now: float) -> bool:
         """At rest or on trial."""
@@ -61,7 +95,7 @@ class Holders(LearnerSide):
     def note_failure(self, member: dict, now: float) -> None:
         """An INFRA failure of the member's holder, and the rest that it brings."""
         name = member["name"]
-        (said,) = [fact[2] for fact in self.take("rest")]
+        said = next((fact[2] for fact in self.take("rest")), None)
         health = self.health.get(name, {"failures": 0, "rests": 0, "rest": 0.0, "at": None})
         leased = member["leased"]
         due: float | None = 0.0
@@ -78,7 +112,7 @@ class Holders(LearnerSide):
         health["failures"] += 1
         if due:
             health |= {"failures": 0, "rests": health["rests"] + 1, "rest": due, "at": now}
-            self.rooms.pop(name, None)
+            self.busy(name)
 
     def note_success(self, name: str, now: float) -> None:
         """A put, which halves what was counted, unless the store finds it slow beside others."""
@@ -90,7 +124,7 @@ class Holders(LearnerSide):
             self.health[name] = health
             if slow[0]:
                 health |= {"failures": 0, "rests": max(TRIAL, health["rests"] + 1), "rest": slow[0], "at": now}
-                self.rooms.pop(name, None)
+                self.busy(name)
             return
         health |= {"failures": 0, "rests": health["rests"] // 2, "at": None}
         if not health["rests"]:

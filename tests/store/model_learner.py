@@ -300,6 +300,7 @@ class LearnerSide(Books):
                 broken("3 atomic groups", f"group {gid} is claimed in parts")
         self.batches[step] = (reply.groups, reply.shuffle_seed)
         self.next_claim, self.rejected, self.awaited = step + 1, 0, False
+        self.failing = {name: 0.99 * share for name, share in self.failing.items() if 0.99 * share > 0.001}
         here = (self.branch_of[-1], self.next_claim)
         self.claims[here[0], step] = reply.groups
         begun = self.skip_passed(self.next_prompt)

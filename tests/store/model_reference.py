@@ -16,7 +16,6 @@ from tests.store.model_deals import Deal, Sharing
 from tests.store.model_holders import AVOID_S, SEEN_S
 
 FIRST_GUESS_BYTES = 4096  # what may be reserved for a member before any was seen
-HAS_ROOM_S = 10.0  # a sampler that was turned away so lately has room
 BACKOFF_S = (0.5, 30.0)  # the first rest after an INFRA failure, doubled each time, and the longest
 
 
@@ -37,6 +36,7 @@ class Reference(Sharing):
             self.asked.pop(self.sessions.get(r.name, ""), None)
             self.sessions[r.name] = r.session
             self.free(lambda m: m["name"] == r.name and m["session"] != r.session)
+            self.failing.pop(r.name, None)
             if health := self.health.get(r.name):
                 health |= {"failures": 0, "at": None}
 
@@ -66,7 +66,6 @@ class Reference(Sharing):
                 member["leased"] = None if member["leased"] is None else member["leased"] + r.stalled_s
         for health in self.health.values():
             health["at"] = None if health["at"] is None else health["at"] + r.stalled_s
-        self.turned_away = {name: at + r.stalled_s for name, at in self.turned_away.items()}
         return None
 
     def on_Lease(self, r: rq.Lease, reply: Any, now: float) -> None:
@@ -79,9 +78,8 @@ class Reference(Sharing):
             return None
         if self.on_trial(r.name) and not repeated:
             r = replace(r, max_members=1)
-        if isinstance(reply, Exception):
-            if self.is_for_another(r.name, str(reply), now):
-                return None
+        if not repeated and self.is_for_another(r.name, str(reply), now):
+            return None
         given = getattr(reply, "grants", ())
         grants = {(g.group, number): attempt for g in given for number, attempt in g.members}
         if len(grants) < sum(len(g.members) for g in given) or any(g.ttl_s != self.rules.lease_s for g in given):
@@ -109,13 +107,11 @@ class Reference(Sharing):
             self.seen[r.name] = now
 
     def is_for_another(self, name: str, reply: str, now: float) -> bool:
-        """Whether a slow sampler gets nothing because another one has room, which asked for work a moment ago."""
-        if "slow" not in reply:
-            self.turned_away[name] = now
-            return False
-        if not any(other != name and now - at <= HAS_ROOM_S for other, at in self.turned_away.items()):
-            broken("7 slow samplers", f"{reply}, but nobody else was turned away lately: {self.turned_away}")
-        return True
+        """Whether a slow or failing sampler gets nothing because a better one was idle a moment ago."""
+        refused = reply.startswith(("no credit: slow", "no credit: unreliable"))
+        if (due := self.yields(name, now)) != refused:
+            broken("7 slow samplers", f"{reply}, and {name} should{'' if due else ' not'} yield: idle {self.idle}")
+        return refused
 
     def lease_refusals(self, r: rq.Lease) -> set[str]:
         no, version = set(), (r.version.lineage, r.version.step)
@@ -241,6 +237,7 @@ class Reference(Sharing):
         member |= {"status": DONE, "digest": r.digest, "bytes": r.size_bytes, "runs": runs, "rest": 0.0}
         member |= {"reward": r.reward, "failed_by": set()}
         self.note_success(member["name"], now)
+        self.note_end(member["name"], failed=False)
         self.seen[member["name"]] = now
         self.finished[r.group, r.member] = (r.attempt, r.digest)
         self.largest = max(self.largest, r.size_bytes)
@@ -292,10 +289,14 @@ class Reference(Sharing):
         """INFRA is tried again after a rest, DATA at once with another key, neither for ever."""
         member["failed"][r.attempt] = r.digest
         member[kind] += 1
-        if kind == "INFRA":
+        elsewhere = any(o not in member["failed_by"] for o in self.helpers(member["name"], now))
+        if kind == "INFRA" or self.is_broken_alone(member["name"], now):
             self.note_failure(member, now)
+        self.note_end(member["name"], failed=True)
         member |= {"failed_by": member["failed_by"] | {member["name"]}, "avoid": now + AVOID_S}
         rest = min(BACKOFF_S[1], BACKOFF_S[0] * 2 ** (member["INFRA"] - 1)) if kind == "INFRA" else 0.0
+        if member["INFRA"] == 1 and elsewhere:
+            rest = 0.0  # another holder has it at once
         member |= {"status": FREE, "rest": now + rest if rest else 0.0}
         over = member[kind] > (self.rules.infra_retries if kind == "INFRA" else self.rules.data_retries)
         if over and len(self.missing(group := self.open[r.group])) > self.rules.size - sum(

@@ -41,7 +41,7 @@ def facts(events: list[Any]) -> list[Fact]:
             found.append(("aborted", e.group, e.members))
         elif isinstance(e, ev.Died):
             found.append(("dead", e.group))
-        elif isinstance(e, ev.MemberFailed) and e.kind == "INFRA":
+        elif isinstance(e, ev.MemberFailed) and (e.kind == "INFRA" or e.holder_rest_s is not None):
             found.append(("rest", e.group, e.holder_rest_s))
         elif isinstance(e, ev.Put) and e.holder_rest_s is not None:
             found.append(("too slow", e.group, e.holder_rest_s))
@@ -52,7 +52,7 @@ def facts(events: list[Any]) -> list[Fact]:
 
 def answered(request: Any, reply: Any) -> str:
     """The request and its answer in two words, or three."""
-    for word in ("resting", "on trial", "slow"):
+    for word in ("resting", "on trial", "slow", "unreliable"):
         if word in str(reply):
             return word
     failed = "failed " if getattr(request, "failure", None) else ""
@@ -68,7 +68,7 @@ def figures(state: st.State) -> dict[str, Any]:
         "claims": state.next_claim, "acked": state.acked, "durable": state.durable, "lineage": state.lineage,
         "published": published and (published.version.lineage, published.version.step, published.address),
         "prompts": state.prompts_issued, "closed": state.closed, "completions": state.ready_places,
-        "put": state.tokens_put, "masked": state.tokens_masked,
+        "put": state.tokens_put, "masked": state.tokens_masked, "failing": state.failing,
         "expired": {why: count for why, count in state.tokens_expired.items() if count},
     }  # fmt: skip
 

@@ -64,7 +64,7 @@ class World:
         self.learner_share = self.rng.choice((7, 15, 28))  # of the operations, in percent
         self.hostile = self.rng.random() < 0.5
         self.samplers = [Sampler(f"s{i}") for i in range(self.rng.randint(1, 3))]
-        self.samplers[0].broken = self.rng.random() < 0.3
+        self.samplers[0].broken = self.rng.choice(("INFRA", "DATA")) if self.rng.random() < 0.3 else ""
         self.learner, self.lives, self.names = Learner(), 0, 0
         self.zombie: Learner | None = None
         self.checkpoints: list[tuple[Version, tuple]] = []  # on the learner's disk, with what made them

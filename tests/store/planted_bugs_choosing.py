@@ -9,7 +9,7 @@ import msgspec
 from jaxroll.schedule import filters
 from jaxroll.schedule.health import Health
 from jaxroll.schedule.sharing import Share
-from jaxroll.store import apply, completion, core, groups, holders, puts, shares, state, training, work
+from jaxroll.store import admission, apply, completion, core, groups, holders, puts, shares, state, training, work
 from jaxroll.store import events as ev
 from tests.store.planted_bugs import Patch, breaks, wrap
 from tests.store.planted_bugs_training import BUGS
@@ -191,3 +191,33 @@ def rest_outlives_the_process(patch: Patch) -> None:
             health.rested_at_s = before[name]
 
     wrap(patch, apply._EFFECTS, ev.Arrived, arrived)
+
+
+@breaks("failures: rest")
+def unreliable_holder_keeps_its_work(patch: Patch) -> None:
+    patch.setattr(admission, "is_unreliable", lambda now, name: False)
+
+
+@breaks("failures: rest")
+def holder_with_one_failure_is_unreliable(patch: Patch) -> None:
+    patch.setattr(admission, "UNRELIABLE", 0.04)
+
+
+@breaks("failures: rest")
+def all_data_failures_count_against_their_holder(patch: Patch) -> None:
+    patch.setattr(holders, "is_broken_alone", lambda settings, now, name, now_s: True)
+
+
+@breaks("failures: rest")
+def claims_do_not_forgive_failures(patch: Patch) -> None:
+    patch.setattr(apply, "KEPT_BY_CLAIM", 1.0)
+
+
+@breaks("failures: backoff")
+def failed_member_rests_though_another_holder_is_there(patch: Patch) -> None:
+    patch.setattr(holders, "left_to_another", lambda settings, now, slot, now_s: False)
+
+
+@breaks("failures: backoff")
+def failed_member_never_rests(patch: Patch) -> None:
+    patch.setattr(puts.Settings, "backoff_s", lambda self, failures: 0.0)

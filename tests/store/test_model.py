@@ -21,7 +21,7 @@ A_RUN = 500  # operations drawn for one run; it needs some more to end
 SHOWN = 20  # operations
 REACHED = """
     trimmed, stale, lineage, surplus, dead, last_batch, rewinds, forks, crashes, shrunk, masked, narrowed, slow,
-    resting, on trial, avoided,
+    resting, on trial, avoided, unreliable,
     filtered, stopped by the filter, aborted, shared,
     Lease Leases, Lease NoCredit, Lease StaleClient, Lease Closed, Renew tuple, Release None, Tick None,
     PutMember OK, PutMember SURPLUS, PutMember Fenced, PutMember Conflict, PutMember StaleClient,

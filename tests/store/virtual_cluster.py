@@ -175,6 +175,7 @@ class Cluster:
                     self.later(wait_s, lambda key=key, kind=fault.kind: self.fail(sampler, key, kind))
                 else:
                     self.later(duration_s, lambda key=key, began=began: self.put(sampler, key, began))
+        self.lease(sampler)  # what is left of its room it asks for at once
 
     def ask_again(self, sampler: int) -> None:
         self.asking[sampler] = False
