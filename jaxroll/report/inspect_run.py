@@ -35,8 +35,8 @@ def main(
 
 
 def _run_sections(f: Facts) -> list[Section]:
-    return [_now(f), _waits(f), _by_state(f), _head(f), _leases(f), _ended(f), _causes(f), _failures(f), _claims(f),
-            _weights(f), _questions(f), _disk(f)]  # fmt: skip
+    return [_now(f), _waits(f), _by_state(f), _head(f), _leases(f), _ended(f), _causes(f), _failures(f),
+            _holders(f), _claims(f), _weights(f), _questions(f), _disk(f)]  # fmt: skip
 
 
 def _now(f: Facts) -> Section:
@@ -134,6 +134,19 @@ def _failures(f: Facts) -> Section:
         for row in f["failures"]["last"]
     ]
     return Section(f"failures: {kinds}" if kinds else "", ("ago", "member", "kind", "error"), rows)
+
+
+def _holders(f: Facts) -> Section:
+    """Holders that get less work, or none, because of their failures."""
+    resting, unreliable = f["resting"], f["unreliable"]
+    rows = []
+    for name in sorted(resting | unreliable):
+        rest = resting.get(name, {})
+        share = f"{unreliable[name]:.0%}" if name in unreliable else ""
+        length = duration(rest["left_s"]) if rest else ""
+        rows.append((name, share, number(rest.get("rests")) if rest else "", length, short(rest.get("error", ""), 80)))
+    headings = ("holder", "failed lately", "rests", "rest", "last error")
+    return Section("holders that rest or fail", headings, rows, right=frozenset({1, 2, 3}))
 
 
 def _claims(f: Facts) -> Section:

@@ -13,9 +13,10 @@ import msgspec
 from jaxroll.report.alive import store_pid
 from jaxroll.store import reading, snapshots
 from jaxroll.store.apply import replay
+from jaxroll.store.holders import resting
 from jaxroll.store.replay import rules
 from jaxroll.store.state import State, conservation_residual, held_bytes, outstanding
-from jaxroll.store.waits import waits
+from jaxroll.store.waits import unreliable, waits
 
 LEASES, GROUPS, FAILURES, CLAIMS, VERSIONS, QUESTIONS, REASONS = (
     30,
@@ -70,6 +71,8 @@ def _head(run_dir: Path, db: sqlite3.Connection, state: State, now: float) -> Fa
         "last_put_ago_s": None if put is None else now - put[0],
         "last_ack_ago_s": None if acked is None else now - acked[0],
         "waits": waits(settings, state) if settings else {},
+        "resting": resting(settings, state) if settings else {},
+        "unreliable": unreliable(state),
         "steps": settings.steps if settings else None,
         "lineage": state.lineage,
         "published": None if state.published is None else str(state.published.version),

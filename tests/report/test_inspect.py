@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,24 @@ def test_no_log_and_a_broken_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
     db.close()
     assert cli.main(["inspect", str(tmp_path)]) == 1
     assert "A newer JaxRoll wrote it" in capsys.readouterr().err
+
+
+def test_holders_that_rest_or_fail_are_shown(tmp_path: Path) -> None:
+    async def broken() -> None:
+        kept = Keeper(replace(SETTINGS, infra_retries=100), Log(tmp_path), ManualClock())
+        version = kept.decide(rq.Begin("L", None))
+        publish(kept, version)
+        for key in lease(kept, 4, version, "a", name="actor-3"):
+            kept.decide(rq.PutMember(*key, "f", 10, failure=("INFRA", "its scorer is gone")))
+        await kept.log.close()
+
+    asyncio.run(broken())
+    with reading.transaction(tmp_path) as db:
+        found = inspection.facts(tmp_path, db)
+    assert found["resting"]["actor-3"]["error"] == "its scorer is gone"
+    assert found["unreliable"]["actor-3"] == pytest.approx(0.185, abs=0.01)
+    out = io.StringIO()
+    write_run_file(tmp_path)
+    inspect_run.main(tmp_path, {}, group=None, as_json=False, console=Console(file=out, width=200))
+    (line,) = [line for line in out.getvalue().splitlines() if "actor-3" in line and "18%" in line]
+    assert "its scorer is gone" in line
