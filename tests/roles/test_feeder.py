@@ -78,6 +78,7 @@ def test_a_child_without_progress_is_started_again(tmp_path: Path) -> None:
     assert len((tmp_path / "starts").read_text()) >= 2
 
 
+@pytest.mark.soak
 def test_three_children_without_progress_end_it_with_what_they_were_at(tmp_path: Path) -> None:
     with pytest.raises(InfraError, match=r"no progress for .*opens the data.*store's log"):
         asked(tmp_path, HANGS, deadline_s=2.0)
