@@ -398,9 +398,9 @@ def test_a_call_of_many_members_leaves_others_their_turns(
     config, turns, seen = small.configured(), [0], []
     decided = service.put_request
 
-    def counted(*words) -> Any:
+    def counted(*words, **limits) -> Any:
         seen.append(turns[0])
-        return decided(*words)
+        return decided(*words, **limits)
 
     async def count() -> None:
         while True:
@@ -437,9 +437,9 @@ def test_large_members_are_looked_at_beside_the_loop(
     """Those of many bytes and those of many segments."""
     config, decided, threads = small.configured(group_size=3), service.put_request, []
 
-    def noted(body: bytes, recorded: Any) -> Any:
+    def noted(*words, **limits) -> Any:
         threads.append(threading.current_thread().name.rpartition("_")[0])
-        return decided(body, recorded)
+        return decided(*words, **limits)
 
     async def both() -> None:
         async with small.opened(tmp_path, config) as (_learner, sampler):
@@ -465,12 +465,12 @@ def test_a_large_member_sent_again_is_known_though_its_group_ends_while_it_is_lo
     config, decided = small.configured(), service.put_request
     looking, go_on = threading.Event(), threading.Event()
 
-    def slowly(body: bytes, recorded: Any) -> Any:
+    def slowly(*words, **limits) -> Any:
         if looking.is_set():
-            return decided(body, recorded)
+            return decided(*words, **limits)
         looking.set()
         assert go_on.wait(20)
-        return decided(body, recorded)
+        return decided(*words, **limits)
 
     async def again() -> None:
         async with small.opened(tmp_path, config) as (learner, sampler):
@@ -541,7 +541,7 @@ def test_what_a_member_carries_is_not_looked_at_when_its_key_says_enough(
 ) -> None:
     config = small.configured()
 
-    def looked_at(*_) -> None:
+    def looked_at(*_, **__) -> None:
         raise AssertionError("the member was decoded")
 
     async def refused() -> None:
