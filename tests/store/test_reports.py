@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxroll.errors import StoreRefusal
-from jaxroll.metrics import KINDS, dumps
+from jaxroll.metric_rows import KINDS
+from jaxroll.metrics import dumps
 from jaxroll.store import reports
 
 STEP = {
