@@ -111,7 +111,7 @@ def holders_are_told_of_leases_that_others_have(patch: Patch) -> None:
 
 @breaks("9 shares")
 def first_asker_takes_everything(patch: Patch) -> None:
-    patch.setattr(work, "share_of", lambda settings, now, r, now_s: Share(r.max_members))
+    patch.setattr(work, "share_of", lambda settings, now, r, *_: Share(r.max_members))
 
 
 @breaks("9 shares")
