@@ -19,6 +19,7 @@ FIRST_S, LONGEST_S = 1.0, 600.0
 ALONE_S = 30.0  # the longest rest when no other holder could do the work
 TRIAL_FROM = 2  # rests
 SLOWER = 2.5  # times the others' median, in the mean of its last members
+SHORT_S = 1.0  # members that take no longer hold up no claim, however quick those of others are
 SLOW = "its members take much longer than those of others"
 UNRELIABLE = 0.1  # failed members of the last ones, as a share
 BROKEN = 0.3  # the share from which DATA failures count too, if other holders do not have them

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from statistics import median
 
-from jaxroll.schedule.health import BROKEN, SLOWER, UNRELIABLE, Health
+from jaxroll.schedule.health import BROKEN, SHORT_S, SLOWER, UNRELIABLE, Health
 from jaxroll.store.admission import is_present, yields_to
 from jaxroll.store.groups import LEASED, Slot
 from jaxroll.store.settings import Settings
@@ -47,7 +47,9 @@ def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now
         return None
     usual_s = [state.member_s[other] for other in others(settings, state, slot.holder, now_s)
                if other in state.member_s]  # fmt: skip
-    if not usual_s or lately(state.member_s.get(slot.holder, 0.0), took_s) <= SLOWER * median(usual_s):
+    if not usual_s:
+        return None
+    if lately(state.member_s.get(slot.holder, 0.0), took_s) <= max(SHORT_S, SLOWER * median(usual_s)):
         return None
     return state.holders.get(slot.holder, Health()).next_slow_rest_s(slot.leased_at_s, now_s)
 

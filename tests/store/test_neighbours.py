@@ -259,6 +259,21 @@ def test_the_slow_one_is_not_waited_for_while_a_quick_one_is_there() -> None:
         m.lease(4, name="A")
 
 
+def test_members_of_less_than_a_second_are_slow_beside_nobody() -> None:
+    """Beside one that answers within milliseconds, whose process may be gone, any other would rest."""
+    m = failing()
+    for _ in range(5):
+        for key in m.lease(2, name="B"):
+            m.now += 0.001
+            m.put(key, V0)
+    keys = m.lease(2, name="A")
+    m.now += 0.5
+    m.ask(rq.Renew("B-1", ()))
+    m.lease(1, name="B")
+    m.put(keys[0], Version(0, 0))
+    assert m.lease(4, name="A")
+
+
 def test_a_failed_member_is_leased_elsewhere_at_once_and_rests_from_its_second_failure_on() -> None:
     """The back-off is for an outage that all holders see."""
     m = failing(("A", "B", "C"))
