@@ -26,7 +26,7 @@ STORE = """
 import asyncio, os, sys
 from pathlib import Path
 from jaxroll import lifeline
-from jaxroll.config import Config, ScheduleConfig, StoreConfig
+from jaxroll.config import Config, LearnerConfig, ScheduleConfig, StoreConfig
 from jaxroll.records import Message, Task
 from jaxroll.store.server import serve
 
@@ -42,7 +42,7 @@ class Feed:
 lifeline.bind(int(sys.argv[2]))
 config = Config(
     schedule=ScheduleConfig(steps=int(sys.argv[3]), groups_per_step=4, group_size=4, alpha=1.0),
-    store=StoreConfig(lease_s=5.0),
+    store=StoreConfig(lease_s=5.0), learner=LearnerConfig(row_tokens=10**6),
 )
 asyncio.run(serve(config, Path(sys.argv[1]), Feed(), host="127.0.0.1", port=0, ready=lambda address: None))
 """
