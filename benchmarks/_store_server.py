@@ -26,7 +26,7 @@ from jaxroll.config import Config, LearnerConfig, ScheduleConfig, StoreConfig
 from jaxroll.records import Grant, Message, Snapshot, Task, Version
 from jaxroll.rpc.envelope import Envelope
 from jaxroll.store import messages as msg
-from jaxroll.store.server import serve
+from jaxroll.store.server.server import serve
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 

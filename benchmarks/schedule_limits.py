@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from _report import arguments, finish, ratio, say
 
-from jaxroll.schedule.limiter import AgeLimiter
+from jaxroll.policy.limiter import AgeLimiter
 
 ALPHAS = (1.0, 2.0, 4.0)
 MEAN_S, DEVIATIONS_S = 1.0, {"0": 0.0, "half": 0.5, "one": 1.0}

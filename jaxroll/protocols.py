@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import msgspec
 import numpy as np
 
-from jaxroll.records import Message, Task, Version, VersionRun
+from jaxroll.records import Item, Message, Task, VersionRun
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -181,19 +181,23 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class Channel(Protocol):
-    """A way to move the slices of a snapshot from the learner's processes to a sampler's.
+class Source(Protocol):
+    """Items by index. Nothing is materialised: an endless source computes an item when it is asked for."""
 
-    The sending side offers a snapshot and gets an address; the receiving side opens that address and asks for slices
-    by (leaf name, box). Every slice carries its version; a slice of another version raises VersionMixed.
-    """
+    identity: str  # two sources with the same identity hold the same items
 
-    name: str
+    @property
+    def size(self) -> int | None:
+        """How many items there are; None: endless."""
+        ...
+
+    def item(self, index: int) -> Item:
+        """Item `index`, always the same. Raises DataError where the source cannot make one."""
+        ...
+
+    def alphabet(self) -> str:
+        """All characters of the prompts and answers, sorted."""
+        ...
 
 
 Progress = Callable[[str], None]
-
-
-def version_or_none(version: Version | None) -> str:
-    """`lineage.step`, or a dash before the first version."""
-    return "-" if version is None else str(version)

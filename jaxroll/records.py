@@ -163,3 +163,19 @@ def ages(versions: tuple[VersionRun, ...], trained_at: int) -> np.ndarray:
         return np.zeros(0, np.int32)
     steps = np.repeat([run.version.step for run in versions], [run.count for run in versions])
     return (trained_at - steps).astype(np.int32)
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One question with its answer.
+
+    `question` is the full text, `compact` the short form for small models (the same text where a source has none).
+    `answer` is None where the source knows no answer; `env_args` is what the environment needs to judge one. `worked`
+    is a conversation that a teacher would have had, its own messages and the environment's in turn, where an answer
+    alone does not tell.
+    """
+
+    question: str
+    compact: str
+    answer: str | None
+    env_args: dict[str, Any]
+    worked: tuple[Message, ...] = ()

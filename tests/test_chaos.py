@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from jaxroll import wire
-from jaxroll.store import schema
+from jaxroll.store.log import schema
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SITE = BENCHMARKS / "_chaos_site"

@@ -34,6 +34,8 @@ class Room:
     forbidden: tuple[str, ...] = ()  # top-level modules that the room must not import, beside JAX's
 
 
+PURE = ("asyncio", "threading", "time", "sqlite3", "socket", "subprocess")
+
 ROOMS: Mapping[str, Room] = {
     "config": Room(0, "none"),
     "foreign": Room(0, "none"),  # files from strangers
@@ -48,28 +50,39 @@ ROOMS: Mapping[str, Room] = {
     "errors": Room(0, "none"),
     "clock": Room(0, "none"),
     "disk": Room(0, "none"),  # what a full or broken disk is answered with
-    "games": Room(1, "none", forbidden=("asyncio", "threading", "time")),  # rules of worlds: pure, as the schedule is
     "rpc": Room(1, "none"),
     "math": Room(1),
     "sharding": Room(1),
     "text": Room(1, "none"),
-    "schedule": Room(1, "none", forbidden=("asyncio", "threading", "time")),  # decisions are pure: no clock of its own
+    "policy": Room(1, "none", forbidden=PURE),
+    "rewards": Room(2, "none"),
+    "transfer": Room(2),
     "kernels": Room(2),
     "models": Room(3),
     "engine": Room(4),
+    "envs": Room(4, "none"),
     "data": Room(5, "no backend"),
-    "envs": Room(5, "none"),
     "rollout": Room(5, "none"),
     "store": Room(5, "none"),
     "learner": Room(5),
-    "transfer": Room(5),
-    "roles": Room(6),
+    "serving": Room(6),
     "report": Room(6, "none"),
-    "offline": Room(6),
+    "offline": Room(7),
     "testing": Room(6, "none"),  # users check their environments
     "sim": Room(6, "none"),
-    "control": Room(7, "none"),
-    "__main__": Room(8, "none"),
+    "roles": Room(7),
+    "control": Room(8, "none"),
+    "__main__": Room(9, "none"),
+}
+# Stricter rules for parts of a package: modules or subpackages. Their floor is that of the package.
+PARTS: Mapping[str, Room] = {
+    "engine.scheduler": Room(4, "none", forbidden=PURE),
+    "engine.sequence": Room(4, "none", forbidden=PURE),
+    "engine.block_allocator": Room(4, "none", forbidden=PURE),
+    "engine.prefix_cache": Room(4, "none", forbidden=PURE),
+    "serving.client": Room(6, "none"),
+    "serving.service": Room(6, "none"),
+    "store.core": Room(5, "none", forbidden=PURE),
 }
 JAX_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax")
 NAMES_WITHOUT_MEANING = ("utils", "common", "helpers", "misc")
@@ -117,7 +130,7 @@ def _callee(call: ast.Call) -> str:
 
 
 def room_of(path: Path) -> str:
-    """The room a file is in: `jaxroll/store/log.py` → store, `jaxroll/wire.py` → wire, `jaxroll/__init__.py` → ''."""
+    """The room of a file: `jaxroll/store/client.py` → store, `jaxroll/wire.py` → wire, `jaxroll/__init__.py` → ''."""
     name = path.parts[1].removesuffix(".py")
     return "" if name == "__init__" else name
 
@@ -129,7 +142,8 @@ def sources(root: Path) -> list[Path]:
 def complaints(root: Path, rooms: Mapping[str, Room] = ROOMS) -> list[str]:
     """What is wrong with the tree under root, one line each; empty when it keeps to the table."""
     found = []
-    word_graph: dict[str, set[str]] = {}
+    graph: dict[str, set[str]] = {}
+    modules = {dotted(path.relative_to(root)) for path in sources(root)}
     for path in sources(root):
         relative = path.relative_to(root)
         home = room_of(relative)
@@ -143,15 +157,30 @@ def complaints(root: Path, rooms: Mapping[str, Room] = ROOMS) -> list[str]:
         if home and home not in rooms:
             found.append(f"{'/'.join(relative.parts[:2])}: {home!r} is not a room in the table of tests/test_floors.py")
             continue
+        name = dotted(relative)
         for item in imports_of(path, root):
             found.extend(f"{item.path}:{item.line}: {what}" for what in _import_complaints(item, home, rooms))
-            if item.top == PACKAGE and home and rooms[home].floor == 0:
-                target = _room_imported(item)
-                if target in rooms and target != home and rooms[target].floor == 0:
-                    word_graph.setdefault(home, set()).add(target)
-    if cycle := cycle_in(word_graph):
-        found.append(f"the words import one another in a circle: {' → '.join(cycle)}")
+            for part, rule in PARTS.items():
+                if f"{name}.".startswith(f"{PACKAGE}.{part}.") and item.top in (*rule.forbidden, *JAX_LIBRARIES):
+                    found.append(f"{item.path}:{item.line}: {part} must not import {item.top}")
+            if (target := module_imported(item, modules)) and target != name:
+                graph.setdefault(name, set()).add(target)
+    if cycle := cycle_in(graph):
+        found.append(f"files import one another in a circle: {' → '.join(cycle)}")
     return list(dict.fromkeys(found))
+
+
+def dotted(relative: Path) -> str:
+    """The module of a file: `jaxroll/store/server/keeper.py` → jaxroll.store.server.keeper."""
+    return ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+
+
+def module_imported(item: Import, modules: set[str]) -> str:
+    """The module of this tree that an import loads; '' for others. `from a.b import c` loads a.b unless c is one."""
+    if item.module in modules:
+        return item.module
+    parent = item.module.rpartition(".")[0]
+    return parent if parent in modules and parent != PACKAGE else ""
 
 
 def _room_imported(item: Import) -> str:
@@ -337,8 +366,8 @@ def test_checker_accepts(tmp_path: Path, files: dict[str, str]) -> None:
         pytest.param({"report/a.py": "from jaxroll.offline import x\n"}, ["imports offline"], id="same floor, jax"),
         pytest.param({"store/log.py": "def f():\n    import jax.numpy\n"}, ["store works without JAX"], id="jax"),
         pytest.param({"records.py": "from flax import nnx\n"}, ["records works without JAX"], id="flax in a word"),
-        pytest.param({"schedule/order.py": "import asyncio\n"}, ["schedule must not import asyncio"], id="asyncio"),
-        pytest.param({"schedule/order.py": "from time import monotonic\n"}, ["must not import time"], id="a clock"),
+        pytest.param({"policy/order.py": "import asyncio\n"}, ["policy must not import asyncio"], id="asyncio"),
+        pytest.param({"policy/order.py": "from time import monotonic\n"}, ["must not import time"], id="a clock"),
         pytest.param({"trainer/loop.py": ""}, ["'trainer' is not a room"], id="unknown room"),
         pytest.param({"trainer.py": ""}, ["'trainer' is not a room"], id="unknown module"),
         pytest.param(
@@ -358,9 +387,18 @@ def test_checker_accepts(tmp_path: Path, files: dict[str, str]) -> None:
                 "records.py": "import jaxroll.clock\n",
                 "clock.py": "from . import wire\n",
             },
-            ["in a circle: clock → wire → records → clock"],
+            ["in a circle: jaxroll.clock → jaxroll.wire → jaxroll.records → jaxroll.clock"],
             id="words in a circle",
         ),
+        pytest.param(
+            {
+                "store/a.py": "from jaxroll.store.b import x\n",
+                "store/b.py": "def f():\n    from jaxroll.store import a\n",
+            },
+            ["in a circle: jaxroll.store.a → jaxroll.store.b → jaxroll.store.a"],
+            id="files of one package in a circle",
+        ),
+        pytest.param({"store/core/a.py": "import sqlite3\n"}, ["store.core must not import sqlite3"], id="a pure part"),
     ],
 )
 def test_checker_refuses(tmp_path: Path, files: dict[str, str], expected: list[str]) -> None:

@@ -13,10 +13,11 @@ import random
 import sys
 import time
 
-from jaxroll.envs import registry, scorers
-from jaxroll.envs.processes import InProcess, Processes
+from jaxroll.envs import registry
+from jaxroll.envs.executors.processes import InProcess, Processes
 from jaxroll.errors import InfraError
 from jaxroll.protocols import StepResult, Traits
+from jaxroll.rewards import scorers
 
 STEP_LIMIT_S = 20.0
 RAISES = 1 / 200

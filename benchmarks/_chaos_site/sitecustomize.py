@@ -120,5 +120,5 @@ class Changes(importlib.abc.MetaPathFinder):
 if "CHAOS_CLOCK" in os.environ:
     shift_clock(os.environ["CHAOS_CLOCK"])
 if "CHAOS_JOURNAL" in os.environ:
-    changes = {"jaxroll.store.client": journal_acknowledgements, "jaxroll.store.keeper": compact_often}
+    changes = {"jaxroll.store.client": journal_acknowledgements, "jaxroll.store.server.keeper": compact_often}
     sys.meta_path.insert(0, Changes(changes))

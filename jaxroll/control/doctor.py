@@ -132,7 +132,7 @@ def scoring_doors(python: str = sys.executable) -> str:
     """What scoring processes are kept from here, and by what; asked of a child, which gives it up for good."""
     try:
         done = subprocess.run(
-            [python, "-m", "jaxroll.envs.isolation"],
+            [python, "-m", "jaxroll.rewards.sandbox"],
             capture_output=True,
             encoding="utf-8",
             errors="replace",

@@ -21,7 +21,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
 from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
-from jaxroll.store.settings import Settings
+from jaxroll.store.core.settings import Settings
 
 
 def check_described(config: Config) -> None:

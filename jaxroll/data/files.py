@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxroll import foreign
 from jaxroll.config import TaskConfig
-from jaxroll.data.sources import Item
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.records import Item
 
 LINE_BYTES = 16 << 20  # of one row of JSONL
 # A Parquet file is held in memory, and some bytes of it can stand for gigabytes.

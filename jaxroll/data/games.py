@@ -12,9 +12,10 @@ from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
 from jaxroll.data.gym import GymSource
 from jaxroll.data.gym_tasks import PRINTABLE
-from jaxroll.data.sources import Item, Source
+from jaxroll.envs import calculator, frozen_lake
 from jaxroll.errors import ConfigError
-from jaxroll.games import calculator, frozen_lake
+from jaxroll.protocols import Source
+from jaxroll.records import Item
 
 _BROKEN_MODULE = (
     ArithmeticError, AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError, ValueError,

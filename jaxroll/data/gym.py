@@ -11,8 +11,8 @@ from typing import Any
 from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
 from jaxroll.data.gym_tasks import PRINTABLE, TASKS, allowed
-from jaxroll.data.sources import Item
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.records import Item
 
 # What generators of third parties raise when a seed does not suit them.
 _GENERATOR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

@@ -3,48 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
-
-import msgspec
 
 from jaxroll.config import TaskConfig
 from jaxroll.errors import ConfigError
-from jaxroll.records import Message
-
-
-class Item(msgspec.Struct, frozen=True):
-    """One question with its answer.
-
-    `question` is the full text, `compact` the short form for small models (the same text where a source has none).
-    `answer` is None where the source knows no answer; `env_args` is what the environment needs to judge one. `worked`
-    is a conversation that a teacher would have had, its own messages and the environment's in turn, where an answer
-    alone does not tell.
-    """
-
-    question: str
-    compact: str
-    answer: str | None
-    env_args: dict[str, Any]
-    worked: tuple[Message, ...] = ()
-
-
-class Source(Protocol):
-    """Items by index. Nothing is materialised: an endless source computes an item when it is asked for."""
-
-    identity: str  # two sources with the same identity hold the same items
-
-    @property
-    def size(self) -> int | None:
-        """How many items there are; None: endless."""
-        ...
-
-    def item(self, index: int) -> Item:
-        """Item `index`, always the same. Raises DataError where the source cannot make one."""
-        ...
-
-    def alphabet(self) -> str:
-        """All characters of the prompts and answers, sorted."""
-        ...
+from jaxroll.protocols import Source
 
 
 def open_source(cfg: TaskConfig) -> Source:

@@ -26,6 +26,8 @@ from jaxroll.engine.latency import Latencies
 from jaxroll.engine.ledger import Partial
 from jaxroll.engine.packets import Sizes
 from jaxroll.engine.requests import OnDone, Request, Result
+from jaxroll.engine.scheduler import Seating
+from jaxroll.engine.sequence import Limits, Seat
 from jaxroll.engine.stats import EngineStats
 from jaxroll.engine.work import Work
 from jaxroll.errors import ConfigError, DataError
@@ -35,8 +37,6 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import Completion, Progress
 from jaxroll.records import Version
-from jaxroll.schedule.seating import Seating
-from jaxroll.schedule.seats import Limits, Seat
 from jaxroll.sharding.rules import Rules
 
 

@@ -10,7 +10,7 @@ What its interface cannot say is fixed here:
   which the prefill drew, and draws the next ones.
 - It never says that a slot is free. One whose request drew the end of the sequence, or is full, idles from then on.
 
-This module is loaded only where google-jetstream is installed; `jaxroll.engine.jetstream_proxy` needs nothing of it.
+This module is loaded only where google-jetstream is installed; `jaxroll.serving.jetstream_proxy` needs nothing of it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxroll.engine.jetstream_proxy import PROMPT_BUCKETS
 from jaxroll.errors import ConfigError
 from jaxroll.math import sampling
 from jaxroll.models import cache as kv
@@ -22,6 +21,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.sharding.rules import Layout, replicated
 
+PROMPT_BUCKETS = tuple(2**power for power in range(4, 16))  # the lengths to which JetStream pads prompts
 NO_BOS = -1  # stands before a prompt where JetStream insists on a first token and there is none
 _IDLE = -1
 

@@ -11,13 +11,13 @@ from jaxroll.engine import packets
 from jaxroll.engine.device import Device, SavedPages
 from jaxroll.engine.ledger import Ended, Ledger, Partial, Progressed
 from jaxroll.engine.packets import Sizes
+from jaxroll.engine.prefix_cache import Prefix
 from jaxroll.engine.requests import Add, Result, allowed_next
+from jaxroll.engine.scheduler import Seating
+from jaxroll.engine.sequence import Chunk, Row, Seat, Start
 from jaxroll.errors import DataError
 from jaxroll.models.params import Params
 from jaxroll.records import Version
-from jaxroll.schedule.prefixes import Prefix
-from jaxroll.schedule.seating import Seating
-from jaxroll.schedule.seats import Chunk, Row, Seat, Start
 
 Decode = Callable[[list[int]], str]
 

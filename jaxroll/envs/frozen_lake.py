@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import Any
+
 from jaxroll.config import TaskConfig
 from jaxroll.envs.registry import register
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import DataError
-from jaxroll.games import frozen_lake
 from jaxroll.protocols import Place, StepResult
 from jaxroll.records import Message, Task
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 
 @register("frozen_lake")
@@ -22,13 +29,13 @@ class FrozenLake:
     step_limit_s = 10.0
 
     def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
-        self._game: frozen_lake.Game | None = None
+        self._game: Game | None = None
         self._turns = self._misread = self._left = 0
 
     def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
         """The task's messages: the lake with the player at its start."""
         args = task.args()
-        self._game = frozen_lake.Game(frozen_lake.Lake(args["cells"]), bool(args["slippery"]), seed)
+        self._game = Game(Lake(args["cells"]), bool(args["slippery"]), seed)
         self._turns, self._misread, self._left = 0, 0, int(args["max_turns"])
         return task.messages
 
@@ -38,7 +45,7 @@ class FrozenLake:
         if game is None:
             raise DataError("step() before reset(): there is no lake")
         self._turns, self._left = self._turns + 1, self._left - 1
-        self._misread += frozen_lake.action_in(answer) is None
+        self._misread += action_in(answer) is None
         view = game.act(answer)
         if not game.over and self._left > 0:
             return StepResult(done=False, messages=(Message("user", view),))
@@ -49,3 +56,161 @@ class FrozenLake:
     def close(self) -> None:
         """Nothing to end."""
         self._game = None
+
+
+# --- FrozenLake: cross a lake of ice and holes. The dynamics are those of gymnasium's FrozenLake-v1
+#
+# A lake is a square of cells: start, ice, holes, goal. An action moves one cell, or none at the shore. On slippery ice
+# the move goes where it was meant to with probability 1/3, and to either side of that with 1/3 each. Holes and the goal
+# end the game; only the goal is worth anything. Places are numbered row by row.
+
+ACTIONS = ("left", "down", "right", "up")  # in gymnasium's order
+ICE, HOLE, GOAL, PLAYER = ".", "O", "G", "@"
+NOT_AN_ACTION = "?"
+RULES = (
+    "You are @ on a frozen lake of N rows. Walk over the ice (.) to the goal (G); a hole (O) ends the game. "
+    "Answer with one word: left, down, right or up.\n"
+)
+_MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
+_ACTION = re.compile(r"\b(left|down|right|up)\b")
+_MAX_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Lake:
+    """A map: `size` rows of `size` cells, the start in the first one and the goal in the last."""
+
+    cells: str
+
+    @cached_property
+    def size(self) -> int:
+        """Cells of a row."""
+        return round(len(self.cells) ** 0.5)
+
+    def to(self, place: int, action: int) -> int:
+        """Where `action` leads from `place` on ice that is not slippery."""
+        row, column = divmod(place, self.size)
+        down, right = _MOVES[action]
+        row, column = min(max(row + down, 0), self.size - 1), min(max(column + right, 0), self.size - 1)
+        return row * self.size + column
+
+    def ends(self, place: int) -> bool:
+        """Whether the game is over at `place`."""
+        return self.cells[place] in (HOLE, GOAL)
+
+    @cached_property
+    def distances(self) -> Mapping[int, int]:
+        """Steps to the goal, over ice only, from every place from which it can be reached."""
+        goal = len(self.cells) - 1
+        found, queue = {goal: 0}, deque([goal])
+        while queue:
+            place = queue.popleft()
+            for action in range(len(ACTIONS)):  # moves are symmetric, but for those that stay
+                before = self.to(place, action)
+                if before not in found and not self.ends(before):
+                    found[before] = found[place] + 1
+                    queue.append(before)
+        return found
+
+    def shown(self, place: int) -> str:
+        """The lake with the player in it, a line a row."""
+        cells = self.cells[:place] + PLAYER + self.cells[place + 1 :]
+        return "\n".join(cells[start : start + self.size] for start in range(0, len(cells), self.size))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which lakes: `size` cells a side, each cell ice with probability `ice`, and whether the ice is slippery."""
+
+    size: int = 4
+    ice: float = 0.8
+    slippery: bool = False
+    max_turns: int = 0  # 0: four times the size
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.size <= _MAX_SIZE or not 0 < self.ice <= 1 or self.max_turns < 0:
+            raise ValueError(f"size is 2..{_MAX_SIZE}, ice in (0, 1], max_turns 0 or more; not {self}")
+
+    @property
+    def turns(self) -> int:
+        """Moves that a game has at most."""
+        return self.max_turns or 4 * self.size
+
+
+def lake(seed: int, settings: Settings) -> Lake:
+    """The lake of `seed`: its goal can be reached."""
+    random = Random(f"lake {seed}")
+    while True:
+        cells = [ICE if random.random() < settings.ice else HOLE for _ in range(settings.size**2)]
+        cells[0], cells[-1] = ICE, GOAL
+        made = Lake("".join(cells))
+        if 0 in made.distances:
+            return made
+
+
+def slid(action: int, slippery: bool, random: Random) -> int:
+    """The action that comes of `action`: on slippery ice it or one of its two neighbours, with equal chances."""
+    return (action + random.choice((-1, 0, 1))) % len(ACTIONS) if slippery else action
+
+
+def action_in(answer: str) -> int | None:
+    """The action that `answer` names, its last one where it names several; None where it names none."""
+    found = _ACTION.findall(answer.lower())
+    return ACTIONS.index(found[-1]) if found else None
+
+
+class Game:
+    """One crossing of a lake."""
+
+    def __init__(self, lake: Lake, slippery: bool, seed: int) -> None:
+        self.lake, self.place = lake, 0
+        self._slippery, self._random = slippery, Random(f"ice {seed}")
+
+    @property
+    def over(self) -> bool:
+        """Whether the player stands in a hole or at the goal."""
+        return self.lake.ends(self.place)
+
+    @property
+    def won(self) -> bool:
+        """Whether the player stands at the goal."""
+        return self.lake.cells[self.place] == GOAL
+
+    def act(self, answer: str) -> str:
+        """What is seen after `answer`. One that names no action changes nothing, and the view says so."""
+        action = action_in(answer)
+        if action is None:
+            return f"{NOT_AN_ACTION}\n{self.lake.shown(self.place)}"
+        self.place = self.lake.to(self.place, slid(action, self._slippery, self._random))
+        return self.lake.shown(self.place)
+
+
+def worked(lake: Lake, settings: Settings, seed: int, noise: float) -> tuple[Message, ...]:
+    """A game as somebody plays it who knows the way and, with probability `noise`, moves anywhere at all.
+
+    Answers and views in turn, beginning and ending with an answer.
+    """
+    game, random = Game(lake, settings.slippery, seed), Random(f"player {seed}")
+    said: list[Message] = []
+    for _ in range(settings.turns):
+        answer = ACTIONS[_chosen(lake, game.place, random, noise)]
+        said.append(Message("assistant", answer))
+        view = game.act(answer)
+        if game.over:
+            break
+        said.append(Message("user", view))
+    return tuple(said if said[-1].role == "assistant" else said[:-1])
+
+
+def _chosen(lake: Lake, place: int, random: Random, noise: float) -> int:
+    anywhere = random.randrange(len(ACTIONS))
+    if random.random() < noise:
+        return anywhere
+    far = len(lake.cells)
+    steps = [lake.distances.get(lake.to(place, action), far) for action in range(len(ACTIONS))]
+    return random.choice([action for action, count in enumerate(steps) if count == min(steps)])
+
+
+def arguments(lake: Lake, settings: Settings) -> dict[str, Any]:
+    """What an environment needs to play the lake."""
+    return {"cells": lake.cells, "slippery": settings.slippery, "max_turns": settings.turns}

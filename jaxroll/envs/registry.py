@@ -13,9 +13,9 @@ from collections.abc import Callable
 from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
 from jaxroll.env_checks import described
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Environment
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 Factory = Callable[[ScoringPool, TaskConfig], Environment]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jaxroll.config import TaskConfig
 from jaxroll.envs.registry import register
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import DataError
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 _QUEUE_ALLOWANCE_S = 120.0  # scores of others that are ahead in the pool, and a worker that is starting
 

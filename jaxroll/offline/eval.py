@@ -5,15 +5,15 @@ from __future__ import annotations
 from jaxroll.config import RoleArgs
 from jaxroll.config.rules import episode_tokens
 from jaxroll.data import heldout
-from jaxroll.engine.host import EngineProxy
 from jaxroll.envs import registry
-from jaxroll.envs.places import Places
-from jaxroll.envs.scoring import ScoringPool
+from jaxroll.envs.executors.choice import Places
 from jaxroll.offline import trained
 from jaxroll.protocols import SamplingParams
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout import evaluation
 from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.manager import RolloutManager
+from jaxroll.serving.engine_thread import EngineProxy
 
 
 def main(args: RoleArgs) -> int:

@@ -12,7 +12,7 @@ from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Message
 
 if TYPE_CHECKING:
-    from jaxroll.engine.host import EngineProxy
+    from jaxroll.serving.engine_thread import EngineProxy
 
 
 def main(args: RoleArgs) -> int:

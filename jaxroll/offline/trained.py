@@ -14,7 +14,6 @@ import jax
 from jaxroll.config import Config
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine
-from jaxroll.engine.host import EngineHost, EngineProxy
 from jaxroll.errors import ConfigError
 from jaxroll.learner import critic, lora, optimizer, weights
 from jaxroll.learner import state as states
@@ -23,6 +22,7 @@ from jaxroll.learner.lora import Lora
 from jaxroll.models import families, params, pretrained
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Version
+from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.sharding import meshes, rules
 from jaxroll.text import tokenizers
 

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxroll.config.rules import GROUPS_AHEAD
+from jaxroll.policy.limiter import TOLERATED
 from jaxroll.report.history import ClaimTimes, History
-from jaxroll.schedule.window import TOLERATED
 
 Row = dict[str, Any]
 LEAST_CLAIMS = 4  # after those in which the pipeline fills; fewer say nothing

@@ -17,7 +17,7 @@ from jaxroll.learner.checkpoint_files import Entry
 from jaxroll.records import Version
 from jaxroll.report.formats import UNKNOWN, moment, number
 from jaxroll.report.listing import Section, show
-from jaxroll.store import reading
+from jaxroll.store.log import reading
 
 FOLDER = "checkpoints"
 UNSUMMED = "it has no sums to go by; its writer has not come so far, or was killed"

@@ -21,7 +21,7 @@ from jaxroll.records import Finished, Member, ages
 from jaxroll.report import export_files
 from jaxroll.report.export_files import Row, Write
 from jaxroll.report.trajectory import Decoder, decoder
-from jaxroll.store import reading
+from jaxroll.store.log import reading
 
 ROW_GROUP_BYTES = 8 * 2**20
 _TOKEN_BYTES = 16  # a token with mask, log-prob and text, roughly

@@ -1,6 +1,6 @@
 """What the store's log says about a run, read from RUN/store.db without disturbing the store that may be writing it.
 
-Everything is read in one transaction. The figures come from the tables (`jaxroll.store.schema`); what stands in no
+Everything is read in one transaction. The figures come from the tables (`jaxroll.store.log.schema`); what stands in no
 table (masked tokens, the conservation residual) comes from the state that the log replays to.
 """
 
@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxroll.store import reading, snapshots, state
-from jaxroll.store.apply import replay
+from jaxroll.store.core import state
+from jaxroll.store.core.apply import replay
+from jaxroll.store.log import reading, state_checkpoints
 
 FAILURES_KEPT = 20
 
@@ -110,9 +111,9 @@ def _column(db: sqlite3.Connection, sql: str) -> Iterator[int]:
 
 def _replayed(db: sqlite3.Connection) -> state.State:
     """The store's state, rebuilt the way the store rebuilds it."""
-    kept = snapshots.newest(db)
+    kept = state_checkpoints.newest(db)
     begun = kept[1] if kept else state.State()
-    return replay(begun, (event for _, event in snapshots.events_after(db, begun.position)), 0.0)
+    return replay(begun, (event for _, event in state_checkpoints.events_after(db, begun.position)), 0.0)
 
 
 def residual(replayed: state.State, by_state: dict[str, int]) -> int:

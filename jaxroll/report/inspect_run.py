@@ -12,7 +12,7 @@ from jaxroll.report import inspection, trajectory
 from jaxroll.report.formats import UNKNOWN, duration, number
 from jaxroll.report.group_sections import group_sections
 from jaxroll.report.listing import Section, short, show
-from jaxroll.store import reading
+from jaxroll.store.log import reading
 
 Facts = dict[str, Any]
 

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from jaxroll.report.alive import store_pid
-from jaxroll.store import reading, snapshots
-from jaxroll.store.apply import replay
-from jaxroll.store.holders import resting
-from jaxroll.store.replay import rules
-from jaxroll.store.state import State, conservation_residual, held_bytes, outstanding
-from jaxroll.store.waits import unreliable, waits
+from jaxroll.store.core.apply import replay
+from jaxroll.store.core.holders import resting
+from jaxroll.store.core.state import State, conservation_residual, held_bytes, outstanding
+from jaxroll.store.core.waits import unreliable, waits
+from jaxroll.store.log import reading, state_checkpoints
+from jaxroll.store.log.replay import rules
 
 LEASES, GROUPS, FAILURES, CLAIMS, VERSIONS, QUESTIONS, REASONS = (
     30,
@@ -53,9 +53,9 @@ def facts(run_dir: Path, db: sqlite3.Connection) -> Facts:
 
 
 def _state(db: sqlite3.Connection) -> State:
-    kept = snapshots.newest(db)
+    kept = state_checkpoints.newest(db)
     begun = kept[1] if kept else State()
-    return replay(begun, (event for _, event in snapshots.events_after(db, begun.position)), 0.0)
+    return replay(begun, (event for _, event in state_checkpoints.events_after(db, begun.position)), 0.0)
 
 
 def _head(run_dir: Path, db: sqlite3.Connection, state: State, now: float) -> Facts:

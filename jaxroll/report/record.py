@@ -14,7 +14,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.records import Version
 from jaxroll.report import history
 from jaxroll.report.history import History
-from jaxroll.store.state import on_line
+from jaxroll.store.core.state import on_line
 
 RUN_FILE, METRICS_FILE, HELDOUT_FILE = "run.json", "metrics.jsonl", "heldout.json"
 Row = dict[str, Any]

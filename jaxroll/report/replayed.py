@@ -12,8 +12,8 @@ from rich.console import Console
 from jaxroll.errors import EXIT_FAILURE
 from jaxroll.report.formats import number
 from jaxroll.report.listing import Section, show
-from jaxroll.store import reading
-from jaxroll.store.replay import Replayed, replay_log
+from jaxroll.store.log import reading
+from jaxroll.store.log.replay import Replayed, replay_log
 
 CHECKED = (
     "every record is readable and follows on the one before it",

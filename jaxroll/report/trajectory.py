@@ -14,7 +14,7 @@ from jaxroll import wire
 from jaxroll.config import parse
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.records import Finished, Member, Segment, ages
-from jaxroll.store import events as ev
+from jaxroll.store.core import events as ev
 from jaxroll.text import tokenizers
 
 Facts = dict[str, Any]

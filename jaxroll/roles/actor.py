@@ -3,7 +3,7 @@
 No JAX and no device: environments, scoring and the history of tokens, for environments that are too heavy to live
 beside an engine. One event loop, on a thread of its own; the main thread waits for its end and gets the signals:
 
-- *samplers* keeps up with every sampler's version (`jaxroll.rollout.remote`);
+- *samplers* keeps up with every sampler's version (`jaxroll.serving.client`);
 - *tell* says to the store which version the newest of them has: leases are granted for that one, and their members are
   sampled at it or at a later one, so that both guards on age hold;
 - *lease*, *ended* and *renew* are those of `jaxroll.roles.members`;
@@ -27,11 +27,11 @@ from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.members import Members, Play, episode_counts, training_params, until_one_ends
 from jaxroll.roles.serving import address_file
-from jaxroll.rollout import serving
 from jaxroll.rollout.episode import Transcript
-from jaxroll.rollout.remote import Samplers
 from jaxroll.rpc import auth, tls
 from jaxroll.rpc.client import RawClient
+from jaxroll.serving import service
+from jaxroll.serving.client import Samplers
 from jaxroll.text import tokenizers
 
 REPORT_EVERY_S = 1.0
@@ -84,7 +84,7 @@ class Acting:
         clients = {}
         for index, address in enumerate(args.samplers or files):
             clients[f"sampler-{index}"] = client = RawClient(
-                serving.SERVICE, address, role="actor", name=self.session.role, token=auth.load(args.run_dir),
+                service.SERVICE, address, role="actor", name=self.session.role, token=auth.load(args.run_dir),
                 patience_s=0.0, max_message_bytes=self.config.store.max_message_mb * 2**20,
                 config_digest=args.config_digest, tls=tls.load(args.run_dir),
             )  # fmt: skip

@@ -9,13 +9,13 @@ from jaxroll.config import Config, Flip, MeshConfig
 from jaxroll.config.rules import episode_tokens
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine
-from jaxroll.engine.host import EngineHost
 from jaxroll.learner.lora import Lora
 from jaxroll.models import families, pretrained
 from jaxroll.protocols import Tokenizer
 from jaxroll.roles.progress import Progress
 from jaxroll.roles.weights import Adapted, WeightFollower, Whole
 from jaxroll.rpc.tls import Material
+from jaxroll.serving.engine_thread import EngineHost
 from jaxroll.sharding import meshes, rules
 from jaxroll.text import tokenizers
 from jaxroll.transfer.receive import Receiver

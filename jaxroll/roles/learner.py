@@ -42,11 +42,12 @@ from jaxroll.errors import (
     StaleClient,
 )
 from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.learner.multihost import lockstep, processes
+from jaxroll.learner.multihost.processes import Follower, Leader
 from jaxroll.learner.trainer import Ready, Running, Trainer
 from jaxroll.models import families
 from jaxroll.records import Version
-from jaxroll.roles import build, hosts, lockstep
-from jaxroll.roles.hosts import Follower, Leader
+from jaxroll.roles import build
 from jaxroll.roles.progress import Progress
 from jaxroll.roles.restoring import first_params, start_of
 from jaxroll.roles.telling import Teller
@@ -54,7 +55,7 @@ from jaxroll.roles.weights import weights_token
 from jaxroll.rpc import tls
 from jaxroll.sharding import meshes, rules
 from jaxroll.store.client import BlockingStore
-from jaxroll.store.settings import END_OF_DATA
+from jaxroll.store.core.settings import END_OF_DATA
 from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.publish import Exposure, Publisher
 
@@ -82,7 +83,7 @@ def main(args: RoleArgs) -> int:
     """Train until the schedule's last step is done (0) or until told to stop (EXIT_INTERRUPTED)."""
     stop = threading.Event()
     lifeline.on_stop(stop.set)
-    others = hosts.joined(args, stop)
+    others = processes.joined(args, stop)
     if isinstance(others, Follower):
         return _followed(args, stop, others)
     if isinstance(others, Leader):

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from jaxroll.env_checks import described
-from jaxroll.envs.places import Places
+from jaxroll.envs.executors.choice import Places
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.protocols import SamplingParams, Tokenizer
 from jaxroll.records import Failed, Grant, Member, Version

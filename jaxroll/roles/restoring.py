@@ -19,7 +19,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.models import pretrained
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Version
-from jaxroll.store.state import Lineage, on_line
+from jaxroll.store.core.state import Lineage, on_line
 
 
 def start_of(

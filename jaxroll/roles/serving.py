@@ -13,9 +13,9 @@ from typing import Any
 
 from jaxroll.config.rules import episode_tokens
 from jaxroll.roles.session import EngineSession
-from jaxroll.rollout import serving
 from jaxroll.rpc import auth, limits, tls
 from jaxroll.rpc.server import RawServer
+from jaxroll.serving import service
 
 LOOK_S = 2.0  # between two looks whether the run is over
 _GRACE_S = 0.5
@@ -32,7 +32,7 @@ class Serving:
 
     def __init__(self, session: EngineSession) -> None:
         self._session, self._args, self._config = session, session.args, session.config
-        self._service = serving.Serving(
+        self._service = service.Serving(
             session.proxy, session.parts.follower, run_id=session.store.welcome.run_id,
             config_digest=session.args.config_digest,
         )  # fmt: skip
@@ -51,10 +51,10 @@ class Serving:
     async def _serve(self) -> None:
         args, kept = self._args, self._config.store
         server = RawServer(
-            serving.SERVICE, self._service.methods(), secret=auth.load_secret(args.run_dir),
+            service.SERVICE, self._service.methods(), secret=auth.load_secret(args.run_dir),
             max_message_bytes=kept.max_message_mb * 2**20, tls=tls.load(args.run_dir), mutual_tls=kept.mutual_tls,
             calls_per_connection=limits.GENERATIONS_PER_CONNECTION,
-            held_bytes=serving.MAX_OPEN * _TOKEN_BYTES * episode_tokens(self._config),
+            held_bytes=service.MAX_OPEN * _TOKEN_BYTES * episode_tokens(self._config),
         )  # fmt: skip
         port = server.bind(args.host, args.port, insecure=args.insecure)
         await server.start()

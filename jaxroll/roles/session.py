@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jaxroll import lifeline
 from jaxroll.config import Config, Flip, MeshConfig, RoleArgs
 from jaxroll.envs import registry
-from jaxroll.envs.places import Places
-from jaxroll.envs.scoring import ScoringPool
+from jaxroll.envs.executors.choice import Places
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.progress import Progress
 from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.loop_thread import BLOCKED_S, LoopThread
@@ -35,8 +35,8 @@ from jaxroll.rpc import tls
 from jaxroll.store.client import StoreClient
 
 if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
-    from jaxroll.engine.host import EngineProxy
     from jaxroll.roles.build import Inference
+    from jaxroll.serving.engine_thread import EngineProxy
 
 T = TypeVar("T")
 STORE_PATIENCE_S = 60.0
@@ -144,7 +144,7 @@ class EngineSession(Session):
 
     async def built(self, parts: Future[Inference]) -> None:
         """Return when the engine is there."""
-        from jaxroll.engine.host import EngineProxy
+        from jaxroll.serving.engine_thread import EngineProxy
 
         self.parts = await asyncio.shield(asyncio.wrap_future(parts))  # who stops waiting stops nobody's building
         self.proxy = EngineProxy(self.parts.host, self.loop)

@@ -12,7 +12,7 @@ from jaxroll import lifeline
 from jaxroll.config import RoleArgs
 from jaxroll.errors import ConfigError
 from jaxroll.roles.feeder import FeederProcess
-from jaxroll.store.server import serve
+from jaxroll.store.server.server import serve
 
 
 def main(args: RoleArgs) -> None:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxroll.clock import unix_s
-from jaxroll.engine.host import EngineHost
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
@@ -22,6 +21,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.records import Snapshot, Version
 from jaxroll.roles.progress import Progress
 from jaxroll.rpc import auth
+from jaxroll.serving.engine_thread import EngineHost
 from jaxroll.sharding.rules import Layout
 from jaxroll.store.client import StoreClient
 from jaxroll.transfer.channel_device import Handed

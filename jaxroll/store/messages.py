@@ -8,7 +8,7 @@ import msgspec
 
 from jaxroll.records import Count, Grant, Label, Snapshot, Task, Version
 from jaxroll.rpc.envelope import Refusal
-from jaxroll.store.state import Lineage
+from jaxroll.store.core.state import Lineage
 
 SERVICE = "jaxroll.Store"
 

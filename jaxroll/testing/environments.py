@@ -25,11 +25,11 @@ from jaxroll.config import Config
 from jaxroll.data.candidates import Candidates
 from jaxroll.env_checks import described
 from jaxroll.envs import registry
-from jaxroll.envs.places import Places
-from jaxroll.envs.scoring import ScoringPool
+from jaxroll.envs.executors.choice import Places
 from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.protocols import SamplingParams, Tokenizer
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.asking import Asking
 from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.loop_thread import LoopThread

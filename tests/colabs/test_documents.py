@@ -20,13 +20,13 @@ from jaxroll.config.algorithms import ESTIMATORS, PRESETS
 from jaxroll.control import cli, commands, preflight
 from jaxroll.data import worked
 from jaxroll.envs import registry
-from jaxroll.envs.places import Places
-from jaxroll.envs.scoring import ScoringPool
+from jaxroll.envs.executors.choice import Places
 from jaxroll.math import algorithms
 from jaxroll.math.tokens import Tokens
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
 from jaxroll.report import record, summary
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.asking import Asking
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from jaxroll.learner.state import TrainState
 from jaxroll.metrics import TensorBoardTracker
 from jaxroll.records import Version
 from jaxroll.report import checkpoints as report
-from jaxroll.store import reading
+from jaxroll.store.log import reading
 from tests.report.made_run import LogMaker
 
 ROOT = Path(__file__).parents[2]

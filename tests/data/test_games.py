@@ -13,8 +13,8 @@ from jaxroll.config import Config
 from jaxroll.config.rules import episode_tokens
 from jaxroll.data import heldout, sources, worked
 from jaxroll.data.prompts import PromptPipeline
+from jaxroll.envs import calculator
 from jaxroll.envs.frozen_lake import FrozenLake
-from jaxroll.games import calculator
 from jaxroll.records import Message, Task
 from jaxroll.text import dialogue, tokenizers
 

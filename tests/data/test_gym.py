@@ -15,8 +15,9 @@ import pytest
 from jaxroll.config import TaskConfig
 from jaxroll.data import sources
 from jaxroll.data.gym_tasks import REFUSED, TASKS
-from jaxroll.envs import scorers
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.records import Item
+from jaxroll.rewards import scorers
 from jaxroll.text.tokenizers import CharTokenizer
 
 COMPACT = sorted(name for name, task in TASKS.items() if task.compact is not None)
@@ -46,7 +47,7 @@ def test_full_prompts_are_covered_too(name: str) -> None:
         assert set(item.question) | set(item.answer or "") <= alphabet, item
 
 
-def scored(item: sources.Item, answer: str) -> float:
+def scored(item: Item, answer: str) -> float:
     return scorers.score(msgspec.json.encode(item.env_args).decode(), answer)
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jaxroll.config import Config
-from jaxroll.engine.jetstream_proxy import JetStreamProxy, check_training
 from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
+from jaxroll.serving.jetstream_proxy import JetStreamProxy, check_training
 
 VERSION, KEY = Version(0, 3), GenerationKey(0, 0)
 ROOM = 6  # new tokens in a slot of the fake

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxroll.engine import naive
-from jaxroll.engine.host import EngineHost, EngineProxy
 from jaxroll.engine.requests import Request
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
+from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 
 
 def letters(ids: list[int]) -> str:

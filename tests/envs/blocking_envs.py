@@ -12,10 +12,10 @@ import numpy as np
 
 from jaxroll.config import TaskConfig
 from jaxroll.envs.registry import register
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import InfraError
 from jaxroll.protocols import Place, StepResult
 from jaxroll.records import Message, Task
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 
 class Blocking:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.envs import isolation
-from jaxroll.envs.isolation import Doors
-from jaxroll.envs.scoring import ScoringPool
+from jaxroll.rewards import sandbox
+from jaxroll.rewards.sandbox import Doors
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 CHILD = """
 import json, os, sys, threading
@@ -76,12 +76,12 @@ def test_without_landlock_the_filter_refuses_to_open_for_writing(tmp_path: Path)
 
 
 def test_every_machine_denies_something_of_each_kind_and_no_number_twice() -> None:
-    for machine in isolation._MACHINES.values():
+    for machine in sandbox._MACHINES.values():
         assert {*machine.denied} == {"network", "processes", "signals", "files"} == {*Doors().open}
         numbers = [*(n for some in machine.denied.values() for n in some), machine.clone, *machine.kills]
-        numbers += [*machine.opens, isolation._CLONE3, isolation._OPENAT2]
+        numbers += [*machine.opens, sandbox._CLONE3, sandbox._OPENAT2]
         assert len(numbers) == len({*numbers})
-        assert len(isolation._rules(machine, 1, True)) < 4096, "the kernel takes no longer program"
+        assert len(sandbox._rules(machine, 1, True)) < 4096, "the kernel takes no longer program"
 
 
 def test_what_is_open_is_said() -> None:

@@ -14,12 +14,12 @@ import pytest
 
 from jaxroll import protocols
 from jaxroll.config import Config, SamplerConfig, TaskConfig
-from jaxroll.envs import processes
-from jaxroll.envs.places import Places
-from jaxroll.envs.scoring import ScoringPool
+from jaxroll.envs.executors import processes
+from jaxroll.envs.executors.choice import Places
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Environment
 from jaxroll.records import Message, Task
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.asking import Asking
 
 NAME = "tests.envs.blocking_envs:{}"

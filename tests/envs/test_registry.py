@@ -9,10 +9,10 @@ import pytest
 
 from jaxroll.config import TaskConfig
 from jaxroll.envs import registry
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.envs.single_turn import SingleTurn
 from jaxroll.errors import ConfigError
 from jaxroll.records import Message, Task
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 USER_FILE = '''
 """Counts how long the answer is: one file, environment and scorer."""

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.envs import scorers
 from jaxroll.errors import DataError
+from jaxroll.rewards import scorers
 
 
 def gym(dataset: str, answer: str, **metadata: object) -> str:

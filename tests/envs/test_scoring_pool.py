@@ -18,11 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
-from jaxroll.envs import scoring
-from jaxroll.envs.scoring import ScoringPool
-from jaxroll.envs.scoring_messages import ScoreItem
-from jaxroll.envs.scoring_process import ScoringProcess
 from jaxroll.errors import DataError, InfraError
+from jaxroll.rewards import scoring_pool
+from jaxroll.rewards.messages import ScoreItem
+from jaxroll.rewards.processes import ScoringProcess
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 pytestmark = pytest.mark.process
 
@@ -34,7 +34,7 @@ EXACT = '{"scorer": "exact", "answer": "ok"}'
 
 MISBEHAVING = """
 import os, signal, subprocess, sys, threading, time
-from jaxroll.envs.scorers import register
+from jaxroll.rewards.scorers import register
 
 @register("misbehave")
 def misbehave(args, answer):
@@ -195,10 +195,10 @@ def test_an_item_whose_worker_was_killed_by_something_else_is_scored_again(pool:
 
     async def killed_meanwhile() -> float:
         await pool.score(EXACT, "ok")
-        scoring = asyncio.create_task(pool.score(misbehave("take a while"), "ok"))
+        scoring_pool = asyncio.create_task(pool.score(misbehave("take a while"), "ok"))
         await asyncio.sleep(0.1)
         os.kill(pool.pids[0], signal.SIGKILL)
-        return await scoring
+        return await scoring_pool
 
     assert run(killed_meanwhile()) == 0.25
     assert pool.restarts == 1
@@ -344,7 +344,7 @@ def test_a_pool_started_on_a_thread_that_has_ended_still_scores() -> None:
 
 PARENT = """
 import asyncio, sys
-from jaxroll.envs.scoring import ScoringPool
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 async def main():
     pool = ScoringPool(2, time_limit_s=1000.0, libraries=(), modules=("misbehaving_scorers",))
@@ -383,8 +383,8 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
                 raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
             super().__init__(*arguments)
 
-    monkeypatch.setattr(scoring, "ScoringProcess", Refused)
-    monkeypatch.setattr(scoring, "_PAUSE_FIRST_S", 0.01)
+    monkeypatch.setattr(scoring_pool, "ScoringProcess", Refused)
+    monkeypatch.setattr(scoring_pool, "_PAUSE_FIRST_S", 0.01)
     return lambda count: left.__setitem__(0, count)
 
 

@@ -23,8 +23,8 @@ from jaxroll import metrics, wire
 from jaxroll.lifeline import PARENT_ENV
 from jaxroll.records import Member, Version
 from jaxroll.rpc import auth
-from jaxroll.store import events as ev
 from jaxroll.store.client import BlockingStore, StoreClient
+from jaxroll.store.core import events as ev
 from jaxroll.store.messages import Key
 from tests.faults.scripted import Journal
 from tests.faults.scripted_learner import LearnerOrders, Weights

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxroll.config import TaskConfig
-from jaxroll.envs import scorers
 from jaxroll.envs.registry import register
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import InfraError
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
+from jaxroll.rewards import scorers
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 STEP_LIMIT_S = 30.0
 QUICK_MISDEEDS = ("fork", "allocate", "connect", "truncate")  # those that cost no time limit

@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxroll.config import TaskConfig
 from jaxroll.envs.registry import register
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Place, StepResult
 from jaxroll.records import Message, Task
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 STEP_LIMIT_S = 1.0
 

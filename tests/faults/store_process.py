@@ -12,7 +12,7 @@ from pathlib import Path
 from jaxroll import lifeline
 from jaxroll.control import run_dir
 from jaxroll.records import Message, Task, question_hash
-from jaxroll.store.server import serve
+from jaxroll.store.server.server import serve
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

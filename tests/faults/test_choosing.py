@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.store.replay import replay_log
+from jaxroll.store.log.replay import replay_log
 from tests.faults.cluster import Cluster
 from tests.faults.criteria import Row, judge
 

@@ -15,12 +15,12 @@ import psutil
 import pytest
 
 from jaxroll import wire
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import DataError
 from jaxroll.records import Failed, Finished
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rpc.envelope import Envelope
 from jaxroll.store import messages as msg
-from jaxroll.store.settings import BACKOFF_FIRST_S
+from jaxroll.store.core.settings import BACKOFF_FIRST_S
 from tests.faults import environments as envs
 from tests.faults.real_roles import World
 from tests.faults.tap import Call, Forward

@@ -11,8 +11,8 @@ from jaxroll import config as configs
 from jaxroll import wire
 from jaxroll.errors import EXIT_CONFIG, NoCredit
 from jaxroll.records import Version
-from jaxroll.store import events as ev
 from jaxroll.store.client import BlockingStore
+from jaxroll.store.core import events as ev
 from tests.faults import deaths
 from tests.faults.real_roles import World
 from tests.faults.scripted_groups import ScriptedSampler

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from jaxroll import wire
-from jaxroll.store import events as ev
-from jaxroll.store.core import Core
-from jaxroll.store.log import Log
-from jaxroll.store.settings import Settings
-from jaxroll.store.state import conservation_residual
+from jaxroll.store.core import events as ev
+from jaxroll.store.core.machine import Core
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.state import conservation_residual
+from jaxroll.store.log.commit_log import Log
 from tests.faults.cluster import Cluster
 from tests.faults.criteria import Row, acknowledged, judge, lost_puts
 

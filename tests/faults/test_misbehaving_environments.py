@@ -21,16 +21,16 @@ import pytest
 from jaxroll import config as configs
 from jaxroll.config import Config, RoleArgs, SamplerConfig, ScheduleConfig, StoreConfig, TaskConfig
 from jaxroll.control import cli
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import Closed, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Grant, Message, Snapshot, Task, Version, VersionRun
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
 from jaxroll.roles.members import Members, episode_counts, until_one_ends
 from jaxroll.rollout import asking
 from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.store.client import StoreClient
-from jaxroll.store.server import serve
+from jaxroll.store.server.server import serve
 from jaxroll.text.tokenizers import CharTokenizer
 from tests.faults.misbehaving import CLOSES, IN_A_PROCESS, ON_THE_LOOP, WAYS
 

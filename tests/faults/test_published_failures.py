@@ -12,11 +12,11 @@ import pytest
 
 from jaxroll.errors import NoCredit, NotReady, StaleClient
 from jaxroll.records import Version, VersionRun
-from jaxroll.store import events as ev
-from jaxroll.store import requests as rq
-from jaxroll.store.core import Core
-from jaxroll.store.state import counts
-from jaxroll.store.waits import waits
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.machine import Core
+from jaxroll.store.core.state import counts
+from jaxroll.store.core.waits import waits
 from tests.store.machine import Machine
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.games import calculator
+from jaxroll.envs import calculator
 
 NUMBERS = st.integers(0, 999).map(str) | st.decimals(0, 99, places=2).map(lambda d: f"{d:f}")
 EXPRESSIONS = st.recursive(

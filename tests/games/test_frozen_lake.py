@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from jaxroll.games import frozen_lake as lakes
+from jaxroll.envs import frozen_lake as lakes
 
 SETTINGS = lakes.Settings(size=4, ice=0.7)
 

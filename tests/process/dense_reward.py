@@ -6,8 +6,9 @@ all 0 nothing is computed, no parameter moves, and a comparison of losses compar
 
 import json
 
-from jaxroll.envs import registry, scorers
+from jaxroll.envs import registry
 from jaxroll.protocols import StepResult
+from jaxroll.rewards import scorers
 
 
 @scorers.register("early_letters")

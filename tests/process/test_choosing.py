@@ -5,7 +5,7 @@ import sqlite3
 import pytest
 
 from jaxroll.errors import EXIT_INTERRUPTED
-from jaxroll.store.replay import replay_log
+from jaxroll.store.log.replay import replay_log
 from tests.process.trains import LEARNING, Train, assert_sound, last_step
 
 pytestmark = pytest.mark.process

@@ -12,11 +12,11 @@ from pathlib import Path
 from jaxroll import config as configs
 from jaxroll import metrics
 from jaxroll.records import Message, Snapshot, Task, Version, VersionRun
-from jaxroll.store import events as ev
-from jaxroll.store import schema
-from jaxroll.store.apply import apply
-from jaxroll.store.log import Log
-from jaxroll.store.state import State
+from jaxroll.store.core import events as ev
+from jaxroll.store.core.apply import apply
+from jaxroll.store.core.state import State
+from jaxroll.store.log import schema
+from jaxroll.store.log.commit_log import Log
 
 STARTED = 1_790_000_000.0
 WARM_S, COMPILE_S = 32.0, 16.0

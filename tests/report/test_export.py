@@ -16,7 +16,7 @@ import pytest
 from jaxroll.control import cli
 from jaxroll.records import Version
 from jaxroll.report import export, export_files
-from jaxroll.store import reading
+from jaxroll.store.log import reading
 from tests.report.made_run import write_run_file
 from tests.store.made_log import ALPHABET, finished, long_run, recorded_run
 

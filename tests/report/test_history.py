@@ -7,8 +7,8 @@ import pytest
 from jaxroll.errors import DataError
 from jaxroll.records import Snapshot, Version, VersionRun
 from jaxroll.report import history
-from jaxroll.store import events as ev
-from jaxroll.store import snapshots
+from jaxroll.store.core import events as ev
+from jaxroll.store.log import state_checkpoints
 from tests.report.made_run import GROUPS, MEMBERS, TOKENS, LogMaker, task
 
 
@@ -70,7 +70,9 @@ def test_a_claim_takes_as_long_as_its_slowest_group_from_its_first_lease_to_its_
 
 def test_a_compacted_log_says_the_same(tmp_path, log):
     log.write(tmp_path / "whole")
-    log.statements += snapshots.rows_of(snapshots.Mark(log.state.position, 0), 1.0, snapshots.parts(log.state))
+    log.statements += state_checkpoints.rows_of(
+        state_checkpoints.Mark(log.state.position, 0), 1.0, state_checkpoints.parts(log.state)
+    )
     log.statements.append(("DELETE FROM log WHERE position <= ?", (log.state.position,)))
     log.issue(7)
     log.write(tmp_path / "compacted")

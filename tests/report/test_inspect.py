@@ -19,10 +19,10 @@ from jaxroll.records import Snapshot, Version
 from jaxroll.report import inspect_run, inspection, trajectory
 from jaxroll.report.alive import store_pid
 from jaxroll.report.listing import Section, plain, safe, show
-from jaxroll.store import reading
-from jaxroll.store import requests as rq
-from jaxroll.store.keeper import Keeper
-from jaxroll.store.log import Log
+from jaxroll.store.core import requests as rq
+from jaxroll.store.log import reading
+from jaxroll.store.log.commit_log import Log
+from jaxroll.store.server.keeper import Keeper
 from tests.report.made_run import write_run_file
 from tests.store.made_log import ALPHABET, SETTINGS, eventful_history, fail, lease, publish, put, recorded_run
 

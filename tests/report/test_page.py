@@ -125,7 +125,7 @@ def test_a_live_run_with_a_torn_last_line(tmp_path):
 
 def test_rows_of_weights_that_a_rewind_threw_away_are_left_out(tmp_path):
     from jaxroll.records import Version
-    from jaxroll.store import events as ev
+    from jaxroll.store.core import events as ev
     from tests.report.made_run import LogMaker
 
     write_run_file(tmp_path)

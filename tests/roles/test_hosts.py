@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError
+from jaxroll.learner.multihost import processes
+from jaxroll.learner.multihost.processes import Follower, Leader, Word
 from jaxroll.records import Version
-from jaxroll.roles import hosts
-from jaxroll.roles.hosts import Follower, Leader, Word
 
 LIMIT_S = 20.0
 Ends = queue.Queue
@@ -23,7 +23,7 @@ Ends = queue.Queue
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     """The (text, code) with which processes would have ended."""
     said: Ends = queue.Queue()
-    monkeypatch.setattr(hosts, "_end_now", lambda text, code=EXIT_FAILURE: said.put((text, code)))
+    monkeypatch.setattr(processes, "_end_now", lambda text, code=EXIT_FAILURE: said.put((text, code)))
     return said
 
 
@@ -57,7 +57,7 @@ def test_who_is_asked_to_leave_asks_the_leader(links, ends):
 
 def test_a_leader_that_is_gone_ends_the_follower(links, ends):
     Follower(links[1])
-    links[0].sendall(hosts._LENGTH.pack(100) + b"half a word")
+    links[0].sendall(processes._LENGTH.pack(100) + b"half a word")
     links[0].close()
     assert ends.get(timeout=LIMIT_S) == ("process 0 of the learner is gone", EXIT_FAILURE)
 
@@ -91,8 +91,8 @@ def test_a_stranger_is_turned_away():
         with socket.create_connection(at) as stranger, socket.create_connection(at) as ours:
             stranger.settimeout(LIMIT_S)
             stranger.sendall(b"x" * 68)
-            ours.sendall(secret + hosts._INDEX.pack(1))
-            (link,) = hosts._answered(listener, secret, 1)
+            ours.sendall(secret + processes._INDEX.pack(1))
+            (link,) = processes._answered(listener, secret, 1)
             link.sendall(b"!")
             assert ours.recv(1) == b"!"
             assert stranger.recv(1) == b""
@@ -102,23 +102,23 @@ def test_a_stranger_is_turned_away():
 def test_an_address_of_an_earlier_life_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as dead:
         old = dead.getsockname()[1]
-    (tmp_path / hosts.ADDRESS_FILE).write_text(f"127.0.0.1:{old}\n")
+    (tmp_path / processes.ADDRESS_FILE).write_text(f"127.0.0.1:{old}\n")
     with socket.socket() as late:
 
         def come(_: float) -> None:
-            _, port = hosts._meeting_point("127.0.0.1:0", tmp_path, 0)
+            _, port = processes._meeting_point("127.0.0.1:0", tmp_path, 0)
             late.bind(("127.0.0.1", port))
             late.listen()
 
-        monkeypatch.setattr(hosts.time, "sleep", come)
-        assert hosts._meeting_point("127.0.0.1:0", tmp_path, 1) == late.getsockname()
+        monkeypatch.setattr(processes.time, "sleep", come)
+        assert processes._meeting_point("127.0.0.1:0", tmp_path, 1) == late.getsockname()
 
 
 @pytest.mark.parametrize("words", ["", "host", "host:", ":7000", "host:x"])
 def test_what_is_no_address_is_refused(words: str, tmp_path: Path):
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        hosts._meeting_point(words, tmp_path, 0)
+        processes._meeting_point(words, tmp_path, 0)
 
 
 def test_where_the_port_is_named_it_is_taken(tmp_path: Path):
-    assert hosts._meeting_point("10.0.0.1:7000", tmp_path, 1) == ("10.0.0.1", 7000)
+    assert processes._meeting_point("10.0.0.1:7000", tmp_path, 1) == ("10.0.0.1", 7000)

@@ -18,7 +18,7 @@ from jaxroll.models import families
 from jaxroll.records import Version
 from jaxroll.roles.learner import LearnerSession
 from jaxroll.sharding import meshes, rules
-from jaxroll.store.state import Lineage
+from jaxroll.store.core.state import Lineage
 
 
 @pytest.fixture

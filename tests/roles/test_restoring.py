@@ -13,7 +13,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.models import families
 from jaxroll.records import Version
 from jaxroll.roles.restoring import first_params, start_of
-from jaxroll.store.state import Lineage
+from jaxroll.store.core.state import Lineage
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jaxroll.config import Config, RoleArgs
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.errors import WornOut
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
-from jaxroll.store.server import LINGER_S
+from jaxroll.store.server.server import LINGER_S
 
 
 class Store:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxroll.engine.host import EngineHost
 from jaxroll.learner.trainer import Trainer
 from jaxroll.roles.turns import TrainerByTurns, Turn
+from jaxroll.serving.engine_thread import EngineHost
 
 LIMIT_S = 20.0
 

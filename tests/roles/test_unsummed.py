@@ -18,7 +18,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
 from jaxroll.roles.learner import LearnerSession
-from jaxroll.store.state import Lineage
+from jaxroll.store.core.state import Lineage
 
 SIZE = 4
 

@@ -14,15 +14,15 @@ import pytest
 from jaxroll.config import Config, MeshConfig, TaskConfig
 from jaxroll.data.sources import open_source
 from jaxroll.engine.engine import Engine
-from jaxroll.engine.host import EngineHost, EngineProxy
-from jaxroll.envs.places import Places
-from jaxroll.envs.scoring import ScoringPool
+from jaxroll.envs.executors.choice import Places
 from jaxroll.learner import samples
 from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Finished, Grant, Member, Message, Task, Version
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.episode import Bounds
 from jaxroll.rollout.manager import RolloutManager
+from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.sharding import meshes, rules
 from jaxroll.text.tokenizers import CharTokenizer
 

@@ -13,11 +13,11 @@ import pytest
 from jaxroll.errors import DataError, StaleClient, Unauthorized
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
-from jaxroll.rollout import serving
-from jaxroll.rollout.remote import Samplers
 from jaxroll.rpc import limits
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.server import RawServer
+from jaxroll.serving import service
+from jaxroll.serving.client import Samplers
 
 DEADLINE_S = 30.0
 PARAMS = SamplingParams(5, 0.5, stop_tokens=(2,), seed=7)
@@ -85,12 +85,12 @@ class Sampler:
 
     def __init__(self, folder: Path, name: str, version: Version | None = V0) -> None:
         self.file, self.engine, self.weights = folder / f"{name}.addr", Engine(), Weights(version)
-        self.service = serving.Serving(self.engine, self.weights, run_id="run", config_digest="digest")
+        self.service = service.Serving(self.engine, self.weights, run_id="run", config_digest="digest")
         self._server: RawServer | None = None
 
     async def start(self) -> None:
         self._server = RawServer(
-            serving.SERVICE, self.service.methods(), secret="secret", max_message_bytes=2**20,
+            service.SERVICE, self.service.methods(), secret="secret", max_message_bytes=2**20,
             calls_per_connection=limits.GENERATIONS_PER_CONNECTION,
         )  # fmt: skip
         port = self._server.bind("127.0.0.1", 0)
@@ -105,7 +105,7 @@ class Sampler:
 
 def client(address: Path, *, token: str = "secret", config: str = "digest", of_run: str = "run") -> RawClient:
     raw = RawClient(
-        serving.SERVICE, address, role="actor", name="actor-0", token=token, patience_s=0.0, max_message_bytes=2**20,
+        service.SERVICE, address, role="actor", name="actor-0", token=token, patience_s=0.0, max_message_bytes=2**20,
         config_digest=config,
     )  # fmt: skip
     raw.run_id = of_run

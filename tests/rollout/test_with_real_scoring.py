@@ -13,9 +13,9 @@ from jaxroll.config import Config
 from jaxroll.data import sources
 from jaxroll.data.prompts import PromptPipeline
 from jaxroll.envs import registry
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Finished, Grant, Version, VersionRun
+from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxroll.schedule import routing
+from jaxroll.serving import client
 
 
 def dealt(replicate: str, groups: list[int], samplers: int = 2) -> list[str]:
@@ -15,7 +15,7 @@ def dealt(replicate: str, groups: list[int], samplers: int = 2) -> list[str]:
         last = ""
         places = []
         for _ in range(members):
-            last = routing.seat(seated, last, replicate)
+            last = client.seat(seated, last, replicate)
             seated[last] += 1
             places.append(last)
         found.append("".join(places))
@@ -35,4 +35,4 @@ def test_members_are_seated(replicate: str, groups: list[int], places: list[str]
 
 
 def test_whose_sampler_is_gone_goes_where_fewest_are() -> None:
-    assert routing.seat({"b": 3, "c": 2}, "a", "together") == "c"
+    assert client.seat({"b": 3, "c": 2}, "a", "together") == "c"

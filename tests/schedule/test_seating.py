@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from jaxroll.schedule.pages import Pages
-from jaxroll.schedule.prefixes import Prefix
-from jaxroll.schedule.seating import Seating
-from jaxroll.schedule.seats import Limits, Row, Seat, bucket_of
+from jaxroll.engine.block_allocator import Pages
+from jaxroll.engine.prefix_cache import Prefix
+from jaxroll.engine.scheduler import Seating
+from jaxroll.engine.sequence import Limits, Row, Seat, bucket_of
 
 U = 4  # tokens a page
 LIMITS = {"rows": 2, "inserts": 4, "refill": 1, "buckets": (4, 8), "page_tokens": U, "budget": 16}

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jaxroll.schedule.sharing import Share
+from jaxroll.policy.order import Share
 
 
 @pytest.mark.parametrize(

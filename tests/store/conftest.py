@@ -27,7 +27,7 @@ from jaxroll.records import (
     VersionRun,
 )  # fmt: skip
 from jaxroll.store.client import StoreClient
-from jaxroll.store.server import serve
+from jaxroll.store.server.server import serve
 
 DEADLINE_S = 20.0
 

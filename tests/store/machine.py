@@ -6,13 +6,13 @@ import functools
 from typing import Any
 
 from jaxroll.errors import StoreRefusal
+from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Snapshot, Task, Version, VersionRun
-from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.store import events as ev
-from jaxroll.store import requests as rq
-from jaxroll.store.core import Core
-from jaxroll.store.settings import Settings
-from jaxroll.store.state import Batch, conservation_residual, counts
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.machine import Core
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.state import Batch, conservation_residual, counts
 
 V0 = Version(0, 0)
 

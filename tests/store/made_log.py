@@ -10,15 +10,15 @@ import numpy as np
 from jaxroll import wire
 from jaxroll.clock import ManualClock
 from jaxroll.errors import StoreRefusal
+from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Failed, Finished, Member, Message, Segment, Snapshot, Task, Version, VersionRun
-from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.store import requests as rq
-from jaxroll.store import schema
-from jaxroll.store.core import Core
-from jaxroll.store.keeper import Keeper
-from jaxroll.store.log import Log
-from jaxroll.store.payload import put_request
-from jaxroll.store.settings import Settings
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.machine import Core
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.log import schema
+from jaxroll.store.log.commit_log import Log
+from jaxroll.store.server.keeper import Keeper
+from jaxroll.store.server.validation import put_request
 
 SETTINGS = Settings(AgeLimiter(1.0, 2), group_size=2, steps=6, straggler_deadline_s=5.0, data_retries=0)
 ALPHABET = "abcdefghij"  # token 4 + i is letter i (jaxroll.text: CharTokenizer)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxroll.records import Snapshot, Version, VersionRun
-from jaxroll.store import requests as rq
-from jaxroll.store.state import Batch
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.state import Batch
 
 if TYPE_CHECKING:
     from tests.store.model_world import World

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jaxroll.store import requests as rq
+from jaxroll.store.core import requests as rq
 from tests.store.model_books import FREE
 from tests.store.model_holders import Holders
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxroll.store import requests as rq
+from jaxroll.store.core import requests as rq
 from tests.store.model_books import LEASED, broken
 from tests.store.model_learner import LearnerSide
 

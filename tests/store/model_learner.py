@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from jaxroll.store import requests as rq
+from jaxroll.store.core import requests as rq
 from tests.store.model_books import DONE, DROPPED, FREE, LEASED, Books, Fact, Rules, broken, whole_groups
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jaxroll.store import requests as rq
+from jaxroll.store.core import requests as rq
 from tests.store.model_books import DONE, DROPPED, FREE, LEASED, Fact, broken
 from tests.store.model_deals import Deal, Sharing
 from tests.store.model_holders import AVOID_S, SEEN_S

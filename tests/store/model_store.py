@@ -18,12 +18,12 @@ from typing import Any
 
 from jaxroll import wire
 from jaxroll.records import Task
-from jaxroll.store import events as ev
-from jaxroll.store import requests as rq
-from jaxroll.store import state as st
-from jaxroll.store.core import Core, decide
-from jaxroll.store.index import Index
-from jaxroll.store.settings import Settings
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core import state as st
+from jaxroll.store.core.groups import Index
+from jaxroll.store.core.machine import Core, decide
+from jaxroll.store.core.settings import Settings
 from tests.store.model_books import Broken, Fact, Rules, broken
 from tests.store.model_reference import Reference
 from tests.store.model_views import answered, facts, figures, members_of, settings, slow, timeless

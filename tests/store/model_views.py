@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxroll.schedule.filters import Filter
-from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.store import events as ev
-from jaxroll.store import state as st
-from jaxroll.store.admission import is_slow
-from jaxroll.store.groups import DONE, LEASED
-from jaxroll.store.settings import Settings
+from jaxroll.policy.filters import Filter
+from jaxroll.policy.limiter import AgeLimiter
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import state as st
+from jaxroll.store.core.admission import is_slow
+from jaxroll.store.core.groups import DONE, LEASED
+from jaxroll.store.core.settings import Settings
 from tests.store.model_books import Fact, Rules
 
 

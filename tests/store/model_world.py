@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxroll.records import Version
-from jaxroll.store import requests as rq
+from jaxroll.store.core import requests as rq
 from tests.store.model_books import Rules, broken
 from tests.store.model_clients import Heard, Learner, Sampler, ignore, wrong_put
 from tests.store.model_store import Store

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.store import apply, core, groups, puts, state, work
-from jaxroll.store import events as ev
-from jaxroll.store import requests as rq
+from jaxroll.policy.limiter import AgeLimiter
+from jaxroll.store.core import apply, groups, leases, machine, puts, state
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
 from tests.store.model_store import Store
 
 Patch = pytest.MonkeyPatch
@@ -107,7 +107,7 @@ def deciding_changes_the_state(patch: Patch) -> None:
         now.member_bytes = max(now.member_bytes, 2 * r.size_bytes)
         return original(rules, now, r, now_s)
 
-    wrap(patch, core._DECIDERS, rq.PutMember, put)
+    wrap(patch, machine._DECIDERS, rq.PutMember, put)
 
 
 @breaks("10 one consistent cut")
@@ -115,7 +115,7 @@ def replay_leaves_something_out(patch: Patch) -> None:
     def replay(original: Any, now: state.State, events: Any, now_s: float) -> state.State:
         return original(now, [e for e in events if not isinstance(e, ev.Arrived)], now_s)
 
-    wrap(patch, core, "replay", replay)
+    wrap(patch, machine, "replay", replay)
 
 
 @breaks("17 versions from the future")
@@ -131,7 +131,7 @@ def token_of_an_ended_lineage_accepted(patch: Patch) -> None:
 @breaks("never a reward of zero")
 def failed_member_trained_as_zero(patch: Patch) -> None:
     def failed(original: Any, settings: Any, now: Any, group: Any, slot: Any, r: rq.PutMember, now_s: float) -> Any:
-        return work.Decision([ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, ())], "OK")
+        return leases.Decision([ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, ())], "OK")
 
     wrap(patch, puts, "_put_failure", failed)
 
@@ -140,7 +140,7 @@ def failed_member_trained_as_zero(patch: Patch) -> None:
 def failures_never_end(patch: Patch) -> None:
     def failed(original: Any, *arguments: Any) -> Any:
         decision = original(*arguments)
-        return work.Decision(decision.events[:1], decision.reply)
+        return leases.Decision(decision.events[:1], decision.reply)
 
     wrap(patch, puts, "_put_failure", failed)
 
@@ -155,7 +155,7 @@ def data_failure_repeats_its_key(patch: Patch) -> None:
     def grants(original: Any, *arguments: Any) -> Any:
         return [msgspec.structs.replace(grant, key_salt=0) for grant in original(*arguments)]
 
-    wrap(patch, work, "_grants", grants)
+    wrap(patch, leases, "_grants", grants)
 
 
 # --- leases
@@ -187,7 +187,7 @@ def replay_not_counted_as_outstanding(patch: Patch) -> None:
         )
 
     patch.setattr(state, "unpublished_groups", unpublished)
-    patch.setattr(work, "unpublished_groups", unpublished)
+    patch.setattr(leases, "unpublished_groups", unpublished)
 
 
 @breaks("2 re-leased")
@@ -213,7 +213,7 @@ def retries_behind_new_prompts(patch: Patch) -> None:
     def missing(original: Any, settings: Any, now: Any, r: rq.Lease, *rest: Any) -> Any:
         return ([], [], r.max_members, "") if r.prompts else original(settings, now, r, *rest)
 
-    wrap(patch, work, "_lease_open", missing)
+    wrap(patch, leases, "_lease_open", missing)
 
 
 @breaks("10 prompts in order")
@@ -224,7 +224,7 @@ def prompt_lost(patch: Patch) -> None:
             decision.reply = replace(decision.reply, prompts_used=decision.reply.prompts_used + 1)
         return decision
 
-    wrap(patch, core._DECIDERS, rq.Lease, lease)
+    wrap(patch, machine._DECIDERS, rq.Lease, lease)
 
 
 @breaks("10 one consistent cut")
@@ -239,12 +239,12 @@ def cursor_of_the_record_before(patch: Patch) -> None:
 
 @breaks("11 leases live")
 def leases_not_renewed_on_recovery(patch: Patch) -> None:
-    patch.setattr(core, "rebased", lambda recovered, now_s, lease_s: recovered)
+    patch.setattr(machine, "rebased", lambda recovered, now_s, lease_s: recovered)
 
 
 @breaks("11 leases live")
 def stalled_store_expires_all(patch: Patch) -> None:
-    wrap(patch, core._DECIDERS, rq.Tick, lambda tick, settings, now, r, now_s: tick(settings, now, rq.Tick(), now_s))
+    wrap(patch, machine._DECIDERS, rq.Tick, lambda tick, settings, now, r, now_s: tick(settings, now, rq.Tick(), now_s))
 
 
 @breaks("11 leases live")
@@ -254,17 +254,17 @@ def renewal_forgotten(patch: Patch) -> None:
 
 @breaks("2 attempts per member")
 def restarted_holder_keeps_its_leases(patch: Patch) -> None:
-    wrap(patch, core._DECIDERS, rq.Arrive, lambda f, *rest: work.Decision(f(*rest).events[:1]))
+    wrap(patch, machine._DECIDERS, rq.Arrive, lambda f, *rest: leases.Decision(f(*rest).events[:1]))
 
 
 @breaks("6 retention")
 def retention_ignored(patch: Patch) -> None:
-    patch.setattr(work, "held_bytes", lambda now: 0)
+    patch.setattr(leases, "held_bytes", lambda now: 0)
 
 
 @breaks("6 retention")
 def buffer_of_groups_ignored(patch: Patch) -> None:
-    patch.setattr(work, "kept_groups", lambda now: len(now.open) - 100)
+    patch.setattr(leases, "kept_groups", lambda now: len(now.open) - 100)
 
 
 @breaks("7 lease_order makes (b) never bite")
@@ -281,7 +281,7 @@ def redundancy_outside_the_window(patch: Patch) -> None:
 def window_adapts_to_a_deadlock(patch: Patch) -> None:
     wrap(
         patch,
-        work,
+        leases,
         "window_in_force",
         lambda window, rules, now: 1 if rules.window == "adaptive" else window(rules, now),
     )

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from jaxroll.schedule import filters
-from jaxroll.schedule.health import Health
-from jaxroll.schedule.sharing import Share
-from jaxroll.store import admission, apply, completion, core, groups, holders, puts, shares, state, training, work
-from jaxroll.store import events as ev
+from jaxroll.policy import filters
+from jaxroll.policy.health import Health
+from jaxroll.policy.order import Share
+from jaxroll.store.core import admission, apply, groups, holders, leases, machine, puts, state, training
+from jaxroll.store.core import events as ev
 from tests.store.planted_bugs import Patch, breaks, wrap
 from tests.store.planted_bugs_training import BUGS
 
@@ -21,7 +21,7 @@ __all__ = ["BUGS"]
 
 @breaks("filter")
 def groups_are_not_judged(patch: Patch) -> None:
-    patch.setattr(completion, "judged", lambda *rest: [])
+    patch.setattr(puts, "judged", lambda *rest: [])
 
 
 @breaks("filter")
@@ -36,7 +36,7 @@ def bounds_of_the_band_are_inside(patch: Patch) -> None:
 
 @breaks("filter")
 def rejections_are_never_too_many(patch: Patch) -> None:
-    patch.setattr(completion, "_why_over", lambda *rest: "")
+    patch.setattr(puts, "_why_over", lambda *rest: "")
 
 
 @breaks("filter")
@@ -51,7 +51,7 @@ def limit_of_rejections_is_not_counted_anew(patch: Patch) -> None:
 
 @breaks("7a rejected groups make room")
 def rejected_groups_still_count_as_outstanding(patch: Patch) -> None:
-    wrap(patch, work, "unpublished_groups", lambda unpublished, now: unpublished(now) + now.filtered)
+    wrap(patch, leases, "unpublished_groups", lambda unpublished, now: unpublished(now) + now.filtered)
 
 
 # --- redundant members
@@ -95,7 +95,7 @@ def holders_of_surplus_work_are_not_told(patch: Patch) -> None:
     def ended_by(original: Any, now: state.State, event: ev.Event) -> Any:
         return [] if isinstance(event, ev.Aborted) else original(now, event)
 
-    wrap(patch, core, "ended_by", ended_by)
+    wrap(patch, machine, "ended_by", ended_by)
 
 
 @breaks("11 who lost a lease is told")
@@ -103,7 +103,7 @@ def holders_are_told_of_leases_that_others_have(patch: Patch) -> None:
     def ended_by(original: Any, now: state.State, event: ev.Event) -> Any:
         return [("somebody", key) for _, key in original(now, event)]
 
-    wrap(patch, core, "ended_by", ended_by)
+    wrap(patch, machine, "ended_by", ended_by)
 
 
 # --- shares of scarce work
@@ -111,7 +111,7 @@ def holders_are_told_of_leases_that_others_have(patch: Patch) -> None:
 
 @breaks("9 shares")
 def first_asker_takes_everything(patch: Patch) -> None:
-    patch.setattr(work, "share_of", lambda settings, now, r, *_: Share(r.max_members))
+    patch.setattr(leases, "share_of", lambda settings, now, r, *_: Share(r.max_members))
 
 
 @breaks("9 shares")
@@ -119,7 +119,7 @@ def samplers_that_are_gone_are_waited_for(patch: Patch) -> None:
     def with_room(settings: Any, now: state.State, but: str, now_s: float) -> list[str]:
         return [name for name in now.hungry if name != but]
 
-    patch.setattr(shares, "with_room", with_room)
+    patch.setattr(admission, "with_room", with_room)
 
 
 @breaks("9 shares")

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
+from jaxroll.policy import order
+from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version
-from jaxroll.schedule import order
-from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.store import apply, core, forks, groups, state, training, work
-from jaxroll.store import events as ev
-from jaxroll.store import requests as rq
+from jaxroll.store.core import apply, forks, groups, leases, machine, state, training
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
 from tests.store.planted_bugs import BUGS, Patch, breaks, wrap
 
 __all__ = ["BUGS"]
@@ -42,7 +42,7 @@ def replayed_batch_in_another_order(patch: Patch) -> None:
             decision.reply = msgspec.structs.replace(decision.reply, groups=decision.reply.groups[::-1])
         return decision
 
-    wrap(patch, core._DECIDERS, rq.ClaimStep, claim)
+    wrap(patch, machine._DECIDERS, rq.ClaimStep, claim)
 
 
 @breaks("8 order")
@@ -104,7 +104,7 @@ def trimmed_at_the_ack(patch: Patch) -> None:
             decision.events.append(ev.MadeDurable(Version(r.version.lineage, r.version.step + 1)))
         return decision
 
-    wrap(patch, core._DECIDERS, rq.Ack, ack)
+    wrap(patch, machine._DECIDERS, rq.Ack, ack)
 
 
 @breaks("6 never trimmed early")
@@ -135,9 +135,9 @@ def ack_ahead_of_training(patch: Patch) -> None:
     def ack(original: Any, settings: Any, now: state.State, r: rq.Ack, now_s: float) -> Any:
         decision = original(settings, now, r, now_s)
         early = now.learner == r.session and now.lineage == r.version.lineage and now.acked < r.version.step
-        return work.Decision() if early else decision
+        return leases.Decision() if early else decision
 
-    wrap(patch, core._DECIDERS, rq.Ack, ack)
+    wrap(patch, machine._DECIDERS, rq.Ack, ack)
 
 
 @breaks("versions grow within a lineage")
@@ -146,9 +146,9 @@ def older_version_published(patch: Patch) -> None:
         decision = original(settings, now, r, now_s)
         older = now.published is not None and 0 <= r.snapshot.version.step < now.published.version.step
         mine = now.learner == r.session and now.lineage == r.snapshot.version.lineage
-        return work.Decision([ev.Published(r.snapshot)]) if older and mine else decision
+        return leases.Decision([ev.Published(r.snapshot)]) if older and mine else decision
 
-    wrap(patch, core._DECIDERS, rq.Publish, publish)
+    wrap(patch, machine._DECIDERS, rq.Publish, publish)
 
 
 @breaks("lineage")
@@ -160,7 +160,7 @@ def lineage_not_bumped_on_rewind(patch: Patch) -> None:
             decision.events = [ev.Began(decision.reply, r.session)]
         return decision
 
-    wrap(patch, core._DECIDERS, rq.Begin, begin)
+    wrap(patch, machine._DECIDERS, rq.Begin, begin)
 
 
 @breaks("lineage")
@@ -194,7 +194,7 @@ def fenced_lease_may_still_put(patch: Patch) -> None:
 def fork_leaves_open_groups(patch: Patch) -> None:
     def fork(original: Any, now: state.State, r: rq.Begin) -> Any:
         decision = original(now, r)
-        return work.Decision([e for e in decision.events if not isinstance(e, ev.Expired)], decision.reply)
+        return leases.Decision([e for e in decision.events if not isinstance(e, ev.Expired)], decision.reply)
 
     wrap(patch, forks, "fork", fork)
 

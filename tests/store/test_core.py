@@ -6,9 +6,9 @@ import pytest
 
 from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, NotReady, StaleClient
 from jaxroll.records import Snapshot, Version
-from jaxroll.store import requests as rq
-from jaxroll.store.state import NAMES_KNOWN, next_straggler_s, outstanding, straggler_due
-from jaxroll.store.waits import waits
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.state import NAMES_KNOWN, next_straggler_s, outstanding, straggler_due
+from jaxroll.store.core.waits import waits
 from tests.store.machine import V0, Machine
 
 

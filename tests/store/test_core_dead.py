@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.config import Config, ScheduleConfig, StoreConfig
 from jaxroll.errors import Closed, NoCredit
-from jaxroll.store.settings import Settings
+from jaxroll.store.core.settings import Settings
 from tests.store.machine import Machine
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.errors import Closed, NoCredit, NotReady
+from jaxroll.policy.filters import Filter
 from jaxroll.records import Version
-from jaxroll.schedule.filters import Filter
-from jaxroll.store import events as ev
-from jaxroll.store import requests as rq
-from jaxroll.store.invariants import Seen, impossible
-from jaxroll.store.replay import broken_by
-from jaxroll.store.state import State, outstanding
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.invariants import Seen, impossible
+from jaxroll.store.core.state import State, outstanding
+from jaxroll.store.log.replay import broken_by
 from tests.store.machine import V0, Machine
 
 ALIKE = Filter("min_std")

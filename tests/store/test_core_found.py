@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.errors import Fenced, NoCredit
 from jaxroll.records import Version
-from jaxroll.store import requests as rq
+from jaxroll.store.core import requests as rq
 from tests.store.machine import V0, Machine
 
 

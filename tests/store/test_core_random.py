@@ -21,15 +21,14 @@ from hypothesis import given, settings
 
 from jaxroll import wire
 from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, NotReady, StaleClient, StoreRefusal
+from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Snapshot, Task, Version, VersionRun
-from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.store import events as ev
-from jaxroll.store import requests as rq
-from jaxroll.store.core import Core
-from jaxroll.store.groups import DONE
-from jaxroll.store.index import Index
-from jaxroll.store.settings import Settings
-from jaxroll.store.state import State, conservation_residual, counts, on_line, outstanding
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.groups import DONE, Index
+from jaxroll.store.core.machine import Core
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.state import State, conservation_residual, counts, on_line, outstanding
 
 REMEMBERED = ("pace", "questions", "lengths", "cuts", "claim_cuts", "stream", "next_ordinal", "passed", "cursor")
 REFUSALS = (NoCredit, NotReady, StaleClient, Fenced, Conflict, Closed)

@@ -8,11 +8,11 @@ import pytest
 from jaxroll import wire
 from jaxroll.errors import NoCredit
 from jaxroll.records import Version
-from jaxroll.store import events as ev
-from jaxroll.store import requests as rq
-from jaxroll.store.invariants import Seen, impossible
-from jaxroll.store.replay import broken_by
-from jaxroll.store.state import State
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.invariants import Seen, impossible
+from jaxroll.store.core.state import State
+from jaxroll.store.log.replay import broken_by
 from tests.store.machine import V0, Machine
 
 

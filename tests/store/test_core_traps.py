@@ -11,14 +11,14 @@ from collections.abc import Callable
 import pytest
 
 from jaxroll.errors import ConfigError, NoCredit, NotReady, StoreRefusal
+from jaxroll.policy import order
+from jaxroll.policy.limiter import AgeLimiter
+from jaxroll.policy.order import Share
 from jaxroll.records import Version
-from jaxroll.schedule import order
-from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.schedule.sharing import Share
-from jaxroll.store import requests as rq
-from jaxroll.store import work
-from jaxroll.store.holders import Taker
-from jaxroll.store.state import State, base_step
+from jaxroll.store.core import leases
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.holders import Taker
+from jaxroll.store.core.state import State, base_step
 from tests.store.machine import Machine
 
 
@@ -127,7 +127,7 @@ def test_publish_every() -> None:
 
 def only_when_no_prompt_is_left(settings, state: State, r: rq.Lease, share: Share, taker: Taker, now_s: float):
     """The trap: what is free in open groups waits until no new prompt may be issued."""
-    used, events, grants, refused = work._lease_prompts(settings, state, r, share, r.max_members)
+    used, events, grants, refused = leases._lease_prompts(settings, state, r, share, r.max_members)
     return events, grants, r.max_members - sum(len(g.members) for g in grants), refused or ("later" if used else "")
 
 
@@ -140,7 +140,7 @@ def test_retries_come_before_new_prompts(monkeypatch: pytest.MonkeyPatch) -> Non
     m.ask(rq.Release(((0, 0, 2),)))
     assert m.lease(1) == [(0, 0, 3)]
     m.ask(rq.Release(((0, 0, 3),)))
-    monkeypatch.setattr(work, "_lease_open", only_when_no_prompt_is_left)
+    monkeypatch.setattr(leases, "_lease_open", only_when_no_prompt_is_left)
     assert m.lease(1) == [(4, 0, 1)], "with the trap the head waits for every prompt behind it"
 
 
@@ -155,7 +155,7 @@ def test_retries_are_admitted_though_the_window_is_full(monkeypatch: pytest.Monk
         return m.lease(1)
 
     assert lost_in_a_full_window() == [(0, 0, 2)]
-    monkeypatch.setattr(work, "groups_ahead", lambda policy, place, total: total)
+    monkeypatch.setattr(leases, "groups_ahead", lambda policy, place, total: total)
     with pytest.raises(NoCredit):
         lost_in_a_full_window()
 
@@ -255,7 +255,7 @@ def without_replays(state: State) -> int:
 
 def test_replays_count_as_outstanding(monkeypatch: pytest.MonkeyPatch) -> None:
     replaying()
-    monkeypatch.setattr(work, "unpublished_groups", without_replays)
+    monkeypatch.setattr(leases, "unpublished_groups", without_replays)
     with pytest.raises(AssertionError):
         replaying()
 

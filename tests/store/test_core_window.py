@@ -10,12 +10,12 @@ import pytest
 from jaxroll import wire
 from jaxroll.errors import NoCredit, NotReady
 from jaxroll.records import Version
-from jaxroll.store import admission, holders
-from jaxroll.store import events as ev
-from jaxroll.store import requests as rq
-from jaxroll.store.core import Core
-from jaxroll.store.state import State
-from jaxroll.store.waits import status
+from jaxroll.store.core import admission, holders
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.machine import Core
+from jaxroll.store.core.state import State
+from jaxroll.store.core.waits import status
 from tests.store.machine import Machine
 from tests.store.virtual_cluster import Cluster, Result, World, compared
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxroll.errors import StaleClient
 from jaxroll.records import Version
-from jaxroll.store.state import on_line
+from jaxroll.store.core.state import on_line
 
 LINE = (
     "SELECT step FROM claims JOIN line ON line.lineage = durable_lineage AND step < upto"

@@ -44,8 +44,8 @@ from jaxroll.records import (
 )  # fmt: skip
 from jaxroll.rpc import auth, doorman, limits
 from jaxroll.rpc.envelope import Envelope
-from jaxroll.store import audit
 from jaxroll.store import messages as msg
+from jaxroll.store.server import audit
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 V0 = Version(0, 0)

@@ -18,15 +18,15 @@ from jaxroll import wire
 from jaxroll.clock import ManualClock
 from jaxroll.errors import ConfigError, InfraError, StaleClient, StoreRefusal
 from jaxroll.records import Version
-from jaxroll.store import events as ev
-from jaxroll.store import filesystem, opening, reading, schema, snapshots
-from jaxroll.store import requests as rq
-from jaxroll.store.apply import apply
-from jaxroll.store.core import Core
-from jaxroll.store.keeper import Keeper
-from jaxroll.store.log import Log
-from jaxroll.store.replay import replay_log
-from jaxroll.store.state import State, conservation_residual, counts
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.apply import apply
+from jaxroll.store.core.machine import Core
+from jaxroll.store.core.state import State, conservation_residual, counts
+from jaxroll.store.log import opening, reading, schema, state_checkpoints
+from jaxroll.store.log.commit_log import Log
+from jaxroll.store.log.replay import replay_log
+from jaxroll.store.server.keeper import Keeper
 from tests.store.made_log import SETTINGS, eventful_history, lease, publish, put, recorded_run
 
 OLD = Path(__file__).with_name("store_v1.sql")  # the eventful history as version 1 kept it
@@ -239,7 +239,7 @@ def test_a_fork_of_a_log_of_version_1_is_refused_until_its_prompts_are_known(tmp
         assert {group.id: group.ordinal for group in state.open.values()} == {9: 5, 10: 9}, "9 is the prompt of 5 again"
         assert (state.next_ordinal, state.claim_cuts, state.stream[9]) == (10, {}, b"cursor10")
         with reading.transaction(tmp_path) as db:
-            _, before = snapshots.newest(db) or (None, state)
+            _, before = state_checkpoints.newest(db) or (None, state)
         open_then = {group.id: group.ordinal for group in before.open.values()}
         assert open_then == ({9: 5, 10: 9} if compacted else {5: 5, 7: 7, 8: 8})
         version = kept.decide(rq.Begin("L", Version(1, 1)))
@@ -308,7 +308,7 @@ def test_the_live_connection_is_asked_what_it_promises(tmp_path: Path, monkeypat
 def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 0:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / {tmp_path}/far rw - nfs4 server:/runs rw\n")
-    monkeypatch.setattr(filesystem, "MOUNTINFO", table)
+    monkeypatch.setattr(opening, "MOUNTINFO", table)
     with pytest.raises(ConfigError, match=r"server:/runs \(nfs4\).*Put the run on a local disk"):
         Log(tmp_path / "far" / "run")
     assert not (tmp_path / "far" / "run" / "store.db").exists()
@@ -447,7 +447,7 @@ HOLDER = """
 import asyncio, sys
 from pathlib import Path
 from jaxroll import lifeline
-from jaxroll.store.log import Log
+from jaxroll.store.log.commit_log import Log
 
 async def main():
     log = Log(Path(sys.argv[1]))

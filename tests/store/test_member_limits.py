@@ -11,8 +11,8 @@ from jaxroll.config import Config
 from jaxroll.errors import StoreRefusal
 from jaxroll.records import Member, Version
 from jaxroll.rollout.episode import Bounds
-from jaxroll.store.payload import put_request
-from jaxroll.store.settings import Settings
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.server.validation import put_request
 from tests.store.conftest import finished
 
 V0 = Version(0, 0)

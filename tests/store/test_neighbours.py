@@ -13,11 +13,11 @@ from functools import cache
 import pytest
 
 from jaxroll.errors import Closed, Fenced, NoCredit
+from jaxroll.policy.health import ALONE_S, LONGEST_S, TRIP
 from jaxroll.records import Version
-from jaxroll.schedule.health import ALONE_S, LONGEST_S, TRIP
-from jaxroll.store import requests as rq
-from jaxroll.store.state import next_deadline_s
-from jaxroll.store.waits import status, waits
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.state import next_deadline_s
+from jaxroll.store.core.waits import status, waits
 from tests.store.machine import V0, Machine
 from tests.store.virtual_cluster import Cluster, Fault, Result, World
 

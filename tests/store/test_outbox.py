@@ -8,7 +8,7 @@ import pytest
 
 from jaxroll.errors import Conflict, Fenced, InfraError, StoreRefusal
 from jaxroll.rpc.envelope import Refusal
-from jaxroll.store import outbox
+from jaxroll.store import client
 from jaxroll.store.messages import PutAnswer, PutCall, PutReply
 
 
@@ -33,7 +33,7 @@ class Store:
         return PutAnswer("", Refusal("FENCED", body.decode())) if body.startswith(b"f") else PutAnswer("OK")
 
 
-async def started(puts: outbox.Puts, *bodies: bytes) -> list[asyncio.Task[str]]:
+async def started(puts: client.Puts, *bodies: bytes) -> list[asyncio.Task[str]]:
     """Puts under way, in this order."""
     tasks = [asyncio.ensure_future(puts.put(body)) for body in bodies]
     for _ in range(3):
@@ -44,7 +44,7 @@ async def started(puts: outbox.Puts, *bodies: bytes) -> list[asyncio.Task[str]]:
 def test_what_waits_goes_in_one_call() -> None:
     async def several() -> None:
         store = Store()
-        puts = outbox.Puts(store)
+        puts = client.Puts(store)
         tasks = await started(puts, b"a")
         tasks += await started(puts, b"b", b"c")
         tasks += await started(puts, b"d")
@@ -57,14 +57,14 @@ def test_what_waits_goes_in_one_call() -> None:
 
 
 def test_a_call_is_bounded_in_bytes_and_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MAX_CALL_BYTES", 5)
-    monkeypatch.setattr(outbox, "MAX_PUTS", 3)
+    monkeypatch.setattr(client, "MAX_CALL_BYTES", 5)
+    monkeypatch.setattr(client, "MAX_PUTS", 3)
 
     async def bounded() -> None:
         store = Store()
         store.open.set()
         bodies = [b"aa", b"bb", b"cc", b"d", b"e", b"g", b"h", b"larger than all"]
-        tasks = await started(outbox.Puts(store), *bodies)
+        tasks = await started(client.Puts(store), *bodies)
         await asyncio.gather(*tasks)
         assert [body for call in store.calls for body in call] == bodies
         assert all(len(call) == 1 or (len(call) <= 3 and sum(map(len, call)) <= 5) for call in store.calls)
@@ -76,7 +76,7 @@ def test_a_call_is_bounded_in_bytes_and_members(monkeypatch: pytest.MonkeyPatch)
 def test_each_member_has_its_own_answer_whatever_travels_with_it() -> None:
     async def mixed() -> None:
         store = Store()
-        tasks = await started(outbox.Puts(store), b"a", b"f1", b"x", b"f2", b"b")
+        tasks = await started(client.Puts(store), b"a", b"f1", b"x", b"f2", b"b")
         store.open.set()
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert (answers[0], answers[4]) == ("OK", "OK")
@@ -90,7 +90,7 @@ def test_nobody_waits_for_a_store_that_stays_away_or_a_client_that_closed() -> N
     async def away() -> None:
         store = Store()
         store.error = InfraError("away")
-        puts = outbox.Puts(store)
+        puts = client.Puts(store)
         tasks = [*(await started(puts, b"a")), *(await started(puts, b"b", b"c"))]
         store.open.set()
         assert [str(error) for error in await asyncio.gather(*tasks, return_exceptions=True)] == ["away"] * 3
@@ -110,7 +110,7 @@ def test_nobody_waits_for_a_store_that_stays_away_or_a_client_that_closed() -> N
 def test_who_gave_up_is_not_sent_and_holds_nobody_up() -> None:
     async def given_up() -> None:
         store = Store()
-        puts = outbox.Puts(store)
+        puts = client.Puts(store)
         (sent,) = await started(puts, b"a")
         waiting, last = await started(puts, b"b", b"c")
         sent.cancel()
@@ -128,7 +128,7 @@ def test_a_store_that_answers_for_others_is_no_store() -> None:
         async def one_answer(call: PutCall) -> PutReply:
             return PutReply((PutAnswer("", Refusal("CONFLICT", "x")),))
 
-        tasks = await started(outbox.Puts(one_answer), b"a", b"b", b"c")
+        tasks = await started(client.Puts(one_answer), b"a", b"b", b"c")
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert any(isinstance(answer, InfraError) for answer in answers)
         assert all(isinstance(answer, (InfraError, Conflict)) for answer in answers)

@@ -28,7 +28,7 @@ from pathlib import Path
 from jaxroll import lifeline
 from jaxroll.config import Config, LearnerConfig, ScheduleConfig, StoreConfig
 from jaxroll.records import Message, Task
-from jaxroll.store.server import serve
+from jaxroll.store.server.server import serve
 
 class Feed:
     at = 0

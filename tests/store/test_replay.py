@@ -17,11 +17,12 @@ import pytest
 from jaxroll import wire
 from jaxroll.control import cli
 from jaxroll.records import Snapshot, Version, VersionRun
-from jaxroll.store import events as ev
-from jaxroll.store import keeper, reading
-from jaxroll.store.invariants import Seen
-from jaxroll.store.replay import broken_by, replay_log
-from jaxroll.store.state import State
+from jaxroll.store.core import events as ev
+from jaxroll.store.core.invariants import Seen
+from jaxroll.store.core.state import State
+from jaxroll.store.log import reading
+from jaxroll.store.log.replay import broken_by, replay_log
+from jaxroll.store.server import keeper
 from tests.store.made_log import long_run, recorded_run
 from tests.store.model_store import Disk, Waiting
 from tests.store.model_world import World

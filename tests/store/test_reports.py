@@ -12,7 +12,7 @@ import pytest
 from jaxroll.errors import StoreRefusal
 from jaxroll.metric_rows import KINDS
 from jaxroll.metrics import dumps
-from jaxroll.store import reports
+from jaxroll.store.server import validation
 
 STEP = {
     "t": 1.0, "role": "learner", "kind": "step", "step": 1, "t0": 0.0, "t1": 1.0, "train_s": 1.0, "wait_s": 0.0,
@@ -75,10 +75,10 @@ def test_malformed_rows_are_left_out_and_noted_and_the_caller_goes_on(
 
 
 def test_every_kind_that_readers_know_has_a_writer() -> None:
-    assert set(KINDS) == reports.KNOWN
+    assert set(KINDS) == validation.KNOWN
 
 
 @pytest.mark.parametrize("line", [b"[1]", b"{", b"\xff", b'{"a":' * 100_000, b"null"])
 def test_what_is_no_object_is_refused_with_its_place(line: bytes) -> None:
     with pytest.raises(StoreRefusal, match="row 1 of a report"):
-        reports.rows_of([dumps(STEP).encode(), line], "learner")
+        validation.rows_of([dumps(STEP).encode(), line], "learner")

@@ -24,10 +24,10 @@ from jaxroll.errors import Closed, Conflict, StaleClient, StoreRefusal, Unauthor
 from jaxroll.records import Version
 from jaxroll.rpc import auth, doorman, limits
 from jaxroll.rpc.client import RawClient
-from jaxroll.store import audit
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
-from jaxroll.store.service import StoreService
+from jaxroll.store.server import audit
+from jaxroll.store.server.service import StoreService
 
 ROOT = Path(__file__).parents[2]
 V0 = Version(0, 0)
@@ -165,8 +165,8 @@ def test_a_stream_of_newcomers_is_slowed_down(
     tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small.configured()
-    monkeypatch.setattr("jaxroll.store.guests._ARRIVALS", 3.0)
-    monkeypatch.setattr("jaxroll.store.guests._ARRIVALS_PER_S", 0.0)
+    monkeypatch.setattr("jaxroll.store.server.handshake._ARRIVALS", 3.0)
+    monkeypatch.setattr("jaxroll.store.server.handshake._ARRIVALS_PER_S", 0.0)
 
     async def tries() -> None:
         async with small.serving(tmp_path, config) as address:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.store import schema
+from jaxroll.store.log import schema
 from tests.store.made_log import recorded_run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "store_schema.md").read_text()

@@ -34,12 +34,13 @@ from jaxroll.errors import (
 )  # fmt: skip
 from jaxroll.records import Finished, Member, Segment, Version, VersionRun
 from jaxroll.rpc import auth, limits
-from jaxroll.store import apply, service
-from jaxroll.store import log as store_log
 from jaxroll.store import messages as msg
 from jaxroll.store.client import BlockingStore, StoreClient
-from jaxroll.store.server import serve
-from jaxroll.store.wakeups import Wakeups
+from jaxroll.store.core import apply
+from jaxroll.store.log import commit_log as store_log
+from jaxroll.store.server import service
+from jaxroll.store.server.keeper import Wakeups
+from jaxroll.store.server.server import serve
 
 V0 = Version(0, 0)
 
@@ -267,7 +268,7 @@ def test_an_expired_lease_goes_to_the_sampler_that_waits(tmp_path: Path, small: 
 def test_a_batch_larger_than_a_message_comes_in_pages(
     tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jaxroll.store.server.PAGE_BYTES", 700)
+    monkeypatch.setattr("jaxroll.store.server.server.PAGE_BYTES", 700)
     config = small.configured(groups_per_step=5, group_size=3)
     pages = []
     page = service.StoreService._page
@@ -295,7 +296,7 @@ def test_each_host_of_a_learner_fetches_its_own_rows(
     tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first claims, and tells the others the step and its session; together they have the batch, each row once."""
-    monkeypatch.setattr("jaxroll.store.server.PAGE_BYTES", 700)
+    monkeypatch.setattr("jaxroll.store.server.server.PAGE_BYTES", 700)
     config, sent = small.configured(groups_per_step=5, group_size=3), []
     page = service.StoreService._page
 

@@ -16,35 +16,36 @@ import pytest
 from jaxroll.clock import ManualClock
 from jaxroll.errors import InfraError
 from jaxroll.records import Version
-from jaxroll.store import events as ev
-from jaxroll.store import keeper, reading, schema, snapshots, upkeep
-from jaxroll.store import requests as rq
-from jaxroll.store.apply import replay
-from jaxroll.store.keeper import Keeper
-from jaxroll.store.log import Log
-from jaxroll.store.replay import differences, replay_log
-from jaxroll.store.snapshots import Mark, kept
-from jaxroll.store.state import State
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.apply import replay
+from jaxroll.store.core.state import State
+from jaxroll.store.log import commit_log, reading, schema, state_checkpoints
+from jaxroll.store.log.commit_log import Log
+from jaxroll.store.log.replay import differences, replay_log
+from jaxroll.store.log.state_checkpoints import Mark, kept
+from jaxroll.store.server import keeper
+from jaxroll.store.server.keeper import Keeper
 from tests.store.made_log import SETTINGS, eventful_history, lease, long_run, publish, put, recorded_run
 
 
 def state_on_disk(run_dir: Path) -> State:
     with reading.transaction(run_dir) as db:
-        found = snapshots.newest(db)
+        found = state_checkpoints.newest(db)
         begun = found[1] if found else State()
-        return replay(begun, (event for _, event in snapshots.events_after(db, begun.position)), 0.0)
+        return replay(begun, (event for _, event in state_checkpoints.events_after(db, begun.position)), 0.0)
 
 
 def test_a_state_in_pieces_is_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = asyncio.run(recorded_run(tmp_path)).state
     for entries in (1, 3, 1000):
-        monkeypatch.setattr(snapshots, "ENTRIES", entries)
-        pieces = list(snapshots.parts(state))
+        monkeypatch.setattr(state_checkpoints, "ENTRIES", entries)
+        pieces = list(state_checkpoints.parts(state))
         assert len({(p.field, p.number) for p in pieces}) == len(pieces)
-        again = snapshots.assembled(pieces)
+        again = state_checkpoints.assembled(pieces)
         assert again == state
         assert list(again.open) == list(state.open)
-    assert len(list(snapshots.parts(state))) < len(pieces) + 1
+    assert len(list(state_checkpoints.parts(state))) < len(pieces) + 1
 
 
 def test_every_snapshot_is_the_state_at_its_position(tmp_path: Path) -> None:
@@ -98,8 +99,8 @@ def test_the_first_compaction_of_a_new_life_reads_what_is_new(tmp_path: Path, mo
     """Not all that is in the log since the last snapshot: whoever is killed in every compaction would never end one."""
     asyncio.run(recorded_run(tmp_path))
     replayed = []
-    real = snapshots.apply
-    monkeypatch.setattr(snapshots, "apply", lambda *of: (replayed.append(of[1]), real(*of)))
+    real = state_checkpoints.apply
+    monkeypatch.setattr(state_checkpoints, "apply", lambda *of: (replayed.append(of[1]), real(*of)))
 
     async def again() -> State:
         kept_run = Keeper(SETTINGS, Log(tmp_path, history_bytes=0), ManualClock())
@@ -112,7 +113,7 @@ def test_the_first_compaction_of_a_new_life_reads_what_is_new(tmp_path: Path, mo
 
     state = asyncio.run(again())
     assert [type(event) for event in replayed] == [ev.RunOpened]
-    monkeypatch.setattr(snapshots, "apply", real)
+    monkeypatch.setattr(state_checkpoints, "apply", real)
     assert next(differences(state, state_on_disk(tmp_path)), None) is None
     with reading.transaction(tmp_path) as db:
         whole = db.execute("SELECT position, log_bytes FROM snapshots").fetchall()
@@ -125,10 +126,10 @@ def test_a_store_killed_between_any_two_portions_comes_back_whole(
 ) -> None:
     """A copy of the files after every commit of a compaction in the smallest portions."""
     for name in ("PARTS", "PAYLOADS", "RECORDS"):
-        monkeypatch.setattr(upkeep, name, 1)
-    monkeypatch.setattr(snapshots, "ENTRIES", 2)
+        monkeypatch.setattr(commit_log, name, 1)
+    monkeypatch.setattr(state_checkpoints, "ENTRIES", 2)
     copies = []
-    real = upkeep.Upkeep.portion
+    real = commit_log.Upkeep.portion
 
     async def run() -> State:
         clock = ManualClock()
@@ -142,10 +143,10 @@ def test_a_store_killed_between_any_two_portions_comes_back_whole(
             copies.append(shutil.copytree(tmp_path / "run", tmp_path / f"copy{len(copies)}"))
             return real(self, connection, 0)
 
-        monkeypatch.setattr(upkeep.Upkeep, "portion", copying)
+        monkeypatch.setattr(commit_log.Upkeep, "portion", copying)
         kept_run.log.compact()
         await kept_run.log.tidy()
-        monkeypatch.setattr(upkeep.Upkeep, "portion", real)
+        monkeypatch.setattr(commit_log.Upkeep, "portion", real)
         await kept_run.log.close()
         return kept_run.state
 
@@ -164,7 +165,7 @@ def test_a_store_killed_between_any_two_portions_comes_back_whole(
         asyncio.run(opened(copy))
         with reading.transaction(copy) as db:
             assert db.execute("SELECT COUNT(DISTINCT position) FROM snapshot_parts").fetchone()[0] <= 1
-            marks = snapshots.marks(db)
+            marks = state_checkpoints.marks(db)
             floor = marks[0].position if marks else 0
             assert db.execute("SELECT MIN(position) FROM log").fetchone()[0] in (None, floor + 1)
             assert replay_log(db).violations == []
@@ -196,7 +197,7 @@ def test_disk_is_bounded_by_what_lives(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_pages_that_stay_free_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "SPARE_PAGES", 16)
+    monkeypatch.setattr(commit_log, "SPARE_PAGES", 16)
 
     async def burst() -> tuple[int, int]:
         kept_run = Keeper(SETTINGS, Log(tmp_path, history_bytes=0, keep_bytes=0), ManualClock())

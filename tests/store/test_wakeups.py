@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from jaxroll.store.wakeups import Wakeups
+from jaxroll.store.server.keeper import Wakeups
 
 
 def test_all_who_wait_are_woken_in_order_a_few_at_a_time() -> None:

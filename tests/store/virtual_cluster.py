@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxroll.errors import Closed, NoCredit, NotReady, StoreRefusal
+from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Snapshot, Version, VersionRun
-from jaxroll.schedule.limiter import AgeLimiter
-from jaxroll.store import requests as rq
-from jaxroll.store.core import Core
-from jaxroll.store.settings import Settings
-from jaxroll.store.state import conservation_residual
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.machine import Core
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.state import conservation_residual
 from tests.store.machine import offer
 
 TOKENS = 20  # of every member, however long it takes

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxroll.config import TaskConfig
-from jaxroll.envs import scorers
 from jaxroll.envs.registry import register
-from jaxroll.envs.scoring import ScoringPool
 from jaxroll.protocols import Place, StepResult
 from jaxroll.records import Message, Task
+from jaxroll.rewards import scorers
+from jaxroll.rewards.scoring_pool import ScoringPool
 
 
 class Kept:

@@ -12,11 +12,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jetstream.engine import mock_engine
 
-from jaxroll.engine.jetstream_proxy import JetStreamProxy
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Message, Task, Version
 from jaxroll.rollout import evaluation
 from jaxroll.rollout.manager import RolloutManager
+from jaxroll.serving.jetstream_proxy import JetStreamProxy
 
 VERSION = Version(0, 3)
 STOPS = (30, 33, 21)  # 3s of the items that end; the third goes on to the limit

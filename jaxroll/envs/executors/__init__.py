@@ -1,0 +1,1 @@
+"""Executors of environments: event loop, threads and processes."""

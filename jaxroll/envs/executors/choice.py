@@ -1,0 +1,121 @@
+"""Environments where they ask to run: on the event loop, in a thread, in a process. Whoever plays them sees coroutines.
+
+place      for                                            a hang costs
+loop       coroutines; functions that return at once      nothing but the member (a coroutine can be cancelled)
+thread     libraries that block: sockets, sleep, files    a thread until it comes back; of too many the process
+process    heavy or crashing code; what holds the GIL     nothing but the member: the process is killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from typing import Any
+
+from jaxroll import protocols
+from jaxroll.config import Config
+from jaxroll.envs import registry
+from jaxroll.envs.executors.processes import InProcess, Processes
+from jaxroll.envs.executors.threads import Abandoned, Threads
+from jaxroll.errors import DataError, InfraError, WornOut
+from jaxroll.protocols import Environment, StepResult
+from jaxroll.records import Message, Task
+from jaxroll.rewards.scoring_pool import ScoringPool
+
+
+class Places:
+    """Makes the environments of one event loop; holds the threads and the processes that they share."""
+
+    def __init__(self, pool: ScoringPool, config: Config) -> None:
+        self._pool, self._task = pool, config.task
+        self.threads = Threads(config.sampler.env_threads)
+        self.processes = Processes(config.sampler.env_processes, config.task)
+
+    def create(self, name: str) -> Environment:
+        """A fresh environment for one episode. ConfigError for an unknown name, DataError for an unknown place."""
+        factory = registry.factory(name)
+        declared = self._declared(factory)
+        if declared.place == "process":
+            return InProcess(name, declared, self.processes)
+        env = factory(self._pool, self._task)
+        if self._declared(env).place != "thread":
+            return env
+        if inspect.iscoroutinefunction(env.step):
+            raise DataError(f"{name}: place = 'thread' is for plain functions; coroutines run on the loop")
+        return InThread(env, self.threads)
+
+    def counts(self) -> dict[str, int]:
+        """Failures so far: calls in threads that were given up (and of them still hang), processes of environments and
+        scoring workers that were replaced, and those that did not start."""
+        return {
+            "env_threads_abandoned": self.threads.abandoned,
+            "env_threads_hanging": self.threads.hanging,
+            "env_processes_replaced": self.processes.replaced,
+            "env_process_failed_starts": self.processes.failed_starts,
+            "scoring_restarts": self._pool.restarts,
+            "scoring_failed_starts": self._pool.failed_starts,
+        }
+
+    async def worn_out(self) -> None:
+        """Never returns. WornOut when so many threads hang in environments that no other is given to one; InfraError
+        when neither a scoring worker nor a process of environments can be started."""
+        events = (self.threads.worn, self.processes.gave_up, self._pool.gave_up)
+        waiting = [asyncio.ensure_future(event.wait()) for event in events]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+        if self._pool.gave_up.is_set():
+            raise InfraError(f"the scoring pool does not work: {self._pool.broken}")
+        if self.processes.gave_up.is_set():
+            raise InfraError(f"processes of environments do not start: {self.processes.broken}")
+        raise WornOut(f"{self.threads.hanging} threads hang in environments: in this process no other is given to one")
+
+    async def close(self) -> None:
+        """Kill the processes. Threads are daemons: those that hang do not keep the process from ending."""
+        await self.processes.close()
+
+    @staticmethod
+    def _declared(environment: Any) -> protocols.Traits:
+        try:
+            return protocols.traits(environment)
+        except ValueError as error:
+            raise DataError(str(error)) from error
+
+
+class InThread:
+    """A blocking environment as coroutines, one call at a time on whichever thread is free."""
+
+    def __init__(self, env: Environment, threads: Threads) -> None:
+        self._env, self._threads, self._declared = env, threads, protocols.traits(env)
+        self._lost = False  # a thread may still be inside it
+        self.step_limit_s = self.reset_limit_s = math.inf  # enforced by the threads, from when one takes the call
+        self.reset_retries, self.step_retries = self._declared.reset_retries, self._declared.step_retries
+        self.max_turns = self._declared.max_turns
+
+    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """The first messages."""
+        return await self._call(lambda: self._env.reset(task, seed), self._declared.reset_limit_s, "reset")
+
+    async def step(self, answer: str) -> StepResult:
+        """The consequence of `answer`."""
+        return await self._call(lambda: self._env.step(answer), self._declared.step_limit_s, "step")
+
+    async def close(self) -> None:
+        """Closes it, unless a call never came back: nobody else may touch it then."""
+        if not self._lost:
+            await self._call(self._env.close, self._declared.step_limit_s, "close")
+
+    async def _call(self, job: Any, limit_s: float, what: str) -> Any:
+        self._lost = True  # also when this is cancelled
+        try:
+            found = await self._threads.call(job, limit_s, what)
+        except Abandoned:
+            raise
+        except Exception:
+            self._lost = False
+            raise
+        self._lost = False
+        return found

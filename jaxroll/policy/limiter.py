@@ -1,0 +1,160 @@
+"""The age limiter: one inequality admits work, one inequality bounds what is trained (STORE.md, promise 7).
+
+Notation: B groups per claim, R redundant groups, v the published version, u the version a sampler serves, α the bound.
+
+(a) admission: a group with `ahead` groups to be trained before it may be leased while
+
+        ahead < ⌊(α + 1 − max(0, v − u))·B⌋ + R
+
+    For a new prompt `ahead` is everything outstanding (leased + ready + claimed and not yet published + to be
+    replayed), which is the form of the contract. A member that is leased again stands earlier in the order and is
+    asked with the smaller number: it is not refused credit that its own group already holds.
+
+(b) delivery: no token with  trained step − sampled step > ⌈α⌉  is trained.
+
+With `lease_order`, (a) implies (b): a < x·B + R groups ahead are consumed in ⌈x⌉ − 1 further claims at most.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from jaxroll.errors import ConfigError
+
+_ROUNDING = 1e-9  # (0.1 + 1) * 30 is 33.000000000000004, and (0.7 + 1) * 10 may be one ulp short of 17
+
+
+@dataclass(frozen=True)
+class AgeLimiter:
+    """Both guards of one run. The constructor refuses settings that must deadlock."""
+
+    alpha: float
+    batch_groups: int
+    redundant_groups: int = 0
+    publish_every: int = 1
+    buffer_groups: int = 0  # groups the store keeps until a durable checkpoint covers them; 0: no such limit
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.alpha) and self.alpha >= 0):
+            raise ConfigError("schedule.alpha", self.alpha, "the age bound must be a number ≥ 0", "0 is synchronous.")
+        if self.batch_groups < 1:
+            raise ConfigError("schedule.groups_per_step", self.batch_groups, "a claim needs at least one group")
+        if self.redundant_groups < 0:
+            raise ConfigError("schedule.redundant_groups", self.redundant_groups, "cannot be negative")
+        if not 1 <= self.publish_every <= math.floor(self.alpha + 1 + _ROUNDING):
+            raise ConfigError(
+                "schedule.publish_every",
+                self.publish_every,
+                f"must be between 1 and ⌊alpha + 1⌋ = {math.floor(self.alpha + 1 + _ROUNDING)}, else no lease can ever "
+                "be granted again",
+                "Publish more often or raise schedule.alpha.",
+            )
+        if self.buffer_groups and self.buffer_groups < self.window(0):
+            raise ConfigError(
+                "schedule.buffer_groups",
+                self.buffer_groups,
+                f"is below (alpha + 1)·groups_per_step + redundant_groups = {self.window(0)}",
+                "Use 0 for no limit but that in bytes.",
+            )
+
+    @property
+    def max_age(self) -> int:
+        """⌈α⌉, the greatest age of a trained token, in steps."""
+        return math.ceil(self.alpha - _ROUNDING)
+
+    def window(self, lag: int) -> int:
+        """Groups that may be outstanding for a sampler `lag` ≥ 0 versions behind the published one."""
+        groups = math.floor((self.alpha + 1 - max(0, lag)) * self.batch_groups + _ROUNDING)
+        return groups + self.redundant_groups if groups > 0 else 0
+
+    @property
+    def least_window(self) -> int:
+        """The smallest window with which the run goes on: all claims of one publication, and the redundant groups."""
+        return self.publish_every * self.batch_groups + self.redundant_groups
+
+    def admits(
+        self, ahead: int, published_step: int, sampler_step: int, in_force: int | None = None, claims: int = 0
+    ) -> bool:
+        """Whether a group with `ahead` groups before it may be sampled at `sampler_step` now.
+
+        `in_force` is a window smaller than the bound, if there is one (see `window.Pace`). `claims` are made and not
+        yet published: when no further claim fits the bound, its R redundant groups would only grow too old.
+        """
+        lag = max(0, published_step - sampler_step)
+        bound = self.window(lag) if self.window(lag + claims) > 0 else 0
+        return ahead < (bound if in_force is None else min(bound, in_force))
+
+    def too_old(self, sampled_step: int, trained_step: int) -> bool:
+        """Whether a token sampled at `sampled_step` must not be trained at `trained_step`."""
+        return trained_step - sampled_step > self.max_age
+
+
+# --- The window in force: the smallest at which the learner does not wait (STORE.md, promise 7)
+#
+# The age limiter says how far samplers may run ahead at most: the full window. Beyond what keeps the learner busy,
+# running ahead buys nothing but age. So the window shrinks while the learner finds its claims ready and grows when it
+# waits, between what the next publication needs and the full window.
+#
+# "Does not wait" is a share of its time, remembered over about a hundred claims: narrower below `TOLERATED`/2, wider
+# above `TOLERATED`. So what trying a smaller window costs is bounded, and when the learner would wait under any window
+# (samplers are too slow, or a few answers are very long), the full one stays. All of it depends on the logged claims
+# alone: how long the learner waited for each, and how long it had worked before.
+
+TOLERATED = 0.01  # share of the learner's time that it may wait
+_KEPT = 0.99  # of the past, at each claim
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The window in force (`groups`; 0 before the first claim: the full one) and what it was learned from.
+
+    `hold` claims pass before it changes again: a change shows only when the groups leased under it are claimed. `step`
+    is by how much it grows next; it doubles while growing does not help.
+    """
+
+    groups: int = 0
+    hold: int = 0
+    step: int = 0
+    waited_s: float = 0.0
+    worked_s: float = 0.0
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of its recent time that the learner waited for claims."""
+        whole = self.waited_s + self.worked_s
+        return self.waited_s / whole if whole > 0 else 0.0
+
+
+def adapted(pace: Pace, least: int, most: int, batch: int, waited_s: float, worked_s: float) -> Pace:
+    """The pace after a claim for which the learner waited `waited_s` after working `worked_s` (0: not known).
+
+    `least` and `most` are the bounds of the window, `batch` the groups of a claim.
+    """
+    if pace.groups == 0:  # until the pipeline has filled, waiting says nothing
+        return Pace(most, _settling(most, batch))
+    groups = min(max(pace.groups, least), most)
+    if worked_s <= 0:
+        return replace(pace, groups=groups)
+    waited_s = min(waited_s, worked_s)  # one long wait, as when a sampler died, must not count for ever
+    past = (_KEPT * pace.waited_s + waited_s, _KEPT * pace.worked_s + worked_s)
+    return _changed(replace(pace, groups=groups, waited_s=past[0], worked_s=past[1]), least, most, batch, waited_s > 0)
+
+
+def _changed(pace: Pace, least: int, most: int, batch: int, waited: bool) -> Pace:
+    if pace.hold > 0:
+        return replace(pace, hold=pace.hold - 1)
+    first_step = math.ceil(batch / 8)
+    if waited and pace.waiting_share > TOLERATED:
+        wider = min(most, pace.groups + max(first_step, pace.step))
+        hold = _settling(wider, batch) if wider > pace.groups else 0
+        return replace(pace, groups=wider, hold=hold, step=2 * max(first_step, pace.step) if hold else pace.step)
+    if pace.waiting_share < TOLERATED / 2 and pace.groups > least:
+        narrower = max(least, pace.groups - first_step)
+        return replace(pace, groups=narrower, hold=_settling(pace.groups, batch), step=first_step)
+    return pace if waited else replace(pace, step=first_step)
+
+
+def _settling(groups: int, batch: int) -> int:
+    """Claims until the groups that are in work now have been claimed."""
+    return math.ceil(groups / batch) + 1

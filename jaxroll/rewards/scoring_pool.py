@@ -1,0 +1,352 @@
+"""A pool of killable scoring processes with an asyncio face.
+
+Threads: one. Everything but `start()` runs on the thread of the event loop that first calls `score()`. Queues: items
+wait here until a worker has room; a worker holds a few, judges them in order and answers one by one, so the first
+unanswered item is the one it is at. Who waits for whom: `score()` for its item; nobody for a worker that starts anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+from collections import deque
+from dataclasses import dataclass, field
+
+from jaxroll import env_checks
+from jaxroll.errors import DataError, InfraError
+from jaxroll.rewards import scorers
+from jaxroll.rewards.messages import Ready, Scored, ScoreItem
+from jaxroll.rewards.processes import ScoringProcess
+from jaxroll.rewards.sandbox import Doors
+from jaxroll.rewards.worker import WorkerSettings
+
+_LOG = logging.getLogger(__name__)
+_MAX_IN_FLIGHT = 32  # items a worker holds: enough to hide the pipe, few enough that a hang delays little
+_STUCK_S = 0.05  # scorers take microseconds
+_START_LIMIT_S = 120.0  # importing sympy on a loaded machine
+_MAX_FAILED_STARTS = 3  # of a worker that begins and ends before it is ready
+# The operating system refuses a process (no process, descriptor or memory left): the next attempt comes after a pause
+# that doubles, half a minute of them altogether. A pool without any worker gives up then.
+_PAUSE_FIRST_S, _PAUSE_MAX_S, _MAX_REFUSED_STARTS = 0.25, 15.0, 8
+_MAX_ITEM_CHARS = 8 << 20
+_ENDING_S = 0.2  # between a worker's last byte and its exit status; the loop waits
+_CLOSED = "it is closed"
+_DEATHS_TO_BE_GUILTY = 2  # whoever dies of something else meanwhile (OOM killer, kill -9) gets a second chance
+
+
+@dataclass(eq=False)
+class _Job:
+    item: ScoreItem
+    future: asyncio.Future[float] | None
+    deaths: int = 0
+
+    def settle(self, score: float, error: Exception | None = None) -> None:
+        """Tells whoever waits, unless nobody does any more."""
+        if self.future is None or self.future.done():
+            return
+        if error is None:
+            self.future.set_result(score)
+        else:
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: ScoringProcess
+    ready: bool = False
+    jobs: deque[_Job] = field(default_factory=deque)  # sent and unanswered, in order
+    progress_s: float = 0.0  # loop time of the last sign of life, or of the first item given to an idle worker
+    timer: asyncio.TimerHandle | None = None
+    failed_starts: int = 0  # since it was ready last
+    refused_starts: int = 0  # by the operating system, since there was a process
+    is_down: bool = False  # its process is gone, and `timer` starts the next one
+
+
+class ScoringPool:
+    """`workers` processes that score answers, each item within `time_limit_s`.
+
+    A worker that hangs, dies or takes more than `memory_mb` of address space is replaced. Its item raises DataError;
+    the others it held are given to the next worker. Workers import `libraries` (those installed) before the first item,
+    and `modules`, which may register scorers. A start that fails is repeated (`failed_starts` counts them all). When no
+    worker can be started, `gave_up` is set and `broken` says why: every score raises InfraError from then on.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        *,
+        time_limit_s: float = 5.0,
+        memory_mb: int = 1024,
+        libraries: tuple[str, ...] = ("reasoning_gym",),
+        modules: tuple[str, ...] = (),
+    ) -> None:
+        if workers < 1 or time_limit_s <= 0:
+            raise ValueError(f"a pool needs workers and time, not {workers} workers and {time_limit_s} s")
+        self.time_limit_s = time_limit_s
+        self.restarts = self.failed_starts = 0
+        self.gave_up = asyncio.Event()
+        self.doors: Doors | None = None  # what workers are kept from here; None until the first has started
+        self._count = workers
+        self._settings = WorkerSettings(os.getpid(), time_limit_s, memory_mb << 20, libraries, modules)
+        self._workers: list[_Worker] = []
+        self._waiting: deque[_Job] = deque()
+        self._ids = itertools.count()
+        self._bound: asyncio.AbstractEventLoop | None = None
+        self._dispatch_planned = False
+        self._out_of_order = "it was not started"
+
+    def start(self) -> None:
+        """Starts the processes and returns at once. Call it before JAX or gRPC is loaded, on a thread that lasts: the
+        kernel ends the workers when that thread does (they are replaced, but why lose them). InfraError when the
+        operating system refuses one."""
+        if self._workers:
+            return
+        try:
+            for _ in range(self._count):
+                self._workers.append(_Worker(ScoringProcess(self._settings)))
+        except OSError as error:
+            self._give_up(f"a worker cannot be started: {error}")
+            raise InfraError(f"the scoring pool does not work: {self.broken}") from error
+        self._out_of_order = ""
+
+    @property
+    def broken(self) -> str:
+        """Why it gives no scores; '' while it does."""
+        return self._out_of_order
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers."""
+        return [worker.process.pid for worker in self._workers if not worker.is_down]
+
+    @property
+    def ready(self) -> int:
+        """How many workers have started so far, as seen by the event loop."""
+        return sum(worker.ready for worker in self._workers)
+
+    async def score(self, env_args: str, answer: str) -> float:
+        """The raw score of `answer`; text that fails the guard scores 0 without being shown to a scorer.
+
+        Raises DataError when the item has no score (its scorer raised, hung, died), InfraError when the pool has ended.
+        """
+        env_checks.text(env_args, "the arguments of a score", _MAX_ITEM_CHARS)
+        if not scorers.admissible(env_checks.text(answer, "the answer to score", _MAX_ITEM_CHARS)):
+            return 0.0
+        loop = asyncio.get_running_loop()
+        self._bind(loop)
+        future: asyncio.Future[float] = loop.create_future()
+        self._waiting.append(_Job(ScoreItem(next(self._ids), env_args, answer), future))
+        self._plan_dispatch()
+        return await future
+
+    def close(self) -> None:
+        """Kills the workers; whoever waits for a score gets InfraError. May be called twice."""
+        if self._out_of_order != _CLOSED:
+            self._end(_CLOSED)
+
+    # --- the loop
+
+    @property
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        if self._bound is None:
+            raise InfraError("the scoring pool serves no event loop yet")
+        return self._bound
+
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._out_of_order:
+            raise InfraError(f"the scoring pool does not work: {self._out_of_order}")
+        if self._bound is loop:
+            return
+        if self._bound is not None and not self._bound.is_closed():
+            raise InfraError("the scoring pool belongs to another event loop, which is still open")
+        self._bound = loop
+        self._dispatch_planned = False
+        for job in itertools.chain(self._waiting, *(worker.jobs for worker in self._workers)):
+            job.future = None  # it waits in a loop that is closed
+        for worker in self._workers:
+            if worker.is_down:
+                self._restart(worker)
+            else:
+                self._watch(worker)
+
+    def _watch(self, worker: _Worker) -> None:
+        self._loop.add_reader(worker.process.output_descriptor, self._on_replies, worker)
+        worker.progress_s = self._loop.time()
+        worker.timer = None
+        self._arm(worker)
+
+    def _plan_dispatch(self) -> None:
+        # Once per turn of the loop: what is asked for together travels together.
+        if not self._dispatch_planned:
+            self._dispatch_planned = True
+            self._loop.call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatch_planned = False
+        free = [worker for worker in self._workers if self._has_room(worker)]
+        free.sort(key=lambda worker: len(worker.jobs))
+        for nth, worker in enumerate(free):
+            share = -(-len(self._waiting) // (len(free) - nth))
+            batch = self._take(min(share, _MAX_IN_FLIGHT - len(worker.jobs)))
+            if not batch:
+                return
+            if not worker.jobs:
+                worker.progress_s = self._loop.time()
+            worker.jobs.extend(batch)
+            if not worker.process.send(job.item for job in batch):
+                self._loop.add_writer(worker.process.input_descriptor, self._on_room, worker)
+            self._arm(worker)
+
+    def _has_room(self, worker: _Worker) -> bool:
+        """Whether to give the worker more: not behind an item that it is taking long for, which others can overtake."""
+        stuck = bool(worker.jobs) and self._loop.time() - worker.progress_s > _STUCK_S
+        return worker.ready and not stuck and len(worker.jobs) < _MAX_IN_FLIGHT
+
+    def _take(self, count: int) -> list[_Job]:
+        batch: list[_Job] = []
+        while self._waiting and len(batch) < count:
+            job = self._waiting.popleft()
+            if job.future is not None and not job.future.done():  # else the caller was cancelled
+                batch.append(job)
+        return batch
+
+    def _note_doors(self, doors: Doors) -> None:
+        """Says once, loudly, what scorers are not kept from here."""
+        if self.doors is None and doors.open:
+            _LOG.warning("scoring workers: %s. `jaxroll doctor` says more", doors)
+        self.doors = doors
+
+    def _on_room(self, worker: _Worker) -> None:
+        worker.progress_s = self._loop.time()  # it reads: time spent in the pipe is not the item's
+        if worker.process.flush():
+            self._loop.remove_writer(worker.process.input_descriptor)
+
+    def _on_replies(self, worker: _Worker) -> None:
+        replies, alive = worker.process.receive()
+        if replies:
+            worker.progress_s = self._loop.time()
+        for reply in replies:
+            if isinstance(reply, Ready):
+                worker.ready, worker.failed_starts = True, 0
+                self._note_doors(reply.doors)
+                self._disarm(worker)  # what it was armed for is the much longer time to start
+            elif worker.jobs and worker.jobs[0].item.id == reply.id:
+                _settle(worker.jobs.popleft(), reply)
+            else:
+                alive = False  # it answers what was not asked: it cannot be trusted with anything else
+        if not alive:
+            self._replace(worker, hung=False)
+        elif self._waiting:
+            self._plan_dispatch()
+
+    # --- deadlines and replacement
+
+    def _arm(self, worker: _Worker) -> None:
+        if worker.timer is None and (worker.jobs or not worker.ready):
+            worker.timer = self._loop.call_at(self._deadline_s(worker), self._on_timer, worker)
+
+    def _deadline_s(self, worker: _Worker) -> float:
+        return worker.progress_s + (self.time_limit_s if worker.ready else _START_LIMIT_S)
+
+    def _on_timer(self, worker: _Worker) -> None:
+        worker.timer = None
+        if self._loop.time() >= self._deadline_s(worker) and (worker.jobs or not worker.ready):
+            # The loop itself may have been busy all the time: what has arrived meanwhile counts.
+            before = worker.process
+            self._on_replies(worker)
+            if worker.process is not before or worker not in self._workers:
+                return
+            if self._loop.time() >= self._deadline_s(worker) and (worker.jobs or not worker.ready):
+                self._replace(worker, hung=True)
+                return
+        self._arm(worker)
+
+    def _replace(self, worker: _Worker, *, hung: bool) -> None:
+        """Ends the worker's process, settles or requeues what it held, and starts another in its place."""
+        self._unwatch(worker)
+        status = worker.process.kill(grace_s=0.0 if hung else _ENDING_S)
+        hung = hung or status == -signal.SIGXCPU
+        ending = f"signal {-status}" if status < 0 else f"exit status {status}"
+        last_words = worker.process.last_words()
+        if worker.ready and worker.jobs:
+            self._blame(worker.jobs.popleft(), ending, hung)
+            self._waiting.extendleft(reversed(worker.jobs))
+            worker.jobs.clear()
+        elif not worker.ready:
+            worker.failed_starts, self.failed_starts = worker.failed_starts + 1, self.failed_starts + 1
+            if worker.failed_starts >= _MAX_FAILED_STARTS:
+                self._workers.remove(worker)
+                if not self._workers:
+                    why = "it took too long" if hung else ending
+                    self._give_up(f"its workers do not start ({why}). {last_words}")
+                return
+        self.restarts += 1
+        worker.ready, worker.is_down = False, True
+        self._restart(worker)
+        self._plan_dispatch()  # what was requeued may go to another worker at once
+
+    def _restart(self, worker: _Worker) -> None:
+        """Starts a process for a worker that has none, now or, where the operating system refuses it, later."""
+        worker.timer = None
+        try:
+            worker.process = ScoringProcess(self._settings)
+        except OSError as error:
+            worker.refused_starts, self.failed_starts = worker.refused_starts + 1, self.failed_starts + 1
+            _LOG.warning("a scoring worker cannot be started: %s", error)
+            if worker.refused_starts >= _MAX_REFUSED_STARTS and all(other.is_down for other in self._workers):
+                self._give_up(f"its workers cannot be started: {error}")
+                return
+            pause_s = min(_PAUSE_FIRST_S * 2 ** min(worker.refused_starts - 1, 10), _PAUSE_MAX_S)
+            worker.timer = self._loop.call_later(pause_s, self._restart, worker)
+            return
+        worker.refused_starts, worker.is_down = 0, False
+        self._watch(worker)
+
+    def _blame(self, job: _Job, ending: str, hung: bool) -> None:
+        if hung:
+            job.settle(0.0, DataError(f"scoring took longer than {self.time_limit_s:g} s and was killed"))
+            return
+        job.deaths += 1
+        if job.deaths < _DEATHS_TO_BE_GUILTY:
+            self._waiting.appendleft(job)
+        else:
+            job.settle(0.0, DataError(f"the scoring process died ({ending}) on this item, {job.deaths} times"))
+
+    def _unwatch(self, worker: _Worker) -> None:
+        if self._bound is None or self._bound.is_closed():
+            return
+        if not worker.is_down:
+            self._loop.remove_reader(worker.process.output_descriptor)
+            self._loop.remove_writer(worker.process.input_descriptor)
+        self._disarm(worker)
+
+    def _disarm(self, worker: _Worker) -> None:
+        if worker.timer is not None:
+            worker.timer.cancel()
+            worker.timer = None
+
+    def _give_up(self, reason: str) -> None:
+        """Ends the pool because of `reason`, which ends the process that it serves (see `gave_up`)."""
+        self._end(reason)
+        self.gave_up.set()
+
+    def _end(self, reason: str) -> None:
+        self._out_of_order = reason
+        jobs = [*self._waiting, *itertools.chain.from_iterable(worker.jobs for worker in self._workers)]
+        self._waiting.clear()
+        for worker in self._workers:
+            self._unwatch(worker)
+            if not worker.is_down:
+                worker.process.kill()
+                worker.process.last_words()
+        self._workers = []
+        if self._bound is not None and not self._bound.is_closed():
+            for job in jobs:
+                job.settle(0.0, InfraError(f"the scoring pool does not work: {reason}"))
+
+
+def _settle(job: _Job, reply: Scored) -> None:
+    job.settle(reply.score, DataError(f"scoring failed: {reply.error}") if reply.error else None)

@@ -1,0 +1,133 @@
+"""One scoring process: `python -m jaxroll.rewards.worker '{…limits…}'`, work on stdin, replies on stdout.
+
+It judges untrusted text, so it limits itself: memory and core dumps before it loads anything, then processor time per
+item, no files, no new processes, and what `jaxroll.rewards.sandbox` closes on this machine (network, signals).
+It dies with its parent, by signal even when a scorer never returns, and by the end of stdin otherwise. A scorer that
+leaves a thread running has its answer given, and the worker ends: what it goes on doing is nobody's item.
+
+It can still read files and talk nonsense to its own pool, so scorers that execute an answer do not belong here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import resource
+import sys
+import threading
+from typing import BinaryIO
+
+import msgspec
+
+from jaxroll import lifeline, priority
+from jaxroll.env_checks import described
+from jaxroll.rewards import sandbox, scorers
+from jaxroll.rewards.messages import Ready, Scored, frame, read_work
+
+_MAX_ERROR_CHARS = 500
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """What the pool tells a worker on its command line."""
+
+    parent_pid: int
+    time_limit_s: float
+    memory_bytes: int
+    libraries: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+
+
+def main(argument: str) -> int:
+    """Runs until stdin ends; returns the exit status."""
+    settings = msgspec.json.decode(argument, type=WorkerSettings)
+    lifeline.bind(settings.parent_pid)
+    priority.lower_session()
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_AS, settings.memory_bytes)
+    work, replies = _private_pipes()
+    _load(settings)
+    # Only now: a first import may write caches and start library threads.
+    _lower(resource.RLIMIT_FSIZE, 0)
+    _lower(resource.RLIMIT_NPROC, 0)  # without effect for root
+    _silence(2)
+    replies.write(frame(Ready(sandbox.close_doors())))
+    return _serve(work, replies, settings.time_limit_s)
+
+
+def _serve(work: BinaryIO, replies: BinaryIO, time_limit_s: float) -> int:
+    threads = _threads()
+    while (message := read_work(work)) is not None:
+        for item in message.items:
+            _allow_processor_time(time_limit_s)
+            try:
+                reply = Scored(item.id, score=scorers.score(item.env_args, item.answer))
+            except MemoryError as error:
+                # What is left of the heap is not to be trusted with the next item.
+                replies.write(frame(Scored(item.id, error=described(error, _MAX_ERROR_CHARS))))
+                return 1
+            except Exception as error:  # noqa: BLE001 - foreign code may raise anything; the item has no score then
+                reply = Scored(item.id, error=described(error, _MAX_ERROR_CHARS))
+            replies.write(frame(reply))
+            if _threads() > threads:
+                return 1
+    return 0
+
+
+def _threads() -> int:
+    """Threads of this process, those that Python does not know of included where the kernel tells."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()
+
+
+def _lower(limit: int, value: int) -> None:
+    """Sets a resource limit for good, never above what is already imposed."""
+    _, hard = resource.getrlimit(limit)
+    bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(limit, (bound, bound))
+
+
+def _allow_processor_time(time_limit_s: float) -> None:
+    """Moves the soft limit on processor time so that one more item fits; beyond it the kernel ends the process.
+
+    The pool's own clock is stricter. This bound holds where nobody is left to look at a clock.
+    """
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = math.ceil(used.ru_utime + used.ru_stime + time_limit_s) + 1
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Stdin and stdout under numbers of their own; 0 and 1 become /dev/null, so that what a scorer prints or reads
+    does not meet the protocol."""
+    work = os.fdopen(os.dup(0), "rb", buffering=1 << 16)
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    _silence(0)
+    _silence(1)
+    return work, replies
+
+
+def _silence(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+def _load(settings: WorkerSettings) -> None:
+    """Imports what scorers need now, so that no item pays for it with its time limit.
+
+    Libraries are optional (a task that needs a missing one fails by itself), modules are not.
+    """
+    for library in settings.libraries:
+        if importlib.util.find_spec(library) is not None:
+            importlib.import_module(library)
+    for module in settings.modules:
+        importlib.import_module(module)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,124 @@
+"""The holders of leases: which are there, which rest, and which members one of them may take. Pure questions.
+
+A member that failed is not leased again to the holder that failed it while another is there that has not failed it, for
+at most `AVOIDED_S`. A holder that keeps failing rests (`jaxroll.policy.health`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from statistics import median
+
+from jaxroll.policy.health import BROKEN, SHORT_S, SLOWER, UNRELIABLE, Health
+from jaxroll.store.core.admission import is_present, yields_to
+from jaxroll.store.core.groups import LEASED, Slot
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.state import State
+from jaxroll.store.core.statistics import lately
+
+AVOIDED_S = 60.0
+SEEN_EVERY_S = 1.0
+HOLDERS_KEPT = 1000
+
+
+def left_s(settings: Settings, state: State, name: str, now_s: float) -> float:
+    """How much longer `name` rests; 0 when it may work."""
+    health = state.holders.get(name)
+    if health is None or health.left_s(now_s, alone=False) <= 0:
+        return 0.0
+    return health.left_s(now_s, alone=not any(True for _ in others(settings, state, name, now_s)))
+
+
+def others(settings: Settings, state: State, name: str, now_s: float) -> Iterator[str]:
+    """Holders besides `name` that are there and can be counted on: neither at rest, nor on trial, nor slow."""
+    for other in state.seen_s:
+        if other != name and is_present(settings, state, other, now_s):
+            if yields_to(settings, state, other, now_s):
+                continue  # it gets no work now
+            health = state.holders.get(other)
+            if health is None or not (health.on_trial or health.left_s(now_s, alone=False) > 0):
+                yield other
+
+
+def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:
+    """The rest that a put which took so long brings its holder; None when the holder keeps up with the others."""
+    if took_s <= 0 or slot.leased_at_s is None:
+        return None
+    usual_s = [state.member_s[other] for other in others(settings, state, slot.holder, now_s)
+               if other in state.member_s]  # fmt: skip
+    if not usual_s:
+        return None
+    if lately(state.member_s.get(slot.holder, 0.0), took_s) <= max(SHORT_S, SLOWER * median(usual_s)):
+        return None
+    return state.holders.get(slot.holder, Health()).next_slow_rest_s(slot.leased_at_s, now_s)
+
+
+def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -> bool:
+    """Whether many of the last members of `name` failed while those of other holders succeed.
+
+    Then a DATA failure counts against the holder, not against the environment: it is broken on one machine only.
+    """
+    if state.failing.get(name, 0.0) < BROKEN:
+        return False
+    return any(state.failing.get(other, 0.0) <= UNRELIABLE for other in others(settings, state, name, now_s))
+
+
+def left_to_another(settings: Settings, state: State, slot: Slot, now_s: float) -> bool:
+    """Whether a holder is there that has not failed the member, besides the one that fails it now."""
+    return any(other not in slot.failed_by for other in others(settings, state, slot.holder, now_s))
+
+
+def has_leases(state: State, name: str) -> bool:
+    """Whether `name` works on a member."""
+    return any(slot.holder == name and slot.status == LEASED for g in state.index.lacking.values() for slot in g.slots)
+
+
+def on_trial(state: State, name: str) -> bool:
+    """Whether `name` gets one member at a time."""
+    return name in state.holders and state.holders[name].on_trial
+
+
+def refusal(settings: Settings, state: State, name: str, now_s: float) -> str:
+    """Why `name` gets nothing now; '' when it may work."""
+    if (left := left_s(settings, state, name, now_s)) > 0:
+        return f"resting: {name} {why_resting(state, name)}; it gets work again in {left:.1f} s"
+    if on_trial(state, name) and has_leases(state, name):
+        return f"on trial: {name} gets another member when it has put this one"
+    return ""
+
+
+def why_resting(state: State, name: str) -> str:
+    """The reason of the rest."""
+    health = state.holders[name]
+    return f"rests for the {health.rests}. time in a row: {health.error or 'its members failed'}"
+
+
+def resting(settings: Settings, state: State, now_s: float | None = None) -> dict[str, dict[str, float | int | str]]:
+    """The holders at rest or on trial, for people: seconds of rest left, rests in a row, the last error.
+
+    Without a clock (the state is read from a log) the seconds are those of the whole rest.
+    """
+    found: dict[str, dict[str, float | int | str]] = {}
+    for name, health in state.holders.items():
+        left = health.rest_s if now_s is None else left_s(settings, state, name, now_s)
+        if health.on_trial or (health.rests and left > 0):
+            found[name] = {"left_s": round(left, 1), "rests": health.rests, "error": health.error}
+    return found
+
+
+class Taker:
+    """The free members that `name` may be given now."""
+
+    def __init__(self, settings: Settings, state: State, name: str, now_s: float) -> None:
+        self._settings, self._state, self._name, self._now_s = settings, state, name, now_s
+
+    @cached_property
+    def _others(self) -> tuple[str, ...]:
+        return tuple(others(self._settings, self._state, self._name, self._now_s))
+
+    def takes(self, slot: Slot) -> bool:
+        """Whether the member is not left to somebody who has not failed it."""
+        if self._name not in slot.failed_by or slot.avoided_until_s <= self._now_s:
+            return True
+        return all(other in slot.failed_by for other in self._others)

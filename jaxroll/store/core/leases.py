@@ -1,0 +1,287 @@
+"""Decisions about work: leases, renewals, what time ends. Pure functions of the state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
+from jaxroll.policy.order import Share, groups_ahead
+from jaxroll.records import Grant
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import holders
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import (
+    free_members,
+    is_awaited,
+    is_slow,
+    kept_groups,
+    over,
+    share_of,
+    window_in_force,
+    yields_to,
+)
+from jaxroll.store.core.groups import DONE, LEASED, Group, Slot
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.state import State, held_bytes, outstanding, slot_of, unpublished_groups
+
+LAGGING = "weights"  # the reason of a NoCredit that newer weights would mend
+_ASK_AGAIN_S = 0.05
+
+
+@dataclass
+class Decision:
+    """Events to log, in order, and the answer: a value, or a StoreRefusal (not raised: events may go with it).
+
+    `ended` are the leases (session, key) that the events took from their holders, once they are applied.
+    """
+
+    events: list[ev.Event] = field(default_factory=list)
+    reply: Any = None
+    ended: list[tuple[str, rq.Key]] = field(default_factory=list)
+
+
+def refuse(refusal: StoreRefusal) -> Decision:
+    """No events, this refusal."""
+    return Decision(reply=refusal)
+
+
+def arrive(settings: Settings, state: State, r: rq.Arrive, now_s: float) -> Decision:
+    """A new process under an old name: the old one is gone, and so are its leases."""
+    if state.sessions.get(r.name) == r.session:
+        return Decision()
+    events: list[ev.Event] = [ev.Arrived(r.name, r.session)]
+    for group in state.index.lacking.values():
+        lost = [m for m, s in group.missing() if s.status == LEASED and s.holder == r.name and s.session != r.session]
+        if lost:
+            events.append(ev.LeaseEnded(group.id, tuple(lost), "holder restarted"))
+    return Decision(events)
+
+
+# --- leases
+
+
+def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decision:
+    """Members to produce: first what groups in progress still miss, then new prompts, as far as the window goes."""
+    refusal = _lease_refusal(settings, state, r)
+    if refusal is not None:
+        return refuse(refusal)
+    receipt = state.receipts.get(r.session)
+    if receipt is not None and receipt.request == r.request:
+        return Decision(reply=rq.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
+    if why := holders.refusal(settings, state, r.name, now_s):
+        return refuse(NoCredit(why, _ASK_AGAIN_S))
+    if other := yields_to(settings, state, r.name, now_s):
+        return refuse(NoCredit(_why_for_another(settings, state, r.name, other), _ASK_AGAIN_S))
+    if holders.on_trial(state, r.name):
+        r = replace(r, max_members=1)
+    taker = holders.Taker(settings, state, r.name, now_s)
+    share = share_of(settings, state, r, now_s, taker)
+    events, grants, room, refused = _lease_open(settings, state, r, share, taker, now_s)
+    used = 0
+    if room > 0 and not refused:
+        used, more_events, more_grants, refused = _lease_prompts(settings, state, r, share, room)
+        events, grants = events + more_events, grants + more_grants
+    if not grants and not used:
+        unlogged = _seen(state, r, now_s) + _hunger(state, r, refused)
+        return Decision(unlogged, _no_credit(settings, state, r, refused, now_s))
+    return Decision(events, rq.Leases(tuple(grants), used))
+
+
+def _why_for_another(settings: Settings, state: State, name: str, other: str) -> str:
+    if is_slow(settings, state, name):
+        return f"slow: {name} holds claims up, and {other} has room"
+    share = state.failing.get(name, 0.0)
+    return f"unreliable: {share:.0%} of the last members of {name} failed, and {other} has room"
+
+
+def _lease_refusal(settings: Settings, state: State, r: rq.Lease) -> StoreRefusal | None:
+    if reason := over(settings, state):
+        return Closed(reason)
+    if r.max_members < 1:
+        return StoreRefusal(f"max_members = {r.max_members}: ask for at least one")
+    if state.sessions.get(r.name, r.session) != r.session:
+        return StaleClient(f"another process took the name {r.name}")
+    if state.published is None:
+        return NoCredit(f"{LAGGING}: lineage {state.lineage} has published none yet", _ASK_AGAIN_S)
+    version, newest = r.version, state.published.version
+    if version.lineage < newest.lineage:
+        return NoCredit(f"{LAGGING}: {version} is of an ended lineage, flip to {newest} first", _ASK_AGAIN_S)
+    if version > newest:
+        return StaleClient(f"version {version} was never published here; the newest is {newest}")
+    return None
+
+
+def _granted_again(settings: Settings, state: State, r: rq.Lease, members: Iterable[rq.Key]) -> list[Grant]:
+    """What of an earlier answer still holds."""
+    kept: dict[int, list[int]] = {}
+    for group, member, attempt in members:
+        slot = slot_of(state.open.get(group), member)
+        if slot is not None and slot.status == LEASED and slot.attempt == attempt and slot.session == r.session:
+            kept.setdefault(group, []).append(member)
+    grants = []
+    for group, numbers in kept.items():
+        slots = state.open[group].slots
+        grants += _grants(settings, state.open[group], [(m, slots[m].attempt) for m in numbers])
+    return grants
+
+
+def _lease_open(
+    settings: Settings, state: State, r: rq.Lease, share: Share, taker: holders.Taker, now_s: float
+) -> tuple[list[ev.Event], list[Grant], int, str]:
+    """Events and grants for missing members, the share left, and why nothing newer may be leased ('' if it may)."""
+    events: list[ev.Event] = []
+    grants: list[Grant] = []
+    room, claimed, total = share.members, unpublished_groups(state), len(state.open)
+    in_force, newest = window_in_force(settings, state), _published_step(state)
+    for group in state.index.with_free():
+        if room == 0:
+            break
+        free = free_members(group, now_s, taker)
+        if not free:
+            continue
+        place = state.index.place_of(group)
+        ahead = claimed + groups_ahead(settings.order, place, total)
+        if not settings.limiter.admits(ahead, newest, r.version.step, in_force, state.next_claim - newest):
+            return events, grants, room, "window"
+        count = share.of_group(len(free), room, is_awaited(settings, state, place), begun=True)
+        members = [(m, s.attempt + 1) for m, s in free[:count]]
+        events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s))
+        grants += _grants(settings, group, members)
+        room -= len(members)
+    return events, grants, room, ""
+
+
+def _lease_prompts(
+    settings: Settings, state: State, r: rq.Lease, share: Share, room: int
+) -> tuple[int, list[ev.Event], list[Grant], str]:
+    """Prompts used, events and grants for new groups, and why there are not more."""
+    events: list[ev.Event] = []
+    grants: list[Grant] = []
+    unclaimed, claimed = len(state.open), unpublished_groups(state)
+    size, used, issued = settings.members_leased, 0, 0
+    leased_again = share.members - room
+    budget_bytes = settings.retention_bytes - held_bytes(state) - leased_again * state.member_bytes
+    while room > 0:
+        spare_bytes = budget_bytes - issued * size * state.member_bytes
+        why = _issue_refusal(settings, state, unclaimed + issued, claimed, r.version.step, spare_bytes)
+        passed = _passed(state, r, used)
+        if passed is not None:
+            events.append(passed)
+            used = passed.ordinal - state.next_ordinal + 1
+        if why or used == len(r.prompts):
+            return used, events, grants, why or "prompts"
+        task, cursor = r.prompts[used]
+        group = Group(state.next_group + issued, task, [Slot() for _ in range(size)])
+        awaited = is_awaited(settings, state, unclaimed + issued)
+        members = [(m, 1) for m in range(share.of_group(size, room, awaited, begun=False))]
+        events.append(ev.Issued(group.id, task, size, cursor=cursor, wanted=settings.members_wanted))
+        events.append(ev.Leased(group.id, tuple(members), r.name, r.session, r.request, settings.lease_s))
+        grants += _grants(settings, group, members)
+        used, issued = used + 1, issued + 1
+        room -= len(members)
+    return used, events, grants, ""
+
+
+def _passed(state: State, r: rq.Lease, used: int) -> ev.Skipped | None:
+    """The offered prompts from `used` on that were trained on before a fork, up to the first that was not."""
+    place = used
+    while place < len(r.prompts) and state.next_ordinal + place in state.passed:
+        place += 1
+    return ev.Skipped(state.next_ordinal + place - 1, r.prompts[place - 1][1]) if place > used else None
+
+
+def _issue_refusal(settings: Settings, state: State, unclaimed: int, claimed: int, step: int, spare_bytes: int) -> str:
+    """Why one more prompt must not be issued when `unclaimed` groups are open; '' when it may."""
+    limiter, newest = settings.limiter, _published_step(state)
+    in_force = window_in_force(settings, state)
+    if not limiter.admits(unclaimed + claimed, newest, step, in_force, state.next_claim - newest):
+        return "window"
+    per_claim = limiter.batch_groups + limiter.redundant_groups
+    if unclaimed >= (settings.steps - state.next_claim) * per_claim:
+        return "enough for the steps that are left"
+    # The next claim always gets its groups, or a full budget would wait for a checkpoint that waits for the claim.
+    if unclaimed < per_claim:
+        return ""
+    is_full = 0 < limiter.buffer_groups <= kept_groups(state) - len(state.open) + unclaimed
+    return "retention" if is_full or spare_bytes <= 0 else ""
+
+
+def _no_credit(settings: Settings, state: State, r: rq.Lease, refused: str, now_s: float) -> StoreRefusal:
+    lag = _published_step(state) - r.version.step
+    if refused == "window" and lag > 0:
+        return NoCredit(f"{LAGGING}: {r.version} is {lag} behind", _ASK_AGAIN_S)
+    if refused == "window":
+        waiting = outstanding(state)
+        return NoCredit(f"window: {waiting} groups outstanding of {window_in_force(settings, state)}", _ASK_AGAIN_S)
+    if refused == "prompts" and state.data_ended:
+        return NoCredit("end of data: what is leased or resting comes first", _ASK_AGAIN_S)
+    return NoCredit(refused or "window", _ASK_AGAIN_S)
+
+
+def _seen(state: State, r: rq.Lease, now_s: float) -> list[ev.Event]:
+    """It is there, if it could work; not more often than it matters."""
+    before_s = state.seen_s.get(r.name, -math.inf)
+    due = r.version.step >= _published_step(state) and now_s - before_s >= holders.SEEN_EVERY_S
+    return [ev.Seen(r.name)] if due else []
+
+
+def _hunger(state: State, r: rq.Lease, refused: str) -> list[ev.Event]:
+    """Nothing but the window keeps this sampler from working, or something else does.
+
+    Weights on their way do not count: who flips a moment later than another has room all the same.
+    """
+    if r.version.step < _published_step(state):
+        return []
+    hungry = refused == "window"
+    return [ev.Hungry(r.name, hungry, r.max_members)] if hungry or r.name in state.hungry else []
+
+
+def _grants(settings: Settings, group: Group, members: list[tuple[int, int]]) -> list[Grant]:
+    """One grant for each key salt among `members` (a DATA failure changes a member's salt)."""
+    by_salt: dict[int, list[tuple[int, int]]] = {}
+    for member, attempt in members:
+        by_salt.setdefault(group.slots[member].data_failures, []).append((member, attempt))
+    return [Grant(group.id, group.task, tuple(some), settings.lease_s, salt) for salt, some in by_salt.items()]
+
+
+def renew(settings: Settings, state: State, r: rq.Renew, now_s: float) -> Decision:
+    """Extends what the session still holds; answers with what it lost."""
+    kept: list[tuple[int, int]] = []
+    lost: list[rq.Key] = []
+    for group, member, attempt in r.members:
+        slot = slot_of(state.open.get(group), member)
+        if slot is not None and slot.status == LEASED and slot.attempt == attempt and slot.session == r.session:
+            kept.append((group, member))
+        elif slot is None or slot.status != DONE or slot.attempt != attempt:  # a put on its way is not a loss
+            lost.append((group, member, attempt))
+    return Decision([ev.Renewed(tuple(kept), settings.lease_s)] if kept else [], tuple(lost))
+
+
+def release(settings: Settings, state: State, r: rq.Release, now_s: float) -> Decision:
+    """Members that will not be produced by this holder."""
+    given: dict[int, list[int]] = {}
+    for group, member, attempt in r.members:
+        slot = slot_of(state.open.get(group), member)
+        if slot is not None and slot.status == LEASED and slot.attempt == attempt:
+            given.setdefault(group, []).append(member)
+    return Decision([ev.LeaseEnded(group, tuple(members), "released") for group, members in given.items()])
+
+
+def tick(settings: Settings, state: State, r: rq.Tick, now_s: float) -> Decision:
+    """Ends leases that ran out; a store that stood still forgives everyone that time first."""
+    if r.stalled_s > 0:
+        return Decision([ev.Extended(r.stalled_s)])
+    events: list[ev.Event] = []
+    for group in state.index.lacking.values():
+        late = [m for m, s in group.missing() if s.status == LEASED and s.deadline_s <= now_s]
+        if late:
+            events.append(ev.LeaseEnded(group.id, tuple(late), "expired"))
+    return Decision(events)
+
+
+def _published_step(state: State) -> int:
+    assert state.published is not None
+    return state.published.version.step

@@ -1,0 +1,196 @@
+"""Decisions about puts: idempotent by (group, member, attempt) and digest, fenced by attempt. Pure, like `work`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxroll.errors import Conflict, Fenced, StaleClient, StoreRefusal
+from jaxroll.policy.health import Health
+from jaxroll.records import Version, VersionRun
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import holders
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.groups import DONE, DROPPED, Group, Slot
+from jaxroll.store.core.leases import Decision, refuse
+from jaxroll.store.core.settings import FILTERED, Settings
+from jaxroll.store.core.state import State, on_line, slot_of, was_published
+
+_CAUSE_CHARS = 300
+
+
+def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Decision:
+    """OK once and for all for the first put of an attempt that still counts; see promise 2."""
+    settled = by_key(state, r.group, r.member, r.attempt)
+    if settled is not None:
+        return Decision(reply=settled)
+    group = state.find(r.group)
+    if group is None:
+        return Decision(reply=_put_after_end(r))
+    slot = group.slots[r.member]
+    known = _put_known(r, slot)
+    if known is not None:
+        return Decision(reply=known)
+    if r.failure is not None:
+        return _bounded(settings, state, group, _put_failure(settings, state, group, slot, r, now_s), r.failure)
+    invalid = _invalid_runs(state, r.runs)
+    if invalid:
+        return refuse(StaleClient(f"put {r.group}.{r.member}.{r.attempt}: {invalid}"))
+    took_s = _took_s(slot, now_s)
+    rest_s = holders.slow_rest_s(settings, state, slot, took_s, now_s)
+    put = ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs, r.reward, took_s, rest_s)
+    return Decision([put, *after_put(settings, state, group, put)], "OK")
+
+
+def by_key(state: State, group: int, member: int, attempt: int) -> str | StoreRefusal | None:
+    """The answer to a put whatever it carries; None when that depends on what it carries."""
+    if not 0 <= group < state.next_group:
+        return StaleClient(f"group {group} was never issued in this run")
+    if (alive := state.find(group)) is None:
+        return None
+    slot = slot_of(alive, member)
+    if slot is None:
+        return StaleClient(f"group {group} has no member {member}")
+    return None if 1 <= attempt == slot.failed_attempt else _put_elsewhere(f"{group}.{member}", attempt, slot)
+
+
+def _put_elsewhere(name: str, attempt: int, slot: Slot) -> str | StoreRefusal | None:
+    """The answer to an attempt that is not the slot's own; None to one that is."""
+    if slot.status == DROPPED:
+        return "SURPLUS"
+    if attempt < slot.attempt:
+        return Fenced(f"member {name} is at attempt {slot.attempt}, this is {attempt}")
+    if 1 <= attempt <= slot.fenced:
+        return Fenced(f"member {name}: a rewind ended attempt {attempt}")
+    if attempt > slot.attempt or attempt < 1:
+        return Fenced(f"member {name}: attempt {attempt} was never granted")
+    return None
+
+
+def _took_s(slot: Slot, now_s: float) -> float:
+    return 0.0 if slot.leased_at_s is None else max(0.0, now_s - slot.leased_at_s)
+
+
+def _put_after_end(r: rq.PutMember) -> str | StoreRefusal:
+    """The answer when the group is no longer alive: what was acknowledged once is acknowledged for ever."""
+    if r.recorded is None or r.attempt > r.recorded.attempt:
+        return "SURPLUS"
+    if r.attempt < r.recorded.attempt:
+        return Fenced(f"member {r.group}.{r.member}: attempt {r.recorded.attempt} finished it, this is {r.attempt}")
+    return "OK" if r.digest == r.recorded.digest else _conflict(r)
+
+
+def _put_known(r: rq.PutMember, slot: Slot) -> str | StoreRefusal | None:
+    """The answer to a put that the slot's history settles; None when the put is news."""
+    if r.attempt == slot.failed_attempt and r.digest == slot.failed_digest:
+        return "OK"
+    elsewhere = _put_elsewhere(f"{r.group}.{r.member}", r.attempt, slot)
+    if elsewhere is not None:
+        return elsewhere
+    if slot.status == DONE:
+        return "OK" if r.digest == slot.digest else _conflict(r)
+    if r.attempt == slot.failed_attempt:
+        return _conflict(r)
+    return None
+
+
+def _conflict(r: rq.PutMember) -> Conflict:
+    return Conflict(f"member {r.group}.{r.member}, attempt {r.attempt} was put before with other bytes")
+
+
+def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: rq.PutMember, now_s: float) -> Decision:
+    assert r.failure is not None
+    kind, error = r.failure
+    data = kind == "DATA"
+    failures = 1 + (slot.data_failures if data else slot.infra_failures)
+    budget = settings.data_retries if data else settings.infra_retries
+    counts = not data or holders.is_broken_alone(settings, state, slot.holder, now_s)
+    # The back-off is for an outage that all holders see; one failure may as well be of one holder.
+    at_once = data or (failures == 1 and holders.left_to_another(settings, state, slot, now_s))
+    rest_s = 0.0 if at_once else settings.backoff_s(failures)
+    health = state.holders.get(slot.holder, Health())
+    holder_rest_s = health.next_rest_s(slot.leased_at_s, now_s) if counts else None
+    failed = ev.MemberFailed(r.group, r.member, r.attempt, r.digest, kind, error, rest_s, holder_rest_s)
+    if failures <= budget:
+        return Decision([failed], "OK")
+    if can_spare_one(group):
+        return Decision([failed, ev.Aborted(group.id, (r.member,), "failed")], "OK")
+    return Decision([failed, ev.Died(group.id, f"member {r.member}: {failures} {kind} failures: {error}")], "OK")
+
+
+def _bounded(settings: Settings, state: State, group: Group, decision: Decision, failure: tuple[str, str]) -> Decision:
+    """`decision` about a failure, and the end of the run where too many groups have died since the last claim."""
+    dead = state.died + sum(isinstance(event, ev.Died) for event in decision.events)
+    if state.closed or dead == state.died or not 0 < settings.dead_groups <= dead:
+        return decision
+    kind, error = failure
+    why = (
+        f"{dead} groups died without one claim in between (store.dead_limit): the environment {group.task.env!r} "
+        f"fails, the last time with {kind}: {error[:_CAUSE_CHARS]}"
+    )
+    return Decision([*decision.events, ev.RunClosed(why)], decision.reply)
+
+
+def _invalid_runs(state: State, runs: tuple[VersionRun, ...]) -> str:
+    """Why no member of this run can have sampled `runs`; '' when one can."""
+    last: Version | None = None
+    for run in runs:
+        if run.count < 1:
+            return f"a run of {run.count} tokens"
+        if not was_published(state.lineages, run.version):
+            return f"version {run.version} was never published"
+        if not on_line(state.lineages, run.version):
+            return f"version {run.version} is of an ended lineage"
+        if last is not None and run.version < last:
+            return f"version {run.version} after {last}"
+        last = run.version
+    return "" if runs else "no sampled token"
+
+
+# --- What follows when a group is complete: redundant members are let go, the filter judges it. Pure, like `work`
+
+
+def after_put(settings: Settings, state: State, group: Group, put: ev.Put) -> list[ev.Event]:
+    """What a put brings about beside itself: nothing, unless its group has enough members with it."""
+    rewards = {m: slot.reward for m, slot in group.done()} | {put.member: put.reward}
+    missing = tuple(m for m, _ in group.missing() if m != put.member)
+    if missing and not 0 < group.wanted <= len(rewards):
+        return []
+    events: list[ev.Event] = [ev.Aborted(group.id, missing, "enough")] if missing else []
+    return events + judged(settings, state, group.id, [rewards[m] for m in sorted(rewards)])
+
+
+def can_spare_one(group: Group) -> bool:
+    """Whether the group can still become complete when a member that is not done is given up."""
+    possible = sum(1 for _ in group.done()) + sum(1 for _ in group.missing())
+    return 0 < group.wanted < possible
+
+
+def judged(
+    settings: Settings, state: State, gid: int, rewards: Sequence[float], rejected_before: int = 0
+) -> list[ev.Event]:
+    """The end of group `gid` if the filter rejects it, and that of the run where it rejects too many.
+
+    `rejected_before` counts those that the same decision rejects.
+    """
+    rule, limit = settings.filter, settings.filter_limit
+    rejected = state.filtered + rejected_before
+    if rejected >= limit and rule.at_limit == "deliver":
+        return []
+    verdict = rule.verdict(rewards)
+    if not verdict.reason:
+        return []
+    events: list[ev.Event] = [ev.Expired(gid, f"{FILTERED}: {verdict.reason}")]
+    why = _why_over(settings, state, rejected + 1, verdict.reason, verdict.broken)
+    return [*events, ev.RunClosed(why)] if why and not state.closed else events
+
+
+def _why_over(settings: Settings, state: State, rejected: int, reason: str, broken: bool) -> str:
+    """Why a run that has rejected so many groups since its last claim cannot go on; '' when it can."""
+    if broken:
+        return f"schedule.filter: {reason}"
+    if rejected < settings.filter_limit or settings.filter.at_limit == "deliver":
+        return ""
+    return (
+        f"schedule.filter {settings.filter.kind} rejected {rejected} groups for claim {state.next_claim} "
+        f"(schedule.filter_limit), the last one as: {reason}"
+    )

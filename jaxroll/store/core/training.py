@@ -1,0 +1,279 @@
+"""Decisions about training: claims, acknowledgements, versions, lineages, the end. Pure, like `work`.
+
+The learner's convention: `(lineage, k)` are the parameters after k claims. The claim of step s is trained at version s
+and makes version s + 1; `ack(s)` says it was trained; `durable(k)` says a checkpoint holds the effect of all claims
+below k; `begin(k)` starts from that checkpoint, and the next claim is k.
+"""
+
+from __future__ import annotations
+
+from jaxroll.errors import Closed, NotReady, StaleClient, StoreRefusal
+from jaxroll.policy import order
+from jaxroll.records import Version
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import forks
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import adapted_pace
+from jaxroll.store.core.groups import Group
+from jaxroll.store.core.leases import Decision, refuse
+from jaxroll.store.core.puts import judged
+from jaxroll.store.core.settings import END_OF_DATA, Settings
+from jaxroll.store.core.state import Batch, Lineage, State, base_step, on_line
+from jaxroll.store.core.statistics import length_class
+
+SHRINK_LEAST = 2  # a group of one has nothing to be compared with
+
+
+def claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) -> Decision:
+    """The batch of `r.step`: the logged one, or the next by the order policy once it is complete."""
+    refusal = _not_the_learner(state, r.session) or _wrong_line(state, r.lineage)
+    if refusal is not None:
+        return refuse(refusal)
+    if r.step < state.durable:
+        return refuse(StaleClient(f"claim {r.step} is trimmed: step {state.durable} is durable"))
+    if r.step in state.batches:
+        return Decision(reply=state.batches[r.step])
+    if r.step > state.next_claim:
+        return refuse(StaleClient(f"claim {r.step} before claim {state.next_claim}"))
+    if r.step >= settings.steps:
+        return refuse(Closed("finished"))
+    if state.closed:
+        return refuse(Closed(state.closed))
+    return _new_claim(settings, state, r, now_s)
+
+
+def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) -> Decision:
+    events: list[ev.Event] = []
+    old_enough = r.step > settings.limiter.max_age  # before that no token can be too old
+    stale = {g.id for g in state.open.values() if old_enough and _hopeless(settings, g, r.step)}
+    for gid in sorted(stale):
+        events += expire_and_reissue(settings, state, state.open[gid], "stale", sum(map(_is_issue, events)))
+    usable = [g for g in state.open.values() if g.id not in stale]
+    last = state.data_ended and not any(map(_is_issue, events))
+    if last and settings.last_batch == "drop" and len(usable) < settings.limiter.batch_groups:
+        events += [ev.Expired(group.id, "last_batch") for group in usable]
+        usable = []
+    shrinking = [] if r.ahead else _shrunk(settings, usable, now_s)  # nobody waits for the stragglers yet
+    rejected = _rejected(settings, state, shrinking)
+    events += [*shrinking, *rejected]
+    if over := [e.reason for e in rejected if isinstance(e, ev.RunClosed)]:
+        return Decision(events, Closed(over[0]))
+    closed = {e.group: place for place, e in enumerate(shrinking)}
+    gone = {e.group for e in rejected if isinstance(e, ev.Expired)}
+    candidates = [_candidate(settings, g, closed, state.ready_places) for g in usable if g.id not in gone]
+    if last and not candidates:
+        return Decision(events, Closed(END_OF_DATA))
+    limiter = settings.limiter
+    pick = order.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
+    if not pick.chosen:
+        if state.awaited_at_s is None and not r.ahead:
+            events.append(ev.Awaited(r.step))
+        there = len(candidates)
+        return Decision(events, NotReady(_what_is_missing(state, pick.missing, there, limiter.batch_groups)))
+    events += [ev.Expired(gid, "surplus") for gid in pick.surplus]
+    claimed = _claimed(settings, state, r, pick, now_s)
+    return Decision([*events, claimed], Batch(r.step, claimed.groups, claimed.shuffle_seed))
+
+
+def _claimed(settings: Settings, state: State, r: rq.ClaimStep, pick: order.Pick, now_s: float) -> ev.Claimed:
+    seed = settings.shuffle_seed(r.step)
+    groups = order.shuffled(pick.chosen, seed)
+    masked = sum(_stale_tokens(settings, state.open[gid], r.step) for gid in groups)
+    waited_s, worked_s = _learner_s(state, now_s)
+    pace = adapted_pace(settings, state, waited_s, worked_s)
+    return ev.Claimed(r.step, state.lineage, groups, seed, masked, waited_s, worked_s, pace)
+
+
+def _learner_s(state: State, now_s: float) -> tuple[float, float]:
+    """How long the learner waited for the claim it gets now, and worked since the one before; 0 where not known."""
+    asked_at_s = now_s if state.awaited_at_s is None else state.awaited_at_s
+    worked_s = 0.0 if state.claimed_at_s is None else asked_at_s - state.claimed_at_s
+    return now_s - asked_at_s, max(0.0, worked_s)
+
+
+def _hopeless(settings: Settings, group: Group, step: int) -> bool:
+    """Whether the group holds tokens too old for `step`, so many that its policy gives it up."""
+    finished = [slot for _, slot in group.done() if slot.runs]
+    if not finished:
+        return False
+    edge = group.oldest_step if settings.on_stale == "expire" else group.newest_step
+    return settings.limiter.too_old(edge, step)
+
+
+def _stale_tokens(settings: Settings, group: Group, step: int) -> int:
+    runs = [run for _, slot in group.done() for run in slot.runs]
+    return sum(run.count for run in runs if settings.limiter.too_old(run.version.step, step))
+
+
+def expire_and_reissue(
+    settings: Settings, state: State, group: Group, reason: str, issued_before: int
+) -> list[ev.Event]:
+    """The end of `group` and, within the cap, its prompt as a new group at the end of the order."""
+    events: list[ev.Event] = [ev.Expired(group.id, reason)]
+    if group.reissues < settings.reissues:
+        new = state.next_group + issued_before
+        events.append(_reissued(settings, group, new))
+    return events
+
+
+def _reissued(settings: Settings, group: Group, new: int) -> ev.Issued:
+    longest = max((slot.tokens for _, slot in group.done()), default=0)
+    return ev.Issued(
+        new, group.task, settings.members_leased, reissue_of=group.id, reissues=group.reissues + 1,
+        ordinal=group.ordinal, length=length_class(longest), wanted=settings.members_wanted,
+    )  # fmt: skip
+
+
+def _is_issue(event: ev.Event) -> bool:
+    return isinstance(event, ev.Issued)
+
+
+def _shrunk(settings: Settings, usable: list[Group], now_s: float) -> list[ev.Shrunk]:
+    """Closes groups at the head that are past the straggler deadline with enough finished members."""
+    if settings.straggler != "shrink":
+        return []
+    found = []
+    for group in usable[: settings.limiter.batch_groups]:
+        late = group.leased_at_s is not None and now_s - group.leased_at_s >= settings.straggler_deadline_s
+        if late and not group.ready and sum(1 for _ in group.done()) >= SHRINK_LEAST:
+            found.append(ev.Shrunk(group.id, tuple(m for m, _ in group.missing()), "straggler"))
+    return found
+
+
+def _rejected(settings: Settings, state: State, shrinking: list[ev.Shrunk]) -> list[ev.Event]:
+    """What the filter says of the groups that are closed as stragglers in this decision."""
+    events: list[ev.Event] = []
+    for shrunk in shrinking:
+        if any(isinstance(e, ev.RunClosed) for e in events):
+            break
+        rewards = [slot.reward for _, slot in state.open[shrunk.group].done()]
+        events += judged(settings, state, shrunk.group, rewards, len(events))
+    return events
+
+
+def _candidate(settings: Settings, group: Group, closed: dict[int, int], ready_places: int) -> order.Candidate:
+    """`closed` are the groups that the same decision closes, in the order in which they become ready."""
+    place = ready_places + closed[group.id] if group.id in closed else group.ready_place
+    return order.Candidate(group.id, place, group.oldest_step if settings.order == "freshest_first" else 0)
+
+
+def _what_is_missing(state: State, missing: tuple[int, ...], there: int, batch: int) -> str:
+    if not missing:
+        return f"{there} of {batch} groups are there; the others are not leased yet"
+    head = state.open[missing[0]]
+    lacking = [m for m, _ in head.missing()]
+    return f"{len(missing)} groups are not finished; group {head.id} misses members {lacking} ({head.state})"
+
+
+# --- what the learner says
+
+
+def begin(settings: Settings, state: State, r: rq.Begin, now_s: float) -> Decision:
+    """The version to train from. A checkpoint below what was published or trained opens a new lineage there."""
+    if r.fork and all(line.fork != r.fork for line in state.lineages):
+        return forks.fork(state, r)
+    start = r.durable or Version(0, 0)
+    refusal = _impossible_start(state, start)
+    if refusal is not None:
+        return refuse(refusal)
+    if state.closed:
+        return refuse(Closed(state.closed))
+    known = max(state.acked, base_step(state))
+    rewinds = start.step < known
+    version = Version(state.lineage + rewinds, start.step)
+    events: list[ev.Event] = [ev.Acked(Version(state.lineage, s)) for s in range(state.acked, start.step)]
+    if start.step > state.durable:
+        events.append(ev.MadeDurable(Version(state.lineage, start.step)))
+    events.append(ev.Began(version, r.session, parent=state.lineage if rewinds else None))
+    if rewinds:
+        events += _expired_by_rewind(settings, state, version.step)
+    return Decision(events, version)
+
+
+def _impossible_start(state: State, start: Version) -> StoreRefusal | None:
+    if not 0 <= start.lineage < len(state.lineages) or not on_line(state.lineages, start):
+        return StaleClient(f"checkpoint {start} is not of this run's line (now lineage {state.lineage})")
+    if start.step < state.durable:
+        return StaleClient(
+            f"checkpoint {start} is below step {state.durable}, whose trajectories are trimmed: "
+            "restore a newer one, or fork the run there (--fork)"
+        )
+    if start.step > state.next_claim:
+        return StaleClient(f"checkpoint {start} is ahead of the log, which holds {state.next_claim} claims")
+    return None
+
+
+def _expired_by_rewind(settings: Settings, state: State, fork_step: int) -> list[ev.Event]:
+    """Open groups with tokens of the lineage above the fork: those weights never happened."""
+    lines = [*state.lineages, Lineage(state.lineage, fork_step)]
+    events: list[ev.Event] = []
+    for group in state.open.values():
+        if any(not on_line(lines, run.version) for _, slot in group.done() for run in slot.runs):
+            events += expire_and_reissue(settings, state, group, "lineage", sum(map(_is_issue, events)))
+    return events
+
+
+def publish(settings: Settings, state: State, r: rq.Publish, now_s: float) -> Decision:
+    """Steps only grow within a lineage; the same version again replaces its address."""
+    version = r.snapshot.version
+    refusal = _not_the_learner(state, r.session) or _wrong_line(state, version.lineage)
+    if refusal is not None:
+        return refuse(refusal)
+    if version.step > state.next_claim:
+        return refuse(StaleClient(f"version {version} needs {version.step} claims; {state.next_claim} were made"))
+    if version.step < base_step(state):
+        return refuse(StaleClient(f"version {version} is older than {version.lineage}.{base_step(state)}"))
+    if state.published == r.snapshot:
+        return Decision()
+    return Decision([ev.Published(r.snapshot)])
+
+
+def ack(settings: Settings, state: State, r: rq.Ack, now_s: float) -> Decision:
+    """The claim of version.step was trained; in order, and again without effect."""
+    refusal = _not_the_learner(state, r.session) or _wrong_line(state, r.version.lineage)
+    if refusal is not None:
+        return refuse(refusal)
+    step = r.version.step
+    if step > state.acked or step >= state.next_claim:
+        return refuse(StaleClient(f"ack of step {step}, but the next to be trained is {state.acked}"))
+    return Decision([ev.Acked(r.version)] if step == state.acked else [])
+
+
+def durable(settings: Settings, state: State, r: rq.Durable, now_s: float) -> Decision:
+    """Trims the groups of all claims below version.step."""
+    refusal = _not_the_learner(state, r.session)
+    if refusal is None and not on_line(state.lineages, r.version):
+        refusal = StaleClient(f"version {r.version} is not of this line (now lineage {state.lineage})")
+    if refusal is None and r.version.step > state.acked:
+        refusal = StaleClient(f"durable {r.version}, but only {state.acked} claims are trained")
+    if refusal is not None:
+        return refuse(refusal)
+    return Decision([ev.MadeDurable(r.version)] if r.version.step > state.durable else [])
+
+
+def _not_the_learner(state: State, session: str) -> StoreRefusal | None:
+    if not state.learner:
+        return StaleClient("begin first")
+    return None if session == state.learner else StaleClient("another learner began after this one")
+
+
+def _wrong_line(state: State, lineage: int) -> StoreRefusal | None:
+    return None if lineage == state.lineage else StaleClient(f"lineage {lineage} ended, {state.lineage} is current")
+
+
+# --- the end
+
+
+def end_data(settings: Settings, state: State, r: rq.EndData, now_s: float) -> Decision:
+    """No further prompts."""
+    return Decision([] if state.data_ended else [ev.DataEnded()])
+
+
+def close(settings: Settings, state: State, r: rq.Close, now_s: float) -> Decision:
+    """The run is over, for the first reason given."""
+    return Decision([] if state.closed else [ev.RunClosed(r.reason)])
+
+
+def open_run(settings: Settings, state: State, r: rq.Open, now_s: float) -> Decision:
+    """A store that starts opens what was closed before all steps were trained."""
+    return Decision([ev.RunOpened()] if state.closed and state.acked < settings.steps else [])

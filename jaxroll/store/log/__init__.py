@@ -1,0 +1,1 @@
+"""The store's log on disk: SQLite database, migration, recovery and replay."""

@@ -1,0 +1,188 @@
+"""Opens RUN/store.db for its one writer: lock, connection, version. Nothing is changed before all of it is in order."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sqlite3
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from jaxroll.errors import ConfigError, InfraError
+from jaxroll.store.log import migration, schema
+
+BUSY_S = 30.0
+WAL_LIMIT_BYTES = 64 * 2**20
+_SYNCHRONOUS = "FULL"
+# What the promise "acknowledged means on disk" stands on, as the live connection says it.
+_PROMISED = {"journal_mode": "wal", "synchronous": 2}
+
+
+def checked_folder(run_dir: Path) -> None:
+    """ConfigError when the folder is on a file system that cannot keep the log's promises."""
+    try:
+        table = MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:  # not Linux: nothing to read it from
+        return
+    why = unfit(run_dir.resolve(), table)
+    if why:
+        raise ConfigError("--run", str(run_dir), why)
+
+
+def locked(path: Path) -> IO[str]:
+    """The lock file, held until it is closed or the process ends; InfraError naming the process that holds it."""
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (held until the log closes)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise InfraError(f"{path}: another store (pid {holder}) has this run open; stop it first") from error
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    return file
+
+
+def connected(path: Path) -> sqlite3.Connection:
+    """A connection whose commits are on disk when they return; InfraError when SQLite would not have it so."""
+    connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; an old one keeps what it has
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute(f"PRAGMA synchronous = {_SYNCHRONOUS}")
+    connection.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}")
+    # Some builds of SQLite write zeros over what is deleted: a quarter more bytes to the disk, for nobody's good.
+    connection.execute("PRAGMA secure_delete = OFF")
+    for name, wanted in _PROMISED.items():
+        found = connection.execute(f"PRAGMA {name}").fetchone()[0]
+        if found != wanted:
+            connection.close()
+            raise InfraError(
+                f"{path}: {name} is {found!r} and not {wanted!r}, so an acknowledged put could be lost; "
+                "put the run on a local disk that supports SQLite's WAL"
+            )
+    return connection
+
+
+def reading(path: Path) -> sqlite3.Connection:
+    """A connection of the same process that only reads."""
+    connection = connected(path)
+    connection.execute("PRAGMA query_only = 1")
+    return connection
+
+
+def prepared(connection: sqlite3.Connection, path: Path) -> None:
+    """Make the tables of a new file, bring those of an older version up to date; ConfigError for any other."""
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version == 0 and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+        raise ConfigError("--run", str(path), "is a database that JaxRoll did not make", "Name another folder.")
+    if version == 0:
+        _create(connection)
+    elif version in migration.FROM:
+        migration.migrate(connection)
+    elif version != schema.SCHEMA_VERSION:
+        raise ConfigError("--run", str(path), *unreadable(version))
+
+
+def unreadable(version: int) -> tuple[str, str]:
+    """Why this program cannot use a database of `version`, and what to do."""
+    reason = f"has schema version {version}, this program reads {schema.SCHEMA_VERSION}"
+    if version > schema.SCHEMA_VERSION:
+        return reason, "A newer JaxRoll wrote it: use that one (run.json says which)."
+    return reason, "It is too old to be brought up to date: use the JaxRoll that wrote it (run.json says which)."
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    """All tables and the version in one transaction, so that a store killed here leaves nothing half made."""
+    script = f"BEGIN; {schema.TABLES}"
+    script += f"INSERT INTO meta VALUES ('run_id', '{uuid.uuid4().hex}');"
+    script += "INSERT INTO lineages VALUES (0, NULL, 0, strftime('%s', 'now'));"
+    script += f"PRAGMA user_version = {schema.SCHEMA_VERSION}; COMMIT;"
+    connection.executescript(script)
+
+
+# --- Which file system a folder is on, and whether a log may live there: read from the text of /proc/self/mountinfo
+#
+# SQLite's WAL and its locks hold between processes of one machine. On a network file system two stores on two machines
+# would both believe to be the only one, and an acknowledged `fsync` may sit in a cache of the server: they are refused.
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+
+NETWORK = frozenset({
+    "nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "ncpfs", "9p", "afs", "coda", "ceph", "lustre", "gpfs",
+    "beegfs", "panfs", "pvfs2", "orangefs", "glusterfs", "ocfs2", "gfs", "gfs2", "virtiofs", "vboxsf", "vmhgfs",
+    "prl_fs",
+})  # fmt: skip
+# What stands behind FUSE is mostly a server (sshfs, gcsfuse, s3fs, rclone, …); these are local.
+LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.mergerfs", "fuse.encfs", "fuse.gocryptfs",
+                        "fuse.zfs", "fuse.ntfs-3g", "fuse.exfat", "fusectl"})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line of the mount table."""
+
+    id: int
+    parent: int
+    point: str
+    kind: str
+    source: str
+
+
+def unfit(path: Path, mountinfo: str) -> str:
+    """Why no log may be kept at `path`, by the text of a mount table; '' when it may. `path` has no links in it."""
+    mount = mount_of(str(path), mounts(mountinfo))
+    if mount is None or not is_remote(mount.kind):
+        return ""
+    return (
+        f"{path} is on {mount.source} ({mount.kind}), mounted at {mount.point}: on a network file system neither the "
+        "lock on the run nor an acknowledged write can be relied on. Put the run on a local disk or a block volume "
+        "(--run=/local/path) and copy it away afterwards."
+    )
+
+
+def is_remote(kind: str) -> bool:
+    """Whether files of this file system type may be served by another machine."""
+    return kind in NETWORK or (kind.startswith("fuse") and kind not in LOCAL_FUSE)
+
+
+def mounts(mountinfo: str) -> list[Mount]:
+    """The mounts in order of the table; lines that are no mounts are left out."""
+    found = []
+    for line in mountinfo.splitlines():
+        fields, _, tail = line.partition(" - ")
+        words, kinds = fields.split(), tail.split()
+        if len(words) >= 5 and len(kinds) >= 2 and words[0].isdecimal() and words[1].isdecimal():
+            found.append(Mount(int(words[0]), int(words[1]), _unescaped(words[4]), kinds[0], _unescaped(kinds[1])))
+    return found
+
+
+def mount_of(path: str, table: Sequence[Mount]) -> Mount | None:
+    """The mount that holds `path`, walked as the kernel walks it: from the root into the first mount it meets.
+
+    A mount that was covered later, by another at its point or above it, is never met. None in an empty table.
+    """
+    ids = {mount.id for mount in table}
+    roots = [m for m in table if m.point == "/" and (m.parent not in ids or m.parent == m.id)]
+    here = roots[-1] if roots else None
+    while here is not None:
+        inside = [m for m in table if m.parent == here.id and m.id != here.id and _holds(m.point, path)]
+        if not inside:
+            return here
+        nearest = min(len(m.point) for m in inside)
+        here = [m for m in inside if len(m.point) == nearest][-1]
+    return max((m for m in table if _holds(m.point, path)), key=lambda m: len(m.point), default=None)
+
+
+def _holds(point: str, path: str) -> bool:
+    return point == "/" or path == point or path.startswith(point + "/")
+
+
+def _unescaped(word: str) -> str:
+    """Blanks, tabs, newlines and backslashes stand in the table as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), word)

@@ -1,0 +1,320 @@
+"""Drives the pure core from the log again and checks every record, every snapshot, and the tables at the end.
+
+It begins at the first record when the whole history is kept, else at the oldest snapshot from which all records are.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from jaxroll import wire
+from jaxroll.store.core import events as ev
+from jaxroll.store.core.apply import apply
+from jaxroll.store.core.groups import LEASED, Group
+from jaxroll.store.core.invariants import EDGES, Seen, group_contradicts, impossible, residual, state_name, touched
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.state import State, conservation_residual, counts
+from jaxroll.store.log import state_checkpoints
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Something that cannot be: at which position (None: in a table), in what, and why."""
+
+    position: int | None
+    kind: str
+    why: str
+
+
+@dataclass
+class Replayed:
+    """What was driven and checked. `first` and `last` are positions; `whole` says whether it began with the run."""
+
+    first: int = 1
+    last: int = 0
+    whole: bool = True
+    kinds: Counter[str] = field(default_factory=Counter)
+    snapshots: int = 0
+    tables: Counter[str] = field(default_factory=Counter)
+    largest_age: int = 0
+    ages_checked: bool = False
+    violations: list[Violation] = field(default_factory=list)
+
+    @property
+    def records(self) -> int:
+        """How many records were driven."""
+        return sum(self.kinds.values())
+
+
+class _Broken(Exception):
+    """The first violation: the state behind it means nothing."""
+
+
+def replay_log(db: sqlite3.Connection) -> Replayed:
+    """Everything checked, in one read transaction of a log. Damage that SQLite itself finds raises sqlite3.Error."""
+    found = Replayed()
+    state = _begun(db, found)
+    seen = Seen(rules(db), set(state.held))
+    found.ages_checked = seen.settings is not None
+    try:
+        _drive(db, state, seen, found)
+    except _Broken:
+        pass
+    else:
+        for disagreement in table_checks(db, state, found.tables):
+            found.violations.append(_of_table(disagreement))
+    found.last, found.largest_age = state.position, seen.largest_age
+    return found
+
+
+def rules(db: sqlite3.Connection) -> Settings | None:
+    """The settings the run's store wrote down; None when it did not, or another version did."""
+    row = db.execute("SELECT value FROM meta WHERE key = 'rules'").fetchone()
+    try:
+        return msgspec.json.decode(row[0], type=Settings) if row else None
+    except msgspec.MsgspecError:
+        return None
+
+
+def _begun(db: sqlite3.Connection, found: Replayed) -> State:
+    """The state from which all records are there."""
+    first = db.execute("SELECT MIN(position) FROM log").fetchone()[0]
+    marks = state_checkpoints.marks(db)
+    if first == 1 or not marks:
+        return State()
+    start = next((mark for mark in marks if first is not None and mark.position >= first - 1), marks[-1])
+    found.first, found.whole = start.position + 1, False
+    return state_checkpoints.load(db, start.position)
+
+
+def _drive(db: sqlite3.Connection, state: State, seen: Seen, found: Replayed) -> None:
+    kept = {mark.position for mark in state_checkpoints.marks(db)}
+    for position, kind, body, group in db.execute(_SELECT, (state.position,)):
+        violation = _record(state, seen, position, kind, body, group)
+        if violation is None and position in kept:
+            violation = _snapshot(db, state)
+            found.snapshots += 1
+        if violation is not None:
+            found.violations.append(violation)
+            raise _Broken
+        found.kinds[kind] += 1
+    why = conservation_residual(state)
+    if why:
+        found.violations.append(Violation(state.position, "conservation", f"{why} groups issued are in no state"))
+        raise _Broken
+
+
+_SELECT = "SELECT position, kind, body, group_id FROM log WHERE position > ? ORDER BY position"
+
+
+def _record(state: State, seen: Seen, position: int, kind: str, body: bytes, group: int | None) -> Violation | None:
+    """Checks one record, then applies it."""
+    if position != state.position + 1:
+        return Violation(position, kind, f"the record before it is {state.position}: records are missing")
+    try:
+        event = wire.decode(body, ev.Event)  # type: ignore[arg-type]
+    except msgspec.MsgspecError as error:
+        return Violation(position, kind, f"the record cannot be read: {error}")
+    if type(event).__struct_config__.tag != kind or getattr(event, "group", None) != group:
+        return Violation(position, kind, "the row's kind or group is not that of its record")
+    why = broken_by(state, seen, event)
+    return Violation(position, kind, why) if why else None
+
+
+def broken_by(state: State, seen: Seen, event: ev.Event) -> str:
+    """Applies `event`; why it cannot be, or what it breaks, '' when all is well."""
+    return impossible(seen, state, event) or _applied(state, seen, event)
+
+
+def _applied(state: State, seen: Seen, event: ev.Event) -> str:
+    """Applies the event; why what came out cannot be."""
+    groups = touched(event)
+    before = {gid: state_name(state, gid) for gid in groups}
+    try:
+        apply(state, event, 0.0)
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        return f"the record fits no group: {type(error).__name__}: {error}"
+    if isinstance(event, ev.Claimed):
+        seen.claimed.update(groups)
+    for gid in groups:
+        was, now = before[gid], state_name(state, gid)
+        if was is not None and was != now and (was, now or "ENDED") not in EDGES:
+            return f"group {gid} goes from {was} to {now or 'its end'}"
+        group = state.find(gid)
+        if group is not None and (why := group_contradicts(group)):
+            return why
+    return f"conservation: {residual(state)} groups too many are issued" if residual(state) else ""
+
+
+def _snapshot(db: sqlite3.Connection, state: State) -> Violation | None:
+    """Compares the snapshot at the state's position with the state."""
+    try:
+        saved = state_checkpoints.load(db, state.position)
+    except msgspec.MsgspecError as error:
+        return Violation(state.position, "snapshot", f"cannot be read: {error}")
+    where = next(differences(state, saved), None)
+    return Violation(state.position, "snapshot", f"differs from the log: {where}") if where else None
+
+
+def differences(left: Any, right: Any, path: str = "state") -> Iterator[str]:
+    """Where two states differ, clock readings (names ending in `_s`) aside."""
+    if isinstance(left, msgspec.Struct) and type(left) is type(right):
+        for name in left.__struct_fields__:
+            if not name.endswith("_s"):
+                yield from differences(getattr(left, name), getattr(right, name), f"{path}.{name}")
+    elif isinstance(left, Mapping) and isinstance(right, Mapping):
+        for key in left.keys() | right.keys():
+            yield from differences(left.get(key), right.get(key), f"{path}[{key}]")
+    elif isinstance(left, Sequence) and not isinstance(left, (str, bytes)) and len(left) == len(right or ()):
+        for i, (a, b) in enumerate(zip(left, right, strict=True)):
+            yield from differences(a, b, f"{path}[{i}]")
+    elif left != right:
+        yield f"{path} is {left!r:.80} in the log, {right!r:.80} in the snapshot"
+
+
+def _of_table(found: Disagreement) -> Violation:
+    return Violation(None, found.table, found.why)
+
+
+# --- Whether the tables of RUN/store.db say what the state says, and whether the payloads are the bytes that were put
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A table and what is wrong in it."""
+
+    table: str
+    why: str
+
+
+def table_checks(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    """Every disagreement; `checked` counts the rows compared, by table."""
+    for check in (_pages, _groups, _members, _payloads, _claims, _lines, _cursor, _questions):
+        yield from check(db, state, checked)
+
+
+def _alive(state: State) -> list[Group]:
+    return [*state.open.values(), *state.held.values()]
+
+
+def _pages(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    checked["pages"] += db.execute("PRAGMA page_count").fetchone()[0]
+    said = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if said != "ok":
+        yield Disagreement("pages", str(said))
+
+
+def _groups(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    rows = dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+    checked["groups"] += sum(rows.values())
+    wanted = counts(state)
+    for name in sorted(rows.keys() | wanted.keys()):
+        if rows.get(name, 0) != wanted.get(name, 0):
+            yield Disagreement("groups", f"{rows.get(name, 0)} are {name}, {wanted.get(name, 0)} by the log")
+    for group in _alive(state):
+        row = db.execute("SELECT state, claim_step FROM groups WHERE id = ?", (group.id,)).fetchone()
+        if row != (group.state, group.step):
+            yield Disagreement("groups", f"group {group.id} is {row}, by the log {(group.state, group.step)}")
+
+
+def _members(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    for group in _alive(state):
+        rows = {m: rest for m, *rest in db.execute(_SELECT_MEMBERS, (group.id,))}
+        for member, slot in enumerate(group.slots):
+            name, attempt, holder, digest = rows.get(member, ("", 0, "", ""))
+            checked["members"] += 1
+            if slot.digest and (name, attempt, digest) != ("done", slot.attempt, slot.digest):
+                yield Disagreement("members", f"{group.id}.{member} is {name} ({digest}), it was put ({slot.digest})")
+            if (name == "leased") != (slot.status == LEASED):
+                yield Disagreement("members", f"{group.id}.{member} is {name or 'not there'}, by the log {slot.status}")
+            if slot.status == LEASED and (attempt, holder) != (slot.attempt, slot.holder):
+                yield Disagreement("members", f"{group.id}.{member} is leased by {holder}, by the log {slot.holder}")
+
+
+_SELECT_MEMBERS = "SELECT member, state, attempt, holder, digest FROM members WHERE group_id = ?"
+
+
+def _payloads(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    """One at a time: the payloads may be larger than memory."""
+    for group, member, body, digest, size in db.execute(_SELECT_PAYLOADS):
+        checked["payloads"] += 1
+        if digest is None:
+            yield Disagreement("payloads", f"{group}.{member} has bytes, but was never put")
+        elif not wire.is_digest(digest, body) or len(body) != size:
+            yield Disagreement("payloads", f"the bytes of {group}.{member} are not those that were put")
+    sql = "SELECT member FROM payloads WHERE group_id = ?"
+    for group in _alive(state):
+        there = {member for (member,) in db.execute(sql, (group.id,))}
+        lost = [member for member, _ in group.done() if member not in there]
+        if lost:
+            yield Disagreement("payloads", f"group {group.id} ({group.state}) lost its members {lost}")
+
+
+_SELECT_PAYLOADS = (
+    "SELECT p.group_id, p.member, p.body, m.digest, m.bytes FROM payloads p LEFT JOIN members m"
+    " ON m.group_id = p.group_id AND m.member = p.member"
+)
+
+
+def _claims(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    for step, batch in state.batches.items():
+        checked["claims"] += 1
+        lineage = db.execute("SELECT MAX(lineage) FROM claims WHERE step = ?", (step,)).fetchone()[0]
+        sql = "SELECT group_id FROM claim_groups WHERE lineage = ? AND step = ? ORDER BY place"
+        said = tuple(gid for (gid,) in db.execute(sql, (lineage, step)))
+        if said != batch.groups:
+            yield Disagreement("claim_groups", f"claim {step} is {said}, by the log {batch.groups}")
+    twice = db.execute(_TRAINED_TWICE).fetchall()
+    if twice:
+        yield Disagreement("claim_groups", f"groups {[gid for (gid,) in twice]} stand in two durable steps")
+
+
+_TRAINED_TWICE = (
+    "SELECT group_id FROM claim_groups JOIN claims USING (lineage, step) WHERE durable_lineage IS NOT NULL"
+    " GROUP BY group_id HAVING COUNT(*) > 1"
+)
+
+
+def _lines(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    rows = db.execute("SELECT lineage, parent, fork_step FROM lineages ORDER BY lineage").fetchall()
+    wanted = [(i, line.parent, line.fork_step) for i, line in enumerate(state.lineages)]
+    checked["lineages"] += len(rows)
+    if rows != wanted:
+        yield Disagreement("lineages", f"are {rows}, by the log {wanted}")
+    if state.published is not None:
+        version = state.published.version
+        sql = "SELECT manifest_digest FROM versions WHERE lineage = ? AND step = ?"
+        row = db.execute(sql, (version.lineage, version.step)).fetchone()
+        checked["versions"] += 1
+        if row != (state.published.manifest_digest,):
+            yield Disagreement("versions", f"{version} is {row}, by the log {state.published.manifest_digest}")
+
+
+def _questions(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    """Of those that the state has; it forgets, and one that it forgot begins there again and not in the table."""
+    rows = {question: rest for question, *rest in db.execute("SELECT * FROM questions")}
+    if len(rows) > len(state.questions):
+        return
+    for question, known in state.questions.items():
+        checked["questions"] += 1
+        row = rows.get(question, [])
+        wanted = [known.issued, known.trained, known.members, known.reward_sum, known.last_step]
+        if row[:3] + row[4:] != wanted[:3] + wanted[4:] or not math.isclose(row[3], wanted[3], abs_tol=1e-6):
+            yield Disagreement("questions", f"{question} is {row}, by the log {wanted}")
+
+
+def _cursor(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
+    row = db.execute("SELECT state FROM cursor").fetchone()
+    checked["cursor"] += 1
+    if (row[0] if row else None) != state.cursor:
+        yield Disagreement("cursor", "is not the state of the prompt pipeline that the log ends with")
+    closed = db.execute("SELECT value FROM meta WHERE key = 'closed'").fetchone()
+    if (closed[0] if closed else "") != state.closed:
+        yield Disagreement("meta", f"closed is {closed}, by the log {state.closed!r}")

@@ -1,0 +1,350 @@
+"""RUN/store.db: the log, and tables that say the same in rows a person can query.
+
+`log` and the newest of `snapshots` (the state at a position, `snapshot_parts`) are the truth, from which the store
+rebuilds itself. The other tables follow the log in the same transaction; docs/store_schema.md tells every column.
+
+    groups       one row each: question, state, claim, why it ended
+    members      one row for each member leased or put; `leases` is the view of those in work
+    payloads     the member's bytes (MessagePack of records.Member); tasks: what its group was asked
+    retired      groups that ended, in that order, whose payloads and tasks are still kept (see `upkeep`)
+    claims       one row for each step of the lineage that claimed it (a fork claims its steps anew): the lineages that
+                 trained it and made it durable, and the fork that gave it up before it was
+    claim_groups which groups, in order; a group is in one claim at most, and the schema refuses anything else
+    questions    how hard each question was: groups issued and trained, members, their rewards' sum
+    line         the view of the newest lineage's line of ancestry: `claims` below `upto` of `lineage` belong to it
+    versions lineages failures cursor meta
+
+No step is durable twice along the line, and no group in two durable steps:
+
+    SELECT step FROM claims JOIN line ON line.lineage = durable_lineage AND step < upto
+    GROUP BY step HAVING COUNT(*) > 1
+    SELECT group_id FROM claim_groups JOIN claims USING (lineage, step) WHERE durable_lineage IS NOT NULL
+    GROUP BY group_id HAVING COUNT(*) > 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from jaxroll import wire
+from jaxroll.records import Task
+from jaxroll.store.core import events as ev
+from jaxroll.store.core.groups import Group
+from jaxroll.store.core.settings import FILTERED
+from jaxroll.store.core.state import State
+from jaxroll.store.server import audit
+
+SCHEMA_VERSION = 2
+
+TABLES = (
+    """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE log (position INTEGER PRIMARY KEY, unix_s REAL NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL,
+  group_id INTEGER);
+CREATE TABLE snapshots (position INTEGER PRIMARY KEY, unix_s REAL NOT NULL, log_bytes INTEGER NOT NULL);
+CREATE TABLE snapshot_parts (
+  position INTEGER NOT NULL, field TEXT NOT NULL, part INTEGER NOT NULL, body BLOB NOT NULL,
+  PRIMARY KEY (position, field, part));
+CREATE TABLE groups (
+  id INTEGER PRIMARY KEY, question_hash TEXT NOT NULL, prompt_index INTEGER NOT NULL, state TEXT NOT NULL,
+  reason TEXT NOT NULL DEFAULT '', size INTEGER NOT NULL, reissue_of INTEGER, reissues INTEGER NOT NULL,
+  claim_step INTEGER, durable_step INTEGER, issued_unix_s REAL NOT NULL, ended_unix_s REAL);
+CREATE INDEX groups_alive ON groups (claim_step) WHERE ended_unix_s IS NULL;
+CREATE TABLE tasks (
+  group_id INTEGER PRIMARY KEY, env TEXT NOT NULL, env_args TEXT NOT NULL, seed INTEGER NOT NULL,
+  messages TEXT NOT NULL);
+CREATE TABLE members (
+  group_id INTEGER NOT NULL, member INTEGER NOT NULL, state TEXT NOT NULL, attempt INTEGER NOT NULL,
+  holder TEXT NOT NULL DEFAULT '', digest TEXT NOT NULL DEFAULT '', tokens INTEGER, bytes INTEGER,
+  lineage INTEGER, oldest_step INTEGER, newest_step INTEGER, reward REAL, leased_unix_s REAL,
+  ended_unix_s REAL, PRIMARY KEY (group_id, member));
+CREATE VIEW leases AS SELECT group_id, member, attempt, holder, leased_unix_s FROM members
+  WHERE state = 'leased' AND group_id IN (SELECT id FROM groups WHERE ended_unix_s IS NULL);
+CREATE TABLE payloads (
+  group_id INTEGER NOT NULL, member INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (group_id, member));
+CREATE TABLE retired (
+  place INTEGER PRIMARY KEY AUTOINCREMENT, group_id INTEGER NOT NULL UNIQUE, bytes INTEGER NOT NULL);
+CREATE TABLE failures (
+  group_id INTEGER NOT NULL, member INTEGER NOT NULL, attempt INTEGER NOT NULL, kind TEXT NOT NULL, error TEXT NOT NULL,
+  unix_s REAL NOT NULL);
+CREATE TABLE claims (
+  lineage INTEGER NOT NULL, step INTEGER NOT NULL, shuffle_seed INTEGER NOT NULL, groups INTEGER NOT NULL,
+  waited_s REAL NOT NULL DEFAULT 0, worked_s REAL NOT NULL DEFAULT 0, trained_lineage INTEGER, durable_lineage INTEGER,
+  forked_by INTEGER, unix_s REAL NOT NULL, PRIMARY KEY (lineage, step));
+CREATE TABLE claim_groups (
+  lineage INTEGER NOT NULL, step INTEGER NOT NULL, place INTEGER NOT NULL, group_id INTEGER NOT NULL UNIQUE,
+  PRIMARY KEY (lineage, step, place));
+CREATE TABLE questions (
+  question_hash TEXT PRIMARY KEY, issued INTEGER NOT NULL DEFAULT 0, trained INTEGER NOT NULL DEFAULT 0,
+  members INTEGER NOT NULL DEFAULT 0, reward_sum REAL NOT NULL DEFAULT 0, last_step INTEGER);
+CREATE TABLE versions (
+  lineage INTEGER NOT NULL, step INTEGER NOT NULL, channel TEXT NOT NULL, address TEXT NOT NULL,
+  manifest_digest TEXT NOT NULL, unix_s REAL NOT NULL, PRIMARY KEY (lineage, step));
+CREATE TABLE lineages (lineage INTEGER PRIMARY KEY, parent INTEGER, fork_step INTEGER NOT NULL, unix_s REAL NOT NULL);
+CREATE VIEW line AS WITH RECURSIVE line (lineage, upto) AS (
+  SELECT MAX(lineage), 9223372036854775807 FROM lineages
+  UNION ALL SELECT parent, MIN(upto, fork_step) FROM line JOIN lineages USING (lineage) WHERE parent IS NOT NULL)
+  SELECT lineage, upto FROM line;
+CREATE TABLE cursor (id INTEGER PRIMARY KEY CHECK (id = 1), prompts_issued INTEGER NOT NULL, state BLOB NOT NULL);
+"""
+    + audit.TABLE
+)
+
+Statement = tuple[str, tuple[Any, ...]]
+_ALIVE = "ended_unix_s IS NULL"
+_LIVE = "durable_lineage IS NULL AND forked_by IS NULL"  # claims that may still be trained
+
+
+def statements(event: ev.Event, state: State, position: int, unix_s: float) -> list[Statement]:
+    """The SQL that logs `event` at `position` and brings the tables to `state`, the state after the whole decision."""
+    kind = type(event).__struct_config__.tag
+    values = (position, unix_s, kind, wire.encode(event), getattr(event, "group", None))
+    row: Statement = ("INSERT INTO log (position, unix_s, kind, body, group_id) VALUES (?, ?, ?, ?, ?)", values)
+    follow = _FOLLOW.get(type(event))
+    return [row, *(follow(event, state, unix_s) if follow else [])]
+
+
+def record_bytes(row: Statement) -> int:
+    """The size of the log record that `statements` put first."""
+    return len(row[1][3])
+
+
+def payload(group: int, member: int, body: bytes | memoryview) -> Statement:
+    """The SQL that keeps a member's bytes."""
+    return ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (group, member, body))
+
+
+def task(group: int, task: Task) -> Statement:
+    """The SQL that keeps what a group is asked; the messages are JSON."""
+    messages = msgspec.json.encode(task.messages).decode()
+    return ("INSERT INTO tasks VALUES (?, ?, ?, ?, ?)", (group, task.env, task.env_args, task.seed, messages))
+
+
+def rules(text: str) -> list[Statement]:
+    """The SQL that keeps the rules of the run (JSON of the store's Settings), for readers that have no config."""
+    return _meta("rules", text)
+
+
+def _issued(e: ev.Issued, state: State, unix_s: float) -> list[Statement]:
+    columns = "id, question_hash, prompt_index, state, size, reissue_of, reissues, issued_unix_s"
+    values = (e.group, e.task.question_hash, e.task.index, "PENDING", e.size, e.reissue_of, e.reissues, unix_s)
+    rows: list[Statement] = [(f"INSERT INTO groups ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)]
+    rows.append(task(e.group, e.task))
+    rows.append((_QUESTION_ISSUED, (e.task.question_hash,)))
+    if e.cursor is not None:
+        rows.append(("INSERT OR REPLACE INTO cursor VALUES (1, ?, ?)", (state.prompts_issued, e.cursor)))
+    return rows
+
+
+def _leased(e: ev.Leased, state: State, unix_s: float) -> list[Statement]:
+    columns = "group_id, member, state, attempt, holder, leased_unix_s"
+    sql = f"INSERT OR REPLACE INTO members ({columns}) VALUES (?, ?, 'leased', ?, ?, ?)"
+    rows: list[Statement] = [(sql, (e.group, member, attempt, e.holder, unix_s)) for member, attempt in e.members]
+    return rows + _group_state(e.group, state)
+
+
+def _group_state(gid: int, state: State) -> list[Statement]:
+    group = state.find(gid)
+    if group is None:  # it ended in the same decision, whose last event says how
+        return []
+    sql = "UPDATE groups SET state = ?, reason = ?, claim_step = ? WHERE id = ?"
+    return [(sql, (group.state, group.note, group.step, gid))]
+
+
+def _lease_ended(e: ev.LeaseEnded, state: State, unix_s: float) -> list[Statement]:
+    sql = "UPDATE members SET state = ?, ended_unix_s = ? WHERE group_id = ? AND member = ?"
+    rows: list[Statement] = [(sql, (e.reason, unix_s, e.group, member)) for member in e.members]
+    return rows + _group_state(e.group, state)
+
+
+def _put(e: ev.Put, state: State, unix_s: float) -> list[Statement]:
+    steps = [run.version.step for run in e.runs]
+    values = (
+        e.digest,
+        sum(run.count for run in e.runs),
+        e.size_bytes,
+        e.runs[-1].version.lineage,
+        min(steps),
+        max(steps),
+        e.reward,
+        unix_s,
+    )
+    sql = (
+        "UPDATE members SET state = 'done', digest = ?, tokens = ?, bytes = ?, lineage = ?, oldest_step = ?,"
+        " newest_step = ?, reward = ?, ended_unix_s = ? WHERE group_id = ? AND member = ?"
+    )
+    rows: list[Statement] = [(sql, (*values, e.group, e.member))]
+    group = state.find(e.group)
+    return rows + (_group_state(e.group, state) if group is None or group.state != "LEASED" else [])
+
+
+def _member_failed(e: ev.MemberFailed, state: State, unix_s: float) -> list[Statement]:
+    failure = (e.group, e.member, e.attempt, e.kind, e.error, unix_s)
+    sql = "UPDATE members SET state = 'failed', ended_unix_s = ? WHERE group_id = ? AND member = ?"
+    rows: list[Statement] = [
+        (sql, (unix_s, e.group, e.member)),
+        ("INSERT INTO failures VALUES (?, ?, ?, ?, ?, ?)", failure),
+    ]
+    return rows + _group_state(e.group, state)
+
+
+def _shrunk(e: ev.Shrunk, state: State, unix_s: float) -> list[Statement]:
+    sql = "UPDATE members SET state = 'dropped', ended_unix_s = ? WHERE group_id = ? AND member = ?"
+    rows: list[Statement] = [(sql, (unix_s, e.group, member)) for member in e.dropped]
+    rows.append(("UPDATE groups SET size = size - ? WHERE id = ?", (len(e.dropped), e.group)))
+    return rows + _group_state(e.group, state)
+
+
+def _aborted(e: ev.Aborted, state: State, unix_s: float) -> list[Statement]:
+    sql = "UPDATE members SET state = 'surplus', ended_unix_s = ? WHERE group_id = ? AND member = ?"
+    needless = e.members if e.reason == "enough" else ()  # the others failed, which their rows say
+    rows: list[Statement] = [(sql, (unix_s, e.group, member)) for member in needless]
+    rows.append(("UPDATE groups SET size = size - ? WHERE id = ?", (len(e.members), e.group)))
+    return rows + _group_state(e.group, state)
+
+
+# Payloads go in bounded portions, later: a transaction that removed those of many groups would hold up every put.
+_RETIRE = (
+    "INSERT OR IGNORE INTO retired (group_id, bytes) SELECT id, (SELECT COALESCE(SUM(bytes), 0) FROM members"
+    " WHERE group_id = groups.id AND members.state = 'done') FROM groups WHERE {} ORDER BY id"
+)
+
+
+def _ended(gid: int, name: str, reason: str, unix_s: float) -> list[Statement]:
+    return [
+        ("UPDATE groups SET state = ?, reason = ?, ended_unix_s = ? WHERE id = ?", (name, reason, unix_s, gid)),
+        ("UPDATE members SET state = 'ended' WHERE group_id = ? AND state = 'leased'", (gid,)),
+        (_RETIRE.format("groups.id = ?"), (gid,)),
+    ]
+
+
+def _expired(e: ev.Expired, state: State, unix_s: float) -> list[Statement]:
+    rejected = e.reason.partition(":")[0] == FILTERED
+    judged: list[Statement] = [(_QUESTION_KNOWN, (e.group,)), (_QUESTION_JUDGED, (e.group,) * 3)] if rejected else []
+    return [*judged, *_ended(e.group, "EXPIRED", e.reason, unix_s)]
+
+
+_QUESTION_KNOWN = "INSERT OR IGNORE INTO questions (question_hash) SELECT question_hash FROM groups WHERE id = ?"
+# Of a group that the filter rejects; it is no longer in the state.
+_QUESTION_JUDGED = (
+    "UPDATE questions SET"
+    " members = members + (SELECT COUNT(*) FROM members AS m WHERE m.group_id = ? AND m.state = 'done'),"
+    " reward_sum = reward_sum + (SELECT TOTAL(reward) FROM members AS m WHERE m.group_id = ? AND m.state = 'done')"
+    " WHERE question_hash = (SELECT question_hash FROM groups WHERE id = ?)"
+)
+
+
+def _claimed(e: ev.Claimed, state: State, unix_s: float) -> list[Statement]:
+    columns = "lineage, step, shuffle_seed, groups, waited_s, worked_s, unix_s"
+    values = (e.lineage, e.step, e.shuffle_seed, len(e.groups), e.waited_s, e.worked_s, unix_s)
+    rows: list[Statement] = [(f"INSERT INTO claims ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)]
+    for place, gid in enumerate(e.groups):
+        rows.append(("INSERT INTO claim_groups VALUES (?, ?, ?, ?)", (e.lineage, e.step, place, gid)))
+        rows.append(("UPDATE groups SET state = 'CLAIMED', claim_step = ? WHERE id = ?", (e.step, gid)))
+        rows.append(_question_trained(e.step, state.held[gid]))
+    return rows
+
+
+_QUESTION_ISSUED = (
+    "INSERT INTO questions (question_hash, issued) VALUES (?, 1) ON CONFLICT DO UPDATE SET issued = issued + 1"
+)
+
+
+def _question_trained(step: int, group: Group) -> Statement:
+    rewards = [slot.reward for _, slot in group.done()]
+    sql = (
+        "INSERT INTO questions (question_hash, trained, members, reward_sum, last_step) VALUES (?, 1, ?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET trained = trained + 1, members = members + excluded.members,"
+        " reward_sum = reward_sum + excluded.reward_sum, last_step = excluded.last_step"
+    )
+    return (sql, (group.task.question_hash, len(rewards), sum(rewards), step))
+
+
+def _acked(e: ev.Acked, state: State, unix_s: float) -> list[Statement]:
+    return [
+        (f"UPDATE claims SET trained_lineage = ? WHERE step = ? AND {_LIVE}", (e.version.lineage, e.version.step)),
+        ("UPDATE groups SET state = 'ACKED' WHERE claim_step = ? AND ended_unix_s IS NULL", (e.version.step,)),
+    ]
+
+
+def _made_durable(e: ev.MadeDurable, state: State, unix_s: float) -> list[Statement]:
+    step = e.version.step
+    done = "claim_step < ? AND ended_unix_s IS NULL"
+    return [
+        (_RETIRE.format(done), (step,)),
+        (
+            f"UPDATE groups SET state = 'TRIMMED', durable_step = claim_step, ended_unix_s = ? WHERE {done}",
+            (unix_s, step),
+        ),
+        (
+            f"UPDATE claims SET durable_lineage = ? WHERE step < ? AND {_LIVE}",
+            (e.version.lineage, step),
+        ),
+    ]
+
+
+def _published(e: ev.Published, state: State, unix_s: float) -> list[Statement]:
+    s = e.snapshot
+    values = (s.version.lineage, s.version.step, s.channel, s.address, s.manifest_digest, unix_s)
+    return [("INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, ?, ?)", values)]
+
+
+def _began(e: ev.Began, state: State, unix_s: float) -> list[Statement]:
+    if e.parent is None:
+        return []
+    step = e.version.step
+    return [
+        ("INSERT INTO lineages VALUES (?, ?, ?, ?)", (e.version.lineage, e.parent, step, unix_s)),
+        *(_forked(e.version.lineage, e.cut, state) if e.cut is not None else []),
+        (f"UPDATE claims SET trained_lineage = NULL WHERE step >= ? AND {_LIVE}", (step,)),
+        (f"UPDATE groups SET state = 'CLAIMED' WHERE claim_step >= ? AND state = 'ACKED' AND {_ALIVE}", (step,)),
+        (
+            "UPDATE members SET state = 'fenced', ended_unix_s = ? WHERE state = 'leased'"
+            f" AND group_id IN (SELECT id FROM groups WHERE {_ALIVE})",
+            (unix_s,),
+        ),
+        (f"UPDATE groups SET state = 'PENDING' WHERE state = 'LEASED' AND {_ALIVE}", ()),
+    ]
+
+
+def _forked(lineage: int, cut: ev.Cut, state: State) -> list[Statement]:
+    rows: list[Statement] = [
+        (f"UPDATE claims SET forked_by = ? WHERE {_LIVE}", (lineage,)),
+        ("DELETE FROM meta WHERE key IN ('closed', 'data_ended')", ()),
+    ]
+    if cut.cursor is None:
+        return [*rows, ("DELETE FROM cursor", ())]
+    return [*rows, ("INSERT OR REPLACE INTO cursor VALUES (1, ?, ?)", (state.prompts_issued, cut.cursor))]
+
+
+def _skipped(e: ev.Skipped, state: State, unix_s: float) -> list[Statement]:
+    return [("INSERT OR REPLACE INTO cursor VALUES (1, ?, ?)", (state.prompts_issued, e.cursor))]
+
+
+def _meta(key: str, value: str) -> list[Statement]:
+    return [("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))]
+
+
+_FOLLOW: dict[type, Callable[[Any, State, float], list[Statement]]] = {
+    ev.Issued: _issued,
+    ev.Skipped: _skipped,
+    ev.Leased: _leased,
+    ev.LeaseEnded: _lease_ended,
+    ev.Put: _put,
+    ev.MemberFailed: _member_failed,
+    ev.Shrunk: _shrunk,
+    ev.Aborted: _aborted,
+    ev.Expired: _expired,
+    ev.Died: lambda e, state, unix_s: _ended(e.group, "DEAD", e.reason, unix_s),
+    ev.Claimed: _claimed,
+    ev.Acked: _acked,
+    ev.MadeDurable: _made_durable,
+    ev.Published: _published,
+    ev.Began: _began,
+    ev.DataEnded: lambda e, state, unix_s: _meta("data_ended", "1"),
+    ev.RunClosed: lambda e, state, unix_s: _meta("closed", e.reason),
+    ev.RunOpened: lambda e, state, unix_s: _meta("closed", ""),
+}

@@ -1,0 +1,1 @@
+"""The store's server: RPC methods around the state machine and its log."""

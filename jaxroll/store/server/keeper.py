@@ -1,0 +1,221 @@
+"""Core and log together: every decision's events go to the log, its waiters wake, its answer waits for the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from jaxroll.clock import Clock, unix_s
+from jaxroll.errors import NoCredit, NotReady, StoreRefusal
+from jaxroll.store.core import events as ev
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import free_members
+from jaxroll.store.core.machine import Core, Ending
+from jaxroll.store.core.requests import Key
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.state import State
+from jaxroll.store.log import schema
+from jaxroll.store.log.commit_log import Log
+from jaxroll.store.messages import MAX_KEYS
+from jaxroll.store.server.handshake import NAMES_KEPT, Recent
+
+COMPACT_EVERY, COMPACT_BYTES = 20_000, 32 * 2**20  # log records, and their bytes: what a restart reads at most
+_STOOD_STILL_S = 1.0  # a tick this much late was the machine's fault, and no holder's
+_QUIET = (ev.Leased, ev.Awaited, ev.Hungry, ev.Seen, ev.Renewed, ev.Extended, ev.Arrived)
+
+
+class Keeper:
+    """The run's history, kept. Belongs to one event loop's thread; deciding and logging happen without an await."""
+
+    def __init__(self, settings: Settings, log: Log, clock: Clock) -> None:
+        self.settings, self.log, self._clock = settings, log, clock
+        known = log.recovered
+        self.core = Core.recovered(settings, known.state, known.events, clock.now_s())
+        self.wakeups, self.untold = Wakeups(), Untold()
+        log.begin(self.core.state)
+        self._records, self._bytes = len(known.events), known.log_bytes
+        self.tick_due_s = math.inf  # when the store's own tick is to come; it moves on with every tick
+        self.on_acked: Callable[[], None] = lambda: None
+        self.on_closed: Callable[[str], None] = lambda reason: None  # by the run itself: nobody asked for it
+        log.append(schema.rules(msgspec.json.encode(settings).decode()))
+
+    @property
+    def state(self) -> State:
+        """The state; read only."""
+        return self.core.state
+
+    def now_s(self) -> float:
+        """The clock that leases live by."""
+        return self._clock.now_s()
+
+    def decide(self, request: rq.Request, payload: schema.Statement | None = None) -> Any:
+        """The answer to `request`, already decided, applied and handed to the log, but not yet on disk.
+
+        `payload` is committed with the events, if there are any that put it.
+
+        If the process or its machine stood still, everybody is forgiven that time first: the first request after it
+        may come before the tick.
+        """
+        late_s = self._clock.now_s() - self.tick_due_s
+        if late_s > _STOOD_STILL_S:
+            self.tick_due_s += late_s
+            self.decide(rq.Tick(stalled_s=late_s))
+        before = self.state.position
+        decision = self.core.handle(request, self._clock.now_s())
+        self._log(decision.events, before, payload)
+        self._wake(decision.events)
+        if not isinstance(request, rq.Close):
+            for event in decision.events:
+                if isinstance(event, ev.RunClosed):
+                    self.on_closed(event.reason)
+        if decision.ended:
+            self.untold.add(decision.ended)
+            self.wakeups.notify(ENDED)
+        return decision.reply
+
+    async def answer(self, request: rq.Request, payload: schema.Statement | None = None) -> Any:
+        """The answer to `request` once it is on disk; raises it when it is a refusal."""
+        reply = self.decide(request, payload)
+        await self.log.committed()
+        if isinstance(reply, StoreRefusal):
+            raise reply
+        return reply
+
+    async def answer_when_ready(self, ask: Callable[[], Any], topic: str, wait_s: float) -> Any:
+        """The answer of `ask` (which decides), asked again at every change while it is "not yet" and time is left."""
+        started = self._clock.now_s()
+        while True:
+            reply = ask()
+            left_s = started + wait_s - self._clock.now_s()
+            if not isinstance(reply, (NoCredit, NotReady)) or left_s <= 0:
+                break
+            await self.wakeups.wait(topic, left_s)
+        await self.log.committed()
+        if isinstance(reply, StoreRefusal):
+            raise reply
+        return reply
+
+    def _log(self, events: list[ev.Event], position: int, payload: schema.Statement | None) -> None:
+        statements: list[schema.Statement] = []
+        now_s = unix_s()
+        for event in events:
+            if isinstance(event, ev.NOT_LOGGED):
+                continue
+            position += 1
+            rows = schema.statements(event, self.state, position, now_s)
+            statements += rows
+            self._records += 1
+            self._bytes += schema.record_bytes(rows[0])
+            if isinstance(event, ev.Put) and payload is not None:
+                statements.append(payload)
+        self.log.append(statements)
+        if self._records >= COMPACT_EVERY or self._bytes >= COMPACT_BYTES:
+            self._records = self._bytes = 0
+            self.log.compact()
+
+    def _leaves_members(self, gid: int) -> bool:
+        group = self.state.open.get(gid)
+        return group is not None and bool(free_members(group, self._clock.now_s()))
+
+    def _wake(self, events: list[ev.Event]) -> None:
+        for event in events:
+            if isinstance(event, ev.Leased) and self._leaves_members(event.group):
+                self.wakeups.notify(LEASE)  # they were left for somebody who waits
+            if isinstance(event, _QUIET):
+                continue
+            if isinstance(event, ev.Put):
+                group = self.state.open.get(event.group)
+                if group is not None and group.ready:
+                    self.wakeups.notify(CLAIM)
+                continue
+            self.wakeups.notify(LEASE, CLAIM)
+            if isinstance(event, (ev.Published, ev.Began, ev.RunClosed)):
+                self.wakeups.notify(PUBLISHED)
+            if isinstance(event, ev.Acked):
+                self.on_acked()
+
+
+# --- Waiting for a change by topic: long polls sleep here and are woken by what happens, never by a timer's guess
+
+LEASE, CLAIM, PUBLISHED, ENDED = "lease", "claim", "published", "ended"
+_Places = dict[asyncio.Future[None], None]  # in the order in which they were taken
+_AT_ONCE = 64  # who wakes asks again: of thousands, others have their turn in between
+
+
+class Wakeups:
+    """Those who wait, by topic, in the order in which they came. For one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, _Places] = {}
+        self._due: deque[_Places] = deque()
+        self._is_waking = False
+
+    def notify(self, *topics: str) -> None:
+        """Wake everyone who waits for one of `topics`, a few at each turn of the loop."""
+        self._due += [waiting for topic in topics if (waiting := self._waiting.pop(topic, None))]
+        self._go_on()
+
+    async def wait(self, topic: str, timeout_s: float) -> bool:
+        """Whether `topic` was notified within `timeout_s`. Nothing is missed between deciding and waiting: no await."""
+        waiting, place = self._waiting.setdefault(topic, {}), asyncio.get_running_loop().create_future()
+        waiting[place] = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await place
+        except TimeoutError:
+            return False
+        finally:
+            waiting.pop(place, None)
+        return True
+
+    def _go_on(self) -> None:
+        if self._due and not self._is_waking:
+            self._is_waking = True
+            asyncio.get_running_loop().call_soon(self._wake_some)
+
+    def _wake_some(self) -> None:
+        left, self._is_waking = _AT_ONCE, False
+        while self._due and left:
+            waiting = self._due[0]
+            for place in list(itertools.islice(waiting, left)):
+                del waiting[place]
+                if not place.done():
+                    place.set_result(None)
+                    left -= 1
+            if not waiting:
+                self._due.popleft()
+        self._go_on()
+
+
+# --- Leases that ended, until their holders have asked for them
+#
+# A courtesy: what is lost with an answer, or with the store, the holder learns when it renews.
+
+
+class Untold:
+    """What holders have not been told yet, by session. Bounded in sessions and in leases of each."""
+
+    def __init__(self) -> None:
+        self._by_session: Recent[list[Key]] = Recent(NAMES_KEPT)
+
+    def add(self, endings: Iterable[Ending]) -> None:
+        """Keep these for their holders; of too many, the first ones."""
+        for session, key in endings:
+            if not self.has(session):
+                self._by_session[session] = []
+            if len(waiting := self._by_session[session]) < MAX_KEYS:
+                waiting.append(key)
+
+    def has(self, session: str) -> bool:
+        """Whether there is something to tell."""
+        return session in self._by_session
+
+    def take(self, session: str) -> tuple[Key, ...]:
+        """What is to be told, which is forgotten."""
+        return tuple(self._by_session.pop(session, ()))

@@ -1,0 +1,239 @@
+"""The store as a running server: log, machine, prompts, calls, and the clock that ends what ran out.
+
+One event loop decides; one thread commits. RUN/store.addr holds the address; a store that starts again tries the port
+it had, so that most callers come back without reading it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxroll import disk
+from jaxroll.clock import Clock, MonotonicClock, unix_s
+from jaxroll.config import Config, digest
+from jaxroll.errors import ConfigError
+from jaxroll.metrics import JsonlTracker
+from jaxroll.rpc import auth, limits, tls
+from jaxroll.rpc.server import RawServer
+from jaxroll.store import messages as msg
+from jaxroll.store.core import requests as rq
+from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.state import next_deadline_s, next_straggler_s, straggler_due
+from jaxroll.store.core.waits import status
+from jaxroll.store.log.commit_log import Log
+from jaxroll.store.server.audit import Audit
+from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper
+from jaxroll.store.server.prompts import Feeder, PromptBuffer
+from jaxroll.store.server.rolling import Turns
+from jaxroll.store.server.service import PAGE_BYTES, StoreService
+
+ADDRESS_FILE, METRICS_FILE = "store.addr", "metrics.jsonl"
+ROW_EVERY_S = 2.0
+LINGER_S = 30.0  # a closed run is still answered for this long after the last call
+_LOCALLY = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}  # where a store that listens everywhere is found here
+_GRACE_S = 0.5
+_SWITCH_S = 0.0005  # the loop gets its turn so soon after it asks, whatever another thread is at (large members)
+_TICK_S = 1.0
+_PROMPTS_AHEAD = 256
+_CERTIFICATES_EVERY_S = 3600.0  # how often it is looked whether they expire soon
+
+
+async def serve(
+    config: Config,
+    run_dir: Path,
+    feeder: Feeder,
+    *,
+    host: str,
+    port: int,
+    ready: Callable[[str], None],
+    insecure: bool = False,
+    clock: Clock | None = None,
+    linger_s: float = LINGER_S,
+) -> None:
+    """Serve the run in `run_dir` until it is closed and nobody calls any more, or until cancelled.
+
+    InfraError when the log fails, the feeder fails, or another store has the run open.
+    """
+    settings, before_s = Settings.of(config), sys.getswitchinterval()
+    secret, certificates = auth.load_secret(run_dir), tls.load(run_dir)
+    kept = config.store
+    log = Log(run_dir, history_bytes=kept.history_mb * 2**20, keep_bytes=kept.keep_trajectories_mb * 2**20)
+    try:
+        sys.setswitchinterval(_SWITCH_S)
+        keeper = Keeper(settings, log, clock or MonotonicClock())
+        metrics = JsonlTracker(run_dir / METRICS_FILE)
+        try:
+            store = _Store(config, keeper, metrics, feeder, linger_s, certificates)
+            server = RawServer(
+                msg.SERVICE, store.service.methods(), secret=secret,
+                max_message_bytes=config.store.max_message_mb * 2**20, position=lambda: keeper.state.position,
+                tls=certificates, mutual_tls=config.store.mutual_tls, refused=store.audit.refused,
+            )  # fmt: skip
+            taken = server.bind(host, port or _port_before(run_dir), insecure=insecure)
+            if port and taken != port:
+                raise ConfigError("--store", f"{host}:{port}", "another process has this port", "Choose another one.")
+            await server.start()
+            try:
+                address = limits.address(_LOCALLY.get(host, host), taken)
+                _write_address(run_dir, address)
+                ready(address)
+                await store.run()
+            finally:
+                await server.stop(_GRACE_S)
+                store.service.close()
+        finally:
+            metrics.close()
+    finally:
+        sys.setswitchinterval(before_s)
+        await log.close()
+
+
+class _Store:
+    """The jobs beside the calls."""
+
+    def __init__(
+        self,
+        config: Config,
+        keeper: Keeper,
+        metrics: JsonlTracker,
+        feeder: Feeder,
+        linger_s: float,
+        certificates: tls.Material | None,
+    ) -> None:
+        self._certificates, self._certificates_at_s = certificates, -math.inf
+        self._config, self._keeper, self._metrics, self._linger_s = config.store, keeper, metrics, linger_s
+        keeper.decide(rq.Open())
+        keeper.on_acked = self._write_row
+        keeper.on_closed = lambda reason: self.audit.by_itself("Close", reason)
+        ahead = min(keeper.settings.limiter.window(0), _PROMPTS_AHEAD)
+        self._prompts = PromptBuffer(
+            feeder, ahead, lambda: keeper.wakeups.notify(LEASE), lambda: keeper.decide(rq.EndData())
+        )
+        page_bytes = min(PAGE_BYTES, config.store.max_message_mb * 2**20 // 4)
+        self.audit = Audit(keeper.log.append, keeper.now_s)
+        self.service = StoreService(
+            keeper, self._prompts, metrics, self.audit, config_digest=digest(config), page_bytes=page_bytes,
+            turns=Turns(config.schedule.rolling, 2 * config.transfer.deadline_s),  # for the fetch, and for the flip
+        )  # fmt: skip
+        self._row_at_s = self._named_at_s = keeper.now_s()
+
+    async def run(self) -> None:
+        """Until the run is over; the first failure of any job ends all."""
+        state = self._keeper.state
+        filling = self._prompts.fill(state.cursor, ended=state.data_ended)
+        jobs = [asyncio.ensure_future(job) for job in (self._tick_for_ever(), filling)]
+        try:
+            await self._until_over(jobs)
+        finally:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            self.audit.flush()
+            self._write_row()
+
+    async def _until_over(self, jobs: Sequence[asyncio.Future]) -> None:
+        """The ticker returns when the run is over; the feeding job never does."""
+        pending = set(jobs)
+        while jobs[0] in pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for job in done:
+                job.result()
+
+    async def _tick_for_ever(self) -> None:
+        keeper, last_s = self._keeper, self._keeper.now_s()
+        longest_s = min(_TICK_S, keeper.settings.lease_s / 4, max(0.05, keeper.settings.straggler_deadline_s / 4))
+        while not self._is_over():
+            now_s = keeper.now_s()
+            due = (next_deadline_s(keeper.state, now_s), self._next_straggler_s(now_s))
+            due_s = min((at_s for at_s in due if at_s is not None), default=math.inf)
+            pause_s = min(longest_s, max(0.005, due_s - keeper.now_s()))
+            keeper.tick_due_s = keeper.now_s() + pause_s
+            await asyncio.sleep(pause_s)
+            if keeper.log.failure is not None:
+                raise keeper.log.failure
+            keeper.decide(rq.Tick())
+            now_s = keeper.now_s()
+            self._wake_for_time(last_s, now_s)
+            self._watch(now_s)
+            self.audit.tick()
+            last_s = now_s
+
+    def _wake_for_time(self, last_s: float, now_s: float) -> None:
+        """Those who wait for time itself: resting members and holders, stragglers."""
+        state, settings = self._keeper.state, self._keeper.settings
+        if any(last_s < s.rests_until_s <= now_s for g in state.index.with_free() for s in g.slots):
+            self._keeper.wakeups.notify(LEASE)
+        over = (h.rested_at_s + h.rest_s for h in state.holders.values() if h.rested_at_s is not None)
+        if any(last_s < at_s <= now_s for at_s in over):
+            self._keeper.wakeups.notify(LEASE)
+        if straggler_due(state, settings.limiter.batch_groups, settings.straggler_deadline_s, now_s):
+            self._keeper.wakeups.notify(CLAIM)
+
+    def _next_straggler_s(self, now_s: float) -> float | None:
+        settings = self._keeper.settings
+        batch, deadline_s = settings.limiter.batch_groups, settings.straggler_deadline_s
+        return next_straggler_s(self._keeper.state, batch, deadline_s, now_s)
+
+    def _watch(self, now_s: float) -> None:
+        """The store's row, and the word about a run that does not move."""
+        if now_s - self._row_at_s >= ROW_EVERY_S:
+            self._row_at_s = now_s
+            self._write_row()
+        if self._certificates is not None and now_s - self._certificates_at_s >= _CERTIFICATES_EVERY_S:
+            self._certificates_at_s = now_s
+            for warning in self._certificates.warnings(time.time()):
+                self._event(warning)
+        report = self._report() if self._is_stalled(now_s) else None
+        if report is None or report["closed"]:
+            return
+        still_s = now_s - self._keeper.state.moved_at_s
+        waited_for = "; ".join(f"{who} {why}" for who, why in report["waits"].items()) or "nobody in particular"
+        if now_s - self._named_at_s >= self._config.stall_s:
+            self._named_at_s = now_s
+            self._event(f"nothing moved for {still_s:.0f} s; waiting for: {waited_for}")
+        if still_s >= self._config.stall_abort_s:
+            why = f"stalled for {still_s:.0f} s; waited for: {waited_for}"
+            self._keeper.decide(rq.Close(why))
+            self.audit.by_itself("Close", why)
+
+    def _is_stalled(self, now_s: float) -> bool:
+        return now_s - self._keeper.state.moved_at_s >= min(self._config.stall_s, self._config.stall_abort_s)
+
+    def _is_over(self) -> bool:
+        quiet_s = self._keeper.now_s() - self.service.last_call_s
+        return bool(self._keeper.state.closed) and quiet_s >= self._linger_s
+
+    def _report(self) -> dict[str, Any]:
+        return status(self._keeper.settings, self._keeper.state, bool(self._prompts.ready), self._keeper.now_s())
+
+    def _write_row(self) -> None:
+        report = self._report()
+        self._metrics.log({"t": unix_s(), "role": "store", "kind": "store", **report})
+
+    def _event(self, text: str) -> None:
+        self._metrics.log({"t": unix_s(), "role": "store", "kind": "event", "text": text})
+
+
+def _port_before(run_dir: Path) -> int:
+    """The port this run's store had last; 0 when there was none."""
+    try:
+        text = (run_dir / ADDRESS_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return 0
+    port = text.strip().rpartition(":")[2]
+    return int(port) if port.isdecimal() and int(port) < 65536 else 0
+
+
+def _write_address(run_dir: Path, address: str) -> None:
+    """Readers see the old address or the new one, never half of it, also after the machine has failed."""
+    path = run_dir / ADDRESS_FILE
+    draft = path.with_suffix(".addr.tmp")
+    disk.write_synced(draft, address + "\n")
+    os.replace(draft, path)
