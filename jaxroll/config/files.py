@@ -63,7 +63,7 @@ def parse(values: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:
     if isinstance(values, ml_collections.ConfigDict):
         values = values.to_dict()
     config = build(Config, values)
-    config = dataclasses.replace(config, schedule=schedules.settled(config.schedule, config.schedule.mode))
+    config = dataclasses.replace(config, schedule=schedules.with_mode(config.schedule, config.schedule.mode))
     check(config)
     return config
 

@@ -24,7 +24,7 @@ MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 })  # fmt: skip
 
 
-def settled(schedule: ScheduleConfig, mode: str) -> ScheduleConfig:
+def with_mode(schedule: ScheduleConfig, mode: str) -> ScheduleConfig:
     """`schedule` with what `mode` fixes; ConfigError for a key that says otherwise."""
     fixed = MODES[mode]
     defaults = {field.name: field.default for field in fields(ScheduleConfig)}

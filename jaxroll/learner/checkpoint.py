@@ -180,7 +180,7 @@ class Checkpoints:
 
     def settle(self, version: Version) -> None:
         """Make a whole checkpoint durable whose writer was killed before it had summed it up; else without effect."""
-        if not (self.path(version) / checksums.NAME).exists():
+        if not (self.path(version) / checksums.SUMS).exists():
             _settle(self.path(version))
 
     def path(self, version: Version) -> Path:

@@ -114,6 +114,6 @@ def _entry(version: Version, path: Path, *, verify: bool) -> Entry:
         problem = str(error)
     if verify:
         problem = checksums.damage(path) or unreadable(path, every_byte=True)
-    summed = (path / checksums.NAME).exists()  # first: of one that is removed meanwhile it would be gone
+    summed = (path / checksums.SUMS).exists()  # first: of one that is removed meanwhile it would be gone
     sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
     return Entry(version, path, position, sum(sizes), path.stat().st_mtime, summed, problem)

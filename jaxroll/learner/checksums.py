@@ -18,7 +18,7 @@ import msgspec
 from jaxroll import foreign
 from jaxroll.errors import DataError, one_line
 
-NAME = "sums.json"
+SUMS = "sums.json"
 _DIGEST, _LIMIT_BYTES = "blake2b", 64 << 20
 
 
@@ -28,11 +28,11 @@ class _Sums(msgspec.Struct):
 
 def write(folder: Path) -> None:
     """Put the sums of all files of `folder` beside them, in one rename; again without effect."""
-    if (folder / NAME).exists():
+    if (folder / SUMS).exists():
         return
-    draft = folder / f".{NAME}"
+    draft = folder / f".{SUMS}"
     draft.write_text(json.dumps({"digest": _DIGEST, "files": _sums(folder)}), encoding="utf-8")
-    os.replace(draft, folder / NAME)
+    os.replace(draft, folder / SUMS)
 
 
 def damage(folder: Path, *, durable: bool = False) -> str:
@@ -41,11 +41,11 @@ def damage(folder: Path, *, durable: bool = False) -> str:
     Without sums there is nothing to go by, and that is wrong only of one that is known to be `durable`.
     """
     try:
-        said = msgspec.convert(foreign.read_json(folder / NAME, _LIMIT_BYTES), _Sums).files
+        said = msgspec.convert(foreign.read_json(folder / SUMS, _LIMIT_BYTES), _Sums).files
     except FileNotFoundError:
-        return f"{NAME} is gone: it was written before the checkpoint was durable" if durable else ""
+        return f"{SUMS} is gone: it was written before the checkpoint was durable" if durable else ""
     except (OSError, DataError, msgspec.ValidationError) as error:  # no JSON any more, or not what `write` makes
-        return one_line(f"{NAME} is damaged: {error}")
+        return one_line(f"{SUMS} is damaged: {error}")
     found = _sums(folder)
     for name, digest in sorted(said.items()):
         if found.get(name) != digest:
@@ -54,7 +54,7 @@ def damage(folder: Path, *, durable: bool = False) -> str:
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    names = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (NAME, f".{NAME}"))
+    names = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (SUMS, f".{SUMS}"))
     return {str(path.relative_to(folder)): _sum(path) for path in names}
 
 

@@ -16,8 +16,6 @@ from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.hf_names import name
 
-__all__ = ["check_shape", "exported", "imported", "leaf", "name", "shape", "theirs"]
-
 
 def imported(spec: ModelSpec, tensor: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
     """Our parameters (float32) read from `tensor(their name)`; DataError for a tensor that is missing or misshapen."""

@@ -168,7 +168,7 @@ def test_what_cannot_be_opened_is_never_durable(tmp_path, trainer):
     checkpoints.save(Version(0, 7), 1, trainer.state)
     with pytest.raises(InfraError, match=r"0000\.00000007 was written and cannot be read \(.*manifest"):
         checkpoints.wait()
-    assert not (checkpoints.path(Version(0, 7)) / checksums.NAME).exists()
+    assert not (checkpoints.path(Version(0, 7)) / checksums.SUMS).exists()
     checkpoints.close()
 
 

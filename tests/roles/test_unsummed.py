@@ -48,7 +48,7 @@ def test_what_is_gone_on_from(tmp_path: Path, durable_steps: int, restored: int)
         checkpoints.save(Version(0, step), step, state_of(step))
         checkpoints.wait()
     newest = checkpoints.path(Version(0, 4))
-    (newest / checksums.NAME).unlink()
+    (newest / checksums.SUMS).unlink()
     session = LearnerSession.__new__(LearnerSession)  # what a session has before it opens a store
     session.args, session.config, session.checkpoints = RoleArgs(Config(), tmp_path), Config(), checkpoints
     session.store = SimpleNamespace(  # type: ignore[assignment]
@@ -60,7 +60,7 @@ def test_what_is_gone_on_from(tmp_path: Path, durable_steps: int, restored: int)
     assert isinstance(trainer.state, TrainState)
     np.testing.assert_array_equal(trainer.state.params["embed"], np.full(SIZE, restored))
     assert any("0000.00000004 cannot be read (sums.json is gone" in text for text in said) == (restored == 2)
-    assert (newest / checksums.NAME).exists() == (restored == 4), "it counts from now on"
+    assert (newest / checksums.SUMS).exists() == (restored == 4), "it counts from now on"
     assert restored == 2 or not checksums.damage(newest, durable=True)
     checkpoints.close()
 

@@ -243,7 +243,7 @@ SUMS = {
 @pytest.mark.parametrize("content", SUMS.values(), ids=SUMS)
 def test_sums_that_no_learner_wrote_are_damage(run_dir: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(run_dir)
-    (path / checksums.NAME).write_bytes(content)
+    (path / checksums.SUMS).write_bytes(content)
     with bounded():
         problem = checksums.damage(path)
     assert problem and problem.isprintable() and len(problem) < 1500
@@ -258,7 +258,7 @@ def test_sums_do_not_wait_for_a_pipe(run_dir: Path) -> None:
     (path / "loop").symlink_to(path)
     with bounded():
         assert checksums.damage(path) == ""
-    (path / checksums.NAME).unlink()
-    os.mkfifo(path / checksums.NAME)
+    (path / checksums.SUMS).unlink()
+    os.mkfifo(path / checksums.SUMS)
     with bounded():
         assert "regular" in checksums.damage(path)
