@@ -18,7 +18,7 @@ from _chaos_run import Run
 
 from jaxroll import wire
 from jaxroll.control import run_dir as run_dirs
-from jaxroll.report.checks import checks
+from jaxroll.report.figures.checks import checks
 
 Row = dict[str, Any]
 ENDED = ("TRIMMED", "EXPIRED", "DEAD")

@@ -18,7 +18,7 @@ from _report import Runs, percentile_ms, ratio, spread
 from safetensors.numpy import save_file
 
 from jaxroll.config import MeshConfig
-from jaxroll.models import families, huggingface, params
+from jaxroll.models import families, params, pretrained
 from jaxroll.sharding import meshes, rules
 
 _SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # else every token repeats the one before
@@ -70,7 +70,7 @@ def prepare(folder: Path, cases: list[Case]) -> None:
     made = params.init(SPEC, jax.random.key(0), meshes.build(MeshConfig()), rules.SAMPLER)
     weights = {name: np.asarray(leaf) * _SCALE.get(name.split(".", 2)[-1], 1.0) for name, leaf in made.items()}
     np.savez(folder / "weights.npz", allow_pickle=False, **weights)
-    save_file(huggingface.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(pretrained.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(families.to_huggingface(SPEC, "float32")))
     for case in cases:
         case.work().save(folder / f"{case.name}.npz")

@@ -12,7 +12,7 @@ from _grpo_work import END, FIRST, TURN, Work, batch, text
 from safetensors.numpy import save_file
 
 from jaxroll.config import MeshConfig
-from jaxroll.models import families, huggingface, params
+from jaxroll.models import families, params, pretrained
 from jaxroll.sharding import meshes, rules
 
 QUESTIONS = 4000
@@ -23,7 +23,7 @@ def prepare(folder: Path, work: Work) -> None:
     """Write weights.npz (our names), the same as a checkpoint (Hugging Face's), questions.jsonl, and one batch."""
     weights = planted(work)
     np.savez(folder / "weights.npz", allow_pickle=False, **weights)
-    save_file(huggingface.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(pretrained.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(families.to_huggingface(SPEC, "float32")))
     with (folder / "questions.jsonl").open("w") as file:
         for number in range(QUESTIONS):

@@ -18,7 +18,7 @@ import numpy as np
 from _race_envs import HELD_OUT, VARIABLE, Race
 from _report import ROOT
 
-from jaxroll.report.waste import waste
+from jaxroll.report.figures.summary import waste
 
 SETTLING = 4  # steps that are not counted: the pipeline fills, and whatever is first is slow
 DEADLINE_S = 300.0

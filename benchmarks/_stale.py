@@ -17,19 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxroll.config import Config, LearnerConfig
-from jaxroll.data import heldout, sources
-from jaxroll.data.candidates import Candidates, Skipped
+from jaxroll.data import sources, tasks
+from jaxroll.data.tasks import Candidates, Skipped
 from jaxroll.engine.engine import Engine
 from jaxroll.engine.requests import Request, Result
 from jaxroll.learner import weights
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import params as model_params
 from jaxroll.models import pretrained
-from jaxroll.offline import sft
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
 from jaxroll.sharding import meshes, rules
 from jaxroll.text import tokenizers
+from jaxroll.tools import sft
 
 SLOTS, PREFILL_ROWS, CHUNK = 64, 8, 4
 
@@ -53,8 +53,8 @@ class Bench:
             sft.train(config, folder, say)
         self.warm = weights.load(folder)
         self.candidates = Candidates(config)
-        self.heldout = [self._question(task.index, frozenset()) for task in heldout.tasks(config, self.candidates)]
-        self.kept_aside = heldout.hashes(question.task for question in self.heldout if question)
+        self.heldout = [self._question(task.index, frozenset()) for task in tasks.tasks(config, self.candidates)]
+        self.kept_aside = tasks.hashes(question.task for question in self.heldout if question)
         self.engine = Engine(
             self.spec, self.mesh, rules.SAMPLER, slots=SLOTS, prefill_rows=PREFILL_ROWS, decode_chunk=CHUNK, seed=0,
             max_tokens=config.task.max_prompt_tokens + config.sampling.max_tokens,

@@ -34,8 +34,8 @@ from _engine_ours import SPEC
 from _learner_work import GROUP, Batch
 from _report import Runs, arguments, finish, say, spread
 
-from jaxroll.control import inventory
-from jaxroll.models import huggingface
+from jaxroll.control import placement
+from jaxroll.models import pretrained
 from jaxroll.models.families import parameter_count
 
 EQUAL = 1e-4  # of the largest gradient of a parameter
@@ -101,7 +101,7 @@ def large(case: Large, runs: Runs) -> dict[str, Any]:
 
     What is computed twice (`remat`) is not counted twice.
     """
-    if case.platform == "cuda" and not inventory.visible_gpus():
+    if case.platform == "cuda" and not placement.visible_gpus():
         say(f"{case.name} is skipped: no GPU is here")
         return {"skipped": "no GPU"}
 
@@ -189,7 +189,7 @@ def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, in
 
 def imported(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Gradients of transformers' parameters by our names."""
-    return huggingface.imported(SPEC, theirs.__getitem__)
+    return pretrained.imported(SPEC, theirs.__getitem__)
 
 
 def _matmul(threads: int) -> dict[str, float]:

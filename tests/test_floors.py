@@ -38,20 +38,18 @@ PURE = ("asyncio", "threading", "time", "sqlite3", "socket", "subprocess")
 
 ROOMS: Mapping[str, Room] = {
     "config": Room(0, "none"),
-    "foreign": Room(0, "none"),  # files from strangers
     "lifeline": Room(0, "none"),  # a process dies with its parent
     "priority": Room(0, "none"),  # a process gives way to the learner
     "records": Room(0, "none"),
     "env_checks": Room(0, "none"),  # what an environment returned fits the records
     "protocols": Room(0, "none"),
     "wire": Room(0, "none"),
-    "metric_rows": Room(0, "none"),  # their schema
     "metrics": Room(0, "none"),
     "errors": Room(0, "none"),
     "clock": Room(0, "none"),
-    "disk": Room(0, "none"),  # what a full or broken disk is answered with
+    "disk": Room(0, "none"),  # full and broken disks, and files from strangers
     "rpc": Room(1, "none"),
-    "math": Room(1),
+    "algorithms": Room(1),
     "sharding": Room(1),
     "text": Room(1, "none"),
     "policy": Room(1, "none", forbidden=PURE),
@@ -67,7 +65,7 @@ ROOMS: Mapping[str, Room] = {
     "learner": Room(5),
     "serving": Room(6),
     "report": Room(6, "none"),
-    "offline": Room(7),
+    "tools": Room(7),
     "testing": Room(6, "none"),  # users check their environments
     "sim": Room(6, "none"),
     "roles": Room(7),
@@ -363,7 +361,7 @@ def test_checker_accepts(tmp_path: Path, files: dict[str, str]) -> None:
         pytest.param(
             {"records.py": "import jaxroll.rpc\n"}, ["records (floor 0) imports rpc (floor 1)"], id="a word, up"
         ),
-        pytest.param({"report/a.py": "from jaxroll.offline import x\n"}, ["imports offline"], id="same floor, jax"),
+        pytest.param({"report/a.py": "from jaxroll.tools import x\n"}, ["imports tools"], id="same floor, jax"),
         pytest.param({"store/log.py": "def f():\n    import jax.numpy\n"}, ["store works without JAX"], id="jax"),
         pytest.param({"records.py": "from flax import nnx\n"}, ["records works without JAX"], id="flax in a word"),
         pytest.param({"policy/order.py": "import asyncio\n"}, ["policy must not import asyncio"], id="asyncio"),
@@ -409,7 +407,7 @@ def test_checker_refuses(tmp_path: Path, files: dict[str, str], expected: list[s
 
 
 def test_loading_finds_jax_behind_another_room(tmp_path: Path) -> None:
-    files = {"store/a.py": "from jaxroll.math import kl\n", "math/kl.py": "import jax\n"}
+    files = {"store/a.py": "from jaxroll.algorithms import ratios\n", "algorithms/ratios.py": "import jax\n"}
     root = _plant(tmp_path, files)
     assert complaints(root) == []
     assert "jax is blocked" in load_alone(root, "store", blocked=JAX_LIBRARIES)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll import metric_rows, metrics
+from jaxroll import metrics
 
 VALUES = st.recursive(
     st.none()
@@ -80,22 +80,22 @@ def test_follower_sees_every_row_once_whatever_the_pieces(
     assert seen == rows and follower.skipped == 0
 
 
-@pytest.mark.parametrize("kind", metric_rows.KINDS)
+@pytest.mark.parametrize("kind", metrics.KINDS)
 def test_rows_with_fields_of_another_form_are_refused(kind: str) -> None:
     row = {"t": 1.0, "role": "learner", "kind": kind, **GOOD[kind]}
-    assert metric_rows.checked_row(row) is row
-    assert metric_rows.checked_row(row | {"further": [{"x": HUGE}]}) is not None
+    assert metrics.checked_row(row) is row
+    assert metrics.checked_row(row | {"further": [{"x": HUGE}]}) is not None
     wrong = BAD.get(kind, {}) | {"t": [None, "now", -1.0, HUGE], "role": [None, 3, "", "a/b", "x" * 100]}
     for name, values in wrong.items():
         for value in values:
-            assert metric_rows.checked_row(row | {name: value}) is None, (name, value)
+            assert metrics.checked_row(row | {name: value}) is None, (name, value)
     for name in ("t", "role", *GOOD[kind]):
-        assert metric_rows.checked_row({key: row[key] for key in row if key != name}) is None, name
+        assert metrics.checked_row({key: row[key] for key in row if key != name}) is None, name
 
 
 @pytest.mark.parametrize("row", [None, 3, "x", [], [{"t": 1.0}], {"t": "now"}, {"kind": []}, {"kind": 3}, {"role": {}}])
 def test_what_is_no_row_is_refused(row: object) -> None:
-    assert metric_rows.checked_row(row) is None
+    assert metrics.checked_row(row) is None
 
 
 @pytest.mark.parametrize(

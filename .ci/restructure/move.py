@@ -75,27 +75,46 @@ def split(source: str) -> tuple[str, list[str], str]:
     return doc, imports, rest.strip("\n") + "\n"
 
 
-def defined(source: str) -> set[str]:
-    """The names that a module binds at its top level, imports left out."""
-    names = set()
+def definitions(source: str) -> dict[str, str]:
+    """The names that a module binds at its top level with the statement of each, imports left out."""
+    names = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
+            names[node.name] = ast.unparse(node)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+            for name in (n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)):
+                names[name] = ast.unparse(node)
     return names
+
+
+def without(source: str, names: set[str]) -> str:
+    """The module without the top-level assignments of these names."""
+    lines, gone = source.splitlines(keepends=True), set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and {ast.unparse(t) for t in node.targets} <= names:
+            gone |= set(range(node.lineno - 1, node.end_lineno or node.lineno))
+    return "".join(line for k, line in enumerate(lines) if k not in gone)
+
+
+def collisions(sources: list[str]) -> list[str]:
+    """Names that two of the modules define differently."""
+    seen: dict[str, tuple[str, str]] = {}
+    found = []
+    for name in sources:
+        for word, statement in definitions(file_of(name).read_text()).items():
+            if word in seen and (seen[word][1] != statement or statement.startswith(("def", "class", "async", "@"))):
+                found.append(f"{word} is defined in {seen[word][0]} and in {name}")
+            seen.setdefault(word, (name, statement))
+    return found
 
 
 def merge(sources: list[str], target: str) -> None:
     """Write the modules `sources` into the file of `target`, whose references to one another are resolved later."""
     texts = [file_of(name).read_text() for name in sources]
-    seen: dict[str, str] = {}
-    for name, text in zip(sources, texts, strict=True):
-        for word in defined(text):
-            if word in seen:
-                raise SystemExit(f"{target}: {word} is defined in {seen[word]} and in {name}: rename one first")
-            seen[word] = name
+    for i in range(1, len(texts)):
+        known = {word for text in texts[:i] for word in definitions(text)}
+        texts[i] = without(texts[i], known & set(definitions(texts[i])))
     doc, imports, rest = split(texts[0])
     body = [rest]
     for text in texts[1:]:
@@ -144,6 +163,10 @@ def rewrite(path: Path, moved: dict[str, str], here: str) -> tuple[str, list[str
     source = path.read_text()
     edit, renamed, dropped, imports = Edit(source), {}, set(), []
     tree = ast.parse(source)
+    taken = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+    taken |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)} | set(definitions(source))
+    taken |= {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names
+              if f"{n.module}.{a.name}" not in moved}  # fmt: skip
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
             continue
@@ -159,8 +182,10 @@ def rewrite(path: Path, moved: dict[str, str], here: str) -> tuple[str, list[str
                     continue
                 if alias.asname:
                     base += f" as {alias.asname}"
-                elif base != alias.name:
+                elif base != alias.name and base not in taken and alias.name not in taken:
                     renamed[alias.name] = base
+                elif base != alias.name:
+                    base += f" as {alias.name}"
                 groups.setdefault(package, []).append(base)
             else:
                 package = moved.get(node.module, node.module)
@@ -178,15 +203,15 @@ def rewrite(path: Path, moved: dict[str, str], here: str) -> tuple[str, list[str
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in dropped:
             edit.replace(node, node.attr)
-    bound = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
-    bound |= {n.arg for n in ast.walk(tree) if isinstance(n, ast.arg)}
-    for old, new in renamed.items():
-        if new in bound or old in bound:
-            print(f"{path}: module {old} becomes {new}, and one of these names is bound otherwise: look at it")
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in renamed:
             edit.replace(node, renamed[node.id])
     return edit.done(), imports
+
+
+def module_of(path: Path) -> str:
+    """The dotted name of a file."""
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
 def one_of(before: str, words: dict[str, str]) -> re.Pattern[str]:
@@ -211,25 +236,8 @@ def main(table: Path) -> None:
             for name in sources:
                 moved[name] = target
                 paths[str(file_of(name))] = str(Path(*target.split(".")).with_suffix(".py"))
-    for sources, target in plan:
-        if "/" in sources[0]:
-            Path(target).parent.mkdir(parents=True, exist_ok=True)
-            git("mv", sources[0], target)
-        elif not target:
-            git("rm", "-qf", str(file_of(sources[0])))
-        elif len(sources) > 1:
-            merge(sources, target)
-            merged.add(target)
-        else:
-            old = file_of(sources[0])
-            new = (
-                Path(*target.split(".")) / "__init__.py"
-                if old.name == "__init__.py"
-                else Path(*target.split(".")).with_suffix(".py")
-            )
-            if old != new:
-                new.parent.mkdir(parents=True, exist_ok=True)
-                git("mv", str(old), str(new))
+    if found := [line for sources, target in plan if len(sources) > 1 for line in collisions(sources)]:
+        raise SystemExit("rename first:\n" + "\n".join(found))
     for old, new in list(paths.items()):
         if old.startswith("tests/") and old.endswith(".py") and new.endswith(".py"):
             moved[old[:-3].replace("/", ".")] = new[:-3].replace("/", ".")
@@ -257,11 +265,30 @@ def main(table: Path) -> None:
             continue
         rewritten, imports = text, []
         if path.suffix == ".py":
-            rewritten, imports = rewrite(path, dotted, ".".join(path.with_suffix("").parts))
+            rewritten, imports = rewrite(path, moved, moved.get(module_of(path), module_of(path)))
         new = files.sub(lambda m: paths[m[1]], rewritten)
         new = restored(names.sub(lambda m: dotted[m[1]], new) if dotted else new, imports)
         if new != text:
             path.write_text(new)
+    for sources, target in plan:
+        if "/" in sources[0]:
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            git("mv", sources[0], target)
+        elif not target:
+            git("rm", "-qf", str(file_of(sources[0])))
+        elif len(sources) > 1:
+            merge(sources, target)
+            merged.add(target)
+        else:
+            old = file_of(sources[0])
+            new = (
+                Path(*target.split(".")) / "__init__.py"
+                if old.name == "__init__.py"
+                else Path(*target.split(".")).with_suffix(".py")
+            )
+            if old != new:
+                new.parent.mkdir(parents=True, exist_ok=True)
+                git("mv", str(old), str(new))
 
 
 if __name__ == "__main__":

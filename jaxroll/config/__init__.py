@@ -2,8 +2,7 @@
 (`rules`), and how files are read (`files`). Everybody imports from here.
 """
 
-from jaxroll.config.files import canonical_json, defaults, digest, load, override, parse, read, to_dict
-from jaxroll.config.role_args import RoleArgs
+from jaxroll.config.files import RoleArgs, canonical_json, defaults, digest, load, override, parse, read, to_dict
 from jaxroll.config.rules import check
 from jaxroll.config.schema import (
     MODEL_SIZES,

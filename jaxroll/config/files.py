@@ -7,12 +7,13 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 
-from jaxroll.config import schedules
+from jaxroll.config import presets
 from jaxroll.config.parsing import assign, build, plain
 from jaxroll.config.rules import check
 from jaxroll.config.schema import Config
@@ -63,7 +64,7 @@ def parse(values: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:
     if isinstance(values, ml_collections.ConfigDict):
         values = values.to_dict()
     config = build(Config, values)
-    config = dataclasses.replace(config, schedule=schedules.with_mode(config.schedule, config.schedule.mode))
+    config = dataclasses.replace(config, schedule=presets.with_mode(config.schedule, config.schedule.mode))
     check(config)
     return config
 
@@ -96,3 +97,38 @@ def canonical_json(config: Config) -> str:
 def digest(config: Config) -> str:
     """32 hex digits that identify the config between processes."""
     return hashlib.blake2b(canonical_json(config).encode(), digest_size=16).hexdigest()
+
+
+# --- What the command line hands to a role
+
+
+@dataclass(frozen=True)
+class RoleArgs:
+    """What a role's `main` is given. Without `store_address` the address stands in `run_dir/store.addr`.
+
+    For the store itself `store_address` is where it listens (default: any free port of the loopback). `index` is which
+    of several samplers, actors or hosts of the learner; `coordinator` is where those hosts meet, HOST:PORT (None: JAX
+    finds that out; port 0: any, which stands in `run_dir/learner.addr`). `host` is the name under which samplers reach
+    the learner, or actors a sampler, which listens for them on `port` (0: any). `samplers` are their addresses, for an
+    actor that does not find them in `run_dir`. What goes beyond the loopback takes certificates (`jaxroll.rpc.tls`), or
+    `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the run at, as STEP@NAME (see
+    `jaxroll.roles.restoring`); None resumes.
+    `rest` holds the words of the command line that are not options of the command itself (the prompt of `generate`).
+    """
+
+    config: Config
+    run_dir: Path
+    store_address: str | None = None
+    index: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    samplers: tuple[str, ...] = ()
+    insecure: bool = False
+    fork: str | None = None
+    coordinator: str | None = None
+    rest: tuple[str, ...] = ()
+
+    @property
+    def config_digest(self) -> str:
+        """The digest every role shows to the store."""
+        return digest(self.config)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxroll.errors import ConfigError
 from jaxroll.rpc import auth, tls
-from jaxroll.rpc.validity import validity
+from jaxroll.rpc.tls import validity
 
 CA_KEY = "ca-key.pem"
 ALWAYS = ("localhost", "127.0.0.1", "::1")

@@ -22,8 +22,8 @@ from jaxroll import config as configs
 from jaxroll import priority
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.rules import COLOCATED, device_processes, roles_with_devices
-from jaxroll.control import inventory as inventories
-from jaxroll.control import placement, preflight, program, run_dir, run_path, train
+from jaxroll.control import placement, preflight, program, run_dir, train
+from jaxroll.control import placement as inventories
 from jaxroll.errors import ConfigError
 from jaxroll.lifeline import PARENT_ENV
 
@@ -37,7 +37,7 @@ def run_train(options: argparse.Namespace) -> int:
     if options.resume:
         if not options.run:
             raise ConfigError("--resume", True, "no run named", "Add --run=DIR (`jaxroll list` shows them).")
-        path = run_path.checked(options.run)
+        path = run_dir.checked(options.run)
         if options.config:
             raise ConfigError("--config", options.config, "a run is resumed with its own config",
                               "Leave --config out; --config.KEY=VALUE may change a few keys.")  # fmt: skip
@@ -112,13 +112,13 @@ def run_offline(options: argparse.Namespace) -> int:
         options.run = options.extra.pop(0)  # `generate RUN PROMPT`
     config, path = _config_and_run(options, options.command)
     if options.child:
-        module = importlib.import_module(f"jaxroll.offline.{options.command}")
+        module = importlib.import_module(f"jaxroll.tools.{options.command}")
         code = module.main(RoleArgs(config, path, rest=tuple(options.extra)))
         if options.command == "sft" and not code:
             (path / train.WARM_MARK).touch()
         return code
     if options.command == "generate":
-        importlib.import_module("jaxroll.offline.generate").arguments(RoleArgs(config, path, rest=tuple(options.extra)))
+        importlib.import_module("jaxroll.tools.generate").arguments(RoleArgs(config, path, rest=tuple(options.extra)))
     if options.command != "sft" and not config.model.path:
         _check_trained(path)
     inventory = train.find_inventory(config)
@@ -160,7 +160,7 @@ def run_report(options: argparse.Namespace) -> int:
     """`report`: summary and page of a run."""
     path = _absolute(options.folder)
     run_dir.load(path)
-    from jaxroll.report import cli as report
+    from jaxroll.report.commands import report as report
 
     return report.main(path, as_json=options.json)
 
@@ -169,23 +169,23 @@ def run_inspect(options: argparse.Namespace) -> int:
     """`inspect`: a look into a live or finished run."""
     path = _absolute(options.folder)
     config = run_dir.load(path)["config"]
-    from jaxroll.report import inspect_run
+    from jaxroll.report.commands import inspect
 
-    return inspect_run.main(path, config, group=options.group, as_json=options.json)
+    return inspect.main(path, config, group=options.group, as_json=options.json)
 
 
 def run_replay(options: argparse.Namespace) -> int:
     """`replay`: every record of the log, checked. The log alone is enough."""
-    from jaxroll.report import replayed
+    from jaxroll.report.commands import replay
 
-    return replayed.main(_absolute(options.folder), as_json=options.json)
+    return replay.main(_absolute(options.folder), as_json=options.json)
 
 
 def run_export(options: argparse.Namespace) -> int:
     """`export`: trajectories as a table."""
     path = _absolute(options.folder)
     config = run_dir.load(path)["config"]
-    from jaxroll.report import export
+    from jaxroll.report.commands import export
 
     return export.main(path, config, parquet=options.parquet, jsonl=options.jsonl)
 
@@ -194,7 +194,7 @@ def run_checkpoints(options: argparse.Namespace) -> int:
     """`checkpoints`: what a run has to resume from. Files are read, no JAX, no device, no store."""
     path = _absolute(options.folder)
     run_dir.load(path)
-    from jaxroll.report import checkpoints
+    from jaxroll.report.commands import checkpoints
 
     return checkpoints.main(path, verify=options.verify, as_json=options.json)
 
@@ -210,7 +210,7 @@ def run_weights(options: argparse.Namespace) -> int:
             _check_trained(source)
         env = placement.common_env(str(program.default_cache_dir(RUNS, os.environ))) | placement.cpu_env()
         return run_foreground([sys.executable, "-m", "jaxroll", *options.words], env)
-    from jaxroll.offline import weights
+    from jaxroll.tools import weights
 
     source, out = _absolute(options.source), _absolute(options.out)
     if options.direction == "import":
@@ -237,9 +237,9 @@ def run_list(options: argparse.Namespace) -> None:
 
 def run_demo(options: argparse.Namespace) -> int:
     """`demo`."""
-    from jaxroll.control import demo
+    from jaxroll.control import train
 
-    return demo.demo(options.config, options.seed, options.overrides, options.words)
+    return train.demo(options.config, options.seed, options.overrides, options.words)
 
 
 def run_env(options: argparse.Namespace) -> int:
@@ -275,7 +275,7 @@ def run_tls(options: argparse.Namespace) -> None:
             raise ConfigError("RUN", options.folder, "has no token", "Make it with `jaxroll tls RUN`.")
         print(auth.bearer(secret, auth.right_of(options.token_of)))
         return
-    print(certificates.make(run_path.checked(options.folder, "RUN"), options.host, options.days))
+    print(certificates.make(run_dir.checked(options.folder, "RUN"), options.host, options.days))
 
 
 def run_launch(options: argparse.Namespace) -> None:
@@ -284,7 +284,7 @@ def run_launch(options: argparse.Namespace) -> None:
 
     config = _loaded(options)
     preflight.check_described(config)  # the files it names stand on the hosts
-    run_path.checked(os.path.join("/", options.run or ""))
+    run_dir.checked(os.path.join("/", options.run or ""))
     print(launchers.text(config, launchers.target_of(options), dry_run=options.dry_run))
 
 
@@ -315,7 +315,7 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
     if options.overrides:
         raise ConfigError(options.overrides[0], folder, "the run has its config already",
                           "Give --config=FILE with overrides, or none.")  # fmt: skip
-    path = run_path.checked(folder)
+    path = run_dir.checked(folder)
     config = run_dir.given_config(path) if options.child else run_dir.load_config(path)
     _check_role(options, config)
     return config, path
@@ -338,7 +338,7 @@ def _check_role(options: argparse.Namespace, config: Config) -> None:
 
 def _joined_run(folder: str, config: Config, words: list[str]) -> Path:
     """The folder of a run that this process is a part of: made here, or made before with the same config."""
-    path = run_path.checked(folder)
+    path = run_dir.checked(folder)
     try:
         return run_dir.create(path, config, words)
     except ConfigError:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxroll.control import inventory as inventories
+from jaxroll.control import placement as inventories
 from jaxroll.control import run_dir
 from jaxroll.rpc import tls
 

@@ -9,7 +9,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,8 +20,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from jaxroll.config.rules import lives_in
 from jaxroll.control import run_dir as run_dirs
-from jaxroll.control.status import HEADINGS, Status
 from jaxroll.control.supervisor import ProcessView
 from jaxroll.metrics import TensorBoardTracker
 
@@ -148,3 +149,148 @@ def open_view(run_dir: Path, of_steps: int) -> View:
     """The table on a terminal that can move its cursor, lines elsewhere."""
     table = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in _TERMINALS_OF_LINES
     return TableView(run_dir, of_steps) if table else PlainView(run_dir, of_steps)
+
+
+# --- What is worth showing of a run: folded from metrics rows and process states, without a terminal or a clock
+
+STEPS_KEPT = 12
+RATES_KEPT = 5
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """One trained step as shown: rates are None until the first report."""
+
+    step: int
+    reward: float | None
+    accuracy: float | None  # the newest held-out score at that moment
+    accuracy_step: int | None
+    tokens_per_s: float | None
+    age_mean: float | None
+    age_max: float | None
+    seconds: float | None
+    waits: str
+
+    def cells(self, of_steps: int) -> tuple[str, ...]:
+        """The row of the table; a dash where nothing is known."""
+        held = "-" if self.accuracy is None else f"{100 * self.accuracy:.1f} % @{self.accuracy_step}"
+        age = "-" if self.age_mean is None else f"{self.age_mean:.2f} / {_number(self.age_max, '.0f')}"
+        return (f"{self.step}/{of_steps}", _number(self.reward, ".3f"), held, _number(self.tokens_per_s, ",.0f"), age,
+                _number(self.seconds, ".2f"), self.waits or "-")  # fmt: skip
+
+    def text(self, of_steps: int) -> str:
+        """The row as one plain line."""
+        step, reward, held, rate, age, seconds, waits = self.cells(of_steps)
+        return (f"step {step}  reward {reward}  held-out {held}  {rate} tokens/s  age {age}  {seconds} s/step  "
+                f"waits: {waits}")  # fmt: skip
+
+
+HEADINGS = ("step", "reward", "held-out", "tokens/s", "age mean / max", "s/step", "who waits for whom")
+
+
+@dataclass
+class Status:
+    """The state of a run as far as it is shown. Feed it with `take`; ask it with `doing`."""
+
+    of_steps: int
+    steps: deque[StepLine] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    running: dict[tuple[str, str], float] = field(default_factory=dict)  # (role, what) → unix time it began
+    _said: dict[str, tuple[str, float]] = field(default_factory=dict)  # role → its newest event, and when
+    _rates: dict[str, deque[float]] = field(default_factory=dict)
+    _waits: dict[str, str] = field(default_factory=dict)  # who is being waited for → why
+    _accuracy: tuple[float, int] | None = None
+    _last_step_t: float | None = None
+
+    def take(self, row: Mapping[str, Any]) -> str | None:
+        """Fold one row in; the plain line it is worth, if any."""
+        role = str(row.get("role"))
+        if row.get("kind") in ("step", "eval", "restart", "compile"):
+            self._said.pop(role, None)  # what it said it was at is over
+        match row.get("kind"):
+            case "step":
+                return self._step(row)
+            case "eval":
+                return self._eval(row)
+            case "stats":
+                rates = self._rates.setdefault(role, deque(maxlen=RATES_KEPT))
+                rates.append(row.get("tokens_per_s") or 0.0)
+            case "store":
+                self._waits = {str(who): str(why) for who, why in (row.get("waits") or {}).items()}
+            case "compile":
+                return self._compile(row)
+            case "event":
+                self._said[role] = (str(row.get("text")), float(row.get("t") or 0.0))
+                return f"{role}: {row.get('text')}"
+            case "restart":
+                self.forget(str(row.get("who")))
+        return None
+
+    def forget(self, process: str) -> None:
+        """Drop what a dead process was at."""
+        self.running = {key: t for key, t in self.running.items() if not lives_in(key[0], process)}
+        for known in (self._rates, self._said):
+            for role in [role for role in known if lives_in(role, process)]:
+                del known[role]
+
+    def doing(self, now_unix_s: float, processes: Sequence[ProcessView]) -> str:
+        """What the run is at, in one sentence: never empty."""
+        leaving = [f"{p.name} ({p.seconds:.0f} s)" for p in processes if p.state == "stopping"]
+        if leaving:
+            return f"stopping {', '.join(leaving)}"
+        parts = [f"{role}: {what}, {max(0.0, now_unix_s - t):.0f} s" for (role, what), t in self.running.items()]
+        busy = {role for role, _ in self.running}
+        parts += [
+            f"{role}: {text}, {max(0.0, now_unix_s - t):.0f} s"
+            for role, (text, t) in self._said.items()
+            if role not in busy and any(lives_in(role, p.name) and p.state == "running" for p in processes)
+        ]
+        parts += [f"{p.name} died, starts again soon" for p in processes if p.state == "backoff"]
+        parts += [f"waiting for {p.name}, {p.seconds:.0f} s" for p in processes if p.state == "starting"]
+        parts += [f"waiting for {who} ({why})" for who, why in self._waits.items()]
+        if self.steps and self.steps[-1].step >= self.of_steps:
+            parts.insert(0, "all steps are trained")
+        elif self._last_step_t is not None:
+            parts.insert(0, f"step {self.steps[-1].step + 1}, {max(0.0, now_unix_s - self._last_step_t):.0f} s")
+        if not parts:
+            ages = [f"{p.name} ({p.seconds:.0f} s)" for p in processes if p.state == "running"]
+            parts = [f"waiting for the first report of {', '.join(ages)}" if ages else "starting"]
+        return "; ".join(parts[:4])
+
+    def _step(self, row: Mapping[str, Any]) -> str:
+        accuracy, at = self._accuracy or (None, None)
+        ended, begun = row.get("t1") or row.get("t"), self._last_step_t
+        seconds = ended - begun if ended is not None and begun is not None else row.get("train_s")
+        self._last_step_t = ended
+        line = StepLine(
+            int(row.get("step", 0)), row.get("reward_mean"), accuracy, at, self._tokens_per_s(),
+            row.get("age_mean"), row.get("age_max"), seconds, self._wait_text(row),
+        )  # fmt: skip
+        self.steps.append(line)
+        return line.text(self.of_steps)
+
+    def _tokens_per_s(self) -> float | None:
+        """Of all samplers together, each averaged over its last reports."""
+        return sum(sum(rates) / len(rates) for rates in self._rates.values()) if self._rates else None
+
+    def _wait_text(self, row: Mapping[str, Any]) -> str:
+        wait_s = row.get("wait_s") or 0.0
+        parts = [f"learner for groups, {wait_s:.1f} s"] if wait_s >= 0.05 else []
+        return "; ".join(parts + [f"for {who} ({why})" for who, why in self._waits.items()])
+
+    def _eval(self, row: Mapping[str, Any]) -> str | None:
+        if row.get("accuracy") is None:
+            return None
+        self._accuracy = (float(row["accuracy"]), int(row.get("step", 0)))
+        return f"held-out accuracy at step {self._accuracy[1]}: {100 * self._accuracy[0]:.1f} % of {row.get('n', '?')}"
+
+    def _compile(self, row: Mapping[str, Any]) -> str | None:
+        key = (str(row.get("role")), str(row.get("what")))
+        if row.get("state") == "start":
+            self.running[key] = float(row.get("t", 0.0))
+            return None
+        self.running.pop(key, None)
+        return f"{key[0]}: {key[1]} took {row.get('seconds') or 0.0:.1f} s"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.parsing import nearest
 from jaxroll.config.rules import episode_tokens, page_size, sample_tokens
-from jaxroll.data import games, gym_tasks, supply
+from jaxroll.data import games, gym, validation
 from jaxroll.envs import registry
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
@@ -27,7 +27,7 @@ from jaxroll.store.core.settings import Settings
 def check_described(config: Config) -> None:
     """Raise ConfigError for what is wrong wherever the run takes place."""
     if config.task.source == "reasoning_gym":
-        gym_tasks.allowed(config.task.name)
+        gym.allowed(config.task.name)
     if config.task.source == "game":
         games.check(config.task)
     if not config.model.path:
@@ -45,7 +45,7 @@ def check(config: Config) -> None:
     _check_algorithm(config.learner.algorithm)
     registry.factory(config.task.env)
     Settings.of(config).filter.check()
-    tokenizer = supply.check(config)
+    tokenizer = validation.check(config)
     model = folders.spec(config.model, tokenizer.vocab_size)
     _check_meshes(config, model)
     _check_attention(config, model)

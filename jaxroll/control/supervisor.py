@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from jaxroll import lifeline, metrics
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import SupervisorConfig
-from jaxroll.control import policy
+from jaxroll.control import child as policy
 from jaxroll.control.child import Child, tail
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.run_dir import LOGS, METRICS_FILE

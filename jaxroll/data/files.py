@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from jaxroll import foreign
+from jaxroll import disk
 from jaxroll.config import TaskConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Item
@@ -168,7 +168,7 @@ def _existing(path: str) -> BinaryIO:
     try:
         if not path:
             raise FileNotFoundError
-        return foreign.opened(Path(path).expanduser())
+        return disk.opened(Path(path).expanduser())
     except FileNotFoundError as error:
         raise ConfigError("task.path", path, "there is no such file", remedy) from error
     except RuntimeError as error:  # ~name of a user that there is not

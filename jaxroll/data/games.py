@@ -10,8 +10,7 @@ from typing import Any
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
-from jaxroll.data.gym import GymSource
-from jaxroll.data.gym_tasks import PRINTABLE
+from jaxroll.data.gym import PRINTABLE, GymSource
 from jaxroll.envs import calculator, frozen_lake
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Source

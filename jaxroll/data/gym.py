@@ -6,11 +6,14 @@ import contextlib
 import dataclasses
 import io
 import json
+import string
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
-from jaxroll.data.gym_tasks import PRINTABLE, TASKS, allowed
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Item
 
@@ -110,3 +113,145 @@ def _settings_of(name: str, args: dict[str, Any]) -> str:
     known = tuple(field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size"))
     unknown = [key for key in args if key not in known]
     return nearest(unknown[0], known) if unknown else f"Its settings: {', '.join(sorted(known))}."
+
+
+# --- What is known about reasoning-gym tasks: which are allowed, how a small model is asked, which are refused and why
+#
+# A task is allowed when its scorer only compares text or numbers (read in reasoning-gym 0.1.25). Several others execute
+# the model's answer, hang on it, raise, or can be gamed; `envs` keeps a list of its own and refuses them once more.
+
+Metadata = Mapping[str, Any]
+
+PRINTABLE = string.printable[:95] + "\n"
+_DIGITS = string.digits
+_EXPRESSION = _DIGITS + "+-*/()"
+
+
+class GymTask(msgspec.Struct, frozen=True):
+    """An allowed task.
+
+    `compact` turns an item's metadata into the short prompt, None where there is no short form; `prompt_alphabet` and
+    `answer_alphabet` are the characters of compact prompts and of answers. `scorer_metadata` are the fields that the
+    scorer reads beside the answer. `lower_case`: prompts and answers are asked in lower case, where the scorer ignores
+    case; the alphabet halves and no word comes twice.
+    """
+
+    compact: Callable[[Metadata], str] | None = None
+    prompt_alphabet: str = PRINTABLE
+    answer_alphabet: str = PRINTABLE
+    scorer_metadata: tuple[str, ...] = ()
+    lower_case: bool = False
+
+
+def _word(metadata: Metadata) -> str:
+    return metadata["word"].lower()
+
+
+def _expression(metadata: Metadata) -> str:
+    return metadata["expression"].replace(" ", "")
+
+
+def _board(metadata: Metadata) -> str:
+    return "\n".join("".join(str(cell or "_") for cell in row) for row in metadata["puzzle"])
+
+
+def _letter_and_text(metadata: Metadata) -> str:
+    return f"{metadata['target_letter']}:{' '.join(metadata['span'])}"
+
+
+def _number(metadata: Metadata) -> str:
+    return str(metadata["number"])
+
+
+def _numbers(metadata: Metadata) -> str:
+    return ",".join(str(number) for number in metadata["numbers"])
+
+
+def _equation(metadata: Metadata) -> str:
+    return metadata["equation"].replace(" ", "")
+
+
+def _binary(metadata: Metadata) -> str:
+    return metadata["string"]
+
+
+def _bases(metadata: Metadata) -> str:
+    return f"{metadata['source_repr']}:{metadata['source_base']}:{metadata['target_base']}"
+
+
+def _cipher(metadata: Metadata) -> str:
+    return metadata["cipher_text"]
+
+
+def _grid(metadata: Metadata) -> str:
+    return "\n".join("".join(str(cell) for cell in row) for row in metadata["grid"])
+
+
+_LETTERS = string.ascii_letters + "àë" + _DIGITS  # of the text that the word tasks draw from
+
+TASKS: Mapping[str, GymTask] = {
+    "spell_backward": GymTask(_word, string.ascii_lowercase + _DIGITS, string.ascii_lowercase + _DIGITS, (), True),
+    "basic_arithmetic": GymTask(_expression, _EXPRESSION, _DIGITS + "-"),
+    "chain_sum": GymTask(_expression, _DIGITS + "+-", _DIGITS + "-"),
+    "decimal_chain_sum": GymTask(_expression, _DIGITS + "+-.", _DIGITS + "-."),
+    "products": GymTask(_expression, _DIGITS + "*-", _DIGITS + "-"),
+    "mini_sudoku": GymTask(_board, "1234_\n", "1234 \n", ("solution",)),
+    "letter_counting": GymTask(_letter_and_text, _LETTERS + ": ", _DIGITS),
+    "count_bits": GymTask(_number, _DIGITS, _DIGITS),
+    "gcd": GymTask(_numbers, _DIGITS + ",", _DIGITS),
+    "lcm": GymTask(_numbers, _DIGITS + ",", _DIGITS),
+    "simple_equations": GymTask(_equation, string.ascii_lowercase + _DIGITS + "+-*=", _DIGITS + "-"),
+    "binary_alternation": GymTask(_binary, "01", _DIGITS + "-"),
+    "base_conversion": GymTask(_bases, string.ascii_lowercase + _DIGITS + ":", string.ascii_lowercase + _DIGITS),
+    "caesar_cipher": GymTask(_cipher, string.ascii_uppercase + " ", string.ascii_uppercase + " "),
+    "largest_island": GymTask(_grid, "01\n", _DIGITS),
+    "count_primes": GymTask(),
+    "isomorphic_strings": GymTask(),
+    "leg_counting": GymTask(),
+    "ransom_note": GymTask(),
+    "string_splitting": GymTask(),
+    "string_synthesis": GymTask(),
+    "word_sorting": GymTask(scorer_metadata=("sorted_words",)),
+}
+
+_EXECUTES = "its scorer executes the model's answer"
+_RAISES = "its scorer raises on malformed answers"
+_NO_ANSWER = "it has no answer to warm up on and its scorer has not been read"
+
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "binary_matrix",
+            "countdown",
+            "intermediate_integration",
+            "n_queens",
+            "polynomial_multiplication",
+            "puzzle24",
+            "simple_integration",
+            "spiral_matrix",
+            "string_insertion",
+        ),
+        _EXECUTES,
+    ),
+    **dict.fromkeys(("prime_factorization", "boxnet", "coin_flip", "game_of_life"), _RAISES),
+    **dict.fromkeys(("graph_color", "rush_hour", "rubiks_cube", "propositional_logic"), _NO_ANSWER),
+    "game_of_life_halting": "its scorer pays any text when the true answer is False",
+    "complex_arithmetic": "its scorer pays half for nan",
+    "decimal_arithmetic": "its scorer accepts answers off in the last digit, by a setting the item does not hold",
+    "power_function": "its scorer accepts answers that agree in three digits only",
+    "number_sorting": "its scorer accepts numbers that are off by one",
+    "number_sequence": "its generator takes many seconds for some items",
+    "arc_agi": "its score changes when the item travels as JSON",
+    "rearc": "its score changes when the item travels as JSON",
+    "maze": "its generator fails for some seeds and its alphabet changes with every item",
+}
+
+
+def allowed(name: str) -> GymTask:
+    """The task `name`, or a ConfigError that says why it is refused."""
+    if name in TASKS:
+        return TASKS[name]
+    if name in REFUSED:
+        raise ConfigError("task.name", name, REFUSED[name], f"Choose one of {', '.join(sorted(TASKS))}.")
+    reason = "it is not on the list of tasks whose scorers were read and only compare"
+    raise ConfigError("task.name", name, reason, nearest(name, tuple(TASKS)))

@@ -6,8 +6,8 @@ import hashlib
 import json
 
 from jaxroll.config import Config
-from jaxroll.data import heldout, order
-from jaxroll.data.candidates import MAX_SKIPPED_IN_A_ROW, Candidates, Skipped
+from jaxroll.data import splits, tasks
+from jaxroll.data.tasks import MAX_SKIPPED_IN_A_ROW, Candidates, Skipped
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Task
@@ -24,10 +24,10 @@ class PromptPipeline:
 
     def __init__(self, config: Config) -> None:
         self._candidates = Candidates(config)
-        self._heldout = heldout.hashes(heldout.tasks(config, self._candidates))
+        self._heldout = tasks.hashes(tasks.tasks(config, self._candidates))
         train = self._candidates.ranges.train
         self._fingerprint = _fingerprint(config, self._candidates)
-        self._iterator = iter(order.in_this_thread(order.shuffled(train, config.run.seed, "train").map(self._admit)))
+        self._iterator = iter(splits.in_this_thread(splits.shuffled(train, config.run.seed, "train").map(self._admit)))
 
         self._beginning = self.state()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -17,11 +17,13 @@ from jax.sharding import Mesh
 from jaxroll.engine import packets, programs
 from jaxroll.engine.packets import Sizes
 from jaxroll.errors import TransferError
+from jaxroll.kernels import choice
 from jaxroll.kernels.choice import PLAIN, Serving
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import Progress
+from jaxroll.sharding import meshes
 from jaxroll.sharding.rules import Rules
 
 _NEVER = np.iinfo(np.int32).max
@@ -201,3 +203,22 @@ def _timed(progress: Progress | None, what: str, work: Callable[[], object]) -> 
     work()
     if progress is not None:
         progress(f"compiled {what}, {time.monotonic() - start_s:.1f} s")
+
+
+# --- What computes attention in an engine's programs
+
+
+def chosen(
+    spec: ModelSpec, mesh: Mesh, sizes: Sizes, *, prefill: str = choice.AUTO, paged: str = choice.AUTO
+) -> choice.Serving:
+    """The implementations for fresh prompts and for decoding; ConfigError when a named one cannot work on `mesh`.
+
+    Prompts are judged by the largest bucket; shorter ones are padded to the kernel's block.
+    """
+    site = choice.Site(spec, meshes.platform(mesh), mesh.shape["tensor"], sizes.buckets[-1])
+    return choice.Serving(
+        choice.choose("prefill", prefill, site),
+        choice.choose(
+            "paged", paged, replace(site, tokens=sizes.page_tokens, longest=sizes.max_tokens, limited=sizes.pages > 0)
+        ),
+    )

@@ -20,15 +20,14 @@ from jax.sharding import Mesh
 from jaxroll.clock import unix_s
 from jaxroll.config import Flip
 from jaxroll.config.rules import page_size
-from jaxroll.engine import attention, requests
+from jaxroll.engine import device, requests
 from jaxroll.engine.device import Device
-from jaxroll.engine.latency import Latencies
 from jaxroll.engine.ledger import Partial
 from jaxroll.engine.packets import Sizes
 from jaxroll.engine.requests import OnDone, Request, Result
 from jaxroll.engine.scheduler import Seating
 from jaxroll.engine.sequence import Limits, Seat
-from jaxroll.engine.stats import EngineStats
+from jaxroll.engine.stats import EngineStats, Latencies
 from jaxroll.engine.work import Work
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.kernels.choice import AUTO
@@ -83,7 +82,7 @@ class Engine:
         budget = prefill_budget or prefill_rows * sizes.buckets[-1]
         limits = Limits(prefill_rows, inserts, refill, sizes.buckets, page_tokens, budget, reserve=not cache_pages)
         self._sizes, self._flip, self._clock, self._vocab_size = sizes, flip, clock, spec.vocab_size
-        self.attention = attention.chosen(spec, mesh, sizes, prefill=prefill_attention, paged=paged_attention)
+        self.attention = device.chosen(spec, mesh, sizes, prefill=prefill_attention, paged=paged_attention)
         self._device = Device(spec, mesh, rules, sizes, seed=seed, attention=self.attention)
         self._seating = Seating(slots, shards, sizes.shard_pages, sizes.logit_rows, limits)
         self._work = Work(self._device, self._seating, sizes, clock, decode)

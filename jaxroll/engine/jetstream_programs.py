@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxroll.algorithms import sampling
 from jaxroll.errors import ConfigError
-from jaxroll.math import sampling
 from jaxroll.models import cache as kv
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec

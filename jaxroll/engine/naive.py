@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxroll.algorithms import sampling
 from jaxroll.engine.requests import Request
-from jaxroll.math import sampling
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params

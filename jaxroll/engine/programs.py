@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxroll.algorithms import sampling
 from jaxroll.engine import packets
 from jaxroll.engine.packets import Sizes
 from jaxroll.kernels.choice import DENSE, PLAIN, Serving
-from jaxroll.math import sampling
 from jaxroll.models import cache as kv
 from jaxroll.models import dense, transformer
 from jaxroll.models import params as model_params

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxroll.kernels.attention import grouped, visible
 from jaxroll.kernels.choice import XLA
-from jaxroll.sharding import backend
+from jaxroll.sharding import meshes
 from jaxroll.sharding.rules import Layout
 
 Attend = Callable[[Array, Array, Array], Array]  # q [B, T, N, H], k and v [B, T, K, H]
@@ -40,7 +40,7 @@ def rows(name: str, tokens: int, segments: Int[Array, "B T"] | None, layout: Lay
 def pages(name: str, layout: Layout | None) -> Callable[..., Array]:
     """One more token over the paged cache by the kernel `name`, with the arguments of `paged.paged` for all shards."""
     layout = _needed(name, layout)
-    if backend.platform(layout.mesh) == "gpu":
+    if meshes.platform(layout.mesh) == "gpu":
         from jaxroll.kernels.gpu import paged
     else:
         from jaxroll.kernels.tpu import paged

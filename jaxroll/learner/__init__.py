@@ -15,5 +15,5 @@
     checkpoint  durable versions on disk
 
 The learner is blind to the algorithm: mask, behaviour, proximal and reference log-prob, advantage and age are streams
-of numbers, one per token; `jaxroll.math` alone knows what they mean.
+of numbers, one per token; `jaxroll.algorithms` alone knows what they mean.
 """

@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 
 from jaxroll import disk
 from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
-from jaxroll.learner import checkpoint_files, checksums
+from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import ABOUT, NAME, STATE
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
@@ -159,7 +159,7 @@ class Checkpoints:
         ConfigError when it is of another model or optimizer, or its adapters were trained upon another `base`.
         """
         self._check_whole(version)
-        if wrong := checksums.damage(self.path(version), durable=durable):
+        if wrong := checkpoint_files.damage(self.path(version), durable=durable):
             raise self._is_damaged(version, wrong)
         about = self.about(version)
         wanted = _flat(abstract)
@@ -180,7 +180,7 @@ class Checkpoints:
 
     def settle(self, version: Version) -> None:
         """Make a whole checkpoint durable whose writer was killed before it had summed it up; else without effect."""
-        if not (self.path(version) / checksums.SUMS).exists():
+        if not (self.path(version) / checkpoint_files.SUMS).exists():
             _settle(self.path(version))
 
     def path(self, version: Version) -> Path:
@@ -250,7 +250,7 @@ def _settle(folder: Path) -> None:
     """Sum up a whole checkpoint and make it survive a power cut; InfraError when it cannot be opened."""
     if wrong := checkpoint_files.unreadable(folder):
         raise InfraError(f"checkpoint {folder} was written and cannot be read ({wrong})")
-    checksums.write(folder)
+    checkpoint_files.write(folder)
     disk.sync_folder(folder)  # orbax renames without asking the disk
 
 

@@ -5,7 +5,13 @@ What a checkpoint is and how it is written says `checkpoint`; this is what can b
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import os
 import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +20,8 @@ import ml_dtypes  # noqa: F401 (gives numpy the names of its dtypes)
 import msgspec
 import numpy as np
 
-from jaxroll import foreign
+from jaxroll import disk
 from jaxroll.errors import CheckpointDamaged, DataError, one_line
-from jaxroll.learner import checkpoint_state, checksums
 from jaxroll.records import Version
 
 NAME = re.compile(r"(\d{4,})\.(\d{8,})")
@@ -80,7 +85,7 @@ def about(path: Path) -> dict[str, Any]:
     """What a checkpoint says about itself: format, lineage, step, position, arrays. CheckpointDamaged if unreadable."""
     file = path / ABOUT / _ABOUT_FILE
     try:
-        said = foreign.read_json(file)
+        said = disk.read_json(file)
         msgspec.convert(said, _About)
         for dtype, *shape in said["arrays"].values():
             msgspec.convert(shape, tuple[_Size, ...])
@@ -103,7 +108,7 @@ def unreadable(path: Path, *, every_byte: bool = False) -> str:
         arrays = about(path)["arrays"]
     except CheckpointDamaged as error:
         return str(error)
-    return checkpoint_state.problem(path / STATE, arrays, every_byte=every_byte)
+    return problem(path / STATE, arrays, every_byte=every_byte)
 
 
 def _entry(version: Version, path: Path, *, verify: bool) -> Entry:
@@ -113,7 +118,98 @@ def _entry(version: Version, path: Path, *, verify: bool) -> Entry:
     except CheckpointDamaged as error:
         problem = str(error)
     if verify:
-        problem = checksums.damage(path) or unreadable(path, every_byte=True)
-    summed = (path / checksums.SUMS).exists()  # first: of one that is removed meanwhile it would be gone
+        problem = damage(path) or unreadable(path, every_byte=True)
+    summed = (path / SUMS).exists()  # first: of one that is removed meanwhile it would be gone
     sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
     return Entry(version, path, position, sum(sizes), path.stat().st_mtime, summed, problem)
+
+
+# --- Check that the arrays of a checkpoint can be opened, without JAX and without loading them
+#
+# Orbax writes the arrays of each process into a database of its own and then merges these into one. When it finds no
+# process's database (as under a path that its glob pattern does not match) it skips the merge and reports success.
+
+_MANIFEST, _SHAPE = "manifest.ocdbt", ".zarray"
+
+
+def problem(state: Path, arrays: Mapping[str, Iterable[Any]], *, every_byte: bool = False) -> str:
+    """Why the arrays in the folder `state` cannot be opened; empty when they can.
+
+    `arrays` holds dtype and shape by name, as the checkpoint describes itself. With `every_byte` all values are read.
+    """
+    import tensorstore  # 0.2 s, and only where a checkpoint is written or verified
+
+    if not (state / _MANIFEST).is_file():
+        return f"{state.name}/{_MANIFEST} is missing: the arrays cannot be opened"
+    try:
+        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{state}/"}}
+        database = tensorstore.KvStore.open(spec).result()
+        keys = {key.decode() for key in database.list().result()}
+        found = Counter(key.rpartition("/")[0] for key in keys if not key.endswith(f"/{_SHAPE}"))
+        for name, (_, *shape) in arrays.items():
+            if f"{name}/{_SHAPE}" not in keys:
+                return f"{state.name} does not hold {name}"
+            described = json.loads(database[f"{name}/{_SHAPE}"])
+            chunks = math.prod(math.ceil(size / part) for size, part in zip(shape, described["chunks"], strict=True))
+            if list(shape) != described["shape"] or found[name] != chunks:
+                return f"{state.name} does not hold all of {name}: {found[name]} of {chunks} parts of {shape}"
+        for key in keys if every_byte else ():
+            if not database.read(key).result().value:  # TensorStore reads a file that is gone as empty
+                return f"{state.name} has lost the bytes of {key}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{state.name} cannot be opened ({type(error).__name__}: {error})"
+    return ""
+
+
+# --- Sums over the files of a checkpoint: what was written is what is read, or it is said which file is not
+#
+# They are taken once the folder is complete and before the store hears that it is durable, so one that counts has them.
+# A whole folder without them is one whose writer was killed in between: it counts for nobody, and a learner that goes
+# on
+# from it takes them then, before it says so. Orbax finds damage in its own metadata, but the bytes of arrays carry no
+# sum
+# of their own: a flipped bit in them would be trained on.
+
+SUMS = "sums.json"
+_DIGEST, _LIMIT_BYTES = "blake2b", 64 << 20
+
+
+class _Sums(msgspec.Struct):
+    files: dict[str, str]
+
+
+def write(folder: Path) -> None:
+    """Put the sums of all files of `folder` beside them, in one rename; again without effect."""
+    if (folder / SUMS).exists():
+        return
+    draft = folder / f".{SUMS}"
+    draft.write_text(json.dumps({"digest": _DIGEST, "files": _sums(folder)}), encoding="utf-8")
+    os.replace(draft, folder / SUMS)
+
+
+def damage(folder: Path, *, durable: bool = False) -> str:
+    """What is wrong with the files of `folder`, in words; empty when nothing is.
+
+    Without sums there is nothing to go by, and that is wrong only of one that is known to be `durable`.
+    """
+    try:
+        said = msgspec.convert(disk.read_json(folder / SUMS, _LIMIT_BYTES), _Sums).files
+    except FileNotFoundError:
+        return f"{SUMS} is gone: it was written before the checkpoint was durable" if durable else ""
+    except (OSError, DataError, msgspec.ValidationError) as error:  # no JSON any more, or not what `write` makes
+        return one_line(f"{SUMS} is damaged: {error}")
+    found = _sums(folder)
+    for name, digest in sorted(said.items()):
+        if found.get(name) != digest:
+            return one_line(f"{one_line(name, 300)} is {'not what was written' if name in found else 'gone'}")
+    return ""
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    names = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (SUMS, f".{SUMS}"))
+    return {str(path.relative_to(folder)): _sum(path) for path in names}
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _DIGEST).hexdigest()

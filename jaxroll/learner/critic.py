@@ -24,16 +24,15 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
+from jaxroll.algorithms import advantages
 from jaxroll.config import LearnerConfig
 from jaxroll.learner import optimizer, packing, step
 from jaxroll.learner import state as states
 from jaxroll.learner.compiles import AheadOfTime
 from jaxroll.learner.packing import MicroBatch
-from jaxroll.learner.reference import HOST_MEMORY
 from jaxroll.learner.samples import Sample
-from jaxroll.learner.state import Params, TrainState
+from jaxroll.learner.state import HOST_MEMORY, Params, TrainState
 from jaxroll.learner.step import Accumulator, Recipe, Streams
-from jaxroll.math import advantage
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
@@ -159,7 +158,7 @@ class Critic:
 
         def total(params: Params) -> Array:
             values = token_values(self.recipe, params, streams)
-            loss = advantage.clipped_value_loss(values, streams[BEFORE], streams[TARGET], self.clip)
+            loss = advantages.clipped_value_loss(values, streams[BEFORE], streams[TARGET], self.clip)
             return jnp.sum(jnp.where(streams["mask"], streams["weight"] * loss, 0.0))
 
         loss, grads = jax.value_and_grad(total)(params)

@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
 
+from jaxroll.algorithms import advantages as advantage
+from jaxroll.algorithms import advantages as credit
+from jaxroll.algorithms import registry, tokens
+from jaxroll.algorithms.advantages import Advantage, Group, overlong_penalty
+from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
-from jaxroll.config.algorithms import preset, settled
-from jaxroll.learner import credit
+from jaxroll.config.presets import preset, settled
+from jaxroll.config.rules import sample_tokens
+from jaxroll.errors import DataError
 from jaxroll.learner.samples import Sample, of_claim
-from jaxroll.math import aggregate, algorithms
-from jaxroll.math.algorithms import Algorithm
-from jaxroll.math.credit import overlong_penalty
 from jaxroll.records import Claim
 
 Groups = list[list[Sample]]
@@ -47,20 +51,20 @@ def prepare(
     """
     learner: LearnerConfig = settled(config.learner)
     groups = of_claim(claim)
-    algorithm = algorithm or algorithms.build(config.learner)
-    credit.check_sizes(groups, config.schedule.group_size)
+    algorithm = algorithm or registry.build(config.learner)
+    check_sizes(groups, config.schedule.group_size)
     shaped = _shaped(shuffled(groups, claim, config.run.seed) if learner.shuffle_rewards else groups, config)
     if costs:
         priced = iter(costs([sample for group in shaped for sample in group]))
         shaped = [[sample.charged(next(priced)) for sample in group] for group in shaped]
     if values:
         everyone = [sample for group in shaped for sample in group]
-        judged = iter(credit.by_critic(everyone, values(everyone), config))
+        judged = iter(by_critic(everyone, values(everyone), config))
         credited = [
             [replace(next(judged), reward=sample.reward, turns=sample.turns) for sample in group] for group in groups
         ]
     else:
-        advantages = (algorithm.credit or credit.estimator(config))(shaped)
+        advantages = (algorithm.credit or estimator(config))(shaped)
         credited = [
             [replace(sample, advantage=a) for sample, a in zip(group, of_group, strict=True)]
             for group, of_group in zip(groups, advantages, strict=True)
@@ -110,7 +114,7 @@ def weighted(samples: list[Sample], aggregation: str, algorithm: Algorithm, leng
 def _weighed(samples: list[Sample], aggregation: str, length: int) -> list[Sample]:
     """`samples` with the weights that they have among each other."""
     counts = np.array([sample.trained_tokens for sample in samples])
-    weights = aggregate.sequence_weights(counts, aggregation, length)
+    weights = tokens.sequence_weights(counts, aggregation, length)
     return [replace(sample, weight=float(w)) for sample, w in zip(samples, weights, strict=True)]
 
 
@@ -143,3 +147,119 @@ def _shaped(groups: Groups, config: Config) -> Groups:
         return sample.charged(cost)
 
     return [[shaped(sample) for sample in group] for group in groups]
+
+
+# --- Advantages of a claim: by the algorithm's own rule, or by the estimator that `learner.advantage` names
+#
+# G is the group size, N the number of groups.
+
+_GAE = jax.jit(jax.vmap(advantage.gae, in_axes=(0, 0, 0, None, None)))
+
+_PER_GROUP: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # rewards, who can be trained on
+    "group_std": lambda rewards, _: credit.standardised(rewards),
+    "group_mean": lambda rewards, _: credit.standardised(rewards, divide_by_std=False),
+    "leave_one_out": lambda rewards, _: credit.leave_one_out(rewards),
+    "positive": lambda rewards, _: credit.positive(rewards),
+    "best": credit.best,
+    "best_worst": credit.best_worst,
+}
+
+
+def estimator(config: Config) -> credit.Credit:
+    """groups → the advantage of every member, by `learner.advantage`; with a critic see `by_critic`."""
+    learner: LearnerConfig = settled(config.learner)
+    kind = learner.advantage
+    if kind in ("batch_std", "group_mean_batch_std"):
+        baseline = kind == "group_mean_batch_std"
+        return lambda groups: _listed(credit.batch_standardised(_rewards(groups), group_baseline=baseline))
+    if kind == "segment_return":
+        return lambda groups: [credit.segment_return(group, learner.discount) for group in groups]
+    if kind == "gigpo":
+        return lambda groups: [credit.gigpo(group, learner.discount, learner.step_weight) for group in groups]
+    of_group = _PER_GROUP[kind]
+    return lambda groups: _listed([of_group(_of(group), _trainable(group)) for group in groups])
+
+
+def warmup(config: Config) -> None:
+    """Compile the estimator, if it is a program."""
+    if settled(config.learner).advantage == "gae":
+        _gae(config, np.zeros((3, *_gae_shape(config)), np.float32))
+
+
+def by_critic(samples: Sequence[Sample], values: Sequence[np.ndarray], config: Config) -> list[Sample]:
+    """`samples` with the advantages that `values` (of each the critic's V [T]) make, with V and its targets A + V.
+
+    A is GAE over the trained tokens of an episode, one after the other whoever speaks between them: what an environment
+    or another speaker says is no action and has no step in the chain, and neither has a token that was drawn and is not
+    trained on. Costs (a KL in the reward, an answer too long) are paid at their tokens; the reward of the whole episode
+    is earned at the last trained token, whatever turns may have earned. Without `learner.raw_advantages` they, not the
+    targets, are then standardised over all trained tokens of `samples`.
+    """
+    block, tokens = _gae_shape(config)
+    advantages: list[np.ndarray] = []
+    for first in range(0, len(samples), block):
+        part = samples[first : first + block]
+        given = np.zeros((3, block, tokens), np.float32)  # rewards, values, mask
+        for row, (sample, value) in enumerate(zip(part, values[first : first + block], strict=True)):
+            given[:, row, : len(sample.mask)] = token_rewards(sample), np.where(sample.mask, value, 0.0), sample.mask
+        found = _gae(config, given)
+        advantages += [found[row, : len(sample.mask)] for row, sample in enumerate(part)]
+    targets = [a + np.where(s.mask, v, np.float32(0)) for s, a, v in zip(samples, advantages, values, strict=True)]
+    if not config.learner.raw_advantages:
+        advantages = whitened(samples, advantages)
+    found = zip(samples, advantages, values, targets, strict=True)
+    return [replace(sample, advantage=a, value=v, target=t) for sample, a, v, t in found]
+
+
+def token_rewards(sample: Sample) -> np.ndarray:
+    """float64 [T]: what is earned at every token; the sum is `sample.reward`, 0 where nothing is trained."""
+    earned = np.where(sample.mask, -np.asarray(sample.costs), 0.0)
+    earned[np.flatnonzero(sample.mask)[-1:]] += sample.reward - earned.sum()
+    return earned
+
+
+def whitened(samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The advantages ([T] of each), standardised over the trained tokens of all samples; 0 elsewhere."""
+    each = [a[sample.mask] for sample, a in zip(samples, advantages, strict=True)]
+    every = credit.standardised(np.concatenate([np.zeros(0), *each]))
+    out, first = [], 0
+    for sample in samples:
+        spread = np.zeros(len(sample.mask), np.float32)
+        spread[sample.mask] = every[first : first + sample.trained_tokens]
+        out.append(spread)
+        first += sample.trained_tokens
+    return out
+
+
+def _gae_shape(config: Config) -> tuple[int, int]:
+    """Samples and tokens of a block: one program serves every claim."""
+    return config.schedule.groups_per_step * config.schedule.group_size, sample_tokens(config.learner)
+
+
+def _gae(config: Config, given: np.ndarray) -> np.ndarray:
+    """float32 [N, T] of rewards, values and mask [3, N, T]."""
+    learner = config.learner
+    return np.asarray(_GAE(*given, np.float32(learner.gae_discount), np.float32(learner.gae_lambda)))
+
+
+def check_sizes(groups: Sequence[Group], size: int) -> None:
+    """DataError for a group larger than the config says."""
+    largest = max((len(group) for group in groups), default=0)
+    if largest > size:
+        raise DataError(f"a claimed group has {largest} members, schedule.group_size is {size}")
+
+
+def _of(group: Group) -> np.ndarray:
+    return np.array([sample.reward for sample in group], np.float32)
+
+
+def _rewards(groups: Sequence[Group]) -> list[np.ndarray]:
+    return [_of(group) for group in groups]
+
+
+def _trainable(group: Group) -> np.ndarray:
+    return np.array([sample.mask.any() for sample in group], bool)
+
+
+def _listed(advantages: Sequence[np.ndarray]) -> list[list[Advantage]]:
+    return [[float(value) for value in of_group] for of_group in advantages]

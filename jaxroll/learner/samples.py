@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxroll.algorithms.advantages import Advantage, Turn
 from jaxroll.errors import DataError
-from jaxroll.math.credit import Advantage, Turn
 from jaxroll.records import Claim, Finished, Member, Segment, Version, ages
 
 

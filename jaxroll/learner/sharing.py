@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxroll.errors import ConfigError
-from jaxroll.kernels.shared import SharedRows
+from jaxroll.kernels.attention import SharedRows
 from jaxroll.learner.packing import (
     PROMPT_IDS,
     MicroBatch,

@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxroll.errors import CheckpointDamaged
-from jaxroll.learner import checkpoint_files, checksums
+from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import STATE
 from jaxroll.models.tensor_files import Converted
 
@@ -23,7 +23,7 @@ def params(checkpoint: Path) -> Iterator[Converted]:
 
     Every file is compared with its sum first: CheckpointDamaged when one is not what was written.
     """
-    if wrong := checksums.damage(checkpoint):
+    if wrong := checkpoint_files.damage(checkpoint):
         raise CheckpointDamaged(f"checkpoint {checkpoint} cannot be read ({wrong}); export another one")
     shapes = checkpoint_files.params(checkpoint_files.about(checkpoint))
     handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())

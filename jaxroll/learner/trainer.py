@@ -19,28 +19,27 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxroll.algorithms import registry
+from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
 from jaxroll.config.rules import sample_tokens
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.kernels import choice
-from jaxroll.kernels.shared import SharedRows
-from jaxroll.learner import credit, critic, lora, minibatch, optimizer, packing, sharing, statistics
+from jaxroll.kernels.attention import SharedRows
+from jaxroll.learner import critic, lora, minibatch, optimizer, packing, sharing, step_metrics
 from jaxroll.learner import state as states
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.learner.critic import Critic
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.packing import MicroBatch
-from jaxroll.learner.reference import Reference
 from jaxroll.learner.samples import Sample
-from jaxroll.learner.state import TrainState
+from jaxroll.learner.state import Reference, TrainState
 from jaxroll.learner.step import PROXIMAL, REFERENCE, Accumulator, Programs, Recipe
-from jaxroll.math import algorithms
-from jaxroll.math.algorithms import Algorithm
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim
-from jaxroll.sharding import backend, placing
+from jaxroll.sharding import meshes, placing
 from jaxroll.sharding.rules import Layout, Rules
 
 Metrics = dict[str, Any]
@@ -83,7 +82,7 @@ class Trainer:
         self.layout = Layout(mesh, rules)
         self._shards, self._quadratic = mesh.shape["data"] * mesh.shape["fsdp"], packing.attention_share(spec)
         self.buckets = packing.row_buckets(config.learner.micro_rows, self._shards, config.learner.prompt_rows)
-        self.algorithm = algorithms.build(config.learner)
+        self.algorithm = registry.build(config.learner)
         self._rows = shared_rows(config.learner)
         if self._rows and self.algorithm.together > 1:
             raise ConfigError("learner.prompt_tokens", config.learner.prompt_tokens,
@@ -134,7 +133,7 @@ class Trainer:
     def warmup(self, progress: Progress | None = None) -> None:
         """Compile every program that any claim can need; from here on `compiles` counts what should not happen."""
         self.programs.compile(self.buckets, progress, logprobs=_kl_in_reward(self.config))
-        credit.warmup(self.config)
+        minibatch.warmup(self.config)
         if self.critic:
             self.critic.compile(self.buckets, progress)
         if self.critic or _kl_in_reward(self.config):  # what they say of tokens is fetched
@@ -266,7 +265,7 @@ class Trainer:
 
 def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm | None = None) -> Recipe:
     """What the learner's programs are made of under this config."""
-    algorithm = algorithm or algorithms.build(config.learner)
+    algorithm = algorithm or registry.build(config.learner)
     added = [PROXIMAL] if config.learner.substeps > 1 else []
     remat, rows = config.learner.remat, shared_rows(config.learner)
     return Recipe(
@@ -295,7 +294,7 @@ def shared_rows(learner: LearnerConfig) -> SharedRows | None:
 def attention(config: Config, spec: ModelSpec, layout: Layout) -> choice.Choice:
     """The implementation of attention in packed rows; ConfigError when the config names one that cannot work here."""
     mesh = layout.mesh
-    site = choice.Site(spec, backend.platform(mesh), mesh.shape["tensor"], sample_tokens(config.learner))
+    site = choice.Site(spec, meshes.platform(mesh), mesh.shape["tensor"], sample_tokens(config.learner))
     return choice.choose("packed", config.learner.attention, site)
 
 
@@ -335,7 +334,7 @@ def rewards_by_age(groups: Sequence[Sequence[Sample]], age_buckets: int) -> dict
 
 def _step_metrics(reports: Sequence[Mapping[str, Any]]) -> Metrics:
     """The substeps' reports as one: statistics over all tokens, the mean loss and gradient norm."""
-    row = statistics.metrics(statistics.totals([report["statistics"] for report in reports]))
+    row = step_metrics.metrics(step_metrics.totals([report["statistics"] for report in reports]))
     return row | {
         "loss": row["loss"] / len(reports),
         "grad_norm": float(np.mean([report["grad_norm"] for report in reports])),

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxroll import disk, foreign
+from jaxroll import disk
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import folders, tensor_files
 from jaxroll.models.families import ModelSpec
@@ -103,7 +103,7 @@ def tokenizer(folder: Path) -> dict[str, Any]:
 def _json(folder: Path, name: str) -> dict[str, Any]:
     path = _file(folder, name)
     try:
-        found = foreign.read_json(path)
+        found = disk.read_json(path)
     except DataError as error:
         raise ConfigError("weights", str(path), str(error), "Write it again.") from error
     if not isinstance(found, dict):

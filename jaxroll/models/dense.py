@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxroll.kernels.dense import dense, levels
+from jaxroll.kernels.cached import dense, levels
 from jaxroll.models.cache import KVCache
 from jaxroll.models.families import ModelSpec
 from jaxroll.sharding.rules import Rules, sharding

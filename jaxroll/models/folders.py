@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jaxroll import foreign
+from jaxroll import disk
 from jaxroll.config import ModelConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import families, hf_names, tensor_files
@@ -91,7 +91,7 @@ def misfit(folder: Path, model: ModelSpec, tensors: Tensors) -> str:
 def read_json(folder: Path, name: str) -> dict:
     """The object in a file of the folder; ConfigError when it cannot be read or is none."""
     try:
-        found = foreign.read_json(folder / name)
+        found = disk.read_json(folder / name)
     except (OSError, DataError) as error:
         reason = f"{name} cannot be read ({error})"
         raise ConfigError("model.path", str(folder), reason, "Give the folder of a Qwen3 checkpoint.") from error

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from jaxroll.config import ModelConfig
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.models import folders, huggingface, params
+from jaxroll.models import folders, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import spec
+from jaxroll.models.hf_names import name
 from jaxroll.models.tensor_files import Converted, Leaf, Tensors
 
 __all__ = ["leaves", "spec", "stored", "weights"]
@@ -37,7 +39,7 @@ def leaves(folder: Path, model: ModelSpec) -> Mapping[str, np.ndarray]:
     if folders.is_ours(folder):
         return tensors
     shapes = params.abstract(model)
-    return Converted(shapes, lambda ours: huggingface.leaf(ours, shapes[ours].shape, tensors.__getitem__))
+    return Converted(shapes, lambda ours: leaf(ours, shapes[ours].shape, tensors.__getitem__))
 
 
 def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
@@ -45,11 +47,61 @@ def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
     if wrong := folders.misfit(folder, model, tensors):
         raise DataError(wrong)
     ours, found = folders.is_ours(folder), {}
-    for name, leaf in params.abstract(model).items():
-        held = tensors.leaf(name if ours else huggingface.name(name))
+    for own_name, leaf in params.abstract(model).items():
+        held = tensors.leaf(own_name if ours else name(own_name))
         if not ours:
-            huggingface.check_shape(name, leaf.shape, held.shape)
+            check_shape(own_name, leaf.shape, held.shape)
         elif held.shape != leaf.shape:
-            raise DataError(f"array {name!r} has shape {held.shape}; this model needs {leaf.shape}")
-        found[name] = Leaf(held.dtype, leaf.shape)
+            raise DataError(f"array {own_name!r} has shape {held.shape}; this model needs {leaf.shape}")
+        found[own_name] = Leaf(held.dtype, leaf.shape)
     return found
+
+
+# --- Hugging Face names and layouts ↔ our tree: pure renaming and reshaping of numpy arrays, no files, no torch
+#
+# Their linear weights are [out, in] with heads and head dimension in one axis; ours are [in, heads, head_dim]. A value
+# keeps the dtype of its source.
+
+
+def imported(spec: ModelSpec, tensor: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+    """Our parameters (float32) read from `tensor(their name)`; DataError for a tensor that is missing or misshapen."""
+    return {ours: np.asarray(leaf(ours, at.shape, tensor), np.float32) for ours, at in params.abstract(spec).items()}
+
+
+def exported(spec: ModelSpec, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Their tensors by their names, contiguous, in the dtype of `values`."""
+    return {name(ours): theirs(ours, np.asarray(values[ours])) for ours in params.abstract(spec)}
+
+
+def leaf(ours: str, at: tuple[int, ...], tensor: Callable[[str], np.ndarray]) -> np.ndarray:
+    """Our parameter of shape `at`, contiguous; DataError for a tensor that is missing or misshapen."""
+    try:
+        value = np.asarray(tensor(name(ours)))
+    except KeyError as error:
+        raise DataError(f"the checkpoint has no tensor {name(ours)!r}, which {ours!r} is read from") from error
+    check_shape(ours, at, value.shape)
+    return np.ascontiguousarray((value.T if _transposed(ours) else value).reshape(at))
+
+
+def check_shape(ours: str, at: tuple[int, ...], found: tuple[int, ...]) -> None:
+    """Nothing, or DataError when their tensor of our parameter (of shape `at`) has another shape than it should."""
+    if found != shape(ours, at):
+        raise DataError(f"tensor {name(ours)!r} has shape {found}; {ours!r} of this model needs {shape(ours, at)}")
+
+
+def shape(ours: str, at: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of their tensor of our parameter of shape `at`: [out, in] where it is a linear weight."""
+    if not _transposed(ours):
+        return at
+    inputs = at[:-1] if ours.endswith(".attn.o") else at[:1]
+    return math.prod(at) // math.prod(inputs), math.prod(inputs)
+
+
+def theirs(ours: str, value: np.ndarray) -> np.ndarray:
+    """Their tensor of our parameter, contiguous."""
+    rows, *columns = shape(ours, value.shape)
+    return np.ascontiguousarray(value.reshape(*columns, rows).T if _transposed(ours) else value)
+
+
+def _transposed(ours: str) -> bool:
+    return not (ours == "embed" or ours.endswith("norm"))

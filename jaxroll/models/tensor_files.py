@@ -18,7 +18,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from jaxroll import foreign
+from jaxroll import disk
 from jaxroll.errors import DataError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -121,7 +121,7 @@ def opened(path: Path) -> Tensors:
     Costs memory in proportion to the header, which the file must hold in full: no number in it is believed before the
     bytes are there.
     """
-    with foreign.opened(path) as file:
+    with disk.opened(path) as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size
         if not 2 <= length <= min(HEADER_LIMIT, size - 8):
@@ -131,7 +131,7 @@ def opened(path: Path) -> Tensors:
         placed = {name: _placed(path, 8 + length, entry) for name, entry in _entries(text).items()}
     except (ValueError, RecursionError) as error:  # msgspec's errors and UnicodeDecodeError are ValueErrors
         raise DataError(f"the header of {path.name} cannot be read ({error})") from error
-    foreign.parse_json(text, f"the header of {path.name}", unique=True)
+    disk.parse_json(text, f"the header of {path.name}", unique=True)
     _check_contiguous(path, placed, 8 + length, size)
     return Tensors(placed)
 
@@ -158,7 +158,7 @@ def opened_folder(folder: Path) -> Tensors | None:
     """All tensors of a folder, from one file or by its index; None when it has neither. DataError as `opened`."""
     if not (folder / INDEX).exists():
         return opened(folder / SINGLE) if (folder / SINGLE).exists() else None
-    index = foreign.read_json(folder / INDEX, HEADER_LIMIT)
+    index = disk.read_json(folder / INDEX, HEADER_LIMIT)
     files: Any = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise DataError(f"its {INDEX} has no weight_map")

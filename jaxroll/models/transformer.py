@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxroll.kernels import placed, shared
+from jaxroll.kernels import attention as shared
+from jaxroll.kernels import placed
+from jaxroll.kernels.attention import SharedRows
+from jaxroll.kernels.cached import blocks, paged, reach
 from jaxroll.kernels.choice import XLA
-from jaxroll.kernels.paged import blocks, paged, reach
-from jaxroll.kernels.shared import SharedRows
 from jaxroll.models import dense
 from jaxroll.models.cache import KVCache, appended, constrained, filled
 from jaxroll.models.dense import SideBySide

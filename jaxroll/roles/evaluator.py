@@ -13,7 +13,7 @@ import json
 
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs
-from jaxroll.data import heldout
+from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Snapshot, Version
@@ -47,7 +47,7 @@ class Evaluating:
         self.tokenizer = session.parts.tokenizer
         eos = (self.tokenizer.eos_id,)
         self.manager = session.manager(SamplingParams(self.config.sampling.max_tokens, 0.0, 0, 1.0, eos))
-        self.tasks = heldout.tasks(self.config)
+        self.tasks = tasks.tasks(self.config)
         hashes = json.dumps([task.question_hash for task in self.tasks])
         (session.args.run_dir / HELDOUT_FILE).write_text(
             hashes, encoding="utf-8"

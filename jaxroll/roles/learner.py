@@ -49,8 +49,8 @@ from jaxroll.models import families
 from jaxroll.records import Version
 from jaxroll.roles import build
 from jaxroll.roles.progress import Progress
+from jaxroll.roles.publisher import Teller
 from jaxroll.roles.restoring import first_params, start_of
-from jaxroll.roles.telling import Teller
 from jaxroll.roles.weights import weights_token
 from jaxroll.rpc import tls
 from jaxroll.sharding import meshes, rules

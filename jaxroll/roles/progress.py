@@ -32,9 +32,9 @@ class Progress:
 
     def devices(self, mesh: Mesh, attention: Mapping[str, str]) -> None:
         """What this process runs on, as which mesh, and what computes attention there, by use."""
-        from jaxroll.sharding import backend  # loads JAX, which must come after a sampler's scoring pool
+        from jaxroll.sharding import meshes  # loads JAX, which must come after a sampler's scoring pool
 
-        platform, kind = backend.platform(mesh), backend.device_kind(mesh)
+        platform, kind = meshes.platform(mesh), meshes.device_kind(mesh)
         row = {"kind": "devices", "platform": platform, "devices": f"{mesh.size} x {kind}", "mesh": dict(mesh.shape)}
         chosen = ", ".join(f"{use} {name}" for use, name in attention.items())
         line = f"{mesh.size} x {kind} ({platform}) as {dict(mesh.shape)}; attention: {chosen}"

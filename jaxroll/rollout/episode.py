@@ -26,7 +26,7 @@ from jaxroll.protocols import (
     Tokenizer,
 )
 from jaxroll.records import Finished, Message, Segment, Task, VersionRun
-from jaxroll.rollout.asking import Asking
+from jaxroll.rollout.env_calls import Asking
 
 GENERATION_LIMIT_S = 600.0
 

@@ -17,7 +17,7 @@ from jaxroll.errors import InfraError
 from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer
 from jaxroll.records import Failed, Finished, Grant, Member, Outcome
 from jaxroll.rollout import episode
-from jaxroll.rollout.asking import Asked, Asking, is_cancellation
+from jaxroll.rollout.env_calls import Asked, Asking, is_cancellation
 
 _LOG = logging.getLogger(__name__)
 

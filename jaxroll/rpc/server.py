@@ -22,9 +22,9 @@ import msgspec
 from jaxroll import wire
 from jaxroll.errors import ConfigError, InfraError, StoreRefusal
 from jaxroll.rpc import auth, limits
-from jaxroll.rpc.doorman import Crowded, Doorman, Refused
 from jaxroll.rpc.envelope import Envelope, refusal_of
 from jaxroll.rpc.intake import Busy, Intake, Malformed
+from jaxroll.rpc.throttle import Crowded, Doorman, Refused
 from jaxroll.rpc.tls import Material
 
 Code = grpc.StatusCode

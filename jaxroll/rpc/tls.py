@@ -14,16 +14,16 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import grpc
 
-from jaxroll import foreign
+from jaxroll import disk
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.rpc import auth
-from jaxroll.rpc.validity import validity
 
 TLS_VARIABLE, TLS_FOLDER = "JAXROLL_TLS", "tls"
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
@@ -79,7 +79,7 @@ class Material:
         found = []
         for path in sorted({self.folder / CA, self.folder / CERT, self.folder / CLIENT_CERT}):
             try:
-                first_s, last_s = validity(foreign.read_text(path, _MOST_BYTES))
+                first_s, last_s = validity(disk.read_text(path, _MOST_BYTES))
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, DataError) as error:
@@ -169,7 +169,7 @@ class Material:
 def _read(path: Path) -> bytes:
     """The content of a regular file of bounded size; ConfigError for anything else."""
     try:
-        return foreign.read_bytes(path, _MOST_BYTES)
+        return disk.read_bytes(path, _MOST_BYTES)
     except (OSError, DataError) as error:
         raise ConfigError(str(path.parent), path.name, str(error), f"{_REMAKE[0].upper()}{_REMAKE[1:]}.") from error
 
@@ -303,3 +303,43 @@ def close_quietly(sock: socket.socket) -> None:
     """Close a socket whatever state it is in."""
     with contextlib.suppress(OSError):
         sock.close()
+
+
+# --- From when to when a certificate is valid, read from its PEM text: Python's `ssl` tells that of a peer's only
+
+_VERSION, _UTC_TIME = 0xA0, 0x17  # tags of DER, X.690
+
+
+def validity(pem: str) -> tuple[float, float]:
+    """The unix seconds of the first certificate's notBefore and notAfter; ValueError when there is none."""
+    try:
+        end = pem.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
+        der = ssl.PEM_cert_to_DER_cert(pem[pem.index(ssl.PEM_HEADER) : end])
+        _, certificate = next(_parts(der))
+        _, signed = next(_parts(certificate))
+        fields = [part for tag, part in _parts(signed) if tag != _VERSION]
+        first, last = _parts(fields[3])  # after serial number, algorithm and issuer (RFC 5280, 4.1)
+    except (IndexError, StopIteration, ValueError) as error:
+        raise ValueError(f"not a certificate in PEM ({error or type(error).__name__})") from error
+    return _seconds(*first), _seconds(*last)
+
+
+def _parts(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Tag and content of each element of a DER sequence."""
+    at = 0
+    while at < len(data):
+        tag, size, at = data[at], data[at + 1], at + 2
+        if size & 0x80:
+            digits = size & 0x7F
+            size, at = int.from_bytes(data[at : at + digits], "big"), at + digits
+        if at + size > len(data):
+            raise ValueError("cut off")
+        yield tag, data[at : at + size]
+        at += size
+
+
+def _seconds(tag: int, text: bytes) -> float:
+    digits = text.decode("ascii").removesuffix("Z")
+    if tag == _UTC_TIME:  # two digits of the year
+        digits = ("19" if digits[0] >= "5" else "20") + digits
+    return datetime.strptime(digits, "%Y%m%d%H%M%S").replace(tzinfo=UTC).timestamp()

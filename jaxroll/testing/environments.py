@@ -22,7 +22,7 @@ import msgspec
 
 from jaxroll import config as configs
 from jaxroll.config import Config
-from jaxroll.data.candidates import Candidates
+from jaxroll.data.tasks import Candidates
 from jaxroll.env_checks import described
 from jaxroll.envs import registry
 from jaxroll.envs.executors.choice import Places
@@ -30,12 +30,11 @@ from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.protocols import SamplingParams, Tokenizer
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.asking import Asking
+from jaxroll.rollout.env_calls import Asking
 from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.rollout.manager import RolloutManager
-from jaxroll.testing.observed import Held, Observed, SlowCallbacks
-from jaxroll.testing.remedies import remedy
+from jaxroll.testing.observed import Held, Observed, SlowCallbacks, remedy
 from jaxroll.testing.scripted_model import ByteTokenizer, ScriptedModel, scripts
 
 TASKS, EPISODES = 4, 32

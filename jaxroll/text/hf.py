@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxroll import foreign
+from jaxroll import disk
 from jaxroll.errors import ConfigError, DataError, JaxRollError, one_line
 from jaxroll.records import Message
 from jaxroll.text import chat
@@ -86,7 +86,7 @@ class HFTokenizer:
         path = self.folder / "chat_template.jinja"
         if path.exists():
             with _reading(path):
-                source: Any = foreign.read_text(path)
+                source: Any = disk.read_text(path)
         else:
             path, source = self.folder / "tokenizer_config.json", self._settings.get("chat_template")
         if isinstance(source, list):  # several named templates
@@ -121,7 +121,7 @@ def _load(path: Path) -> Any:
             "tokenizer.kind", "hf", "the package tokenizers is not installed", "pip install tokenizers."
         ) from error
     with _reading(path):
-        text = foreign.read_text(path, _TOKENIZER_LIMIT_BYTES)
+        text = disk.read_text(path, _TOKENIZER_LIMIT_BYTES)
     with _typed(lambda why: ConfigError("tokenizer.path", str(path), f"it cannot be read: {why}", _AGAIN)):
         made = tokenizers.Tokenizer.from_str(text)
     # A file may come with both, for batches of a training script: a prompt is neither cut nor filled up here.
@@ -135,7 +135,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with _reading(path):
-        found = foreign.read_json(path)
+        found = disk.read_json(path)
     if not isinstance(found, dict):
         raise ConfigError("tokenizer.path", str(path), "it is not a JSON object", _AGAIN)
     return found

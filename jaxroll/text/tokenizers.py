@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from jaxroll import foreign
+from jaxroll import disk
 from jaxroll.config import TokenizerConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Tokenizer
@@ -102,7 +102,7 @@ def of_run(run_dir: Path, cfg: TokenizerConfig) -> Tokenizer | None:
     if cfg.kind != "char":
         return build(cfg, "")
     try:
-        alphabet = foreign.read_json(run_dir / ALPHABET_FILE)
+        alphabet = disk.read_json(run_dir / ALPHABET_FILE)
     except FileNotFoundError:
         return None
     except DataError as error:
@@ -119,3 +119,23 @@ def build(cfg: TokenizerConfig, alphabet: str) -> Tokenizer:
     if cfg.kind == "hf":
         return HFTokenizer(cfg.path)
     raise ConfigError("tokenizer.kind", cfg.kind, "there is no such kind", "Use 'char' or 'hf'.")
+
+
+# --- Conversations that took place as tokens: what an episode of the same words would have held
+
+
+def runs(text: Tokenizer, first: tuple[Message, ...], said: tuple[Message, ...]) -> list[tuple[list[int], bool]]:
+    """The token runs of a conversation, end to end, and whether each is the assistant's.
+
+    It opens with `first`; `said` are the assistant's answers, which each end in eos, and what it is shown between them.
+    """
+    found: list[tuple[list[int], bool]] = []
+    shown, opening = list(first), True
+    for message in said:
+        if message.role != "assistant":
+            shown.append(message)
+            continue
+        found.append((text.render(tuple(shown), first=opening), False))
+        found.append(([*text.encode(message.content), text.eos_id], True))
+        shown, opening = [], False
+    return found

@@ -24,7 +24,7 @@ import numpy as np
 from jaxroll.errors import TransferError, VersionGone
 from jaxroll.records import Snapshot, Version
 from jaxroll.sharding import placing
-from jaxroll.transfer import dtypes, manifest, snapshot
+from jaxroll.transfer import host_snapshot, manifest
 
 NAME = "device"
 Params = Mapping[str, jax.Array]
@@ -46,7 +46,7 @@ class DevicePublisher:
 
     def start(self, version: Version, params: Params) -> Future[Snapshot]:
         """The snapshot, there already. On return `params` may be donated."""
-        copied = snapshot.copied(params, self._dtype)
+        copied = host_snapshot.copied(params, self._dtype)
         with self._guard:
             self._kept[version] = {**self._frozen, **copied}
         started: Future[Snapshot] = Future()
@@ -105,7 +105,7 @@ class Handed:
         params, self._params = self._params, None
         names = list(params)
         placed = placing.moved([params[n] for n in names], [self._target[n] for n in names])
-        return dtypes.cast(dict(zip(names, placed, strict=True)), self._wanted)
+        return manifest.cast(dict(zip(names, placed, strict=True)), self._wanted)
 
 
 def handed(

@@ -23,8 +23,8 @@ from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import digest, frames, plan
 from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.host_snapshot import HostSnapshot
 from jaxroll.transfer.manifest import Manifest
-from jaxroll.transfer.snapshot import HostSnapshot
 from jaxroll.transfer.tcp_listener import Listener, Shelf
 
 A = TypeVar("A", frames.ManifestReply, frames.Chunk)

@@ -27,8 +27,8 @@ from jaxroll.rpc.tls import Material
 from jaxroll.transfer import frames, plan
 from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.host_snapshot import HostSnapshot
 from jaxroll.transfer.manifest import Leaf, Manifest
-from jaxroll.transfer.snapshot import HostSnapshot
 
 _MANIFEST = "manifest.msgpack"
 _CHUNK_BYTES = 4 << 20

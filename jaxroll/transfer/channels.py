@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.errors import TransferError
+from jaxroll.transfer.host_snapshot import HostSnapshot
 from jaxroll.transfer.manifest import Manifest
 from jaxroll.transfer.plan import Box
-from jaxroll.transfer.snapshot import HostSnapshot
 
 
 class Part(NamedTuple):

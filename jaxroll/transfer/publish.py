@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from jaxroll.config import TransferConfig
 from jaxroll.records import Snapshot, Version
 from jaxroll.rpc.tls import Material
-from jaxroll.transfer import snapshot as snapshots
+from jaxroll.transfer import host_snapshot as snapshots
 from jaxroll.transfer.channel_tcp import TcpSender
 from jaxroll.transfer.channel_tensorstore import TensorstoreSender
 from jaxroll.transfer.channels import Deadline, Sender
-from jaxroll.transfer.snapshot import HostSnapshot, Params, Pending
+from jaxroll.transfer.host_snapshot import HostSnapshot, Params, Pending
 
 LOOPBACK = "127.0.0.1"
 

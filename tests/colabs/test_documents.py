@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 
 from jaxroll import config as configs
+from jaxroll.algorithms import registry as algorithms
+from jaxroll.algorithms.tokens import Tokens
 from jaxroll.config import TaskConfig
-from jaxroll.config.algorithms import ESTIMATORS, PRESETS
+from jaxroll.config.presets import ESTIMATORS, PRESETS
 from jaxroll.control import cli, commands, preflight
-from jaxroll.data import worked
+from jaxroll.data import sft_examples
 from jaxroll.envs import registry
 from jaxroll.envs.executors.choice import Places
-from jaxroll.math import algorithms
-from jaxroll.math.tokens import Tokens
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
-from jaxroll.report import record, summary
+from jaxroll.report.figures import record, summary
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.asking import Asking
+from jaxroll.rollout.env_calls import Asking
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -150,7 +150,7 @@ def test_the_game_of_the_page_is_played_as_it_is_taught(tmp_path: Path, monkeypa
             heard += [message.content for message in result.messages]
         return heard, result
 
-    for task, said in worked.examples(config, 50):
+    for task, said in sft_examples.examples(config, 50):
         answers = [message.content for message in said if message.role == "assistant"]
         heard, result = asyncio.run(play(task, answers))
         assert (result.done, result.reward, result.reward_parts) == (True, 1.0, {"guesses": float(len(answers))})

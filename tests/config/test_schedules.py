@@ -8,7 +8,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import ScheduleConfig
-from jaxroll.config.schedules import MODES, settled
+from jaxroll.config.presets import MODES, settled
 from jaxroll.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -82,12 +82,13 @@ def test_bad_words_end_with_a_sentence_and_leave_nothing(
 def test_demo_outside_a_checkout_says_where_it_looked(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from jaxroll.control import demo
+    from jaxroll.control import train
 
-    monkeypatch.setattr(demo.jaxroll, "__file__", str(here / "site-packages" / "jaxroll" / "__init__.py"))
-    monkeypatch.setitem(sys.modules, "jaxroll.report", types.ModuleType("jaxroll.report"))
-    monkeypatch.setitem(sys.modules, "jaxroll.report.cli", types.ModuleType("jaxroll.report.cli"))
-    monkeypatch.setattr(sys.modules["jaxroll.report"], "cli", sys.modules["jaxroll.report.cli"], raising=False)
+    monkeypatch.setattr(train.jaxroll, "__file__", str(here / "site-packages" / "jaxroll" / "__init__.py"))
+    commands = types.ModuleType("jaxroll.report.commands")
+    commands.report = types.ModuleType("jaxroll.report.commands.report")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jaxroll.report.commands", commands)
+    monkeypatch.setitem(sys.modules, "jaxroll.report.commands.report", commands.report)
     assert cli.main(["demo"]) == 64
     assert "checkout" in capsys.readouterr().err
 
@@ -210,7 +211,7 @@ def test_train_warms_up_once_runs_all_roles_and_resumes(here: Path, capsys: pyte
 @pytest.mark.process
 @pytest.mark.usefixtures("pretended_python")
 def test_the_demo_is_always_a_new_run_which_its_link_names(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxroll.report import cli as report
+    from jaxroll.report.commands import report as report
 
     reported: list[Path] = []
     monkeypatch.setattr(report, "main", lambda path, as_json: reported.append(path))
@@ -235,7 +236,7 @@ def test_generate_starts_a_child_and_passes_the_words_on_in_order(here: Path, na
 
 
 def test_the_child_of_generate_gets_the_words_in_order(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = given_role(monkeypatch, "jaxroll.offline.generate")
+    seen = given_role(monkeypatch, "jaxroll.tools.generate")
     monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: True)
     path = run_dir.create(here / "r", Config(), [])
     assert cli.main(["generate", f"--run={path}", "--temperature", "0.5", "a prompt"]) == 0
@@ -245,7 +246,7 @@ def test_the_child_of_generate_gets_the_words_in_order(here: Path, monkeypatch: 
 def test_sft_marks_its_run_as_warm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from jaxroll.control import train
 
-    given_role(monkeypatch, "jaxroll.offline.sft")
+    given_role(monkeypatch, "jaxroll.tools.sft")
     monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: True)
     path = run_dir.create(here / "r", configs.load(SMOKE), [])
     assert train.needs_warm_start(configs.load(SMOKE), path)

@@ -142,10 +142,10 @@ def test_a_mistake_is_answered_with_its_remedy_which_works(
 
 
 def test_the_demo_outside_a_checkout(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from jaxroll.control import demo
+    from jaxroll.control import train
 
     (home / "configs").unlink()
-    monkeypatch.setattr(demo.jaxroll, "__file__", str(home / "site-packages" / "jaxroll" / "__init__.py"))
+    monkeypatch.setattr(train.jaxroll, "__file__", str(home / "site-packages" / "jaxroll" / "__init__.py"))
     code, answer = typed("demo", capsys)
     assert code == 64 and "checkout" in answer and "--config=FILE" in answer
     shutil.copy(ROOT / "configs" / "smoke.py", home)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxroll.config import Config
 from jaxroll.control import live, run_dir
-from jaxroll.control.status import Status
+from jaxroll.control.live import Status
 from jaxroll.control.supervisor import ProcessView
 
 STEP = {"kind": "step", "role": "learner", "step": 3, "t": 110.0, "t1": 109.5, "reward_mean": 0.625, "age_mean": 0.4,

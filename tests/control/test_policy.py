@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll.config import SupervisorConfig
-from jaxroll.control.policy import FORGIVEN_AFTER_S, Done, GiveUp, Lives, Restart, after_exit
+from jaxroll.control.child import FORGIVEN_AFTER_S, Done, GiveUp, Lives, Restart, after_exit
 from jaxroll.errors import (
     EXIT_CLOSED,
     EXIT_CONFIG,

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxroll.config import Config
-from jaxroll.control import cli, run_dir, run_path
+from jaxroll.control import cli, run_dir
 from jaxroll.errors import EXIT_CONFIG, ConfigError
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.metrics import TensorBoardTracker
 from jaxroll.records import Version
-from jaxroll.report import checkpoints as report
+from jaxroll.report.commands import checkpoints as report
 from jaxroll.store.log import reading
 from tests.report.made_run import LogMaker
 
@@ -60,14 +60,14 @@ def test_a_run_works_in_every_other_folder(tmp_path: Path, name: str) -> None:
 
 
 def test_the_longest_path_that_is_taken_works(tmp_path: Path) -> None:
-    room = run_path.PATH_BYTES - len(os.fsencode(tmp_path / "parent")) - 1
+    room = run_dir.PATH_BYTES - len(os.fsencode(tmp_path / "parent")) - 1
     name = "/".join(["y" * 99] * (room // 100) + ["z" * (room % 100)]).rstrip("/")
     test_a_run_works_in_every_other_folder(tmp_path, name)
     with pytest.raises(ConfigError, match="too long"):
-        run_path.checked(tmp_path / "parent" / f"{name}zz")
+        run_dir.checked(tmp_path / "parent" / f"{name}zz")
     (tmp_path / "short").symlink_to(tmp_path / "parent" / name)
     with pytest.raises(ConfigError, match="too long"):
-        run_path.checked(tmp_path / "short" / "zz")
+        run_dir.checked(tmp_path / "short" / "zz")
 
 
 @pytest.mark.parametrize("name", REFUSED, ids=lambda name: ascii(name[:20]))
@@ -128,4 +128,4 @@ def test_where_the_locale_is_not_utf8_only_ascii_is_taken(tmp_path: Path) -> Non
 
 def test_the_checked_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_path.checked("a/../b") == tmp_path / "b"
+    assert run_dir.checked("a/../b") == tmp_path / "b"

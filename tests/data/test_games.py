@@ -11,12 +11,13 @@ import pytest
 from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.config.rules import episode_tokens
-from jaxroll.data import heldout, sources, worked
+from jaxroll.data import sft_examples, sources
+from jaxroll.data import tasks as heldout
 from jaxroll.data.prompts import PromptPipeline
 from jaxroll.envs import calculator
 from jaxroll.envs.frozen_lake import FrozenLake
 from jaxroll.records import Message, Task
-from jaxroll.text import dialogue, tokenizers
+from jaxroll.text import tokenizers
 
 ROOT = Path(__file__).parents[2]
 AGENTIC = [ROOT / "configs" / f"agentic_{name}.py" for name in ("frozen_lake", "calculator")]
@@ -33,7 +34,7 @@ def test_held_out_questions_are_neither_trained_on_nor_taught(path: Path) -> Non
     config = loaded(path)
     kept = heldout.tasks(config)
     trained = list(itertools.islice(PromptPipeline(config), 300))
-    taught = [task for task, _ in worked.examples(config, 300)]
+    taught = [task for task, _ in sft_examples.examples(config, 300)]
     heldout.check_disjoint(kept, trained)
     heldout.check_disjoint(kept, taught, "the warm start")
 
@@ -43,8 +44,8 @@ def test_conversations_fit_the_tokenizer_and_the_episode(path: Path) -> None:
     config = loaded(path)
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
     lengths = []
-    for task, said in worked.examples(config, 300):
-        runs = dialogue.runs(text, task.messages, said)
+    for task, said in sft_examples.examples(config, 300):
+        runs = tokenizers.runs(text, task.messages, said)
         assert [trained for _, trained in runs] == [False, True] * (len(runs) // 2)
         assert all(len(run) <= config.sampling.max_tokens for run, trained in runs if trained)
         answers = [text.decode(run[:-1]) for run, trained in runs if trained]
@@ -55,7 +56,7 @@ def test_conversations_fit_the_tokenizer_and_the_episode(path: Path) -> None:
 
 def test_worked_play_is_what_the_environment_would_have_shown() -> None:
     config = loaded(AGENTIC[0])
-    for task, said in worked.examples(config, 50):
+    for task, said in sft_examples.examples(config, 50):
         env = FrozenLake(None, config.task)  # type: ignore[arg-type]
         env.reset(task, task.seed)
         results = [env.step(message.content) for message in said if message.role == "assistant"]
@@ -80,7 +81,7 @@ def test_a_dialogue_is_the_tokens_of_an_episode() -> None:
     text = tokenizers.CharTokenizer("abc")
     bos, eos, turn, a, b, c = text.bos_id, text.eos_id, text.turn_id, 4, 5, 6
     said = (Message("assistant", "b"), Message("tool", "c"), Message("assistant", ""))
-    found = dialogue.runs(text, (Message("user", "a"),), said)
+    found = tokenizers.runs(text, (Message("user", "a"),), said)
     assert found == [([bos, a, turn], False), ([b, eos], True), ([c, turn], False), ([eos], True)]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from jaxroll.config import TaskConfig
 from jaxroll.data import sources
-from jaxroll.data.gym_tasks import REFUSED, TASKS
+from jaxroll.data.gym import REFUSED, TASKS
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Item
 from jaxroll.rewards import scorers

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll.config import Config, RunConfig, SftConfig, TaskConfig
-from jaxroll.data import heldout, ranges, worked
+from jaxroll.data import sft_examples, splits, tasks
 from jaxroll.data.prompts import PromptPipeline
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Message
@@ -33,53 +33,53 @@ ARITHMETIC = dataclasses.replace(
 
 @pytest.mark.parametrize("config", [CONFIG, ARITHMETIC], ids=["spell_backward", "basic_arithmetic"])
 def test_512_questions_are_kept_out_of_training_and_warm_start(config: Config) -> None:
-    kept_aside = heldout.tasks(config)
+    kept_aside = tasks.tasks(config)
     assert len({task.question_hash for task in kept_aside}) == len(kept_aside) == 512
     assert all(task.index >= config.task.heldout_start for task in kept_aside)
     trained = list(itertools.islice(PromptPipeline(config), 3000))
-    heldout.check_disjoint(kept_aside, trained)
-    taught = [task for task, _ in worked.examples(config, 3000)]
-    heldout.check_disjoint(kept_aside, taught, "the warm start")
-    assert heldout.overlap(kept_aside, (task.question_hash for task in trained + taught)) == frozenset()
+    tasks.check_disjoint(kept_aside, trained)
+    taught = [task for task, _ in sft_examples.examples(config, 3000)]
+    tasks.check_disjoint(kept_aside, taught, "the warm start")
+    assert tasks.overlap(kept_aside, (task.question_hash for task in trained + taught)) == frozenset()
 
 
 def test_without_exclusion_by_hash_a_small_task_would_leak() -> None:
     """The reason for the hashes: distant ranges alone share questions."""
-    from jaxroll.data.candidates import Candidates
+    from jaxroll.data.tasks import Candidates
 
     candidates = Candidates(ARITHMETIC)
     near = {candidates.at(index).task.question_hash for index in range(5000)}
-    assert len(heldout.overlap(heldout.tasks(ARITHMETIC), near)) > 50
+    assert len(tasks.overlap(tasks.tasks(ARITHMETIC), near)) > 50
 
 
 def test_the_held_out_set_is_the_same_for_every_seed() -> None:
     other = dataclasses.replace(CONFIG, run=RunConfig(seed=77))
-    assert heldout.tasks(CONFIG) == heldout.tasks(other)
+    assert tasks.tasks(CONFIG) == tasks.tasks(other)
 
 
 def test_building_it_takes_under_two_seconds() -> None:
-    heldout.tasks(CONFIG)  # imports
+    tasks.tasks(CONFIG)  # imports
     started = time.process_time()
-    heldout.tasks(CONFIG)
+    tasks.tasks(CONFIG)
     assert time.process_time() - started < 2.0
 
 
 def test_a_task_with_too_few_questions_says_how_many_there_are() -> None:
     tiny = dataclasses.replace(CONFIG, task=TaskConfig(name="count_bits", args={"max_n": 30}))
     with pytest.raises(ConfigError, match="only 30 distinct"):
-        heldout.tasks(tiny)
+        tasks.tasks(tiny)
 
 
 def test_none_may_be_held_out() -> None:
-    assert heldout.tasks(dataclasses.replace(CONFIG, task=TaskConfig(heldout_items=0))) == ()
+    assert tasks.tasks(dataclasses.replace(CONFIG, task=TaskConfig(heldout_items=0))) == ()
 
 
 def test_the_check_finds_a_leak() -> None:
-    kept_aside = heldout.tasks(CONFIG)
+    kept_aside = tasks.tasks(CONFIG)
     with pytest.raises(DataError, match="1 held-out questions occur in RL"):
-        heldout.check_disjoint(kept_aside, [kept_aside[3]], "RL")
+        tasks.check_disjoint(kept_aside, [kept_aside[3]], "RL")
     with pytest.raises(DataError, match="twice"):
-        heldout.check_disjoint((*kept_aside, kept_aside[0]), [])
+        tasks.check_disjoint((*kept_aside, kept_aside[0]), [])
 
 
 def test_case_and_blanks_do_not_make_another_question(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_case_and_blanks_do_not_make_another_question(tmp_path: Path) -> None:
     rows = [{"question": q, "answer": "a"} for q in ("Sun", "sun", "a  b", "A b", "moon", "star")]
     path.write_text("\n".join(json.dumps(row) for row in rows))
     config = dataclasses.replace(CONFIG, task=TaskConfig(source="jsonl", path=str(path), heldout_items=3))
-    assert {task.messages[0].content for task in heldout.tasks(config)} == {"star", "moon", "A b"}
+    assert {task.messages[0].content for task in tasks.tasks(config)} == {"star", "moon", "A b"}
     trained = {task.messages[0].content for task in itertools.islice(PromptPipeline(config), 20)}
     assert trained == {"Sun", "sun"}
 
@@ -96,12 +96,12 @@ def test_case_and_blanks_do_not_make_another_question(tmp_path: Path) -> None:
 
 
 def test_worked_examples_are_questions_with_their_answers() -> None:
-    found = worked.examples(CONFIG, 200)
+    found = sft_examples.examples(CONFIG, 200)
     assert len(found) == 200
     assert all(said == (Message("assistant", task.messages[0].content[::-1]),) for task, said in found)
     assert all(task.index >= CONFIG.sft.start for task, _ in found)
-    assert found == worked.examples(CONFIG, 200)
-    other = worked.examples(dataclasses.replace(CONFIG, run=RunConfig(seed=1)), 200)
+    assert found == sft_examples.examples(CONFIG, 200)
+    other = sft_examples.examples(dataclasses.replace(CONFIG, run=RunConfig(seed=1)), 200)
     assert len({t.index for t, _ in found} & {t.index for t, _ in other}) < 5
 
 
@@ -109,17 +109,17 @@ def test_a_short_file_serves_the_warm_start_again_and_again(tmp_path: Path) -> N
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"q{i}", "answer": str(i)}) + "\n" for i in range(20)))
     config = dataclasses.replace(CONFIG, task=TaskConfig(source="jsonl", path=str(path), heldout_items=5))
-    indices = [task.index for task, _ in worked.examples(config, 40)]
+    indices = [task.index for task, _ in sft_examples.examples(config, 40)]
     assert set(indices) == set(range(15))
 
 
 def test_without_usable_examples_the_warm_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxroll.data import candidates
+    from jaxroll.data import tasks as candidates
 
     at = candidates.Candidates.at
     monkeypatch.setattr(candidates.Candidates, "at", lambda self, i: dataclasses.replace(at(self, i), worked=()))
     with pytest.raises(ConfigError, match=r"sft\.steps.*has no answer"):
-        worked.examples(CONFIG, 1)
+        sft_examples.examples(CONFIG, 1)
 
 
 # --- ranges
@@ -132,7 +132,7 @@ def test_ranges_never_overlap_unless_a_file_is_too_short(starts: list[int], size
         CONFIG, task=TaskConfig(train_start=train, heldout_start=held), sft=SftConfig(start=sft)
     )
     try:
-        found = ranges.of(config, size)
+        found = splits.of(config, size)
     except ConfigError:
         assert size is not None and (train >= size or held <= train)
         return
@@ -150,4 +150,4 @@ def test_ranges_never_overlap_unless_a_file_is_too_short(starts: list[int], size
 def test_two_ranges_with_one_start_are_refused() -> None:
     config = dataclasses.replace(CONFIG, task=TaskConfig(train_start=5, heldout_start=5))
     with pytest.raises(ConfigError, match="start at one item"):
-        ranges.of(config, None)
+        splits.of(config, None)

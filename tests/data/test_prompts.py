@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxroll.config import Config, RunConfig, TaskConfig
-from jaxroll.data import candidates, heldout, prompts
+from jaxroll.data import prompts
+from jaxroll.data import tasks as candidates
+from jaxroll.data import tasks as heldout
 from jaxroll.data.prompts import PromptPipeline
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import question_hash

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.engine.history import Flips, History
+from jaxroll.engine.ledger import Flips, History
 from jaxroll.records import Version, VersionRun
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
 from jaxroll.engine import naive
 from jaxroll.engine.requests import Request
-from jaxroll.math.logprob import token_logprobs
 from jaxroll.models import transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
 

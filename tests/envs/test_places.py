@@ -20,7 +20,7 @@ from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Environment
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.asking import Asking
+from jaxroll.rollout.env_calls import Asking
 
 NAME = "tests.envs.blocking_envs:{}"
 TASK = Task(0, (Message("user", "hello"),), "x", "{}", 5, "h")

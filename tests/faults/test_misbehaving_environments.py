@@ -27,7 +27,7 @@ from jaxroll.records import Grant, Message, Snapshot, Task, Version, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
 from jaxroll.roles.members import Members, episode_counts, until_one_ends
-from jaxroll.rollout import asking
+from jaxroll.rollout import env_calls
 from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve
@@ -179,7 +179,7 @@ def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among as many fair questions, all of which are answered."""
-    monkeypatch.setattr(asking, "CANCEL_GRACE_S", 0.5)
+    monkeypatch.setattr(env_calls, "CANCEL_GRACE_S", 0.5)
     ways = [*ON_THE_LOOP, *CLOSES]
     feed = Feed(NAME.format("misbehaving"), [way for bad in ways for way in (bad, "fair")])
     groups = 2 * len(ways)

@@ -10,8 +10,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxroll.config import MeshConfig
-from jaxroll.kernels import gpu, paged, placed, tpu
-from jaxroll.sharding import backend, meshes, rules
+from jaxroll.kernels import cached, gpu, placed, tpu
+from jaxroll.sharding import meshes, rules
 from jaxroll.sharding.rules import Layout
 
 B, T, N, K, H = 2, 150, 4, 2, 32
@@ -83,8 +83,8 @@ def pages_problem(shards: int = D) -> tuple[jax.Array, ...]:
 
 
 def by_the_loop(q: jax.Array, keys: jax.Array, values: jax.Array, tables: jax.Array, starts: jax.Array) -> np.ndarray:
-    far = paged.reach(starts, 1, U)
-    return np.asarray(jax.vmap(paged.paged, (0, 0, 0, 0, 0, None))(q, keys, values, tables, starts, far), np.float32)
+    far = cached.reach(starts, 1, U)
+    return np.asarray(jax.vmap(cached.paged, (0, 0, 0, 0, 0, None))(q, keys, values, tables, starts, far), np.float32)
 
 
 def assert_near(got: jax.Array, expected: np.ndarray) -> None:
@@ -103,7 +103,7 @@ def test_pages_on_a_tpu_equal_the_loop() -> None:
 
 
 def test_pages_on_a_gpu_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "platform", lambda mesh: "gpu")
+    monkeypatch.setattr(meshes, "platform", lambda mesh: "gpu")
     monkeypatch.setattr(gpu, "paged", partial(gpu.paged, interpret=True))
     problem = pages_problem()
     got = jax.jit(placed.pages("pallas", LAYOUT))(*problem, jnp.int32(0))

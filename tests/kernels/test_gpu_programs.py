@@ -15,7 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxroll.config import MeshConfig
 from jaxroll.models import cache, families, params, transformer
-from jaxroll.sharding import backend, meshes, rules
+from jaxroll.sharding import meshes, rules
 from jaxroll.sharding.rules import Layout
 
 SPEC = dataclasses.replace(families.spec("tiny"), layers=1, compute_dtype="bfloat16", remat="layer")
@@ -26,7 +26,7 @@ TRITON, CUDNN, SQUARE = "__gpu$xla.gpu.triton", "__cudnn$fmhaSoftmax", f"x{T}x{T
 
 @pytest.fixture(autouse=True)
 def as_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "platform", lambda mesh=None: "gpu")
+    monkeypatch.setattr(meshes, "platform", lambda mesh=None: "gpu")
 
 
 def whole_numbers(*sizes: int) -> jax.ShapeDtypeStruct:

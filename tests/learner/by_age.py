@@ -1,11 +1,11 @@
 """An algorithm of one's own that weighs tokens by their age: `learner.algorithm=tests.learner.by_age:by_age`."""
 
-from jaxroll.math import algorithms
-from jaxroll.math.algorithms import Algorithm
-from jaxroll.math.tokens import TokenLoss
+from jaxroll.algorithms import registry
+from jaxroll.algorithms.registry import Algorithm
+from jaxroll.algorithms.tokens import TokenLoss
 
 
-@algorithms.register("by_age")
+@registry.register("by_age")
 def by_age(learner):
     """Tokens pull as often as they are steps old."""
 

@@ -19,13 +19,13 @@ from jax.experimental import multihost_utils
 
 from jaxroll import lifeline, wire
 from jaxroll.config import Config, LearnerConfig, MeshConfig, ScheduleConfig
-from jaxroll.learner import checksums
+from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.records import Claim, Version
 from jaxroll.sharding import meshes, placing, rules
-from jaxroll.transfer import snapshot
+from jaxroll.transfer import host_snapshot
 
 VOCAB = 24
 KEPT = ("grpo on parameters", "critic on parameters", "lora on heads")  # what checkpoints are written of
@@ -43,10 +43,10 @@ def config_of(options: dict) -> Config:
 
 def published(held: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     """What process 0 would publish of these parameters, put together; nothing on the others."""
-    pending = snapshot.begin(held, "float32")
+    pending = host_snapshot.begin(held, "float32")
     found = {}
     if jax.process_index() == 0:
-        taken = snapshot.finish(Version(0, 1), pending)
+        taken = host_snapshot.finish(Version(0, 1), pending)
         for leaf, pieces in zip(taken.manifest.leaves, taken.pieces, strict=True):
             whole = found[leaf.name] = np.full(leaf.shape, np.nan, leaf.dtype)
             for box, piece in zip(leaf.boxes, pieces, strict=True):
@@ -61,7 +61,7 @@ def kept(trainer: Trainer, folder: Path) -> None:
     if first:
         checkpoints.save(version, 7, state)
         assert checkpoints.finished(wait=True) == [version]
-        assert checksums.damage(checkpoints.path(version), durable=True) == ""
+        assert checkpoint_files.damage(checkpoints.path(version), durable=True) == ""
     else:
         checkpoints.write(version, 7, state, "")
     multihost_utils.sync_global_devices("it is whole")

@@ -18,7 +18,7 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
-from jaxroll.learner import checkpoint_files, checksums
+from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.learner.state import TrainState
@@ -168,7 +168,7 @@ def test_what_cannot_be_opened_is_never_durable(tmp_path, trainer):
     checkpoints.save(Version(0, 7), 1, trainer.state)
     with pytest.raises(InfraError, match=r"0000\.00000007 was written and cannot be read \(.*manifest"):
         checkpoints.wait()
-    assert not (checkpoints.path(Version(0, 7)) / checksums.SUMS).exists()
+    assert not (checkpoints.path(Version(0, 7)) / checkpoint_files.SUMS).exists()
     checkpoints.close()
 
 
@@ -322,7 +322,7 @@ def test_what_is_durable_has_sums_whenever_its_writer_is_killed(folder):
     writer.stdout.close()
     checkpoints = Checkpoints(folder, 2)
     assert {version.step for version in checkpoints.versions()} >= set(said)
-    assert not any(checksums.damage(checkpoints.path(Version(0, step)), durable=True) for step in said)
+    assert not any(checkpoint_files.damage(checkpoints.path(Version(0, step)), durable=True) for step in said)
 
 
 def test_another_model_is_refused_by_the_name_of_an_array(folder, trainer, small_config):

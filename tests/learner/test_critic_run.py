@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.learner import credit, packing
+from jaxroll.learner import minibatch, packing
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.checkpoint_files import params as params_of
 from jaxroll.learner.compiles import CompileCounter
-from jaxroll.offline import trained
 from jaxroll.records import Version
+from jaxroll.tools import trained
 from tests.learner.test_critic import CUBE, PPO, bits, sample_of
 
 
@@ -65,7 +65,7 @@ def test_claims_with_nothing_to_learn_stay_finite(small_config, make_claim, make
 
 def test_a_member_without_trained_tokens_has_no_say():
     empty = sample_of([0, 0, 0], 5.0)
-    assert not credit.token_rewards(empty).any()
+    assert not minibatch.token_rewards(empty).any()
     assert packing.gathered([], [], 2)[0].shape == (0,)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.learner import head, packing
+from jaxroll.learner import packing, step
 from jaxroll.learner.step import Programs
 from jaxroll.models import families, params
 from jaxroll.sharding import meshes, rules
@@ -80,8 +80,8 @@ def test_a_part_is_what_a_device_may_hold():
     layout = Layout(meshes.build(CUBE), rules.LEARNER)
     spec = families.spec("qwen3_0p6b")
     a_row = 4 * spec.vocab_size // 2  # bytes of a token's logits on one of two tensor shards
-    assert head.part_tokens(spec, layout, (4, 4096), 512) == 1024 < 512 * 2**20 / a_row < 2048
-    assert head.part_tokens(spec, layout, (8, 4096), 512) == 512
-    assert head.part_tokens(spec, layout, (4, 4096), math.inf) == 4096
-    assert head.part_tokens(spec, layout, (4, 4095), 512) == 1024  # the last part is filled up
-    assert head.part_tokens(spec, layout, (4, 100), 1e-6) == 1
+    assert step.part_tokens(spec, layout, (4, 4096), 512) == 1024 < 512 * 2**20 / a_row < 2048
+    assert step.part_tokens(spec, layout, (8, 4096), 512) == 512
+    assert step.part_tokens(spec, layout, (4, 4096), math.inf) == 4096
+    assert step.part_tokens(spec, layout, (4, 4095), 512) == 1024  # the last part is filled up
+    assert step.part_tokens(spec, layout, (4, 100), 1e-6) == 1

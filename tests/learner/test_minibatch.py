@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxroll.algorithms import registry
 from jaxroll.config import LearnerConfig
 from jaxroll.errors import DataError
 from jaxroll.learner import minibatch, packing
 from jaxroll.learner.samples import of_claim
-from jaxroll.math import algorithms
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Task, Version, VersionRun
 from tests.learner.conftest import answer, prompt
 
-GRPO = algorithms.build(LearnerConfig())
+GRPO = registry.build(LearnerConfig())
 
 
 def rewards_and_advantages(claim: Claim, config) -> list[tuple[float, float]]:

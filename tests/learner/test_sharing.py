@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.kernels import attention, shared
-from jaxroll.kernels.shared import SharedRows
+from jaxroll.kernels import attention
+from jaxroll.kernels.attention import SharedRows
 from jaxroll.learner import minibatch, packing, sharing
 from jaxroll.learner.samples import Sample
 
@@ -103,7 +103,7 @@ def test_a_group_shares_its_prompt_and_one_too_large_for_a_row_shares_two_copies
 
 def test_tokens_that_were_sampled_are_no_prompt_although_none_is_trained():
     """Where stale tokens lost their mask an answer begins before the first that is trained on."""
-    from jaxroll.math.credit import Turn
+    from jaxroll.algorithms.advantages import Turn
 
     one = sample(np.arange(5), 6, 0)
     late = replace(one, mask=np.arange(11) >= 9, turns=(Turn(5, 11, b"", 1.0),))
@@ -149,7 +149,7 @@ def test_attention_is_that_of_each_sample_by_itself(seed):
             own = given[place.sample][name][place.skipped : place.skipped + place.length]
             value[place.row, place.start : place.start + place.length] = own
     streams = batch.streams
-    attend = shared.attention(ROWS, streams["segment_ids"], streams["prompt_ids"])
+    attend = attention.attention(ROWS, streams["segment_ids"], streams["prompt_ids"])
     seen = np.asarray(attend(rows["q"], rows["k"], rows["v"]))
     for place in (*batch.placements, *batch.prompts):
         alone = given[place.sample]

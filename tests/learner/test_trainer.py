@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from jaxroll.algorithms import tokens as aggregate
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.learner import minibatch, packing
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.learner.step import Programs
-from jaxroll.math import aggregate
 from jaxroll.records import Claim, Segment, Version, VersionRun
 
 

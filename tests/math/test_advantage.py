@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.math import credit
+from jaxroll.algorithms import advantages
 from tests.math import numpy_losses as plain
 
 REWARDS = hnp.arrays(np.float32, st.integers(1, 9), elements=st.floats(-100, 100, width=32))
 
 
 def centred(rewards: list[float] | np.ndarray, by_std: bool = True) -> np.ndarray:
-    return credit.standardised(np.array(rewards, np.float32), divide_by_std=by_std)
+    return advantages.standardised(np.array(rewards, np.float32), divide_by_std=by_std)
 
 
 def test_one_success_in_four_worked_by_hand():
@@ -26,15 +26,15 @@ def test_one_success_in_four_worked_by_hand():
 
 def test_leave_one_out_worked_by_hand():
     # The others' means are 0, 1/2, 1/2.
-    np.testing.assert_allclose(credit.leave_one_out(np.array([1.0, 0.0, 0.0])), [1.0, -0.5, -0.5], rtol=1e-12)
-    np.testing.assert_array_equal(credit.leave_one_out(np.array([3.0])), [0.0])
-    assert credit.leave_one_out(np.zeros(0)).shape == (0,)
+    np.testing.assert_allclose(advantages.leave_one_out(np.array([1.0, 0.0, 0.0])), [1.0, -0.5, -0.5], rtol=1e-12)
+    np.testing.assert_array_equal(advantages.leave_one_out(np.array([3.0])), [0.0])
+    assert advantages.leave_one_out(np.zeros(0)).shape == (0,)
 
 
 @given(rewards=REWARDS)
 def test_agrees_with_numpy(rewards):
     wide = rewards.astype(np.float64)
-    np.testing.assert_allclose(credit.leave_one_out(rewards), plain.leave_one_out(wide), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(advantages.leave_one_out(rewards), plain.leave_one_out(wide), rtol=1e-4, atol=1e-3)
     if wide.std() >= 1e-5 * max(1.0, np.abs(wide).max()):  # nearer to the floor a group may say nothing
         np.testing.assert_allclose(centred(rewards), plain.group_std(wide), rtol=1e-9, atol=1e-9)
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxroll.math import advantage, credit
-from jaxroll.math.credit import Turn
+from jaxroll.algorithms import advantages
+from jaxroll.algorithms.advantages import Turn
 from tests.math import numpy_losses as plain
 
 
@@ -37,7 +37,7 @@ EPISODES = st.lists(
 
 @given(episodes=EPISODES, discount=st.sampled_from([1.0, 0.9, 0.5]))
 def test_gigpo_agrees_with_numpy(episodes, discount):
-    got = credit.gigpo([member(*episode) for episode in episodes], discount, 0.7)
+    got = advantages.gigpo([member(*episode) for episode in episodes], discount, 0.7)
     want, at = plain.gigpo(episodes, discount, 0.7), 0
     for tokens, episode in zip(got, episodes, strict=True):
         assert isinstance(tokens, np.ndarray)
@@ -51,20 +51,20 @@ def test_gigpo_worked_by_hand():
     # second states were met once and add nothing.
     good, bad = member(("s", 0.0), ("x", 1.0)), member(("s", 0.0), ("y", 0.0))
     a = 1 / np.sqrt(2)
-    got = credit.gigpo([good, bad], 0.5, 1.0)
+    got = advantages.gigpo([good, bad], 0.5, 1.0)
     np.testing.assert_allclose(got, [[0, 2 * a, 2 * a, 0, a, a], [0, -2 * a, -2 * a, 0, -a, -a]], rtol=1e-6)
 
 
 def test_returns_of_turns_are_standardised_over_the_group():
     # Returns 0.5, 1 | 0: mean 0.5, std 0.5.
-    got = credit.segment_return([member(("a", 0.0), ("b", 1.0)), member(("a", 0.0))], 0.5)
+    got = advantages.segment_return([member(("a", 0.0), ("b", 1.0)), member(("a", 0.0))], 0.5)
     np.testing.assert_allclose(got[0], [0, 0, 0, 0, 1, 1], atol=1e-6)
     np.testing.assert_allclose(got[1], [0, -1, -1], atol=1e-6)
 
 
 @given(episodes=EPISODES, discount=st.sampled_from([1.0, 0.9, 0.5]))
 def test_returns_of_turns_agree_with_numpy(episodes, discount):
-    got = credit.segment_return([member(*episode) for episode in episodes], discount)
+    got = advantages.segment_return([member(*episode) for episode in episodes], discount)
     want = iter(plain.segment_return(episodes, discount))
     for tokens, episode in zip(got, episodes, strict=True):
         steps = [[0.0, value, value] for value in (next(want) for _ in episode)]
@@ -73,11 +73,11 @@ def test_returns_of_turns_agree_with_numpy(episodes, discount):
 
 @given(rewards=st.lists(st.floats(-2, 2), min_size=1, max_size=6), discount=st.floats(0, 1))
 def test_discounted_returns(rewards, discount):
-    got = credit.discounted_returns(np.array(rewards), discount)
+    got = advantages.discounted_returns(np.array(rewards), discount)
     np.testing.assert_allclose(got, plain.returns(rewards, discount), atol=1e-9)
 
 
-GAE = jax.jit(advantage.gae)
+GAE = jax.jit(advantages.gae)
 
 
 @given(
@@ -97,22 +97,22 @@ def test_gae_agrees_with_a_double_loop_wherever_the_tokens_stand(n, seed, discou
 
 def test_gae_worked_by_hand():
     # V = 0.5 everywhere, reward 1 at the end, γ = 1, λ = 0.5: δ = 0, 0.5, so A = 0.25, 0.5.
-    got = advantage.gae(np.float32([0, 1]), np.float32([0.5, 0.5]), np.ones(2, np.float32), 1.0, 0.5)
+    got = advantages.gae(np.float32([0, 1]), np.float32([0.5, 0.5]), np.ones(2, np.float32), 1.0, 0.5)
     np.testing.assert_allclose(got, [0.25, 0.5])
 
 
 def test_the_critic_is_held_near_its_old_values():
     # Target 1 from 0: at V = 0.8 the clipped value 0.2 is the worse one, and its loss counts.
-    got = advantage.clipped_value_loss(np.float32([0.8, 0.1]), np.float32([0, 0]), np.float32([1, 1]), 0.2)
+    got = advantages.clipped_value_loss(np.float32([0.8, 0.1]), np.float32([0, 0]), np.float32([1, 1]), 0.2)
     np.testing.assert_allclose(got, [0.32, 0.405], rtol=1e-5)
-    free = advantage.clipped_value_loss(np.float32([0.8, 0.1]), np.float32([0, 0]), np.float32([1, 1]), 0.0)
+    free = advantages.clipped_value_loss(np.float32([0.8, 0.1]), np.float32([0, 0]), np.float32([1, 1]), 0.0)
     np.testing.assert_allclose(free, [0.02, 0.405], rtol=1e-5)
 
 
 @functools.cache
 def losses_and_slopes(clip: float):
     """Of every value by itself."""
-    return jax.jit(jax.vmap(jax.value_and_grad(lambda *given: advantage.clipped_value_loss(*given, clip))))
+    return jax.jit(jax.vmap(jax.value_and_grad(lambda *given: advantages.clipped_value_loss(*given, clip))))
 
 
 @settings(max_examples=25)
@@ -153,21 +153,21 @@ def test_values_out_of_all_bounds_have_a_loss_and_a_finite_slope(clip):
 def test_a_batch_is_standardised_over_all_its_members():
     groups = [np.array([1.0, 0.0]), np.array([1.0, 1.0])]
     everyone = np.array([1, 0, 1, 1.0])
-    np.testing.assert_allclose(np.concatenate(credit.batch_standardised(groups)), plain.group_std(everyone))
+    np.testing.assert_allclose(np.concatenate(advantages.batch_standardised(groups)), plain.group_std(everyone))
     centred = np.array([0.5, -0.5, 0, 0])
-    got = credit.batch_standardised(groups, group_baseline=True)
+    got = advantages.batch_standardised(groups, group_baseline=True)
     np.testing.assert_allclose(np.concatenate(got), plain.group_std(centred))
     assert [len(group) for group in got] == [2, 2]
 
 
 def test_selections_worked_by_hand():
     rewards, all_of_them = np.array([0.5, 1.0, 0.0, 1.0]), np.ones(4, bool)
-    np.testing.assert_array_equal(credit.positive(rewards), [1, 1, 0, 1])
-    np.testing.assert_array_equal(credit.best(rewards, all_of_them), [0, 1, 0, 0])
-    np.testing.assert_array_equal(credit.best_worst(rewards, all_of_them), [0, 1, -1, 0])
+    np.testing.assert_array_equal(advantages.positive(rewards), [1, 1, 0, 1])
+    np.testing.assert_array_equal(advantages.best(rewards, all_of_them), [0, 1, 0, 0])
+    np.testing.assert_array_equal(advantages.best_worst(rewards, all_of_them), [0, 1, -1, 0])
     without = np.array([True, False, False, True])
-    np.testing.assert_array_equal(credit.best_worst(rewards, without), [-1, 0, 0, 1])
-    np.testing.assert_array_equal(credit.best(rewards, without), [0, 0, 0, 1])
+    np.testing.assert_array_equal(advantages.best_worst(rewards, without), [-1, 0, 0, 1])
+    np.testing.assert_array_equal(advantages.best(rewards, without), [0, 0, 0, 1])
 
 
 MEMBERS = st.lists(st.tuples(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0]), st.booleans()), max_size=6)
@@ -176,31 +176,31 @@ MEMBERS = st.lists(st.tuples(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 1.0]), st.b
 @given(members=MEMBERS)
 def test_selections_agree_with_loops(members):
     rewards, trainable = np.array([r for r, _ in members]), np.array([kept for _, kept in members], bool)
-    np.testing.assert_array_equal(credit.positive(rewards), [float(r > 0) for r in rewards])
-    np.testing.assert_array_equal(credit.best(rewards, trainable), plain.best(members))
-    np.testing.assert_array_equal(credit.best_worst(rewards, trainable), plain.best_worst(members))
+    np.testing.assert_array_equal(advantages.positive(rewards), [float(r > 0) for r in rewards])
+    np.testing.assert_array_equal(advantages.best(rewards, trainable), plain.best(members))
+    np.testing.assert_array_equal(advantages.best_worst(rewards, trainable), plain.best_worst(members))
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 4, [0.3] * 4, [2.0], []])
 def test_groups_without_a_preference_say_nothing(rewards):
     rewards = np.array(rewards)
     trainable = np.ones(len(rewards), bool)
-    np.testing.assert_array_equal(credit.best_worst(rewards, trainable), np.zeros(len(rewards)))
-    np.testing.assert_array_equal(credit.best_worst(rewards, ~trainable), np.zeros(len(rewards)))
-    assert credit.best(rewards, trainable).sum() == float(len(rewards) > 0 and rewards.max() > 0)
-    assert not credit.best(rewards, ~trainable).any()
-    assert not np.concatenate([np.zeros(1), *credit.batch_standardised([rewards])]).any()
+    np.testing.assert_array_equal(advantages.best_worst(rewards, trainable), np.zeros(len(rewards)))
+    np.testing.assert_array_equal(advantages.best_worst(rewards, ~trainable), np.zeros(len(rewards)))
+    assert advantages.best(rewards, trainable).sum() == float(len(rewards) > 0 and rewards.max() > 0)
+    assert not advantages.best(rewards, ~trainable).any()
+    assert not np.concatenate([np.zeros(1), *advantages.batch_standardised([rewards])]).any()
     members = [member(("s", reward)) for reward in rewards]
-    for estimate in (credit.segment_return(members, 0.9), credit.gigpo(members, 0.9, 1.0)):
+    for estimate in (advantages.segment_return(members, 0.9), advantages.gigpo(members, 0.9, 1.0)):
         assert not np.concatenate([np.zeros(1), *estimate]).any()
 
 
 def test_no_groups_at_all():
-    assert credit.batch_standardised([]) == [] and credit.gigpo([], 1.0, 1.0) == []
+    assert advantages.batch_standardised([]) == [] and advantages.gigpo([], 1.0, 1.0) == []
 
 
 def test_the_overlong_penalty_worked_by_hand():
     # Of 100 tokens the last 20 cost: none at 80, half at 90, all from 100 on.
-    got = [credit.overlong_penalty(tokens, 100, 20) for tokens in (0, 80, 85, 90, 100, 120)]
+    got = [advantages.overlong_penalty(tokens, 100, 20) for tokens in (0, 80, 85, 90, 100, 120)]
     assert got == [0, 0, -0.25, -0.5, -1, -1]
-    assert credit.overlong_penalty(100, 100, 0) == 0
+    assert advantages.overlong_penalty(100, 100, 0) == 0

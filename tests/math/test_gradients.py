@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll.algorithms import registry
+from jaxroll.algorithms.tokens import Tokens
 from jaxroll.config import LearnerConfig
-from jaxroll.config.algorithms import settled
-from jaxroll.math import algorithms
-from jaxroll.math.tokens import Tokens
+from jaxroll.config.presets import settled
 
 WORDS, LONGEST, END = 4, 3, 0
 WORLDS, DRIFT = 200, 1.0  # one world's angle says little: uncorrected they lie between 13° and 84°
@@ -71,7 +71,7 @@ def _true(world: World) -> jax.Array:
 
 def _push(config: LearnerConfig, world: World, drawn_by: jax.Array) -> jax.Array:
     """−∂ E_{y~drawn_by} Σₜ loss / ∂ log π(yₜ), with A = reward − E_π[reward]: how hard each token of it is pulled."""
-    objective = algorithms.build(config).objective
+    objective = registry.build(config).objective
     now, begun, then = (logprobs(world, logits) for logits in (world.theta, world.proximal, drawn_by))
     baseline = jnp.sum(jnp.exp(now.sum(1)) * world.rewards)
     advantage = jnp.broadcast_to((world.rewards - baseline)[:, None], now.shape)
@@ -216,7 +216,7 @@ def test_with_r_in_place_of_rho_they_are_uncorrected(name):
     blind = w._replace(behaviour=w.theta)
 
     def expected(of: World, learner: LearnerConfig) -> np.ndarray:
-        objective = algorithms.build(learner).objective
+        objective = registry.build(learner).objective
         now, then = logprobs(of, jnp.asarray(of.theta)), logprobs(of, jnp.asarray(of.behaviour))
         drawn = jnp.exp(logprobs(w, jnp.asarray(w.behaviour)).sum(1))
 
@@ -260,7 +260,7 @@ def test_a_kl_in_the_loss_has_the_gradient_of_the_kl_whoever_drew():
     learner = LearnerConfig(algorithm="raft", kl_coef=1.0, reference="init", correction_cap=1e6)
 
     def gradient(told: jax.Array) -> np.ndarray:
-        objective = algorithms.build(learner).objective
+        objective = registry.build(learner).objective
 
         def loss(logits):
             logp, zero = jax.nn.log_softmax(logits), jnp.zeros(WORDS)

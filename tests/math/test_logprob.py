@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
-from jaxroll.math.logprob import token_logprobs
 from jaxroll.sharding import meshes
 
 

@@ -13,11 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxroll.algorithms import losses as clipped
+from jaxroll.algorithms import ratios, registry
+from jaxroll.algorithms import tokens as segments
+from jaxroll.algorithms.tokens import TokenLoss, Tokens
 from jaxroll.config import LearnerConfig
-from jaxroll.config.algorithms import PRESETS, settled
+from jaxroll.config.presets import PRESETS, settled
 from jaxroll.errors import ConfigError
-from jaxroll.math import algorithms, clipped, kl, segments
-from jaxroll.math.tokens import TokenLoss, Tokens
 from tests.math import numpy_losses as plain
 
 STREAMS = ("logp", "prox", "beh", "ref", "adv")
@@ -51,7 +53,7 @@ every = pytest.mark.parametrize("name", CONFIGS)
 
 @functools.cache
 def compiled(config: LearnerConfig):
-    objective = algorithms.build(config).objective
+    objective = registry.build(config).objective
 
     def summed(logprob, tokens):
         token = objective(tokens._replace(logprob=logprob))
@@ -354,14 +356,14 @@ TOTALS_GRAD = jax.jit(jax.grad(lambda values, ids: segments.totals(values, ids).
 
 def test_an_algorithm_that_is_registered_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from jaxroll.math import algorithms\nfrom jaxroll.math.tokens import TokenLoss\n"
+        "from jaxroll.algorithms import algorithms\nfrom jaxroll.algorithms.tokens import TokenLoss\n"
         "@algorithms.register('half')\n"
         "def half(learner):\n"
         "    return algorithms.Algorithm(lambda t: TokenLoss(-0.5 * t.advantage * t.logprob, t.mask),"
         " needs_reference=True)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    made = algorithms.build(LearnerConfig(algorithm="mine:half", reference="init"))
+    made = registry.build(LearnerConfig(algorithm="mine:half", reference="init"))
     assert isinstance(made.objective(packed(sequences(0))[0]), TokenLoss)
     for learner, words in (
         (LearnerConfig(algorithm="mine:half"), "reference model"),
@@ -369,14 +371,14 @@ def test_an_algorithm_that_is_registered_is_built(monkeypatch: pytest.MonkeyPatc
         (LearnerConfig(algorithm="not_there:half"), "cannot be imported"),
     ):
         with pytest.raises(ConfigError, match=words):
-            algorithms.build(learner)
+            registry.build(learner)
     with pytest.raises(ValueError, match="already"):
-        algorithms.register("half")(lambda learner: made)
+        registry.register("half")(lambda learner: made)
 
 
 def test_an_algorithm_that_gives_credit_wants_no_critic(monkeypatch: pytest.MonkeyPatch, tmp_path):
     (tmp_path / "judge.py").write_text(
-        "from jaxroll.math import algorithms\n"
+        "from jaxroll.algorithms import algorithms\n"
         "@algorithms.register('judge')\n"
         "def judge(learner):\n"
         "    return algorithms.Algorithm(None, lambda groups: [])\n"
@@ -384,10 +386,10 @@ def test_an_algorithm_that_gives_credit_wants_no_critic(monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(tmp_path)
     learner = LearnerConfig(algorithm="judge:judge", advantage="gae", critic="init")
     with pytest.raises(ConfigError, match=r"learner\.critic = 'init'.*credit by itself"):
-        algorithms.build(learner)
+        registry.build(learner)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k4"])
 def test_no_other_estimator_is_a_loss(estimator):
     with pytest.raises(ConfigError, match="k2"):
-        kl.loss(estimator, jnp.zeros(1), jnp.zeros(1))
+        ratios.loss(estimator, jnp.zeros(1), jnp.zeros(1))

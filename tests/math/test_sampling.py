@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.math import sampling
+from jaxroll.algorithms import sampling
 
 RUN_KEY = jax.random.key(7)
 sample = jax.jit(sampling.sample)

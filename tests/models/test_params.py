@@ -10,7 +10,7 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import DataError
-from jaxroll.models import families, huggingface, params, transformer
+from jaxroll.models import families, params, pretrained, transformer
 from jaxroll.sharding import meshes, rules
 
 NANO = families.spec("nano")
@@ -108,12 +108,12 @@ def test_hugging_face_tensors_come_back_unchanged():
     values = {
         name: np.asarray(leaf) for name, leaf in params.init(UNTIED, jax.random.key(1), ONE, rules.LEARNER).items()
     }
-    theirs = huggingface.exported(UNTIED, values)
+    theirs = pretrained.exported(UNTIED, values)
     assert theirs["model.layers.1.self_attn.q_proj.weight"].shape == (4 * 8, 32)
     assert theirs["model.layers.0.self_attn.o_proj.weight"].shape == (32, 4 * 8)
     assert theirs["model.layers.0.mlp.down_proj.weight"].shape == (32, 96)
     assert theirs["lm_head.weight"].shape == (64, 32)
-    back = huggingface.imported(UNTIED, theirs.__getitem__)
+    back = pretrained.imported(UNTIED, theirs.__getitem__)
     assert back.keys() == values.keys()
     for name in values:
         np.testing.assert_array_equal(back[name], values[name])
@@ -121,8 +121,8 @@ def test_hugging_face_tensors_come_back_unchanged():
 
 def test_a_checkpoint_of_another_model_says_what_is_wrong():
     values = params.init(NANO, jax.random.key(1), ONE, rules.LEARNER)
-    theirs = huggingface.exported(NANO, values)
+    theirs = pretrained.exported(NANO, values)
     with pytest.raises(DataError, match=r"no tensor 'lm_head\.weight'"):
-        huggingface.imported(UNTIED, theirs.__getitem__)
+        pretrained.imported(UNTIED, theirs.__getitem__)
     with pytest.raises(DataError, match=r"embed_tokens\.weight' has shape \(64, 32\).*needs \(72, 32\)"):
-        huggingface.imported(dataclasses.replace(NANO, vocab_size=72), theirs.__getitem__)
+        pretrained.imported(dataclasses.replace(NANO, vocab_size=72), theirs.__getitem__)

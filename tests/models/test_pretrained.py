@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.errors import ConfigError
-from jaxroll.models import families, huggingface, params, pretrained
+from jaxroll.models import families, params, pretrained
 from jaxroll.sharding import meshes, rules
 
 SPEC = families.spec("nano", vocab_size=48)
@@ -22,7 +22,7 @@ def written(folder: Path, shards: int = 1, dtype: type = np.float32) -> dict[str
     mesh = meshes.build(MeshConfig())
     values = {k: np.asarray(v) for k, v in params.init(SPEC, jax.random.key(0), mesh, rules.LEARNER).items()}
     values = {k: v.astype(dtype).astype(np.float32) for k, v in values.items()}
-    tensors = {k: v.astype(dtype) for k, v in huggingface.exported(SPEC, values).items()}
+    tensors = {k: v.astype(dtype) for k, v in pretrained.exported(SPEC, values).items()}
     folder.mkdir()
     config = {
         "model_type": "qwen3", "vocab_size": SPEC.vocab_size, "num_hidden_layers": SPEC.layers,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
-from jaxroll.math.logprob import token_logprobs
 from jaxroll.models import cache, families, params, transformer
 from jaxroll.sharding import meshes, rules
 from jaxroll.sharding.rules import Layout

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.models import cache, families, huggingface, params, transformer
+from jaxroll.models import cache, families, params, pretrained, transformer
 from jaxroll.sharding import meshes, rules
 
 ONE = meshes.build(MeshConfig())
@@ -111,7 +111,7 @@ def test_logits_equal_the_numpy_decoder(variant):
     spec = VARIANTS[variant]
     tokens = random_tokens(2, 11)
     got = forward_logits(spec, initialised(spec), *whole_rows(tokens))
-    weights = huggingface.exported(spec, initialised(spec))
+    weights = pretrained.exported(spec, initialised(spec))
     for row in range(2):
         np.testing.assert_allclose(got[row], numpy_logits(spec, weights, tokens[row]), atol=2e-5)
 
@@ -169,7 +169,7 @@ def test_gradients_equal_finite_differences_of_the_numpy_decoder():
     rng, step = np.random.default_rng(2), 1e-4
 
     def loss(moved: dict) -> float:
-        return float(np.sum(weigh * numpy_logits(spec, huggingface.exported(spec, moved), tokens[0])))
+        return float(np.sum(weigh * numpy_logits(spec, pretrained.exported(spec, moved), tokens[0])))
 
     for name, leaf in values.items():
         direction = rng.normal(size=leaf.shape)
@@ -186,7 +186,7 @@ def test_packed_segments_do_not_see_one_another():
     positions = np.concatenate([np.arange(n) for n in (5, 7, 3, 3)])[None].astype(np.int32)
     segments = np.repeat([1, 2, 3, 0], [5, 7, 3, 3])[None].astype(np.int32)
     packed = forward_logits(NANO, values, row, positions, segments)[0]
-    weights = huggingface.exported(NANO, values)
+    weights = pretrained.exported(NANO, values)
     for part, start in ((first, 0), (second, 5), (third, 12)):
         np.testing.assert_allclose(packed[start : start + len(part)], numpy_logits(NANO, weights, part), atol=2e-5)
     assert np.isfinite(packed).all()

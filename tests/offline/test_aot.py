@@ -6,8 +6,8 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.offline import aot
 from jaxroll.sharding import meshes
+from jaxroll.tools import aot
 
 MESH = meshes.build(MeshConfig(fsdp=2, tensor=2))
 SPLIT = jax.NamedSharding(MESH, jax.P("fsdp", "tensor"))

@@ -14,8 +14,8 @@ from jaxroll.data import sources
 from jaxroll.errors import ConfigError
 from jaxroll.learner import weights
 from jaxroll.models import transformer
-from jaxroll.offline import sft
 from jaxroll.text import tokenizers
+from jaxroll.tools import sft
 
 LETTERS = {"min_word_len": 3, "max_word_len": 3}
 

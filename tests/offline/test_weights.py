@@ -28,10 +28,10 @@ from jaxroll.learner.lora import Lora
 from jaxroll.learner.state import TrainState
 from jaxroll.models import families, folders, params, pretrained, tensor_files
 from jaxroll.models.tensor_files import Leaf
-from jaxroll.offline import trained, weights
 from jaxroll.records import Version
 from jaxroll.sharding import meshes, rules
 from jaxroll.text import tokenizers
+from jaxroll.tools import trained, weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 GOLDENS = pytest.mark.parametrize("variant", ["tied", "untied"])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxroll.offline import aot
+from jaxroll.tools import aot
 
 CHIP_BYTES = 16e9  # high-bandwidth memory of one v5e chip
 Costs = Mapping[str, Mapping[str, Any]]  # program name to its cost, see `aot.ProgramCost`, and what stands in its text

@@ -17,13 +17,13 @@ from typing import Any
 import jax
 
 from jaxroll.config import Config, LearnerConfig, MeshConfig
-from jaxroll.engine import attention, packets
+from jaxroll.engine import device, packets
 from jaxroll.engine import programs as engine
 from jaxroll.learner import step, trainer
 from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
-from jaxroll.offline import aot
 from jaxroll.sharding.rules import LEARNER, SAMPLER, Layout
+from jaxroll.tools import aot
 
 LEAN = ModelSpec("lean", 256, 1, 256, 4, 2, 128, 320, compute_dtype="bfloat16", remat="layer")
 
@@ -63,7 +63,7 @@ def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.L
         recipe = trainer.recipe(config, case.spec, layout)
         yield "accumulate", str(recipe.attention), step.Programs(recipe).lowered("accumulate", case.micro_rows)
         mesh = aot.topology_mesh(case.sampler_mesh, topology)
-        serving = attention.chosen(case.spec, mesh, case.sizes, prefill=wanted, paged=wanted)
+        serving = device.chosen(case.spec, mesh, case.sizes, prefill=wanted, paged=wanted)
         lowered = engine.lowered(case.spec, mesh, SAMPLER, case.sizes, serving)
         for name, chosen in ((f"prefill_{case.sizes.buckets[0]}", serving.prefill), ("decode", serving.paged)):
             yield name, str(chosen), lowered[name]

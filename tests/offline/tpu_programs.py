@@ -23,14 +23,14 @@ import jax
 
 from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplerConfig, files
 from jaxroll.config.rules import episode_tokens, page_size
-from jaxroll.engine import attention
+from jaxroll.engine import device
 from jaxroll.engine import programs as engine
 from jaxroll.engine.packets import Sizes
 from jaxroll.learner import step, trainer
 from jaxroll.models import cache, families
 from jaxroll.models.families import ModelSpec
-from jaxroll.offline import aot
 from jaxroll.sharding.rules import LEARNER, SAMPLER, Layout
+from jaxroll.tools import aot
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 COLLECTIVES = ("all-reduce", "all-gather")  # as the compiler writes them: " all-gather(", " all-gather-start("
@@ -70,7 +70,7 @@ def engine_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
     """Prefill by bucket, fresh and extending, insert, and a dispatch of decode steps, likewise."""
     mesh = aot.topology_mesh(config.sampler.mesh, topology)
     sizes = engine_sizes(config, cache.shards_of(config.sampler.slots, mesh, SAMPLER))
-    chosen = attention.chosen(
+    chosen = device.chosen(
         spec, mesh, sizes, prefill=config.sampler.prefill_attention, paged=config.sampler.paged_attention
     )
     fused = {"prefill": str(chosen.prefill), "decode": str(chosen.paged)}

@@ -14,9 +14,9 @@ from jaxroll.engine import naive
 from jaxroll.engine.requests import Request
 from jaxroll.learner import weights as own
 from jaxroll.models import families, folders, params, pretrained
-from jaxroll.offline import weights
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.sharding import meshes, rules
+from jaxroll.tools import weights
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(300)]
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"

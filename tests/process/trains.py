@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from jaxroll import metrics
-from jaxroll.report.checks import checks
+from jaxroll.report.figures.checks import checks
 
 ROOT = Path(__file__).resolve().parents[2]
 UNEQUAL_MESHES = ("--config.learner.mesh.fsdp=2", "--config.sampler.mesh.tensor=2")

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jaxroll.report import ahead, cli, record, summary
-from jaxroll.report.history import ClaimTimes, History
+from jaxroll.report.commands import report
+from jaxroll.report.figures import ahead, record, summary
+from jaxroll.report.figures.history import ClaimTimes, History
 from tests.report.made_run import make_run
 
 PUBLISHED = tuple((100.0 + step, f"0.{step}") for step in range(20))
@@ -69,7 +70,7 @@ def test_the_report_says_so_on_the_page_and_on_the_terminal(tmp_path: Path, made
     run.config["sampler"]["episodes"] = 1000
     run = replace(run, history=replace(run.history, claim_times=history(made_s).claim_times))
     figures, out = summary.summary(run), io.StringIO()
-    cli.show(run, figures, Console(file=out, width=120))
+    report.show(run, figures, Console(file=out, width=120))
     assert figures["alpha_wanted"] == (3 if shown else None)
     assert (LINE in out.getvalue()) is shown
-    assert (LINE in cli.write_page(run, figures).read_text(encoding="utf-8")) is shown
+    assert (LINE in report.write_page(run, figures).read_text(encoding="utf-8")) is shown

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxroll.report import by_age
+from jaxroll.report.page import work
 
 
 def age(tokens: int, reward: float, trained: int = 50, **figures: float) -> dict:
@@ -19,7 +19,7 @@ STEPS = [
 
 
 def test_means_are_weighted_by_tokens_and_the_largest_is_the_largest():
-    found = by_age.totals(STEPS)
+    found = work.totals(STEPS)
     assert list(found) == [0, 7]
     assert found[0]["tokens"] == 40 and found[0]["ratio_max"] == 4.0
     assert found[0]["ess"] == (10 * 0.9 + 30 * 0.5) / 40
@@ -28,9 +28,9 @@ def test_means_are_weighted_by_tokens_and_the_largest_is_the_largest():
 
 
 def test_a_line_for_each_age_that_has_the_figure():
-    drawn = str(by_age.plot(STEPS, "ess", "effective samples"))
+    drawn = str(work.plot(STEPS, "ess", "effective samples"))
     assert drawn.count("age-0") == 1 and "age-3" not in drawn and "age-7" not in drawn
     older = [*STEPS, {"step": 4, "by_age": {"7": age(5, 0.25)}}]
-    assert "age-3" in str(by_age.plot(older, "ess", "effective samples"))
-    assert not by_age.plot([{"step": 1, "by_age": {"0": age(0, 1.0)}}], "ess", "effective samples")
-    assert not by_age.plot([], "ess", "effective samples")
+    assert "age-3" in str(work.plot(older, "ess", "effective samples"))
+    assert not work.plot([{"step": 1, "by_age": {"0": age(0, 1.0)}}], "ess", "effective samples")
+    assert not work.plot([], "ess", "effective samples")

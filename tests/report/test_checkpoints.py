@@ -16,11 +16,11 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.control import run_dir
-from jaxroll.learner import checkpoint_files, checksums
+from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
-from jaxroll.report import checkpoints as report
+from jaxroll.report.commands import checkpoints as report
 from tests.report.made_run import LogMaker
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def test_one_whose_state_cannot_be_opened_is_damaged_though_its_sums_are_right(
     path = run / "checkpoints" / "0000.00000004"
     (path / "state" / "manifest.ocdbt").unlink()
     (path / "sums.json").unlink()
-    checksums.write(path)
+    checkpoint_files.write(path)
     assert report.main(run, verify=True, as_json=False) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "DAMAGED" in line]
     assert len(lines) == 1 and lines[0].startswith("0.4 ") and "manifest.ocdbt is missing" in lines[0]

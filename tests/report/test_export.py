@@ -15,7 +15,7 @@ import pytest
 
 from jaxroll.control import cli
 from jaxroll.records import Version
-from jaxroll.report import export, export_files
+from jaxroll.report.commands import export
 from jaxroll.store.log import reading
 from tests.report.made_run import write_run_file
 from tests.store.made_log import ALPHABET, finished, long_run, recorded_run
@@ -40,7 +40,7 @@ def test_both_files_hold_what_was_put(run_dir: Path, tmp_path: Path) -> None:
     table = pq.read_table(parquet)
     rows = table.to_pylist()
     assert [json.loads(line) for line in lines.read_text().splitlines()] == rows
-    assert table.column_names == [name for name, _ in export_files.COLUMNS]
+    assert table.column_names == [name for name, _ in export.COLUMNS]
     assert sorted((row["group"], row["member"]) for row in rows) == [(row["group"], row["member"]) for row in rows]
     assert len(rows) == 17
     first = next(row for row in rows if (row["group"], row["member"]) == (3, 1))

@@ -1,6 +1,6 @@
 """Metrics rows of strangers: whatever a process that holds a token appends, every reader of a run works with the rest.
 
-Rows are drawn from the schema (`jaxroll.metric_rows.KINDS`) with the values that it allows, extreme ones preferred, and
+Rows are drawn from the schema (`jaxroll.metrics.KINDS`) with the values that it allows, extreme ones preferred, and
 from what is no row at all.
 """
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec import inspect
 from rich.console import Console
 
-from jaxroll import metric_rows, metrics
+from jaxroll import metrics
 from jaxroll.control import cli, run_dir
 from jaxroll.control.live import PlainView, TableView
 from jaxroll.control.supervisor import ProcessView
@@ -67,10 +67,10 @@ def values(kind: Any, name: str = "") -> st.SearchStrategy:
 
 
 def of_kind(kind: str) -> st.SearchStrategy[dict[str, Any]]:
-    return values(inspect.type_info(metric_rows.KINDS[kind])).map(lambda row: row | {"kind": kind})
+    return values(inspect.type_info(metrics.KINDS[kind])).map(lambda row: row | {"kind": kind})
 
 
-ROWS = st.one_of(*map(of_kind, metric_rows.KINDS))
+ROWS = st.one_of(*map(of_kind, metrics.KINDS))
 LINES = st.lists(st.one_of(ROWS.map(lambda row: json.dumps(row).encode()), st.sampled_from(NO_ROWS)), max_size=12)
 
 
@@ -107,7 +107,7 @@ def test_every_reader_works_with_rows_of_strangers(made: tuple[Path, bytes], lin
 @given(row=ROWS)
 def test_the_drawn_rows_are_valid(row: dict[str, Any]) -> None:
     """Or the test above would only show that they are skipped."""
-    assert metric_rows.checked_row(row) is row
+    assert metrics.checked_row(row) is row
 
 
 def test_a_run_of_a_stranger_is_listed_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

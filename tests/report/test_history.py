@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.errors import DataError
 from jaxroll.records import Snapshot, Version, VersionRun
-from jaxroll.report import history
+from jaxroll.report.figures import history
 from jaxroll.store.core import events as ev
 from jaxroll.store.log import state_checkpoints
 from tests.report.made_run import GROUPS, MEMBERS, TOKENS, LogMaker, task

@@ -16,9 +16,9 @@ from rich.console import Console
 from jaxroll.clock import ManualClock
 from jaxroll.control import cli
 from jaxroll.records import Snapshot, Version
-from jaxroll.report import inspect_run, inspection, trajectory
-from jaxroll.report.alive import store_pid
-from jaxroll.report.listing import Section, plain, safe, show
+from jaxroll.report.commands import inspect, inspection, trajectory
+from jaxroll.report.figures.record import store_pid
+from jaxroll.report.formats import Section, plain, safe, show
 from jaxroll.store.core import requests as rq
 from jaxroll.store.log import reading
 from jaxroll.store.log.commit_log import Log
@@ -135,7 +135,7 @@ def test_plain_lines_in_a_pipe_and_tables_on_a_terminal(run_dir: Path, capsys: p
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     config = json.loads((run_dir / "run.json").read_text())["config"]
-    inspect_run.main(run_dir, config, group=3, as_json=False, console=console)
+    inspect.main(run_dir, config, group=3, as_json=False, console=console)
     assert "dddd" in out.getvalue() and "\x1b[" in out.getvalue() and "spell d" in out.getvalue()
 
 
@@ -228,6 +228,6 @@ def test_holders_that_rest_or_fail_are_shown(tmp_path: Path) -> None:
     assert found["unreliable"]["actor-3"] == pytest.approx(0.185, abs=0.01)
     out = io.StringIO()
     write_run_file(tmp_path)
-    inspect_run.main(tmp_path, {}, group=None, as_json=False, console=Console(file=out, width=200))
+    inspect.main(tmp_path, {}, group=None, as_json=False, console=Console(file=out, width=200))
     (line,) = [line for line in out.getvalue().splitlines() if "actor-3" in line and "18%" in line]
     assert "its scorer is gone" in line

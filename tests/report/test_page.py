@@ -10,7 +10,11 @@ import pytest
 from rich.console import Console
 
 from jaxroll.errors import ConfigError
-from jaxroll.report import activity, answers, cli, formats, markup, record, script, summary, svg, timeline, weights
+from jaxroll.report import formats
+from jaxroll.report.commands import report
+from jaxroll.report.figures import activity, record, summary
+from jaxroll.report.page import head, svg, timeline, work
+from jaxroll.report.page import page as script
 from tests.report.made_run import GROUPS, STARTED, make_run, write_rows, write_run_file
 from tests.report.test_summary import REQUIRED
 
@@ -56,7 +60,7 @@ def run_dir(tmp_path_factory):
 
 def page_of(run_dir) -> str:
     run = record.load(run_dir)
-    return cli.write_page(run, summary.summary(run)).read_text(encoding="utf-8")
+    return report.write_page(run, summary.summary(run)).read_text(encoding="utf-8")
 
 
 # --- the page
@@ -94,12 +98,10 @@ def test_what_a_model_wrote_stays_text(tmp_path):
 
 
 def test_markup_escapes_whatever_is_not_markup():
-    assert (
-        markup.tag("b", "<i>", class_='"x"', hidden=True, title=None) == '<b class="&quot;x&quot;" hidden>&lt;i&gt;</b>'
-    )
-    assert markup.tag("p", markup.tag("br"), 3) == "<p><br>3</p>"
-    assert markup.text("a\x00\x1b\n\udfff") == "a\u2400\u241b\n\ufffd"
-    assert markup.tag("line", x1=1 / 3, stroke_width=2.0) == '<line x1="0.33" stroke-width="2"></line>'
+    assert svg.tag("b", "<i>", class_='"x"', hidden=True, title=None) == '<b class="&quot;x&quot;" hidden>&lt;i&gt;</b>'
+    assert svg.tag("p", svg.tag("br"), 3) == "<p><br>3</p>"
+    assert svg.text("a\x00\x1b\n\udfff") == "a\u2400\u241b\n\ufffd"
+    assert svg.tag("line", x1=1 / 3, stroke_width=2.0) == '<line x1="0.33" stroke-width="2"></line>'
 
 
 @pytest.mark.parametrize("rows", [[], [{"t": STARTED + 1.0, "role": "learner", "kind": "event", "text": "hello"}]])
@@ -107,7 +109,7 @@ def test_a_run_that_has_only_begun_has_a_page_and_a_summary(tmp_path, rows, caps
     write_run_file(tmp_path)
     if rows:
         write_rows(tmp_path, rows)
-    assert cli.main(tmp_path, as_json=True) == 0
+    assert report.main(tmp_path, as_json=True) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures.keys() >= REQUIRED and figures["steps"] == 0 and figures["accuracy_end"] is None
     assert "not evaluated yet" in Page((tmp_path / "report.html").read_text(encoding="utf-8")).texts["span"]
@@ -120,7 +122,7 @@ def test_a_live_run_with_a_torn_last_line(tmp_path):
     run = record.load(tmp_path)
     figures = summary.summary(run)
     assert figures["steps"] == 3 and figures["accuracy_start"] == figures["accuracy_end"]
-    assert "3 / 60" in Page(cli.write_page(run, figures).read_text(encoding="utf-8")).texts["b"]
+    assert "3 / 60" in Page(report.write_page(run, figures).read_text(encoding="utf-8")).texts["b"]
 
 
 def test_rows_of_weights_that_a_rewind_threw_away_are_left_out(tmp_path):
@@ -142,7 +144,7 @@ def test_rows_of_weights_that_a_rewind_threw_away_are_left_out(tmp_path):
 
 
 def test_json_has_every_figure_of_a_whole_run(run_dir, capsys):
-    assert cli.main(run_dir, as_json=True) == 0
+    assert report.main(run_dir, as_json=True) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures.keys() >= REQUIRED and not [key for key in REQUIRED if figures[key] is None]
     assert figures["steps"] == 60 and figures["restarts"] == 1 and figures["heldout_in_train"] == 0
@@ -160,7 +162,7 @@ def test_json_has_every_figure_of_a_whole_run(run_dir, capsys):
 def test_the_summary_for_a_person(run_dir):
     run = record.load(run_dir)
     out = io.StringIO()
-    cli.show(run, summary.summary(run), Console(file=out, width=100))
+    report.show(run, summary.summary(run), Console(file=out, width=100))
     text = out.getvalue()
     for words in ("held-out accuracy", "60 of 60", "fsdp 2", "tensor 2", "overlap", "wasted tokens"):
         assert words in text
@@ -180,7 +182,7 @@ def test_the_summary_for_a_person(run_dir):
 def test_what_is_no_run_is_said_so(tmp_path, make, words):
     make(tmp_path / "run")
     with pytest.raises(ConfigError, match=words):
-        cli.main(tmp_path / "run", as_json=False)
+        report.main(tmp_path / "run", as_json=False)
 
 
 # --- parts
@@ -244,13 +246,13 @@ def test_lag_of_weights_is_counted_within_a_lineage():
     published = ((10.0, "0.0"), (20.0, "0.1"), (30.0, "0.2"), (40.0, "1.4"))
     reports = ((5, "None"), (11, "0.0"), (21, "0.0"), (31, "0.1"), (32, "0.2"), (41, "0.2"), (42, "1.4"))
     stats = [{"t": float(t), "version": version} for t, version in reports]
-    found = weights.lags(stats, published)
-    assert found == [0, 1, 1, 0, 0] and weights.by_lag(found) == {0: 0.6, 1: 0.4}
+    found = work.lags(stats, published)
+    assert found == [0, 1, 1, 0, 0] and work.by_lag(found) == {0: 0.6, 1: 0.4}
 
 
 def test_answers_are_matched_by_question():
     first = {"examples": [{"prompt": "a", "text": "1", "ok": False}, {"prompt": "b", "text": "2", "ok": True}]}
     last = {"examples": [{"prompt": "c", "text": "4", "ok": True}, {"prompt": "b", "text": "3", "ok": True}]}
-    found = answers.questions([first, last])
+    found = head.questions([first, last])
     assert [(q.prompt, q.before.text, q.after and q.after.text) for q in found] == [("a", "1", None), ("b", "2", "3")]
-    assert answers.questions([first])[0].after is None and answers.questions([]) == []
+    assert head.questions([first])[0].after is None and head.questions([]) == []

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll.control import run_dir
-from jaxroll.report import activity, alive, checks, intervals, summary
-from jaxroll.report.history import History
-from jaxroll.report.record import Run
+from jaxroll.report.figures import activity, checks, record, summary
+from jaxroll.report.figures.history import History
+from jaxroll.report.figures.record import Run
 
 REQUIRED = frozenset({
     "accuracy_start", "accuracy_end", "steps", "seconds", "samples_per_s", "train_tokens_per_s", "alpha", "age_max",
@@ -29,19 +29,19 @@ def seconds_in(parts, second):
 
 @given(spans, spans)
 def test_interval_sets_agree_with_counting_seconds(a, b):
-    ua, ub = intervals.union(a), intervals.union(b)
+    ua, ub = activity.union(a), activity.union(b)
     in_a, in_b = ({s for s in range(41) if seconds_in(parts, s)} for parts in (a, b))
-    assert intervals.length_s(ua) == len(in_a)
-    assert intervals.length_s(intervals.intersection(ua, ub)) == len(in_a & in_b)
-    assert intervals.length_s(intervals.difference(ua, ub)) == len(in_a - in_b)
-    assert intervals.union(intervals.difference(ua, ub)) == intervals.difference(ua, ub)
+    assert activity.length_s(ua) == len(in_a)
+    assert activity.length_s(activity.intersection(ua, ub)) == len(in_a & in_b)
+    assert activity.length_s(activity.difference(ua, ub)) == len(in_a - in_b)
+    assert activity.union(activity.difference(ua, ub)) == activity.difference(ua, ub)
 
 
 @given(spans, st.integers(0, 5))
 def test_closing_gaps_keeps_all_time_and_leaves_only_longer_gaps(a, gap):
-    parts = intervals.union(a)
-    closed = intervals.closed(parts, gap)
-    assert intervals.difference(parts, closed) == []
+    parts = activity.union(a)
+    closed = activity.closed(parts, gap)
+    assert activity.difference(parts, closed) == []
     assert all(b[0] - a[1] > gap for a, b in pairwise(closed))
 
 
@@ -226,7 +226,7 @@ def test_a_run_is_live_while_rows_come_and_finished_with_its_last_step(tmp_path)
     assert summary.state_of(Run(tmp_path, CONFIG, rows=[step(9, 0.0, 100.0)]), now_s=500.0) == "finished"
 
 
-@pytest.mark.parametrize("lock", [alive.LOCK, run_dir.LOCK_FILE])
+@pytest.mark.parametrize("lock", [record.LOCK, run_dir.LOCK_FILE])
 @pytest.mark.parametrize("now_s", [500.0, -5000.0])
 def test_a_run_whose_lock_is_held_is_live_whatever_the_clock_says(tmp_path, lock, now_s):
     rows = [step(8, 0.0, 100.0)]

@@ -13,7 +13,7 @@ import pytest
 
 from jaxroll.config import Config, RoleArgs
 from jaxroll.errors import StaleClient
-from jaxroll.learner import checksums
+from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
@@ -48,7 +48,7 @@ def test_what_is_gone_on_from(tmp_path: Path, durable_steps: int, restored: int)
         checkpoints.save(Version(0, step), step, state_of(step))
         checkpoints.wait()
     newest = checkpoints.path(Version(0, 4))
-    (newest / checksums.SUMS).unlink()
+    (newest / checkpoint_files.SUMS).unlink()
     session = LearnerSession.__new__(LearnerSession)  # what a session has before it opens a store
     session.args, session.config, session.checkpoints = RoleArgs(Config(), tmp_path), Config(), checkpoints
     session.store = SimpleNamespace(  # type: ignore[assignment]
@@ -60,8 +60,8 @@ def test_what_is_gone_on_from(tmp_path: Path, durable_steps: int, restored: int)
     assert isinstance(trainer.state, TrainState)
     np.testing.assert_array_equal(trainer.state.params["embed"], np.full(SIZE, restored))
     assert any("0000.00000004 cannot be read (sums.json is gone" in text for text in said) == (restored == 2)
-    assert (newest / checksums.SUMS).exists() == (restored == 4), "it counts from now on"
-    assert restored == 2 or not checksums.damage(newest, durable=True)
+    assert (newest / checkpoint_files.SUMS).exists() == (restored == 4), "it counts from now on"
+    assert restored == 2 or not checkpoint_files.damage(newest, durable=True)
     checkpoints.close()
 
 

@@ -13,7 +13,7 @@ from jaxroll import protocols
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Grant, Member, Message, Task, Version, VersionRun
-from jaxroll.rollout.asking import Asking
+from jaxroll.rollout.env_calls import Asking
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 

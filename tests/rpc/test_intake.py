@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jaxroll.rpc import intake as intakes
 from jaxroll.rpc import limits
-from jaxroll.rpc.doorman import Credit, Crowded, Doorman
 from jaxroll.rpc.intake import Busy, Intake, Malformed
+from jaxroll.rpc.throttle import Credit, Crowded, Doorman
 
 PIECE = limits.PIECE_BYTES
 LIMIT = 4 * PIECE

@@ -22,8 +22,7 @@ from jaxroll.errors import ConfigError, Unauthorized
 from jaxroll.rpc import tls
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.server import Caller, Method, RawServer
-from jaxroll.rpc.tls import Material
-from jaxroll.rpc.validity import validity
+from jaxroll.rpc.tls import Material, validity
 
 PATIENCE_S = 40.0  # a misfit must be told at once, long before this
 

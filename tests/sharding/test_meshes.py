@@ -6,7 +6,7 @@ from jax.sharding import AxisType
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.sharding import backend, meshes
+from jaxroll.sharding import meshes
 
 
 def test_axes_have_one_order_and_auto_type():
@@ -32,5 +32,5 @@ def test_an_axis_below_one_is_refused():
 
 
 def test_the_platform_is_that_of_the_mesh():
-    assert backend.platform(meshes.build(MeshConfig())) == backend.platform() == "cpu"
-    assert backend.memory_bytes(jax.devices()[0]) is None
+    assert meshes.platform(meshes.build(MeshConfig())) == meshes.platform() == "cpu"
+    assert meshes.memory_bytes(jax.devices()[0]) is None

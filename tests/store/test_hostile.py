@@ -42,7 +42,7 @@ from jaxroll.records import (
     Version,
     VersionRun,
 )  # fmt: skip
-from jaxroll.rpc import auth, doorman, limits
+from jaxroll.rpc import auth, limits, throttle
 from jaxroll.rpc.envelope import Envelope
 from jaxroll.store import messages as msg
 from jaxroll.store.server import audit
@@ -150,7 +150,7 @@ def test_whatever_is_sent_the_answer_is_typed_and_the_store_lives(
     """
     config, chance = small.configured(), random.Random(seed)
     valid = _valid()
-    monkeypatch.setattr(doorman, "HOLD_S", 0.0)
+    monkeypatch.setattr(throttle, "HOLD_S", 0.0)
 
     async def fuzz() -> None:
         async with small.serving(tmp_path, config) as address:
@@ -500,7 +500,7 @@ def test_the_limits_that_hold_an_attacker_are_in_force() -> None:
     assert options["grpc.max_allowed_incoming_connections"] == 7
     assert options["grpc.server_handshake_timeout_ms"] == 10_000 and options["grpc.max_concurrent_streams"] == 64
     assert limits.connections(20_000) == limits.MAX_CONNECTIONS and limits.connections(256) == 128
-    assert doorman.HOLD_S > 0 and asyncio.iscoroutinefunction(doorman.Doorman.hold)
+    assert throttle.HOLD_S > 0 and asyncio.iscoroutinefunction(throttle.Doorman.hold)
 
 
 @pytest.mark.process

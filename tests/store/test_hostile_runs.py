@@ -17,7 +17,7 @@ import pytest
 from jaxroll import wire
 from jaxroll.control import cli
 from jaxroll.errors import CheckpointDamaged
-from jaxroll.learner import checkpoint_files, checksums
+from jaxroll.learner import checkpoint_files
 from jaxroll.records import Version
 from tests.bounds import bounded
 from tests.report.made_run import write_run_file
@@ -206,7 +206,7 @@ def checkpoint(run_dir: Path) -> Path:
     path = checkpoint_files.path_of(run_dir / "checkpoints", Version(0, 4))
     (path / checkpoint_files.ABOUT).mkdir(parents=True)
     (path / checkpoint_files.ABOUT / "metadata").write_text('{"position": 1, "arrays": {}}')
-    checksums.write(path)
+    checkpoint_files.write(path)
     return path
 
 
@@ -243,9 +243,9 @@ SUMS = {
 @pytest.mark.parametrize("content", SUMS.values(), ids=SUMS)
 def test_sums_that_no_learner_wrote_are_damage(run_dir: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoint(run_dir)
-    (path / checksums.SUMS).write_bytes(content)
+    (path / checkpoint_files.SUMS).write_bytes(content)
     with bounded():
-        problem = checksums.damage(path)
+        problem = checkpoint_files.damage(path)
     assert problem and problem.isprintable() and len(problem) < 1500
     code, err = run(["checkpoints", "--verify"], run_dir, monkeypatch)
     assert (code, err) == (1, "")
@@ -257,8 +257,8 @@ def test_sums_do_not_wait_for_a_pipe(run_dir: Path) -> None:
     (path / "zero").symlink_to("/dev/zero")
     (path / "loop").symlink_to(path)
     with bounded():
-        assert checksums.damage(path) == ""
-    (path / checksums.SUMS).unlink()
-    os.mkfifo(path / checksums.SUMS)
+        assert checkpoint_files.damage(path) == ""
+    (path / checkpoint_files.SUMS).unlink()
+    os.mkfifo(path / checkpoint_files.SUMS)
     with bounded():
-        assert "regular" in checksums.damage(path)
+        assert "regular" in checkpoint_files.damage(path)

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxroll.errors import StoreRefusal
-from jaxroll.metric_rows import KINDS
-from jaxroll.metrics import dumps
+from jaxroll.metrics import KINDS, dumps
 from jaxroll.store.server import validation
 
 STEP = {

@@ -22,7 +22,7 @@ from jaxroll import wire
 from jaxroll.config import digest
 from jaxroll.errors import Closed, Conflict, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.records import Version
-from jaxroll.rpc import auth, doorman, limits
+from jaxroll.rpc import auth, limits, throttle
 from jaxroll.rpc.client import RawClient
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
@@ -43,7 +43,7 @@ RIGHTS = {
 
 @pytest.fixture(autouse=True)
 def _refusals_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doorman, "HOLD_S", 0.0)
+    monkeypatch.setattr(throttle, "HOLD_S", 0.0)
 
 
 def raw(address: str | Path, role: str, token: str | None, **options: Any) -> RawClient:
@@ -390,7 +390,7 @@ def test_the_secret_stands_in_the_token_file_only(tmp_path: Path, small: SimpleN
 def test_a_flood_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests here switch off is on by default."""
     monkeypatch.undo()
-    assert doorman.HOLD_S >= 1.0
+    assert throttle.HOLD_S >= 1.0
     asyncio.run(_held_back(monkeypatch))
 
 
@@ -400,10 +400,10 @@ async def _held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(doorman.asyncio, "sleep", sleep)
+    monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
     for _ in range(100):
-        await doorman.Doorman().hold(10.0)
-    assert min(slept) >= doorman.HOLD_S and max(slept) <= 2 * doorman.HOLD_S
+        await throttle.Doorman().hold(10.0)
+    assert min(slept) >= throttle.HOLD_S and max(slept) <= 2 * throttle.HOLD_S
     assert len({round(seconds, 2) for seconds in slept}) > 50, "they come back together"
-    await doorman.Doorman().hold(1.0)
+    await throttle.Doorman().hold(1.0)
     assert slept[-1] == 0.8, "who waits for a second only is told within it"

@@ -16,9 +16,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxroll.config import TransferConfig
 from jaxroll.records import Snapshot, Version
+from jaxroll.transfer.host_snapshot import HostSnapshot, from_pieces
 from jaxroll.transfer.publish import Publisher
 from jaxroll.transfer.receive import Receiver
-from jaxroll.transfer.snapshot import HostSnapshot, from_pieces
 
 SHAPES = {"bias": (8,), "embed": (24, 16), "layers.00.q": (16, 4, 8), "odd": (3, 5), "scale": (), "none": (0, 4)}
 SPECS = {

@@ -11,7 +11,7 @@ import pytest
 
 from jaxroll.errors import DigestMismatch, TransferError, VersionGone, VersionMixed
 from jaxroll.records import Version
-from jaxroll.transfer import snapshot as snapshots
+from jaxroll.transfer import host_snapshot as snapshots
 
 pytestmark = pytest.mark.parametrize("channel", ["tcp", "tensorstore"])
 

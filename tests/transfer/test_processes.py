@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxroll import wire
 from jaxroll.errors import TransferError
 from jaxroll.records import Snapshot, Version
-from jaxroll.transfer.snapshot import take
+from jaxroll.transfer.host_snapshot import take
 
 pytestmark = pytest.mark.process
 _SCRIPT = Path(__file__).with_name("learner_process.py")

@@ -16,7 +16,7 @@ from jaxroll import wire
 from jaxroll.clock import ManualClock, MonotonicClock
 from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone
 from jaxroll.records import Snapshot, Version
-from jaxroll.transfer import frames, tcp_connection, tcp_listener
+from jaxroll.transfer import frames, tcp_listener
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, Part
 
@@ -113,7 +113,7 @@ def test_a_socket_that_takes_few_bytes_at_a_time_gets_all_of_them_in_order() -> 
         rng = np.random.default_rng(0)
         buffers = [rng.bytes(int(n)) for n in [*rng.integers(0, 9, 100), *rng.integers(1, 60_000, 20)]]
         wanted = b"".join(buffers)
-        connection = tcp_connection.Connection(ours, 0.0)
+        connection = tcp_listener.Connection(ours, 0.0)
         connection.more = iter([memoryview(buffer) for buffer in buffers])
         got, partial = b"", 0
         while len(got) < len(wanted):

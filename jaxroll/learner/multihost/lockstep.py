@@ -25,7 +25,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim, Version
 from jaxroll.sharding.rules import Rules
-from jaxroll.transfer import snapshot
+from jaxroll.transfer import host_snapshot
 
 Tell = Callable[[Word], None]
 
@@ -126,9 +126,9 @@ def follow(
             case "finished":
                 trainer.finished(running)
             case "published":
-                snapshot.begin(trainer.published(), dtype)
+                host_snapshot.begin(trainer.published(), dtype)
             case "frozen":
-                snapshot.begin(trainer.frozen(), dtype)
+                host_snapshot.begin(trainer.frozen(), dtype)
             case "write":
                 checkpoints.write(_version(word), word.position, trainer.state, word.text)
             case "read":

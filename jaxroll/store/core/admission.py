@@ -6,12 +6,8 @@ import math
 
 from jaxroll.policy.health import LONGEST_S, UNRELIABLE
 from jaxroll.policy.limiter import Pace, adapted
-from jaxroll.policy.order import Share, groups_ahead
-from jaxroll.store.core import requests as rq
-from jaxroll.store.core.groups import FREE, Group, Slot
-from jaxroll.store.core.holders import Taker
 from jaxroll.store.core.settings import CHECKPOINT_WANTED_AT, END_OF_DATA, Settings
-from jaxroll.store.core.state import State, held_bytes, unpublished_groups
+from jaxroll.store.core.state import State, held_bytes
 
 HUNGRY_S = 10.0  # a sampler with room asks again within this time
 IDLE_S = 120.0  # a holder that was idle so lately can do the work of one that fails
@@ -111,49 +107,3 @@ def checkpoint_wanted(settings: Settings, state: State) -> bool:
     limit = settings.limiter.buffer_groups
     full_bytes = held_bytes(state) >= CHECKPOINT_WANTED_AT * settings.retention_bytes
     return full_bytes or (limit > 0 and kept_groups(state) >= CHECKPOINT_WANTED_AT * limit)
-
-
-# --- What one sampler may take of the work there is, as the state has it. Pure questions, for `work`
-
-
-def free_members(group: Group, now_s: float, taker: Taker | None = None) -> list[tuple[int, Slot]]:
-    """The members of a group that can be leased now: to `taker`, or to anybody."""
-    free = [(m, s) for m, s in group.missing() if s.status == FREE and s.rests_until_s <= now_s]
-    return free if taker is None else [(m, s) for m, s in free if taker.takes(s)]
-
-
-def is_awaited(settings: Settings, state: State, place: int) -> bool:
-    """Whether the learner waits for a claim that the unclaimed group at `place` belongs to."""
-    return state.awaited_at_s is not None and place < settings.limiter.batch_groups
-
-
-def share_of(settings: Settings, state: State, r: rq.Lease, now_s: float, taker: Taker) -> Share:
-    """The asker's share beside those who have room as well; all that it has room for when it is alone."""
-    others = sum(state.rooms.get(name, 0) for name in with_room(settings, state, r.name, now_s))
-    if others == 0:
-        return Share(r.max_members)
-    available = _available(settings, state, r, r.max_members + others, now_s, taker)
-    return Share(r.max_members, others, available, settings.replicate)
-
-
-def _available(settings: Settings, state: State, r: rq.Lease, enough: int, now_s: float, taker: Taker) -> int:
-    """Members that may be leased at the asker's version: free ones, and those of new groups; `enough` is counted."""
-    assert state.published is not None
-    newest, in_force = state.published.version.step, window_in_force(settings, state)
-    claimed, unclaimed = unpublished_groups(state), len(state.open)
-
-    def admits(ahead: int) -> bool:
-        return settings.limiter.admits(ahead, newest, r.version.step, in_force, state.next_claim - newest)
-
-    found = 0
-    for group in state.index.with_free():
-        if free := free_members(group, now_s, taker):
-            place = state.index.place_of(group)
-            if not admits(claimed + groups_ahead(settings.order, place, unclaimed)):
-                return found
-            found += len(free)
-    per_claim = settings.limiter.batch_groups + settings.limiter.redundant_groups
-    last = (settings.steps - state.next_claim) * per_claim
-    while found < enough and unclaimed < last and admits(claimed + unclaimed):
-        found, unclaimed = found + settings.members_leased, unclaimed + 1
-    return found

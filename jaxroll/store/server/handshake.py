@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from jaxroll import wire
 from jaxroll.errors import StaleClient, Unauthorized
-from jaxroll.rpc.doorman import Credit, Crowded
 from jaxroll.rpc.server import Caller
+from jaxroll.rpc.throttle import Credit, Crowded
 from jaxroll.store.messages import Hello
 
 NAMES_KEPT = 1024  # of which something is remembered that nothing depends on

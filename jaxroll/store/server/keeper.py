@@ -15,7 +15,7 @@ from jaxroll.clock import Clock, unix_s
 from jaxroll.errors import NoCredit, NotReady, StoreRefusal
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.admission import free_members
+from jaxroll.store.core.holders import free_members
 from jaxroll.store.core.machine import Core, Ending
 from jaxroll.store.core.requests import Key
 from jaxroll.store.core.settings import Settings

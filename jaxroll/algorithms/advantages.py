@@ -1,0 +1,208 @@
+"""The advantage that a critic makes, and the critic's own loss. Functions take one sequence; the caller vmaps them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+
+def gae(
+    rewards: Float[Array, " T"],
+    values: Float[Array, " T"],
+    mask: Float[Array, " T"],
+    discount: float = 1.0,
+    decay: float = 0.95,
+) -> Float[Array, " T"]:
+    """float32 [T]: Aₜ = δₜ + γλ·Aₜ₊₁, δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ) (GAE, arXiv 1506.02438); 0 where `mask` is 0.
+
+    Steps are the tokens whose mask is 1, next to one another or not; after the last the value is 0. What stands at
+    other tokens, padding and other speakers alike, is never read. The critic's target is A + V.
+    """
+
+    def back(later, now):
+        advantage_after, value_after = later
+        reward, value, acted = now
+        delta = reward + discount * value_after - value
+        advantage = jnp.where(acted, delta + discount * decay * advantage_after, advantage_after)
+        return (advantage, jnp.where(acted, value, value_after)), jnp.where(acted, advantage, 0.0)
+
+    acted = mask > 0
+    streams = (jnp.where(acted, rewards, 0.0), jnp.where(acted, values, 0.0), acted)
+    zero = jnp.zeros((), jnp.float32)
+    _, advantages = jax.lax.scan(back, (zero, zero), streams, reverse=True)
+    return advantages
+
+
+def clipped_value_loss(
+    value: Float[Array, "*T"], before: Float[Array, "*T"], target: Float[Array, "*T"], clip: float
+) -> Float[Array, "*T"]:
+    """½·max((V − R)², (clip(V, V₀ ± ε) − R)²): the critic's loss of PPO, held near V₀ of the claim's start.
+
+    With ε = 0 it is not held: ½·(V − R)².
+    """
+    if not clip:
+        return 0.5 * jnp.square(value - target)
+    near = before + jnp.clip(value - before, -clip, clip)
+    return 0.5 * jnp.maximum(jnp.square(value - target), jnp.square(near - target))
+
+
+# --- Who earns what, without a critic: groups, whole batches, selections, and the turns of an episode
+#
+# On the host in float64: like denominators, advantages are data, and no device need be free for them. G members of a
+# group, K turns of a member, T tokens.
+
+STD_FLOOR = 1e-6  # below it rewards are equal up to rounding and say nothing; relative, where they are above 1
+
+Advantage = float | np.ndarray  # of every trained token alike, or float32 [T]
+
+
+class Turn(NamedTuple):
+    """The sampled tokens [start, stop) of one turn, what was shown before it, and what it earned."""
+
+    start: int
+    stop: int
+    state: bytes
+    reward: float
+
+
+class Rollout(Protocol):
+    """What an estimator may know of a member."""
+
+    @property
+    def reward(self) -> float: ...
+    @property
+    def mask(self) -> np.ndarray: ...  # bool [T]: trained on
+    @property
+    def turns(self) -> tuple[Turn, ...]: ...
+
+
+Group = Sequence[Rollout]
+Credit = Callable[[Sequence[Group]], list[list[Advantage]]]
+
+
+def standardised(values: np.ndarray, *, divide_by_std: bool = True) -> np.ndarray:
+    """float64 [n]: (x − mean) / std with the divisor n − 1; 0 where the values are equal up to rounding, or one.
+
+    Of a group's rewards this is GRPO's advantage (DeepSeekMath, arXiv 2402.03300; the divisor of TRL and verl), without
+    `divide_by_std` that of Dr. GRPO (arXiv 2503.20783). A group of equals holds no preference.
+    """
+    values = np.asarray(values, np.float64)
+    if len(values) < 2:
+        return np.zeros(len(values))
+    centred = values - values.mean()
+    std = values.std(ddof=1)
+    if std <= STD_FLOOR * max(1.0, float(np.abs(values).max())):
+        return np.zeros(len(values))
+    return centred / std if divide_by_std else centred
+
+
+def leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    """float64 [G]: rᵢ − mean of the other members' rewards (RLOO, arXiv 2402.14740); 0 for a single member."""
+    return len(rewards) / max(len(rewards) - 1, 1) * standardised(rewards, divide_by_std=False)
+
+
+def batch_standardised(groups: Sequence[np.ndarray], *, group_baseline: bool = False) -> list[np.ndarray]:
+    """[Gᵢ] for every group: rewards standardised over all members of the batch (REINFORCE++, arXiv 2501.03262).
+
+    With `group_baseline` the mean of the group is taken off first, which leaves a group of equals without advantage.
+    """
+    if group_baseline:
+        groups = [group - group.mean() if len(group) else group for group in groups]
+    return _cut(standardised(np.concatenate([np.zeros(0), *groups])), groups)
+
+
+def positive(rewards: np.ndarray) -> np.ndarray:
+    """[G]: 1 where the reward is above 0, else 0 (RAFT++, arXiv 2504.11343)."""
+    return (np.asarray(rewards) > 0).astype(np.float64)
+
+
+def best(rewards: np.ndarray, trainable: np.ndarray) -> np.ndarray:
+    """[G]: 1 for the first of the best members that can be trained on (RAFT, arXiv 2304.06767), 0 for the others.
+
+    A group in which all earned the same and nobody more than 0 has no best.
+    """
+    chosen = np.zeros(len(rewards))
+    rewards = np.where(trainable, rewards, -np.inf)
+    if trainable.any() and (rewards.max() > 0 or rewards.max() > rewards[trainable].min()):
+        chosen[rewards.argmax()] = 1.0
+    return chosen
+
+
+def best_worst(rewards: np.ndarray, trainable: np.ndarray) -> np.ndarray:
+    """[G]: 1 for the first of the best, −1 for the first of the worst members that can be trained on, 0 else.
+
+    All 0 where they earned the same: such a group prefers nothing.
+    """
+    signs = np.zeros(len(rewards))
+    high, low = np.where(trainable, rewards, -np.inf), np.where(trainable, rewards, np.inf)
+    if trainable.any() and high.max() > low.min():
+        signs[high.argmax()], signs[low.argmin()] = 1.0, -1.0
+    return signs
+
+
+def discounted_returns(rewards: np.ndarray, discount: float) -> np.ndarray:
+    """[K]: Gₖ = rₖ + γ·Gₖ₊₁, what a turn and those after it earn."""
+    returns, after = np.zeros(len(rewards)), 0.0
+    for turn in reversed(range(len(rewards))):
+        returns[turn] = after = rewards[turn] + discount * after
+    return returns
+
+
+def segment_return(group: Group, discount: float) -> list[Advantage]:
+    """[T] for every member: the discounted return of each turn, standardised over all turns of the group."""
+    returns = _returns(group, discount)
+    every = standardised(np.concatenate([np.zeros(0), *returns]))
+    return _spread(group, _cut(every, returns))
+
+
+def gigpo(group: Group, discount: float, step_weight: float) -> list[Advantage]:
+    """[T] for every member: A = A_episode + ω·A_step (GiGPO, arXiv 2505.10978).
+
+    A_episode is the standardised reward of the episode; A_step standardises the discounted returns of all turns of the
+    group that were taken in the same state, 0 where a state was met once. A state is what was shown before the turn.
+    """
+    episode = standardised(np.array([member.reward for member in group]))
+    met: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
+    for i, member in enumerate(group):
+        for k, turn in enumerate(member.turns):
+            met[turn.state].append((i, k))
+    returns = _returns(group, discount)
+    values = [np.full(len(member), episode[i]) for i, member in enumerate(returns)]
+    for places in met.values():
+        steps = standardised(np.array([returns[i][k] for i, k in places]))
+        for (i, k), step in zip(places, steps, strict=True):
+            values[i][k] += step_weight * step
+    return _spread(group, values)
+
+
+def overlong_penalty(tokens: int, limit: int, last: int) -> float:
+    """From 0 to −1 over the `last` tokens before `limit` (DAPO's soft overlong punishment, arXiv 2503.14476)."""
+    return -min(max(tokens - (limit - last), 0) / last, 1.0) if last else 0.0
+
+
+def _returns(group: Group, discount: float) -> list[np.ndarray]:
+    return [discounted_returns(np.array([turn.reward for turn in member.turns]), discount) for member in group]
+
+
+def _cut(values: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """`values` in parts as long as those of `like`."""
+    ends = np.cumsum([0, *(len(part) for part in like)])
+    return [values[start:end] for start, end in pairwise(ends)]
+
+
+def _spread(group: Group, values: Sequence[np.ndarray]) -> list[Advantage]:
+    """Turns' values at their tokens."""
+    spread: list[Advantage] = []
+    for member, of_turns in zip(group, values, strict=True):
+        tokens = np.zeros(len(member.mask), np.float32)
+        for turn, value in zip(member.turns, of_turns, strict=True):
+            tokens[turn.start : turn.stop] = value
+        spread.append(tokens)
+    return spread

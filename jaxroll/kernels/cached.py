@@ -1,0 +1,178 @@
+"""Attention over a paged cache: one signature, and a loop over pages that reads what is there.
+
+B rows of T consecutive queries each, N query heads, K key-value heads, H head dimension; a pool of P pages of U tokens;
+a row's table names its J pages in order. Query t of row b stands at position starts[b] + t and sees the keys at
+positions 0 … starts[b] + t of its own pages. A row that sees no key at all gets a finite, meaningless output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxroll.kernels.attention import exact_precision
+from jaxroll.sharding import meshes
+from jaxroll.sharding.rules import Layout
+
+_MASKED = -1e30  # finite: a row that sees nothing stays finite
+_CHUNK_TOKENS = 32  # small pages are read several at a time: every turn of the loop costs its dispatch
+_CPU_ROWS = 4
+
+
+def paged(
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "K P U H"],
+    values: Float[Array, "K P U H"],
+    tables: Int[Array, "B J"],
+    starts: Int[Array, " B"],
+    reach: Int[Array, " blocks"],
+) -> Float[Array, "B T N H"]:
+    """softmax(q·kᵀ / √H)·v, page by page with a running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867).
+
+    The rows stand in equal blocks, one after the other; of block i only the first reach[i] pages are read: see `reach`.
+    All blocks are computed by the same operations, and to a row that ended earlier a further page adds exact zeros; so
+    a row's result does not depend, to the bit, on how long the others are, where it stands or where its pages lie.
+    """
+    B, T, N, H = q.shape
+    K, U = keys.shape[0], keys.shape[2]
+    rows, pages = -(-B // len(reach)), _pages_at_once(U)
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % pages)))
+    wide = q.reshape(B, T, K, N // K, H).transpose(2, 0, 3, 1, 4)
+
+    def block(i: Int[Array, ""], out: Float[Array, "K B G T H"]) -> Float[Array, "K B G T H"]:
+        at = jnp.minimum(i * rows, B - rows)  # the last may begin within the one before: the same again
+        here = lambda x, axis=0: jax.lax.dynamic_slice_in_dim(x, at, rows, axis)  # noqa: E731
+        mean = _block(here(wide, 1), keys, values, here(tables), here(starts), -(-reach[i] // pages))
+        return jax.lax.dynamic_update_slice_in_dim(out, mean, at, axis=1)
+
+    nothing = jnp.zeros(wide.shape, jnp.float32)
+    out = block(jnp.int32(0), nothing) if len(reach) == 1 else jax.lax.fori_loop(0, len(reach), block, nothing)
+    return out.transpose(1, 3, 0, 2, 4).reshape(B, T, N, H).astype(q.dtype)
+
+
+def _block(
+    wide: Float[Array, "K R G T H"], keys: Float[Array, "K P U H"], values: Float[Array, "K P U H"],
+    tables: Int[Array, "R J"], starts: Int[Array, " R"], chunks: Int[Array, ""],
+) -> Float[Array, "K R G T H"]:  # fmt: skip
+    """The rows of one block over their first `chunks` chunks of pages, in float32."""
+    K, R, G, T, H = wide.shape
+    pages, exact = _pages_at_once(keys.shape[2]), exact_precision(wide.dtype)
+    C = pages * keys.shape[2]
+    queries = wide.reshape(K, R, G * T, H)
+    positions = jnp.broadcast_to((starts[:, None] + jnp.arange(T))[:, None], (R, G, T)).reshape(R, G * T)
+
+    def chunk(j: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        best, total, out = carry
+        here = jax.lax.dynamic_slice_in_dim(tables, j * pages, pages, axis=1)
+        k, v = keys[:, here].reshape(K, R, C, H), values[:, here].reshape(K, R, C, H)
+        # Keys on the left: on the right the CPU backend would first lay every page out anew.
+        scores = jnp.einsum("kbuh,kbqh->kbqu", k, queries, precision=exact, preferred_element_type=jnp.float32)
+        scores = jnp.where(j * C + jnp.arange(C) <= positions[..., None], scores * H**-0.5, _MASKED)
+        higher = jnp.maximum(best, jnp.max(scores, axis=-1))
+        weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(best - higher)
+        gained = jnp.einsum(
+            "kbqu,kbuh->kbqh", weights.astype(v.dtype), v, precision=exact, preferred_element_type=jnp.float32
+        )
+        return higher, total * fading + jnp.sum(weights, axis=-1), out * fading[..., None] + gained
+
+    each = (K, R, G * T)
+    nothing = jnp.full(each, _MASKED, jnp.float32), jnp.zeros(each, jnp.float32), jnp.zeros((*each, H), jnp.float32)
+    _, total, out = jax.lax.fori_loop(0, chunks, chunk, nothing)
+    return (out / jnp.maximum(total, 1e-30)[..., None]).reshape(K, R, G, T, H)
+
+
+def blocks(rows: int, layout: Layout | None) -> int:
+    """In how many blocks the loop should take `rows` rows of one query each.
+
+    On a CPU small ones: a long row then costs only those beside it. Elsewhere a turn of the loop costs more than what
+    it computes, and all rows go together.
+    """
+    platform = jax.default_backend() if layout is None else meshes.platform(layout.mesh)
+    return -(-rows // _CPU_ROWS) if platform == "cpu" else 1
+
+
+def reach(starts: Int[Array, "*shards B"], queries: int, page_tokens: int, blocks: int = 1) -> Int[Array, " blocks"]:
+    """How many pages the longest row of each block needs, for B rows in `blocks` blocks; the most of all shards."""
+    count = starts.shape[-1]
+    rows = -(-count // blocks)
+    begins = np.minimum(np.arange(blocks) * rows, count - rows)
+    members = jnp.asarray(starts)[..., begins[:, None] + np.arange(rows)]
+    last = jnp.max(members, axis=-1).reshape(-1, blocks).max(axis=0)
+    return (last + queries - 1) // page_tokens + 1
+
+
+def _pages_at_once(page_tokens: int) -> int:
+    return max(1, _CHUNK_TOKENS // page_tokens)
+
+
+# --- Attention of one more token over keys and values that are laid out side by side, in levels
+#
+# B rows of one query each, N query heads, K key-value heads (N = K·G), H head dimension; level l holds C_l tokens of
+# every row, the first level those from position 0 on. A row at position p sees the positions 0 … p. A row at -1 sees
+# nothing and gets a finite, meaningless output.
+
+_LEVEL_TOKENS = 64
+_LEAST_TOKENS = 32  # the CPU's products of fewer columns take longer than those of so many
+_MOST_LEVELS = 8
+
+Sums = tuple[Float[Array, "B K G"], Float[Array, "B K G"], Float[Array, "B K G H"]]  # running maximum, sum, output
+
+
+def levels(tokens: int, page_tokens: int) -> tuple[int, ...]:
+    """C_l, multiples of `page_tokens` that hold `tokens` together, as many as pay; a short end goes with the last."""
+    whole = -(-tokens // page_tokens) * page_tokens
+    each = page_tokens * -(-max(_LEVEL_TOKENS, -(-whole // _MOST_LEVELS)) // page_tokens)
+    lengths = [each] * (whole // each)
+    left = whole - sum(lengths)
+    if left and (left >= _LEAST_TOKENS or not lengths):
+        return (*lengths, left)
+    return (*lengths[:-1], lengths[-1] + left)
+
+
+def dense(
+    q: Float[Array, "B 1 N H"],
+    keys: Sequence[Float[Array, "B K H C"]],
+    values: Sequence[Float[Array, "B K C H"]],
+    positions: Int[Array, " B"],
+    last: Int[Array, ""],
+) -> Float[Array, "B 1 N H"]:
+    """softmax(q·kᵀ / √H)·v, a level at a time with a running maximum and sum; those beyond `last` are left out.
+
+    To a row that ends earlier a further level adds exact zeros, so its result depends, to the bit, neither on how long
+    the others are nor on where it stands. Keys lie with their tokens last, as the CPU's products want them.
+    """
+    B, _, N, H = q.shape
+    K = keys[0].shape[1]
+    wide = q.reshape(B, K, N // K, H)
+    each = wide.shape[:-1]
+    sums: Sums = jnp.full(each, _MASKED, jnp.float32), jnp.zeros(each, jnp.float32), jnp.zeros(wide.shape, jnp.float32)
+    begin = 0
+    for k, v in zip(keys, values, strict=True):
+        unseen = jnp.where(begin + jnp.arange(v.shape[2]) <= positions[:, None], 0.0, _MASKED)
+        if begin:
+            sums = jax.lax.cond(last >= begin, _level, lambda sums, *_: sums, sums, wide, k, v, unseen)
+        else:
+            sums = _level(sums, wide, k, v, unseen)
+        begin += v.shape[2]
+    _, total, out = sums
+    return (out / jnp.maximum(total, 1e-30)[..., None]).reshape(q.shape).astype(q.dtype)
+
+
+def _level(
+    sums: Sums, wide: Float[Array, "B K G H"], k: Float[Array, "B K H C"], v: Float[Array, "B K C H"],
+    unseen: Float[Array, "B C"],
+) -> Sums:  # fmt: skip
+    best, total, out = sums
+    exact = exact_precision(wide.dtype)
+    scores = jnp.einsum("bkgh,bkhu->bkgu", wide, k, precision=exact, preferred_element_type=jnp.float32)
+    scores = scores * wide.shape[-1] ** -0.5 + unseen[:, None, None]  # so far down that nothing of a score is left
+    higher = jnp.maximum(best, jnp.max(scores, axis=-1))
+    weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(best - higher)
+    gained = jnp.einsum(
+        "bkgu,bkuh->bkgh", weights.astype(v.dtype), v, precision=exact, preferred_element_type=jnp.float32
+    )
+    return higher, total * fading + jnp.sum(weights, axis=-1), out * fading[..., None] + gained

@@ -1,0 +1,127 @@
+"""What a step tells about itself: per-token quantities summed on the device by age, and read on the host once a step.
+
+R rows, T tokens of a row, A age buckets; the last bucket also takes whatever is older. Every statistic is a float32
+array [A] over the trained tokens, so that sums over micro-batches and substeps are plain additions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jaxroll.algorithms import ratios
+from jaxroll.algorithms.tokens import TokenLoss
+
+SUMS = (
+    "tokens", "loss", "bounded", "delta", "kl", "ratio", "ratio_squared", "entropy", "logits_variance", "fresh_tokens",
+)  # fmt: skip
+MAXIMA = ("ratio_max", "mismatch_max")
+
+Statistics = dict[str, jax.Array]
+
+
+def zeros(age_buckets: int) -> Statistics:
+    """The statistics of no tokens."""
+    return {name: jnp.zeros(age_buckets, jnp.float32) for name in (*SUMS, *MAXIMA)}
+
+
+def of_batch(
+    streams: Mapping[str, Array],
+    proximal: Float[Array, "R T"],
+    token: TokenLoss,
+    entropy: Float[Array, "R T"],
+    logits_variance: Float[Array, "R T"],
+    age_buckets: int,
+) -> Statistics:
+    """The statistics of one micro-batch.
+
+    `proximal` is log π of the trainer at the start of the claim: ratios, KL(b‖π) and mismatch compare it with the
+    behaviour log-probs, so they tell how far off-policy the data came in.
+    """
+    behaviour, fresh = streams["behaviour"], streams["fresh"]
+    rho = ratios.ratio(proximal, behaviour)
+    delta = jnp.abs(proximal - behaviour)
+    summed = {
+        "tokens": jnp.ones_like(proximal),
+        "loss": streams["weight"] * token.loss,
+        "bounded": token.bounded,
+        "delta": delta,
+        "kl": ratios.k3(behaviour, proximal),
+        "ratio": rho,
+        "ratio_squared": jnp.square(rho),
+        "entropy": entropy,
+        "logits_variance": logits_variance,
+        "fresh_tokens": fresh,
+    }
+    largest = {"ratio_max": rho, "mismatch_max": jnp.where(fresh, delta, 0.0)}
+    age = jnp.clip(streams["ages"], 0, age_buckets - 1)
+    of_age = (age[..., None] == jnp.arange(age_buckets)) & streams["mask"][..., None]  # [R, T, A]
+    by_age = {name: _spread(value, of_age).sum((0, 1)) for name, value in summed.items()}
+    return by_age | {name: _spread(value, of_age).max((0, 1)) for name, value in largest.items()}
+
+
+def merged(first: Statistics, second: Statistics) -> Statistics:
+    """The statistics of both."""
+    return {
+        name: jnp.maximum(first[name], second[name]) if name in MAXIMA else first[name] + second[name] for name in first
+    }
+
+
+def totals(reports: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """What `merged` would give for several statistics, computed on the host."""
+    stacked = {name: np.stack([report[name] for report in reports]) for name in reports[0]}
+    return {name: value.max(0) if name in MAXIMA else value.sum(0) for name, value in stacked.items()}
+
+
+def metrics(statistics: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The row of a step: what every reader of metrics.jsonl expects, and `by_age` with the same per age bucket.
+
+    `ess` is (Σρ)²/(n·Σρ²), the share of the tokens that the importance weights leave in effect. `logprob_mismatch_max`
+    is None where no member was sampled wholly by the version being trained; everything is where no token was computed.
+    """
+    host = {name: np.asarray(value, np.float64) for name, value in statistics.items()}
+    total = {name: value.max() if name in MAXIMA else value.sum() for name, value in host.items()}
+    tokens = max(total["tokens"], 1.0)
+    return {
+        "loss": float(total["loss"]),
+        "clip_share": float(total["bounded"] / tokens) if total["tokens"] else None,
+        "ess": _effective_share(total) if total["tokens"] else None,
+        "kl_behaviour": float(total["kl"] / tokens) if total["tokens"] else None,
+        "ratio_max": float(total["ratio_max"]) if total["tokens"] else None,
+        "entropy": float(total["entropy"] / tokens) if total["tokens"] else None,
+        "logits_std": math.sqrt(total["logits_variance"] / tokens) if total["tokens"] else None,
+        "logprob_delta": float(total["delta"] / tokens) if total["tokens"] else None,
+        "logprob_mismatch_max": float(total["mismatch_max"]) if total["fresh_tokens"] else None,
+        "logprob_mismatch_tokens": int(total["fresh_tokens"]),
+        "by_age": {
+            str(age): _of_age({name: value[age] for name, value in host.items()})
+            for age in range(len(host["tokens"]))
+            if host["tokens"][age]
+        },
+    }
+
+
+def _spread(value: Array, of_age: Array) -> Array:
+    return jnp.where(of_age, jax.lax.stop_gradient(value)[..., None].astype(jnp.float32), 0.0)
+
+
+def _effective_share(of: Mapping[str, float]) -> float:
+    return float(of["ratio"] ** 2 / (of["tokens"] * of["ratio_squared"])) if of["ratio_squared"] else 1.0
+
+
+def _of_age(of: Mapping[str, float]) -> dict[str, float]:
+    tokens = of["tokens"]
+    return {
+        "tokens": int(tokens),
+        "logprob_delta": float(of["delta"] / tokens),
+        "kl_behaviour": float(of["kl"] / tokens),
+        "ratio_max": float(of["ratio_max"]),
+        "clip_share": float(of["bounded"] / tokens),
+        "ess": _effective_share(of),
+    }

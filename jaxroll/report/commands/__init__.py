@@ -1,0 +1,1 @@
+"""The commands that read a run: report, inspect, replay, export, checkpoints."""

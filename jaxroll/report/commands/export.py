@@ -1,0 +1,187 @@
+"""`jaxroll export RUN --parquet=FILE | --jsonl=FILE`: the trajectories that are in the log, one row per member.
+
+What can be exported is what is kept: all that no durable checkpoint covers yet, and of what is done with (trained and
+durable, expired, dead) the newest `store.keep_trajectories_mb`. Rows are streamed; memory holds one row group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxroll import wire
+from jaxroll.errors import ConfigError
+from jaxroll.records import Finished, Member, ages
+from jaxroll.report.commands.trajectory import Decoder, decoder
+from jaxroll.store.log import reading
+
+ROW_GROUP_BYTES = 8 * 2**20
+_TOKEN_BYTES = 16  # a token with mask, log-prob and text, roughly
+
+
+def main(run_dir: Path, config: dict[str, Any], *, parquet: str | None, jsonl: str | None) -> int:
+    """Write the files asked for and say how much; 0. ConfigError when pyarrow is missing or a file cannot be made."""
+    if not parquet and not jsonl:
+        raise ConfigError("--parquet", None, "no file named", "Add --parquet=FILE or --jsonl=FILE.")
+    decode, why = decoder(run_dir, config)
+    for path, opened in ((parquet, open_parquet), (jsonl, open_jsonl)):
+        if path:
+            count = None  # where the reader of a pipe left
+            with replaced(Path(path)) as draft, opened(draft) as write:
+                count = _write(run_dir, decode, write)
+            if count is not None:
+                print(f"{count} trajectories: {path}", file=sys.stderr if is_stream(Path(path)) else None)
+    if why:
+        print(why, file=sys.stderr)
+    return 0
+
+
+def _write(run_dir: Path, decode: Decoder | None, write: Write) -> int:
+    """How many rows were written, in portions of bounded size."""
+    count, portion, size = 0, [], 0
+    damage = reading.damage_named(run_dir, "`jaxroll replay` says what is wrong with it")
+    with damage, reading.transaction(run_dir) as db:
+        for row in rows(db, decode):
+            portion.append(row)
+            size += _TOKEN_BYTES * len(row["tokens"]) + 1000
+            count += 1
+            if size >= ROW_GROUP_BYTES:
+                write(portion)
+                portion, size = [], 0
+        write(portion)
+    return count
+
+
+def rows(db: sqlite3.Connection, decode: Decoder | None) -> Iterator[Row]:
+    """One row for each finished member whose bytes are kept, by group and member."""
+    cursor = db.execute(_SELECT)
+    names = [column[0] for column in cursor.description]
+    for found in cursor:
+        yield _row(dict(zip(names, found, strict=True)), decode)
+
+
+_SELECT = (
+    "SELECT p.group_id, p.member, p.body, g.question_hash, g.prompt_index, g.state, g.reason,"
+    " t.env, t.env_args, t.messages, c.lineage AS claim_lineage, c.step AS claim_step,"
+    " m.attempt, m.holder, m.leased_unix_s, m.ended_unix_s"
+    " FROM payloads p JOIN groups g ON g.id = p.group_id LEFT JOIN tasks t ON t.group_id = p.group_id"
+    " LEFT JOIN members m ON m.group_id = p.group_id AND m.member = p.member"
+    " LEFT JOIN claim_groups c ON c.group_id = p.group_id ORDER BY p.group_id, p.member"
+)
+
+
+def _row(found: Row, decode: Decoder | None) -> Row:
+    outcome = wire.decode(found.pop("body"), Member).outcome
+    assert isinstance(outcome, Finished)  # failures have no payload
+    messages = msgspec.json.decode(found.pop("messages") or "[]")
+    step = found["claim_step"]
+    age = ages(outcome.versions, step) if step is not None else None
+    prompt, answer = _texts(outcome, decode)
+    return found | {
+        "group": found.pop("group_id"),
+        "question": messages[-1]["content"] if messages else None,
+        "prompt_text": prompt,
+        "answer_text": answer,
+        "tokens": [token for s in outcome.segments for token in s.tokens.tolist()],
+        "loss_mask": [mask for s in outcome.segments for mask in s.loss_mask.tolist()],
+        "logprobs": [value for s in outcome.segments for value in s.logprobs.tolist()],
+        "reward": outcome.reward,
+        "reward_parts": json.dumps(outcome.reward_parts),
+        "finish": outcome.finish,
+        "versions": json.dumps([[str(run.version), run.count] for run in outcome.versions]),
+        "sampled_tokens": sum(run.count for run in outcome.versions),
+        "age_max": int(age.max()) if age is not None and age.size else None,
+        "age_mean": float(age.mean()) if age is not None and age.size else None,
+    }
+
+
+def _texts(outcome: Finished, decode: Decoder | None) -> tuple[str | None, str | None]:
+    """What was shown first, and everything after it (with later turns, both speak in it)."""
+    if decode is None or not outcome.segments:
+        return None, None
+    first, *rest = outcome.segments
+    return decode(first.tokens.tolist()), "".join(decode(segment.tokens.tolist()) for segment in rest)
+
+
+# --- The files of `jaxroll export`: Parquet (pyarrow, extra `data`) and JSON lines. Both take rows in portions
+
+Row = dict[str, Any]
+Write = Callable[[list[Row]], None]
+
+# (name, Arrow type): the order of the columns.
+COLUMNS = (
+    ("group", "int64"), ("member", "int64"), ("attempt", "int64"), ("question_hash", "string"),
+    ("prompt_index", "int64"), ("env", "string"), ("env_args", "string"), ("question", "string"),
+    ("prompt_text", "string"), ("answer_text", "string"), ("tokens", "list<int32>"), ("loss_mask", "list<uint8>"),
+    ("logprobs", "list<float>"), ("reward", "double"), ("reward_parts", "string"), ("finish", "string"),
+    ("versions", "string"), ("sampled_tokens", "int64"), ("state", "string"), ("reason", "string"),
+    ("claim_lineage", "int64"), ("claim_step", "int64"), ("age_max", "int64"), ("age_mean", "double"),
+    ("holder", "string"), ("leased_unix_s", "double"), ("ended_unix_s", "double"),
+)  # fmt: skip
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A draft beside `path` that takes its place when all went well; ConfigError where it cannot be made or written.
+
+    A pipe or a device (/dev/stdout) is no file that could be replaced: it is its own draft, and its reader may leave.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError("FILE", str(path), "its folder does not exist", "Make it, or name another file.")
+    if path.is_dir():
+        raise ConfigError("FILE", str(path), "is a folder", "Name a file.")
+    stream = is_stream(path)
+    draft = path if stream else path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        if not stream:
+            os.replace(draft, path)
+    except BrokenPipeError:
+        if not stream:
+            raise
+    except OSError as error:
+        raise ConfigError("FILE", str(path), f"cannot be written ({error.strerror})", "Name another file.") from error
+    finally:
+        if not stream:
+            draft.unlink(missing_ok=True)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether `path` is there and not a regular file."""
+    return path.exists() and not path.is_file()
+
+
+@contextmanager
+def open_jsonl(path: Path) -> Iterator[Write]:
+    """Writes one JSON object a line."""
+    with path.open("wb") as file:
+
+        def write(rows: list[Row]) -> None:
+            for row in rows:
+                file.write(msgspec.json.encode({name: row[name] for name, _ in COLUMNS}) + b"\n")
+
+        yield write
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Write]:
+    """Writes one row group a portion; ConfigError without pyarrow."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ConfigError("--parquet", path.name, "pyarrow is not installed",
+                          "Install it (pip install 'jaxroll[data]'), or use --jsonl=FILE.") from error  # fmt: skip
+    kinds = {"list<int32>": pa.list_(pa.int32()), "list<uint8>": pa.list_(pa.uint8()), "int64": pa.int64(),
+             "list<float>": pa.list_(pa.float32()), "string": pa.string(), "double": pa.float64()}  # fmt: skip
+    schema = pa.schema([(name, kinds[kind]) for name, kind in COLUMNS])
+    with pq.ParquetWriter(path, schema) as writer:
+        yield lambda rows: writer.write_table(pa.Table.from_pylist(rows, schema=schema))

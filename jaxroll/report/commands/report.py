@@ -1,0 +1,94 @@
+"""`jaxroll report RUN`: prints the summary of a finished or live run and writes its page."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxroll import metrics
+from jaxroll.report.figures import ahead, record
+from jaxroll.report.figures.checks import checks
+from jaxroll.report.figures.record import Run
+from jaxroll.report.figures.summary import state_of, summary
+from jaxroll.report.formats import UNKNOWN, duration, mesh, number, percent
+from jaxroll.report.page.page import page
+from jaxroll.report.page.plots import gain_words
+
+PAGE_FILE = "report.html"
+
+
+def main(run_dir: Path, *, as_json: bool) -> int:
+    """Write RUN/report.html and print the summary, as JSON or for a person; 0. ConfigError when there is no run."""
+    run = record.load(run_dir)
+    figures = summary(run)
+    written = write_page(run, figures)
+    if as_json:
+        print(json.dumps(json.loads(metrics.dumps(figures)), indent=2))
+        print(f"page: {written}", file=sys.stderr)
+    else:
+        show(run, figures, Console())
+        print(f"\nThe page: {os.path.relpath(written)}")
+    return 0
+
+
+def write_page(run: Run, figures: Mapping[str, Any]) -> Path:
+    """The path of the page, written as a whole file renamed into place."""
+    path = run.path / PAGE_FILE
+    scratch = path.with_name(f".{PAGE_FILE}.{os.getpid()}")
+    scratch.write_text(page(run, figures), encoding="utf-8")
+    os.replace(scratch, path)
+    return path
+
+
+def show(run: Run, figures: Mapping[str, Any], console: Console) -> None:
+    """The summary on a terminal or in a pipe."""
+    console.print(Text(f"{run.name}: {state_of(run)}", style="bold"))
+    console.print(_pairs(figures))
+    console.print(_promises(run, figures))
+
+
+def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) of the figures a person asks for."""
+    accuracy = f"{percent(f['accuracy_start'])} → {percent(f['accuracy_end'])}"
+    gain = gain_words(f) if f["accuracy_start"] is not None else ""
+    too_little = ahead.words(f["alpha"], f["alpha_wanted"])
+    return [
+        ("held-out accuracy", accuracy if f["accuracy_start"] is not None else UNKNOWN),
+        ("gain", gain or UNKNOWN),
+        ("reward", f"{number(f['reward_first'])} → {number(f['reward_last'])} (first and last 10 steps)"),
+        ("steps", f"{number(f['steps'])} of {number(f['steps_wanted'])}"),
+        ("time", f"{duration(f['seconds'])}, of which RL {duration(f['rl_seconds'])}"),
+        ("sampler", f"{mesh(f['sampler_mesh'])}; {number(f['tokens_per_s'])} tokens/s, "
+                    f"busy {percent(f['sampler_busy_share'])}"),
+        ("learner", f"{mesh(f['learner_mesh'])}; {number(f['train_tokens_per_s'])} tokens/s, "
+                    f"{number(f['samples_per_s'])} samples/s, waits {percent(f['learner_wait_share'])}"),
+        ("age", f"mean {number(f['age_mean'])}, largest {number(f['age_max'])} (α = {f['alpha']:g})"),
+        *([("alpha", too_little)] if too_little else []),
+        ("restarts", number(f["restarts"])),
+    ]  # fmt: skip
+
+
+def _pairs(figures: Mapping[str, Any]) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in lines(figures):
+        table.add_row(Text(name, style="dim"), Text(value))
+    return table
+
+
+def _promises(run: Run, figures: Mapping[str, Any]) -> Table:
+    signs = {True: ("ok", "green"), False: ("NO", "bold red"), None: ("-", "dim")}
+    table = Table(title="what must hold", title_justify="left", title_style="dim", box=None, pad_edge=False)
+    for heading, justify in (("", "left"), ("", "left"), ("found", "right"), ("bound", "right")):
+        table.add_column(heading, justify=justify, header_style="dim")  # type: ignore[arg-type]
+    for check in checks(figures, run.config):
+        words, style = signs[check.holds]
+        table.add_row(Text(words, style=style), Text(check.name), Text(check.found), Text(check.bound, style="dim"))
+    return table

@@ -1,0 +1,1 @@
+"""Figures of a run, computed from its metrics rows and its log."""

@@ -1,0 +1,339 @@
+"""The figures of a run, computed from its metrics rows and its log.
+
+`overlap` is the share of the learner's compute time (waiting excluded) in which the sampler decodes tokens of groups
+that the learner later acknowledged. `accuracy_gain_low` is the lower end of the 95 % interval of the gain, from a
+bootstrap over held-out items, paired: the same item before and after. Rates and `seconds` leave out pauses: the time
+between a stop and the `--resume` after it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from jaxroll.report.figures import activity, ahead, record
+from jaxroll.report.figures.activity import Interval, intersection, length_s
+from jaxroll.report.figures.history import History
+from jaxroll.report.figures.record import Run
+
+Row = dict[str, Any]
+BOOTSTRAP_DRAWS = 4000
+PAUSE_S = 60.0  # the store writes a row every few seconds: longer silence means that nothing ran
+LIVE_S = 30.0
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """One flat JSON object; figures that the run cannot give yet are None."""
+    rows, history, config = run.rows, run.history, run.config
+    steps = trained_steps(rows)
+    return {
+        **accuracy(evaluations(rows)),
+        **progress(steps, rows, run.created_s),
+        **learning(steps),
+        "alpha": config["schedule"]["alpha"],
+        "alpha_wanted": ahead.alpha_wanted(rows, steps, history, config),
+        "overlap": overlap(rows, steps, history.acked_groups),
+        "sampler_busy_share": busy_share(rows, steps),
+        "tokens_per_s": decoded_per_s(rows, steps),
+        "slot_occupancy": occupancy(of_kind(rows, "stats")),
+        "compiles_after_warmup": compiles(rows),
+        "conservation_residual": history.conservation_residual,
+        "groups_trained_twice": trained_twice(steps, history),
+        "heldout_in_train": history.heldout_in_train,
+        "wasted_tokens": history.wasted_tokens,
+        **waste(rows, steps),
+        "restarts": len(of_kind(rows, "restart")),
+        "learner_mesh": config["learner"]["mesh"],
+        "sampler_mesh": config["sampler"]["mesh"],
+        "steps_wanted": run.steps_wanted,
+    }
+
+
+def of_kind(rows: Iterable[Row], kind: str) -> list[Row]:
+    """The rows of one kind, in order."""
+    return [row for row in rows if row.get("kind") == kind]
+
+
+def trained_steps(rows: Sequence[Row]) -> list[Row]:
+    """One row per step: the last one written, so that a replayed step counts once."""
+    last = {row["step"]: row for row in of_kind(rows, "step")}
+    return [last[step] for step in sorted(last)]
+
+
+def evaluations(rows: Sequence[Row]) -> list[Row]:
+    """One row per evaluated step, in order of steps; the last one written, of those that counted any item."""
+    last = {row["step"]: row for row in of_kind(rows, "eval") if row.get("accuracy") is not None}
+    return [last[step] for step in sorted(last)]
+
+
+def numbers(rows: Iterable[Row], key: str) -> list[float]:
+    """The values of `key` that are known; what was not finite is null in a row."""
+    return [row[key] for row in rows if row.get(key) is not None]
+
+
+# --- accuracy
+
+
+def accuracy(evals: Sequence[Row]) -> dict[str, Any]:
+    """Held-out accuracy at the first and the last evaluation, and the gain with its 95 % interval."""
+    names = ("accuracy_start", "accuracy_end", "accuracy_gain", "accuracy_gain_low", "accuracy_gain_high",
+             "heldout_items", "eval_steps", "parts_start", "parts_end")  # fmt: skip
+    if not evals:
+        return dict.fromkeys(names)
+    first, last = evals[0], evals[-1]
+    low, high = paired_interval(first["correct"], last["correct"])
+    gain = last["accuracy"] - first["accuracy"]
+    figures = (first["accuracy"], last["accuracy"], gain, low, high, last["n"], [first["step"], last["step"]],
+               first.get("reward_parts"), last.get("reward_parts"))  # fmt: skip
+    return dict(zip(names, figures, strict=True))
+
+
+def paired_interval(before: str, after: str, seed: int = 0) -> tuple[float, float] | tuple[None, None]:
+    """95 % bootstrap interval of the mean difference of two strings of 0 and 1.
+
+    Items with - on a side are left out; (None, None) when none is left or the strings are of different items.
+    """
+    if len(before) != len(after):
+        return (None, None)
+    difference = np.array(
+        [int(b) - int(a) for a, b in zip(before, after, strict=True) if "-" not in (a, b)], np.float64
+    )
+    if not len(difference):
+        return (None, None)
+    # A difference is −1, 0 or 1, so a resample of n items is a multinomial draw of three counts.
+    shares = [np.mean(difference == value) for value in (-1, 0, 1)]
+    counts = np.random.default_rng(seed).multinomial(len(difference), shares, BOOTSTRAP_DRAWS)
+    low, high = np.quantile((counts[:, 2] - counts[:, 0]) / len(difference), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def wilson(accuracy: float, n: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % interval of a share of `n` (Wilson 1927): (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n)."""
+    if n < 1:
+        return (0.0, 1.0)
+    centre = accuracy + z * z / (2 * n)
+    half = z * (accuracy * (1 - accuracy) / n + z * z / (4 * n * n)) ** 0.5
+    return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+
+
+# --- time
+
+
+def pauses(rows: Sequence[Row], steps: Sequence[Row]) -> list[Interval]:
+    """The times after the first step in which no process wrote a row: between a stop and a resume."""
+    if not steps:
+        return []
+    times = sorted(row["t"] for row in rows if row.get("t") is not None and row["t"] >= steps[0]["t1"])
+    return [(a, b) for a, b in pairwise(times) if b - a > PAUSE_S]
+
+
+def _up_s(rows: Sequence[Row], steps: Sequence[Row], window: Interval | None) -> float:
+    """Seconds of the window without pauses; 0 without a window."""
+    return window[1] - window[0] - length_s(intersection(pauses(rows, steps), [window])) if window else 0.0
+
+
+def progress(steps: Sequence[Row], rows: Sequence[Row], started: float | None) -> dict[str, Any]:
+    """Steps, seconds (run made, warm start included, to its last row), samples and trained tokens per second of RL."""
+    stopped = pauses(rows, steps)
+    last_t = max((row["t"] for row in rows if row.get("t") is not None), default=None)
+    window = activity.training_window(steps)
+    rl_s = _up_s(rows, steps, window)
+    return {
+        "steps": steps[-1]["step"] if steps else 0,
+        "seconds": last_t - started - length_s(stopped) if started is not None and last_t is not None else None,
+        "rl_seconds": rl_s,
+        "paused_seconds": length_s(stopped),
+        "samples_per_s": _rate(steps, "samples", rl_s),
+        "train_tokens_per_s": _rate(steps, "tokens_trained", rl_s),
+        "computed_tokens_per_s": _rate(steps, "tokens_computed", rl_s),
+        "learner_wait_share": _wait_share(steps, window, rl_s),
+    }
+
+
+def _rate(steps: Sequence[Row], key: str, seconds: float) -> float | None:
+    return sum(row.get(key) or 0 for row in steps) / seconds if seconds else None
+
+
+def _wait_share(steps: Sequence[Row], window: Interval | None, seconds: float) -> float | None:
+    if window is None or not seconds:
+        return None
+    return activity.time_split(activity.learner_lane(steps), window)["wait"] / seconds
+
+
+def state_of(run: Run, now_s: float | None = None) -> str:
+    """finished | live | stopped: whether all steps are trained, else whether a process has the run open.
+
+    A run on another machine is live while its rows are new by this machine's clock.
+    """
+    steps = trained_steps(run.rows)
+    if steps and steps[-1]["step"] >= run.steps_wanted:
+        return "finished"
+    if record.is_open(run.path):
+        return "live"
+    last_t = max((row["t"] for row in run.rows if row.get("t") is not None), default=run.created_s or 0.0)
+    return "live" if abs((time.time() if now_s is None else now_s) - last_t) < LIVE_S else "stopped"
+
+
+# --- learner
+
+
+def learning(steps: Sequence[Row]) -> dict[str, Any]:
+    """Ages, mismatch and waste over all trained tokens."""
+    histogram = age_histogram(steps)
+    tokens = sum(histogram.values())
+    mismatch, limit = worst_mismatch(steps)
+    return {
+        "age_max": max(histogram, default=None),
+        "age_mean": sum(age * n for age, n in histogram.items()) / tokens if tokens else None,
+        "logprob_mismatch_max": mismatch,
+        "logprob_mismatch_limit": limit,
+        "padding_waste": _mean(steps, "padding_waste"),
+        "reward_first": _mean(steps[:10], "reward_mean"),
+        "reward_last": _mean(steps[-10:], "reward_mean"),
+    }
+
+
+def worst_mismatch(steps: Sequence[Row]) -> tuple[float | None, float | None]:
+    """The largest mismatch of log-probs on equal weights, and the tightest bound 1e-4·max(1, σ of the logits)."""
+    measured = [row for row in steps if row.get("logprob_mismatch_max") is not None]
+    limits = [1e-4 * max(1.0, row.get("logits_std") or 0.0) for row in measured]
+    return max(numbers(measured, "logprob_mismatch_max"), default=None), min(limits, default=None)
+
+
+def age_histogram(steps: Sequence[Row]) -> dict[int, int]:
+    """Trained tokens by age."""
+    total: dict[int, int] = {}
+    for row in steps:
+        for age, count in row["age_hist"].items():
+            total[int(age)] = total.get(int(age), 0) + count
+    return dict(sorted(total.items()))
+
+
+def trained_twice(steps: Sequence[Row], history: History) -> int | None:
+    """Groups trained in two steps of the surviving line, by the log or by what the learner says it trained on."""
+    if history.groups_trained_twice is None and not steps:
+        return None
+    times = Counter(group for row in steps for group in row.get("groups", ()))
+    return max(history.groups_trained_twice or 0, sum(n > 1 for n in times.values()))
+
+
+# --- sampler
+
+
+def overlap(rows: Sequence[Row], steps: Sequence[Row], acked: frozenset[int]) -> float | None:
+    """Share of learner compute time in which tokens are decoded that end in acknowledged groups."""
+    computing = activity.computing(steps)
+    if not computing:
+        return None
+    return length_s(intersection(computing, activity.useful_decoding(rows, acked))) / length_s(computing)
+
+
+def busy_share(rows: Sequence[Row], steps: Sequence[Row]) -> float | None:
+    """Share of the RL time in which a sampler decodes, the mean over samplers."""
+    window = activity.training_window(steps)
+    lanes = [lane for lane in activity.lanes(rows, steps, frozenset()) if lane.role.startswith("sampler")]
+    seconds = _up_s(rows, steps, window)
+    if window is None or not lanes or not seconds:
+        return None
+    busy = [length_s(activity.clipped(lane.spans["decode_other"], window)) for lane in lanes]
+    return sum(busy) / len(busy) / seconds
+
+
+def decoded_per_s(rows: Sequence[Row], steps: Sequence[Row]) -> float | None:
+    """Tokens that all samplers decoded per second of RL, from spans that began in it."""
+    window = activity.training_window(steps)
+    seconds = _up_s(rows, steps, window)
+    if window is None or not seconds:
+        return None
+    spans = [row for row in of_kind(rows, "span") if row["what"] == "decode" and window[0] <= row["t0"] < window[1]]
+    return sum(row.get("tokens") or 0 for row in spans) / seconds
+
+
+def occupancy(stats: Sequence[Row]) -> float | None:
+    """Busy slot-steps over all slot-steps while requests were waiting."""
+    total = sum(row.get("slot_steps_total") or 0 for row in stats)
+    return sum(row.get("slot_steps_busy") or 0 for row in stats) / total if total else None
+
+
+def compiles(rows: Sequence[Row]) -> int | None:
+    """Programs compiled after warm-up, the most any role saw; None before any role is warm."""
+    counted = numbers((row for row in rows if row.get("kind") in ("step", "stats")), "compiles")
+    return int(max(counted)) if counted else None
+
+
+def _mean(rows: Sequence[Row], key: str) -> float | None:
+    values = numbers(rows, key)
+    return float(np.mean(values)) if values else None
+
+
+# --- What was sampled and not trained on, and whom that favours: by reason, by length, by what was let go early
+
+
+def waste(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, Any]:
+    """The figures on waste, from the store's last row and the samplers' counters; None where a run cannot say."""
+    stores = [row for row in rows if row.get("kind") == "store"]
+    last = stores[-1] if stores else {}
+    members, tokens = counted(rows, "members_aborted"), _tokens_let_go(rows)
+    return {
+        "wasted_by_reason": by_reason(last),
+        "stragglers_closed": last.get("shrunk"),
+        "length_bias": length_bias(last.get("lengths"), members, tokens),
+        "aborted_members": members,
+        "aborted_tokens": tokens,
+        "aborted_length": _relative(tokens, members, steps),
+    }
+
+
+def length_bias(lengths: Mapping[str, Sequence[int]] | None, members: int | None, tokens: int | None) -> float | None:
+    """Mean length of the trained members over that of all: 1 favours nobody, less favours short answers.
+
+    All are the trained ones, the finished ones that were lost (both in `lengths`: members, tokens), and `members` that
+    were let go, for each of which only the tokens count that it had: what comes back is the true bias or more.
+    """
+    if lengths is None or members is None or tokens is None:
+        return None
+    (trained, trained_tokens), (lost, lost_tokens) = lengths["trained"], lengths["lost"]
+    total = trained_tokens + lost_tokens + tokens
+    return trained_tokens / trained / (total / (trained + lost + members)) if trained and total else None
+
+
+def by_reason(last: Row) -> dict[str, float] | None:
+    """Shares of all sampled tokens that were put, by why they were not trained on."""
+    put = last.get("tokens_put")
+    if not put:
+        return None
+    lost = dict(last.get("tokens_expired") or {})
+    if last.get("tokens_masked"):
+        lost["masked"] = last["tokens_masked"]
+    return {reason: count / put for reason, count in sorted(lost.items())}
+
+
+def counted(rows: Sequence[Row], key: str) -> int | None:
+    """The sum over samplers of a counter in their `stats` rows, which begins at 0 with every life of a sampler."""
+    known = [row for row in rows if row.get("kind") == "stats" and row.get(key) is not None]
+    if not known:
+        return None
+    total, last = 0, {}
+    for row in known:
+        before = last.get(row["role"], 0)
+        total += row[key] - before if row[key] >= before else row[key]
+        last[row["role"]] = row[key]
+    return total
+
+
+def _tokens_let_go(rows: Sequence[Row]) -> int | None:
+    """Tokens that members had when they were let go: of the answer that an engine was at, and of those before it."""
+    parts = [counted(rows, key) for key in ("tokens_aborted", "tokens_let_go")]
+    return sum(part for part in parts if part is not None) if any(part is not None for part in parts) else None
+
+
+def _relative(tokens: int | None, members: int | None, steps: Sequence[Row]) -> float | None:
+    """Mean tokens of an aborted member over those of a trained one."""
+    trained = sum(row.get("samples") or 0 for row in steps)
+    length = sum(row.get("tokens_trained") or 0 for row in steps) / trained if trained else 0
+    return tokens / members / length if tokens is not None and members and length else None

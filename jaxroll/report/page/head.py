@@ -1,0 +1,169 @@
+"""What the run is about: the one result, the setting in a sentence, the first figures, learning, before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxroll.report.figures.record import Run
+from jaxroll.report.figures.summary import state_of
+from jaxroll.report.formats import UNKNOWN, duration, known, mesh, moment, number, percent
+from jaxroll.report.page import plots
+from jaxroll.report.page.svg import Markup, raw, tag
+from jaxroll.report.page.view import NOTHING, View, card, figures_row, legend
+
+
+def header(view: View) -> Markup:
+    """Name, state, the one result, and the setting."""
+    run = view.run
+    state = state_of(run)
+    badge = tag("span", state, class_=f"state {state}")
+    title = tag("div", tag("b", run.name), badge, moment(run.created_s), class_="title")
+    return tag("header", title, _result(view.figures), _lead(run, view.figures))
+
+
+def _result(f: Mapping[str, Any]) -> Markup:
+    if f["accuracy_start"] is None:
+        return tag("h1", tag("span", "not evaluated yet", class_="from"))
+    if f["eval_steps"][0] == f["eval_steps"][1]:
+        return tag("h1", percent(f["accuracy_start"]))
+    parts = [
+        tag("span", percent(f["accuracy_start"]), class_="from"),
+        tag("span", "→", class_="arrow"),
+        tag("span", percent(f["accuracy_end"])),
+    ]
+    if words := plots.gain_words(f):
+        parts.append(tag("span", words, class_=f"gain {_verdict(f['accuracy_gain_low'], f['accuracy_gain_high'])}"))
+    return tag("h1", *parts)
+
+
+def _verdict(low: float, high: float) -> str:
+    """Whether the interval lies above 0, below 0, or around it."""
+    return "up" if low > 0 else "down" if high < 0 else "even"
+
+
+def _lead(run: Run, f: Mapping[str, Any]) -> Markup:
+    model, task = run.config.get("model") or {}, run.config.get("task") or {}
+    items = f" on {number(f['heldout_items'])} questions" if f["heldout_items"] else ""
+    return tag(
+        "p",
+        f"Held-out accuracy{items} of ", tag("b", task.get("name") or task.get("source") or "a task"),
+        ", model ", tag("b", model.get("size", UNKNOWN)),
+        ", trained by asynchronous RL at ", tag("b", f"α = {f['alpha']:g}"),
+        ": the sampler (", tag("b", mesh(f["sampler_mesh"])), ") and the learner (", tag("b", mesh(f["learner_mesh"])),
+        ") are processes with meshes of their own.",
+        class_="lead",
+    )  # fmt: skip
+
+
+def key_figures(view: View) -> Markup:
+    """The figures one asks for first."""
+    f = view.figures
+    rewards = f"{number(f['reward_first'], 2)} → {number(f['reward_last'], 2)}"
+    row = figures_row(
+        (f"{number(f['steps'])} / {number(f['steps_wanted'])}", "steps trained"),
+        (duration(f["seconds"]), "from warm start to report"),
+        (percent(f["overlap"]), "of the learner's computing with useful decoding beside it"),
+        (f"{number(f['age_mean'], 2)} / {number(f['age_max'])}", "age of trained tokens, mean / largest"),
+        (number(f["tokens_per_s"]), "tokens decoded a second"),
+        (number(f["samples_per_s"]), "samples trained a second"),
+        (rewards if known(f["reward_first"]) else UNKNOWN, "training reward, first → last 10 steps"),
+        (number(f["restarts"]), "processes died and were started again"),
+    )
+    return tag("section", row, class_="card flush")
+
+
+def learning(view: View) -> Markup:
+    """Reward and accuracy over steps and over time."""
+    if not (view.steps or view.evals):
+        return NOTHING
+    keys = legend(("reward", "training reward: each step, and its moving mean"),
+                  ("heldout", "held-out accuracy, greedy, with 95 % intervals"))  # fmt: skip
+    by_step = plots.learning(view.steps, view.evals, lambda row: row["step"], "step")
+    since = "minutes since the run began, warm start included"
+    by_time = plots.learning(view.steps, view.evals, view.minutes, since)
+    both = tag("div", tag("div", by_step), tag("div", by_time), class_="two")
+    return card("Learning", "Held-out questions are never trained on.", keys, both)
+
+
+def before_and_after(view: View) -> Markup:
+    """The same questions at the first and the last evaluation."""
+    found = questions(view.evals)
+    if not found:
+        return NOTHING
+    hint = "The same held-out questions, answered greedily at the first and at the last evaluation."
+    return card("Before and after", hint, table(found, view.evals[0]["step"], view.evals[-1]["step"]))
+
+
+# --- What the model wrote to the same held-out questions at the first and at the last evaluation
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One text and whether it was right."""
+
+    text: str
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt with its answers; `expected` is empty where the task does not say."""
+
+    prompt: str
+    expected: str
+    before: Answer
+    after: Answer | None
+
+
+def questions(evals: Sequence[Row]) -> list[Question]:
+    """The examples of the first evaluation, each with its answer at the last one when that is another."""
+    if not evals:
+        return []
+    later = {_place(example): example for example in _examples(evals[-1])} if len(evals) > 1 else {}
+    return [
+        Question(str(example.get("prompt", "")), str(example.get("answer") or ""), _answer(example),
+                 _answer(later[_place(example)]) if _place(example) in later else None)
+        for example in _examples(evals[0])
+    ]  # fmt: skip
+
+
+def _examples(row: Row) -> list[dict]:
+    return [example for example in row.get("examples") or () if isinstance(example, dict)]
+
+
+def _place(example: dict) -> str:
+    return str(example.get("prompt", ""))
+
+
+def _answer(example: dict) -> Answer:
+    return Answer(str(example.get("text", "")), bool(example.get("ok")))
+
+
+def table(found: Sequence[Question], first_step: int, last_step: int) -> Markup:
+    """The questions side by side, right and wrong by colour and sign."""
+    if not found:
+        return raw("")
+    head = ["question", f"at step {first_step}"] + ([f"at step {last_step}"] if found[0].after else [])
+    rows = [tag("tr", tag("td", _prompt(q)), tag("td", _cell(q.before)), *_after(q)) for q in found]
+    headings = tag("tr", *(tag("th", words) for words in head))
+    return tag("div", tag("table", headings, *rows, class_="answers"), class_="scroll")
+
+
+def _prompt(question: Question) -> Markup:
+    expected = [tag("div", "answer: ", tag("bdi", question.expected, class_="mono"), class_="hint")]
+    return tag("div", tag("bdi", question.prompt, class_="mono"), *(expected if question.expected else []))
+
+
+def _after(question: Question) -> list[Markup]:
+    return [tag("td", _cell(question.after))] if question.after else []
+
+
+def _cell(answer: Answer) -> Markup:
+    words = answer.text or "(nothing)"
+    return tag(
+        "bdi", words, class_=f"mono {'right' if answer.ok else 'wrong'}", title="right" if answer.ok else "wrong"
+    )

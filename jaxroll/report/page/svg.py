@@ -1,0 +1,230 @@
+"""The parts of a plot as SVG: scales, axes, marks. Colours are CSS classes, so that one page serves light and dark.
+
+Coordinates in the names: x and y are data, a frame maps them to the pixels of its viewBox.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxroll.report.formats import tick
+
+Point = tuple[float, float]
+MAX_POINTS = 1500  # of one line: more than the pixels of a plot add bytes and no ink
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps [low, high] to [start, end], linearly."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low
+        return self.start + (self.end - self.start) * ((value - self.low) / span if span else 0.5)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A plot of `width` × `height` with its margins; x and y are the scales of its inner rectangle."""
+
+    width: float
+    height: float
+    x: Scale
+    y: Scale
+
+    @classmethod
+    def of(
+        cls,
+        x_range: Point,
+        y_range: Point,
+        *,
+        width: float = 560,
+        height: float = 250,
+        left: float = 46,
+        right: float = 14,
+        top: float = 12,
+        bottom: float = 34,
+    ) -> Frame:
+        """The frame that shows these ranges."""
+        return cls(width, height, Scale(*x_range, left, width - right), Scale(*y_range, height - bottom, top))
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers in [low, high]: multiples of 1, 2 or 5 times a power of ten, `about` as many as asked for."""
+    rough = (high - low) / max(about, 1)
+    if not rough > 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def padded(values: Sequence[float], share: float = 0.06) -> Point:
+    """The range of the values with some air; a range of one value gets width."""
+    low, high = min(values), max(values)
+    air = (high - low) * share or abs(high) * share or 1.0
+    return (low - air, high + air)
+
+
+def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """At most about `limit` points: means of equal runs of points."""
+    if len(points) <= limit:
+        return list(points)
+    size = math.ceil(len(points) / limit)
+    runs = (points[i : i + size] for i in range(0, len(points), size))
+    return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
+
+
+def smoothed(points: Sequence[Point], reach: int) -> list[Point]:
+    """Each y replaced by the mean of its neighbours, up to `reach` on either side."""
+    sums = [0.0]
+    for _, y in points:
+        sums.append(sums[-1] + y)
+    smooth = []
+    for i, (x, _) in enumerate(points):
+        low, high = max(0, i - reach), min(len(points), i + reach + 1)
+        smooth.append((x, (sums[high] - sums[low]) / (high - low)))
+    return smooth
+
+
+# --- marks
+
+
+def plot(frame: Frame, *children: object, label: str) -> Markup:
+    """The frame as a figure's drawing; `label` is read to those who cannot see it."""
+    size = f"0 0 {frame.width:g} {frame.height:g}"
+    return tag("svg", tag("title", label), *children, class_="plot", viewBox=size, role="img")
+
+
+def axes(
+    frame: Frame,
+    y_text: Callable[[float], str] = tick,
+    *,
+    x_name: str = "",
+    x_about: int = 6,
+    y_about: int = 5,
+    x_whole: bool = False,
+) -> Markup:
+    """Horizontal grid lines with their values, the values along x, and the name of x."""
+    x, y = frame.x, frame.y
+    parts = []
+    for value in ticks(y.low, y.high, y_about):
+        parts.append(tag("line", class_="grid", x1=x.start, x2=x.end, y1=y(value), y2=y(value)))
+        parts.append(tag("text", y_text(value), class_="tick end", x=x.start - 7, y=y(value) + 3.5))
+    for value in ticks(x.low, x.high, x_about):
+        if not x_whole or float(value).is_integer():
+            parts.append(tag("text", tick(value), class_="tick mid", x=x(value), y=y.start + 15))
+    if x_name:
+        parts.append(tag("text", x_name, class_="tick mid name", x=(x.start + x.end) / 2, y=frame.height - 3))
+    return joined(parts)
+
+
+def line(frame: Frame, points: Sequence[Point], class_: str) -> Markup:
+    """The points joined; a single point becomes a dot."""
+    if len(points) == 1:
+        return dot(frame, points[0], 2.5, class_ + " dot")
+    return tag("path", class_=f"line {class_}", d=_path(frame, thinned(points))) if points else raw("")
+
+
+def area(frame: Frame, points: Sequence[Point], class_: str, floor: float = 0.0) -> Markup:
+    """What is under the line."""
+    if len(points) < 2:
+        return raw("")
+    few = thinned(points)
+    base = frame.y(max(floor, frame.y.low))
+    d = f"{_path(frame, few)}L{frame.x(few[-1][0]):.1f} {base:.1f}L{frame.x(few[0][0]):.1f} {base:.1f}Z"
+    return tag("path", class_=f"area {class_}", d=d)
+
+
+def _path(frame: Frame, points: Sequence[Point]) -> str:
+    return "M" + "L".join(f"{frame.x(x):.1f} {frame.y(y):.1f}" for x, y in points)
+
+
+def dot(frame: Frame, point: Point, radius: float, class_: str, note: str = "") -> Markup:
+    """One point; `note` is shown when the pointer rests on it."""
+    notes = [tag("title", note)] if note else []
+    return tag("circle", *notes, class_=class_, cx=frame.x(point[0]), cy=frame.y(point[1]), r=radius)
+
+
+def error_bar(frame: Frame, x: float, low: float, high: float, class_: str) -> Markup:
+    """An interval at x, with caps."""
+    at, a, b, cap = frame.x(x), frame.y(low), frame.y(high), 3.5
+    d = f"M{at:.1f} {a:.1f}V{b:.1f}M{at - cap:.1f} {a:.1f}h{2 * cap}M{at - cap:.1f} {b:.1f}h{2 * cap}"
+    return tag("path", class_=f"bar-line {class_}", d=d)
+
+
+def bar(frame: Frame, left: float, right: float, low: float, high: float, class_: str, note: str = "") -> Markup:
+    """A rectangle between data coordinates."""
+    notes = [tag("title", note)] if note else []
+    x, y = frame.x(left), frame.y(high)
+    return tag("rect", *notes, class_=class_, x=x, y=y, width=max(frame.x(right) - x, 0.5), height=frame.y(low) - y)
+
+
+def caption(frame: Frame, point: Point, words: str, class_: str = "", dx: float = 0.0, dy: float = 0.0) -> Markup:
+    """Words beside a point."""
+    return tag("text", words, class_=f"note {class_}", x=frame.x(point[0]) + dx, y=frame.y(point[1]) + dy)
+
+
+# --- HTML and SVG as values that cannot carry foreign markup: whatever is not `Markup` is text, and text is escaped
+#
+# What a model wrote is hostile. Only `tag`, `joined` and `raw` make Markup, and `raw` is for literals of this package.
+
+VOID = frozenset({"br", "hr", "img", "input", "link", "meta"})
+
+
+class Markup(str):
+    """A string that is markup already."""
+
+
+def raw(literal: str) -> Markup:
+    """`literal` as markup; never give it anything read from a file."""
+    return Markup(literal)
+
+
+def text(value: object) -> Markup:
+    """`value` as text: escaped, with control characters shown by their symbols and lone surrogates replaced."""
+    if isinstance(value, Markup):
+        return value
+    return Markup(html.escape("".join(map(_printable, str(value)))))
+
+
+def _printable(char: str) -> str:
+    code = ord(char)
+    if code < 0x20 and char not in "\n\t":
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\u2421"
+    if 0x80 <= code < 0xA0 or 0xD800 <= code < 0xE000 or code & 0xFFFE == 0xFFFE:
+        return "\ufffd"
+    return char
+
+
+def joined(parts: Iterable[object]) -> Markup:
+    """The parts one after another."""
+    return Markup("".join(map(text, parts)))
+
+
+def tag(name: str, /, *children: object, **attributes: object) -> Markup:
+    """The element `name`. `class_` is class, underscores are hyphens; None and False leave an attribute out."""
+    written = "".join(_attribute(key, value) for key, value in attributes.items() if value not in (None, False))
+    if name in VOID:
+        return Markup(f"<{name}{written}>")
+    return Markup(f"<{name}{written}>{joined(children)}</{name}>")
+
+
+def _attribute(key: str, value: object) -> str:
+    name = key.removesuffix("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{text(_rounded(value))}"'
+
+
+def _rounded(value: object) -> object:
+    """Coordinates to a hundredth: what an eye can see, and no more bytes than that."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else value

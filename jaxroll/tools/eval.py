@@ -1,0 +1,44 @@
+"""`jaxroll eval RUN`: held-out accuracy of a run's newest weights, greedy."""
+
+from __future__ import annotations
+
+from jaxroll.config import RoleArgs
+from jaxroll.config.rules import episode_tokens
+from jaxroll.data import tasks as heldout
+from jaxroll.envs import registry
+from jaxroll.envs.executors.choice import Places
+from jaxroll.protocols import SamplingParams
+from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.rollout import evaluation
+from jaxroll.rollout.episode import bounds_of
+from jaxroll.rollout.manager import RolloutManager
+from jaxroll.serving.engine_thread import EngineProxy
+from jaxroll.tools import trained
+
+
+def main(args: RoleArgs) -> int:
+    """Print the accuracy over all held-out items; 0."""
+    config = args.config
+    pool = ScoringPool(config.sampler.scoring_workers, modules=registry.scorer_modules(config.task.env))
+    pool.start()
+    try:
+        slots = config.evaluator.slots
+        said = episode_tokens(config) - config.task.max_prompt_tokens
+        model = trained.load(config, args.run_dir, slots=slots, max_tokens=said)
+        sampling = SamplingParams(config.sampling.max_tokens, 0.0, 0, 1.0, (model.tokenizer.eos_id,))
+        tasks = heldout.tasks(config)
+
+        async def play(proxy: EngineProxy) -> None:
+            places, bounds = Places(pool, config), bounds_of(config)
+            manager = RolloutManager(proxy, places.create, model.tokenizer, sampling, bounds=bounds)
+            try:
+                results = await evaluation.scores(manager, tasks, model.tokenizer, model.version, permits=2 * slots)
+            finally:
+                await places.close()
+            share = evaluation.accuracy(results) or 0.0
+            print(f"{model.source}: {100 * share:.1f} % of {len(results)} held-out items right")
+
+        trained.ask(model, play)
+    finally:
+        pool.close()
+    return 0

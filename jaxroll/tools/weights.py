@@ -1,0 +1,232 @@
+"""`jaxroll weights import HF_FOLDER OUT` and `jaxroll weights export SOURCE OUT`: one tensor in memory at a time.
+
+Import writes a folder of our own (see `jaxroll.learner.weights`), which `model.path` and `tokenizer.path` may name.
+Export writes what transformers reads, from a run's newest checkpoint (else its warm start), from one checkpoint, or
+from a folder of our own. Files of tokenizer and chat template go with the weights both ways, byte for byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxroll import disk
+from jaxroll.config import Config, MeshConfig
+from jaxroll.errors import ConfigError
+from jaxroll.learner import checkpoint_files, lora, stored, weights
+from jaxroll.learner.lora import Lora
+from jaxroll.models import families, folders, params, pretrained, tensor_files
+from jaxroll.models.families import ModelSpec
+from jaxroll.models.tensor_files import DTYPES, Leaf
+from jaxroll.sharding import meshes, rules
+from jaxroll.text import tokenizers
+from jaxroll.text.tokenizers import CharTokenizer
+
+CHECKPOINTS, WARM = "checkpoints", "warm"
+ORIGIN_FILE = "huggingface.json"  # the config.json that a folder was imported with
+TEXT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+_DTYPES = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"]}
+AS_STORED = "as-stored"
+CHOICES = (AS_STORED, *_DTYPES)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Parameters to write: `value` reads one of `leaves`. `text` is a folder with the tokenizer's files, if any."""
+
+    words: str
+    spec: ModelSpec
+    leaves: Mapping[str, Leaf]
+    value: Callable[[str], np.ndarray]
+    text: Path | None
+    origin: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class OfRun:
+    """The run that a source belongs to."""
+
+    path: Path
+    config: Config
+
+
+def import_folder(folder: Path, out: Path, dtype: str) -> str:
+    """Write the Hugging Face checkpoint in `folder` as the folder `out` of our own; what was done, in words."""
+    if folders.is_ours(folder):
+        raise ConfigError("HF_FOLDER", str(folder), "is a folder of our own already", "Name it in model.path.")
+    source = cast_to(_of_folder(folder), dtype)
+    text, config = _text_files(folder), _file_of(folder, folders.CONFIG_FILE)
+    with _new(out) as unfinished:
+        about = {"kind": "hf", "path": "."} if "tokenizer.json" in text else {}
+        weights.write(unfinished, source.leaves, source.value, source.spec, about)
+        _copy(text | {ORIGIN_FILE: config}, unfinished)
+    return _said(source, 1, out, text)
+
+
+def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
+    """Write `source` as the Hugging Face checkpoint `out`; what was done, in words."""
+    source = cast_to(source, dtype)
+    spec, origin = source.spec, source.origin
+    leaves = {
+        pretrained.name(ours): (ours, replace(leaf, shape=pretrained.shape(ours, leaf.shape)))
+        for ours, leaf in source.leaves.items()
+    }
+    text = {} if source.text is None else _text_files(source.text)
+    with _new(out) as unfinished:
+        count = tensor_files.write_folder(
+            unfinished,
+            {name: leaf for name, (_, leaf) in leaves.items()},
+            lambda name: pretrained.theirs(leaves[name][0], source.value(leaves[name][0])),
+            shard_bytes,
+        )
+        config = families.to_huggingface(spec, next(iter(source.leaves.values())).dtype.name, origin)
+        (unfinished / folders.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _copy(text, unfinished)
+    return _said(source, count, out, text)
+
+
+@contextlib.contextmanager
+def opened(path: Path, run: OfRun | None) -> Iterator[Source]:
+    """What `path` (a run, one of its checkpoints, or a folder of our own) holds, to be exported."""
+    if run is None:
+        if not folders.is_ours(path):
+            reason = "is no run, no checkpoint in a run's folder, and no folder that JaxRoll wrote"
+            raise ConfigError("SOURCE", str(path), reason, "Give RUN, RUN/checkpoints/LINEAGE.STEP, or RUN/warm.")
+        yield _of_folder(path)
+        return
+    text = Path(run.config.tokenizer.path) if run.config.tokenizer.kind == "hf" else None
+    if path == run.path:
+        path = _newest(run)
+    if folders.is_ours(path):
+        yield replace(_of_folder(path), text=text, origin=_origin(run))
+        return
+    with stored.params(path) as values:
+        about = checkpoint_files.about(path)
+        if (adapters := Lora.of(run.config.learner)) is not None:
+            merged = _merged(adapters, _base(run), values, about["base"])
+            yield replace(merged, words=f"checkpoint {path}, adapters merged", text=text, origin=_origin(run))
+            return
+        held = checkpoint_files.params(about)
+        leaves = {name: Leaf(np.dtype(dtype), shape) for name, (dtype, shape) in held.items()}
+        spec = pretrained.spec(run.config.model, leaves["embed"].shape[0])
+        yield Source(f"checkpoint {path}", spec, leaves, values.__getitem__, text, _origin(run))
+
+
+def cast_to(source: Source, dtype: str) -> Source:
+    """The source with its numbers in `dtype`, one of CHOICES."""
+    if dtype == AS_STORED:
+        return source
+    to = _DTYPES[dtype]
+    leaves = {name: replace(leaf, dtype=to) for name, leaf in source.leaves.items()}
+    return replace(source, leaves=leaves, value=lambda name: np.asarray(source.value(name)).astype(to, copy=False))
+
+
+def _merged(adapters: Lora, base: Source, trained: Mapping[str, np.ndarray], digest: str) -> Source:
+    """`base` with the adapters of a checkpoint in it, float32; ConfigError when they were trained upon another base."""
+    shapes = {name: Leaf(DTYPES["F32"], leaf.shape) for name, leaf in base.leaves.items()}
+    upon = tensor_files.Converted(shapes, lambda name: np.asarray(base.value(name), np.float32))
+    if lora.digest(upon) != digest:
+        reason = "the checkpoint's adapters were trained upon other parameters"
+        raise ConfigError("model.path", base.words, reason, "Put back what the run started from.")
+    return replace(base, leaves=shapes, value=lambda name: lora.merged_on_host(adapters, name, upon[name], trained))
+
+
+def _base(run: OfRun) -> Source:
+    """What the run started from: its warm start, the model of its path, or its fresh init."""
+    for folder in (run.path / WARM, Path(run.config.model.path)):
+        if folder != Path() and folder.is_dir():
+            return _of_folder(folder)
+    text = tokenizers.of_run(run.path, run.config.tokenizer)
+    if text is None:
+        reason = f"has no {tokenizers.ALPHABET_FILE}, which says how many words its model knows"
+        raise ConfigError("RUN", str(run.path), reason, "Restore the file from a copy.")
+    spec = pretrained.spec(run.config.model, text.vocab_size)
+    made = params.init(spec, jax.random.key(run.config.run.seed), meshes.build(MeshConfig()), rules.LEARNER)
+    leaves = {name: Leaf(DTYPES["F32"], value.shape) for name, value in made.items()}
+    return Source("a fresh init", spec, leaves, lambda name: np.asarray(made[name]), None, None)
+
+
+def _of_folder(folder: Path) -> Source:
+    spec = folders.described(folder)
+    values = pretrained.leaves(folder, spec)
+    leaves = pretrained.stored(folder, spec, folders.weight_tensors(folder))
+    config = folder / (ORIGIN_FILE if folders.is_ours(folder) else folders.CONFIG_FILE)
+    origin = folders.read_json(folder, config.name) if config.is_file() else None
+    return Source(str(folder), spec, leaves, values.__getitem__, folder, origin)
+
+
+def _newest(run: OfRun) -> Path:
+    """The run's newest checkpoint, else its warm start; ConfigError when it has neither."""
+    folder = run.path / CHECKPOINTS
+    if versions := checkpoint_files.versions(folder):
+        return checkpoint_files.path_of(folder, max(versions))
+    if folders.is_ours(run.path / WARM):
+        return run.path / WARM
+    raise ConfigError("RUN", str(run.path), "has neither checkpoints nor a warm start", "Train first: jaxroll train.")
+
+
+def _origin(run: OfRun) -> Mapping[str, Any]:
+    """The config.json that the run's model came with, or what its tokenizer says of special tokens."""
+    folder = Path(run.config.model.path)
+    for name in (ORIGIN_FILE, folders.CONFIG_FILE):
+        if run.config.model.path and (folder / name).is_file():
+            return folders.read_json(folder, name)
+    ids = {"max_position_embeddings": families.LONGEST_CONTEXT}
+    if run.config.tokenizer.kind == "char":
+        kind = CharTokenizer
+        ids |= {"eos_token_id": kind.eos_id, "pad_token_id": kind.pad_id, "bos_token_id": kind.bos_id}
+    return ids
+
+
+@contextlib.contextmanager
+def _new(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` when all is written; ConfigError when something is there already."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError("OUT", str(out), "there is something here already", "Name a new folder.")
+    with weights.written_whole(out) as unfinished:
+        yield unfinished
+
+
+def _text_files(folder: Path) -> dict[str, Path]:
+    """The files of the folder's tokenizer, by name."""
+    return {name: _file_of(folder, name) for name in TEXT_FILES if (folder / name).is_file()}
+
+
+def _file_of(folder: Path, name: str) -> Path:
+    """The file that `name` leads to; ConfigError when that is outside `folder`, whose links a stranger may have made.
+
+    In Hugging Face's cache the names in `snapshots/REVISION` are links to files in `blobs` of the same model.
+    """
+    top, file = folder.resolve(), (folder / name).resolve()
+    cache = (top.parent.parent / "blobs",) if top.parent.name == "snapshots" else ()
+    if not any(file.is_relative_to(allowed) for allowed in (top, *cache)):
+        reason = f"it is a link that leads out of the folder, to {file}"
+        raise ConfigError(str(folder), name, reason, "Put the file itself there if it belongs to the model.")
+    return file
+
+
+def _copy(files: Mapping[str, Path], out: Path) -> None:
+    for name, file in files.items():
+        with disk.opened(file) as data, (out / name).open("xb") as copy:
+            shutil.copyfileobj(data, copy)
+
+
+def _said(source: Source, files: int, out: Path, copied: Iterable[str]) -> str:
+    size = sum(leaf.size_bytes for leaf in source.leaves.values())
+    dtypes = ", ".join(sorted({leaf.dtype.name for leaf in source.leaves.values()}))
+    text = ", ".join(copied) or "none (no tokenizer files belong to it)"
+    return (
+        f"{source.words} -> {out}: {len(source.leaves)} tensors, {size / 1e6:.1f} MB of {dtypes} in {files} file"
+        f"{'s' * (files != 1)}; text files: {text}"
+    )
