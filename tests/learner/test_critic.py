@@ -21,7 +21,7 @@ from jaxroll.learner.critic import Critic
 from jaxroll.learner.samples import Sample
 from jaxroll.learner.step import Accumulator
 from jaxroll.models import transformer
-from tests.math import numpy_losses as plain
+from tests.algorithms import numpy_losses as plain
 
 CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 PPO = {"algorithm": "ppo", "critic": "init", "critic_learning_rate": 2e-2}

@@ -119,7 +119,7 @@ def samplers_that_are_gone_are_waited_for(patch: Patch) -> None:
     def with_room(settings: Any, now: state.State, but: str, now_s: float) -> list[str]:
         return [name for name in now.hungry if name != but]
 
-    patch.setattr(admission, "with_room", with_room)
+    patch.setattr(holders, "with_room", with_room)
 
 
 @breaks("9 shares")

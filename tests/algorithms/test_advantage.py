@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll.algorithms import advantages
-from tests.math import numpy_losses as plain
+from tests.algorithms import numpy_losses as plain
 
 REWARDS = hnp.arrays(np.float32, st.integers(1, 9), elements=st.floats(-100, 100, width=32))
 

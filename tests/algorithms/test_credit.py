@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jaxroll.algorithms import advantages
 from jaxroll.algorithms.advantages import Turn
-from tests.math import numpy_losses as plain
+from tests.algorithms import numpy_losses as plain
 
 
 class Member(NamedTuple):
