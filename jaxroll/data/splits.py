@@ -1,14 +1,16 @@
-"""The order in which items are visited: a grain pipeline over a range of indices, decided by a seed."""
+"""Training, warm-start and held-out ranges of a source, and the order in which their items are visited."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-
-import grain
+from typing import TYPE_CHECKING
 
 from jaxroll.config import Config
 from jaxroll.errors import ConfigError
+
+if TYPE_CHECKING:  # grain loads JAX: only the feeder, which draws prompts, pays for that
+    import grain
 
 
 def shuffled(indices: range, run_seed: int, purpose: str) -> grain.MapDataset[int]:
@@ -16,6 +18,8 @@ def shuffled(indices: range, run_seed: int, purpose: str) -> grain.MapDataset[in
 
     The permutation is computed index by index, so a range of ten million costs nothing to set up.
     """
+    import grain
+
     digest = hashlib.blake2b(f"{run_seed}/{purpose}".encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little") >> 1
     return grain.MapDataset.range(len(indices)).shuffle(seed=seed).repeat(None).map(indices.__getitem__)
@@ -27,10 +31,12 @@ def in_this_thread(dataset: grain.MapDataset) -> grain.IterDataset:
     Making an item takes microseconds: read-ahead threads would cost more than they hide, and a state taken between two
     items must not run ahead of them.
     """
+    import grain
+
     return dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=1))
 
 
-# --- Which items are for training, which for the warm start, and which are kept aside
+# --- ranges
 
 # Length of the last range of an endless source; the others end where the next one starts.
 _ENDLESS_SPAN = 10_000_000
