@@ -342,7 +342,7 @@ def test_checker_accepts(tmp_path: Path, files: dict[str, str]) -> None:
             ["store/log.py:1: store (floor 5) imports roles"],
             id="up",
         ),
-        pytest.param({"store/log.py": "from jaxroll import envs\n"}, ["imports envs (floor 5)"], id="same floor"),
+        pytest.param({"store/log.py": "from jaxroll import rollout\n"}, ["imports rollout (floor 5)"], id="same floor"),
         pytest.param(
             {"store/log.py": "\nfrom ..learner.step import train\n"}, ["log.py:2: store (floor 5)"], id="relative"
         ),

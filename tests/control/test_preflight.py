@@ -260,8 +260,8 @@ def test_refusing_and_accepting_work_without_jax(tmp_path: Path) -> None:
 
 # --- every refusal in the roles' rooms is met before a role starts, or cannot be
 
-ROOMS = ("rpc", "algorithms", "sharding", "text", "policy", "kernels", "models", "engine", "data", "rewards", "envs", "rollout",
-         "store", "learner", "transfer", "serving", "roles")  # fmt: skip
+ROOMS = ("rpc", "algorithms", "sharding", "text", "policy", "kernels", "models", "engine", "data", "rewards", "envs",
+         "rollout", "store", "learner", "transfer", "serving", "roles")  # fmt: skip
 TYPED = "the schema or a bound refuses the value first"
 RULED = "a rule of config/rules.py is at least as strict"
 CODE = "only a mistake in our code"
