@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxroll import lifeline, metrics
+from jaxroll import disk, lifeline, metrics
 from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import SupervisorConfig
 from jaxroll.control import child as policy
@@ -266,7 +266,9 @@ class Supervisor:
                 self._observer.say(f"{error}; the next attempt follows in {delay_s:.1f} s.")
                 return None
             case _:
-                return self._give_up(slot, EXIT_FAILURE, f"{error}, {slot.lives.deaths + 1} times")
+                # The log may be what cannot be written: then the process's own words about its disk are lost.
+                advice = disk.remedy(error.__cause__ or error, self._run_dir / LOGS)
+                return self._give_up(slot, EXIT_FAILURE, f"{error}, {slot.lives.deaths + 1} times", advice)
 
     def _gang(self, slot: _Slot) -> list[_Slot]:
         """Those to start again with `slot`, itself among them: not one of them is alive any more."""
@@ -275,11 +277,11 @@ class Supervisor:
         self._kill([mate for mate in mates if mate.child is not None])
         return [slot, *mates]
 
-    def _give_up(self, slot: _Slot, code: int, reason: str) -> int:
+    def _give_up(self, slot: _Slot, code: int, reason: str, advice: str = "") -> int:
         slot.done = True
         log = self._log(slot.spec.name)
         self._note(f"gave up: {reason}")
-        self._observer.say(f"The run ends: {reason}.\nThe last lines of {log}:\n{tail(log)}")
+        self._observer.say(f"The run ends: {reason}.{advice and ' '}{advice}\nThe last lines of {log}:\n{tail(log)}")
         return code if code == policy.EXIT_CONFIG else EXIT_FAILURE
 
     def _evaluated(self, by_s: float) -> bool:

@@ -16,13 +16,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from jaxroll import metrics
+from jaxroll.config import SupervisorConfig
 from jaxroll.control.child import Child
 from jaxroll.control.program import ProcessSpec
+from jaxroll.control.supervisor import Supervisor
 from jaxroll.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.process
@@ -237,6 +241,21 @@ def test_a_role_that_the_machine_never_starts_ends_the_run_with_the_cause(stage:
     code, out = stage.finish()
     assert code == 1 and f"sampler-1 cannot be started (Is a directory: {log}), 3 times" in out, out
     assert "Traceback" not in out
+
+
+def test_a_disk_that_takes_no_log_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the role itself says of its disk would be in the log."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "logs" / "learner.log"))
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    told: list[str] = []
+    view: Any = SimpleNamespace(rows=lambda _: None, tick=lambda _: None, say=told.append)
+    spec, config = ProcessSpec("learner", "learner", ("jaxroll",)), SupervisorConfig(max_restarts=1, backoff_s=0.05)
+    assert Supervisor([spec], tmp_path, config, view).run() == 1
+    (end,) = [text for text in told if text.startswith("The run ends")]
+    assert f"MB are free at {tmp_path / 'logs'}" in end and "remount that disk" in end, end
 
 
 @pytest.mark.parametrize(
