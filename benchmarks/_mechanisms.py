@@ -14,6 +14,9 @@ window by the learner.
     replication_seats  the same where samplers have seats for two of three groups, and time is slept
     replication_auto   the same by load (auto) in place of spread
     failing       one step in ten slow and one in ten never answered, with redundancy; over the run without failures
+    neighbour_at_once, neighbour_late, neighbour_slow
+                  at α = 2, beside a healthy sampler one whose environments fail in every reset, fail after their
+                  latency, or take ten times as long; over the healthy one alone
     straggler     one answer in ten, a long one more often, takes ten times as long: its group is closed without it
                   (shrink); without: waits for it
     rolling       at α = 2, of two samplers that finish what runs before they flip (drain), one at a time; without: both
@@ -36,6 +39,7 @@ from _report import Runs, ratio
 
 _STEPS, _LONGER = 10, 24
 _ADAPTING = 80  # 51 claims without a wait bring a window of ten groups down to two
+_BESIDE = 64  # a minute or more: several rests of a sampler that fails
 _WAVE = 16
 _LATE_S = 1.2  # longer than a whole synchronous step without slow ones
 _LONGEST, _MEAN_LENGTH = 32, 11.6  # of strings with a median of 8 and σ = 1
@@ -201,10 +205,19 @@ def _failing() -> Mechanism:
     return Mechanism(replace(on, steps=_LONGER), replace(off, steps=_LONGER), None)
 
 
+def _neighbour(fault: str) -> Mechanism:
+    name, race = f"neighbour_{fault}", Race((1.0, 0.25))
+    one = {"sampler.episodes": ENVIRONMENTS}  # fewer than may be in work: the latency limits the rate
+    on = _workload(f"{name}_on", replace(race, neighbour=fault), settings=one | {"sampler.count": 2})
+    off = _workload(f"{name}_off", race, settings=one)
+    return Mechanism(replace(on, steps=_BESIDE), replace(off, steps=_BESIDE), None, alpha=2.0)
+
+
 MECHANISMS = {
     "queue": _queue(), "env_async": _env_async(), "redundancy": _redundancy(),
     "redundant_envs": _redundant_envs(), "replication": _replication(), "failing": _failing(),
     "replication_seats": _replication_seats("spread"), "replication_auto": _replication_seats("auto"),
+    **{f"neighbour_{fault}": _neighbour(fault) for fault in ("at_once", "late", "slow")},
     "straggler": _straggler(), "window": _window(), "rolling": _rolling(),
     "colocated": _colocated(),
 }  # fmt: skip
@@ -241,7 +254,7 @@ def _raced(on: Workload, off: Workload, alpha: float, folder: Path, runs: Runs, 
     }  # fmt: skip
 
 
-_COSTS = ("length_bias", "waste_tokens", "waste_members", "age_mean", "window", "wait_s")
+_COSTS = ("settling_s", "length_bias", "waste_tokens", "waste_members", "age_mean", "window", "wait_s")
 
 
 def _mean(runs: list[dict[str, Any]], key: str) -> float | None:

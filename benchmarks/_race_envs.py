@@ -14,17 +14,20 @@ import asyncio
 import json
 import os
 import random
+import sys
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from jaxroll.envs import registry
+from jaxroll.errors import InfraError
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message
 
 VARIABLE = "JAXROLL_RACE"
 LIMIT_S = 120.0
 HELD_OUT = 5000  # the first line of questions that are not trained on
+NEIGHBOUR = "--index=1"  # a word of the second sampler's command line
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Race:
     Of the questions, the share `dull` pays nobody. Of the steps, the share `slow` takes ten times as long; the share
     `stopped` never answers, its question written to the file `journal`. With `length` longer answers are slow more
     often, in proportion: so often as `slow` says those of that many characters. Held-out questions (of the file
-    `questions`, from line HELD_OUT on) are judged at once.
+    `questions`, from line HELD_OUT on) are judged at once. In the second sampler alone `neighbour` holds: "at_once"
+    raises in every reset, "late" InfraError after the latency of a step, "slow" takes ten times as long.
     """
 
     latency_s: tuple[float, float] = (0.0, 0.0)
@@ -45,6 +49,7 @@ class Race:
     slow: float = 0.0
     stopped: float = 0.0
     length: float = 0.0
+    neighbour: str = ""  # what is wrong in the second sampler
     limit_s: float = LIMIT_S  # after which an answer that does not come counts as a failure
     journal: str = ""
     questions: str = ""
@@ -123,11 +128,14 @@ class _Judged:
         if not _shared:
             _shared.append(_Shared(Race.ordered()))
         self._pool, self._shared, self._inside, self._turn = pool, _shared[0], False, 0
+        self._fault = self._shared.race.neighbour if NEIGHBOUR in sys.argv else ""
         self.step_limit_s = self._shared.race.limit_s
         self.reset_limit_s = LIMIT_S  # a wave may have to wait for the one before
 
     async def reset(self, task, seed):
         """The question, when its wave begins."""
+        if self._fault == "at_once":
+            raise RuntimeError("this machine lacks a library of the environment")
         self._args, self._question, self._chance = task.env_args, task.messages[-1].content, random.Random()
         if self._shared.waves:
             await self._shared.waves.enter()
@@ -152,7 +160,9 @@ class _Judged:
                 file.write(f"{self._question}\n")
             await asyncio.Event().wait()
         slow = race.slow * (length / race.length if race.length else 1.0)
-        await asyncio.sleep(seconds * (10 if drawn < race.stopped + slow else 1))
+        await asyncio.sleep(seconds * (10 if drawn < race.stopped + slow or self._fault == "slow" else 1))
+        if self._fault == "late":
+            raise InfraError("the judge cannot be reached from this machine")
 
     async def _paid(self, answer):
         return float(await self._pool.score(self._args, answer) == 1.0)

@@ -89,7 +89,15 @@ def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: 
             _jaxroll("sft", warm, overrides, race)
         _jaxroll("train", run_dir, overrides | {"model.path": str(warm / "warm"), "sft.steps": 0}, race)
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        return measured(rows) | {"lost": losses(run_dir / "store.db", journal.read_text().splitlines())}
+        lost = losses(run_dir / "store.db", journal.read_text().splitlines())
+        return measured(rows) | {"lost": lost | {"resting": len(resting(run_dir))}}
+
+
+def resting(run_dir: Path) -> dict[str, Any]:
+    """The samplers at rest or on trial, as `jaxroll inspect` shows them."""
+    line = [sys.executable, "-m", "jaxroll", "inspect", str(run_dir), "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    return json.loads(done.stdout)["resting"]
 
 
 def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: dict[str, str]) -> None:
@@ -125,6 +133,7 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
     during = [row for row in spans if row["t0"] >= ends[SETTLING - 1]]
     return {
         "samples_per_s": samples / seconds, "steps": len(counted), "seconds": seconds,
+        "settling_s": ends[SETTLING - 1] - min(row["t0"] for row in spans),
         "step_s": [round(b - a, 4) for a, b in zip(ends[SETTLING - 1 :], ends[SETTLING:], strict=False)],
         "wait_s": statistics.mean(row["wait_s"] for row in counted),
         "train_s": statistics.mean(row["train_s"] for row in counted),
@@ -154,8 +163,8 @@ def thrown_away(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict
 
 
 def losses(log: Path, stopped: list[str]) -> dict[str, int]:
-    """How many environments `stopped` (their questions), how the log says that members ended otherwise than done, and
-    how many of the stopped it knows nothing of.
+    """How many environments `stopped` (their questions), how the log says that members ended otherwise than done, how
+    many groups died, and how many of the stopped it knows nothing of.
 
     Each must be a failure of its question, or a member of it whose end is logged and is not to be done. One that is
     still leased is neither (`under_way`): the run ended meanwhile.
@@ -176,11 +185,12 @@ def losses(log: Path, stopped: list[str]) -> dict[str, int]:
             for which in (ended, leased)
         )
         failures = db.execute("SELECT COUNT(*) FROM failures").fetchone()[0]
+        dead = db.execute("SELECT COUNT(*) FROM groups WHERE state = 'DEAD'").fetchone()[0]
     finally:
         db.close()
     left = Counter(stopped) - known
     unknown = left - under_way
     return {
         "stopped": len(stopped), "failures": failures, "unknown": sum(unknown.values()),
-        "under_way": sum((left - unknown).values()), **states,
+        "under_way": sum((left - unknown).values()), "dead_groups": dead, **states,
     }  # fmt: skip

@@ -12,13 +12,14 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
+from jaxroll.errors import InfraError
 from jaxroll.records import Message, Task
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -342,7 +343,7 @@ def test_long_answers_are_slow_more_often_and_one_in_ten_over_all(monkeypatch: p
 
     async def late(length: int, count: int = 4000) -> float:
         env = envs._Judged.__new__(envs._Judged)
-        env._chance = random.Random(5)
+        env._chance, env._fault = random.Random(5), ""
         slept.clear()
         for _ in range(count):
             await env._late(envs.Race((1.0, 0.0), slow=0.1, length=10.0), length)
@@ -351,6 +352,30 @@ def test_long_answers_are_slow_more_often_and_one_in_ten_over_all(monkeypatch: p
 
     shares = [asyncio.run(late(length)) for length in (5, 10, 20)]
     assert shares == pytest.approx([0.05, 0.1, 0.2], abs=0.015)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_bad_neighbour_is_the_second_sampler_alone(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    envs, slept = importlib.import_module("_race_envs"), []
+    monkeypatch.setattr(envs.asyncio, "sleep", lambda seconds: _noted(slept, seconds))
+    monkeypatch.setattr(sys, "argv", ["jaxroll", "sampler", f"--index={index}"])
+    task = SimpleNamespace(env_args="", messages=(Message("user", "ab"),))
+
+    async def played(fault: str) -> None:
+        monkeypatch.setattr(envs, "_shared", [envs._Shared(envs.Race((1.0, 0.0), neighbour=fault))])
+        env = envs.Lottery(None, None)
+        await env.reset(task, 0)
+        await env.step("ab")
+
+    raised = []
+    for fault in ("at_once", "late", "slow"):
+        try:
+            asyncio.run(played(fault))
+        except (RuntimeError, InfraError) as error:
+            raised.append(type(error))
+    assert raised == ([RuntimeError, InfraError] if index else [])
+    assert slept == ([1.0, 10.0] if index else [1.0, 1.0, 1.0])
 
 
 def test_three_worked_answers_in_four_are_in_capitals_and_no_other(
@@ -433,7 +458,7 @@ def made_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seeds:
         on = workload.name == f"{name}_on"
         return {"samples_per_s": 20.0 if on else 10.0, "step_s": [1.0, 2.0], "lost": {"done": 9, "dropped": 3 * on},
                 "length_bias": 0.9 if on else None, "waste_members": 0.1 * on, "waste_tokens": 0.2 * on,
-                "age_mean": 4 * alpha if on else alpha, "window": 3, "wait_s": 0.5}  # fmt: skip
+                "age_mean": 4 * alpha if on else alpha, "window": 3, "wait_s": 0.5, "settling_s": 7.0}  # fmt: skip
 
     monkeypatch.setattr(mechanisms, "trained", trained)
     mechanism = mechanisms.MECHANISMS[name]
@@ -500,8 +525,9 @@ def test_the_window_of_a_run_is_the_last_one(monkeypatch: pytest.MonkeyPatch) ->
     stats = {"kind": "stats", "role": "sampler-0", "members_aborted": 0, "tokens_aborted": 0, "tokens_let_go": 0}
     decode = {"kind": "span", "what": "decode", "role": "sampler-0", "t0": 6.0, "t1": 7.0, "tokens": 9}
     stores = [store_row(window, trained=[32, 320], lost=[0, 0]) for window in (10, 3)]
-    found = races.measured([*steps, *stores, stats, decode])
+    found = races.measured([*steps, *stores, stats, decode | {"t0": 1.0, "t1": 2.0}, decode])
     assert (found["window"], found["samples_per_s"], found["age_mean"]) == (3, pytest.approx(4.0), 0.5)
+    assert found["settling_s"] == pytest.approx(4.1 - 1.0), "from the first token to the end of the fourth step"
 
 
 def test_an_environment_that_was_stopped_is_known_by_how_its_member_ended(
@@ -516,11 +542,13 @@ def test_an_environment_that_was_stopped_is_known_by_how_its_member_ended(
         db.execute("CREATE TABLE tasks (group_id, messages)")
         db.execute("CREATE TABLE members (group_id, state)")
         db.execute("CREATE TABLE failures (group_id)")
+        db.execute("CREATE TABLE groups (state)")
+        db.executemany("INSERT INTO groups VALUES (?)", [("ACKED",), ("DEAD",)])
         tasks = [(group, json.dumps([{"content": text}])) for group, text in questions.items()]
         db.executemany("INSERT INTO tasks VALUES (?, ?)", tasks)
         db.executemany("INSERT INTO members VALUES (?, ?)", states)
         db.execute("INSERT INTO failures VALUES (1)")
         db.commit()
     told = races.losses(log, ["a", "b", "c", "d", "e", "b"])
-    assert (told["stopped"], told["failures"], told["under_way"]) == (6, 1, 1)
+    assert (told["stopped"], told["failures"], told["under_way"], told["dead_groups"]) == (6, 1, 1, 1)
     assert told["unknown"] == 2, "of c all members are done, and only one of b was surplus"
