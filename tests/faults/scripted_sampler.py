@@ -179,7 +179,7 @@ def finished(key: Key, runs: tuple[VersionRun, ...], reward: float = 1.0) -> Fin
     prompt = Segment(
         np.arange(PROMPT_TOKENS, dtype=np.int32), np.zeros(PROMPT_TOKENS, np.uint8), np.zeros(PROMPT_TOKENS, np.float32)
     )
-    tokens = np.random.default_rng(key).integers(0, 1000, count, dtype=np.int32)
+    tokens = np.random.default_rng(key).integers(0, 24, count, dtype=np.int32)
     answer = Segment(tokens, np.ones(count, np.uint8), np.linspace(-1, 0, count, dtype=np.float32))
     return Finished((prompt, answer), "stop", reward, {}, runs)
 

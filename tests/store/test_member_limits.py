@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -45,10 +50,44 @@ def test_without_a_limit_every_length_is_taken() -> None:
     put_request(member(100_000))
 
 
-def test_a_token_id_is_not_negative() -> None:
+def spoiled(token: int) -> bytes:
+    """A member that has `token` in its answer."""
     whole = finished(0, 0, 1, (V0, 5))
     prompt, answer = whole.outcome.segments
-    spoiled = msgspec.structs.replace(answer, tokens=np.array([1, 2, -1, 3, 4], np.int32))
-    outcome = msgspec.structs.replace(whole.outcome, segments=(prompt, spoiled))
+    answer = msgspec.structs.replace(answer, tokens=np.array([1, 2, token, 3, 4], np.int32))
+    return wire.encode(Member(0, 0, 1, msgspec.structs.replace(whole.outcome, segments=(prompt, answer))))
+
+
+def test_a_token_id_is_not_negative() -> None:
     with pytest.raises(StoreRefusal, match="segment 1 has the token id -1"):
-        put_request(wire.encode(Member(0, 0, 1, outcome)))
+        put_request(spoiled(-1))
+
+
+def test_a_token_id_is_one_of_the_model() -> None:
+    put_request(spoiled(31), vocab_size=32)
+    put_request(spoiled(2**31 - 1))  # of an unknown model
+    with pytest.raises(StoreRefusal, match=r"segment 1 has the token id 32; the model's ids are 0 to 31"):
+        put_request(spoiled(32), vocab_size=32)
+
+
+def test_the_store_looks_at_token_ids_as_soon_as_the_model_is_known(
+    tmp_path: Path, small: SimpleNamespace, run: Callable[[Any], Any]
+) -> None:
+    config, known = small.configured(), [0]
+
+    async def puts() -> None:
+        async with (
+            small.serving(tmp_path, config, vocab_size=lambda: known[0]),
+            small.connected(tmp_path, config, "learner") as learner,
+            small.connected(tmp_path, config, "sampler") as sampler,
+        ):
+            await learner.publish(small.snapshot(await learner.begin(None)))
+            first, second = small.keys(await sampler.lease(V0, 2))
+            assert await sampler.put(finished(*first, (V0, 3))) == "OK"
+            known[0] = 4  # those of the prompt are 0 to 3, that of the answer is 100 times the group and the member
+            with pytest.raises(StoreRefusal, match="segment 1 has the token id"):
+                await sampler.put(msgspec.structs.replace(finished(7, 7, 1, (V0, 3)), group=0, member=1))
+            failure = small.failed(*second, "DATA", "the store refuses this member")
+            assert await sampler.put(failure) == "OK"
+
+    run(puts())

@@ -56,8 +56,11 @@ async def serve(
     insecure: bool = False,
     clock: Clock | None = None,
     linger_s: float = LINGER_S,
+    vocab_size: Callable[[], int] = lambda: 0,
 ) -> None:
     """Serve the run in `run_dir` until it is closed and nobody calls any more, or until cancelled.
+
+    `vocab_size` is asked at every put how many token ids the model has; 0: not known.
 
     InfraError when the log fails, the feeder fails, or another store has the run open.
     """
@@ -70,7 +73,7 @@ async def serve(
         keeper = Keeper(settings, log, clock or MonotonicClock())
         metrics = JsonlTracker(run_dir / METRICS_FILE)
         try:
-            store = _Store(config, keeper, metrics, feeder, linger_s, certificates)
+            store = _Store(config, keeper, metrics, feeder, linger_s, certificates, vocab_size)
             server = RawServer(
                 msg.SERVICE, store.service.methods(), secret=secret,
                 max_message_bytes=config.store.max_message_mb * 2**20, position=lambda: keeper.state.position,
@@ -106,6 +109,7 @@ class _Store:
         feeder: Feeder,
         linger_s: float,
         certificates: tls.Material | None,
+        vocab_size: Callable[[], int],
     ) -> None:
         self._certificates, self._certificates_at_s = certificates, -math.inf
         self._config, self._keeper, self._metrics, self._linger_s = config.store, keeper, metrics, linger_s
@@ -121,6 +125,7 @@ class _Store:
         self.service = StoreService(
             keeper, self._prompts, metrics, self.audit, config_digest=digest(config), page_bytes=page_bytes,
             turns=Turns(config.schedule.rolling, 2 * config.transfer.deadline_s),  # for the fetch, and for the flip
+            vocab_size=vocab_size,
         )  # fmt: skip
         self._row_at_s = self._named_at_s = keeper.now_s()
 

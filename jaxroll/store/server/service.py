@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import json
 import time
@@ -63,17 +62,15 @@ class StoreService:
         config_digest: str,
         page_bytes: int,
         turns: Turns,
+        vocab_size: Callable[[], int],
     ) -> None:
         self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
-        self._page_bytes, self._turns = page_bytes, turns
+        self._page_bytes, self._turns, self._vocab_size = page_bytes, turns, vocab_size
         self._run_id = keeper.log.recovered.run_id
         self._guests = Guests(self._run_id, config_digest)
         self._last_report: dict[str, str] = Recent(NAMES_KEPT)
         self.holders: dict[str, Version | None] = Recent(NAMES_KEPT)  # the version that each caller says it holds
         self.last_call_s = keeper.now_s()
-        self._read = functools.partial(
-            put_request, row_tokens=keeper.settings.row_tokens, prompt_tokens=keeper.settings.prompt_tokens
-        )
         self._aside = ThreadPoolExecutor(1, "large-puts")  # one: it has its turns with the loop, 5 ms each
 
     def methods(self) -> dict[str, Method]:
@@ -206,6 +203,13 @@ class StoreService:
         if len(body) <= _AT_ONCE_BYTES and len(key.outcome.segments) <= _AT_ONCE_SEGMENTS:
             return self._read(body, recorded)
         return await asyncio.get_running_loop().run_in_executor(self._aside, self._read, body, recorded)
+
+    def _read(self, body: memoryview, recorded: rq.Recorded | None) -> rq.PutMember:
+        settings = self._keeper.settings
+        return put_request(
+            body, recorded, row_tokens=settings.row_tokens, prompt_tokens=settings.prompt_tokens,
+            vocab_size=self._vocab_size(),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Let go of the thread."""

@@ -47,17 +47,23 @@ def key_of(body: bytes | memoryview) -> Key:
 
 
 def put_request(
-    body: bytes | memoryview, recorded: Recorded | None = None, *, row_tokens: int = 0, prompt_tokens: int = 0
+    body: bytes | memoryview,
+    recorded: Recorded | None = None,
+    *,
+    row_tokens: int = 0,
+    prompt_tokens: int = 0,
+    vocab_size: int = 0,
 ) -> PutMember:
     """The request that the bytes of a member make; StoreRefusal when it contradicts itself, else msgspec's errors.
 
     `row_tokens` (0: no limit) and `prompt_tokens` are those of the learner, which could not train a longer member.
+    `vocab_size` is that of the model; 0: not known.
     """
     member = wire.decode(body, Member)
     outcome = member.outcome
     key, digest = (member.group, member.member, member.attempt), wire.digest(body)
     if isinstance(outcome, Finished):
-        _check(outcome, key)
+        _check(outcome, key, vocab_size)
         _check_length(outcome, key, row_tokens, prompt_tokens)
         return PutMember(*key, digest, len(body), outcome.versions, None, recorded, outcome.reward)
     if outcome.kind not in FAILURE_KINDS:
@@ -65,7 +71,7 @@ def put_request(
     return PutMember(*key, digest, len(body), (), (outcome.kind, outcome.error[:_ERROR_CHARS]), recorded)
 
 
-def _check(outcome: Finished, key: tuple[int, int, int]) -> None:
+def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> None:
     """Raises unless the arrays fit one another and the versions cover the sampled tokens."""
     sampled = shown = 0
     for i, segment in enumerate(outcome.segments):
@@ -78,6 +84,9 @@ def _check(outcome: Finished, key: tuple[int, int, int]) -> None:
             raise StoreRefusal(f"put {key}: segment {i} has shapes {sorted(shapes)}; all must be [T]")
         if segment.tokens.size and segment.tokens.min() < 0:
             raise StoreRefusal(f"put {key}: segment {i} has the token id {segment.tokens.min()}; ids are not negative")
+        if segment.tokens.size and 0 < vocab_size <= segment.tokens.max():
+            named = f"segment {i} has the token id {segment.tokens.max()}"
+            raise StoreRefusal(f"put {key}: {named}; the model's ids are 0 to {vocab_size - 1}")
         ones = np.count_nonzero(segment.loss_mask)
         if np.count_nonzero(segment.loss_mask == 1) != ones:
             raise StoreRefusal(f"put {key}: segment {i} has a loss mask beside 0 and 1")
