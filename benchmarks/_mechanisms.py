@@ -39,7 +39,7 @@ from _report import Runs, ratio
 
 _STEPS, _LONGER = 10, 24
 _ADAPTING = 80  # 51 claims without a wait bring a window of ten groups down to two
-_BESIDE = 64  # a minute or more: several rests of a sampler that fails
+_BESIDE = 48  # about a minute: several rests of a sampler that fails
 _WAVE = 16
 _LATE_S = 1.2  # longer than a whole synchronous step without slow ones
 _LONGEST, _MEAN_LENGTH = 32, 11.6  # of strings with a median of 8 and σ = 1
@@ -207,7 +207,9 @@ def _failing() -> Mechanism:
 
 def _neighbour(fault: str) -> Mechanism:
     name, race = f"neighbour_{fault}", Race((1.0, 0.25))
-    one = {"sampler.episodes": ENVIRONMENTS}  # fewer than may be in work: the latency limits the rate
+    # 16 of 48 members that may be in work, of the smallest model: the latency limits the rate, on a busy core as well.
+    small = {"schedule.groups_per_step": 4, "schedule.group_size": 4, "model.size": "nano", "sft.steps": 5}
+    one = small | {"sampler.slots": _WAVE, "sampler.episodes": _WAVE}
     on = _workload(f"{name}_on", replace(race, neighbour=fault), settings=one | {"sampler.count": 2})
     off = _workload(f"{name}_off", race, settings=one)
     return Mechanism(replace(on, steps=_BESIDE), replace(off, steps=_BESIDE), None, alpha=2.0)
