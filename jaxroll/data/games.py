@@ -1,4 +1,4 @@
-"""Games of `jaxroll.games` as a source: endless, by number, with worked play for the warm start."""
+"""Games of `jaxroll.envs` as a source: endless, by number, with worked play for the warm start."""
 
 from __future__ import annotations
 

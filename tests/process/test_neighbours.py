@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from jaxroll.errors import EXIT_INTERRUPTED
-from jaxroll.schedule.health import SLOW
+from jaxroll.policy.health import SLOW
 from tests.process.trains import ROOT, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
