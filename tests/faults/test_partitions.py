@@ -1,6 +1,7 @@
 """Fault 9 as a table: sampler or learner cut off from the store for longer than a lease, one way or both.
 
-Nothing that was acknowledged is lost, no group is trained twice, and the store names the peer that it waits for.
+Nothing that was acknowledged is lost, no group is trained twice, and the store names the peer that it waits for. Last,
+a sampler that is cut off from the learner's weights alone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from jaxroll.errors import JaxRollError
 from jaxroll.records import Version
 from jaxroll.store.client import BlockingStore
 from tests.faults.cluster import LIMIT_S, Cluster
+from tests.faults.courier import Courier
 from tests.faults.criteria import Row, judge
 from tests.faults.proxy import Proxy
+from tests.faults.real_roles import World
 from tests.faults.test_network import LEASE_S, SMALL, store_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -98,3 +101,70 @@ def test_an_evaluator_that_is_cut_off_fails_at_its_deadline_and_holds_nobody_up(
         finally:
             proxy.heal()
             evaluator.close()
+
+
+ALPHA, CUT_AT, STEPS = 2, 3, 20
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("direction", ["both", "up", "down"])
+def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_waits(
+    tmp_path: Path, note: Callable[[Row], None], direction: str
+) -> None:
+    """Real roles. Only the line of the weights is cut: the sampler leases, renews and puts as before."""
+    small = {"learner__micro_rows": 2, "task__env": "tests.faults.environments:coin", "transfer__deadline_s": 3,
+             "store__lease_s": 4, "store__rpc_deadline_s": 3, "store__stall_s": STALL_S}  # fmt: skip
+    shape = {"schedule__alpha": ALPHA, "schedule__steps": STEPS}
+    with (
+        World(tmp_path / "run", **small, **shape) as run,
+        Courier(run.tap) as carrier,
+        Proxy(lambda: carrier.upstream) as proxy,
+    ):
+        carrier.address = proxy.address  # as which the sampler is told of the learner's
+        run.learner()
+        run.sampler()
+        run.until_step(CUT_AT)
+        proxy.partition(direction)
+        cut_s, moved_s, seen = time.monotonic(), time.monotonic(), issued(run)
+
+        def stands_still() -> bool:
+            """Whether no group was issued for twice a lease's time."""
+            nonlocal moved_s, seen
+            if (now := issued(run)) != seen:
+                moved_s, seen = time.monotonic(), now
+            return time.monotonic() - moved_s >= 2 * run.config.store.lease_s
+
+        run.until(stands_still, "the end of what may be sampled with the old weights")
+        assert time.monotonic() - cut_s >= 2 * run.config.store.lease_s
+        held, at = newest_flip(run), run.step_rows()[-1]["step"]
+        assert CUT_AT < at == held + ALPHA + 1 < STEPS, "it made all that the bound allows, and no more"
+        assert all(process.poll() is None for process in run.processes.values()), run.logs()
+        said = run.events("sampler-0")
+        assert [text for text in said if text.startswith(f"weights 0.{at}: ")], said
+        assert any("waiting for: samplers have leased" in text for text in run.events("store")), run.events("store")
+        proxy.heal()
+        assert run.ended("learner") == 0, run.logs()
+        assert run.ended("sampler-0") == 0, run.logs()
+        assert f"weights 0.{at}: here at attempt" in " ".join(run.events("sampler-0"))
+        flips = flipped(run)
+        assert flips[flips.index(held) + 1] == at, f"after {held} the newest version follows: {flips}"
+        assert max(row["age_max"] for row in run.step_rows()) == ALPHA
+        note(run.judge(f"9 weights cut off, {direction}", 1))
+
+
+def issued(run: World) -> int:
+    """Groups so far."""
+    return run.query("SELECT COUNT(*) FROM groups")[0][0]
+
+
+def flipped(run: World) -> list[int]:
+    """The steps of the versions that the sampler has flipped to."""
+    run.step_rows()
+    flips = (row for row in run.rows if row["kind"] == "span" and row["what"] == "flip" and row["role"] == "sampler-0")
+    return [int(row["version"].partition(".")[2]) for row in flips]
+
+
+def newest_flip(run: World) -> int:
+    """The step of the version that the sampler has."""
+    return flipped(run)[-1]

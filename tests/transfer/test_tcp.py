@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -19,6 +20,7 @@ from jaxroll.records import Snapshot, Version
 from jaxroll.transfer import frames, tcp_listener
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, Part
+from tests.faults.proxy import Proxy
 
 VERSION = Version(0, 1)
 BIG = {"a": (512, 1024), "b": (1024, 512)}  # 4 MiB in several chunks
@@ -42,9 +44,25 @@ def published(kit) -> Snapshot:
 
 
 def _through(kit, published: Snapshot, **behaviour: object) -> Snapshot:
-    import msgspec
-
     return msgspec.structs.replace(published, address=kit.middle(published.address, **behaviour).address)
+
+
+@pytest.mark.parametrize(
+    "direction", ["down", *(pytest.param(each, marks=pytest.mark.soak) for each in ("up", "both"))]
+)
+def test_a_line_that_is_cut_costs_the_deadline_and_nothing_once_it_is_healed(kit, published, direction: str) -> None:
+    with Proxy(lambda: published.address) as proxy:
+        through = msgspec.structs.replace(published, address=proxy.address)
+        _fetch(kit, through)
+        proxy.partition(direction)
+        began_s = time.monotonic()
+        with pytest.raises(TransferError, match=r"version 0\.1"):
+            _fetch(kit, through, deadline_s=0.3)
+        assert 0.3 <= time.monotonic() - began_s < 10.0
+        proxy.heal()
+        got = _fetch(kit, through).place()
+    for name, value in _big_values().items():
+        assert np.asarray(got[name]).tobytes() == value.tobytes()
 
 
 def test_chunks_larger_than_the_socket_buffers_arrive_exactly(kit, published) -> None:
