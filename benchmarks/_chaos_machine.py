@@ -48,6 +48,11 @@ def enter(folder: Path) -> str:
     return ""
 
 
+def leave(folder: Path) -> None:
+    """Unmount the small file system, so that its folder can be removed."""
+    ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(folder), _DETACH)
+
+
 def _mount(source: str | None, target: Path, kind: str | None, flags: int, data: str | None) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     words = [None if word is None else os.fsencode(word) for word in (source, str(target), kind)]

@@ -293,6 +293,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def keep_or_remove(folder: Path, disk: Path, *, keep: bool, mounted: bool) -> None:
     """Remove the folder, or keep all of it: what is on the small file system ends with this process."""
     if not keep:
+        if mounted:
+            machine.leave(disk)
         shutil.rmtree(folder, ignore_errors=True)
         return
     if mounted:
