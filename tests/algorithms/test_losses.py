@@ -356,10 +356,10 @@ TOTALS_GRAD = jax.jit(jax.grad(lambda values, ids: segments.totals(values, ids).
 
 def test_an_algorithm_that_is_registered_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from jaxroll.algorithms import algorithms\nfrom jaxroll.algorithms.tokens import TokenLoss\n"
-        "@algorithms.register('half')\n"
+        "from jaxroll.algorithms import registry\nfrom jaxroll.algorithms.tokens import TokenLoss\n"
+        "@registry.register('half')\n"
         "def half(learner):\n"
-        "    return algorithms.Algorithm(lambda t: TokenLoss(-0.5 * t.advantage * t.logprob, t.mask),"
+        "    return registry.Algorithm(lambda t: TokenLoss(-0.5 * t.advantage * t.logprob, t.mask),"
         " needs_reference=True)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -378,10 +378,10 @@ def test_an_algorithm_that_is_registered_is_built(monkeypatch: pytest.MonkeyPatc
 
 def test_an_algorithm_that_gives_credit_wants_no_critic(monkeypatch: pytest.MonkeyPatch, tmp_path):
     (tmp_path / "judge.py").write_text(
-        "from jaxroll.algorithms import algorithms\n"
-        "@algorithms.register('judge')\n"
+        "from jaxroll.algorithms import registry\n"
+        "@registry.register('judge')\n"
         "def judge(learner):\n"
-        "    return algorithms.Algorithm(None, lambda groups: [])\n"
+        "    return registry.Algorithm(None, lambda groups: [])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     learner = LearnerConfig(algorithm="judge:judge", advantage="gae", critic="init")

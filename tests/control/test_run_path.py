@@ -116,10 +116,10 @@ def test_a_run_is_named_by_one_folder(tmp_path: Path) -> None:
 def test_where_the_locale_is_not_utf8_only_ascii_is_taken(tmp_path: Path) -> None:
     """Python would make the folder in the locale's encoding, TensorStore another one in UTF-8."""
     code = (
-        "import os, sys\nfrom jaxroll.control import run_path\nfrom jaxroll.errors import ConfigError\n"
+        "import os, sys\nfrom jaxroll.control import run_dir\nfrom jaxroll.errors import ConfigError\n"
         "os.fsencode = lambda path: str(path).encode('latin-1', 'surrogateescape')\n"
-        "run_path.checked('/plain')\n"
-        "try:\n    run_path.checked('/\\u00fc')\nexcept ConfigError as error:\n    print(error)"
+        "run_dir.checked('/plain')\n"
+        "try:\n    run_dir.checked('/\\u00fc')\nexcept ConfigError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
                           env={**os.environ, "PYTHONUTF8": "1"})  # fmt: skip

@@ -16,8 +16,9 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 
 USER_FILE = '''
 """Counts how long the answer is: one file, environment and scorer."""
-from jaxroll.envs import registry, scorers
+from jaxroll.envs import registry
 from jaxroll.envs.single_turn import SingleTurn
+from jaxroll.rewards import scorers
 
 @scorers.register("length")
 def length(args, answer):

@@ -97,7 +97,8 @@ OFTEN = '''
 import os, sys
 
 if sys.orig_argv[1:4] == ["-m", "jaxroll", "store"]:
-    from jaxroll.store import keeper, log
+    from jaxroll.store.log import commit_log as log
+    from jaxroll.store.server import keeper
 
     compact, keeper.COMPACT_EVERY = log.Log.compact, 60
 

@@ -15,7 +15,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 
 CHILD = """
 import json, os, sys, threading
-from jaxroll.envs import isolation
+from jaxroll.rewards import sandbox as isolation
 if sys.argv[2] == "without landlock":
     isolation._landlock = lambda libc: False
 doors = isolation.close_doors()

@@ -400,7 +400,7 @@ from pathlib import Path
 from jaxroll import lifeline
 from jaxroll.clock import ManualClock
 from jaxroll.errors import InfraError
-from jaxroll.store import requests as rq
+from jaxroll.store.core import requests as rq
 from tests.store.made_log import *
 
 async def main():
