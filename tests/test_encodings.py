@@ -26,7 +26,7 @@ def unnamed(source: str) -> Iterator[int]:
 
 def _is_text(owner: str, name: str, call: ast.Call) -> bool:
     if name in ("read_text", "write_text"):
-        return bool(owner) and owner != "foreign"  # which reads UTF-8 only
+        return bool(owner) and owner != "disk"  # which reads UTF-8 only
     if (owner, name) in (("", "open"), ("os", "fdopen")):
         return set(_mode(call, 1, "r")) <= MODES
     return name == "open" and bool(owner) and set(_mode(call, 0, "?")) <= MODES
@@ -54,7 +54,7 @@ def test_every_text_file_has_a_named_encoding() -> None:
         ("open(p)", True), ("open(p, 'a+')", True), ("open(p, mode='w')", True), ("p.open('w')", True),
         ("p.read_text()", True), ("p.write_text(t)", True), ("os.fdopen(fd, 'w')", True),
         ("open(p, encoding='utf-8')", False), ("open(p, 'rb')", False), ("p.open('xb')", False),
-        ("foreign.read_text(p)", False), ("read_text(p)", False), ("ts.open(spec)", False), ("life.open()", False),
+        ("disk.read_text(p)", False), ("read_text(p)", False), ("ts.open(spec)", False), ("life.open()", False),
         ("p.read_text(encoding='utf-8')", False),
     ],
 )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import ScheduleConfig
-from jaxroll.config.presets import MODES, settled
+from jaxroll.config.presets import MODES, with_mode
 from jaxroll.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_another_value_for_what_a_mode_fixes_is_refused(mode: str, override: str
 
 def test_async_leaves_everything_as_it_is() -> None:
     schedule = ScheduleConfig(alpha=2.5, publish_every=3, order="freshest_first", flip="restart")
-    assert settled(schedule, "async") == schedule
+    assert with_mode(schedule, "async") == schedule
 
 
 def test_the_baseline_is_synchronous() -> None:

@@ -96,7 +96,7 @@ def test_one_whose_state_cannot_be_opened_is_damaged_though_its_sums_are_right(
 
 def test_one_that_is_removed_meanwhile_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on and keeps its newest ones only."""
-    looked = checkpoint_files.checksums.damage
+    looked = checkpoint_files.damage
 
     def removed_while_read(path: Path) -> str:
         if path.name == "0000.00000000":
@@ -104,7 +104,7 @@ def test_one_that_is_removed_meanwhile_is_left_out(run: Path, monkeypatch: pytes
             return "state is gone"
         return looked(path)
 
-    monkeypatch.setattr(checkpoint_files.checksums, "damage", removed_while_read)
+    monkeypatch.setattr(checkpoint_files, "damage", removed_while_read)
     found = report.facts(run, verify=True)["checkpoints"]
     assert [row["step"] for row in found] == [4, 6] and not any(row["problem"] for row in found)
 

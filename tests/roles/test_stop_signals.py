@@ -56,7 +56,7 @@ def test_a_learner_is_asked_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: object, signum: signal.Signals
 ) -> None:
     """It finishes its step, and leaves a checkpoint: tests/process/test_resume.py."""
-    monkeypatch.setattr(learner.hosts, "joined", lambda *_: None)
+    monkeypatch.setattr(learner.processes, "joined", lambda *_: None)
     monkeypatch.setattr(colocated, "parts", lambda args: [])
     monkeypatch.setattr(sessions, "show_when_asked", lambda *_: None)
 
