@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
 import sqlite3
 import subprocess
 import sys
@@ -213,6 +214,34 @@ def test_the_machine_inside_the_machine_has_faults_that_nothing_else_sees(tmp_pa
     assert seen == {"full": "ENOSPC", "freed": None, "read_only": "EROFS", "writable": None, "cut": True,
                     "healed": None, "descriptors": "EMFILE", "unlimited": None}  # fmt: skip
     assert not list((tmp_path / "disk").iterdir()), "what was written is outside the test's process"
+
+
+ENDED = """
+import sys
+from pathlib import Path
+import _chaos_machine as machine
+import chaos
+
+folder = Path(sys.argv[1])
+refused = machine.enter(folder / "disk")
+(folder / "disk").mkdir(parents=True, exist_ok=True)
+(folder / "disk" / "file").write_text("of the run")
+chaos.keep_or_remove(folder, folder / "disk", keep=sys.argv[2] == "keep", mounted=not refused)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_folder_is_kept_or_gone(tmp_path: Path, keep: bool) -> None:
+    folder = tmp_path / "attack"
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED, str(folder), "keep" if keep else "remove"],
+        env={"PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{BENCHMARKS.parent}", "JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert folder.exists() == keep
+    assert [path.read_text() for path in folder.rglob("file")] == ["of the run"] * keep
 
 
 @pytest.mark.process
