@@ -408,3 +408,28 @@ def test_a_full_disk_is_named_when_saving_and_when_closing(tmp_path, trainer):
         with contextlib.suppress(InfraError):
             checkpoints.close()
         assert checkpoints.versions() == ()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_after_a_write_without_room_the_same_process_writes_whole_checkpoints(tmp_path, trainer):
+    """Wherever the disk became full: the same version again, and the next one, have all their parts."""
+    failed = 0
+    for leave_bytes in range(50_000, 500_000, 50_000):
+        with disks.small_disk(tmp_path / f"disk-{leave_bytes}", 40) as disk:
+            checkpoints = Checkpoints(disk.path / "checkpoints", kept=3)
+            checkpoints.save(Version(0, 1), 1, trainer.state)
+            checkpoints.wait()
+            disk.fill(leave_bytes)
+            try:
+                checkpoints.save(Version(0, 2), 2, trainer.state)
+                checkpoints.wait()
+            except InfraError:
+                failed += 1
+            disk.free()
+            for step in (2, 3):
+                checkpoints.save(Version(0, step), step, trainer.state)
+                checkpoints.wait()
+                assert checkpoint_files.unreadable(checkpoints.path(Version(0, step)), every_byte=True) == ""
+            checkpoints.close()
+    assert failed >= 5, "the disk was hardly ever full"
