@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -11,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from jaxroll.control import certificates
-from jaxroll.errors import EXIT_CONFIG, Unauthorized
+from jaxroll.errors import EXIT_CONFIG, EXIT_INTERRUPTED, Unauthorized
 from jaxroll.rpc import auth, tls
 from jaxroll.store.client import StoreClient
-from tests.process.trains import SMALL, Train, assert_sound, last_step
+from tests.process.trains import SMALL, START_S, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 WORDS = (*SMALL, "--config.store.mutual_tls=true", "--config.learner.checkpoint_every=3",
@@ -74,3 +75,48 @@ def test_a_run_over_tls_outlives_its_certificates(
         assert second.finish() == 0, second.logs()
         second.rows = train.rows + second.rows
         assert_sound(second, steps=steps, alpha=1)
+
+
+DAY_S = 25 * 3600.0
+CLOCK = """
+import os, sys, time
+_time, _time_ns, _by_s = time.time, time.time_ns, float(os.environ["WRONG_BY_S"])
+
+
+def _offset_s():  # gRPC turns deadlines into monotonic ones at once, in C, with the true clock
+    return 0.0 if sys._getframe(2).f_globals.get("__name__", "").startswith("grpc") else _by_s
+
+
+if sys.orig_argv[1:4] == ["-m", "jaxroll", os.environ["WRONG_ROLE"]]:
+    time.time = lambda: _time() + _offset_s()
+    time.time_ns = lambda: _time_ns() + int(_offset_s() * 1e9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("role", "by_s", "warning"), [("learner", DAY_S, "expired at"), ("sampler", -DAY_S, "is not valid before")]
+)
+def test_a_role_whose_clock_is_off_by_a_day_says_so_and_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, by_s: float, warning: str
+) -> None:
+    """Its Python sees another time, and with it what JaxRoll says of certificates, rows and durations. OpenSSL and gRPC
+    read the machine's clock: how they refuse a certificate out of its time is shown with real ones above.
+    """
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("WRONG_ROLE", role)
+    monkeypatch.setenv("WRONG_BY_S", str(by_s))
+    certificates.make(tmp_path / "run", [], 1)
+    with Train(tmp_path / "run", *WORDS) as train:
+        train.until_step(8)
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        assert_sound(train, steps=last_step(train.rows), alpha=1)
+        report = train.report()
+        assert report["restarts"] == 0
+        warned = [path.stem for path in (train.run_dir / "logs").glob("*.log") if warning in path.read_text()]
+        said = {row["role"] for row in train.rows if row["kind"] == "event" and warning in row["text"]}
+        assert {name.partition("-")[0] for name in (*warned, *said)} == {role}, (warned, said)
+        steps = [row for row in train.rows if row["kind"] == "step"]
+        assert all(0 <= row[key] <= START_S for row in steps for key in ("train_s", "wait_s", "publish_s"))
