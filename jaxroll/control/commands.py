@@ -45,6 +45,8 @@ def run_train(options: argparse.Namespace) -> int:
         with run_dir.locked(path):
             config = run_dir.resume(path, options.overrides, _checked_here)
             return train.train(config, path, train.find_inventory(config), fork=options.fork)
+    if options.run:  # before the config is checked: that may import a library for seconds
+        run_dir.check_free(run_dir.checked(options.run))
     config = _config_of_file(options)
     inventory = train.find_inventory(config)
     with _new_run(options, config.run.name, config) as path:

@@ -61,13 +61,13 @@ def new_run(path: str | Path, config: Config, argv: Sequence[str]) -> Iterator[P
     ConfigError when there is a run already; then nothing is written.
     """
     path = checked(path)
-    _check_free(path)
+    check_free(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("--run", str(path), f"cannot be made ({error.strerror})", "Name another folder.") from error
     with locked(path):
-        _check_free(path)  # again: another process may have created it before we had the lock
+        check_free(path)  # again: another process may have created it before we had the lock
         _make_logs(path)
         write(path, {"created": time.time(), "argv": list(argv), **description(), **_config_part(config),
                      "devices": {}})  # fmt: skip
@@ -119,7 +119,8 @@ def create_unique(parent: Path, name: str, config: Config, argv: Sequence[str], 
         return path
 
 
-def _check_free(path: Path) -> None:
+def check_free(path: Path) -> None:
+    """ConfigError when the folder holds a run, or parts of one."""
     if os.path.lexists(path / RUN_FILE):
         raise ConfigError("--run", str(path), "there is a run here already",
                           "Add --resume to continue it, or name another folder.")  # fmt: skip
