@@ -1,4 +1,4 @@
-"""Files that survive a failing machine, and the words for a disk that takes no more: full, read-only or broken."""
+"""Durable files, errors of full or broken disks, and bounded reading of files from strangers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def remedy(error: BaseException, folder: Path) -> str:
     return f"{free}{also}, then start it again; everything it acknowledged is there."
 
 
-# --- Files from strangers, read only where they are regular files of bounded size, and parsed only as far as they nest
+# --- files from strangers: regular files of bounded size, parsed to a bounded depth
 #
 # Opening a named pipe waits for a writer and a device never ends, so neither is opened for reading here. What is
 # wrong with a content is a DataError in one line; an OSError stays one.

@@ -1,4 +1,4 @@
-"""Metrics rows: written as lines of JSON, followed while they grow, shown to TensorBoard. Their schema: `metric_rows`.
+"""Metrics rows: their schema, written as lines of JSON, followed while they grow, sent to TensorBoard.
 
 One file, `RUN/metrics.jsonl`, has two appending processes (store and supervisor) and any number of readers. A writer
 may be killed inside a line, and a row may come from a process that is not ours: readers skip and count lines that hold
@@ -300,7 +300,7 @@ class CallTracker:
         """Nothing is held."""
 
 
-# --- The schema of metrics rows: for each kind, the fields that readers use. Further fields may hold anything
+# --- schema: the fields of each kind that readers use. Further fields are free
 
 Row = dict[str, Any]
 

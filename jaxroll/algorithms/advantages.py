@@ -1,4 +1,4 @@
-"""The advantage that a critic makes, and the critic's own loss. Functions take one sequence; the caller vmaps them."""
+"""Advantages: generalised advantage estimation with a critic, and group, batch and turn estimators without."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def clipped_value_loss(
     return 0.5 * jnp.maximum(jnp.square(value - target), jnp.square(near - target))
 
 
-# --- Who earns what, without a critic: groups, whole batches, selections, and the turns of an episode
+# --- estimators without a critic: groups, whole batches, selections, turns of an episode
 #
 # On the host in float64: like denominators, advantages are data, and no device need be free for them. G members of a
 # group, K turns of a member, T tokens.

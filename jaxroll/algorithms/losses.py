@@ -1,4 +1,4 @@
-"""Losses that hold the policy near the one of the claim's start: PPO's clip and what corrects it for stale samples.
+"""Policy-gradient losses: clipped ratios with corrections for stale samples, importance weights, preferences.
 
 A is the advantage, r = π_θ/π_prox, w = sg[π_prox/π_b] bounded. Gradients flow through r only.
 """
@@ -79,7 +79,7 @@ def _corrected(token: TokenLoss, raw: Float[Array, "*T"], learner: LearnerConfig
     return weighted(token, raw, learner.correction, *bounds)
 
 
-# --- Losses that are −weight · A · log π_θ, the weight a constant made of ρ = π_θ/π_b
+# --- importance-weighted losses: −weight · A · log π_θ, where the weight is a constant function of ρ = π_θ/π_b
 #
 # The gradient is the policy gradient of every token, however far the policy has moved; the bound is on its size. With
 # r = π_θ/π_prox in place of ρ these losses would be uncorrected on the first step of a claim.
@@ -153,7 +153,7 @@ def behaviour_ratio(tokens: Tokens, level: str) -> Float[Array, "*R T"]:
     return jax.lax.stop_gradient(rho)
 
 
-# --- Losses that compare two answers to one question
+# --- preference losses: two answers to one question
 
 
 def dpo(learner: LearnerConfig) -> Objective:

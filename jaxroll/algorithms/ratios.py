@@ -1,4 +1,4 @@
-"""Ratios between policies, per token or per sequence, from log-probabilities; never NaN, never infinite.
+"""Ratios between policies and KL estimators, per token or per sequence, from log-probabilities; always finite.
 
 π_θ is the policy being trained, π_prox the trainer's policy at the start of the claim, π_b the one that sampled.
 """
@@ -69,7 +69,7 @@ def beyond(weight: Float[Array, "*T"], cap: float, floor: float = 0.0) -> Bool[A
     return (weight > cap) | (weight < floor)
 
 
-# --- Per-token estimators of KL(p‖q) from samples of p (J. Schulman, "Approximating KL divergence", 2020)
+# --- per-token estimators of KL(p‖q) from samples of p (J. Schulman, "Approximating KL divergence", 2020)
 #
 # With x ~ p and log-probabilities log p(x), log q(x). k1 and k3 are unbiased as values, k2 is biased. As *losses*
 # differentiated through log p, the samples held fixed, their expected gradients are

@@ -1,4 +1,4 @@
-"""Drawing tokens: a key per token from who it belongs to, then Gumbel-max over the truncated distribution."""
+"""Token sampling: a key per token from its identity, then Gumbel-max over the truncated distribution."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _typed(keys: Keys) -> PRNGKeyArray:
     return keys if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(keys)
 
 
-# --- The log-probability of a token: one function for the engine, the learner and every test that compares them
+# --- log-probability of a token: one function for the engine, the learner and every test that compares them
 
 
 def token_logprobs(

@@ -1,4 +1,4 @@
-"""From per-token losses to one number: the weight of every token, with denominators counted over the whole batch.
+"""Per-token inputs of a loss, and their reduction to one number with denominators over the whole batch.
 
 The loss of an optimizer step is Σₜ weightₜ · lossₜ. All denominators are inside the weights, counted once over every
 sequence of the step, so the sum may be split over micro-batches, rows and hosts in any way.
@@ -44,7 +44,7 @@ def sequence_weights(trained_tokens: np.ndarray, kind: str, length: int = 1) -> 
     return np.where(trained, weights, 0.0).astype(np.float32)
 
 
-# --- Sums over the samples of a packed row: what losses on whole sequences need. T tokens of a row, leading axes free
+# --- sums over the samples of a packed row, for losses on whole sequences; T tokens of a row, leading axes free
 #
 # A segment is a run of equal numbers. No scatter and no T×T array: log₂ T shifts of the row, the same bits every time.
 
@@ -75,7 +75,7 @@ def _running(values: Float[Array, "*R T"], segments: Int[Array, "*R T"]) -> Floa
     return values
 
 
-# --- What a loss is given and what it gives back: per-token streams of a packed micro-batch, blind to who made them
+# --- per-token streams of a packed micro-batch
 #
 # π_θ is the policy being trained, π_prox the trainer's at the start of the claim, π_b the one that sampled, π_ref a
 # frozen one. Tokens outside `mask` have numbers of no meaning; what a loss says about them is not used.

@@ -99,7 +99,7 @@ def digest(config: Config) -> str:
     return hashlib.blake2b(canonical_json(config).encode(), digest_size=16).hexdigest()
 
 
-# --- What the command line hands to a role
+# --- arguments of a role
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def with_mode(schedule: ScheduleConfig, mode: str) -> ScheduleConfig:
     return replace(schedule, **fixed)
 
 
-# --- What the name of an algorithm stands for: one row each, and how a config fills it in
+# --- algorithm presets
 #
 # A key of `learner` that is left at "auto" (or at 0, where 0 says so) takes its value from the row; `settled` gives the
 # config with all of them filled in. What a loss computes stands in `jaxroll.algorithms`; the config room loads without

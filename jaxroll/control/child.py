@@ -1,4 +1,4 @@
-"""One supervised process: started in a session of its own, its words in a log file, ended as a whole group."""
+"""One supervised process: own session, output in a log file, ended as a whole group; and its restart policy."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _shown(line: str) -> str:
     return "".join(char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in line)
 
 
-# --- What follows when a process ends: pure decisions of the supervisor
+# --- restart policy: decisions when a process ends. Pure
 #
 # A process that dies is started again after a back-off that doubles; a long life forgives earlier deaths. Exit code 0
 # means "my work is done", `errors.EXIT_CONFIG` means "starting me again will not help", `errors.EXIT_CLOSED` that the

@@ -151,7 +151,7 @@ def open_view(run_dir: Path, of_steps: int) -> View:
     return TableView(run_dir, of_steps) if table else PlainView(run_dir, of_steps)
 
 
-# --- What is worth showing of a run: folded from metrics rows and process states, without a terminal or a clock
+# --- state of a run for display: folded from metrics rows and process states. Pure
 
 STEPS_KEPT = 12
 RATES_KEPT = 5

@@ -1,4 +1,4 @@
-"""Which devices each role sees, as environment variables: pure functions of a config and an inventory.
+"""Placement: devices per role as environment variables, and the accelerators of this machine.
 
 DESIGN.md, "Placement", has the reasons. The names are those of the process list: learner, sampler-0, …, evaluator.
 """
@@ -125,7 +125,7 @@ def common_env(cache_dir: str) -> Env:
     }
 
 
-# --- The accelerators of this machine, found without starting JAX (which would take them)
+# --- accelerators of this machine, found without starting JAX (which would take them)
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"

@@ -1,4 +1,4 @@
-"""A run's folder: its name, its `run.json` (config, commit, versions, devices), its lock, its link.
+"""Run folder: name, path rules, `run.json` (config, commit, versions, devices), lock, link.
 
 Only the process that holds the run's lock writes `run.json`, always as a whole file renamed into place. A supervisor
 hands its config to the roles that it starts (`config_environment`), so that they do not depend on the file.
@@ -375,7 +375,7 @@ def _numbers(rows: Sequence[dict[str, Any]], kind: str, key: str) -> list[float]
     return [value for value in found if isinstance(value, (int, float)) and not isinstance(value, bool)]
 
 
-# --- Rules for the path of a run folder, checked before anything is written there
+# --- rules for the path, checked before anything is written there
 #
 # Orbax finds the parts of a checkpoint by a glob pattern that contains the whole path. TensorStore takes a backslash
 # for

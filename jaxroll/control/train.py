@@ -1,4 +1,4 @@
-"""One run on one machine: warm start, then all roles under the supervisor."""
+"""One run on one machine: warm start, then all roles under the supervisor. The demo is such a run."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def own_command() -> str:
     return str(beside) if near.startswith("..") else near
 
 
-# --- The demo: a new run of configs/demo.py, its link `runs/demo`, and its report, with the whole time
+# --- demo: a new run of configs/demo.py, its link `runs/demo`, its report
 
 NAME = "demo"
 

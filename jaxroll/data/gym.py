@@ -115,7 +115,7 @@ def _settings_of(name: str, args: dict[str, Any]) -> str:
     return nearest(unknown[0], known) if unknown else f"Its settings: {', '.join(sorted(known))}."
 
 
-# --- What is known about reasoning-gym tasks: which are allowed, how a small model is asked, which are refused and why
+# --- known tasks: allowed ones, their compact form, refused ones with the reason
 #
 # A task is allowed when its scorer only compares text or numbers (read in reasoning-gym 0.1.25). Several others execute
 # the model's answer, hang on it, raise, or can be gamed; `envs` keeps a list of its own and refuses them once more.

@@ -1,4 +1,4 @@
-"""One item of the config's source as a task: prompt text, identity, and whether the prompt fits."""
+"""Tasks from the config's source: prompt text, identity, whether the prompt fits; and the held-out set."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Candidates:
         return candidate
 
 
-# --- The items kept aside for evaluation, and the check that nothing was trained on them
+# --- held-out tasks, and the check that none was trained on
 
 _TRIES_PER_ITEM = 50  # a task with fewer distinct questions than this finds is too small to hold anything out
 

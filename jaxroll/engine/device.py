@@ -1,4 +1,4 @@
-"""The device's side of an engine: its state, and the few things that can be done to it.
+"""Device side of an engine: its state and the operations on it.
 
 Every call dispatches one program and returns at once; `Dispatch.report` waits for what a decode has done: the only
 transfer from device to host, one array a dispatch (and a request's pages, when it gives them away).
@@ -205,7 +205,7 @@ def _timed(progress: Progress | None, what: str, work: Callable[[], object]) -> 
         progress(f"compiled {what}, {time.monotonic() - start_s:.1f} s")
 
 
-# --- What computes attention in an engine's programs
+# --- choice of the attention implementation
 
 
 def chosen(

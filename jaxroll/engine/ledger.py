@@ -1,4 +1,4 @@
-"""The host's record of what is in the slots: who started when, how far each is, and what it sampled."""
+"""Host record of the slots: request, progress and sampled tokens of each."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _first(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, .
     return tuple(kept)
 
 
-# --- What was sampled lately: a ring of decode rows from which a finished request takes its column
+# --- history: a ring of decode rows from which a finished request takes its column
 #
 # A running slot samples in every decode step, so a request's tokens after its first stand in one column in consecutive
 # rows. Keeping rows costs one copy a dispatch, however many slots there are; nothing is done per token.

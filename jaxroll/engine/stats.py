@@ -1,4 +1,4 @@
-"""What an engine has done so far, in numbers."""
+"""Counters of an engine, and latencies of its requests."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class EngineStats:
         )  # fmt: skip
 
 
-# --- How long requests wait for their tokens: the latest times to a first token, and gaps between two
+# --- latencies: time to the first token, and between tokens
 
 _KEPT = 2048
 

@@ -1,4 +1,4 @@
-"""A calculator as a tool: the model may ask for the value of expressions before it answers."""
+"""Calculator tool as an environment: the model may ask for the value of expressions before it answers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Calculator:
         self._env_args = None
 
 
-# --- A calculator as a tool: what a call looks like, and what comes of it. Nothing of the text is ever executed
+# --- calls of the tool: how one is written, and its value. No part of the text is ever executed
 #
 #     expression = term (("+" | "-") term)*
 #     term       = factor (("*" | "/") factor)*

@@ -58,7 +58,7 @@ class FrozenLake:
         self._game = None
 
 
-# --- FrozenLake: cross a lake of ice and holes. The dynamics are those of gymnasium's FrozenLake-v1
+# --- rules: the dynamics of gymnasium's FrozenLake-v1
 #
 # A lake is a square of cells: start, ice, holes, goal. An action moves one cell, or none at the shore. On slippery ice
 # the move goes where it was meant to with probability 1/3, and to either side of that with 1/3 each. Holes and the goal

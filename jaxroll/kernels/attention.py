@@ -105,7 +105,7 @@ def exact_precision(dtype: jnp.dtype) -> jax.lax.Precision:
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
-# --- Attention in rows whose prompts are computed once for all their answers
+# --- rows whose prompts are computed once for all their answers
 #
 # A row is P tokens of prompts and A stretches of S tokens of answers, T = P + A·S. A prompt sees itself; an answer sees
 # its own tokens up to each, and all of the prompt that it continues: the same numbers as with a prompt before every

@@ -1,4 +1,4 @@
-"""Attention over a paged cache: one signature, and a loop over pages that reads what is there.
+"""Attention over a KV cache: paged (a loop over pages), and contiguous (levels of increasing length).
 
 B rows of T consecutive queries each, N query heads, K key-value heads, H head dimension; a pool of P pages of U tokens;
 a row's table names its J pages in order. Query t of row b stands at position starts[b] + t and sees the keys at
@@ -109,7 +109,7 @@ def _pages_at_once(page_tokens: int) -> int:
     return max(1, _CHUNK_TOKENS // page_tokens)
 
 
-# --- Attention of one more token over keys and values that are laid out side by side, in levels
+# --- contiguous KV cache: attention of one more token
 #
 # B rows of one query each, N query heads, K key-value heads (N = K·G), H head dimension; level l holds C_l tokens of
 # every row, the first level those from position 0 on. A row at position p sees the positions 0 … p. A row at -1 sees

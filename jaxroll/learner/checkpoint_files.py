@@ -1,4 +1,4 @@
-"""A run's checkpoints as files: which there are, what each says about itself, whether it is what was written. No JAX.
+"""Checkpoint files of a run: versions, contents, checksums, readability. No JAX.
 
 What a checkpoint is and how it is written says `checkpoint`; this is what can be known of one without loading it.
 """
@@ -124,7 +124,7 @@ def _entry(version: Version, path: Path, *, verify: bool) -> Entry:
     return Entry(version, path, position, sum(sizes), path.stat().st_mtime, summed, problem)
 
 
-# --- Check that the arrays of a checkpoint can be opened, without JAX and without loading them
+# --- readability: every array can be opened, without JAX and without loading it
 #
 # Orbax writes the arrays of each process into a database of its own and then merges these into one. When it finds no
 # process's database (as under a path that its glob pattern does not match) it skips the merge and reports success.
@@ -161,7 +161,7 @@ def problem(state: Path, arrays: Mapping[str, Iterable[Any]], *, every_byte: boo
     return ""
 
 
-# --- Sums over the files of a checkpoint: what was written is what is read, or it is said which file is not
+# --- checksums: what is read is what was written, or the damaged file is named
 #
 # They are taken once the folder is complete and before the store hears that it is durable, so one that counts has them.
 # A whole folder without them is one whose writer was killed in between: it counts for nobody, and a learner that goes

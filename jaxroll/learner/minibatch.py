@@ -1,4 +1,4 @@
-"""From a claim's groups to what each optimizer step trains on: a function of the claim and the config alone.
+"""Optimizer batches of a claim, with their advantages: a function of the claim and the config alone.
 
 Rewards as earned → shuffled (the control) → shaped (overlong answers, KL to the reference) → advantages → weights.
 """
@@ -149,7 +149,7 @@ def _shaped(groups: Groups, config: Config) -> Groups:
     return [[shaped(sample) for sample in group] for group in groups]
 
 
-# --- Advantages of a claim: by the algorithm's own rule, or by the estimator that `learner.advantage` names
+# --- advantages of a claim: the algorithm's own rule, or the estimator that `learner.advantage` names
 #
 # G is the group size, N the number of groups.
 

@@ -1,4 +1,4 @@
-"""Parameters (or their adapters) and optimizer state: what a checkpoint holds and an optimizer step replaces."""
+"""Train state (parameters or adapters, optimizer state), and the frozen reference model."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _on_devices(spec: ModelSpec, name: str, value: np.ndarray, where: jax.shardi
     return jax.block_until_ready(placing.placed_once(np.asarray(value, np.float32), where))
 
 
-# --- The reference model: a frozen copy of the parameters that a run starts from, on the learner's own mesh
+# --- reference model: a frozen copy of the initial parameters, on the learner's own mesh
 #
 # It lies beside the parameters, or in the host's memory and on the devices only while it is used. No checkpoint holds
 # it:

@@ -1,4 +1,4 @@
-"""The learner's compiled programs. After `Programs.compile` nothing compiles again, whatever the claims look like.
+"""Compiled programs of the learner. After `Programs.compile` nothing compiles again, whatever the claims look like.
 
     accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
     logprobs    (params, micro-batch) → log π per token              one per row bucket, if the recipe adds streams
@@ -252,7 +252,7 @@ def shardings_of(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
-# --- What the model's last layer says about every token, a part of each row at a time
+# --- output head: log-probabilities and entropies, a part of each row at a time
 #
 # R rows, T tokens of a row, D width, V vocabulary. Logits of all tokens, [R, T, V], would be the largest array of a
 # step

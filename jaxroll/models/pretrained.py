@@ -1,4 +1,4 @@
-"""The model that a config names, with its weights: an entry of `families`, or a folder (see `folders`)."""
+"""Weights of the model that a config names: an entry of `families`, or a folder (see `folders`)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
     return found
 
 
-# --- Hugging Face names and layouts ↔ our tree: pure renaming and reshaping of numpy arrays, no files, no torch
+# --- Hugging Face names and layouts ↔ our tree: pure functions of numpy arrays
 #
 # Their linear weights are [out, in] with heads and head dimension in one axis; ours are [in, heads, head_dim]. A value
 # keeps the dtype of its source.

@@ -1,4 +1,4 @@
-"""The age limiter: one inequality admits work, one inequality bounds what is trained (STORE.md, promise 7).
+"""Staleness limiter: one inequality admits work, one bounds the age of trained tokens (STORE.md, promise 7).
 
 Notation: B groups per claim, R redundant groups, v the published version, u the version a sampler serves, α the bound.
 
@@ -90,7 +90,7 @@ class AgeLimiter:
         return trained_step - sampled_step > self.max_age
 
 
-# --- The window in force: the smallest at which the learner does not wait (STORE.md, promise 7)
+# --- in-flight window: `adaptive` is the smallest one that keeps the learner busy
 #
 # The age limiter says how far samplers may run ahead at most: the full window. Beyond what keeps the learner busy,
 # running ahead buys nothing but age. So the window shrinks while the learner finds its claims ready and grows when it

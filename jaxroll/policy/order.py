@@ -1,4 +1,4 @@
-"""Which groups a claim takes (STORE.md, promise 8): a pure choice among candidates.
+"""Claim order (STORE.md, promise 8), and the share of scarce work that one sampler may lease. Pure.
 
 `lease_order` takes groups in the order of their prompts, so short answers are not favoured and a run is reproducible;
 `ready_first` takes whatever finished first; `freshest_first` whatever was sampled last. The latter two let the rest
@@ -70,7 +70,7 @@ def shuffled(groups: Sequence[int], seed: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-# --- How much of the work at hand one sampler may take while others have room too, and whether groups are split for it
+# --- shares of scarce work, and whether groups are split for them
 #
 #     share = ⌈available · room / (room + the others' room)⌉   members, when there is less work than room; else its room
 #

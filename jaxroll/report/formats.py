@@ -1,4 +1,4 @@
-"""How figures are written for a person; a dash where nothing is known."""
+"""Formatting of figures and tables for people; a dash for an unknown value."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def mesh(axes: Mapping[str, int]) -> str:
     return " × ".join(f"{name} {size}" for name, size in axes.items() if size != 1) or "1 device"
 
 
-# --- Titled tables for a person: drawn on a terminal, plain aligned lines elsewhere (so that `grep` and `less` work)
+# --- titled tables: drawn on a terminal, plain aligned lines elsewhere, so that `grep` and `less` work
 
 _GAP = "  "
 

@@ -1,4 +1,4 @@
-"""TLS between machines: certificates from a folder, both ends verified, and words for what went wrong.
+"""TLS between machines: certificates from a folder, both ends verified, errors with a remedy.
 
 The folder is JAXROLL_TLS, or RUN/tls. What lies in it decides: with `ca.pem` a process speaks TLS and trusts only that
 CA; `cert.pem` and `key.pem` are what it shows as a server; `client-cert.pem` and `client-key.pem` (else the former)
@@ -305,7 +305,7 @@ def close_quietly(sock: socket.socket) -> None:
         sock.close()
 
 
-# --- From when to when a certificate is valid, read from its PEM text: Python's `ssl` tells that of a peer's only
+# --- validity of a certificate, read from its PEM text (Python's `ssl` gives that of a peer only)
 
 _VERSION, _UTC_TIME = 0xA0, 0x17  # tags of DER, X.690
 

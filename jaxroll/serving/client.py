@@ -1,4 +1,4 @@
-"""The engines of samplers in other processes, for an actor: who is there, at which version, and who asks whom.
+"""Client of sampler engines in other processes, for actors: endpoints, their weight versions, routing.
 
 A conversation is an `LLMProxy` that stays with one sampler as long as that lives, for what its cache holds. When it
 dies the request is made again, at another sampler or at the same one once it is back: nothing of the episode is lost,
@@ -170,7 +170,7 @@ class Conversation:
             self._seat = None
 
 
-# --- Which sampler a conversation of an actor goes to. Pure: counts in, a name out
+# --- routing of an actor's conversations to samplers: counts in, a name out
 #
 # Members of a group kept together on one sampler have their prompt computed once; spread out they finish sooner. What
 # `replicate` says of groups and samplers that lease for themselves (`jaxroll.policy.order`) holds here as well.

@@ -1,4 +1,4 @@
-"""Device meshes: the axes are always ("data", "fsdp", "tensor"), in that order, of Auto type."""
+"""Device meshes with axes ("data", "fsdp", "tensor") of Auto type, and the backend that they are on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(
     return jax.make_mesh(shape, AXES, devices=available[: cfg.devices], axis_types=(AxisType.Auto,) * len(AXES))
 
 
-# --- Which backend this is, and what its devices hold
+# --- backend
 
 Platform = Literal["cpu", "gpu", "tpu"]
 

@@ -1,4 +1,4 @@
-"""What the other roles hold of the store: `StoreClient` for asyncio, `BlockingStore` for a thread.
+"""Clients of the store: `StoreClient` for asyncio, `BlockingStore` for a thread.
 
 Every call may be made again without harm, and is, across restarts of the store, for `patience_s`. Answers that are
 refusals are raised: NoCredit, NotReady, StaleClient, Fenced, Conflict, Closed, Unauthorized; a store that stays away
@@ -348,7 +348,7 @@ class BlockingStore:
         return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
 
-# --- Members on their way to the store: what is ready while a call is under way goes together in the next one
+# --- outbox: members that are ready while a call is under way go together in the next one
 #
 # Most of what a put costs the store is the call. A sampler's members end in bursts, so under load a call carries many
 # of

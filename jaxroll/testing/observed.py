@@ -1,4 +1,4 @@
-"""An environment as the check sees it: what it showed and returned, and how its close went; and what it leaks."""
+"""Observation of an environment under test: messages, results, how its close went, leaks."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _resident_bytes(pid: int) -> int:
         return 0
 
 
-# --- What to do about a member that failed, by the words of its error
+# --- remedies for failed members, by the text of the error
 
 _REMEDY = "a wrong answer is a reward, not a failure; raise DataError for a task that nobody could work on"
 # The first whose sign occurs in the error says what to do.

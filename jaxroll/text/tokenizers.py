@@ -121,7 +121,7 @@ def build(cfg: TokenizerConfig, alphabet: str) -> Tokenizer:
     raise ConfigError("tokenizer.kind", cfg.kind, "there is no such kind", "Use 'char' or 'hf'.")
 
 
-# --- Conversations that took place as tokens: what an episode of the same words would have held
+# --- conversations as tokens: what an episode of the same messages would have held
 
 
 def runs(text: Tokenizer, first: tuple[Message, ...], said: tuple[Message, ...]) -> list[tuple[list[int], bool]]:

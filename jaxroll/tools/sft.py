@@ -1,4 +1,4 @@
-"""The warm start: supervised training on a task's worked answers, with the learner's own programs.
+"""Warm start: supervised training on a task's worked answers, with the learner's own programs.
 
 Cross-entropy is −A · log π with A = 1, so packing, accumulation and the optimizer are those of the reinforcement
 learner; only the objective and the schedule differ. Trained tokens are the answers and their ends of sequence, also of
@@ -192,7 +192,7 @@ def main(args: RoleArgs) -> int:
     return 0
 
 
-# --- How much of a set of worked answers a model would have given greedily, read off one forward pass
+# --- greedy accuracy on worked answers, from one forward pass
 
 
 def exact_share(programs: Programs, params: Params, check: Sequence[Sample], buckets: Sequence[int]) -> float | None:

@@ -1,4 +1,4 @@
-"""What a snapshot consists of, in a form that is small, canonical and checkable before a byte is allocated."""
+"""Manifest of a snapshot: small, canonical, and checked before a byte is allocated."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def check(manifest: Manifest, shapes: Mapping[str, Any]) -> None:
             )
 
 
-# --- Parameters that have come, in the dtypes that an engine computes with
+# --- dtypes: received parameters in the dtypes of the engine
 
 Params = dict[str, jax.Array]
 

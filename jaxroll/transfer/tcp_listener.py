@@ -1,4 +1,4 @@
-"""The publishing end of the tcp channel: one thread, no JAX in it, that serves host snapshots to any number of readers.
+"""Publishing end of the tcp channel: one thread without JAX serves host snapshots to any number of readers.
 
 The thread owns every socket. Other threads touch only the shelf (a lock) and the wake-up pipe. At most
 `max_connections` readers are served at a time, a chunk each in turn; more wait in the kernel's backlog. A reader that
@@ -246,7 +246,7 @@ def _chunks(snapshot: HostSnapshot, slices: tuple[frames.Slice, ...]) -> Iterato
             yield body.reshape(-1).data.cast("B")
 
 
-# --- One reader of the tcp channel, as its listener sees it: a socket that never blocks, plain or under TLS
+# --- one reader: a socket that never blocks, plain or under TLS
 #
 # Until its first question has been answered a reader is a stranger, of whom little is read.
 

@@ -111,7 +111,7 @@ def _texts(outcome: Finished, decode: Decoder | None) -> tuple[str | None, str |
     return decode(first.tokens.tolist()), "".join(decode(segment.tokens.tolist()) for segment in rest)
 
 
-# --- The files of `jaxroll export`: Parquet (pyarrow, extra `data`) and JSON lines. Both take rows in portions
+# --- output files: Parquet (pyarrow, extra `data`) and JSON lines, written in portions
 
 Row = dict[str, Any]
 Write = Callable[[list[Row]], None]

@@ -1,4 +1,4 @@
-"""`jaxroll inspect RUN`: a look into a live or finished run; `--group=ID` shows one trajectory group in full."""
+"""`jaxroll inspect RUN`: state of a live or finished run; `--group=ID` shows one trajectory group in full."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _disk(f: Facts) -> Section:
     return Section("on disk", (), rows)
 
 
-# --- One trajectory group as `jaxroll inspect RUN --group=ID` shows it
+# --- one trajectory group
 
 
 def group_sections(f: Facts, why_no_text: str) -> list[Section]:

@@ -1,4 +1,4 @@
-"""Who was at what, when: the busy intervals of every role, read from the metrics rows. Times are unix seconds."""
+"""Activity of every role: busy intervals read from the metrics rows. Times are unix seconds."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class RunClock:
         return [(self(start), self(end)) for start, end in intervals]
 
 
-# --- Sets of time as sorted lists of disjoint (start, end) pairs; all times in seconds
+# --- sets of time as sorted lists of disjoint (start, end) pairs, in seconds
 
 Interval = tuple[float, float]
 

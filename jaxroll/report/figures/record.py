@@ -1,4 +1,4 @@
-"""A run as its folder holds it: run.json, metrics.jsonl, heldout.json, store.db. Read once, then never touched."""
+"""Run record: run.json, metrics.jsonl, heldout.json and store.db of a run's folder, read once."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _version(row: Row) -> Version:
     return Version(int(row.get("lineage") or 0), int(row["step"]))
 
 
-# --- Whether a process on this machine has a run open, without touching its locks
+# --- whether a process on this machine has the run open, without touching its locks
 
 LOCK = "store.lock"
 _SUPERVISOR_LOCK = ".lock"  # control.run_dir.LOCK_FILE, which this package may not import

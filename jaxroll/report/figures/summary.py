@@ -271,7 +271,7 @@ def _mean(rows: Sequence[Row], key: str) -> float | None:
     return float(np.mean(values)) if values else None
 
 
-# --- What was sampled and not trained on, and whom that favours: by reason, by length, by what was let go early
+# --- waste: sampled and not trained, by reason and by length
 
 
 def waste(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the run is about: the one result, the setting in a sentence, the first figures, learning, before and after."""
+"""Head of the page: result, settings in one sentence, key figures, learning curve, answers before and after."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def before_and_after(view: View) -> Markup:
     return card("Before and after", hint, table(found, view.evals[0]["step"], view.evals[-1]["step"]))
 
 
-# --- What the model wrote to the same held-out questions at the first and at the last evaluation
+# --- answers to the same held-out questions at the first and at the last evaluation
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The sections that hold a run to its word: promises, groups, events, settings."""
+"""Sections from the log: invariants, groups, events, settings."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _foreign(words: str) -> Markup:
     return tag("bdi", words, class_="mono")
 
 
-# --- The settings of a run: the config, with what differs from the defaults set off, and what it ran on
+# --- settings: the config, with changed values marked, and the machine
 
 
 def settings_table(run: Run) -> Markup:

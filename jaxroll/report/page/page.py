@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that opens offline, asks nobody for anything and runs no script but its own."""
+"""The HTML page of a run: one file that opens offline and loads nothing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _footer(view: View) -> Markup:
     return tag("footer", f"JaxRoll {version} · ", tag("span", view.run.path, class_="mono"))
 
 
-# --- The page's style sheet: one set of colours for light, one for dark; roles keep their colour everywhere
+# --- style sheet: light and dark colours, one colour per role
 
 LIGHT = """
   --page: #f6f7fa; --card: #ffffff; --ink: #171b26; --muted: #667087; --grid: #e7e9f0; --edge: #e2e5ee;
@@ -232,7 +232,7 @@ footer { color: var(--muted); font-size: 12.5px; margin-top: 24px; }
 )
 
 
-# --- The page's only script: moves the timeline's window. It makes text nodes only; the page allows no other script
+# --- script: moves the timeline's window; the page's policy allows no other
 
 SCRIPT = """
 (() => {

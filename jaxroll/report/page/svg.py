@@ -1,4 +1,4 @@
-"""The parts of a plot as SVG: scales, axes, marks. Colours are CSS classes, so that one page serves light and dark.
+"""Parts of a plot as SVG: scales, axes, marks. Colours are CSS classes, for light and dark pages.
 
 Coordinates in the names: x and y are data, a frame maps them to the pixels of its viewBox.
 """
@@ -173,7 +173,7 @@ def caption(frame: Frame, point: Point, words: str, class_: str = "", dx: float 
     return tag("text", words, class_=f"note {class_}", x=frame.x(point[0]) + dx, y=frame.y(point[1]) + dy)
 
 
-# --- HTML and SVG as values that cannot carry foreign markup: whatever is not `Markup` is text, and text is escaped
+# --- HTML and SVG values: text that is not `Markup` is escaped
 #
 # What a model wrote is hostile. Only `tag`, `joined` and `raw` make Markup, and `raw` is for literals of this package.
 

@@ -1,4 +1,4 @@
-"""The sections on work and time: the timeline, where the time went, ages, throughput, weights."""
+"""Sections on work and time: timeline, breakdown of time, token ages, throughput, weights."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _spark(steps: Sequence[Row], name: str, words: str) -> Markup:
     return tag("div", head, plots.spark(values))
 
 
-# --- How far the samplers' weights are behind the learner's, and what publishing costs
+# --- weight lag of the samplers, and the cost of publishing
 
 
 def lags(stats: Sequence[Row], published: Sequence[tuple[float, str]]) -> list[int]:
@@ -159,7 +159,7 @@ def _version(text: object) -> tuple[int, int] | None:
     return (int(lineage), int(step)) if lineage.isdigit() and step.isdigit() else None
 
 
-# --- How off-policy the tokens of each age came in: a table over the run, and lines over its steps
+# --- off-policy figures by token age
 
 COLOURS = 4  # the last one is for all older ages
 MEANS = ("logprob_delta", "kl_behaviour", "clip_share", "ess")

@@ -1,4 +1,4 @@
-"""How much may be in work: the window in force, and what must wait for a checkpoint. Pure questions about the state."""
+"""Admission: the in-flight window in force, and when a checkpoint must come first. Pure queries of the state."""
 
 from __future__ import annotations
 

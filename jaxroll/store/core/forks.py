@@ -1,4 +1,4 @@
-"""Forks: a new lineage from a checkpoint whose later claims are given up, even where their trajectories are trimmed.
+"""Forks: a new lineage from a checkpoint whose later claims are given up, even if their trajectories are gone.
 
 A rewind replays the claims after its checkpoint; a fork makes them anew. So it goes back to where the prompts stood at
 that step (`cuts`). Prompts that claims below the fork used do not come again on the new line, all others do, in their
@@ -45,7 +45,7 @@ def _no_cut(state: State, start: Version) -> StoreRefusal:
     )
 
 
-# --- Where the prompts stood after each claim, so that a fork can go on from there. Questions about lineages on the way
+# --- position of the prompt stream after each claim, from which a fork continues
 #
 # A cut is kept with every claim that is not trimmed, and for every durable step.
 

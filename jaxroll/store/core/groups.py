@@ -1,4 +1,4 @@
-"""Groups and their members: what the store knows of each. Only `apply` changes them."""
+"""Groups and their members, and an index of those that still lack members. Only `apply` changes them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Group(msgspec.Struct, gc=False):
         return max((run.version.step for s in self.slots for run in s.runs), default=0)
 
 
-# --- What `State` would have to be searched for: kept beside it by `apply`, written down nowhere
+# --- index of groups with free or unfinished members; derived, never logged
 #
 # A store of a large run has tens of thousands of members in work, and decides a thousand times a second. Most groups
 # are

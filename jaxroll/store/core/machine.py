@@ -1,4 +1,4 @@
-"""The state machine as one object: decides a request, applies what was decided, hands out the events to log."""
+"""State machine: decide a request, apply the decision, return the events to log."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Core:
         return decision
 
 
-# --- Leases that end before their holder put anything, so that it hears of them at once and stops (early abort). Pure
+# --- leases that end before their holder put anything (early abort)
 #
 # A lease that ran out is not among them, for its put still counts; nor what its holder gave back or put itself.
 

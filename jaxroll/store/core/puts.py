@@ -1,4 +1,4 @@
-"""Decisions about puts: idempotent by (group, member, attempt) and digest, fenced by attempt. Pure, like `work`."""
+"""Put decisions: idempotent by (group, member, attempt) and digest, fenced by attempt. Pure."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _invalid_runs(state: State, runs: tuple[VersionRun, ...]) -> str:
     return "" if runs else "no sampled token"
 
 
-# --- What follows when a group is complete: redundant members are let go, the filter judges it. Pure, like `work`
+# --- completion: redundant members are aborted, the filter judges the group
 
 
 def after_put(settings: Settings, state: State, group: Group, put: ev.Put) -> list[ev.Event]:

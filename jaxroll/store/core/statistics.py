@@ -1,4 +1,4 @@
-"""How hard each question has been, and whether long answers are trained on as often as short ones. Kept in the state.
+"""Difficulty of questions and speed of lease holders: running means that are part of the state.
 
 Every group that is claimed, or rejected by the filter, counts once, however often a learner trains on the claim. Only
 the questions touched last are kept here; the table `questions` of the database has all of them.
@@ -54,7 +54,7 @@ def length_class(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length() if tokens > 0 else 0
 
 
-# --- How long things lately took: means over the last few, by which the core knows who is slow
+# --- durations: means over the last few
 
 _HOLDERS_KEPT = 1000  # samplers whose speed is remembered
 

@@ -1,4 +1,4 @@
-"""The log on disk: SQLite in WAL mode, synchronous=FULL, one writer thread, group commit.
+"""Commit log on disk: SQLite in WAL mode, synchronous=FULL, one writer thread, group commit.
 
 The event loop appends statements and goes on; the writer thread commits what has gathered in one transaction; whoever
 must not answer before its words are on disk awaits `committed()`. A commit that fails ends the log: its users must not
@@ -257,7 +257,7 @@ def _facts(connection: sqlite3.Connection) -> dict[str, int | str]:
     return {key: connection.execute(f"PRAGMA {name}").fetchone()[0] for key, name in names.items()}
 
 
-# --- Background work of the writer thread: a bounded portion with every commit, so that no caller waits long
+# --- background work of the writer thread: a bounded portion with every commit, so that no caller waits long
 #
 # - write a snapshot that `snapshots.Replica` made, and drop those that are not needed any more;
 # - remove the payloads and tasks of groups that ended, oldest first, down to the budget for trajectories;

@@ -1,4 +1,4 @@
-"""Opens RUN/store.db for its one writer: lock, connection, version. Nothing is changed before all of it is in order."""
+"""Open RUN/store.db for its one writer: lock, connection, version. Nothing is changed before all checks pass."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _create(connection: sqlite3.Connection) -> None:
     connection.executescript(script)
 
 
-# --- Which file system a folder is on, and whether a log may live there: read from the text of /proc/self/mountinfo
+# --- file systems on which a log may live, read from /proc/self/mountinfo
 #
 # SQLite's WAL and its locks hold between processes of one machine. On a network file system two stores on two machines
 # would both believe to be the only one, and an acknowledged `fsync` may sit in a cache of the server: they are refused.

@@ -1,4 +1,4 @@
-"""Drives the pure core from the log again and checks every record, every snapshot, and the tables at the end.
+"""Replay: drive the pure core from the log and check every record, every state checkpoint and the tables.
 
 It begins at the first record when the whole history is kept, else at the oldest snapshot from which all records are.
 """
@@ -183,7 +183,7 @@ def _of_table(found: Disagreement) -> Violation:
     return Violation(None, found.table, found.why)
 
 
-# --- Whether the tables of RUN/store.db say what the state says, and whether the payloads are the bytes that were put
+# --- comparison of the tables of RUN/store.db with the state, and of payloads with their digests
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Core and log together: every decision's events go to the log, its waiters wake, its answer waits for the disk."""
+"""State machine and log together: events are logged, waiters wake, an answer waits for the disk."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Keeper:
                 self.on_acked()
 
 
-# --- Waiting for a change by topic: long polls sleep here and are woken by what happens, never by a timer's guess
+# --- waiting for a change by topic: long polls sleep until an event wakes them
 
 LEASE, CLAIM, PUBLISHED, ENDED = "lease", "claim", "published", "ended"
 _Places = dict[asyncio.Future[None], None]  # in the order in which they were taken
@@ -193,7 +193,7 @@ class Wakeups:
         self._go_on()
 
 
-# --- Leases that ended, until their holders have asked for them
+# --- cancellation inbox: ended leases, until their holders ask
 #
 # A courtesy: what is lost with an answer, or with the store, the holder learns when it renews.
 

@@ -1,4 +1,4 @@
-"""Members as bytes: checked when they come in, masked where a token is too old when they go out."""
+"""Validation of what callers send: members as bytes, metrics rows. Masks stale tokens on the way out."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def masked(body: bytes, step: int, max_age: int) -> bytes:
     return wire.encode(msgspec.structs.replace(member, outcome=kept))
 
 
-# --- Metrics rows that a caller may append: of a form that every reader can work with, and about its own work
+# --- metrics rows: only kinds that belong to the caller's role
 
 _ALL = frozenset({"span", "compile", "devices", "warm", "event"})
 # The kinds that a caller with this right may report. Those of the store and the supervisor are written without a call.
