@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxroll.algorithms import ratios as ratios
+from jaxroll.algorithms import ratios
 from jaxroll.algorithms import tokens as packed
 from jaxroll.algorithms.tokens import Objective, TokenLoss, Tokens
 from jaxroll.config import LearnerConfig

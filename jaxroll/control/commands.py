@@ -162,7 +162,7 @@ def run_report(options: argparse.Namespace) -> int:
     """`report`: summary and page of a run."""
     path = _absolute(options.folder)
     run_dir.load(path)
-    from jaxroll.report.commands import report as report
+    from jaxroll.report.commands import report
 
     return report.main(path, as_json=options.json)
 

@@ -114,7 +114,7 @@ def find_config(file: str | None, here: Path) -> Path:
 
 def demo(file: str | None, seed: int, overrides: list[str], argv: list[str]) -> int:
     """Run the demo from start to report; the exit code."""
-    from jaxroll.report.commands import report as report
+    from jaxroll.report.commands import report
 
     began = time.monotonic()
     config = configs.load(find_config(file, Path.cwd()), [f"run.seed={seed}", *overrides])

@@ -211,7 +211,7 @@ def test_train_warms_up_once_runs_all_roles_and_resumes(here: Path, capsys: pyte
 @pytest.mark.process
 @pytest.mark.usefixtures("pretended_python")
 def test_the_demo_is_always_a_new_run_which_its_link_names(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxroll.report.commands import report as report
+    from jaxroll.report.commands import report
 
     reported: list[Path] = []
     monkeypatch.setattr(report, "main", lambda path, as_json: reported.append(path))

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxroll.report.figures.record import Run
-from jaxroll.report.page import head as head
-from jaxroll.report.page import log as log
-from jaxroll.report.page import work
+from jaxroll.report.page import head, log, work
 from jaxroll.report.page.svg import Markup, raw, tag
 from jaxroll.report.page.view import View, columns, view_of
 
