@@ -23,7 +23,6 @@ from jaxroll import priority
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.rules import COLOCATED, device_processes, roles_with_devices
 from jaxroll.control import placement, preflight, program, run_dir, train
-from jaxroll.control import placement as inventories
 from jaxroll.errors import ConfigError
 from jaxroll.lifeline import PARENT_ENV
 
@@ -97,7 +96,7 @@ def place_alone(role: str, args: RoleArgs) -> None:
     """
     cache_dir = program.default_cache_dir(args.run_dir, os.environ)
     env = placement.common_env(str(cache_dir))
-    inventory = inventories.find(args.config.placement.platform)
+    inventory = placement.find(args.config.placement.platform)
     name = f"{role}-0" if role == "sampler" else role
     devices = (roles_with_devices(args.config) | device_processes(args.config)).get(name)
     if devices is None:
@@ -125,7 +124,7 @@ def run_offline(options: argparse.Namespace) -> int:
         _check_trained(path)
     inventory = train.find_inventory(config)
     cache_dir = program.default_cache_dir(path, os.environ)
-    env = program.offline_env(config, inventory, cache_dir, inventories.visible_gpus())
+    env = program.offline_env(config, inventory, cache_dir, placement.visible_gpus())
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.extra]
     with run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext():  # it replaces the warm start
         return run_foreground(argv, env)

@@ -15,8 +15,7 @@ import jaxroll
 from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.config.rules import LEADERS, Inventory, check_inventory
-from jaxroll.control import placement as inventories
-from jaxroll.control import preflight, program, run_dir
+from jaxroll.control import placement, preflight, program, run_dir
 from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
@@ -28,7 +27,7 @@ WARM_MARK = ".warm-done"
 
 def find_inventory(config: Config) -> Inventory:
     """The devices the run will use; ConfigError when its roles do not fit them."""
-    inventory = inventories.find(config.placement.platform)
+    inventory = placement.find(config.placement.platform)
     check_inventory(config, inventory)
     return inventory
 
@@ -40,7 +39,7 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
     """
     began = time.monotonic()
     cache_dir = program.default_cache_dir(path, os.environ)
-    gpus = inventories.visible_gpus()
+    gpus = placement.visible_gpus()
     specs = program.build(config, path, inventory, python=sys.executable, cache_dir=cache_dir, visible_gpus=gpus)
     if fork is not None:
         specs = program.forked(specs, path, fork, name=uuid.uuid4().hex)
