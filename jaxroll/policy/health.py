@@ -55,18 +55,22 @@ class Health(msgspec.Struct):
 
     def next_rest_s(self, leased_at_s: float | None, now_s: float) -> float | None:
         """The rest that one more failure brings (0: none), of a member leased then; None when it does not count."""
-        if self.rested_at_s is not None and leased_at_s is not None and leased_at_s <= self.rested_at_s:
+        if self.is_of_older_wave(leased_at_s):
             return None
         if self.failures + 1 < (1 if self.on_trial else TRIP):
             return 0.0
         took_s = 0.0 if leased_at_s is None or not self.rests else now_s - leased_at_s
         return min(LONGEST_S, max(FIRST_S, took_s) * 2**self.rests)
 
-    def next_slow_rest_s(self, leased_at_s: float, now_s: float) -> float:
-        """The rest that a put brings whose holder is much slower than others; 0 when it is of an older wave."""
-        if self.rested_at_s is not None and leased_at_s <= self.rested_at_s:
+    def is_of_older_wave(self, leased_at_s: float | None) -> bool:
+        """Whether a member leased then was leased before the rest began."""
+        return self.rested_at_s is not None and leased_at_s is not None and leased_at_s <= self.rested_at_s
+
+    def next_slow_rest_s(self, leased_at_s: float, took_s: float) -> float:
+        """The rest of a holder whose members take `took_s`, much longer than others; 0 for one of an older wave."""
+        if self.is_of_older_wave(leased_at_s):
             return 0.0
-        return min(LONGEST_S, max(FIRST_S, now_s - leased_at_s) * 2 ** (1 + max(TRIAL_FROM, self.rests)))
+        return min(LONGEST_S, max(FIRST_S, took_s) * 2 ** (1 + max(TRIAL_FROM, self.rests)))
 
     def slowed(self, rest_s: float, now_s: float) -> None:
         """A put that brings this rest, for it was slow."""

@@ -26,10 +26,16 @@ def uniform(low_s: float, high_s: float):
     return lambda rng: rng.uniform(low_s, high_s)
 
 
+def half_ends_at_once(rng) -> float:
+    """Every other answer is too long and ends without a step of its environment; the rest wait for a judge."""
+    return 0.01 if rng.random() < 0.5 else rng.uniform(0.75, 1.25)
+
+
 SEEDS = range(5)
 WORLDS = {
     "the learner limits it": World(uniform(1.0, 4.0), uniform(0.9, 1.1), slots=64, steps=150),
     "the samplers limit it": World(uniform(2.0, 8.0), uniform(0.1, 0.2), slots=16, steps=150),
+    "half of the members end at once": World(half_ends_at_once, uniform(0.9, 1.1), slots=64, steps=100),
 }
 NEIGHBOURS = {
     "a sampler that fails at once": {"fault": Fault()},
@@ -68,10 +74,11 @@ def rates_beside(neighbour: str, world: str, healthy: int, seeds: Iterable[int])
     return rates
 
 
+@pytest.mark.parametrize("world", ["the samplers limit it", "half of the members end at once"])
 @pytest.mark.parametrize("neighbour", ["a sampler that answers ten times slower"])
-def test_a_bad_holder_costs_little(neighbour: str) -> None:
+def test_a_bad_holder_costs_little(neighbour: str, world: str) -> None:
     """The soak test below has the whole table."""
-    rates = rates_beside(neighbour, "the samplers limit it", 1, [0])
+    rates = rates_beside(neighbour, world, 1, [0])
     assert rates[0] >= 0.9, rates
 
 

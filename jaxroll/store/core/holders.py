@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from functools import cached_property
 from statistics import median
 
-from jaxroll.policy.health import BROKEN, SHORT_S, SLOWER, UNRELIABLE, Health
+from jaxroll.policy.health import BROKEN, SHORT_S, SLOW, SLOWER, TRIP, UNRELIABLE, Health
 from jaxroll.policy.order import Share, groups_ahead
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.admission import is_present, window_in_force, with_room, yields_to
 from jaxroll.store.core.groups import FREE, LEASED, Group, Slot
 from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import State, unpublished_groups
-from jaxroll.store.core.statistics import lately
+from jaxroll.store.core.statistics import Recent
 
 AVOIDED_S = 60.0
 SEEN_EVERY_S = 1.0
@@ -47,13 +47,30 @@ def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now
     """The rest that a put which took so long brings its holder; None when the holder keeps up with the others."""
     if took_s <= 0 or slot.leased_at_s is None:
         return None
-    usual_s = [state.member_s[other] for other in others(settings, state, slot.holder, now_s)
-               if other in state.member_s]  # fmt: skip
-    if not usual_s:
-        return None
-    if lately(state.member_s.get(slot.holder, 0.0), took_s) <= max(SHORT_S, SLOWER * median(usual_s)):
-        return None
-    return state.holders.get(slot.holder, Health()).next_slow_rest_s(slot.leased_at_s, now_s)
+    recent = state.recent_s.get(slot.holder, Recent())
+    health = state.holders.get(slot.holder, Health())
+    enough = recent.count + 1 >= TRIP or not (health.on_trial and health.error == SLOW)
+    keeps_up = None if enough else 0.0  # one member that ended soon does not end a trial
+    usual = {other: state.recent_s[other] for other in others(settings, state, slot.holder, now_s)
+             if other in state.recent_s and state.recent_s[other].count >= TRIP}  # fmt: skip
+    if not usual or max(recent.mean_s, took_s) <= max(SHORT_S, SLOWER * min(r.mean_s for r in usual.values())):
+        return keeps_up
+    running_s = _running_s(state, now_s, slot)
+    its_s = recent.at_least_s(took_s, running_s.get(slot.holder, []))
+    usual_s = median(mean.at_most_s(running_s.get(other, [])) for other, mean in usual.items())
+    if its_s <= max(SHORT_S, SLOWER * usual_s):
+        return keeps_up
+    return health.next_slow_rest_s(slot.leased_at_s, max(took_s, its_s))
+
+
+def _running_s(state: State, now_s: float, ended: Slot) -> dict[str, list[float]]:
+    """Holder → how long each of its members has been leased, the one in `ended` left out."""
+    found: dict[str, list[float]] = {}
+    for group in state.index.lacking.values():
+        for slot in group.slots:
+            if slot.status == LEASED and slot.leased_at_s is not None and slot is not ended:
+                found.setdefault(slot.holder, []).append(now_s - slot.leased_at_s)
+    return found
 
 
 def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -> bool:

@@ -15,7 +15,7 @@ from jaxroll.policy.limiter import Pace
 from jaxroll.records import Snapshot, Version
 from jaxroll.store.core.events import Cut
 from jaxroll.store.core.groups import FREE, LEASED, Group, Index, Slot
-from jaxroll.store.core.statistics import Lengths, Question
+from jaxroll.store.core.statistics import Lengths, Question, Recent
 
 NAMES_KNOWN = 10_000
 
@@ -92,6 +92,7 @@ class State(msgspec.Struct, dict=True):
     moved_at_s: float = 0.0  # when something last came forward
     pace: Pace = Pace()  # the window in force
     step_s: float = 0.0  # how long the learner lately worked on a claim; 0 before it is known
+    recent_s: dict[str, Recent] = {}  # holder → durations since it last began to rest for slowness
     member_s: dict[str, float] = {}  # holder → how long its members lately took from lease to put
     hungry: dict[str, float] = {}  # sampler → when it last got nothing because the window was full
     idle_s: dict[str, float] = {}  # the same, kept when it got work since

@@ -64,6 +64,34 @@ def lately(before_s: float, now_s: float) -> float:
     return now_s if before_s == 0.0 else 0.8 * before_s + 0.2 * now_s
 
 
+_RECENT = 20  # members
+
+
+class Recent(msgspec.Struct):
+    """The mean duration of the last `_RECENT` members of a holder, the newer ones weighing more."""
+
+    mean_s: float = 0.0
+    count: int = 0
+
+    def add(self, took_s: float) -> None:
+        """Include one more member."""
+        self.count = min(self.count + 1, _RECENT)
+        self.mean_s += (took_s - self.mean_s) / self.count
+
+    def at_least_s(self, took_s: float, running_s: list[float]) -> float:
+        """A lower estimate of the mean: one more member took `took_s`, and others run for `running_s` already.
+
+        Members that end soon are put first, so the finished ones alone make a slow holder look quick.
+        """
+        longer = [run_s for run_s in running_s if run_s > self.mean_s]
+        return (self.count * self.mean_s + took_s + sum(longer)) / (self.count + 1 + len(longer))
+
+    def at_most_s(self, running_s: list[float]) -> float:
+        """An upper estimate of the mean: each member that still runs is expected to need the mean once more."""
+        expected = sum(running_s) + len(running_s) * self.mean_s
+        return (self.count * self.mean_s + expected) / (self.count + len(running_s))
+
+
 def note(durations: dict[str, float], name: str, took_s: float) -> None:
     """Remember that something of `name` took so long; who was not heard of for longest is forgotten."""
     durations[name] = lately(durations.pop(name, 0.0), took_s)
