@@ -37,11 +37,11 @@ def weighted(token: TokenLoss, raw: Float[Array, "*T"], correction: str, mode: s
     icepop      w where floor ≤ w ≤ cap, else 0: both tails are dropped
     """
     if correction == "icepop":
-        weight, beyond = ratios.masked_outside(raw, floor, cap), ratios.beyond(raw, cap, floor)
+        weight, outside = ratios.masked_outside(raw, floor, cap), ratios.beyond(raw, cap, floor)
     else:
         weight = (ratios.masked_above if mode == "mask" else ratios.truncated)(raw, cap)
-        beyond = ratios.beyond(raw, cap)
-    return TokenLoss(weight * token.loss, token.bounded | beyond)
+        outside = ratios.beyond(raw, cap)
+    return TokenLoss(weight * token.loss, token.bounded | outside)
 
 
 def clipped(learner: LearnerConfig) -> Objective:

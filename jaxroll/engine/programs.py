@@ -183,7 +183,7 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, atte
     side = None
     if attention.paged.name == DENSE:
         longest = sizes.table * sizes.page_tokens
-        side = dense.abstract(spec, sizes.shards, slots, longest, sizes.page_tokens, mesh, rules)
+        side = dense.abstract_contiguous(spec, sizes.shards, slots, longest, sizes.page_tokens, mesh, rules)
     return DecodeState(
         cache=kv.abstract(spec, sizes.shards, sizes.shard_pages, sizes.page_tokens, mesh, rules),
         side=side,

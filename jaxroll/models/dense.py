@@ -40,7 +40,7 @@ class SideBySide:
     stale: Bool[Array, "D B"]
 
 
-def abstract(
+def abstract_contiguous(
     spec: ModelSpec, shards: int, slots: int, tokens: int, page_tokens: int, mesh: Mesh, rules: Rules
 ) -> SideBySide:
     """Room for `tokens` of each of `slots` in all, as ShapeDtypeStructs with shardings."""

@@ -38,7 +38,7 @@ def tables(shards: int) -> np.ndarray:
 
 def side(layout: Layout, shards: int) -> dense.SideBySide:
     """Everything stale, and full of what must not be seen."""
-    like = dense.abstract(SPEC, shards, SLOTS, TABLE * PAGE, PAGE, layout.mesh, layout.rules)
+    like = dense.abstract_contiguous(SPEC, shards, SLOTS, TABLE * PAGE, PAGE, layout.mesh, layout.rules)
     full = lambda leaf: jnp.full(leaf.shape, jnp.nan if leaf.dtype == jnp.float32 else True, leaf.dtype)  # noqa: E731
     return jax.tree.map(lambda leaf: jax.device_put(full(leaf), leaf.sharding), like)
 

@@ -38,17 +38,17 @@ def facts(run_dir: Path, db: sqlite3.Connection) -> Facts:
     state = _state(db)
     return {
         "run": run_dir.name,
-        **_head(run_dir, db, state, now),
+        **_head_facts(run_dir, db, state, now),
         "groups": _groups(db, state, now),
         "head": _unfinished(db, now),
-        "leases": _leases(db, now),
-        "ended": _ended(db),
-        "failures": _failures(db, now),
+        "leases": _leases_facts(db, now),
+        "ended": _ended_facts(db),
+        "failures": _failures_facts(db, now),
         "versions": _versions(db, now),
         "lineages": _lineages(db, now),
-        "claims": _claims(db, now),
-        "questions": _questions(db),
-        "disk": _disk(run_dir, db),
+        "claims": _claims_facts(db, now),
+        "questions": _questions_facts(db),
+        "disk": _disk_facts(run_dir, db),
     }
 
 
@@ -58,7 +58,7 @@ def _state(db: sqlite3.Connection) -> State:
     return replay(begun, (event for _, event in state_checkpoints.events_after(db, begun.position)), 0.0)
 
 
-def _head(run_dir: Path, db: sqlite3.Connection, state: State, now: float) -> Facts:
+def _head_facts(run_dir: Path, db: sqlite3.Connection, state: State, now: float) -> Facts:
     settings = rules(db)
     last = db.execute("SELECT unix_s, kind FROM log ORDER BY position DESC LIMIT 1").fetchone()
     put, acked = (db.execute(_LAST_OF, (kind,)).fetchone() for kind in ("put", "acked"))
@@ -135,7 +135,7 @@ def question(messages: str | None) -> str:
     return found[-1]["content"] if found else ""
 
 
-def _leases(db: sqlite3.Connection, now: float) -> list[Facts]:
+def _leases_facts(db: sqlite3.Connection, now: float) -> list[Facts]:
     found = _rows(db, "SELECT group_id AS 'group', member, attempt, holder, leased_unix_s FROM leases ORDER BY 5")
     for row in found:
         since = row.pop("leased_unix_s")
@@ -143,7 +143,7 @@ def _leases(db: sqlite3.Connection, now: float) -> list[Facts]:
     return found
 
 
-def _ended(db: sqlite3.Connection) -> list[Facts]:
+def _ended_facts(db: sqlite3.Connection) -> list[Facts]:
     """Groups that ended untrained, by why; the tokens that went with them."""
     sql = (
         "SELECT state, reason, COUNT(*) AS groups, SUM(tokens) AS tokens, MAX(id) AS last FROM (SELECT g.id, g.state,"
@@ -153,16 +153,16 @@ def _ended(db: sqlite3.Connection) -> list[Facts]:
     return _rows(db, sql, REASONS)
 
 
-def _failures(db: sqlite3.Connection, now: float) -> Facts:
+def _failures_facts(db: sqlite3.Connection, now: float) -> Facts:
     sql = "SELECT unix_s, group_id AS 'group', member, attempt, kind, error FROM failures ORDER BY unix_s DESC LIMIT ?"
     last = _rows(db, sql, FAILURES)
     for row in last:
         row["ago_s"] = now - row.pop("unix_s")
     by_kind = dict(db.execute("SELECT kind, COUNT(*) FROM failures GROUP BY kind"))
-    return {"by_kind": by_kind, "causes": _causes(db, now), "last": last}
+    return {"by_kind": by_kind, "causes": _causes_facts(db, now), "last": last}
 
 
-def _causes(db: sqlite3.Connection, now: float) -> list[Facts]:
+def _causes_facts(db: sqlite3.Connection, now: float) -> list[Facts]:
     """The failures by cause, the most frequent first: errors that differ in numbers only are one cause."""
     sql = "SELECT unix_s, kind, error, group_id FROM failures ORDER BY unix_s DESC LIMIT ?"
     found: dict[tuple[str, str], Facts] = {}
@@ -192,7 +192,7 @@ def _lineages(db: sqlite3.Connection, now: float) -> list[Facts]:
     return found
 
 
-def _claims(db: sqlite3.Connection, now: float) -> list[Facts]:
+def _claims_facts(db: sqlite3.Connection, now: float) -> list[Facts]:
     sql = (
         "SELECT lineage, step, groups, waited_s, trained_lineage, durable_lineage, forked_by, unix_s FROM claims"
         " ORDER BY lineage DESC, step DESC LIMIT ?"
@@ -207,7 +207,7 @@ def _claims(db: sqlite3.Connection, now: float) -> list[Facts]:
     return found
 
 
-def _questions(db: sqlite3.Connection) -> list[Facts]:
+def _questions_facts(db: sqlite3.Connection) -> list[Facts]:
     """How hard questions are that were answered: the hardest first."""
     sql = (
         "SELECT question_hash, issued, trained, members, reward_sum / members AS mean_reward FROM questions"
@@ -216,7 +216,7 @@ def _questions(db: sqlite3.Connection) -> list[Facts]:
     return _rows(db, sql, QUESTIONS)
 
 
-def _disk(run_dir: Path, db: sqlite3.Connection) -> Facts:
+def _disk_facts(run_dir: Path, db: sqlite3.Connection) -> Facts:
     path = run_dir / reading.DATABASE
     wal = path.with_name(path.name + "-wal")
     first, last = db.execute("SELECT MIN(position), MAX(position) FROM log").fetchone()
