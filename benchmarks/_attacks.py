@@ -45,8 +45,8 @@ import numpy as np
 
 from jaxroll import lifeline, wire
 from jaxroll.records import MAX_SEGMENTS, Failed, Finished, Member, Segment, Version, VersionRun
-from jaxroll.rpc import auth, limits
-from jaxroll.rpc.envelope import Envelope
+from jaxroll.rpc import auth, protocol
+from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
 
 SAMPLER_METHODS = ("Hello", "Lease", "Renew", "Ended", "Put", "Release", "Published", "Report", "Status")
@@ -187,7 +187,7 @@ class Attack:
         """The body, or how the call was refused."""
         path = f"/{msg.SERVICE}/{method}"
         try:
-            if len(body) <= limits.PIECE_BYTES:
+            if len(body) <= protocol.PIECE_BYTES:
                 answer = await channel.unary_unary(path)(body, metadata=metadata, timeout=timeout_s)
             else:
                 answer = await channel.stream_unary(path)(_pieces(body), metadata=metadata, timeout=timeout_s)
@@ -372,8 +372,8 @@ def _data(stream: int, body: bytes) -> bytes:
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:
     """The body as a client would send it."""
-    for start in range(0, len(body), limits.PIECE_BYTES):
-        yield body[start : start + limits.PIECE_BYTES]
+    for start in range(0, len(body), protocol.PIECE_BYTES):
+        yield body[start : start + protocol.PIECE_BYTES]
 
 
 async def no_token(attack: Attack) -> None:
@@ -406,10 +406,10 @@ async def liars(attack: Attack) -> None:
     large = 60_000_000
     kinds = (  # declared bytes, bytes of a piece, pieces, and whether it ends then
         (100, 200_000, 8, True),
-        (large, limits.PIECE_BYTES, 8, True),
-        (2**31, limits.PIECE_BYTES, 8, True),
-        (4 * limits.PIECE_BYTES, limits.PIECE_BYTES, 1, False),
-        (large, limits.PIECE_BYTES, 1, False),
+        (large, protocol.PIECE_BYTES, 8, True),
+        (2**31, protocol.PIECE_BYTES, 8, True),
+        (4 * protocol.PIECE_BYTES, protocol.PIECE_BYTES, 1, False),
+        (large, protocol.PIECE_BYTES, 1, False),
     )
 
     async def one(channel: grpc.aio.Channel) -> None:

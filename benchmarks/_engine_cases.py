@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from jaxroll.config import MeshConfig
 from jaxroll.models import families, params, pretrained
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 _SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # else every token repeats the one before
 
@@ -67,7 +67,7 @@ class Case:
 
 def prepare(folder: Path, cases: list[Case]) -> None:
     """Random weights for every arm, scaled so that the model has opinions that change, and each case's work."""
-    made = params.init(SPEC, jax.random.key(0), meshes.build(MeshConfig()), rules.SAMPLER)
+    made = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.SAMPLER)
     weights = {name: np.asarray(leaf) * _SCALE.get(name.split(".", 2)[-1], 1.0) for name, leaf in made.items()}
     np.savez(folder / "weights.npz", allow_pickle=False, **weights)
     save_file(pretrained.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})

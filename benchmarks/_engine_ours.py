@@ -21,15 +21,15 @@ from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 SPEC = ModelSpec("tiny", **MODEL)
 
 
 def engine(folder: Path, options: dict[str, Any]) -> tuple[Engine, dict[str, jax.Array]]:
     """A warm engine that has no weights yet, its slots spread over all devices, and the folder's weights."""
-    mesh = meshes.build(MeshConfig(data=jax.device_count()))
-    made, where = Engine(SPEC, mesh, rules.SAMPLER, seed=0, **options), params.shardings(SPEC, mesh, rules.SAMPLER)
+    mesh = layout.build(MeshConfig(data=jax.device_count()))
+    made, where = Engine(SPEC, mesh, layout.SAMPLER, seed=0, **options), params.shardings(SPEC, mesh, layout.SAMPLER)
     weights = {name: jax.device_put(leaf, where[name]) for name, leaf in np.load(folder / "weights.npz").items()}
     made.warmup(weights)
     return made, weights

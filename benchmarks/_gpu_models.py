@@ -29,7 +29,7 @@ from jaxroll.models import families, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 SIZES = ("qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
 DEPTHS = (2, 6)  # layers that are compiled
@@ -84,7 +84,7 @@ def weights(spec: ModelSpec, dtype: str = "", seed: int = 0) -> params.Params:
     draw = jax.jit(lambda key, shape, kind: jax.random.normal(key, shape, kind) * 0.02, static_argnums=(1, 2))
     one = jax.jit(jnp.ones, static_argnums=(0, 1))
     kind, made = jnp.dtype(dtype or spec.compute_dtype), {}
-    where = params.shardings(spec, meshes.build(MeshConfig()), rules.SAMPLER)
+    where = params.shardings(spec, layout.build(MeshConfig()), layout.SAMPLER)
     for number, (name, leaf) in enumerate(params.abstract(spec).items()):
         key = jax.random.fold_in(jax.random.key(seed), number)
         value = one(leaf.shape, kind) if name.endswith("norm") else draw(key, leaf.shape, kind)
@@ -106,10 +106,10 @@ class Decoder:
     """The engine's decode program with all slots running, at any context up to the longest."""
 
     def __init__(self, spec: ModelSpec, slots: int, longest: int, chunk: int) -> None:
-        mesh = meshes.build(MeshConfig())
+        mesh = layout.build(MeshConfig())
         sizes = Sizes(slots, longest, 1, 1, (128,), chunk, 4, page_tokens=64, logit_rows=1)
         self.attention = device.chosen(spec, mesh, sizes)
-        self._programs = programs.build(spec, mesh, rules.SAMPLER, sizes, self.attention)
+        self._programs = programs.build(spec, mesh, layout.SAMPLER, sizes, self.attention)
         self._state, self._params, self._chunk = self._programs.empty(), weights(spec), chunk
         self._seed = jax.device_put(jax.random.key(0), self._programs.replicated)
         tables = np.arange(slots * sizes.table, dtype=np.int32).reshape(slots, sizes.table)
@@ -188,8 +188,8 @@ def _generated(quick: bool, size: str, slots: int, new: int, chunk: int, limit: 
     spec, prompt = spec_of(size, quick), 16 if quick else 128
     made = Engine(
         spec,
-        meshes.build(MeshConfig()),
-        rules.SAMPLER,
+        layout.build(MeshConfig()),
+        layout.SAMPLER,
         slots=slots,
         max_tokens=prompt + new,
         prefill_rows=min(slots, 16),
@@ -257,12 +257,12 @@ def prefill(case: Case) -> None:
 
 
 def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> dict[str, Any]:
-    spec, mesh, by_depth = spec_of(size, quick), meshes.build(MeshConfig()), {}
+    spec, mesh, by_depth = spec_of(size, quick), layout.build(MeshConfig()), {}
     sizes = Sizes(rows, tokens, rows, rows, (tokens,), 1, 4, page_tokens=64, logit_rows=rows)
     for layers in depths(quick):
         model = at_depth(spec, layers)
         chosen = device.chosen(model, mesh, sizes)
-        made = programs.build(model, mesh, rules.SAMPLER, sizes, chosen)
+        made = programs.build(model, mesh, layout.SAMPLER, sizes, chosen)
         held, words = (
             weights(model),
             np.random.default_rng(0).integers(1, spec.vocab_size, (rows, tokens)).astype(np.int32),

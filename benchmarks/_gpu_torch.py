@@ -186,7 +186,7 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
     from jaxroll.models import families, pretrained
     from jaxroll.protocols import GenerationKey, SamplingParams
     from jaxroll.records import Version
-    from jaxroll.sharding import meshes, rules
+    from jaxroll.sharding import layout
 
     spec = dataclasses.replace(
         spec_of(SIZES[0], shape.quick), layers=shape.layers, compute_dtype=shape.dtype, remat="none"
@@ -204,8 +204,8 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
     served = {name: leaf.astype(shape.dtype) for name, leaf in held.items()}
     engine = Engine(
         spec,
-        meshes.build(MeshConfig()),
-        rules.SAMPLER,
+        layout.build(MeshConfig()),
+        layout.SAMPLER,
         slots=shape.batch,
         max_tokens=shape.prompt + shape.new,
         prefill_rows=min(shape.batch, 32),

@@ -30,7 +30,7 @@ from jaxroll.config import MeshConfig, TransferConfig
 from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Snapshot, Version
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.publish import Publisher
 from jaxroll.transfer.receive import Receiver
@@ -47,7 +47,7 @@ def channels() -> list[str]:
 
 
 def _target(spec: ModelSpec) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
-    where = params.shardings(spec, meshes.build(MeshConfig()), rules.SAMPLER)
+    where = params.shardings(spec, layout.build(MeshConfig()), layout.SAMPLER)
     return where, {name: jax.ShapeDtypeStruct(leaf.shape, DTYPE) for name, leaf in params.abstract(spec).items()}
 
 

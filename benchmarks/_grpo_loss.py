@@ -26,7 +26,7 @@ from jaxroll.learner import minibatch
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import pretrained
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 
 def segments(batch: Batch, row: int, behaviour: np.ndarray) -> Iterator[Segment]:
@@ -72,8 +72,8 @@ def main() -> None:
     say = answering()
     folder = Path(sys.argv[1])
     config = configs.load(CONFIG, [f"{key}={value}" for key, value in json.loads(sys.argv[2]).items()])
-    spec, mesh = pretrained.spec(config.model, 0), meshes.build(config.learner.mesh)
-    trainer = Trainer(config, spec, mesh, rules.LEARNER, key=jax.random.key(0))
+    spec, mesh = pretrained.spec(config.model, 0), layout.build(config.learner.mesh)
+    trainer = Trainer(config, spec, mesh, layout.LEARNER, key=jax.random.key(0))
     trainer.set_params(pretrained.weights(config.model, spec))
     say({"ready": True})
     for _ in sys.stdin:

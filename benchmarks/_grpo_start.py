@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from jaxroll.config import MeshConfig
 from jaxroll.models import families, params, pretrained
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 QUESTIONS = 4000
 _OWN, _NEXT, _REST = 1.5, 3.0, 0.1  # of a token's own link and of the next one's; of what is random, to its usual
@@ -38,7 +38,7 @@ def planted(work: Work) -> dict[str, np.ndarray]:
     A token's embedding says on an axis of its own to which link it belongs; a hidden unit of the first layer reads that
     axis and writes the next link's. Within a link the letters stay about equally likely.
     """
-    made = params.init(SPEC, jax.random.key(0), meshes.build(MeshConfig()), rules.SAMPLER)
+    made = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.SAMPLER)
     weights = {name: np.array(leaf) for name, leaf in made.items()}
     for name in weights:
         if name.endswith(("attn.o", "mlp.down")):

@@ -20,7 +20,7 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Claim
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 # Dense bfloat16 products a second as the maker gives them, by words in the device's name.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
@@ -56,7 +56,7 @@ def prepared(spec: ModelSpec, rows: int, tokens: int, *, micro_rows: int, **opti
         learner=LearnerConfig(mesh=mesh, correction="none", row_tokens=tokens, micro_rows=micro_rows,
                               learning_rate=LEARNING_RATE, warmup_steps=1, max_grad_norm=MAX_NORM, **options),
     )  # fmt: skip
-    trainer = Trainer(config, spec, meshes.build(mesh), rules.LEARNER, key=jax.random.key(0))
+    trainer = Trainer(config, spec, layout.build(mesh), layout.LEARNER, key=jax.random.key(0))
     trainer.warmup()
     return trainer, claim(batch(rows, tokens, spec.vocab_size))
 

@@ -15,10 +15,10 @@ from _engine_ours import SPEC
 from _learner_work import BETAS, GROUP, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Arm, Batch, serve
 
 from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplingConfig, ScheduleConfig
-from jaxroll.learner import minibatch, optimizer
+from jaxroll.learner import minibatch, state
 from jaxroll.learner.trainer import Trainer
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 
 def member(batch: Batch, row: int) -> Member:
@@ -54,9 +54,9 @@ def made(folder: Path, batch: Batch) -> Arm:
             max_grad_norm=MAX_NORM, **json.loads(sys.argv[4]),
         ),
     )  # fmt: skip
-    if (optimizer.BETA1, optimizer.BETA2) != BETAS:
+    if (state.BETA1, state.BETA2) != BETAS:
         raise RuntimeError("the peers' optimizer is another than ours")
-    trainer = Trainer(config, SPEC, meshes.build(mesh), rules.LEARNER, key=jax.random.key(0))
+    trainer = Trainer(config, SPEC, layout.build(mesh), layout.LEARNER, key=jax.random.key(0))
     trainer.set_params(dict(np.load(folder / "weights.npz")))
     trainer.warmup()
     work = claim(batch)

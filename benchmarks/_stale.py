@@ -27,7 +27,7 @@ from jaxroll.models import params as model_params
 from jaxroll.models import pretrained
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 from jaxroll.text import tokenizers
 from jaxroll.tools import sft
 
@@ -48,7 +48,7 @@ class Bench:
         self.config, self._say = config, say
         self.text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
         self.spec = pretrained.spec(config.model, self.text.vocab_size)
-        self.mesh = meshes.build(config.learner.mesh)
+        self.mesh = layout.build(config.learner.mesh)
         if not folder.is_dir():
             sft.train(config, folder, say)
         self.warm = weights.load(folder)
@@ -56,11 +56,11 @@ class Bench:
         self.heldout = [self._question(task.index, frozenset()) for task in tasks.tasks(config, self.candidates)]
         self.kept_aside = tasks.hashes(question.task for question in self.heldout if question)
         self.engine = Engine(
-            self.spec, self.mesh, rules.SAMPLER, slots=SLOTS, prefill_rows=PREFILL_ROWS, decode_chunk=CHUNK, seed=0,
+            self.spec, self.mesh, layout.SAMPLER, slots=SLOTS, prefill_rows=PREFILL_ROWS, decode_chunk=CHUNK, seed=0,
             max_tokens=config.task.max_prompt_tokens + config.sampling.max_tokens,
             prefill_buckets=config.sampler.prefill_buckets,
         )  # fmt: skip
-        self._shardings = model_params.shardings(self.spec, self.mesh, rules.SAMPLER)
+        self._shardings = model_params.shardings(self.spec, self.mesh, layout.SAMPLER)
         self.engine.warmup(self.placed(self.warm), say)
         self._versions, self._trainers = 0, {}
 
@@ -73,7 +73,7 @@ class Bench:
         """The trainer of an algorithm, compiled once, at the warm start."""
         if learner not in self._trainers:
             config = replace(self.config, learner=learner)
-            made = Trainer(config, self.spec, self.mesh, rules.LEARNER, key=jax.random.key(0))
+            made = Trainer(config, self.spec, self.mesh, layout.LEARNER, key=jax.random.key(0))
             made.warmup(self._say)
             self._trainers[learner] = made
         self._trainers[learner].set_params(self.warm)

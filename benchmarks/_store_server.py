@@ -24,7 +24,7 @@ import grpc.aio
 from jaxroll import lifeline, wire
 from jaxroll.config import Config, LearnerConfig, ScheduleConfig, StoreConfig
 from jaxroll.records import Grant, Message, Snapshot, Task, Version
-from jaxroll.rpc.envelope import Envelope
+from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
 from jaxroll.store.server.server import serve
 

@@ -1,18 +1,120 @@
-"""Policy-gradient losses: clipped ratios with corrections for stale samples, importance weights, preferences.
+"""Ratios between policies and KL estimators, per token or per sequence, from log-probabilities; always finite.
 
-A is the advantage, r = π_θ/π_prox, w = sg[π_prox/π_b] bounded. Gradients flow through r only.
+π_θ is the policy being trained, π_prox the trainer's policy at the start of the claim, π_b the one that sampled.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from jaxroll.algorithms import ratios
 from jaxroll.algorithms import tokens as packed
 from jaxroll.algorithms.tokens import Objective, TokenLoss, Tokens
 from jaxroll.config import LearnerConfig
+from jaxroll.errors import ConfigError
+
+LOG_RATIO_BOUND = 20.0  # e²⁰ ≈ 5e8: a finite stand-in for "impossible", so that 0 · ratio stays 0
+
+
+def log_ratio(numerator: Float[Array, "*T"], denominator: Float[Array, "*T"]) -> Float[Array, "*T"]:
+    """log(p/q) from log p and log q, bounded to ±LOG_RATIO_BOUND; 0 where either is not a number."""
+    difference = numerator - denominator
+    difference = jnp.where(jnp.isnan(difference), 0.0, difference)
+    return jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def ratio(numerator: Float[Array, "*T"], denominator: Float[Array, "*T"]) -> Float[Array, "*T"]:
+    """p/q from log p and log q; its gradient flows through `numerator`."""
+    return jnp.exp(log_ratio(numerator, jax.lax.stop_gradient(denominator)))
+
+
+def sequence_ratio(
+    numerator: Float[Array, "*R T"],
+    denominator: Float[Array, "*R T"],
+    mask: Bool[Array, "*R T"],
+    segments: Int[Array, "*R T"],
+) -> Float[Array, "*R T"]:
+    """At every token Πₜ pₜ/qₜ over the trained tokens of its sequence: the weight of the sequence as one action."""
+    each = jnp.where(mask, log_ratio(numerator, jax.lax.stop_gradient(denominator)), 0.0)
+    return jnp.exp(jnp.clip(packed.totals(each, segments), -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+
+
+def mean_sequence_ratio(
+    numerator: Float[Array, "*R T"],
+    denominator: Float[Array, "*R T"],
+    mask: Bool[Array, "*R T"],
+    segments: Int[Array, "*R T"],
+) -> Float[Array, "*R T"]:
+    """At every token exp(meanₜ log(pₜ/qₜ)) over the trained tokens of its sequence, of any length alike (GSPO's)."""
+    return jnp.exp(packed.means(log_ratio(numerator, jax.lax.stop_gradient(denominator)), mask, segments))
+
+
+def truncated(weight: Float[Array, "*T"], cap: float) -> Float[Array, "*T"]:
+    """min(w, cap): a constant of the loss (no gradient)."""
+    return jnp.minimum(jax.lax.stop_gradient(weight), cap)
+
+
+def masked_above(weight: Float[Array, "*T"], cap: float) -> Float[Array, "*T"]:
+    """w where w ≤ cap, else 0: tokens that drifted too far are dropped (AReaL); a constant of the loss."""
+    return masked_outside(weight, 0.0, cap)
+
+
+def masked_outside(weight: Float[Array, "*T"], floor: float, cap: float) -> Float[Array, "*T"]:
+    """w where floor ≤ w ≤ cap, else 0 (IcePop); a constant of the loss."""
+    weight = jax.lax.stop_gradient(weight)
+    return jnp.where((weight >= floor) & (weight <= cap), weight, 0.0)
+
+
+def beyond(weight: Float[Array, "*T"], cap: float, floor: float = 0.0) -> Bool[Array, "*T"]:
+    """Where one of the bounds above changes the weight."""
+    return (weight > cap) | (weight < floor)
+
+
+# --- per-token estimators of KL(p‖q) from samples of p (J. Schulman, "Approximating KL divergence", 2020)
+#
+# With x ~ p and log-probabilities log p(x), log q(x). k1 and k3 are unbiased as values, k2 is biased. As *losses*
+# differentiated through log p, the samples held fixed, their expected gradients are
+#
+#     k1  0                 k2  ∇KL(p‖q)                 k3  ∇KL(q‖p), the other way round (the one GRPO was given)
+#
+# so a loss may have k2, or k3 by those who want that divergence. As *rewards*, where nothing is differentiated through
+# them, only k1 has the gradient of KL(p‖q); k2 and k3 vanish with the square of log p/q and would hold nobody.
+
+
+def k1(logp: Float[Array, "*T"], logq: Float[Array, "*T"]) -> Float[Array, "*T"]:
+    """log p − log q: unbiased, may be negative."""
+    return log_ratio(logp, logq)
+
+
+def k2(logp: Float[Array, "*T"], logq: Float[Array, "*T"]) -> Float[Array, "*T"]:
+    """(log p − log q)²/2: its gradient through log p is KL's gradient in expectation."""
+    return 0.5 * jnp.square(log_ratio(logp, logq))
+
+
+def k3(logp: Float[Array, "*T"], logq: Float[Array, "*T"]) -> Float[Array, "*T"]:
+    """q/p − 1 − log(q/p): unbiased and never negative; its gradient through log p is KL(q‖p)'s in expectation."""
+    difference = log_ratio(logq, logp)
+    return jnp.expm1(difference) - difference
+
+
+def loss(
+    estimator: str, logp: Float[Array, "*T"], logq: Float[Array, "*T"], weight: Float[Array, "*T"] | float = 1.0
+) -> Float[Array, "*T"]:
+    """The per-token KL penalty to minimise, times sg[weight] (off-policy tokens carry their importance weight).
+
+    `k2` follows the gradient of KL(p‖q), `k3` that of KL(q‖p); the others raise ConfigError with the reason.
+    """
+    estimators = {"k2": k2, "k3": k3}
+    if estimator not in estimators:
+        reason = "its gradient is zero in expectation, so it would only add noise" if estimator == "k1" else "unknown"
+        raise ConfigError("kl.estimator", estimator, reason, "Use k2 or k3 in the loss.")
+    return jax.lax.stop_gradient(jnp.asarray(weight)) * estimators[estimator](logp, logq)
+
+
+# --- Policy-gradient losses: clipped ratios with corrections for stale samples, importance weights, preferences
+#
+# A is the advantage, r = π_θ/π_prox, w = sg[π_prox/π_b] bounded. Gradients flow through r only.
 
 
 def surrogate(
@@ -37,10 +139,10 @@ def weighted(token: TokenLoss, raw: Float[Array, "*T"], correction: str, mode: s
     icepop      w where floor ≤ w ≤ cap, else 0: both tails are dropped
     """
     if correction == "icepop":
-        weight, outside = ratios.masked_outside(raw, floor, cap), ratios.beyond(raw, cap, floor)
+        weight, outside = masked_outside(raw, floor, cap), beyond(raw, cap, floor)
     else:
-        weight = (ratios.masked_above if mode == "mask" else ratios.truncated)(raw, cap)
-        outside = ratios.beyond(raw, cap)
+        weight = (masked_above if mode == "mask" else truncated)(raw, cap)
+        outside = beyond(raw, cap)
     return TokenLoss(weight * token.loss, token.bounded | outside)
 
 
@@ -50,9 +152,9 @@ def clipped(learner: LearnerConfig) -> Objective:
         return tis(learner)
 
     def token_loss(tokens: Tokens) -> TokenLoss:
-        r = ratios.ratio(tokens.logprob, tokens.proximal)
+        r = ratio(tokens.logprob, tokens.proximal)
         token = surrogate(r, tokens.advantage, learner.clip_low, learner.clip_high, learner.dual_clip)
-        return _corrected(token, ratios.ratio(tokens.proximal, tokens.behaviour), learner)
+        return _corrected(token, ratio(tokens.proximal, tokens.behaviour), learner)
 
     return token_loss
 
@@ -64,9 +166,9 @@ def gspo(learner: LearnerConfig) -> Objective:
     """
 
     def token_loss(tokens: Tokens) -> TokenLoss:
-        s = ratios.mean_sequence_ratio(tokens.logprob, tokens.proximal, tokens.mask, tokens.segments)
+        s = mean_sequence_ratio(tokens.logprob, tokens.proximal, tokens.mask, tokens.segments)
         token = surrogate(s, tokens.advantage, learner.clip_low, learner.clip_high, learner.dual_clip)
-        raw = ratios.sequence_ratio(tokens.proximal, tokens.behaviour, tokens.mask, tokens.segments)
+        raw = sequence_ratio(tokens.proximal, tokens.behaviour, tokens.mask, tokens.segments)
         return _corrected(token, raw, learner)
 
     return token_loss
@@ -105,8 +207,8 @@ def tis(learner: LearnerConfig) -> Objective:
 
     def token_loss(tokens: Tokens) -> TokenLoss:
         rho, cap = behaviour_ratio(tokens, learner.level), learner.correction_cap
-        loss = ratios.truncated(rho, cap) * policy_gradient(tokens.logprob, tokens.advantage)
-        return TokenLoss(loss, ratios.beyond(rho, cap))
+        loss = truncated(rho, cap) * policy_gradient(tokens.logprob, tokens.advantage)
+        return TokenLoss(loss, beyond(rho, cap))
 
     return token_loss
 
@@ -147,9 +249,9 @@ def topr(learner: LearnerConfig) -> Objective:
 def behaviour_ratio(tokens: Tokens, level: str) -> Float[Array, "*R T"]:
     """sg[ρ] of each token, or with `level` "sequence" of the sequence it belongs to."""
     if level == "sequence":
-        rho = ratios.sequence_ratio(tokens.logprob, tokens.behaviour, tokens.mask, tokens.segments)
+        rho = sequence_ratio(tokens.logprob, tokens.behaviour, tokens.mask, tokens.segments)
     else:
-        rho = ratios.ratio(tokens.logprob, tokens.behaviour)
+        rho = ratio(tokens.logprob, tokens.behaviour)
     return jax.lax.stop_gradient(rho)
 
 
@@ -164,7 +266,7 @@ def dpo(learner: LearnerConfig) -> Objective:
     """
 
     def token_loss(tokens: Tokens) -> TokenLoss:
-        gain = jnp.sign(tokens.advantage) * ratios.log_ratio(tokens.logprob, jax.lax.stop_gradient(tokens.reference))
+        gain = jnp.sign(tokens.advantage) * log_ratio(tokens.logprob, jax.lax.stop_gradient(tokens.reference))
         pairs = (tokens.segments + 1) // 2
         margin = packed.totals(jnp.where(tokens.mask, gain, 0.0), pairs)
         return TokenLoss(jax.nn.softplus(-learner.dpo_beta * margin), jnp.zeros(margin.shape, bool))

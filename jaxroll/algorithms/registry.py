@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jaxroll.algorithms import losses, ratios
+from jaxroll.algorithms import losses
 from jaxroll.algorithms.advantages import Credit
 from jaxroll.algorithms.tokens import Objective, TokenLoss, Tokens
 from jaxroll.config import LearnerConfig
@@ -89,8 +89,8 @@ def penalised(algorithm: Algorithm, learner: LearnerConfig) -> Algorithm:
 
     def token_loss(tokens: Tokens) -> TokenLoss:
         token = algorithm.objective(tokens)
-        weight = ratios.truncated(ratios.ratio(tokens.logprob, tokens.behaviour), learner.correction_cap)
-        penalty = ratios.loss(learner.kl_estimator, tokens.logprob, jax.lax.stop_gradient(tokens.reference), weight)
+        weight = losses.truncated(losses.ratio(tokens.logprob, tokens.behaviour), learner.correction_cap)
+        penalty = losses.loss(learner.kl_estimator, tokens.logprob, jax.lax.stop_gradient(tokens.reference), weight)
         return TokenLoss(token.loss + learner.kl_coef * penalty, token.bounded)
 
     # A member without advantage is held near the reference like any other.

@@ -112,7 +112,7 @@ class RoleArgs:
     the learner, or actors a sampler, which listens for them on `port` (0: any). `samplers` are their addresses, for an
     actor that does not find them in `run_dir`. What goes beyond the loopback takes certificates (`jaxroll.rpc.tls`), or
     `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the run at, as STEP@NAME (see
-    `jaxroll.roles.restoring`); None resumes.
+    `jaxroll.roles.learner`); None resumes.
     `rest` holds the words of the command line that are not options of the command itself (the prompt of `generate`).
     """
 

@@ -11,9 +11,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from jaxroll.config.bounds import check_bounds, value_at
 from jaxroll.config.learner_rules import check_algorithm
-from jaxroll.config.parsing import nearest
+from jaxroll.config.parsing import check_bounds, nearest, value_at
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, LearnerConfig, SamplerConfig
 from jaxroll.errors import ConfigError
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.parsing import nearest
 from jaxroll.config.rules import episode_tokens, page_size, sample_tokens
-from jaxroll.data import games, gym, validation
+from jaxroll.data import gym, prompts, sources
 from jaxroll.envs import registry
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
@@ -29,7 +29,7 @@ def check_described(config: Config) -> None:
     if config.task.source == "reasoning_gym":
         gym.allowed(config.task.name)
     if config.task.source == "game":
-        games.check(config.task)
+        sources.check_game(config.task)
     if not config.model.path:
         model = families.spec(config.model.size, compute_dtype=config.model.dtype)
         _check_meshes(config, model)
@@ -45,7 +45,7 @@ def check(config: Config) -> None:
     _check_algorithm(config.learner.algorithm)
     registry.factory(config.task.env)
     Settings.of(config).filter.check()
-    tokenizer = validation.check(config)
+    tokenizer = prompts.check(config)
     model = folders.spec(config.model, tokenizer.vocab_size)
     _check_meshes(config, model)
     _check_attention(config, model)

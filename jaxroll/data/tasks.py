@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from jaxroll.config import Config
-from jaxroll.data import splits
 from jaxroll.data.sources import open_source
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Message, Task, question_hash
 from jaxroll.text import tokenizers
+
+if TYPE_CHECKING:  # grain loads JAX: only the feeder, which draws prompts, pays for that
+    import grain
+
 
 MAX_SKIPPED_IN_A_ROW = 10_000
 
@@ -38,7 +43,7 @@ class Candidates:
     def __init__(self, config: Config) -> None:
         self._config = config.task
         self._source = open_source(config.task)
-        self.ranges = splits.of(config, self._source.size)
+        self.ranges = of(config, self._source.size)
         self.tokenizer = tokenizers.build(config.tokenizer, self._source.alphabet())
         self.identity = self._source.identity
 
@@ -127,3 +132,117 @@ def check_disjoint(heldout: Sequence[Task], trained_on: Iterable[Task], what: st
     common = overlap(heldout, (task.question_hash for task in trained_on))
     if common:
         raise DataError(f"{len(common)} held-out questions occur in {what}, as {sorted(common)[0]}")
+
+
+# --- Training, warm-start and held-out ranges of a source, and the order in which their items are visited
+
+
+def shuffled(indices: range, run_seed: int, purpose: str) -> grain.MapDataset[int]:
+    """`indices` in an endless order that `run_seed` and `purpose` decide; every epoch is a new permutation.
+
+    The permutation is computed index by index, so a range of ten million costs nothing to set up.
+    """
+    import grain
+
+    digest = hashlib.blake2b(f"{run_seed}/{purpose}".encode(), digest_size=4).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    return grain.MapDataset.range(len(indices)).shuffle(seed=seed).repeat(None).map(indices.__getitem__)
+
+
+def in_this_thread(dataset: grain.MapDataset) -> grain.IterDataset:
+    """`dataset` as an iterator that reads only what is asked for, in the caller's thread.
+
+    Making an item takes microseconds: read-ahead threads would cost more than they hide, and a state taken between two
+    items must not run ahead of them.
+    """
+    import grain
+
+    return dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=1))
+
+
+# --- ranges
+
+# Length of the last range of an endless source; the others end where the next one starts.
+_ENDLESS_SPAN = 10_000_000
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Item indices in three ranges. Held-out questions are excluded from the other two by hash, wherever they stand."""
+
+    train: range
+    heldout: range
+    sft: range
+
+
+def of(config: Config, size: int | None) -> Ranges:
+    """The ranges of a source of `size` items (None: endless).
+
+    An endless source is cut at the three starts of the config. A file too short for `task.heldout_start` is held out
+    from its end backwards, and the warm start shares the training rows where the file ends before `sft.start`.
+    """
+    if size is None:
+        return _endless(config)
+    task = config.task
+    if task.train_start >= size:
+        raise ConfigError("task.train_start", task.train_start, f"{task.path} has {size} rows", "Use a smaller one.")
+    if task.heldout_start >= size:
+        train = range(task.train_start, size)
+        return Ranges(train, train[::-1], range(config.sft.start, size) or train)
+    if task.heldout_start <= task.train_start:
+        raise ConfigError(
+            "task.heldout_start",
+            task.heldout_start,
+            "in a file, training rows come before it",
+            f"Use more than task.train_start = {task.train_start}.",
+        )
+    train = range(task.train_start, task.heldout_start)
+    return Ranges(train, range(task.heldout_start, size), range(config.sft.start, size) or train)
+
+
+def _endless(config: Config) -> Ranges:
+    starts = {
+        "task.train_start": config.task.train_start,
+        "task.heldout_start": config.task.heldout_start,
+        "sft.start": config.sft.start,
+    }
+    if len(set(starts.values())) < len(starts):
+        raise ConfigError(
+            "task.heldout_start",
+            config.task.heldout_start,
+            f"two ranges start at one item: {starts}",
+            "Give each a start of its own, far from the others.",
+        )
+    ordered = sorted(starts.values())
+    stop_of = dict(zip(ordered, [*ordered[1:], ordered[-1] + _ENDLESS_SPAN], strict=True))
+    train, heldout, sft = (range(start, stop_of[start]) for start in starts.values())
+    return Ranges(train, heldout, sft)
+
+
+# --- Questions with what a teacher answers, for the warm start
+
+
+def examples(config: Config, count: int) -> list[tuple[Task, tuple[Message, ...]]]:
+    """`count` tasks, each with a worked conversation, in the order that `run.seed` decides.
+
+    A conversation is what the model should have said, and between two answers what the environment replied.
+    They come from the warm start's own range and never ask a held-out question; questions may repeat.
+    """
+    candidates = Candidates(config)
+    kept_aside = hashes(tasks(config, candidates))
+    found: list[tuple[Task, tuple[Message, ...]]] = []
+    skipped = 0
+    indices = iter(in_this_thread(shuffled(candidates.ranges.sft, config.run.seed, "sft")))
+    while len(found) < count:
+        candidate = candidates.trainable(next(indices), kept_aside, taught=True)
+        if not isinstance(candidate, Skipped):
+            found.append((candidate.task, candidate.worked))
+            skipped = 0
+        elif (skipped := skipped + 1) == MAX_SKIPPED_IN_A_ROW:
+            raise ConfigError(
+                "sft.steps",
+                config.sft.steps,
+                f"{skipped} items in a row cannot serve the warm start, the last because {candidate.reason}",
+                "Set sft.steps=0, or use a task with worked answers.",
+            )
+    return found

@@ -23,8 +23,8 @@ from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import Progress
-from jaxroll.sharding import meshes
-from jaxroll.sharding.rules import Rules
+from jaxroll.sharding import layout
+from jaxroll.sharding.layout import Rules
 
 _NEVER = np.iinfo(np.int32).max
 
@@ -215,7 +215,7 @@ def chosen(
 
     Prompts are judged by the largest bucket; shorter ones are padded to the kernel's block.
     """
-    site = choice.Site(spec, meshes.platform(mesh), mesh.shape["tensor"], sizes.buckets[-1])
+    site = choice.Site(spec, layout.platform(mesh), mesh.shape["tensor"], sizes.buckets[-1])
     return choice.Serving(
         choice.choose("prefill", prefill, site),
         choice.choose(

@@ -36,7 +36,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import Completion, Progress
 from jaxroll.records import Version
-from jaxroll.sharding.rules import Rules
+from jaxroll.sharding.layout import Rules
 
 
 class Engine:

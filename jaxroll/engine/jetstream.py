@@ -37,7 +37,7 @@ from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.protocols import GenerationKey, Tokenizer
-from jaxroll.sharding.rules import Layout, Rules, replicated
+from jaxroll.sharding.layout import Layout, Rules, replicated
 
 
 class JetStreamEngine(engine_api.Engine):

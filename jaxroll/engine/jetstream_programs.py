@@ -19,7 +19,7 @@ from jaxroll.models import cache as kv
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
-from jaxroll.sharding.rules import Layout, replicated
+from jaxroll.sharding.layout import Layout, replicated
 
 PROMPT_BUCKETS = tuple(2**power for power in range(4, 16))  # the lengths to which JetStream pads prompts
 NO_BOS = -1  # stands before a prompt where JetStream insists on a first token and there is none

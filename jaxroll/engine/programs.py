@@ -22,13 +22,14 @@ from jaxroll.algorithms import sampling
 from jaxroll.engine import packets
 from jaxroll.engine.packets import Sizes
 from jaxroll.kernels.choice import DENSE, PLAIN, Serving
+from jaxroll.models import cache as dense
 from jaxroll.models import cache as kv
-from jaxroll.models import dense, transformer
 from jaxroll.models import params as model_params
-from jaxroll.models.dense import SideBySide, refreshed
+from jaxroll.models import transformer
+from jaxroll.models.cache import SideBySide, refreshed
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
-from jaxroll.sharding.rules import Layout, Rules, sharding
+from jaxroll.sharding.layout import Layout, Rules, sharding
 
 
 @jax.tree_util.register_dataclass

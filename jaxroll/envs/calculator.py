@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from fractions import Fraction
 from random import Random
 
 from jaxroll.config import TaskConfig
-from jaxroll.envs.registry import register
-from jaxroll.errors import DataError
+from jaxroll.config.parsing import nearest
+from jaxroll.data.gym import GymSource
+from jaxroll.envs.registry import refuse_unknown, register, share
+from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import StepResult
-from jaxroll.records import Message, Task
+from jaxroll.records import Item, Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 _QUEUE_ALLOWANCE_S = 120.0  # scores of others that are ahead in the pool, and a worker that is starting
@@ -190,3 +193,43 @@ class _Reader:
             self._at += 1
             return self._words[self._at - 1]
         return None
+
+
+# --- the source of problems
+
+_PROBLEMS = ("basic_arithmetic", "chain_sum", "decimal_chain_sum", "products")  # their compact form is an expression
+
+
+class CalculatorSource:
+    """Arithmetic of reasoning-gym with a calculator at hand.
+
+    `task.args`: `problem`, a task of reasoning-gym, its settings as `problem_args`; of worked play, `direct`, the share
+    of answers without the tool, and `slips`, the share of calls with a wrong digit.
+    """
+
+    size = None
+
+    def __init__(self, cfg: TaskConfig) -> None:
+        args = dict(cfg.args)
+        self._direct, self._slips = share(args, "direct"), share(args, "slips")
+        problem, settings = args.pop("problem", "products"), args.pop("problem_args", {})
+        refuse_unknown(args, ("problem", "problem_args", "direct", "slips"))
+        if problem not in _PROBLEMS:
+            raise ConfigError("task.args.problem", problem, "it is not arithmetic", nearest(str(problem), _PROBLEMS))
+        self._as_compact = cfg.prompt == "compact"
+        self._gym = GymSource(dataclasses.replace(cfg, source="reasoning_gym", name=problem, args=settings))
+        self.identity = f"calculator/{self._gym.identity}"
+
+    def item(self, index: int) -> Item:
+        """Problem `index`."""
+        found = self._gym.item(index)
+        assert found.answer is not None
+        dialogue = worked(self._expression(index), found.answer, index, self._direct, self._slips)
+        return Item(RULES + found.question, found.compact, found.answer, found.env_args, dialogue)
+
+    def alphabet(self) -> str:
+        """The characters of problems, calls and results; printable ASCII for full prompts."""
+        return "".join(sorted(set(self._gym.alphabet() + ALPHABET)))
+
+    def _expression(self, index: int) -> str:
+        return self._gym.item(index).compact

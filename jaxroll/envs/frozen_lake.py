@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -11,10 +13,11 @@ from random import Random
 from typing import Any
 
 from jaxroll.config import TaskConfig
-from jaxroll.envs.registry import register
+from jaxroll.data.gym import PRINTABLE
+from jaxroll.envs.registry import register, settings_of, share
 from jaxroll.errors import DataError
 from jaxroll.protocols import Place, StepResult
-from jaxroll.records import Message, Task
+from jaxroll.records import Item, Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 
@@ -214,3 +217,39 @@ def _chosen(lake: Lake, place: int, random: Random, noise: float) -> int:
 def arguments(lake: Lake, settings: Settings) -> dict[str, Any]:
     """What an environment needs to play the lake."""
     return {"cells": lake.cells, "slippery": settings.slippery, "max_turns": settings.turns}
+
+
+# --- the source of lakes
+
+
+class FrozenLakeSource:
+    """Lakes by number: the question is the map, so a held-out map is never trained on, whatever its number.
+
+    `task.args`: `size` `ice` `slippery` `max_turns` of the game, and `noise`, the share of random moves in worked play.
+    """
+
+    size = None
+
+    def __init__(self, cfg: TaskConfig) -> None:
+        args = dict(cfg.args)
+        self._noise = share(args, "noise")
+        self._settings = settings_of(Settings, args)
+        self._as_compact = cfg.prompt == "compact"
+        self.identity = f"frozen_lake/{json.dumps(dataclasses.asdict(self._settings))}"
+
+    def item(self, index: int) -> Item:
+        """Lake `index`."""
+        drawn = lake(index, self._settings)
+        return Item(
+            question=RULES + drawn.shown(0),
+            compact=drawn.shown(0),
+            answer=None,
+            env_args=arguments(drawn, self._settings),
+            worked=worked(drawn, self._settings, index, self._noise),
+        )
+
+    def alphabet(self) -> str:
+        """The characters of maps and actions; printable ASCII for full prompts."""
+        signs = ICE + HOLE + GOAL + PLAYER + NOT_AN_ACTION
+        extra = "" if self._as_compact else PRINTABLE
+        return "".join(sorted(set(signs + "\n" + "".join(ACTIONS) + extra)))

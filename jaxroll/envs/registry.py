@@ -7,8 +7,10 @@ workers then import that module.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
@@ -63,3 +65,29 @@ def _load(module: str, name: str) -> None:
     except (Exception, SystemExit) as e:  # foreign code: a script that ends by sys.exit() is no module, either
         reason = f"its module cannot be imported: {described(e)}"
         raise ConfigError("task.env", name, reason, "Install or mend it, or run where it can be found.") from e
+
+
+# --- settings of a game, from `task.args`
+
+
+def share(args: dict[str, Any], name: str) -> float:
+    """The share `name`, taken out of `args`."""
+    share = args.pop(name, 0.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ConfigError(f"task.args.{name}", share, "it is a share", "Give a number between 0 and 1.")
+    return float(share)
+
+
+def settings_of(kind: type, args: Mapping[str, Any]) -> Any:
+    """The dataclass `kind` of `args`."""
+    refuse_unknown(args, tuple(field.name for field in dataclasses.fields(kind)))
+    try:
+        return kind(**args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError("task.args", dict(args), str(error), "See docs/add_an_environment.md.") from error
+
+
+def refuse_unknown(args: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for name in args:
+        if name not in known:
+            raise ConfigError(f"task.args.{name}", args[name], "nothing reads it", nearest(name, known))

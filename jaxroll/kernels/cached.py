@@ -15,8 +15,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxroll.kernels.attention import exact_precision
-from jaxroll.sharding import meshes
-from jaxroll.sharding.rules import Layout
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding.layout import Layout
 
 _MASKED = -1e30  # finite: a row that sees nothing stays finite
 _CHUNK_TOKENS = 32  # small pages are read several at a time: every turn of the loop costs its dispatch

@@ -15,8 +15,8 @@ from jaxtyping import Array, Int
 
 from jaxroll.kernels.attention import grouped, visible
 from jaxroll.kernels.choice import XLA
-from jaxroll.sharding import meshes
-from jaxroll.sharding.rules import Layout
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding.layout import Layout
 
 Attend = Callable[[Array, Array, Array], Array]  # q [B, T, N, H], k and v [B, T, K, H]
 

@@ -26,7 +26,8 @@ from jaxtyping import Array, Float
 
 from jaxroll.algorithms import advantages
 from jaxroll.config import LearnerConfig
-from jaxroll.learner import optimizer, packing, step
+from jaxroll.learner import packing, step
+from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
 from jaxroll.learner.compiles import AheadOfTime
 from jaxroll.learner.packing import MicroBatch
@@ -37,7 +38,7 @@ from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.sharding import placing
-from jaxroll.sharding.rules import Layout, batch_spec, replicated
+from jaxroll.sharding.layout import Layout, batch_spec, replicated
 
 _Leaf = TypeVar("_Leaf")
 HEAD = "value"

@@ -22,7 +22,7 @@ from jaxtyping import Array, PRNGKeyArray
 from jaxroll.config import LearnerConfig
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
-from jaxroll.sharding.rules import Layout
+from jaxroll.sharding.layout import Layout
 
 Params = dict[str, jax.Array]
 _A, _B = ".A", ".B"

@@ -31,15 +31,14 @@ from jaxroll.learner import state as states
 from jaxroll.learner import step_metrics as statistics
 from jaxroll.learner.compiles import AheadOfTime
 from jaxroll.learner.lora import Lora
-from jaxroll.learner.optimizer import Optimizer
 from jaxroll.learner.packing import PROMPT_IDS, STREAMS
-from jaxroll.learner.state import Params, TrainState
+from jaxroll.learner.state import Optimizer, Params, TrainState
 from jaxroll.models import params as model_params
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.sharding import placing
-from jaxroll.sharding.rules import Layout, batch_spec, replicated
+from jaxroll.sharding.layout import Layout, batch_spec, replicated
 
 Streams = Mapping[str, jax.Array]
 PROXIMAL, REFERENCE = "proximal", "reference"  # streams that `logprobs` adds to a micro-batch

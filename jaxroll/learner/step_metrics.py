@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxroll.algorithms import ratios
+from jaxroll.algorithms import losses
 from jaxroll.algorithms.tokens import TokenLoss
 
 SUMS = (
@@ -45,14 +45,14 @@ def of_batch(
     behaviour log-probs, so they tell how far off-policy the data came in.
     """
     behaviour, fresh = streams["behaviour"], streams["fresh"]
-    rho = ratios.ratio(proximal, behaviour)
+    rho = losses.ratio(proximal, behaviour)
     delta = jnp.abs(proximal - behaviour)
     summed = {
         "tokens": jnp.ones_like(proximal),
         "loss": streams["weight"] * token.loss,
         "bounded": token.bounded,
         "delta": delta,
-        "kl": ratios.k3(behaviour, proximal),
+        "kl": losses.k3(behaviour, proximal),
         "ratio": rho,
         "ratio_squared": jnp.square(rho),
         "entropy": entropy,

@@ -26,7 +26,8 @@ from jaxroll.config.rules import sample_tokens
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.kernels import choice
 from jaxroll.kernels.attention import SharedRows
-from jaxroll.learner import critic, lora, minibatch, optimizer, packing, sharing, step_metrics
+from jaxroll.learner import critic, lora, minibatch, packing, sharing, step_metrics
+from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.learner.critic import Critic
@@ -39,8 +40,9 @@ from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim
-from jaxroll.sharding import meshes, placing
-from jaxroll.sharding.rules import Layout, Rules
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import placing
+from jaxroll.sharding.layout import Layout, Rules
 
 Metrics = dict[str, Any]
 Streams = dict[str, jax.Array]

@@ -16,13 +16,16 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from jaxroll import disk
-from jaxroll.errors import ConfigError, DataError
+from jaxroll.errors import CheckpointDamaged, ConfigError, DataError
+from jaxroll.learner import checkpoint_files
+from jaxroll.learner.checkpoint_files import STATE
 from jaxroll.models import folders, tensor_files
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.tensor_files import Converted, Leaf
@@ -116,3 +119,32 @@ def _file(folder: Path, name: str) -> Path:
     if not path.is_file():
         raise ConfigError("weights", str(folder), f"holds no {name}", "Give a folder that `jaxroll sft` wrote.")
     return path
+
+
+# --- The parameters of a checkpoint on the host, one at a time, without the mesh and the devices they come from
+
+
+@contextmanager
+def params(checkpoint: Path) -> Iterator[Converted]:
+    """The parameters by flat name, each read when it is asked for.
+
+    Every file is compared with its sum first: CheckpointDamaged when one is not what was written.
+    """
+    if wrong := checkpoint_files.damage(checkpoint):
+        raise CheckpointDamaged(f"checkpoint {checkpoint} cannot be read ({wrong}); export another one")
+    shapes = checkpoint_files.params(checkpoint_files.about(checkpoint))
+    handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler())
+    with ocp.Checkpointer(handler) as reader:
+        yield Converted(shapes, lambda name: _read(reader, checkpoint, name, *shapes[name]))
+
+
+def _read(reader: ocp.Checkpointer, checkpoint: Path, name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    key = f"params['{name}']"
+    item = {key: jax.ShapeDtypeStruct(shape, np.dtype(dtype))}
+    as_host_array = {key: ocp.RestoreArgs(restore_type=np.ndarray)}
+    wanted = ocp.args.PyTreeRestore(item=item, restore_args=as_host_array, partial_restore=True)
+    try:
+        found = reader.restore(checkpoint, args=ocp.args.Composite(state=wanted))
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointDamaged(f"{name} of checkpoint {checkpoint} cannot be read ({error})") from error
+    return cast(np.ndarray, found[STATE][key])

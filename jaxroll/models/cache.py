@@ -6,15 +6,17 @@ own, so that no decode step reads another device's pages. A page number counts i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jaxroll.kernels.cached import dense, levels
 from jaxroll.models.families import ModelSpec
-from jaxroll.sharding.rules import Layout, Rules, sharding
+from jaxroll.sharding.layout import Layout, Rules, sharding
 
 LOGICAL = ("slots", "kv_heads", None, "tokens", "head_dim")
 
@@ -123,3 +125,152 @@ def constrained(cache: KVCache, layout: Layout | None) -> KVCache:
     if layout is None:
         return cache
     return jax.tree.map(lambda leaf: layout.constrain(leaf, LOGICAL), cache)
+
+
+# --- Every slot's keys and values side by side, beside the pages: what decode steps read where that is worth its memory
+#
+# The pages stay what counts: whatever is computed for a request is written there, and a slot is laid out from them when
+# a
+# request takes it. From then on each new token is written to both, so that no step has to copy pages together.
+
+Levels = tuple[Array, ...]
+_AT_ONCE = 8  # slots that are laid out together
+
+KEYS = ("slots", None, "kv_heads", "head_dim", "tokens")
+VALUES = ("slots", None, "kv_heads", "tokens", "head_dim")
+STALE = ("slots", None)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SideBySide:
+    """Keys (already rotated) and values of each layer by level (`kernels.dense`), B slots in each of D shards.
+
+    What stands in a `stale` slot is another request's.
+    """
+
+    keys: tuple[Levels, ...]  # of Float[Array, "D B K H C"]
+    values: tuple[Levels, ...]  # of Float[Array, "D B K C H"]
+    stale: Bool[Array, "D B"]
+
+
+def abstract_contiguous(
+    spec: ModelSpec, shards: int, slots: int, tokens: int, page_tokens: int, mesh: Mesh, rules: Rules
+) -> SideBySide:
+    """Room for `tokens` of each of `slots` in all, as ShapeDtypeStructs with shardings."""
+
+    def leaf(shape: tuple[int, ...], logical: tuple[str | None, ...], dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding(mesh, logical, rules, shape))
+
+    own, K, H, dtype = slots // shards, spec.kv_heads, spec.head_dim, spec.compute_dtype
+    lengths = levels(tokens, page_tokens)
+    keys = tuple(leaf((shards, own, K, H, C), KEYS, dtype) for C in lengths)
+    values = tuple(leaf((shards, own, K, C, H), VALUES, dtype) for C in lengths)
+    stale = leaf((shards, own), STALE, "bool")
+    return SideBySide((keys,) * spec.layers, (values,) * spec.layers, stale)  # pyright: ignore[reportArgumentType]
+
+
+def taken(side: SideBySide, slots: Int[Array, " N"]) -> SideBySide:
+    """`side` when requests take `slots`, counted over all shards; a number beyond them is left out."""
+    stale = side.stale.reshape(-1).at[slots].set(True, mode="drop")
+    return replace(side, stale=stale.reshape(side.stale.shape))
+
+
+def refreshed(
+    side: SideBySide, cache: KVCache, tables: Int[Array, "D B J"], positions: Int[Array, "D B"]
+) -> SideBySide:
+    """`side` with nothing stale: of such a slot its pages' positions 0 … positions - 1, and zeros behind them.
+
+    A slot whose position is negative is left as it is, and stays stale.
+    """
+    B = positions.shape[1]
+    wanted, rows = side.stale & (positions >= 0), min(_AT_ONCE, B)
+    order = jnp.argsort(~wanted, axis=1)  # those that are wanted come first
+    count = jnp.max(jnp.sum(wanted, axis=1))
+
+    def some(i: Int[Array, ""], side: SideBySide) -> SideBySide:
+        at = jax.lax.dynamic_slice_in_dim(order, i * rows, rows, axis=1)
+        mine = jnp.take_along_axis(wanted, at, axis=1)
+        known = jnp.where(mine, jnp.take_along_axis(positions, at, axis=1), 0)
+        pages, to = jnp.take_along_axis(tables, at[..., None], axis=1), jnp.where(mine, at, B)
+        far = jnp.max(known)
+
+        def laid(pool: Float[Array, "D K P U H"], old: Levels, axis: int) -> Levels:
+            found, begin = [], 0
+            for level in old:
+                C = level.shape[axis]
+                new = _gathered(pool, pages, known, far, begin, C)
+                new = new if axis == -2 else new.swapaxes(-1, -2)
+                found.append(jax.vmap(lambda level, to, new: level.at[to].set(new, mode="drop"))(level, to, new))
+                begin += C
+            return tuple(found)
+
+        keys = tuple(laid(pool, old, -1) for pool, old in zip(cache.keys, side.keys, strict=True))
+        values = tuple(laid(pool, old, -2) for pool, old in zip(cache.values, side.values, strict=True))
+        return replace(side, keys=keys, values=values)
+
+    side = jax.lax.fori_loop(0, -(-count // rows), some, side)
+    return replace(side, stale=side.stale & ~wanted)
+
+
+def _gathered(
+    pool: Float[Array, "D K P U H"], tables: Int[Array, "D R J"], known: Int[Array, "D R"], far: Int[Array, ""],
+    begin: int, tokens: int,
+) -> Float[Array, "D R K C H"]:  # fmt: skip
+    """What R rows have from position `begin` on, as far as it is `known`; zeros, and nothing read, beyond `far`."""
+    D, K, _, U, H = pool.shape
+    shape = (D, tables.shape[1], K, tokens, H)
+
+    def found() -> Array:
+        pages = tables[:, :, begin // U : (begin + tokens) // U]
+        held = jax.vmap(lambda pool, pages: pool[:, pages].swapaxes(0, 1))(pool, pages).reshape(shape)
+        there = begin + jnp.arange(tokens) < known[:, :, None]
+        return jnp.where(there[:, :, None, :, None], held, jnp.zeros((), pool.dtype))
+
+    return jax.lax.cond(far > begin, found, lambda: jnp.zeros(shape, pool.dtype))
+
+
+def with_token(
+    side: SideBySide, layer: int, keys: Float[Array, "D B K H"], values: Float[Array, "D B K H"],
+    positions: Int[Array, "D B"],
+) -> SideBySide:  # fmt: skip
+    """`side` with one more key and value of `layer` in each slot, at its position; none where that is negative."""
+    put = lambda old, new: (*old[:layer], new, *old[layer + 1 :])  # noqa: E731
+    return replace(
+        side,
+        keys=put(side.keys, _with_one(side.keys[layer], keys, positions, -1, _with_key)),
+        values=put(side.values, _with_one(side.values[layer], values, positions, -2, _with_value)),
+    )
+
+
+def attend(
+    side: SideBySide, layer: int, q: Float[Array, "D B 1 N H"], positions: Int[Array, "D B"], last: Int[Array, ""]
+) -> Float[Array, "D B 1 N H"]:
+    """Attention of one more token in every slot; none stands beyond position `last`."""
+    over_shards = jax.vmap(dense, in_axes=(0, 0, 0, 0, None))
+    return over_shards(q, side.keys[layer], side.values[layer], positions, last)
+
+
+def _with_one(
+    old: Levels, new: Float[Array, "D B K H"], positions: Int[Array, "D B"], axis: int, put: Callable[..., Array]
+) -> Levels:
+    """`put` into each level what belongs there; its tokens lie along `axis`."""
+    written, begin = [], 0
+    for level in old:
+        tokens = level.shape[axis]
+        index = jnp.where(positions < begin, tokens, positions - begin)  # a negative one would count from the end
+        written.append(jax.vmap(put)(level, new, index))
+        begin += tokens
+    return tuple(written)
+
+
+def _with_key(
+    level: Float[Array, "B K H C"], new: Float[Array, "B K H"], index: Int[Array, " B"]
+) -> Float[Array, "B K H C"]:
+    return level.at[jnp.arange(len(level)), :, :, index].set(new, mode="drop")
+
+
+def _with_value(
+    level: Float[Array, "B K C H"], new: Float[Array, "B K H"], index: Int[Array, " B"]
+) -> Float[Array, "B K C H"]:
+    return level.at[jnp.arange(len(level)), :, index].set(new, mode="drop")

@@ -17,7 +17,7 @@ from jaxtyping import PRNGKeyArray
 
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import Decoder
-from jaxroll.sharding.rules import Rules, sharding
+from jaxroll.sharding.layout import Rules, sharding
 
 Params = dict[str, jax.Array]
 

@@ -18,13 +18,12 @@ from jaxroll.kernels import placed
 from jaxroll.kernels.attention import SharedRows
 from jaxroll.kernels.cached import blocks, paged, reach
 from jaxroll.kernels.choice import XLA
-from jaxroll.models import dense
-from jaxroll.models.cache import KVCache, appended, constrained, filled
-from jaxroll.models.dense import SideBySide
+from jaxroll.models import cache as dense
+from jaxroll.models.cache import KVCache, SideBySide, appended, constrained, filled
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import PRODUCT, Block, Decoder, rotation
 from jaxroll.models.params import module
-from jaxroll.sharding.rules import Layout
+from jaxroll.sharding.layout import Layout
 
 Params = Mapping[str, jax.Array]
 _KEPT = {"layer": None, "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT)}

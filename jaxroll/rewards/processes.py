@@ -15,8 +15,7 @@ from typing import IO, cast
 import msgspec
 
 import jaxroll
-from jaxroll.rewards.messages import Reply, ScoreItem, Work, frame, take_replies
-from jaxroll.rewards.worker import WorkerSettings
+from jaxroll.rewards.worker import Reply, ScoreItem, Work, WorkerSettings, frame, take_replies
 
 _READ_BYTES = 1 << 18
 _KILL_WAIT_S = 10.0

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from jaxroll import env_checks
 from jaxroll.errors import DataError, InfraError
 from jaxroll.rewards import scorers
-from jaxroll.rewards.messages import Ready, Scored, ScoreItem
 from jaxroll.rewards.processes import ScoringProcess
 from jaxroll.rewards.sandbox import Doors
-from jaxroll.rewards.worker import WorkerSettings
+from jaxroll.rewards.worker import Ready, Scored, ScoreItem, WorkerSettings
 
 _LOG = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 32  # items a worker holds: enough to hide the pipe, few enough that a hang delays little

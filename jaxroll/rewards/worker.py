@@ -1,12 +1,4 @@
-"""One scoring process: `python -m jaxroll.rewards.worker '{…limits…}'`, work on stdin, replies on stdout.
-
-It judges untrusted text, so it limits itself: memory and core dumps before it loads anything, then processor time per
-item, no files, no new processes, and what `jaxroll.rewards.sandbox` closes on this machine (network, signals).
-It dies with its parent, by signal even when a scorer never returns, and by the end of stdin otherwise. A scorer that
-leaves a thread running has its answer given, and the worker ends: what it goes on doing is nobody's item.
-
-It can still read files and talk nonsense to its own pool, so scorers that execute an answer do not belong here.
-"""
+"""What a scoring pool and its workers say to each other: length-prefixed MessagePack over the worker's pipes."""
 
 from __future__ import annotations
 
@@ -15,8 +7,10 @@ import importlib.util
 import math
 import os
 import resource
+import struct
 import sys
 import threading
+from collections.abc import Iterator
 from typing import BinaryIO
 
 import msgspec
@@ -24,7 +18,89 @@ import msgspec
 from jaxroll import lifeline, priority
 from jaxroll.env_checks import described
 from jaxroll.rewards import sandbox, scorers
-from jaxroll.rewards.messages import Ready, Scored, frame, read_work
+from jaxroll.rewards.sandbox import Doors
+
+_LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 64 << 20
+
+
+class ScoreItem(msgspec.Struct, frozen=True, array_like=True):
+    """One answer to be judged."""
+
+    id: int
+    env_args: str
+    answer: str
+
+
+class Work(msgspec.Struct, frozen=True, tag="work"):
+    """Pool to worker: judge these, in order."""
+
+    items: tuple[ScoreItem, ...]
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Worker to pool: started, limits set, libraries loaded, and these doors closed."""
+
+    doors: Doors = Doors()
+
+
+class Scored(msgspec.Struct, frozen=True, tag="scored", omit_defaults=True):
+    """Worker to pool: the score of one item, or why it has none."""
+
+    id: int
+    score: float = 0.0
+    error: str = ""
+
+
+Reply = Ready | Scored
+
+_ENCODER = msgspec.msgpack.Encoder()
+_WORK = msgspec.msgpack.Decoder(Work)
+_REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def frame(message: Work | Reply) -> bytes:
+    """The message with its length in front."""
+    body = _ENCODER.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_work(stream) -> Work | None:  # stream: a buffered binary reader
+    """The next message from the pool, None at the end of the stream."""
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack(header)
+    body = stream.read(size)
+    return _WORK.decode(body) if len(body) == size else None
+
+
+def take_replies(buffer: bytearray) -> Iterator[Reply]:
+    """The complete replies at the front of `buffer`, which loses them. Raises msgspec.DecodeError on nonsense."""
+    position = 0
+    try:
+        while len(buffer) - position >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(buffer, position)
+            if size > MAX_FRAME_BYTES:
+                raise msgspec.DecodeError(f"a reply of {size} bytes")
+            end = position + _LENGTH.size + size
+            if len(buffer) < end:
+                return
+            body = bytes(buffer[position + _LENGTH.size : end])
+            position = end
+            yield _REPLY.decode(body)
+    finally:
+        del buffer[:position]
+
+
+# --- One scoring process: `python -m jaxroll.rewards.worker '{…limits…}'`, work on stdin, replies on stdout
+#
+# It judges untrusted text, so it limits itself: memory and core dumps before it loads anything, then processor time per
+# item, no files, no new processes, and what `jaxroll.rewards.sandbox` closes on this machine (network, signals).
+# It dies with its parent, by signal even when a scorer never returns, and by the end of stdin otherwise. A scorer that
+# leaves a thread running has its answer given, and the worker ends: what it goes on doing is nobody's item.
+#
+# It can still read files and talk nonsense to its own pool, so scorers that execute an answer do not belong here.
 
 _MAX_ERROR_CHARS = 500
 

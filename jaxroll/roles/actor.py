@@ -26,7 +26,7 @@ from jaxroll.protocols import Tokenizer
 from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.members import Members, Play, episode_counts, training_params, until_one_ends
-from jaxroll.roles.serving import address_file
+from jaxroll.roles.sampler import address_file
 from jaxroll.rollout.episode import Transcript
 from jaxroll.rpc import auth, tls
 from jaxroll.rpc.client import RawClient

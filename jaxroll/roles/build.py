@@ -12,11 +12,11 @@ from jaxroll.engine.engine import Engine
 from jaxroll.learner.lora import Lora
 from jaxroll.models import families, pretrained
 from jaxroll.protocols import Tokenizer
-from jaxroll.roles.progress import Progress
-from jaxroll.roles.weights import Adapted, WeightFollower, Whole
+from jaxroll.roles.weights import Adapted, Progress, WeightFollower, Whole
 from jaxroll.rpc.tls import Material
 from jaxroll.serving.engine_thread import EngineHost
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import layout as rules
 from jaxroll.text import tokenizers
 from jaxroll.transfer.receive import Receiver
 

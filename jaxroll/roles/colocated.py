@@ -1,18 +1,4 @@
-"""All roles with devices in one process, which share its devices by turns (`placement.colocated`).
-
-For devices that one process alone can have, above all a single TPU chip, and for as many as the largest mesh wants. The
-learner has the main thread, every sampler and the evaluator a thread each; each of them is a client of the store as in
-a process of its own, and a schedule, a bound on age and a restart mean what they mean there. What is different: they
-live and die together.
-
-They dispatch by turns (`jaxroll.roles.turns`), since several devices must get programs that speak to each other in one
-order. Devices compute what they are given one after the other: in a synchronous run either role has them to itself
-while it is at work, with α > 0 their programs alternate. Who only waits for a device has no turn, but an engine that
-reads the tokens of its step, and a learner whose models price or judge a claim's tokens.
-
-SIGTERM stops the learner, which finishes its step and checkpoints, then the others. When one fails, all end, and the
-process with its error.
-"""
+"""Turns at the devices, for roles that share them within a process: a fair lock, and a trainer that heeds it."""
 
 from __future__ import annotations
 
@@ -21,18 +7,122 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
 from jaxroll import lifeline
-from jaxroll.config import RoleArgs
+from jaxroll.config import Config, RoleArgs
 from jaxroll.errors import InfraError
+from jaxroll.learner.state import Params
+from jaxroll.learner.trainer import Ready, Running, Trainer
+from jaxroll.models.families import ModelSpec
+from jaxroll.protocols import Progress
+from jaxroll.records import Claim
 from jaxroll.roles import evaluator, sampler
 from jaxroll.roles import session as sessions
+from jaxroll.sharding.layout import Rules
 
 if TYPE_CHECKING:  # it loads JAX, which must come after the scoring pools
-    from jaxroll.roles.turns import Turn
+    pass
+
+
+class Turn(AbstractContextManager):
+    """A lock that is had in the order in which it was asked for: an engine between two steps asks again at once, and
+    would keep a plain one from everybody else. Not reentrant."""
+
+    def __init__(self) -> None:
+        self._guard, self._taken = threading.Lock(), False
+        self._asking: deque[threading.Semaphore] = deque()
+
+    def __enter__(self) -> Turn:
+        with self._guard:
+            if not self._taken:
+                self._taken = True
+                return self
+            mine = threading.Semaphore(0)
+            self._asking.append(mine)
+        mine.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._guard:
+            if self._asking:
+                self._asking.popleft().release()  # it is theirs now, and stays taken
+            else:
+                self._taken = False
+
+
+class TrainerByTurns(Trainer):
+    """A trainer whose programs are queued in turns. What only waits or reads (`finished`) takes none, and neither does
+    what copies on each device for itself: the copy that is published, a checkpoint that is written or restored."""
+
+    def __init__(
+        self, turn: Turn, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array
+    ) -> None:
+        with turn:
+            super().__init__(config, spec, mesh, rules, key=key)
+        self._turn = turn
+
+    def set_params(self, params: Mapping[str, np.ndarray]) -> None:
+        """See Trainer."""
+        with self._turn:
+            super().set_params(params)
+
+    def set_reference(self, params: Mapping[str, np.ndarray]) -> None:
+        """See Trainer."""
+        with self._turn:
+            super().set_reference(params)
+
+    def warmup(self, progress: Progress | None = None) -> None:
+        """See Trainer."""
+        with self._turn:
+            super().warmup(progress)
+
+    def prepared(self, claim: Claim) -> Ready:
+        """See Trainer."""
+        with self._turn:
+            return super().prepared(claim)
+
+    def started(self, ready: Ready) -> Running:
+        """See Trainer."""
+        with self._turn:
+            return super().started(ready)
+
+    def published(self) -> Params:
+        """See Trainer."""
+        with self._turn:
+            return super().published()
+
+    def frozen(self) -> Params:
+        """See Trainer."""
+        with self._turn:
+            return super().frozen()
+
+
+# --- All roles with devices in one process, which share its devices by turns (`placement.colocated`)
+#
+# For devices that one process alone can have, above all a single TPU chip, and for as many as the largest mesh wants.
+# The
+# learner has the main thread, every sampler and the evaluator a thread each; each of them is a client of the store as
+# in
+# a process of its own, and a schedule, a bound on age and a restart mean what they mean there. What is different: they
+# live and die together.
+#
+# They dispatch by turns (`jaxroll.roles.colocated`), since several devices must get programs that speak to each other
+# in one
+# order. Devices compute what they are given one after the other: in a synchronous run either role has them to itself
+# while it is at work, with α > 0 their programs alternate. Who only waits for a device has no turn, but an engine that
+# reads the tokens of its step, and a learner whose models price or judge a claim's tokens.
+#
+# SIGTERM stops the learner, which finishes its step and checkpoints, then the others. When one fails, all end, and the
+# process with its error.
 
 LEAVE_S = sessions.STOP_S
 LOOK_S = 0.1
@@ -43,9 +133,9 @@ def main(args: RoleArgs) -> int:
     (EXIT_INTERRUPTED)."""
     told, stop = threading.Event(), threading.Event()  # by a signal; by that, or by a part that failed
     lives = [sessions.Life(part, args) for part in parts(args)]
-    from jaxroll.roles import learner, turns
+    from jaxroll.roles import learner
 
-    turn = turns.Turn()
+    turn = Turn()
     others = [Other(life, turn, stop.set) for life in lives]
     sessions.show_when_asked(*(life.open() for life in lives))
     lifeline.on_stop(lambda: (told.set(), stop.set()))
@@ -57,7 +147,7 @@ def main(args: RoleArgs) -> int:
             other.start()
 
     # Not before there are weights of this life: those that the store knows may be of one that has ended.
-    beside = learner.Beside(functools.partial(turns.TrainerByTurns, turn), begin)
+    beside = learner.Beside(functools.partial(TrainerByTurns, turn), begin)
     code = 1
     try:
         code = learner.lived(args, stop, beside=beside)

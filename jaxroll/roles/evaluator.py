@@ -18,7 +18,7 @@ from jaxroll.errors import InfraError, TransferError
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Snapshot, Version
 from jaxroll.roles import session as sessions
-from jaxroll.rollout import evaluation
+from jaxroll.rollout import manager
 
 SNAPSHOT_WAIT_S = 10.0
 EXAMPLES = 8
@@ -86,16 +86,16 @@ class Evaluating:
     async def _row(self, version: Version) -> dict:
         t0 = unix_s()
         permits = 2 * self.config.evaluator.slots
-        results = await evaluation.scores(self.manager, self.tasks, self.tokenizer, version, permits=permits)
+        results = await manager.scores(self.manager, self.tasks, self.tokenizer, version, permits=permits)
         t1 = unix_s()
         examples = [
-            {"prompt": score.task.messages[-1].content, "answer": evaluation.expected(score.task), "text": score.text,
+            {"prompt": score.task.messages[-1].content, "answer": manager.expected(score.task), "text": score.text,
              "ok": score.right}
             for score in results[:EXAMPLES]
         ]  # fmt: skip
         return {
             "t": t1, "role": self.session.role, "kind": "eval", "step": version.step, "lineage": version.lineage,
-            "accuracy": evaluation.accuracy(results), "correct": evaluation.marks(results),
-            "n": sum(score.pinned for score in results), "reward_parts": evaluation.parts(results),
+            "accuracy": manager.accuracy(results), "correct": manager.marks(results),
+            "n": sum(score.pinned for score in results), "reward_parts": manager.parts(results),
             "t0": t0, "t1": t1, "seconds": t1 - t0, "examples": examples,
         }  # fmt: skip

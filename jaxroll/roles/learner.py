@@ -1,18 +1,7 @@
-"""The learner role: claims batches in order, trains on them, publishes what it learned.
+"""Where a learner starts: the newest checkpoint on the run's line, or the one it was told to fork at.
 
-One thread dispatches JAX (the main one); the store is spoken to through a loop thread (`BlockingStore`), the weights
-are served by the transfer room's listener thread. The order within a step is the contract of STORE.md:
-
-    claim s → train → publish s+1 → ack s → (every C steps) checkpoint s+1 → durable s+1
-
-Steps overlap: while the devices compute step s, the claim of s+1 is asked for and laid out (`_ahead`), and what step
-s-1 made is published and acknowledged (`Teller`). It waits for the store only: for claims, and
-for the publication before this one. On SIGTERM, SIGINT or SIGHUP it finishes its
-step, checkpoints, and leaves; killed at any other instant it starts again from the last durable version, and the store
-replays the claims after it.
-
-On several hosts all this is done by the process on the first one. The others do after it what lies on all of them: see
-`hosts` and `lockstep`.
+A fork is named, as STEP@NAME, so that a learner that dies and is started with the same words does not fork again, but
+goes on along the fork that the store knows by that name.
 """
 
 from __future__ import annotations
@@ -20,9 +9,11 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -41,23 +32,90 @@ from jaxroll.errors import (
     NotReady,
     StaleClient,
 )
+from jaxroll.learner import weights
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.multihost import lockstep, processes
 from jaxroll.learner.multihost.processes import Follower, Leader
 from jaxroll.learner.trainer import Ready, Running, Trainer
-from jaxroll.models import families
+from jaxroll.models import families, pretrained
+from jaxroll.models.families import ModelSpec
 from jaxroll.records import Version
 from jaxroll.roles import build
-from jaxroll.roles.progress import Progress
-from jaxroll.roles.publisher import Teller
-from jaxroll.roles.restoring import first_params, start_of
-from jaxroll.roles.weights import weights_token
+from jaxroll.roles.weights import Progress, Teller, weights_token
 from jaxroll.rpc import tls
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 from jaxroll.store.client import BlockingStore
 from jaxroll.store.core.settings import END_OF_DATA
+from jaxroll.store.core.state import Lineage, on_line
 from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.publish import Exposure, Publisher
+
+
+def start_of(
+    checkpoints: Checkpoints, lineages: Sequence[Lineage], claims: int, fork: str | None
+) -> tuple[Version | None, str]:
+    """The checkpoint to restore (None: none) and the name of the fork to make there ("": none).
+
+    `lineages` are the run's, as the store has them, `claims` how many it has made on the newest. ConfigError when
+    `fork` names no checkpoint, and when the store does not know what the checkpoints were trained on.
+    """
+    lines = list(lineages)
+    _check_known(checkpoints, lines, claims if fork is None else None)
+    if fork is not None:
+        where, _, name = fork.partition("@")
+        name = name or uuid.uuid4().hex
+        if all(line.fork != name for line in lines):
+            return checkpoints.at(where), name
+    return checkpoints.latest(lambda version: on_line(lines, version)), ""
+
+
+def _check_known(checkpoints: Checkpoints, lineages: list[Lineage], claims: int | None) -> None:
+    """ConfigError when the store's log is not the one under which these checkpoints were written.
+
+    With a log that is missing or was put back from an old copy the run would begin at an older step, and open lineages
+    whose numbers are taken: what it writes would look older than what is there, or be taken for it.
+    """
+    for version in reversed(checkpoints.versions()):
+        ahead = claims is not None and version.step > claims and on_line(lineages, version)
+        if version.lineage >= len(lineages) or ahead:
+            known = f"lineages below {len(lineages)}" + (f" and {claims} claims" if ahead else "")
+            raise ConfigError(
+                "checkpoints", str(checkpoints.path(version)),
+                f"store.db knows only {known}: it is missing, or older than this checkpoint",
+                "Put back the store.db that belongs to the checkpoints, or move the newer checkpoints away.",
+            )  # fmt: skip
+
+
+def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
+    """What a run starts from (host arrays): the warm start, or the model of the path. None for a fresh init.
+
+    ConfigError when the config asks for a warm start and there is none: roles do not make it, `jaxroll train` does.
+    """
+    if (warm := run_dir / "warm").is_dir():
+        return weights.load(warm)
+    if config.sft.steps:
+        raise ConfigError("sft.steps", config.sft.steps, f"the warm start is not in {warm}",
+                          f"Run `jaxroll sft --config=FILE --run={run_dir}` first, or set sft.steps=0.")  # fmt: skip
+    return pretrained.weights(config.model, spec) if config.model.path else None
+
+
+# --- The learner role: claims batches in order, trains on them, publishes what it learned
+#
+# One thread dispatches JAX (the main one); the store is spoken to through a loop thread (`BlockingStore`), the weights
+# are served by the transfer room's listener thread. The order within a step is the contract of STORE.md:
+#
+#     claim s → train → publish s+1 → ack s → (every C steps) checkpoint s+1 → durable s+1
+#
+# Steps overlap: while the devices compute step s, the claim of s+1 is asked for and laid out (`_ahead`), and what step
+# s-1 made is published and acknowledged (`Teller`). It waits for the store only: for claims, and
+# for the publication before this one. On SIGTERM, SIGINT or SIGHUP it finishes its
+# step, checkpoints, and leaves; killed at any other instant it starts again from the last durable version, and the
+# store
+# replays the claims after it.
+#
+# On several hosts all this is done by the process on the first one. The others do after it what lies on all of them:
+# see
+# `hosts` and `lockstep`.
 
 CLAIM_WAIT_S = 2.0
 AHEAD_WAIT_S = 3600.0  # longer than a step takes, whose end is what ends this wait
@@ -361,5 +419,5 @@ def new_trainer(config: Config, made: Callable[..., Trainer] = Trainer) -> Train
     text = build.tokenizer(config)
     spec = build.model_spec(config, text)
     families.check_mesh(spec, config.learner.mesh, "learner.mesh")
-    mesh, key = meshes.build(config.learner.mesh), jax.random.key(config.run.seed)
-    return made(config, spec, mesh, rules.LEARNER, key=key)
+    mesh, key = layout.build(config.learner.mesh), jax.random.key(config.run.seed)
+    return made(config, spec, mesh, layout.LEARNER, key=key)

@@ -27,7 +27,7 @@ from jaxroll.envs.executors.choice import Places
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.roles.progress import Progress
+from jaxroll.roles.weights import Progress
 from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.loop_thread import BLOCKED_S, LoopThread
 from jaxroll.rollout.manager import RolloutManager

@@ -7,7 +7,10 @@ import contextlib
 import errno
 import os
 import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +22,17 @@ from jaxroll.learner.lora import Lora
 from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Snapshot, Version
-from jaxroll.roles.progress import Progress
 from jaxroll.rpc import auth
 from jaxroll.serving.engine_thread import EngineHost
-from jaxroll.sharding.rules import Layout
-from jaxroll.store.client import StoreClient
-from jaxroll.transfer.channel_device import Handed
+from jaxroll.sharding.layout import Layout
+from jaxroll.store.client import BlockingStore, StoreClient
+from jaxroll.transfer.channel_device import DevicePublisher, Handed
+from jaxroll.transfer.publish import Publisher
 from jaxroll.transfer.receive import NOTHING_HELD, Receiver, Staged
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
 
 Params = dict[str, jax.Array]
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
@@ -182,3 +189,94 @@ def weights_token(run_dir: Path) -> str:
     """What a process shows to be given parameters, made from the run's secret; empty in a run without one."""
     secret = auth.load(run_dir)
     return auth.bearer(secret, "sampler") if secret else ""
+
+
+# --- What a finished step is to the others, said behind the learner's back: the weights, the acknowledgement, the row
+#
+# The next step is computed meanwhile. Each step is said in the order of the contract, and none before the one before
+# it.
+
+Row = dict[str, Any]
+
+
+class Teller:
+    """Publishes, acknowledges and reports one step at a time, on a thread of its own."""
+
+    def __init__(self, store: BlockingStore, publisher: Publisher | DevicePublisher) -> None:
+        self._store, self._publisher = store, publisher
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="teller")
+        self._last: Future[None] | None = None
+
+    def tell(self, trained: Version, row: Row, weights: Future[Snapshot] | None) -> None:
+        """Say that the claim of `trained` was trained, which made `weights` (None: none are published).
+
+        Returns when the step before has been said, and raises what went wrong with that one.
+        """
+        self.settle()
+        self._last = self._worker.submit(self._tell, trained, row, weights)
+
+    def check(self) -> None:
+        """Raise what went wrong, if something did by now; without waiting."""
+        if self._last is not None and self._last.done():
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until everything is said. Raises what went wrong: JaxRollError of the store's or the transfer's."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def close(self) -> None:
+        """End the thread, after what it is at."""
+        self._worker.shutdown(wait=True)
+
+    def _tell(self, trained: Version, row: Row, weights: Future[Snapshot] | None) -> None:
+        if weights is not None:
+            made = Version(trained.lineage, trained.step + 1)
+            self._store.publish(self._publisher.finish(made, weights))
+            self._publisher.told(made)
+        self._store.ack(trained)
+        said = unix_s()
+        self._store.report([row | {"t": said, "publish_s": said - row["t1"]}])
+
+
+# --- Saying what a role is doing, so that nothing is silent for long
+
+
+class Progress:
+    """Says what a role is doing: one line in its log and one row in the metrics, at the start and at the end."""
+
+    def __init__(self, role: str, emit: Callable[[Row], None]) -> None:
+        self._role, self._emit, self._started = role, emit, {}
+
+    def start(self, what: str) -> None:
+        """`what` begins, and may take long."""
+        self._started[what] = time.monotonic()
+        self._say({"kind": "compile", "what": what, "state": "start"}, f"{what} …")
+
+    def end(self, what: str) -> None:
+        """`what` is over."""
+        seconds = time.monotonic() - self._started.pop(what, time.monotonic())
+        self._say({"kind": "compile", "what": what, "state": "end", "seconds": seconds}, f"{what}: {seconds:.1f} s")
+
+    def devices(self, mesh: Mesh, attention: Mapping[str, str]) -> None:
+        """What this process runs on, as which mesh, and what computes attention there, by use."""
+        from jaxroll.sharding import layout  # loads JAX, which must come after a sampler's scoring pool
+
+        platform, kind = layout.platform(mesh), layout.device_kind(mesh)
+        row = {"kind": "devices", "platform": platform, "devices": f"{mesh.size} x {kind}", "mesh": dict(mesh.shape)}
+        chosen = ", ".join(f"{use} {name}" for use, name in attention.items())
+        line = f"{mesh.size} x {kind} ({platform}) as {dict(mesh.shape)}; attention: {chosen}"
+        self._say(row | {"attention": dict(attention)}, line)
+
+    def span(self, what: str, t0: float, t1: float, **more: Any) -> None:
+        """`what` took from `t0` to `t1` (unix seconds); only the metrics hear of it."""
+        self._emit({"t": t1, "role": self._role, "kind": "span", "what": what, "t0": t0, "t1": t1, **more})
+
+    def __call__(self, text: str) -> None:
+        """An event worth a line."""
+        self._say({"kind": "event", "text": text}, text)
+
+    def _say(self, row: Row, line: str) -> None:
+        print(f"{self._role}: {line}", flush=True)
+        self._emit({"t": unix_s(), "role": self._role, **row})

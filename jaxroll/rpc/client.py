@@ -28,9 +28,9 @@ import msgspec
 
 from jaxroll import wire
 from jaxroll.errors import ConfigError, DeadlineExceeded, InfraError, StoreRefusal, Unauthorized
-from jaxroll.rpc import auth, limits
+from jaxroll.rpc import auth, protocol
 from jaxroll.rpc import tls as tls_files
-from jaxroll.rpc.envelope import Envelope, error_of
+from jaxroll.rpc.protocol import Envelope, error_of
 from jaxroll.rpc.tls import Material
 
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.5)
@@ -120,16 +120,16 @@ class RawClient:
     async def _attempt(self, method: str, body: bytes, deadline_s: float, *, asks_first: bool) -> Envelope:
         channel = await self._connected()
         path, metadata = f"/{self._service}/{method}", self._metadata(len(body))
-        if len(body) <= limits.PIECE_BYTES:
+        if len(body) <= protocol.PIECE_BYTES:
             attempt = channel.unary_unary(path)(body, timeout=deadline_s, metadata=metadata)
         elif asks_first:
 
             async def pieces_when_read() -> AsyncIterator[bytes]:
-                if limits.READS_NOW in dict(await call.initial_metadata()):  # else the refusal is on its way
+                if protocol.READS_NOW in dict(await call.initial_metadata()):  # else the refusal is on its way
                     async for piece in _pieces(body):
                         yield piece
 
-            metadata = (*metadata, (limits.ASKS_FIRST, "1"))
+            metadata = (*metadata, (protocol.ASKS_FIRST, "1"))
             attempt = call = channel.stream_unary(path)(pieces_when_read(), timeout=deadline_s, metadata=metadata)
         else:
             attempt = channel.stream_unary(path)(_pieces(body), timeout=deadline_s, metadata=metadata)
@@ -145,7 +145,7 @@ class RawClient:
         if target != self._target or self._channel is None:
             if self._channel is not None:
                 self._retired.append(self._channel)  # closing it would cancel the calls under way on it
-            options = limits.client_options(self._max_message_bytes)
+            options = protocol.client_options(self._max_message_bytes)
             if self._tls is None:
                 self._channel = grpc.aio.insecure_channel(target, options=options)
             else:
@@ -246,5 +246,5 @@ async def _ended(attempt: Awaitable[bytes], deadline_s: float, where: str) -> by
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:
     """The body in the pieces that a server reads."""
     view = memoryview(body)
-    for start in range(0, len(view), limits.PIECE_BYTES):
-        yield bytes(view[start : start + limits.PIECE_BYTES])
+    for start in range(0, len(view), protocol.PIECE_BYTES):
+        yield bytes(view[start : start + protocol.PIECE_BYTES])

@@ -21,10 +21,10 @@ import msgspec
 
 from jaxroll import wire
 from jaxroll.errors import ConfigError, InfraError, StoreRefusal
-from jaxroll.rpc import auth, limits
-from jaxroll.rpc.envelope import Envelope, refusal_of
-from jaxroll.rpc.intake import Busy, Intake, Malformed
-from jaxroll.rpc.throttle import Crowded, Doorman, Refused
+from jaxroll.rpc import auth
+from jaxroll.rpc import protocol as limits
+from jaxroll.rpc.intake import Busy, Crowded, Doorman, Intake, Malformed, Refused
+from jaxroll.rpc.protocol import Envelope, refusal_of
 from jaxroll.rpc.tls import Material
 
 Code = grpc.StatusCode

@@ -16,7 +16,7 @@ from jaxroll import wire
 from jaxroll.errors import DataError, InfraError, StaleClient, Unauthorized
 from jaxroll.protocols import Completion, GenerationKey, LLMProxy, SamplingParams
 from jaxroll.records import Version
-from jaxroll.rpc import limits
+from jaxroll.rpc import protocol
 from jaxroll.rpc.intake import Busy
 from jaxroll.rpc.server import Caller, Method
 
@@ -100,7 +100,7 @@ class Serving:
     async def _version(self, caller: Caller, body: bytes) -> bytes:
         self._check(caller)
         call = wire.decode(body, VersionCall)
-        wait_s = max(0.0, min(call.wait_s, limits.MAX_WAIT_S, caller.deadline_s - _REPLY_MARGIN_S))
+        wait_s = max(0.0, min(call.wait_s, protocol.MAX_WAIT_S, caller.deadline_s - _REPLY_MARGIN_S))
         return wire.encode(VersionReply(await self._weights.other_than(call.known, wait_s)))
 
     def _check(self, caller: Caller) -> None:

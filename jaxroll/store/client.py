@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from jaxroll import metrics, wire
 from jaxroll.errors import InfraError, NoCredit, NotReady, StoreRefusal
 from jaxroll.records import Claim, ClaimedGroup, Grant, Member, Snapshot, Version
-from jaxroll.rpc import auth, limits, tls
+from jaxroll.rpc import auth, protocol, tls
 from jaxroll.rpc.client import RawClient
-from jaxroll.rpc.envelope import error_of
+from jaxroll.rpc.protocol import error_of
 from jaxroll.store import messages as msg
 from jaxroll.store.messages import MAX_PUTS, Key, PutAnswer, PutCall, PutReply, Welcome
 
@@ -107,7 +107,7 @@ class StoreClient:
 
     async def ended(self, wait_s: float) -> list[Key]:
         """Leases of this caller that ended without a put of it, as soon as there are any; none within `wait_s`."""
-        call = msg.EndedCall(min(wait_s, limits.MAX_WAIT_S))
+        call = msg.EndedCall(min(wait_s, protocol.MAX_WAIT_S))
         return list((await self._call("Ended", call, msg.Members, call.wait_s)).members)
 
     async def put(self, member: Member) -> str:
@@ -163,7 +163,7 @@ class StoreClient:
         """
         deadline = time.monotonic() + wait_s
         while True:
-            left_s = min(max(0.0, deadline - time.monotonic()), limits.MAX_WAIT_S)
+            left_s = min(max(0.0, deadline - time.monotonic()), protocol.MAX_WAIT_S)
             reply = await self._call("Published", msg.PublishedCall(known, left_s, in_turn), msg.PublishedReply, left_s)
             if reply.snapshot is not None or time.monotonic() >= deadline:
                 return reply.snapshot
@@ -204,12 +204,12 @@ async def _until(ask, wait_s: float, not_yet: type[Exception]):
     """The answer of `ask(seconds to wait)`, asked in pieces the store allows, until `wait_s` is over."""
     deadline = time.monotonic() + wait_s
     while True:
-        left_s = min(max(0.0, deadline - time.monotonic()), limits.MAX_WAIT_S)
+        left_s = min(max(0.0, deadline - time.monotonic()), protocol.MAX_WAIT_S)
         try:
             return await ask(left_s)
         except not_yet as refusal:
             retry_s = getattr(refusal, "retry_after_s", 0.0)
-            if time.monotonic() + retry_s >= deadline or left_s < limits.MAX_WAIT_S:
+            if time.monotonic() + retry_s >= deadline or left_s < protocol.MAX_WAIT_S:
                 raise
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from jaxroll.records import Count, Grant, Label, Snapshot, Task, Version
-from jaxroll.rpc.envelope import Refusal
+from jaxroll.rpc.protocol import Refusal
 from jaxroll.store.core.state import Lineage
 
 SERVICE = "jaxroll.Store"

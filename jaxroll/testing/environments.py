@@ -34,8 +34,7 @@ from jaxroll.rollout.env_calls import Asking
 from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.rollout.manager import RolloutManager
-from jaxroll.testing.observed import Held, Observed, SlowCallbacks, remedy
-from jaxroll.testing.scripted_model import ByteTokenizer, ScriptedModel, scripts
+from jaxroll.testing.observed import ByteTokenizer, Held, Observed, ScriptedModel, SlowCallbacks, remedy, scripts
 
 TASKS, EPISODES = 4, 32
 BLOCKED_S, BLOCKED_TIMES = 0.25, 2  # a machine under load delays one callback now and then

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError, InfraError
-from jaxroll.sharding import meshes
+from jaxroll.sharding import layout
 
 Tree = Any  # a pytree
 
@@ -62,7 +62,7 @@ def topology_mesh(cfg: MeshConfig, topology: str, platform: str = "tpu") -> Mesh
             f"cannot be described on {platform}: {error}",
             "Install libtpu; names are like v5e:2x2.",
         ) from error
-    return meshes.build(cfg, described.devices)
+    return layout.build(cfg, described.devices)
 
 
 def abstract(shapes: Tree, shardings: Tree) -> Tree:

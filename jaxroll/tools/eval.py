@@ -9,11 +9,11 @@ from jaxroll.envs import registry
 from jaxroll.envs.executors.choice import Places
 from jaxroll.protocols import SamplingParams
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout import evaluation
+from jaxroll.rollout import manager as evaluation
 from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.serving.engine_thread import EngineProxy
-from jaxroll.tools import trained
+from jaxroll.tools import generate
 
 
 def main(args: RoleArgs) -> int:
@@ -24,7 +24,7 @@ def main(args: RoleArgs) -> int:
     try:
         slots = config.evaluator.slots
         said = episode_tokens(config) - config.task.max_prompt_tokens
-        model = trained.load(config, args.run_dir, slots=slots, max_tokens=said)
+        model = generate.load(config, args.run_dir, slots=slots, max_tokens=said)
         sampling = SamplingParams(config.sampling.max_tokens, 0.0, 0, 1.0, (model.tokenizer.eos_id,))
         tasks = heldout.tasks(config)
 
@@ -38,7 +38,7 @@ def main(args: RoleArgs) -> int:
             share = evaluation.accuracy(results) or 0.0
             print(f"{model.source}: {100 * share:.1f} % of {len(results)} held-out items right")
 
-        trained.ask(model, play)
+        generate.ask(model, play)
     finally:
         pool.close()
     return 0

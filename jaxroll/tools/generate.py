@@ -1,26 +1,139 @@
-"""`jaxroll generate RUN "prompt" …`: what a run's newest weights answer."""
+"""A run's model as it stands: the newest checkpoint (or the warm start) behind an engine in this process."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
-from jaxroll.config import RoleArgs
-from jaxroll.protocols import GenerationKey, SamplingParams
-from jaxroll.records import Message
+from jaxroll.config import Config, RoleArgs
+from jaxroll.data import sources
+from jaxroll.engine.engine import Engine
+from jaxroll.errors import ConfigError
+from jaxroll.learner import critic, lora, weights
+from jaxroll.learner import state as optimizer
+from jaxroll.learner import state as states
+from jaxroll.learner.checkpoint import Checkpoints
+from jaxroll.learner.lora import Lora
+from jaxroll.models import families, params, pretrained
+from jaxroll.protocols import GenerationKey, SamplingParams, Tokenizer
+from jaxroll.records import Message, Version
+from jaxroll.serving.engine_thread import EngineHost, EngineProxy
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import layout as rules
+from jaxroll.text import tokenizers
 
 if TYPE_CHECKING:
     from jaxroll.serving.engine_thread import EngineProxy
 
 
+OFFLINE_LIMIT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model ready to answer. `version` is None for the warm start."""
+
+    config: Config
+    tokenizer: Tokenizer
+    host: EngineHost
+    version: Version
+    source: str
+
+
+def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penalties: bool = False) -> Trained:
+    """The newest weights of the run in `run_dir`, in an engine of `slots` slots; ConfigError when there are none."""
+    text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
+    spec = pretrained.spec(config.model, text.vocab_size)
+    mesh = meshes.build(config.learner.mesh)
+    values, version, source = newest_params(config, spec, run_dir, rules.Layout(mesh, rules.LEARNER))
+    placed = jax.device_put(values, params.shardings(spec, mesh, rules.SAMPLER))
+    engine = Engine(
+        spec, mesh, rules.SAMPLER, slots=slots,
+        max_tokens=max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets) + max_tokens,
+        prefill_rows=min(slots, config.sampler.prefill_rows), prefill_buckets=config.sampler.prefill_buckets,
+        decode_chunk=config.sampler.decode_chunk, seed=config.run.seed, penalties=penalties, decode=text.decode,
+        prefill_attention=config.sampler.prefill_attention, paged_attention=config.sampler.paged_attention,
+    )  # fmt: skip
+    engine.warmup(placed, print)
+    engine.swap(version, placed)
+    return Trained(config, text, EngineHost(engine), version, source)
+
+
+def newest_params(
+    config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout
+) -> tuple[states.Params, Version, str]:
+    """The parameters of the newest checkpoint, else of the warm start, with their version and where they were."""
+    checkpoints = Checkpoints(run_dir / "checkpoints", config.learner.checkpoints_kept)
+    latest = checkpoints.latest()
+    if latest is not None:
+        transform, adapters = optimizer.build(config.learner).transform, Lora.of(config.learner)
+        base = _base(config, spec, run_dir, layout) if adapters else {}
+        digest = lora.digest(base) if adapters else ""
+        held = states.abstract(spec, layout, transform, adapters)
+        held = dataclasses.replace(held, critic=critic.abstract(config.learner, spec, layout))
+        state, _ = checkpoints.restore(latest, held, digest)
+        values = lora.merged(spec, layout, adapters, base, state.params) if adapters else state.params
+        return values, latest, f"checkpoint {latest}"
+    warm = run_dir / "warm"
+    if warm.is_dir():
+        return states.placed(weights.load(warm), spec, layout), Version(0, 0), "the warm start"
+    if config.model.path:
+        return states.placed(pretrained.weights(config.model, spec), spec, layout), Version(0, 0), config.model.path
+    raise ConfigError("RUN", str(run_dir), "has neither checkpoints nor a warm start", "Train first: jaxroll train.")
+
+
+def _base(config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout) -> states.Params:
+    """What the run started from: the warm start, the model of the path, or its fresh init."""
+    if (warm := run_dir / "warm").is_dir():
+        return states.placed(weights.load(warm), spec, layout)
+    if config.model.path:
+        return states.placed(pretrained.weights(config.model, spec), spec, layout)
+    return params.init(spec, jax.random.key(config.run.seed), layout.mesh, layout.rules)
+
+
+def ask(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]]) -> None:
+    """Run `play` on a loop thread while this thread drives the engine; raises what `play` raises."""
+    failure: list[BaseException] = []
+
+    def talk() -> None:
+        try:
+            asyncio.run(_played(trained, play))
+        except BaseException as error:  # noqa: BLE001 - carried to the calling thread, whatever it is
+            failure.append(error)
+        finally:
+            trained.host.stop()
+
+    thread = threading.Thread(target=talk, name="asking", daemon=True)
+    thread.start()
+    trained.host.run()
+    thread.join(timeout=10)
+    if failure:
+        raise failure[0]
+
+
+async def _played(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]]) -> None:
+    async with asyncio.timeout(OFFLINE_LIMIT_S):
+        await play(EngineProxy(trained.host, asyncio.get_running_loop()))
+
+
+# --- `jaxroll generate RUN "prompt" …`: what a run's newest weights answer
+
+
 def main(args: RoleArgs) -> int:
     """Print one answer (or `--samples`) per prompt; 0."""
-    from jaxroll.tools import trained  # loads JAX, which `arguments` does without
+    # loads JAX, which `arguments` does without
 
     options = arguments(args)
-    model = trained.load(
+    model = load(
         args.config, args.run_dir, slots=options.slots, max_tokens=options.max_tokens,
         penalties=options.repetition_penalty != 1,
     )  # fmt: skip
@@ -39,7 +152,7 @@ def main(args: RoleArgs) -> int:
                 text = model.tokenizer.decode([t for t in completion.tokens.tolist() if t != model.tokenizer.eos_id])
                 print(f"{prompt} -> {text}" + ("" if completion.finish == "stop" else f"  [{completion.finish}]"))
 
-    trained.ask(model, play)
+    ask(model, play)
     return 0
 
 

@@ -22,9 +22,10 @@ from jaxroll.algorithms import losses as importance
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.rules import sample_tokens
-from jaxroll.data import sft_examples, sources
+from jaxroll.data import sources, tasks
 from jaxroll.errors import ConfigError
-from jaxroll.learner import minibatch, optimizer, packing, samples, step_metrics, trainer, weights
+from jaxroll.learner import minibatch, packing, samples, step_metrics, trainer, weights
+from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
 from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import Params
@@ -34,7 +35,8 @@ from jaxroll.models import families, pretrained, transformer
 from jaxroll.models import params as model_params
 from jaxroll.protocols import Progress, Tokenizer
 from jaxroll.records import Message, Task
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import layout as rules
 from jaxroll.text import tokenizers
 
 SAY_EVERY_S = 5.0
@@ -103,7 +105,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
 def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> Course:
     """The whole course, on the host: `sft.steps` batches of `sft.batch` examples in the data's order."""
     size, steps = config.sft.batch, config.sft.steps
-    examples = sft_examples.examples(config, steps * size + CHECK_EXAMPLES)
+    examples = tasks.examples(config, steps * size + CHECK_EXAMPLES)
     questions = list(dict.fromkeys(task.question_hash for task, _ in examples))
     kept_out = set(questions[: min(CHECK_EXAMPLES, len(questions) // 10)])
     check = {task.question_hash: example(text, task, said) for task, said in examples if task.question_hash in kept_out}

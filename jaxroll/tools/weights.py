@@ -21,12 +21,12 @@ import numpy as np
 from jaxroll import disk
 from jaxroll.config import Config, MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.learner import checkpoint_files, lora, stored, weights
+from jaxroll.learner import checkpoint_files, lora, weights
 from jaxroll.learner.lora import Lora
 from jaxroll.models import families, folders, params, pretrained, tensor_files
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.tensor_files import DTYPES, Leaf
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 from jaxroll.text import tokenizers
 from jaxroll.text.tokenizers import CharTokenizer
 
@@ -111,7 +111,7 @@ def opened(path: Path, run: OfRun | None) -> Iterator[Source]:
     if folders.is_ours(path):
         yield replace(_of_folder(path), text=text, origin=_origin(run))
         return
-    with stored.params(path) as values:
+    with weights.params(path) as values:
         about = checkpoint_files.about(path)
         if (adapters := Lora.of(run.config.learner)) is not None:
             merged = _merged(adapters, _base(run), values, about["base"])
@@ -152,7 +152,7 @@ def _base(run: OfRun) -> Source:
         reason = f"has no {tokenizers.ALPHABET_FILE}, which says how many words its model knows"
         raise ConfigError("RUN", str(run.path), reason, "Restore the file from a copy.")
     spec = pretrained.spec(run.config.model, text.vocab_size)
-    made = params.init(spec, jax.random.key(run.config.run.seed), meshes.build(MeshConfig()), rules.LEARNER)
+    made = params.init(spec, jax.random.key(run.config.run.seed), layout.build(MeshConfig()), layout.LEARNER)
     leaves = {name: Leaf(DTYPES["F32"], value.shape) for name, value in made.items()}
     return Source("a fresh init", spec, leaves, lambda name: np.asarray(made[name]), None, None)
 

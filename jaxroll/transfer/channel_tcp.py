@@ -18,16 +18,17 @@ from jaxroll import wire
 from jaxroll.clock import Clock, MonotonicClock
 from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone, VersionMixed, one_line
 from jaxroll.records import Version
-from jaxroll.rpc import limits
+from jaxroll.rpc import protocol
 from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
-from jaxroll.transfer import digest, frames, plan
+from jaxroll.transfer import channels, plan
+from jaxroll.transfer import manifest as digest
 from jaxroll.transfer.channels import Deadline, Part
 from jaxroll.transfer.host_snapshot import HostSnapshot
 from jaxroll.transfer.manifest import Manifest
 from jaxroll.transfer.tcp_listener import Listener, Shelf
 
-A = TypeVar("A", frames.ManifestReply, frames.Chunk)
+A = TypeVar("A", channels.ManifestReply, channels.Chunk)
 _ANY = ("0.0.0.0", "::", "")
 _HEADERS_AHEAD = 4096  # slices asked for in one request
 
@@ -51,7 +52,7 @@ class TcpSender:
         insecure: bool = False,
     ) -> None:
         """ConfigError when other machines can reach `host` and there is no token, or neither TLS nor consent."""
-        limits.check_exposure(host, secret=token, has_tls=tls is not None, insecure=insecure)
+        protocol.check_exposure(host, secret=token, has_tls=tls is not None, insecure=insecure)
         self._shelf = Shelf(keep)
         self._listener = Listener(
             self._shelf,
@@ -98,7 +99,7 @@ class TcpReader:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
             self._sock = self._secured(tls, host.strip("[]"))
-        self._scratch = bytearray(frames.LENGTH.size)
+        self._scratch = bytearray(channels.LENGTH.size)
 
     def close(self) -> None:
         self._sock.close()
@@ -117,9 +118,9 @@ class TcpReader:
 
     def manifest(self) -> bytes:
         """The manifest's bytes, unchecked."""
-        self._send(frames.AskManifest(wire.PROTOCOL_VERSION, self._token, self._version))
-        answer = self._answer(frames.ManifestReply)
-        if not 0 <= answer.size_bytes <= frames.MAX_MANIFEST_BYTES:
+        self._send(channels.AskManifest(wire.PROTOCOL_VERSION, self._token, self._version))
+        answer = self._answer(channels.ManifestReply)
+        if not 0 <= answer.size_bytes <= channels.MAX_MANIFEST_BYTES:
             raise TransferError(f"{self._address} announces a manifest of {answer.size_bytes} bytes")
         data = bytearray(answer.size_bytes)
         self._receive(memoryview(data))
@@ -129,13 +130,13 @@ class TcpReader:
         """Nothing, after filling every part; one request for some thousand slices, answered as a stream."""
         pieces = (piece for part in parts for piece in _pieces(part))
         while batch := list(itertools.islice(pieces, _HEADERS_AHEAD)):
-            slices = tuple(frames.Slice(part.leaf, part.source, part.box, part.checked) for part in batch)
-            self._send(frames.AskSlices(wire.PROTOCOL_VERSION, self._token, self._version, slices))
+            slices = tuple(channels.Slice(part.leaf, part.source, part.box, part.checked) for part in batch)
+            self._send(channels.AskSlices(wire.PROTOCOL_VERSION, self._token, self._version, slices))
             for part in batch:
                 self._fill(part, manifest.leaves[part.leaf].name)
 
     def _fill(self, part: Part, name: str) -> None:
-        answer = self._answer(frames.Chunk)
+        answer = self._answer(channels.Chunk)
         size_bytes = part.into.nbytes
         if answer.size_bytes != size_bytes:
             raise TransferError(f"leaf {name!r} {part.box}: {answer.size_bytes} bytes came, {size_bytes} are needed")
@@ -150,16 +151,16 @@ class TcpReader:
 
     def _answer(self, kind: type[A]) -> A:
         self._receive(memoryview(self._scratch))
-        (length,) = frames.LENGTH.unpack(self._scratch)
-        if length > frames.MAX_FRAME_BYTES:
+        (length,) = channels.LENGTH.unpack(self._scratch)
+        if length > channels.MAX_FRAME_BYTES:
             raise TransferError(f"{self._address} does not speak this protocol (a header of {length} bytes)")
         body = bytearray(length)
         self._receive(memoryview(body))
         try:
-            answer = wire.decode(bytes(body), frames.Answer)
+            answer = wire.decode(bytes(body), channels.Answer)
         except msgspec.MsgspecError as error:
             raise TransferError(f"{self._address} does not speak this protocol: {error}") from error
-        if isinstance(answer, frames.Refused):
+        if isinstance(answer, channels.Refused):
             raise _refusal(answer, self._address)
         if answer.version != self._version:
             raise VersionMixed(f"a slice of version {answer.version} came, {self._version} was asked for")
@@ -167,10 +168,10 @@ class TcpReader:
             raise TransferError(f"{self._address} answered {type(answer).__name__}, not {kind.__name__}")
         return answer
 
-    def _send(self, question: frames.Question) -> None:
-        data = frames.frame(question)
-        if len(data) > frames.MAX_FRAME_BYTES:
-            raise TransferError(f"a request of {len(data)} bytes is more than the {frames.MAX_FRAME_BYTES} allowed")
+    def _send(self, question: channels.Question) -> None:
+        data = channels.frame(question)
+        if len(data) > channels.MAX_FRAME_BYTES:
+            raise TransferError(f"a request of {len(data)} bytes is more than the {channels.MAX_FRAME_BYTES} allowed")
         try:
             self._sock.settimeout(self._deadline.left_s())
             self._sock.sendall(data)
@@ -207,13 +208,13 @@ class TcpReader:
 
 def _pieces(part: Part) -> list[Part]:
     """The part cut into chunks of at most `frames.CHUNK_BYTES`, each with its own view of the destination."""
-    limit = frames.CHUNK_BYTES // part.into.itemsize
+    limit = channels.CHUNK_BYTES // part.into.itemsize
     return [
         part._replace(box=box, into=part.into[plan.within(box, part.box)] if box else part.into)
         for box in plan.split(part.box, limit)
     ]
 
 
-def _refusal(answer: frames.Refused, address: str) -> Exception:
+def _refusal(answer: channels.Refused, address: str) -> Exception:
     kinds = {"gone": VersionGone, "unauthorized": Unauthorized}
     return kinds.get(answer.kind, TransferError)(one_line(f"{address}: {answer.reason}"))

@@ -24,7 +24,7 @@ import tensorstore as ts
 from jaxroll.errors import ConfigError, DigestMismatch, TransferError, VersionGone, VersionMixed, one_line
 from jaxroll.records import Version
 from jaxroll.rpc.tls import Material
-from jaxroll.transfer import frames, plan
+from jaxroll.transfer import channels, plan
 from jaxroll.transfer import manifest as manifests
 from jaxroll.transfer.channels import Deadline, Part
 from jaxroll.transfer.host_snapshot import HostSnapshot
@@ -222,9 +222,9 @@ def _check_size(url: str, version: Version) -> None:
         found = os.stat(pathlib.Path(unquote(url.removeprefix(_FILE))) / _MANIFEST)
     except (OSError, ValueError):
         return  # reading it says what is wrong
-    if not stat.S_ISREG(found.st_mode) or found.st_size > frames.MAX_MANIFEST_BYTES:
+    if not stat.S_ISREG(found.st_mode) or found.st_size > channels.MAX_MANIFEST_BYTES:
         raise TransferError(
-            f"the manifest of {version} in {url} is no file of at most {frames.MAX_MANIFEST_BYTES} bytes"
+            f"the manifest of {version} in {url} is no file of at most {channels.MAX_MANIFEST_BYTES} bytes"
         )
 
 

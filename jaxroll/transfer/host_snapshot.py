@@ -22,7 +22,8 @@ from jaxroll import wire
 from jaxroll.errors import TransferError
 from jaxroll.records import Version
 from jaxroll.sharding import placing
-from jaxroll.transfer import digest, manifest, plan
+from jaxroll.transfer import manifest, plan
+from jaxroll.transfer import manifest as digest
 from jaxroll.transfer.plan import Box
 
 GATHERED_LEAVES = 2  # that the devices hold at once, of those that lie on several processes

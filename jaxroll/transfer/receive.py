@@ -23,7 +23,8 @@ from jaxroll.config import TransferConfig
 from jaxroll.errors import DigestMismatch, TransferError
 from jaxroll.records import Snapshot, Version
 from jaxroll.rpc.tls import Material
-from jaxroll.transfer import channel_device, digest, manifest, plan
+from jaxroll.transfer import channel_device, manifest, plan
+from jaxroll.transfer import manifest as digest
 from jaxroll.transfer import manifest as dtypes
 from jaxroll.transfer.channel_device import Handed
 from jaxroll.transfer.channel_tcp import TcpReader

@@ -25,7 +25,7 @@ from jaxroll import wire
 from jaxroll.clock import Clock
 from jaxroll.errors import TransferError
 from jaxroll.records import Version
-from jaxroll.transfer import digest, frames, plan
+from jaxroll.transfer import channels, manifest, plan
 from jaxroll.transfer.host_snapshot import HostSnapshot
 
 _TICK_S = 0.5  # how often stalled readers are looked for
@@ -186,12 +186,12 @@ class Listener:
                 return False
             connection.more = self._answer(connection, question)
         except Refusal as refusal:
-            connection.more = iter((memoryview(frames.frame(refusal.answer)),))
+            connection.more = iter((memoryview(channels.frame(refusal.answer)),))
             connection.ending = True
         connection.refill()
         return bool(connection.outbox)
 
-    def _answer(self, connection: Connection, question: frames.Question) -> Iterator[memoryview]:
+    def _answer(self, connection: Connection, question: channels.Question) -> Iterator[memoryview]:
         self._admit(question)
         connection.admitted = True
         pinned = connection.pinned
@@ -201,14 +201,14 @@ class Listener:
             kept = ", ".join(map(str, self._shelf.versions())) or "none"
             raise Refusal("gone", f"version {question.version} is not kept here (kept: {kept})")
         connection.pinned = pinned
-        if isinstance(question, frames.AskManifest):
-            head = frames.frame(frames.ManifestReply(pinned.version, len(pinned.encoded)))
+        if isinstance(question, channels.AskManifest):
+            head = channels.frame(channels.ManifestReply(pinned.version, len(pinned.encoded)))
             return iter((memoryview(head), memoryview(pinned.encoded)))
         for part in question.slices:
             _check_slice(pinned, part)
         return _chunks(pinned, question.slices)
 
-    def _admit(self, question: frames.Question) -> None:
+    def _admit(self, question: channels.Question) -> None:
         if not hmac.compare_digest(question.token.encode("utf-8", "surrogatepass"), self._token):
             raise Refusal("unauthorized", "wrong transfer token; roles take it from JAXROLL_TOKEN or RUN/token")
         if question.protocol != wire.PROTOCOL_VERSION:
@@ -227,21 +227,21 @@ class Listener:
         connection.sock.close()
 
 
-def _check_slice(snapshot: HostSnapshot, part: frames.Slice) -> None:
+def _check_slice(snapshot: HostSnapshot, part: channels.Slice) -> None:
     leaves = snapshot.manifest.leaves
     known = 0 <= part.leaf < len(leaves) and 0 <= part.source < len(leaves[part.leaf].boxes)
     if not known or not plan.contains(leaves[part.leaf].boxes[part.source], part.box):
         raise Refusal("bad_request", f"leaf {part.leaf}, source {part.source} has no box {part.box}")
 
 
-def _chunks(snapshot: HostSnapshot, slices: tuple[frames.Slice, ...]) -> Iterator[memoryview]:
+def _chunks(snapshot: HostSnapshot, slices: tuple[channels.Slice, ...]) -> Iterator[memoryview]:
     """Frame, bytes, frame, bytes, …: made only as fast as the reader takes them."""
     for part in slices:
         source = snapshot.manifest.leaves[part.leaf].boxes[part.source]
         piece = snapshot.pieces[part.leaf][part.source]
-        body = np.ascontiguousarray(digest.bits(piece)[plan.within(part.box, source)])
-        seen = digest.of_box(body.reshape(plan.shape_of(part.box)), part.box) if part.checked else None
-        yield memoryview(frames.frame(frames.Chunk(snapshot.version, body.nbytes, seen)))
+        body = np.ascontiguousarray(manifest.bits(piece)[plan.within(part.box, source)])
+        seen = manifest.of_box(body.reshape(plan.shape_of(part.box)), part.box) if part.checked else None
+        yield memoryview(channels.frame(channels.Chunk(snapshot.version, body.nbytes, seen)))
         if body.nbytes:
             yield body.reshape(-1).data.cast("B")
 
@@ -259,7 +259,7 @@ class Refusal(Exception):
     """Ends a connection after telling the reader why."""
 
     def __init__(self, kind: str, reason: str) -> None:
-        self.answer = frames.Refused(kind, reason)
+        self.answer = channels.Refused(kind, reason)
         super().__init__(reason)
 
 
@@ -326,20 +326,20 @@ class Connection:
             return self._plain.sendmsg(list(self.outbox))
         return self._secured.send(self.outbox[0])
 
-    def question(self) -> frames.Question | None:
+    def question(self) -> channels.Question | None:
         """The next whole question in the inbox, or None; refuses what is too long or no question."""
-        if len(self.inbox) < frames.LENGTH.size:
+        if len(self.inbox) < channels.LENGTH.size:
             return None
-        (length,) = frames.LENGTH.unpack_from(self.inbox)
-        most = frames.MAX_FRAME_BYTES if self.admitted else _FIRST_QUESTION_BYTES
+        (length,) = channels.LENGTH.unpack_from(self.inbox)
+        most = channels.MAX_FRAME_BYTES if self.admitted else _FIRST_QUESTION_BYTES
         if length > most:
             raise Refusal("bad_request", f"a request of {length} bytes; at most {most} are read")
-        end = frames.LENGTH.size + length
+        end = channels.LENGTH.size + length
         if len(self.inbox) < end:
             return None
-        body = bytes(self.inbox[frames.LENGTH.size : end])
+        body = bytes(self.inbox[channels.LENGTH.size : end])
         del self.inbox[:end]
         try:
-            return wire.decode(body, frames.Question)
+            return wire.decode(body, channels.Question)
         except msgspec.MsgspecError as error:
             raise Refusal("bad_request", f"not a question: {error}") from error

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxroll.algorithms import ratios
+from jaxroll.algorithms import losses
 from jaxroll.errors import ConfigError
 
 P_LOGITS = jnp.array([0.3, -1.2, 0.8, 0.1, -0.4])
@@ -29,7 +29,7 @@ def expected_gradient(estimator):
     return jax.grad(lambda logits: jnp.sum(held * estimator(logs(logits), logs(Q_LOGITS))))(P_LOGITS)
 
 
-@pytest.mark.parametrize("estimator", [ratios.k1, ratios.k3])
+@pytest.mark.parametrize("estimator", [losses.k1, losses.k3])
 def test_expectation_is_the_divergence(estimator):
     mean = jnp.sum(jnp.exp(logs(P_LOGITS)) * estimator(logs(P_LOGITS), logs(Q_LOGITS)))
     np.testing.assert_allclose(mean, exact(P_LOGITS, Q_LOGITS), rtol=1e-5)
@@ -37,17 +37,17 @@ def test_expectation_is_the_divergence(estimator):
 
 def test_as_losses_k2_has_the_gradient_of_the_divergence_and_k3_that_of_the_other_one():
     want = jax.grad(exact)(P_LOGITS, Q_LOGITS)
-    np.testing.assert_allclose(expected_gradient(ratios.k2), want, atol=1e-6)
-    np.testing.assert_allclose(expected_gradient(ratios.k1), np.zeros(5), atol=1e-6)
+    np.testing.assert_allclose(expected_gradient(losses.k2), want, atol=1e-6)
+    np.testing.assert_allclose(expected_gradient(losses.k1), np.zeros(5), atol=1e-6)
     other = jax.grad(lambda logits: exact(Q_LOGITS, logits))(P_LOGITS)
-    np.testing.assert_allclose(expected_gradient(ratios.k3), other, atol=1e-6)
+    np.testing.assert_allclose(expected_gradient(losses.k3), other, atol=1e-6)
     assert np.abs(other - want).max() > 0.01
 
 
 def test_k3_is_never_negative_and_zero_on_equal_policies():
     p, q = np.random.default_rng(0).normal(size=(2, 100)).astype(np.float32)
-    assert (np.asarray(ratios.k3(jnp.array(p), jnp.array(q))) >= 0).all()
-    np.testing.assert_array_equal(ratios.k3(jnp.array(p), jnp.array(p)), np.zeros(100))
+    assert (np.asarray(losses.k3(jnp.array(p), jnp.array(q))) >= 0).all()
+    np.testing.assert_array_equal(losses.k3(jnp.array(p), jnp.array(p)), np.zeros(100))
 
 
 @pytest.mark.parametrize(("estimator", "other_way_round"), [("k2", False), ("k3", True)])
@@ -58,7 +58,7 @@ def test_a_loss_has_its_gradient_whoever_drew(estimator, other_way_round):
 
     def total(logits):
         logp = logs(logits)
-        return jnp.sum(jnp.exp(drawn_by) * ratios.loss(estimator, logp, logs(Q_LOGITS), jnp.exp(logp - drawn_by)))
+        return jnp.sum(jnp.exp(drawn_by) * losses.loss(estimator, logp, logs(Q_LOGITS), jnp.exp(logp - drawn_by)))
 
     from_ref = np.exp(p) - np.exp(q)  # ∇KL(q‖p) through softmax
     from_policy = np.exp(p) * (p - q - np.sum(np.exp(p) * (p - q)))  # ∇KL(p‖q)
@@ -69,7 +69,7 @@ def test_a_loss_has_its_gradient_whoever_drew(estimator, other_way_round):
 def test_as_a_reward_k1_alone_has_the_gradient(estimator, held):
     """E_p[k · ∇log p], enumerated: what REINFORCE makes of a reward. Others hold nobody near q."""
     p, q = (np.asarray(logs(x), np.float64) for x in (P_LOGITS, Q_LOGITS))
-    charged = np.asarray(getattr(ratios, estimator)(logs(P_LOGITS), logs(Q_LOGITS)), np.float64)
+    charged = np.asarray(getattr(losses, estimator)(logs(P_LOGITS), logs(Q_LOGITS)), np.float64)
     found = np.exp(p) * (charged - np.sum(np.exp(p) * charged))  # through softmax
     want = np.asarray(jax.grad(exact)(P_LOGITS, Q_LOGITS))
     assert (np.abs(found - want).max() < 1e-6) == held
@@ -80,12 +80,12 @@ def test_as_a_reward_k1_alone_has_the_gradient(estimator, held):
 @pytest.mark.parametrize("estimator", ["k1", "k4"])
 def test_a_loss_with_a_wrong_gradient_is_refused(estimator):
     with pytest.raises(ConfigError, match="k2"):
-        ratios.loss(estimator, jnp.zeros(1), jnp.zeros(1))
+        losses.loss(estimator, jnp.zeros(1), jnp.zeros(1))
 
 
 def test_off_policy_terms_carry_their_weight_without_a_gradient():
     def total(logp):
-        return ratios.loss("k2", logp, jnp.zeros(2), jnp.exp(logp)).sum()
+        return losses.loss("k2", logp, jnp.zeros(2), jnp.exp(logp)).sum()
 
     logp = jnp.array([-1.0, -2.0])
     np.testing.assert_allclose(total(logp), np.sum(np.exp([-1, -2]) * np.array([0.5, 2.0])), rtol=1e-6)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
-from jaxroll.sharding import meshes
+from jaxroll.sharding import layout
 
 
 def numpy_logprobs(logits: np.ndarray, tokens: np.ndarray, temperature: float) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_the_gradient_is_onehot_minus_softmax_over_temperature(temperature):
 
 
 def test_a_sharded_vocabulary_changes_nothing():
-    mesh = meshes.build(MeshConfig(data=2, tensor=4))
+    mesh = layout.build(MeshConfig(data=2, tensor=4))
     rng = np.random.default_rng(3)
     logits, tokens = rng.normal(size=(4, 32)).astype(np.float32), rng.integers(0, 32, 4).astype(np.int32)
     spread = jax.device_put(logits, jax.NamedSharding(mesh, jax.P("data", "tensor")))

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxroll.algorithms import losses as clipped
-from jaxroll.algorithms import ratios, registry
+from jaxroll.algorithms import losses as ratios
+from jaxroll.algorithms import registry
 from jaxroll.algorithms import tokens as segments
 from jaxroll.algorithms.tokens import TokenLoss, Tokens
 from jaxroll.config import LearnerConfig

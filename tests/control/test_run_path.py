@@ -20,7 +20,7 @@ from jaxroll.learner.state import TrainState
 from jaxroll.metrics import TensorBoardTracker
 from jaxroll.records import Version
 from jaxroll.report.commands import checkpoints as report
-from jaxroll.store.log import reading
+from jaxroll.store.log import database
 from tests.report.made_run import LogMaker
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def test_a_run_works_in_every_other_folder(tmp_path: Path, name: str) -> None:
     path = run_dir.create(parent / name, Config(), [])
     assert path == parent / name and run_dir.load_config(path) == Config()
     LogMaker().write(path)
-    with reading.transaction(path) as log:
+    with database.transaction(path) as log:
         assert log.execute("SELECT COUNT(*) FROM lineages").fetchone()[0] >= 1
     state = TrainState({"embed": jnp.arange(6.0)}, (), jnp.int32(4))
     checkpoints = Checkpoints(path / "checkpoints", 2)

@@ -11,8 +11,9 @@ import pytest
 from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.config.rules import episode_tokens
-from jaxroll.data import sft_examples, sources
+from jaxroll.data import sources
 from jaxroll.data import tasks as heldout
+from jaxroll.data import tasks as sft_examples
 from jaxroll.data.prompts import PromptPipeline
 from jaxroll.envs import calculator
 from jaxroll.envs.frozen_lake import FrozenLake

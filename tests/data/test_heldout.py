@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll.config import Config, RunConfig, SftConfig, TaskConfig
-from jaxroll.data import sft_examples, splits, tasks
+from jaxroll.data import tasks
 from jaxroll.data.prompts import PromptPipeline
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Message
@@ -38,7 +38,7 @@ def test_512_questions_are_kept_out_of_training_and_warm_start(config: Config) -
     assert all(task.index >= config.task.heldout_start for task in kept_aside)
     trained = list(itertools.islice(PromptPipeline(config), 3000))
     tasks.check_disjoint(kept_aside, trained)
-    taught = [task for task, _ in sft_examples.examples(config, 3000)]
+    taught = [task for task, _ in tasks.examples(config, 3000)]
     tasks.check_disjoint(kept_aside, taught, "the warm start")
     assert tasks.overlap(kept_aside, (task.question_hash for task in trained + taught)) == frozenset()
 
@@ -96,12 +96,12 @@ def test_case_and_blanks_do_not_make_another_question(tmp_path: Path) -> None:
 
 
 def test_worked_examples_are_questions_with_their_answers() -> None:
-    found = sft_examples.examples(CONFIG, 200)
+    found = tasks.examples(CONFIG, 200)
     assert len(found) == 200
     assert all(said == (Message("assistant", task.messages[0].content[::-1]),) for task, said in found)
     assert all(task.index >= CONFIG.sft.start for task, _ in found)
-    assert found == sft_examples.examples(CONFIG, 200)
-    other = sft_examples.examples(dataclasses.replace(CONFIG, run=RunConfig(seed=1)), 200)
+    assert found == tasks.examples(CONFIG, 200)
+    other = tasks.examples(dataclasses.replace(CONFIG, run=RunConfig(seed=1)), 200)
     assert len({t.index for t, _ in found} & {t.index for t, _ in other}) < 5
 
 
@@ -109,7 +109,7 @@ def test_a_short_file_serves_the_warm_start_again_and_again(tmp_path: Path) -> N
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"question": f"q{i}", "answer": str(i)}) + "\n" for i in range(20)))
     config = dataclasses.replace(CONFIG, task=TaskConfig(source="jsonl", path=str(path), heldout_items=5))
-    indices = [task.index for task, _ in sft_examples.examples(config, 40)]
+    indices = [task.index for task, _ in tasks.examples(config, 40)]
     assert set(indices) == set(range(15))
 
 
@@ -119,7 +119,7 @@ def test_without_usable_examples_the_warm_start_says_so(monkeypatch: pytest.Monk
     at = candidates.Candidates.at
     monkeypatch.setattr(candidates.Candidates, "at", lambda self, i: dataclasses.replace(at(self, i), worked=()))
     with pytest.raises(ConfigError, match=r"sft\.steps.*has no answer"):
-        sft_examples.examples(CONFIG, 1)
+        tasks.examples(CONFIG, 1)
 
 
 # --- ranges
@@ -132,7 +132,7 @@ def test_ranges_never_overlap_unless_a_file_is_too_short(starts: list[int], size
         CONFIG, task=TaskConfig(train_start=train, heldout_start=held), sft=SftConfig(start=sft)
     )
     try:
-        found = splits.of(config, size)
+        found = tasks.of(config, size)
     except ConfigError:
         assert size is not None and (train >= size or held <= train)
         return
@@ -150,4 +150,4 @@ def test_ranges_never_overlap_unless_a_file_is_too_short(starts: list[int], size
 def test_two_ranges_with_one_start_are_refused() -> None:
     config = dataclasses.replace(CONFIG, task=TaskConfig(train_start=5, heldout_start=5))
     with pytest.raises(ConfigError, match="start at one item"):
-        splits.of(config, None)
+        tasks.of(config, None)

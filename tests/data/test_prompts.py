@@ -182,9 +182,9 @@ def test_a_changed_file_does_not_resume(tmp_path: Path) -> None:
 def test_no_backend_is_initialised_by_using_the_room() -> None:
     """With a platform that does not exist, whatever asks JAX for a device fails."""
     code = (
-        "from jaxroll.config import Config; from jaxroll.data import prompts, sft_examples, tasks\n"
+        "from jaxroll.config import Config; from jaxroll.data import prompts, tasks\n"
         "stream = prompts.PromptPipeline(Config()); next(stream); stream.restore(stream.state()); next(stream)\n"
-        "sft_examples.examples(Config(), 3); tasks.tasks(Config())\n"
+        "tasks.examples(Config(), 3); tasks.tasks(Config())\n"
         "import jax\n"
         "try: jax.devices()\n"
         "except RuntimeError: print('untouched')\n"

@@ -18,7 +18,7 @@ from jaxroll.models import cache as kv
 from jaxroll.models import families, params, transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 SPEC = families.spec("nano")
 SEED = 11
@@ -40,7 +40,7 @@ class Ticks:
 @functools.cache
 def weights(mesh: MeshConfig = ONE, which: int = 0) -> params.Params:
     """Parameters number `which` on a mesh. They are scaled up, so that the model has opinions."""
-    made = params.init(SPEC, jax.random.key(which), meshes.build(mesh), rules.SAMPLER)
+    made = params.init(SPEC, jax.random.key(which), layout.build(mesh), layout.SAMPLER)
     return {name: leaf * (12.0 if name == "embed" else 1.0) for name, leaf in made.items()}
 
 
@@ -54,7 +54,7 @@ def shared_engine(mesh: MeshConfig = ONE, **overrides) -> Engine:
         "decode_chunk": 4,
         "seed": SEED,
     }
-    engine = Engine(SPEC, meshes.build(mesh), rules.SAMPLER, clock=Ticks(), **(sizes | overrides))
+    engine = Engine(SPEC, layout.build(mesh), layout.SAMPLER, clock=Ticks(), **(sizes | overrides))
     engine.warmup(weights(mesh))
     return engine
 
@@ -171,7 +171,7 @@ def _cached(weights: params.Params, text: np.ndarray) -> tuple[np.ndarray, kv.KV
     padded[0, : len(text)] = text
     length, zero = np.array([len(text)], np.int32), np.zeros(1, np.int32)
     logits, keys, values = _prefill(SPEC, weights, padded, length)
-    empty = kv.empty(SPEC, 1, 1, _LONGEST, meshes.build(ONE), rules.SAMPLER)
+    empty = kv.empty(SPEC, 1, 1, _LONGEST, layout.build(ONE), layout.SAMPLER)
     fill = lambda pools, new: tuple(  # noqa: E731
         kv.filled(pool, one, zero, zero[:, None], zero, length) for pool, one in zip(pools, new, strict=True)
     )

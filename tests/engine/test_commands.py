@@ -16,7 +16,7 @@ from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError, DataError, TransferError
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 V1, V2, V3 = Version(0, 1), Version(0, 2), Version(1, 2)
 LONG = SamplingParams(15, temperature=1.0)
@@ -178,7 +178,7 @@ def test_an_idle_engine_swaps_at_once_under_either_policy(bench):
 
 def test_requests_wait_for_the_first_weights(spec):
     sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0}
-    engine = Engine(spec, meshes.build(MeshConfig()), rules.SAMPLER, **sizes)
+    engine = Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, **sizes)
     engine.add(long_requests(1)[0], lambda result: None)
     assert not engine.step()
     assert engine.version is None and engine.stats().queue_depth == 1
@@ -259,4 +259,4 @@ def test_sizes_that_no_program_can_have_are_refused(spec, change, words):
     sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0,
              "page_tokens": 8}  # fmt: skip
     with pytest.raises(ConfigError, match=words):
-        Engine(spec, meshes.build(MeshConfig()), rules.SAMPLER, **(sizes | change))
+        Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, **(sizes | change))

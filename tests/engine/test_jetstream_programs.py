@@ -14,7 +14,7 @@ from jaxroll.engine.jetstream_programs import NO_BOS, DecodeState, Serving, Slot
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import GenerationKey, SamplingParams
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 NEVER = 64  # no token of the nano model
 
@@ -24,7 +24,7 @@ class Slots:
 
     def __init__(self, spec, params, mesh: MeshConfig, seed: int, eos_id: int = NEVER) -> None:
         serving = Serving(slots=4, max_prefill=16, max_tokens=24, page_tokens=8, temperature=0.9, seed=seed)
-        made = SlotPrograms(spec, rules.Layout(meshes.build(mesh), rules.SAMPLER), serving, eos_id)
+        made = SlotPrograms(spec, layout.Layout(layout.build(mesh), layout.SAMPLER), serving, eos_id)
         state = made.state_shardings()
         self.params = params
         self.prefill = jax.jit(made.prefill, out_shardings=made.prefix_shardings())

@@ -8,14 +8,14 @@ import pytest
 from jaxroll.config import MeshConfig
 from jaxroll.engine import packets, programs
 from jaxroll.models import families
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 SIZES = packets.Sizes(slots=16, max_tokens=4096, rows=2, inserts=4, buckets=(512, 2048), chunk=8, max_stops=4, shards=2)
 
 
 def test_programs_of_a_large_model_are_lowered_without_allocating():
-    mesh = meshes.build(MeshConfig(data=2, tensor=4))
-    lowered = programs.lowered(families.spec("qwen3_0p6b", compute_dtype="bfloat16"), mesh, rules.SAMPLER, SIZES)
+    mesh = layout.build(MeshConfig(data=2, tensor=4))
+    lowered = programs.lowered(families.spec("qwen3_0p6b", compute_dtype="bfloat16"), mesh, layout.SAMPLER, SIZES)
     assert sorted(lowered) == ["decode", "extend_2048", "extend_512", "insert", "prefill_2048", "prefill_512"]
     text = lowered["decode"].as_text()
     assert "stablehlo.while" in text and "sdy.mesh" in text

@@ -14,7 +14,7 @@ import msgspec
 
 from jaxroll import wire
 from jaxroll.records import Version
-from jaxroll.rpc.envelope import Envelope
+from jaxroll.rpc.protocol import Envelope
 from jaxroll.store.messages import PublishedReply
 from tests.faults.tap import Call, Forward, Tap
 

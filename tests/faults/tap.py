@@ -21,8 +21,8 @@ import grpc.aio
 
 from jaxroll import wire
 from jaxroll.records import Finished, Member
-from jaxroll.rpc import limits
-from jaxroll.rpc.envelope import Envelope
+from jaxroll.rpc import protocol
+from jaxroll.rpc.protocol import Envelope
 from jaxroll.store.client import MAX_MESSAGE_BYTES
 from jaxroll.store.messages import SERVICE, ClaimPage, PutAnswer, PutCall, PutReply
 from tests.faults.scripted import Heartbeat
@@ -87,9 +87,9 @@ class Tap:
         self._thread.join(START_S)
 
     async def _open(self) -> None:
-        target, options = self._upstream.read_text().strip(), limits.client_options(MAX_MESSAGE_BYTES)
+        target, options = self._upstream.read_text().strip(), protocol.client_options(MAX_MESSAGE_BYTES)
         self._channel = grpc.aio.insecure_channel(target, options=options)
-        self._server = grpc.aio.server(options=limits.server_options(MAX_MESSAGE_BYTES))
+        self._server = grpc.aio.server(options=protocol.server_options(MAX_MESSAGE_BYTES))
         self._server.add_generic_rpc_handlers((_Everything(self),))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()

@@ -18,7 +18,7 @@ from jaxroll import wire
 from jaxroll.errors import DataError
 from jaxroll.records import Failed, Finished
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rpc.envelope import Envelope
+from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
 from jaxroll.store.core.settings import BACKOFF_FIRST_S
 from tests.faults import environments as envs

@@ -11,7 +11,7 @@ import pytest
 from jaxroll import wire
 from jaxroll.errors import Conflict, StaleClient
 from jaxroll.records import Member, Version, VersionRun
-from jaxroll.rpc import limits
+from jaxroll.rpc import protocol
 from jaxroll.store.messages import Key, PutCall, PutReply
 from tests.faults.cluster import LIMIT_S, ByHand, Cluster
 from tests.faults.criteria import Row, judge
@@ -19,7 +19,7 @@ from tests.faults.scripted_sampler import finished
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 COPIES = 1000
-CALLS = limits.CALLS_PER_CONNECTION - 4  # some room for what else goes over the connection
+CALLS = protocol.CALLS_PER_CONNECTION - 4  # some room for what else goes over the connection
 CALL_S = 20.0
 SMALL = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=1", "schedule.steps=4",
          "store.lease_s=60", "store.rpc_deadline_s=20")  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 
 from jaxroll import wire
 from jaxroll.records import Version
-from jaxroll.rpc.envelope import Envelope
+from jaxroll.rpc.protocol import Envelope
 from jaxroll.store.messages import PublishedReply
 from tests.faults import courier
 from tests.faults.courier import Courier

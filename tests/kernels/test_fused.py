@@ -11,11 +11,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxroll.config import MeshConfig
 from jaxroll.kernels import cached, gpu, placed, tpu
-from jaxroll.sharding import meshes, rules
-from jaxroll.sharding.rules import Layout
+from jaxroll.sharding import layout
+from jaxroll.sharding.layout import Layout
 
 B, T, N, K, H = 2, 150, 4, 2, 32
-LAYOUT = Layout(meshes.build(MeshConfig(fsdp=2, tensor=2)), rules.LEARNER)
+LAYOUT = Layout(layout.build(MeshConfig(fsdp=2, tensor=2)), layout.LEARNER)
 ROW_KERNELS: dict[str, Callable] = {"splash": tpu.splash, "triton": gpu.triton}
 # Rows of several segments and of different lengths; the rest is padding.
 SEGMENTS = np.array([np.repeat([1, 2, 3, 0], [40, 50, 45, 15]), np.repeat([4, 9, 0], [100, 1, 49])], np.int32)
@@ -103,7 +103,7 @@ def test_pages_on_a_tpu_equal_the_loop() -> None:
 
 
 def test_pages_on_a_gpu_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshes, "platform", lambda mesh: "gpu")
+    monkeypatch.setattr(layout, "platform", lambda mesh: "gpu")
     monkeypatch.setattr(gpu, "paged", partial(gpu.paged, interpret=True))
     problem = pages_problem()
     got = jax.jit(placed.pages("pallas", LAYOUT))(*problem, jnp.int32(0))

@@ -24,7 +24,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.records import Claim, Version
-from jaxroll.sharding import meshes, placing, rules
+from jaxroll.sharding import layout, placing
 from jaxroll.transfer import host_snapshot
 
 VOCAB = 24
@@ -80,7 +80,7 @@ def trained(options: dict, claims: list[Claim], folder: Path | None) -> tuple[li
     """
     config = config_of(options)
     spec = families.spec("nano", vocab_size=VOCAB)
-    trainer = Trainer(config, spec, meshes.build(config.learner.mesh), rules.LEARNER, key=jax.random.key(0))
+    trainer = Trainer(config, spec, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(0))
     drawn = np.random.default_rng(5)
     shapes = {name: leaf.shape for name, leaf in params.abstract(spec).items()}
     trainer.set_params({name: 0.1 * drawn.standard_normal(shape, np.float32) for name, shape in shapes.items()})

@@ -326,7 +326,8 @@ def test_what_is_durable_has_sums_whenever_its_writer_is_killed(folder):
 
 
 def test_another_model_is_refused_by_the_name_of_an_array(folder, trainer, small_config):
-    from jaxroll.learner import optimizer, state
+    from jaxroll.learner import state
+    from jaxroll.learner import state as optimizer
     from jaxroll.models import families
 
     checkpoints = saved(folder, trainer, Version(0, 1))

@@ -13,7 +13,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.checkpoint_files import params as params_of
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.records import Version
-from jaxroll.tools import trained
+from jaxroll.tools import generate
 from tests.learner.test_critic import CUBE, PPO, bits, sample_of
 
 
@@ -115,5 +115,5 @@ def test_what_was_trained_is_found_beside_its_critic(tmp_path, small_config, mak
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
     checkpoints.save(Version(0, 1), 1, trainer.state)
     checkpoints.close()
-    values, version, _ = trained.newest_params(trainer.config, trainer.spec, tmp_path, trainer.layout)
+    values, version, _ = generate.newest_params(trainer.config, trainer.spec, tmp_path, trainer.layout)
     assert version == Version(0, 1) and bits(values) == bits(trainer.state.params)

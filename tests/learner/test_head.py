@@ -14,8 +14,9 @@ from jaxroll.config import MeshConfig
 from jaxroll.learner import packing, step
 from jaxroll.learner.step import Programs
 from jaxroll.models import families, params
-from jaxroll.sharding import meshes, rules
-from jaxroll.sharding.rules import Layout
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import layout as rules
+from jaxroll.sharding.layout import Layout
 
 ROWS, TOKENS = 4, 64
 SPEC = families.spec("nano", vocab_size=1024)

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
+from jaxroll.models import cache as dense
 from jaxroll.models import cache as kv
-from jaxroll.models import dense, families, params, transformer
-from jaxroll.sharding import meshes, rules
-from jaxroll.sharding.rules import Layout
+from jaxroll.models import families, params, transformer
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import layout as rules
+from jaxroll.sharding.layout import Layout
 
 SPEC = families.spec("nano")
 SLOTS, PAGE, TABLE = 12, 8, 10  # 80 tokens a slot: two levels

@@ -11,13 +11,13 @@ import pytest
 from jaxroll.config import MeshConfig
 from jaxroll.errors import DataError
 from jaxroll.models import families, params, pretrained, transformer
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 NANO = families.spec("nano")
 UNTIED = dataclasses.replace(NANO, tied_embeddings=False)
 CRITIC = dataclasses.replace(UNTIED, value_head=True)
-ONE = meshes.build(MeshConfig())
-EIGHT = meshes.build(MeshConfig(data=2, fsdp=2, tensor=2))
+ONE = layout.build(MeshConfig())
+EIGHT = layout.build(MeshConfig(data=2, fsdp=2, tensor=2))
 
 
 def test_names_are_dotted_and_sorted():
@@ -43,7 +43,7 @@ def test_an_engine_holds_them_in_the_dtype_that_they_are_cast_to_anyway(dtype):
     held = params.served(spec)
     assert {leaf.dtype for leaf in held.values()} == {jnp.dtype(dtype)}
     assert {n: leaf.shape for n, leaf in held.items()} == {n: leaf.shape for n, leaf in shapes.items()}
-    values = params.init(spec, jax.random.key(0), ONE, rules.SAMPLER)
+    values = params.init(spec, jax.random.key(0), ONE, layout.SAMPLER)
     cast = {name: value.astype(held[name].dtype) for name, value in values.items()}
     tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
     places, segments = jnp.tile(jnp.arange(6, dtype=jnp.int32), (2, 1)), jnp.ones((2, 6), jnp.int32)
@@ -58,9 +58,9 @@ def test_a_critic_has_one_number_in_place_of_the_scores():
     shapes, axes = params.abstract(CRITIC), params.logical_axes(CRITIC)
     assert shapes.keys() - {"value"} == params.abstract(UNTIED).keys() - {"head"}
     assert shapes["value"].shape == (NANO.width, 1) and axes["value"] == ("embed", "value")
-    assert params.shardings(CRITIC, EIGHT, rules.LEARNER)["value"].spec == jax.P("fsdp", None)
+    assert params.shardings(CRITIC, EIGHT, layout.LEARNER)["value"].spec == jax.P("fsdp", None)
     assert sum(leaf.size for leaf in shapes.values()) == families.parameter_count(CRITIC)
-    values = params.init(CRITIC, jax.random.key(0), ONE, rules.LEARNER)
+    values = params.init(CRITIC, jax.random.key(0), ONE, layout.LEARNER)
     weights = jnp.arange(NANO.width, dtype=jnp.float32)
     hidden = jax.random.normal(jax.random.key(1), (2, 3, NANO.width))
     assert not transformer.values(CRITIC, values, hidden).any()
@@ -71,7 +71,7 @@ def test_a_critic_has_one_number_in_place_of_the_scores():
 @pytest.mark.parametrize("size", families.names())
 def test_at_least_nine_tenths_of_the_bytes_are_sharded(size):
     spec = families.spec(size)
-    leaves, placed = params.abstract(spec), params.shardings(spec, EIGHT, rules.LEARNER)
+    leaves, placed = params.abstract(spec), params.shardings(spec, EIGHT, layout.LEARNER)
     split = sum(leaf.size for name, leaf in leaves.items() if not placed[name].is_fully_replicated)
     assert split >= 0.9 * sum(leaf.size for leaf in leaves.values())
     per_device = sum(math.prod(placed[name].shard_shape(leaf.shape)) for name, leaf in leaves.items())
@@ -79,8 +79,8 @@ def test_at_least_nine_tenths_of_the_bytes_are_sharded(size):
 
 
 def test_init_is_sharded_at_birth_and_equal_on_every_mesh():
-    here = params.init(NANO, jax.random.key(3), ONE, rules.LEARNER)
-    for table in (rules.LEARNER, rules.SAMPLER):
+    here = params.init(NANO, jax.random.key(3), ONE, layout.LEARNER)
+    for table in (layout.LEARNER, layout.SAMPLER):
         there = params.init(NANO, jax.random.key(3), EIGHT, table)
         for name, sharding in params.shardings(NANO, EIGHT, table).items():
             assert there[name].sharding.is_equivalent_to(sharding, there[name].ndim)
@@ -88,14 +88,14 @@ def test_init_is_sharded_at_birth_and_equal_on_every_mesh():
 
 
 def test_init_differs_between_keys_and_between_layers():
-    first, second = (params.init(NANO, jax.random.key(seed), ONE, rules.LEARNER) for seed in (0, 1))
+    first, second = (params.init(NANO, jax.random.key(seed), ONE, layout.LEARNER) for seed in (0, 1))
     assert not np.array_equal(first["layers.00.attn.q"], second["layers.00.attn.q"])
     assert not np.array_equal(first["layers.00.attn.q"], first["layers.01.attn.q"])
     np.testing.assert_allclose(np.std(first["layers.00.mlp.gate"]), 1 / math.sqrt(NANO.width), rtol=0.1)
 
 
 def test_parameters_that_do_not_fit_the_model_are_named():
-    values = params.init(NANO, jax.random.key(0), ONE, rules.LEARNER)
+    values = params.init(NANO, jax.random.key(0), ONE, layout.LEARNER)
     with pytest.raises(ValueError, match=r"missing \['head'\]"):
         params.module(UNTIED, values)
     with pytest.raises(ValueError, match=r"unknown \['heda'\]"):
@@ -106,7 +106,7 @@ def test_parameters_that_do_not_fit_the_model_are_named():
 
 def test_hugging_face_tensors_come_back_unchanged():
     values = {
-        name: np.asarray(leaf) for name, leaf in params.init(UNTIED, jax.random.key(1), ONE, rules.LEARNER).items()
+        name: np.asarray(leaf) for name, leaf in params.init(UNTIED, jax.random.key(1), ONE, layout.LEARNER).items()
     }
     theirs = pretrained.exported(UNTIED, values)
     assert theirs["model.layers.1.self_attn.q_proj.weight"].shape == (4 * 8, 32)
@@ -120,7 +120,7 @@ def test_hugging_face_tensors_come_back_unchanged():
 
 
 def test_a_checkpoint_of_another_model_says_what_is_wrong():
-    values = params.init(NANO, jax.random.key(1), ONE, rules.LEARNER)
+    values = params.init(NANO, jax.random.key(1), ONE, layout.LEARNER)
     theirs = pretrained.exported(NANO, values)
     with pytest.raises(DataError, match=r"no tensor 'lm_head\.weight'"):
         pretrained.imported(UNTIED, theirs.__getitem__)

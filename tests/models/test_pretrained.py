@@ -12,15 +12,15 @@ from safetensors.numpy import save_file
 from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.errors import ConfigError
 from jaxroll.models import families, params, pretrained
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 SPEC = families.spec("nano", vocab_size=48)
 
 
 def written(folder: Path, shards: int = 1, dtype: type = np.float32) -> dict[str, np.ndarray]:
     """Our parameters, after writing them to `folder` as a Qwen3 checkpoint in `shards` files."""
-    mesh = meshes.build(MeshConfig())
-    values = {k: np.asarray(v) for k, v in params.init(SPEC, jax.random.key(0), mesh, rules.LEARNER).items()}
+    mesh = layout.build(MeshConfig())
+    values = {k: np.asarray(v) for k, v in params.init(SPEC, jax.random.key(0), mesh, layout.LEARNER).items()}
     values = {k: v.astype(dtype).astype(np.float32) for k, v in values.items()}
     tensors = {k: v.astype(dtype) for k, v in pretrained.exported(SPEC, values).items()}
     folder.mkdir()

@@ -11,8 +11,9 @@ import pytest
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
 from jaxroll.models import cache, families, params, transformer
-from jaxroll.sharding import meshes, rules
-from jaxroll.sharding.rules import Layout
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import layout as rules
+from jaxroll.sharding.layout import Layout
 
 ONE, CUBE = MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)
 ROWS, TOKENS = 8, 24

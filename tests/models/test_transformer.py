@@ -10,9 +10,9 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.models import cache, families, params, pretrained, transformer
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
-ONE = meshes.build(MeshConfig())
+ONE = layout.build(MeshConfig())
 NANO = families.spec("nano")
 VARIANTS = {
     "tied": NANO,
@@ -26,7 +26,7 @@ VARIANTS = {
 @functools.cache
 def initialised(spec: families.ModelSpec) -> params.Params:
     """Parameters whose norms are no longer ones, so that a forgotten scale shows."""
-    values = params.init(spec, jax.random.key(0), ONE, rules.LEARNER)
+    values = params.init(spec, jax.random.key(0), ONE, layout.LEARNER)
     rng = np.random.default_rng(0)
     return {
         name: jnp.asarray(rng.uniform(0.5, 1.5, leaf.shape), jnp.float32) if name.endswith("norm") else leaf
@@ -127,7 +127,11 @@ def test_chunks_of_a_prompt_equal_forward(variant):
     spec, values = VARIANTS[variant], initialised(VARIANTS[variant])
     tokens, ends = random_tokens(3, 16), np.array([16, 11, 14], np.int32)
     expected = forward_logits(spec, values, *whole_rows(tokens))
-    held, tables, zeros = cache.empty(spec, 1, 20, 3, ONE, rules.SAMPLER), scattered_tables(3, 6), np.zeros(3, np.int32)
+    held, tables, zeros = (
+        cache.empty(spec, 1, 20, 3, ONE, layout.SAMPLER),
+        scattered_tables(3, 6),
+        np.zeros(3, np.int32),
+    )
     for start, width in ((0, 4), (4, 5), (9, 7)):
         starts = np.full(3, start, np.int32)
         lengths = np.minimum(ends - start, width)
@@ -146,7 +150,7 @@ def test_prefill_then_decode_equals_forward(variant):
     np.testing.assert_allclose(logits, expected[np.arange(4), lengths - 1], atol=1e-4)
     slots, tables = np.array([2, 5, 0, 3], np.int32), scattered_tables(6, 3)
     zeros = np.zeros(4, np.int32)
-    held = cache.empty(spec, 1, 20, 5, ONE, rules.SAMPLER)
+    held = cache.empty(spec, 1, 20, 5, ONE, layout.SAMPLER)
     fill = lambda pools, new: tuple(  # noqa: E731
         cache.filled(pool, one, zeros, tables[slots], zeros, lengths) for pool, one in zip(pools, new, strict=True)
     )
@@ -257,4 +261,4 @@ def test_bfloat16_computes_in_bfloat16_and_scores_in_float32():
     exact = forward_logits(NANO, values, *whole_rows(tokens))
     assert 0 < np.abs(logits - exact).max() < 0.1
     _, keys, _ = prefill(spec, values, tokens, np.array([9, 4], np.int32))
-    assert keys[0].dtype == cache.empty(spec, 1, 2, 9, ONE, rules.SAMPLER).keys[0].dtype == jnp.bfloat16
+    assert keys[0].dtype == cache.empty(spec, 1, 2, 9, ONE, layout.SAMPLER).keys[0].dtype == jnp.bfloat16

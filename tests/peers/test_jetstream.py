@@ -14,7 +14,7 @@ from jaxroll.engine import naive
 from jaxroll.engine.requests import Request
 from jaxroll.models import families, params
 from jaxroll.protocols import GenerationKey, SamplingParams
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -35,7 +35,7 @@ def test_its_test_engine_generates_what_can_be_worked_out(peer) -> None:
 @pytest.fixture
 def weights() -> params.Params:
     """Scaled up, so that the model has opinions."""
-    made = params.init(SPEC, jax.random.key(0), meshes.build(MeshConfig()), rules.SAMPLER)
+    made = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.SAMPLER)
     return {name: leaf * (12.0 if name == "embed" else 1.0) for name, leaf in made.items()}
 
 

@@ -15,7 +15,7 @@ from jaxroll.engine.requests import Request
 from jaxroll.learner import weights as own
 from jaxroll.models import families, folders, params, pretrained
 from jaxroll.protocols import GenerationKey, SamplingParams
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 from jaxroll.tools import weights
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(300)]
@@ -56,7 +56,7 @@ def test_what_is_exported_comes_back_from_transformers_bit_for_bit(
 ) -> None:
     """Ours → safetensors in several files → from_pretrained → save_pretrained in several files → ours."""
     spec = families.ModelSpec("own", 64, 3, 24, 4, 2, 8, 40, tied_embeddings=embeddings == "tied", rope_theta=123.0)
-    values = params.init(spec, jax.random.key(11), meshes.build(MeshConfig()), rules.LEARNER)
+    values = params.init(spec, jax.random.key(11), layout.build(MeshConfig()), layout.LEARNER)
     own.save(tmp_path / "ours", values, spec, {})
     with weights.opened(tmp_path / "ours", None) as source:
         weights.export(source, tmp_path / "theirs", dtype, shard_bytes=9_000)

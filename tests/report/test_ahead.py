@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from jaxroll.report.commands import report
-from jaxroll.report.figures import ahead, record, summary
-from jaxroll.report.figures.history import ClaimTimes, History
+from jaxroll.report.figures import record, summary
+from jaxroll.report.figures.record import ClaimTimes, History
 from tests.report.made_run import make_run
 
 PUBLISHED = tuple((100.0 + step, f"0.{step}") for step in range(20))
@@ -41,10 +41,10 @@ STEPS = [{"publish_s": 0.1, "train_s": 0.9, "wait_s": wait_s} for wait_s in (0.6
 
 def test_groups_that_take_longer_than_the_steps_that_alpha_gives_them_want_more() -> None:
     """0.1 s of publishing, 0.3 s to the sampler, 2.1 s for its members: 2.5 steps of a second each."""
-    assert ahead.weight_lag_s(rows(), history()) == pytest.approx(0.3)
-    assert ahead.alpha_wanted(rows(), STEPS, history(), config()) == 3
-    assert ahead.alpha_wanted(rows(), STEPS, history(), config(2.5)) == 3
-    assert ahead.alpha_wanted(rows(), STEPS, history(made_s=1.5), config()) == 2
+    assert summary.weight_lag_s(rows(), history()) == pytest.approx(0.3)
+    assert summary.alpha_wanted(rows(), STEPS, history(), config()) == 3
+    assert summary.alpha_wanted(rows(), STEPS, history(), config(2.5)) == 3
+    assert summary.alpha_wanted(rows(), STEPS, history(made_s=1.5), config()) == 2
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_groups_that_take_longer_than_the_steps_that_alpha_gives_them_want_more(
     ],
 )
 def test_alpha_is_not_blamed_where_it_is_not_the_reason(found: History, settings: dict[str, Any], window: int) -> None:
-    assert ahead.alpha_wanted(rows(window), STEPS, found, settings) is None
-    assert ahead.words(1.0, None) == ""
+    assert summary.alpha_wanted(rows(window), STEPS, found, settings) is None
+    assert summary.words(1.0, None) == ""
 
 
 @pytest.mark.parametrize(("made_s", "shown"), [(2.1, True), (0.5, False)])

@@ -16,7 +16,7 @@ import pytest
 from jaxroll.control import cli
 from jaxroll.records import Version
 from jaxroll.report.commands import export
-from jaxroll.store.log import reading
+from jaxroll.store.log import database
 from tests.report.made_run import write_run_file
 from tests.store.made_log import ALPHABET, finished, long_run, recorded_run
 
@@ -70,7 +70,7 @@ def test_memory_holds_one_row_group(run_dir: Path, tmp_path: Path, monkeypatch: 
 def test_what_is_dropped_cannot_be_exported_and_what_is_kept_can(tmp_path: Path) -> None:
     write_run_file(tmp_path)
     asyncio.run(long_run(tmp_path, 8, keep_bytes=3_000, durable_every=2))
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         (there,) = db.execute("SELECT COUNT(*) FROM payloads").fetchone()
         (put,) = db.execute("SELECT COUNT(*) FROM members WHERE state = 'done'").fetchone()
         rows = list(export.rows(db, None))

@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.errors import DataError
 from jaxroll.records import Snapshot, Version, VersionRun
-from jaxroll.report.figures import history
+from jaxroll.report.figures import record
 from jaxroll.store.core import events as ev
 from jaxroll.store.log import state_checkpoints
 from tests.report.made_run import GROUPS, MEMBERS, TOKENS, LogMaker, task
@@ -42,7 +42,7 @@ def log() -> LogMaker:
 
 def test_figures_of_a_log_worked_out_by_hand(tmp_path, log):
     log.write(tmp_path)
-    found = history.read(tmp_path, {"h2", "h9"})
+    found = record.read(tmp_path, {"h2", "h9"})
     assert found.acked_groups == {0, 1, 2, 3}
     assert found.groups_by_state == {"TRIMMED": 2, "ACKED": 2, "READY": 1, "EXPIRED": 1, "DEAD": 1}
     assert found.reasons == {"stale": 1, "member 0": 1}
@@ -65,7 +65,7 @@ def test_a_claim_takes_as_long_as_its_slowest_group_from_its_first_lease_to_its_
             log.add(put, t=100.0 + member + took_s)
     log.add(ev.Claimed(0, 0, (1, 0), 7, waited_s=0.5, worked_s=2.0), t=120.0)
     log.write(tmp_path)
-    assert history.read(tmp_path, None).claim_times == (history.ClaimTimes(0.5, 2.0, 9.0, (3 + 4 + 9 + 6) / 4),)
+    assert record.read(tmp_path, None).claim_times == (record.ClaimTimes(0.5, 2.0, 9.0, (3 + 4 + 9 + 6) / 4),)
 
 
 def test_a_compacted_log_says_the_same(tmp_path, log):
@@ -77,7 +77,7 @@ def test_a_compacted_log_says_the_same(tmp_path, log):
     log.issue(7)
     log.write(tmp_path / "compacted")
     log.statements.clear()
-    whole, compacted = (history.read(tmp_path / name, None) for name in ("whole", "compacted"))
+    whole, compacted = (record.read(tmp_path / name, None) for name in ("whole", "compacted"))
     assert compacted.conservation_residual == 0 and whole.heldout_in_train is None
     assert compacted.acked_groups == whole.acked_groups and compacted.lineages == whole.lineages
     assert compacted.wasted_tokens == pytest.approx((MEMBERS * 5 + 3) / (6 * MEMBERS * TOKENS + MEMBERS * 5))
@@ -86,7 +86,7 @@ def test_a_compacted_log_says_the_same(tmp_path, log):
 def test_a_rewound_step_is_no_longer_acknowledged(tmp_path, log):
     log.add(ev.Began(Version(1, 1), "M", parent=0))
     log.write(tmp_path)
-    found = history.read(tmp_path, None)
+    found = record.read(tmp_path, None)
     assert found.acked_groups == {0, 1} and len(found.lineages) == 2
 
 
@@ -107,15 +107,15 @@ def test_a_group_in_two_durable_steps_is_found(tmp_path, log):
         "ALTER TABLE loose RENAME TO claim_groups",
         "INSERT INTO claim_groups VALUES (0, 1, 2, 0)",
     )
-    assert history.read(tmp_path, None).groups_trained_twice == 0  # step 1 is not durable
+    assert record.read(tmp_path, None).groups_trained_twice == 0  # step 1 is not durable
     write(tmp_path, "UPDATE claims SET durable_lineage = 0")
-    assert history.read(tmp_path, None).groups_trained_twice == 1
+    assert record.read(tmp_path, None).groups_trained_twice == 1
 
 
 def test_a_group_that_vanished_from_the_tables_is_missed(tmp_path, log):
     log.write(tmp_path)
     write(tmp_path, "DELETE FROM groups WHERE id = 5")
-    assert history.read(tmp_path, None).conservation_residual == 1
+    assert record.read(tmp_path, None).conservation_residual == 1
 
 
 def test_a_store_that_is_writing_is_not_disturbed(tmp_path, log):
@@ -123,10 +123,10 @@ def test_a_store_that_is_writing_is_not_disturbed(tmp_path, log):
     writer = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
     writer.execute("UPDATE groups SET state = 'EXPIRED'")
-    assert history.read(tmp_path, None).conservation_residual == 0  # what is not committed is not seen
+    assert record.read(tmp_path, None).conservation_residual == 0  # what is not committed is not seen
     writer.execute("COMMIT")
     writer.close()
-    assert history.read(tmp_path, None).conservation_residual > 0
+    assert record.read(tmp_path, None).conservation_residual > 0
 
 
 def test_a_finished_log_in_a_folder_that_cannot_be_written_is_read_as_immutable(tmp_path, log, monkeypatch):
@@ -147,22 +147,22 @@ def test_a_finished_log_in_a_folder_that_cannot_be_written_is_read_as_immutable(
         connection.mutable = "immutable=1" not in address
         return connection
 
-    monkeypatch.setattr(history.sqlite3, "connect", connect)
-    assert history.read(tmp_path, None).conservation_residual == 0
+    monkeypatch.setattr(record.sqlite3, "connect", connect)
+    assert record.read(tmp_path, None).conservation_residual == 0
     (tmp_path / "store.db-wal").touch()  # somebody writes: a frozen view of it could be torn
     with pytest.raises(DataError, match="unable to open"):
-        history.read(tmp_path, None)
+        record.read(tmp_path, None)
 
 
 def test_no_log_a_new_log_and_a_broken_log(tmp_path, log):
-    assert history.read(tmp_path, None) == history.History()
+    assert record.read(tmp_path, None) == record.History()
     (tmp_path / "store.db").touch()
-    assert history.read(tmp_path, None) == history.History()
+    assert record.read(tmp_path, None) == record.History()
     (tmp_path / "store.db").write_bytes(b"this is no database, however long it may be " * 40)
     with pytest.raises(DataError, match=r"store\.db"):
-        history.read(tmp_path, None)
+        record.read(tmp_path, None)
     (tmp_path / "store.db").unlink()
     log.write(tmp_path)
     write(tmp_path, "PRAGMA user_version = 99")
     with pytest.raises(DataError, match="schema version 99"):
-        history.read(tmp_path, None)
+        record.read(tmp_path, None)

@@ -16,11 +16,11 @@ from rich.console import Console
 from jaxroll.clock import ManualClock
 from jaxroll.control import cli
 from jaxroll.records import Snapshot, Version
-from jaxroll.report.commands import inspect, inspection, trajectory
+from jaxroll.report.commands import inspect, trajectory
 from jaxroll.report.figures.record import store_pid
 from jaxroll.report.formats import Section, plain, safe, show
 from jaxroll.store.core import requests as rq
-from jaxroll.store.log import reading
+from jaxroll.store.log import database
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.keeper import Keeper
 from tests.report.made_run import write_run_file
@@ -154,8 +154,8 @@ def test_a_live_run_is_read_without_touching_it(tmp_path: Path) -> None:
         writer.execute("BEGIN IMMEDIATE")
         writer.execute("UPDATE groups SET state = 'EXPIRED'")
         try:
-            with reading.transaction(tmp_path) as db:
-                found = inspection.facts(tmp_path, db)
+            with database.transaction(tmp_path) as db:
+                found = inspect.facts(tmp_path, db)
                 group = trajectory.facts(db, 1, None)
         finally:
             writer.execute("ROLLBACK")
@@ -173,7 +173,7 @@ def test_a_live_run_is_read_without_touching_it(tmp_path: Path) -> None:
 
 def test_a_group_whose_bytes_are_gone_says_so(tmp_path: Path) -> None:
     asyncio.run(recorded_run(tmp_path, compact_every=3, keep_bytes=0, history_bytes=0))
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         found = trajectory.facts(db, 0, None)
     assert found["group"]["state"] == "TRIMMED" and found["task"] is None and found["events"] == []
     assert all("keep_trajectories_mb" in member["gone"] and member["tokens"] == 4 for member in found["members"])
@@ -183,7 +183,7 @@ def test_without_the_alphabet_tokens_are_shown(run_dir: Path, tmp_path: Path) ->
     config = json.loads((run_dir / "run.json").read_text())["config"]
     decode, why = trajectory.decoder(tmp_path, config)
     assert decode is None and "alphabet.json is not there" in why
-    with reading.transaction(run_dir) as db:
+    with database.transaction(run_dir) as db:
         segments = trajectory.facts(db, 3, None)["members"][0]["segments"]
     assert segments[1]["tokens"] == [7, 7, 7, 7] and "text" not in segments[1]
 
@@ -222,8 +222,8 @@ def test_holders_that_rest_or_fail_are_shown(tmp_path: Path) -> None:
         await kept.log.close()
 
     asyncio.run(broken())
-    with reading.transaction(tmp_path) as db:
-        found = inspection.facts(tmp_path, db)
+    with database.transaction(tmp_path) as db:
+        found = inspect.facts(tmp_path, db)
     assert found["resting"]["actor-3"]["error"] == "its scorer is gone"
     assert found["unreliable"]["actor-3"] == pytest.approx(0.185, abs=0.01)
     out = io.StringIO()

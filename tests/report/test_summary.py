@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from jaxroll.control import run_dir
 from jaxroll.report.figures import activity, checks, record, summary
-from jaxroll.report.figures.history import History
-from jaxroll.report.figures.record import Run
+from jaxroll.report.figures.record import History, Run
 
 REQUIRED = frozenset({
     "accuracy_start", "accuracy_end", "steps", "seconds", "samples_per_s", "train_tokens_per_s", "alpha", "age_max",

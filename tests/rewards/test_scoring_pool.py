@@ -20,9 +20,9 @@ import pytest
 
 from jaxroll.errors import DataError, InfraError
 from jaxroll.rewards import scoring_pool
-from jaxroll.rewards.messages import ScoreItem
 from jaxroll.rewards.processes import ScoringProcess
 from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.rewards.worker import ScoreItem
 
 pytestmark = pytest.mark.process
 

@@ -14,7 +14,7 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.records import Version
 from jaxroll.roles import weights
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 from jaxroll.transfer.publish import Publisher
 from jaxroll.transfer.receive import Receiver
 
@@ -22,7 +22,7 @@ CONFIG = configs.parse({
     "model": {"size": "nano"},
     "learner": {"mesh": {"fsdp": 2}, "micro_rows": 4, "row_tokens": 64, "lora_rank": 4, "lora_publish": "adapters"},
 })  # fmt: skip
-SAMPLER = rules.Layout(meshes.build(MeshConfig(tensor=2)), rules.SAMPLER)
+SAMPLER = layout.Layout(layout.build(MeshConfig(tensor=2)), layout.SAMPLER)
 
 
 def stirred(adapters: dict[str, jax.Array], seed: int) -> dict[str, jax.Array]:
@@ -39,7 +39,7 @@ def stirred(adapters: dict[str, jax.Array], seed: int) -> dict[str, jax.Array]:
 )
 def test_an_engine_gets_the_same_from_adapters_as_from_merged_parameters(tmp_path, dtype, compute):
     spec = families.spec("nano", vocab_size=32, compute_dtype=compute)
-    trainer = Trainer(CONFIG, spec, meshes.build(CONFIG.learner.mesh), rules.LEARNER, key=jax.random.key(1))
+    trainer = Trainer(CONFIG, spec, layout.build(CONFIG.learner.mesh), layout.LEARNER, key=jax.random.key(1))
     receiver, base = Receiver(TransferConfig()), trainer.base_digest()
     whole = weights.Whole(receiver, spec, SAMPLER)
     adapted = weights.Adapted(receiver, spec, SAMPLER, trainer.lora, dtype)
@@ -80,5 +80,5 @@ def assert_close(found: jax.Array, wanted: jax.Array, eps: float) -> None:
 def test_merged_parameters_are_what_is_published_unless_adapters_are_asked_for():
     config = dataclasses.replace(CONFIG, learner=dataclasses.replace(CONFIG.learner, lora_publish="merged"))
     spec = families.spec("nano", vocab_size=32)
-    trainer = Trainer(config, spec, meshes.build(config.learner.mesh), rules.LEARNER, key=jax.random.key(1))
+    trainer = Trainer(config, spec, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(1))
     assert trainer.published().keys() == params.abstract(spec).keys() and not trainer.sends_adapters

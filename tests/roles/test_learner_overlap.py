@@ -12,7 +12,7 @@ import pytest
 from jaxroll.errors import Closed, InfraError, NotReady, StaleClient, TransferError
 from jaxroll.records import Snapshot, Version
 from jaxroll.roles.learner import LearnerSession
-from jaxroll.roles.publisher import Teller
+from jaxroll.roles.weights import Teller
 
 LIMIT_S = 20.0
 V1 = Version(0, 1)

@@ -9,10 +9,10 @@ from jaxroll.engine import device
 from jaxroll.engine.packets import Sizes
 from jaxroll.errors import ConfigError
 from jaxroll.models import families
-from jaxroll.roles.progress import Progress
-from jaxroll.sharding import meshes
+from jaxroll.roles.weights import Progress
+from jaxroll.sharding import layout
 
-MESH = meshes.build(MeshConfig(data=2))
+MESH = layout.build(MeshConfig(data=2))
 SIZES = Sizes(
     slots=4, max_tokens=512, rows=2, inserts=2, buckets=(16, 256), chunk=1, max_stops=1, page_tokens=64, shards=2
 )
@@ -30,7 +30,7 @@ def test_the_choice_of_attention_is_said_with_the_devices(capsys: pytest.Capture
 
 
 def test_an_engine_judges_by_its_largest_bucket_and_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshes, "platform", lambda mesh: "tpu")
+    monkeypatch.setattr(layout, "platform", lambda mesh: "tpu")
     spec = families.spec("qwen3_0p6b", compute_dtype="bfloat16")
     serving = device.chosen(spec, MESH, SIZES)
     assert (serving.prefill.name, serving.paged.name) == ("splash", "pallas")

@@ -17,7 +17,7 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families
 from jaxroll.records import Version
 from jaxroll.roles.learner import LearnerSession
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 from jaxroll.store.core.state import Lineage
 
 
@@ -30,7 +30,7 @@ def config(warm: bool) -> Config:
 
 def new_trainer(config: Config) -> Trainer:
     spec = families.spec("nano", vocab_size=24)
-    return Trainer(config, spec, meshes.build(config.learner.mesh), rules.LEARNER, key=jax.random.key(0))
+    return Trainer(config, spec, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(0))
 
 
 def lent(trainer: Trainer) -> dict[str, np.ndarray]:

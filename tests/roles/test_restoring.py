@@ -12,7 +12,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.models import families
 from jaxroll.records import Version
-from jaxroll.roles.restoring import first_params, start_of
+from jaxroll.roles.learner import first_params, start_of
 from jaxroll.store.core.state import Lineage
 
 

@@ -11,7 +11,7 @@ from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 VOCAB, GROUPS, MEMBERS = 32, 4, 4
 CONFIG = configs.parse({
@@ -24,9 +24,9 @@ CONFIG = configs.parse({
 
 def sampled(trainer: Trainer, spec: families.ModelSpec) -> dict[tuple[int, int], tuple[np.ndarray, Completion]]:
     """Prompt and completion of every member, from an engine on the sampler's mesh that got the trainer's weights."""
-    mesh = meshes.build(CONFIG.sampler.mesh)
-    weights = jax.device_put(trainer.state.params, params.shardings(spec, mesh, rules.SAMPLER))
-    engine = Engine(spec, mesh, rules.SAMPLER, slots=8, max_tokens=28, prefill_rows=2, prefill_buckets=(16,),
+    mesh = layout.build(CONFIG.sampler.mesh)
+    weights = jax.device_put(trainer.state.params, params.shardings(spec, mesh, layout.SAMPLER))
+    engine = Engine(spec, mesh, layout.SAMPLER, slots=8, max_tokens=28, prefill_rows=2, prefill_buckets=(16,),
                     decode_chunk=4, seed=3)  # fmt: skip
     engine.warmup(weights)
     engine.swap(Version(0, 0), weights)
@@ -63,7 +63,7 @@ def claim_of(done: dict[tuple[int, int], tuple[np.ndarray, Completion]]) -> Clai
 
 def test_log_probs_agree_across_the_two_meshes() -> None:
     spec = families.spec("nano", vocab_size=VOCAB)
-    trainer = Trainer(CONFIG, spec, meshes.build(CONFIG.learner.mesh), rules.LEARNER, key=jax.random.key(1))
+    trainer = Trainer(CONFIG, spec, layout.build(CONFIG.learner.mesh), layout.LEARNER, key=jax.random.key(1))
     row = trainer.train(claim_of(sampled(trainer, spec)))
     assert row["logprob_mismatch_tokens"] == row["tokens_trained"] > 100, "every token is of the trained version"
     assert 0 < row["logprob_mismatch_max"] < 1e-4 * max(1.0, row["logits_std"])
@@ -72,7 +72,7 @@ def test_log_probs_agree_across_the_two_meshes() -> None:
 
 def test_other_weights_are_seen_as_a_mismatch() -> None:
     spec = families.spec("nano", vocab_size=VOCAB)
-    mesh = meshes.build(CONFIG.learner.mesh)
-    claim = claim_of(sampled(Trainer(CONFIG, spec, mesh, rules.LEARNER, key=jax.random.key(1)), spec))
-    row = Trainer(CONFIG, spec, mesh, rules.LEARNER, key=jax.random.key(2)).train(claim)
+    mesh = layout.build(CONFIG.learner.mesh)
+    claim = claim_of(sampled(Trainer(CONFIG, spec, mesh, layout.LEARNER, key=jax.random.key(1)), spec))
+    row = Trainer(CONFIG, spec, mesh, layout.LEARNER, key=jax.random.key(2)).train(claim)
     assert row["logprob_mismatch_max"] > 1e-3

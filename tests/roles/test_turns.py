@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxroll.learner.trainer import Trainer
-from jaxroll.roles.turns import TrainerByTurns, Turn
+from jaxroll.roles.colocated import TrainerByTurns, Turn
 from jaxroll.serving.engine_thread import EngineHost
 
 LIMIT_S = 20.0

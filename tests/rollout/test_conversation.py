@@ -23,7 +23,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.episode import Bounds
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 from jaxroll.text.tokenizers import CharTokenizer
 
 CONFIG = Config(task=TaskConfig(source="game", name="frozen_lake", env="frozen_lake", args={"size": 3, "max_turns": 5}))
@@ -34,10 +34,10 @@ WEIGHTS: list[params.Params] = []
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[EngineHost]:
-    mesh = meshes.build(MeshConfig())
-    weights = params.init(SPEC, jax.random.key(3), mesh, rules.SAMPLER)
+    mesh = layout.build(MeshConfig())
+    weights = params.init(SPEC, jax.random.key(3), mesh, layout.SAMPLER)
     engine = Engine(
-        SPEC, mesh, rules.SAMPLER, slots=2, max_tokens=TOKENS, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4,
+        SPEC, mesh, layout.SAMPLER, slots=2, max_tokens=TOKENS, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4,
         seed=1, page_tokens=8, cache_pages=80, max_stops=16,
     )  # fmt: skip
     WEIGHTS[:] = [weights]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxroll.records import Message, Task
-from jaxroll.rollout import evaluation
+from jaxroll.rollout import manager
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,15 @@ from jaxroll.rollout import evaluation
 )
 def test_the_expected_answer_is_the_one_that_the_environment_is_given(args: dict, shown: str) -> None:
     task = Task(0, (Message("user", "?"),), "single_turn", json.dumps(args), 0, "h")
-    assert evaluation.expected(task) == shown
+    assert manager.expected(task) == shown
 
 
 def test_reward_parts_are_means_over_the_items_that_count() -> None:
     task = Task(0, (Message("user", "?"),), "x", "{}", 0, "h")
     scores = [
-        evaluation.Score(task, "", right=True, pinned=True, parts={"tool_used_ok": 1.0, "turns": 3.0}),
-        evaluation.Score(task, "", right=False, pinned=True, parts={"turns": 1.0}),
-        evaluation.Score(task, "", right=False, pinned=False, parts={"tool_used_ok": 1.0, "other": 9.0}),
+        manager.Score(task, "", right=True, pinned=True, parts={"tool_used_ok": 1.0, "turns": 3.0}),
+        manager.Score(task, "", right=False, pinned=True, parts={"turns": 1.0}),
+        manager.Score(task, "", right=False, pinned=False, parts={"tool_used_ok": 1.0, "other": 9.0}),
     ]
-    assert evaluation.parts(scores) == {"tool_used_ok": 0.5, "turns": 2.0}
-    assert evaluation.parts([]) == {}
+    assert manager.parts(scores) == {"tool_used_ok": 0.5, "turns": 2.0}
+    assert manager.parts([]) == {}

@@ -12,8 +12,8 @@ import pytest
 
 from jaxroll import errors, wire
 from jaxroll.errors import ConfigError
-from jaxroll.rpc import auth, limits
-from jaxroll.rpc.envelope import Envelope, Refusal, error_of, refusal_of
+from jaxroll.rpc import auth, protocol
+from jaxroll.rpc.protocol import Envelope, Refusal, error_of, refusal_of
 
 
 def test_a_token_admits_its_own_role_only() -> None:
@@ -102,12 +102,12 @@ def test_roles_have_rights() -> None:
 
 @pytest.mark.parametrize("name", ["sampler-0", "a", "A-b_c9", "x" * 64])
 def test_names(name: str) -> None:
-    assert limits.is_name(name)
+    assert protocol.is_name(name)
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a.b", "sampler:0", "x" * 65, "a b", "a/b", "é", "a\n"])
 def test_what_is_no_name(name: str) -> None:
-    assert not limits.is_name(name)
+    assert not protocol.is_name(name)
 
 
 ADDRESSES = {
@@ -124,18 +124,18 @@ SECRET = "s" * 32
 
 @pytest.mark.parametrize(("host", "loopback"), ADDRESSES.items())
 def test_only_the_loopback_is_served_without_token_and_tls(host: str, loopback: bool) -> None:
-    assert limits.is_loopback(host) == loopback
+    assert protocol.is_loopback(host) == loopback
     if loopback:
-        limits.check_exposure(host, secret=None, has_tls=False, insecure=False)
+        protocol.check_exposure(host, secret=None, has_tls=False, insecure=False)
         return
     for secret, has_tls, insecure, words in (
         (None, True, True, "no token"), ("", True, True, "no token"), ("short", True, True, "guessed"),
         (SECRET, False, False, "plain text.*jaxroll tls.*--insecure"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
-            limits.check_exposure(host, secret=secret, has_tls=has_tls, insecure=insecure)
-    limits.check_exposure(host, secret=SECRET, has_tls=True, insecure=False)
-    limits.check_exposure(host, secret=SECRET, has_tls=False, insecure=True)
+            protocol.check_exposure(host, secret=secret, has_tls=has_tls, insecure=insecure)
+    protocol.check_exposure(host, secret=SECRET, has_tls=True, insecure=False)
+    protocol.check_exposure(host, secret=SECRET, has_tls=False, insecure=True)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_only_the_loopback_is_served_without_token_and_tls(host: str, loopback: 
 def test_a_name_is_what_it_resolves_to(monkeypatch: pytest.MonkeyPatch, resolved: list[str], loopback: bool) -> None:
     """/etc/hosts can say anything of localhost."""
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in resolved]
-    monkeypatch.setattr(limits.socket, "getaddrinfo", lambda *_, **__: found)
-    assert limits.is_loopback("localhost") == loopback
-    assert not limits.is_loopback("box")  # a name that happens to resolve to the loopback today
+    monkeypatch.setattr(protocol.socket, "getaddrinfo", lambda *_, **__: found)
+    assert protocol.is_loopback("localhost") == loopback
+    assert not protocol.is_loopback("box")  # a name that happens to resolve to the loopback today
 
 
 @pytest.mark.parametrize(

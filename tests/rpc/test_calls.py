@@ -16,7 +16,7 @@ import pytest
 
 from jaxroll.errors import ConfigError, DeadlineExceeded, Fenced, InfraError, StoreRefusal, Unauthorized
 from jaxroll.rpc import client as rpc_client
-from jaxroll.rpc import limits, throttle
+from jaxroll.rpc import intake, protocol
 from jaxroll.rpc import server as rpc_server
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.server import Caller, Method, RawServer
@@ -104,8 +104,8 @@ def test_a_body_refused_while_it_is_sent_is_refused_all_the_same(monkeypatch: py
 
     broke_off = rpc_client._broke_off
     monkeypatch.setattr(rpc_client, "_broke_off", noted)
-    monkeypatch.setattr(throttle.Credit, "take", lambda credit, now_s: False)  # who is held is sending meanwhile
-    monkeypatch.setattr(throttle, "HOLD_S", 0.1)
+    monkeypatch.setattr(intake.Credit, "take", lambda credit, now_s: False)  # who is held is sending meanwhile
+    monkeypatch.setattr(intake, "HOLD_S", 0.1)
     run(job())
     assert any(broken), "no call broke off: this shows nothing"
 
@@ -199,7 +199,7 @@ def test_a_call_that_is_refused_in_the_midst_of_its_body_ends_with_a_status() ->
     async def refusing(_, context: grpc.aio.ServicerContext) -> bytes:
         nonlocal calls
         calls += 1
-        await context.send_initial_metadata(((limits.READS_NOW, "1"),))
+        await context.send_initial_metadata(((protocol.READS_NOW, "1"),))
         for _ in range(1 + calls % 6):
             await context.read()
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it stopped coming")
@@ -275,7 +275,7 @@ def test_who_talks_nonsense_without_end_is_answered_slowly(monkeypatch: pytest.M
     """The first twenty are told at once; that mends nothing at a caller that goes on, and costs the others."""
     held: list[int] = []
 
-    async def hold(_: throttle.Doorman, left_s: float) -> None:
+    async def hold(_: intake.Doorman, left_s: float) -> None:
         held.append(1)
 
     async def calls() -> None:
@@ -285,7 +285,7 @@ def test_who_talks_nonsense_without_end_is_answered_slowly(monkeypatch: pytest.M
                     await raw.call("malformed", b"\xc1", 5.0)
             assert await raw.call("echo", b"good", 5.0) == b"good"
 
-    monkeypatch.setattr(throttle.Doorman, "hold", hold)
+    monkeypatch.setattr(intake.Doorman, "hold", hold)
     run(calls())
     assert 20 <= len(held) <= 40, "of sixty the first twenty, and two a second more"
 
@@ -294,7 +294,7 @@ def test_nothing_large_is_kept_while_an_answer_is_held_back(monkeypatch: pytest.
     """A message without sense: not by the call that waits, and not by the error that says so."""
     seen: list[int] = []
 
-    async def hold(_: throttle.Doorman, left_s: float) -> None:
+    async def hold(_: intake.Doorman, left_s: float) -> None:
         gc.collect()
         seen.append(sum(len(one) for one in gc.get_objects() if type(one) is Body))
 
@@ -310,7 +310,7 @@ def test_nothing_large_is_kept_while_an_answer_is_held_back(monkeypatch: pytest.
                 with pytest.raises(StoreRefusal, match="malformed"):
                     await raw.call("malformed", bytes(1000), 5.0)
 
-    monkeypatch.setattr(throttle.Doorman, "hold", hold)
+    monkeypatch.setattr(intake.Doorman, "hold", hold)
     run(calls())
     assert seen and max(seen) == 0
 

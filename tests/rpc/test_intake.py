@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll.rpc import intake as intakes
-from jaxroll.rpc import limits
-from jaxroll.rpc.intake import Busy, Intake, Malformed
-from jaxroll.rpc.throttle import Credit, Crowded, Doorman
+from jaxroll.rpc import protocol
+from jaxroll.rpc.intake import Busy, Credit, Crowded, Doorman, Intake, Malformed
 
-PIECE = limits.PIECE_BYTES
+PIECE = protocol.PIECE_BYTES
 LIMIT = 4 * PIECE
 
 
@@ -186,9 +185,9 @@ def test_the_first_refusals_are_told_at_once_and_the_others_held(monkeypatch: py
 
 
 def test_polls_are_counted_by_connection_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "POLLS_PER_CONNECTION", 2)
-    monkeypatch.setattr(limits, "MAX_POLLS", 3)
-    monkeypatch.setattr(limits, "POLLS_ASSURED", 0)
+    monkeypatch.setattr(protocol, "POLLS_PER_CONNECTION", 2)
+    monkeypatch.setattr(protocol, "MAX_POLLS", 3)
+    monkeypatch.setattr(protocol, "POLLS_ASSURED", 0)
     doorman = Doorman()
     with doorman.poll("a"), doorman.poll("b"):
         with doorman.poll("a"):
@@ -202,13 +201,13 @@ def test_polls_are_counted_by_connection_and_in_all(monkeypatch: pytest.MonkeyPa
 
 def test_each_connection_is_assured_of_some_polls_however_many_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for one sampler: its wait for work, for weights, for leases that end."""
-    assert limits.POLLS_ASSURED >= 3
-    monkeypatch.setattr(limits, "MAX_POLLS", 32)
+    assert protocol.POLLS_ASSURED >= 3
+    monkeypatch.setattr(protocol, "MAX_POLLS", 32)
     doorman = Doorman()
     with contextlib.ExitStack() as held:
         for place in range(32):
-            held.enter_context(doorman.poll(f"crowd-{place // limits.POLLS_PER_CONNECTION}"))
-        for _ in range(limits.POLLS_ASSURED):
+            held.enter_context(doorman.poll(f"crowd-{place // protocol.POLLS_PER_CONNECTION}"))
+        for _ in range(protocol.POLLS_ASSURED):
             held.enter_context(doorman.poll("sampler"))
         with pytest.raises(Crowded), doorman.poll("sampler"):
             pass

@@ -13,7 +13,7 @@ import pytest
 from jaxroll.errors import DataError, StaleClient, Unauthorized
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
-from jaxroll.rpc import limits
+from jaxroll.rpc import protocol
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.server import RawServer
 from jaxroll.serving import service
@@ -91,7 +91,7 @@ class Sampler:
     async def start(self) -> None:
         self._server = RawServer(
             service.SERVICE, self.service.methods(), secret="secret", max_message_bytes=2**20,
-            calls_per_connection=limits.GENERATIONS_PER_CONNECTION,
+            calls_per_connection=protocol.GENERATIONS_PER_CONNECTION,
         )  # fmt: skip
         port = self._server.bind("127.0.0.1", 0)
         await self._server.start()
@@ -261,7 +261,7 @@ def test_a_sampler_refuses_what_it_is_too_old_for_whatever_the_caller_believes(t
 
 def test_as_many_requests_as_episodes_are_under_way_at_once(tmp_path: Path) -> None:
     """Twice as many as `CALLS_PER_CONNECTION` allows other services, and one more."""
-    count = 2 * limits.CALLS_PER_CONNECTION + 1
+    count = 2 * protocol.CALLS_PER_CONNECTION + 1
 
     async def job() -> None:
         async with served(tmp_path, V0) as ((sampler,), known, _):

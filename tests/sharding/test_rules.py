@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import layout as rules
 
 MESH = meshes.build(MeshConfig(data=2, fsdp=2, tensor=2))
 

@@ -9,7 +9,7 @@ import msgspec
 from jaxroll.policy import filters
 from jaxroll.policy.health import Health
 from jaxroll.policy.order import Share
-from jaxroll.store.core import admission, apply, groups, holders, leases, machine, puts, state, training
+from jaxroll.store.core import apply, groups, holders, leases, machine, puts, state, training
 from jaxroll.store.core import events as ev
 from tests.store.planted_bugs import Patch, breaks, wrap
 from tests.store.planted_bugs_training import BUGS
@@ -195,12 +195,12 @@ def rest_outlives_the_process(patch: Patch) -> None:
 
 @breaks("failures: rest")
 def unreliable_holder_keeps_its_work(patch: Patch) -> None:
-    patch.setattr(admission, "is_unreliable", lambda now, name: False)
+    patch.setattr(holders, "is_unreliable", lambda now, name: False)
 
 
 @breaks("failures: rest")
 def holder_with_one_failure_is_unreliable(patch: Patch) -> None:
-    patch.setattr(admission, "UNRELIABLE", 0.04)
+    patch.setattr(holders, "UNRELIABLE", 0.04)
 
 
 @breaks("failures: rest")

@@ -42,8 +42,8 @@ from jaxroll.records import (
     Version,
     VersionRun,
 )  # fmt: skip
-from jaxroll.rpc import auth, limits, throttle
-from jaxroll.rpc.envelope import Envelope
+from jaxroll.rpc import auth, intake, protocol
+from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
 from jaxroll.store.server import audit
 
@@ -119,17 +119,17 @@ async def _speaker(address: str, config_digest: str, run_id: str, right: str):
     """Sends any bytes to any method as `right`; gives back status and answer."""
     said = {"right": right, "name": right, "session": "s", "run": run_id, "config": config_digest,
             "protocol": str(wire.PROTOCOL_VERSION)}  # fmt: skip
-    async with grpc.aio.insecure_channel(address, options=limits.client_options(2**24)) as channel:
+    async with grpc.aio.insecure_channel(address, options=protocol.client_options(2**24)) as channel:
 
         async def speak(method: str, body: bytes) -> grpc.StatusCode | Envelope:
             metadata = [(f"jaxroll-{key}", value) for key, value in {**said, "bytes": str(len(body))}.items()]
             path = f"/{msg.SERVICE}/{method}"
             try:
-                if len(body) <= limits.PIECE_BYTES:
+                if len(body) <= protocol.PIECE_BYTES:
                     answer = await channel.unary_unary(path)(body, metadata=metadata, timeout=30)
                 else:
-                    cut = range(0, len(body), limits.PIECE_BYTES)
-                    pieces = (body[at : at + limits.PIECE_BYTES] for at in cut)
+                    cut = range(0, len(body), protocol.PIECE_BYTES)
+                    pieces = (body[at : at + protocol.PIECE_BYTES] for at in cut)
                     answer = await channel.stream_unary(path)(pieces, metadata=metadata, timeout=30)
             except grpc.aio.AioRpcError as error:
                 return error.code()
@@ -150,7 +150,7 @@ def test_whatever_is_sent_the_answer_is_typed_and_the_store_lives(
     """
     config, chance = small.configured(), random.Random(seed)
     valid = _valid()
-    monkeypatch.setattr(throttle, "HOLD_S", 0.0)
+    monkeypatch.setattr(intake, "HOLD_S", 0.0)
 
     async def fuzz() -> None:
         async with small.serving(tmp_path, config) as address:
@@ -496,11 +496,11 @@ def _check(tmp_path: Path, did: dict[str, Any], status: dict[str, Any], largest:
 
 def test_the_limits_that_hold_an_attacker_are_in_force() -> None:
     """gRPC takes them by name, and would ignore a name that it does not know."""
-    options = dict(limits.server_options(limits.PIECE_BYTES, 7))
+    options = dict(protocol.server_options(protocol.PIECE_BYTES, 7))
     assert options["grpc.max_allowed_incoming_connections"] == 7
     assert options["grpc.server_handshake_timeout_ms"] == 10_000 and options["grpc.max_concurrent_streams"] == 64
-    assert limits.connections(20_000) == limits.MAX_CONNECTIONS and limits.connections(256) == 128
-    assert throttle.HOLD_S > 0 and asyncio.iscoroutinefunction(throttle.Doorman.hold)
+    assert protocol.connections(20_000) == protocol.MAX_CONNECTIONS and protocol.connections(256) == 128
+    assert intake.HOLD_S > 0 and asyncio.iscoroutinefunction(intake.Doorman.hold)
 
 
 @pytest.mark.process

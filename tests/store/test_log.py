@@ -23,7 +23,7 @@ from jaxroll.store.core import requests as rq
 from jaxroll.store.core.apply import apply
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import State, conservation_residual, counts
-from jaxroll.store.log import opening, reading, schema, state_checkpoints
+from jaxroll.store.log import database, schema, state_checkpoints
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.replay import replay_log
 from jaxroll.store.server.keeper import Keeper
@@ -129,7 +129,7 @@ def test_compaction_loses_nothing(tmp_path: Path) -> None:
     core = asyncio.run(recorded_run(tmp_path / "plain"))
     compacted = asyncio.run(recorded_run(tmp_path / "compacted", compact_every=5, history_bytes=0))
     assert facts(compacted) == facts(core) == facts(recovered(tmp_path / "compacted"))
-    with reading.transaction(tmp_path / "compacted") as db:
+    with database.transaction(tmp_path / "compacted") as db:
         assert db.execute("SELECT COUNT(*) FROM log").fetchone()[0] < 20 < core.state.position
         assert db.execute("SELECT COUNT(*), MIN(position) > 0 FROM snapshots").fetchone() == (1, 1)
 
@@ -185,13 +185,13 @@ def test_a_log_of_version_1_goes_on(tmp_path: Path) -> None:
     before = sqlite3.connect(":memory:")
     before.executescript(OLD.read_text())
     sqlite3.connect(tmp_path / "store.db").executescript(OLD.read_text()).connection.close()
-    with reading.transaction(tmp_path) as db:  # readers leave the file as it is
+    with database.transaction(tmp_path) as db:  # readers leave the file as it is
         assert replay_log(db).violations == []
     assert sqlite3.connect(tmp_path / "store.db").execute("PRAGMA user_version").fetchone() == (1,)
     state = recovered(tmp_path).state
     assert (state.position, state.lineage, state.next_claim, state.acked, state.durable) == (65, 1, 3, 2, 1)
     assert (state.closed, state.expired, state.dead, state.cursor) == ("enough", {"lineage": 1}, 2, b"cursor10")
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         for table, columns in (
             ("groups", "id, state, reason, claim_step, issued_unix_s"),
             ("claim_groups", "step, place, group_id"),
@@ -238,7 +238,7 @@ def test_a_fork_of_a_log_of_version_1_is_refused_until_its_prompts_are_known(tmp
         state = kept.state
         assert {group.id: group.ordinal for group in state.open.values()} == {9: 5, 10: 9}, "9 is the prompt of 5 again"
         assert (state.next_ordinal, state.claim_cuts, state.stream[9]) == (10, {}, b"cursor10")
-        with reading.transaction(tmp_path) as db:
+        with database.transaction(tmp_path) as db:
             _, before = state_checkpoints.newest(db) or (None, state)
         open_then = {group.id: group.ordinal for group in before.open.values()}
         assert open_then == ({9: 5, 10: 9} if compacted else {5: 5, 7: 7, 8: 8})
@@ -259,7 +259,7 @@ def test_a_fork_of_a_log_of_version_1_is_refused_until_its_prompts_are_known(tmp
         await kept.log.close()
 
     asyncio.run(play())
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         assert replay_log(db).violations == []
 
 
@@ -275,7 +275,7 @@ def test_a_fork_of_a_finished_run_opens_it_in_the_tables_too(tmp_path: Path) -> 
         await kept.log.close()
 
     asyncio.run(play())
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         assert db.execute("SELECT key FROM meta WHERE key IN ('closed', 'data_ended')").fetchall() == []
         assert replay_log(db).violations == []
 
@@ -300,7 +300,7 @@ def test_the_live_connection_is_asked_what_it_promises(tmp_path: Path, monkeypat
 
     found = asyncio.run(facts_of_open_log())
     assert (found["synchronous"], found["journal_mode"]) == (2, "wal")
-    monkeypatch.setattr(opening, "_SYNCHRONOUS", "NORMAL")
+    monkeypatch.setattr(database, "_SYNCHRONOUS", "NORMAL")
     with pytest.raises(InfraError, match="synchronous is 1 and not 2"):
         Log(tmp_path)
 
@@ -308,7 +308,7 @@ def test_the_live_connection_is_asked_what_it_promises(tmp_path: Path, monkeypat
 def test_a_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"1 0 0:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / {tmp_path}/far rw - nfs4 server:/runs rw\n")
-    monkeypatch.setattr(opening, "MOUNTINFO", table)
+    monkeypatch.setattr(database, "MOUNTINFO", table)
     with pytest.raises(ConfigError, match=r"server:/runs \(nfs4\).*Put the run on a local disk"):
         Log(tmp_path / "far" / "run")
     assert not (tmp_path / "far" / "run" / "store.db").exists()
@@ -390,7 +390,7 @@ def test_a_full_disk_ends_the_log_with_its_cause_and_keeps_what_was_acknowledged
     acknowledged = asyncio.run(until_full())
     assert acknowledged
     assert [(g.id, m) for g in recovered(tmp_path).state.open.values() for m, _ in g.done()] == acknowledged
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         assert replay_log(db).violations == []
 
 
@@ -500,7 +500,7 @@ def test_the_log_cut_at_every_byte_of_its_last_record(tmp_path: Path) -> None:
     def position(size: int) -> int:
         (cut / "store.db-shm").unlink(missing_ok=True)
         os.truncate(wal, size)
-        with reading.transaction(cut) as db:
+        with database.transaction(cut) as db:
             return db.execute("SELECT MAX(position) FROM log").fetchone()[0]
 
     assert position(len(content)) == 3

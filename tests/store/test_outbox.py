@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from jaxroll.errors import Conflict, Fenced, InfraError, StoreRefusal
-from jaxroll.rpc.envelope import Refusal
+from jaxroll.rpc.protocol import Refusal
 from jaxroll.store import client
 from jaxroll.store.messages import PutAnswer, PutCall, PutReply
 

@@ -20,7 +20,7 @@ from jaxroll.records import Snapshot, Version, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.invariants import Seen
 from jaxroll.store.core.state import State
-from jaxroll.store.log import reading
+from jaxroll.store.log import database
 from jaxroll.store.log.replay import broken_by, replay_log
 from jaxroll.store.server import keeper
 from tests.store.made_log import long_run, recorded_run
@@ -39,7 +39,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_sound_log_passes(sound: Path) -> None:
-    with reading.transaction(sound) as db:
+    with database.transaction(sound) as db:
         found = replay_log(db)
     assert found.violations == []
     assert found.whole and found.first == 1 and found.last == found.records
@@ -51,7 +51,7 @@ def test_a_sound_log_passes(sound: Path) -> None:
 def test_a_compacted_log_says_from_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "COMPACT_EVERY", 100)
     asyncio.run(long_run(tmp_path, 12, history_bytes=6_000))
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         found = replay_log(db)
         (base,) = db.execute("SELECT MIN(position) FROM snapshots").fetchone()
     assert found.violations == [] and not found.whole
@@ -174,7 +174,7 @@ def test_damage_is_found(sound: Path, tmp_path: Path, name: str) -> None:
     damage(db)
     db.commit()
     db.close()
-    with reading.transaction(run_dir) as db:
+    with database.transaction(run_dir) as db:
         found = replay_log(db)
     assert found.violations, name
     first = found.violations[0]

@@ -22,7 +22,8 @@ from jaxroll import wire
 from jaxroll.config import digest
 from jaxroll.errors import Closed, Conflict, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.records import Version
-from jaxroll.rpc import auth, limits, throttle
+from jaxroll.rpc import auth, intake
+from jaxroll.rpc import protocol as limits
 from jaxroll.rpc.client import RawClient
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
@@ -43,7 +44,7 @@ RIGHTS = {
 
 @pytest.fixture(autouse=True)
 def _refusals_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "HOLD_S", 0.0)
+    monkeypatch.setattr(intake, "HOLD_S", 0.0)
 
 
 def raw(address: str | Path, role: str, token: str | None, **options: Any) -> RawClient:
@@ -165,8 +166,8 @@ def test_a_stream_of_newcomers_is_slowed_down(
     tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = small.configured()
-    monkeypatch.setattr("jaxroll.store.server.handshake._ARRIVALS", 3.0)
-    monkeypatch.setattr("jaxroll.store.server.handshake._ARRIVALS_PER_S", 0.0)
+    monkeypatch.setattr("jaxroll.store.server.keeper._ARRIVALS", 3.0)
+    monkeypatch.setattr("jaxroll.store.server.keeper._ARRIVALS_PER_S", 0.0)
 
     async def tries() -> None:
         async with small.serving(tmp_path, config) as address:
@@ -390,7 +391,7 @@ def test_the_secret_stands_in_the_token_file_only(tmp_path: Path, small: SimpleN
 def test_a_flood_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests here switch off is on by default."""
     monkeypatch.undo()
-    assert throttle.HOLD_S >= 1.0
+    assert intake.HOLD_S >= 1.0
     asyncio.run(_held_back(monkeypatch))
 
 
@@ -400,10 +401,10 @@ async def _held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(throttle.asyncio, "sleep", sleep)
+    monkeypatch.setattr(intake.asyncio, "sleep", sleep)
     for _ in range(100):
-        await throttle.Doorman().hold(10.0)
-    assert min(slept) >= throttle.HOLD_S and max(slept) <= 2 * throttle.HOLD_S
+        await intake.Doorman().hold(10.0)
+    assert min(slept) >= intake.HOLD_S and max(slept) <= 2 * intake.HOLD_S
     assert len({round(seconds, 2) for seconds in slept}) > 50, "they come back together"
-    await throttle.Doorman().hold(1.0)
+    await intake.Doorman().hold(1.0)
     assert slept[-1] == 0.8, "who waits for a second only is told within it"

@@ -33,7 +33,8 @@ from jaxroll.errors import (
     Unauthorized,
 )  # fmt: skip
 from jaxroll.records import Finished, Member, Segment, Version, VersionRun
-from jaxroll.rpc import auth, limits
+from jaxroll.rpc import auth
+from jaxroll.rpc import protocol as limits
 from jaxroll.store import messages as msg
 from jaxroll.store.client import BlockingStore, StoreClient
 from jaxroll.store.core import apply

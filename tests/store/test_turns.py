@@ -16,7 +16,7 @@ import pytest
 
 from jaxroll.config.schema import TransferConfig
 from jaxroll.records import Version
-from jaxroll.store.server.rolling import Turns
+from jaxroll.store.server.keeper import Turns
 
 WAIT_S = 20.0
 SOON_S = 0.3  # in which nothing is to happen

@@ -20,7 +20,7 @@ from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.apply import replay
 from jaxroll.store.core.state import State
-from jaxroll.store.log import commit_log, reading, schema, state_checkpoints
+from jaxroll.store.log import commit_log, database, schema, state_checkpoints
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.log.replay import differences, replay_log
 from jaxroll.store.log.state_checkpoints import Mark, kept
@@ -30,7 +30,7 @@ from tests.store.made_log import SETTINGS, eventful_history, lease, long_run, pu
 
 
 def state_on_disk(run_dir: Path) -> State:
-    with reading.transaction(run_dir) as db:
+    with database.transaction(run_dir) as db:
         found = state_checkpoints.newest(db)
         begun = found[1] if found else State()
         return replay(begun, (event for _, event in state_checkpoints.events_after(db, begun.position)), 0.0)
@@ -50,7 +50,7 @@ def test_a_state_in_pieces_is_the_state(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_every_snapshot_is_the_state_at_its_position(tmp_path: Path) -> None:
     asyncio.run(recorded_run(tmp_path, compact_every=5, history_bytes=2000))
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         found = replay_log(db)
         assert found.violations == [] and not found.whole
         assert found.snapshots >= 1, "one inside the kept history was compared, too"
@@ -88,7 +88,7 @@ def test_puts_go_on_while_a_compaction_stands_still(tmp_path: Path) -> None:
     state, acknowledged = asyncio.run(compacted_while_writing(tmp_path, threading.Event()))
     assert acknowledged > 20
     assert next(differences(state, state_on_disk(tmp_path)), None) is None
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         (position,) = db.execute("SELECT position FROM snapshots").fetchone()
         assert 0 < position < state.position
         assert db.execute("SELECT MIN(position) FROM log").fetchone() == (position + 1,)
@@ -115,7 +115,7 @@ def test_the_first_compaction_of_a_new_life_reads_what_is_new(tmp_path: Path, mo
     assert [type(event) for event in replayed] == [ev.RunOpened]
     monkeypatch.setattr(state_checkpoints, "apply", real)
     assert next(differences(state, state_on_disk(tmp_path)), None) is None
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         whole = db.execute("SELECT position, log_bytes FROM snapshots").fetchall()
         assert [position for position, _ in whole] == [state.position] and whole[0][1] > 2000
         assert replay_log(db).violations == []
@@ -163,7 +163,7 @@ def test_a_store_killed_between_any_two_portions_comes_back_whole(
         assert next(differences(state, state_on_disk(copy)), None) is None
     for copy in copies[::4]:
         asyncio.run(opened(copy))
-        with reading.transaction(copy) as db:
+        with database.transaction(copy) as db:
             assert db.execute("SELECT COUNT(DISTINCT position) FROM snapshot_parts").fetchone()[0] <= 1
             marks = state_checkpoints.marks(db)
             floor = marks[0].position if marks else 0
@@ -183,7 +183,7 @@ def test_disk_is_bounded_by_what_lives(tmp_path: Path, monkeypatch: pytest.Monke
         run_dir = tmp_path / str(steps)
         asyncio.run(long_run(run_dir, steps, tokens=2000, history_bytes=50_000, keep_bytes=200_000))
         sizes[steps] = size(run_dir)
-        with reading.transaction(run_dir) as db:
+        with database.transaction(run_dir) as db:
             rows[steps] = db.execute("SELECT COUNT(*) FROM members").fetchone()[0]
             assert db.execute("SELECT SUM(bytes) <= 200000 FROM retired").fetchone() == (1,)
             assert db.execute("SELECT SUM(LENGTH(body)) FROM log").fetchone()[0] < 50_000 + 300 * 120
@@ -265,7 +265,7 @@ def test_what_is_kept_of_a_long_history() -> None:
 
 def test_the_budget_for_trajectories_drops_the_oldest_first(tmp_path: Path) -> None:
     asyncio.run(long_run(tmp_path, 16, tokens=500, keep_bytes=40_000))
-    with reading.transaction(tmp_path) as db:
+    with database.transaction(tmp_path) as db:
         assert db.execute("SELECT SUM(bytes) <= 40000, COUNT(*) > 2 FROM retired").fetchone() == (1, 1)
         kept_groups = {g for (g,) in db.execute("SELECT group_id FROM retired")}
         gone = {g for (g,) in db.execute("SELECT id FROM groups WHERE ended_unix_s IS NOT NULL")} - kept_groups

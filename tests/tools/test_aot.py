@@ -6,10 +6,10 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.sharding import meshes
+from jaxroll.sharding import layout
 from jaxroll.tools import aot
 
-MESH = meshes.build(MeshConfig(fsdp=2, tensor=2))
+MESH = layout.build(MeshConfig(fsdp=2, tensor=2))
 SPLIT = jax.NamedSharding(MESH, jax.P("fsdp", "tensor"))
 WHOLE = jax.NamedSharding(MESH, jax.P())
 

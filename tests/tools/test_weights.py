@@ -20,7 +20,8 @@ from jaxroll import config as configs
 from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.control import run_dir
 from jaxroll.errors import CheckpointDamaged, ConfigError, DataError
-from jaxroll.learner import lora, optimizer
+from jaxroll.learner import lora
+from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
 from jaxroll.learner import weights as own
 from jaxroll.learner.checkpoint import Checkpoints
@@ -29,9 +30,10 @@ from jaxroll.learner.state import TrainState
 from jaxroll.models import families, folders, params, pretrained, tensor_files
 from jaxroll.models.tensor_files import Leaf
 from jaxroll.records import Version
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout as meshes
+from jaxroll.sharding import layout as rules
 from jaxroll.text import tokenizers
-from jaxroll.tools import trained, weights
+from jaxroll.tools import generate, weights
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 GOLDENS = pytest.mark.parametrize("variant", ["tied", "untied"])
@@ -321,7 +323,7 @@ def test_adapters_are_served_and_exported_merged(tmp_path: Path) -> None:
     checkpoints.save(Version(0, 3), 9, state, lora.digest(base))
     checkpoints.wait()
     want = lora.merged(spec, layout, adapters, base, trained_ones)
-    served, version, _ = trained.newest_params(config, spec, run.path, layout)
+    served, version, _ = generate.newest_params(config, spec, run.path, layout)
     assert version == Version(0, 3) and all(np.array_equal(served[name], want[name]) for name in want)
     with weights.opened(run.path, run) as held:
         assert "adapters merged" in weights.export(held, tmp_path / "hf", weights.AS_STORED, WHOLE)
@@ -336,4 +338,4 @@ def test_adapters_are_served_and_exported_merged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trained upon other parameters"), weights.opened(run.path, run):
         pass
     with pytest.raises(ConfigError, match="trained upon other parameters"):
-        trained.newest_params(config, spec, run.path, layout)
+        generate.newest_params(config, spec, run.path, layout)

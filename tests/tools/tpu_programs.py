@@ -29,7 +29,7 @@ from jaxroll.engine.packets import Sizes
 from jaxroll.learner import step, trainer
 from jaxroll.models import cache, families
 from jaxroll.models.families import ModelSpec
-from jaxroll.sharding.rules import LEARNER, SAMPLER, Layout
+from jaxroll.sharding.layout import LEARNER, SAMPLER, Layout
 from jaxroll.tools import aot
 
 CONFIGS = Path(__file__).parents[2] / "configs"

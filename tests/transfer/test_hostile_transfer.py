@@ -20,7 +20,7 @@ import pytest
 from jaxroll import wire
 from jaxroll.errors import DigestMismatch, TransferError
 from jaxroll.records import Snapshot, Version
-from jaxroll.transfer import frames, manifest, plan
+from jaxroll.transfer import channels, manifest, plan
 from tests.bounds import bounded, check_refusal
 
 VERSION = Version(0, 1)
@@ -131,7 +131,7 @@ def fetch(kit, announced: Snapshot, limit_s: float = 5.0) -> TransferError:
 
 
 def test_a_stream_that_never_ends_ends_at_the_deadline(kit, liar) -> None:
-    slow = liar(frames.frame(frames.ManifestReply(VERSION, 1 << 20)), pause_s=0.05, forever=b"x")
+    slow = liar(channels.frame(channels.ManifestReply(VERSION, 1 << 20)), pause_s=0.05, forever=b"x")
     began_s = time.monotonic()
     error = fetch(kit, Snapshot(VERSION, "tcp", slow, "0" * 40), limit_s=1.0)
     assert "not done within 1 s" in str(error) and time.monotonic() - began_s < 15.0
@@ -139,11 +139,11 @@ def test_a_stream_that_never_ends_ends_at_the_deadline(kit, liar) -> None:
 
 @pytest.mark.parametrize("size", [-1, -(2**62), 2**40, 2**63])
 def test_a_manifest_of_an_impossible_size_is_refused(kit, liar, size: int) -> None:
-    fetch(kit, Snapshot(VERSION, "tcp", liar(frames.frame(frames.ManifestReply(VERSION, size))), "0" * 40))
+    fetch(kit, Snapshot(VERSION, "tcp", liar(channels.frame(channels.ManifestReply(VERSION, size))), "0" * 40))
 
 
 def test_a_refusal_that_fills_the_screen_is_one_line(kit, liar) -> None:
-    answer = frames.frame(frames.Refused("gone", "no\x1b[2J\n" * 100_000))
+    answer = channels.frame(channels.Refused("gone", "no\x1b[2J\n" * 100_000))
     fetch(kit, Snapshot(VERSION, "tcp", liar(answer), "0" * 40))
 
 

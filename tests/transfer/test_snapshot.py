@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxroll.records import Version
-from jaxroll.transfer import digest, host_snapshot, plan
+from jaxroll.transfer import host_snapshot, manifest, plan
 
 VERSION = Version(0, 3)
 
@@ -45,10 +45,10 @@ def test_it_holds_the_cast_values_once(kit, dims: tuple, dtype: str) -> None:
     assert list(got) == sorted(values)
     for name in values:
         assert got[name].dtype == wanted[name].dtype
-        np.testing.assert_array_equal(digest.bits(got[name]), digest.bits(wanted[name]))
+        np.testing.assert_array_equal(manifest.bits(got[name]), manifest.bits(wanted[name]))
     assert taken.size_bytes == sum(value.nbytes for value in wanted.values())  # replicas are not kept
     for leaf in taken.manifest.leaves:
-        assert leaf.total == digest.of_box(wanted[leaf.name], plan.whole(leaf.shape))
+        assert leaf.total == manifest.of_box(wanted[leaf.name], plan.whole(leaf.shape))
     assert (
         taken.manifest_digest
         == host_snapshot.take(VERSION, kit.params(values, kit.shardings(dims, "learner")), dtype).manifest_digest

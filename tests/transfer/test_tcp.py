@@ -17,7 +17,7 @@ from jaxroll import wire
 from jaxroll.clock import ManualClock, MonotonicClock
 from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone
 from jaxroll.records import Snapshot, Version
-from jaxroll.transfer import frames, tcp_listener
+from jaxroll.transfer import channels, tcp_listener
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
 from jaxroll.transfer.channels import Deadline, Part
 from tests.faults.proxy import Proxy
@@ -245,16 +245,16 @@ def _advance_until_hung_up(clock: ManualClock, sock: socket.socket) -> None:
     [
         b"\xff\xff\xff\xff",
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        frames.LENGTH.pack(3) + b"abc",
-        frames.frame(frames.AskManifest(wire.PROTOCOL_VERSION, "ab", VERSION)).replace(b"ab", b"\xff\xa5"),
-        frames.frame(frames.AskSlices(wire.PROTOCOL_VERSION, "", VERSION, (frames.Slice(9, 0, (), False),))),
-        frames.frame(
-            frames.AskSlices(wire.PROTOCOL_VERSION, "", VERSION, (frames.Slice(0, 0, ((-1, 2), (0, 2)), False),))
+        channels.LENGTH.pack(3) + b"abc",
+        channels.frame(channels.AskManifest(wire.PROTOCOL_VERSION, "ab", VERSION)).replace(b"ab", b"\xff\xa5"),
+        channels.frame(channels.AskSlices(wire.PROTOCOL_VERSION, "", VERSION, (channels.Slice(9, 0, (), False),))),
+        channels.frame(
+            channels.AskSlices(wire.PROTOCOL_VERSION, "", VERSION, (channels.Slice(0, 0, ((-1, 2), (0, 2)), False),))
         ),
-        frames.frame(
-            frames.AskSlices(wire.PROTOCOL_VERSION, "", VERSION, (frames.Slice(0, -1, ((0, 2), (0, 2)), True),))
+        channels.frame(
+            channels.AskSlices(wire.PROTOCOL_VERSION, "", VERSION, (channels.Slice(0, -1, ((0, 2), (0, 2)), True),))
         ),
-        frames.frame(frames.AskManifest(wire.PROTOCOL_VERSION + 1, "", VERSION)),
+        channels.frame(channels.AskManifest(wire.PROTOCOL_VERSION + 1, "", VERSION)),
     ],
 )
 def test_noise_is_refused_and_others_are_served(kit, published, noise: bytes) -> None:
@@ -264,17 +264,17 @@ def test_noise_is_refused_and_others_are_served(kit, published, noise: bytes) ->
         answer = b""
         while part := rude.recv(4096):
             answer += part
-    refused = wire.decode(answer[4:], frames.Answer)
-    assert isinstance(refused, frames.Refused)
+    refused = wire.decode(answer[4:], channels.Answer)
+    assert isinstance(refused, channels.Refused)
     assert refused.kind in ("bad_request", "unauthorized")
     assert _fetch(kit, published).version == VERSION
 
 
 def test_questions_may_be_sent_back_to_back_and_byte_by_byte(kit, published) -> None:
     host, _, port = published.address.rpartition(":")
-    ask = frames.frame(frames.AskManifest(wire.PROTOCOL_VERSION, "", VERSION))
+    ask = channels.frame(channels.AskManifest(wire.PROTOCOL_VERSION, "", VERSION))
     taken = kit.host_snapshot(VERSION, _big_values())
-    one = frames.frame(frames.ManifestReply(VERSION, len(taken.encoded))) + taken.encoded
+    one = channels.frame(channels.ManifestReply(VERSION, len(taken.encoded))) + taken.encoded
     with socket.create_connection((host, int(port)), timeout=5) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for at in range(len(ask)):
@@ -314,13 +314,13 @@ class _Liar:
     ("reply", "error", "message"),
     [
         (
-            frames.frame(frames.ManifestReply(VERSION, 1 << 40)),
+            channels.frame(channels.ManifestReply(VERSION, 1 << 40)),
             TransferError,
             "announces a manifest of 1099511627776 bytes",
         ),
         (b"\xff\xff\xff\x7f", TransferError, "does not speak this protocol"),
-        (frames.frame(frames.Chunk(VERSION, 4)) + b"abcd", TransferError, "answered Chunk, not ManifestReply"),
-        (frames.frame(frames.ManifestReply(VERSION, 3)) + b"abc", DigestMismatch, "is not a manifest"),
+        (channels.frame(channels.Chunk(VERSION, 4)) + b"abcd", TransferError, "answered Chunk, not ManifestReply"),
+        (channels.frame(channels.ManifestReply(VERSION, 3)) + b"abc", DigestMismatch, "is not a manifest"),
     ],
 )
 def test_a_lying_publisher_is_refused(kit, reply: bytes, error: type, message: str) -> None:
@@ -333,8 +333,8 @@ def test_a_lying_publisher_is_refused(kit, reply: bytes, error: type, message: s
 def test_a_chunk_of_the_wrong_size_is_refused(kit) -> None:
     taken = kit.host_snapshot(VERSION, _big_values())
     liar = _Liar(
-        frames.frame(frames.ManifestReply(VERSION, len(taken.encoded))) + taken.encoded,
-        frames.frame(frames.Chunk(VERSION, 12)) + b"x" * 12,
+        channels.frame(channels.ManifestReply(VERSION, len(taken.encoded))) + taken.encoded,
+        channels.frame(channels.Chunk(VERSION, 12)) + b"x" * 12,
     )
     kit.stack.callback(liar.close)
     with pytest.raises(TransferError, match=r"leaf 'a' .* 12 bytes came, \d+ are needed"):

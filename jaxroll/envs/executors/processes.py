@@ -18,7 +18,7 @@ import msgspec
 import jaxroll
 from jaxroll import lifeline
 from jaxroll.config import TaskConfig
-from jaxroll.envs.executors import messages as words
+from jaxroll.envs.executors import worker as words
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import StepResult, Traits
 from jaxroll.records import Message, Task

@@ -1,14 +1,11 @@
-"""One process of environments: `python -m jaxroll.envs.executors.worker '{…}'`, orders on stdin, answers on stdout.
-
-It plays one episode at a time and makes its environment anew for each. It dies with its parent. What an environment
-prints goes to stderr, which is the log of the role.
-"""
+"""What a process of environments and its parent say to each other: length-prefixed MessagePack over pipes."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import os
+import struct
 import sys
 from typing import Any, BinaryIO
 
@@ -18,9 +15,101 @@ from jaxroll import env_checks, lifeline, priority
 from jaxroll.config import TaskConfig
 from jaxroll.env_checks import described
 from jaxroll.envs import registry
-from jaxroll.envs.executors import messages as words
 from jaxroll.errors import DataError, InfraError
-from jaxroll.protocols import Environment
+from jaxroll.protocols import Environment, StepResult
+from jaxroll.records import Message, Task
+
+LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 64 << 20
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """What the parent says on the command line: who it is, and the task that environments are made for."""
+
+    parent_pid: int
+    task: TaskConfig
+
+
+class Reset(msgspec.Struct, frozen=True, tag="reset"):
+    """Make the environment `name` and reset it."""
+
+    name: str
+    task: Task
+    seed: int
+
+
+class Again(msgspec.Struct, frozen=True, tag="again"):
+    """Reset the environment at hand once more: the first attempt raised InfraError."""
+
+    task: Task
+    seed: int
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """One answer."""
+
+    answer: str
+
+
+class Close(msgspec.Struct, frozen=True, tag="close"):
+    """The episode is over."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The process has started."""
+
+
+class Shown(msgspec.Struct, frozen=True, tag="shown"):
+    """The first messages."""
+
+    messages: tuple[Message, ...]
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    """The consequence of an answer."""
+
+    result: StepResult
+
+
+class Closed(msgspec.Struct, frozen=True, tag="closed"):
+    """The environment is gone."""
+
+
+class Raised(msgspec.Struct, frozen=True, tag="raised"):
+    """A call raised; `infra` when it was an InfraError, after which the same may be asked again."""
+
+    error: str
+    infra: bool = False
+
+
+Order = Reset | Again | Step | Close
+Answer = Ready | Shown | Stepped | Closed | Raised
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ORDER: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def frame(message: Any) -> bytes:
+    """The message with its length in front."""
+    body = _ENCODER.encode(message)
+    return LENGTH.pack(len(body)) + body
+
+
+def order(body: bytes) -> Order:
+    """What the parent asks for."""
+    return _ORDER.decode(body)
+
+
+def answer(body: bytes) -> Answer:
+    """What the process says. Raises msgspec.DecodeError on nonsense."""
+    return _ANSWER.decode(body)
+
+
+# --- One process of environments: `python -m jaxroll.envs.executors.worker '{…}'`, orders on stdin, answers on stdout
+#
+# It plays one episode at a time and makes its environment anew for each. It dies with its parent. What an environment
+# prints goes to stderr, which is the log of the role.
 
 _SHOWN = "what reset() returned"
 
@@ -41,27 +130,27 @@ class Player:
     def __init__(self, task: TaskConfig, runner: asyncio.Runner) -> None:
         self._task, self._runner, self._env = task, runner, None
 
-    def answer(self, order: words.Order) -> words.Answer:
+    def answer(self, order: Order) -> Answer:
         """What follows from one order."""
         try:
             return self._followed(order)
         except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the episode's answer
-            return words.Raised(described(error), isinstance(error, InfraError))
+            return Raised(described(error), isinstance(error, InfraError))
 
-    def _followed(self, order: words.Order) -> words.Answer:
+    def _followed(self, order: Order) -> Answer:
         match order:
-            case words.Reset(name, task, seed):
+            case Reset(name, task, seed):
                 self._env = registry.create(name, NoPool(), self._task)  # type: ignore[arg-type]
-                return words.Shown(env_checks.messages(self._done(self._env.reset(task, seed)), _SHOWN))
-            case words.Again(task, seed):
-                return words.Shown(env_checks.messages(self._done(self._current.reset(task, seed)), _SHOWN))
-            case words.Step(text):
-                return words.Stepped(env_checks.step_result(self._done(self._current.step(text))))
-            case words.Close():
+                return Shown(env_checks.messages(self._done(self._env.reset(task, seed)), _SHOWN))
+            case Again(task, seed):
+                return Shown(env_checks.messages(self._done(self._current.reset(task, seed)), _SHOWN))
+            case Step(text):
+                return Stepped(env_checks.step_result(self._done(self._current.step(text))))
+            case Close():
                 env, self._env = self._env, None
                 if env is not None:
                     self._done(env.close())
-                return words.Closed()
+                return Closed()
 
     @property
     def _current(self) -> Environment:
@@ -81,15 +170,15 @@ class Player:
 
 def main(argument: str) -> int:
     """Answers orders until stdin ends; returns the exit status."""
-    settings = msgspec.json.decode(argument, type=words.Settings)
+    settings = msgspec.json.decode(argument, type=Settings)
     lifeline.bind(settings.parent_pid)
     priority.lower_session()
     orders, answers = _private_pipes()
-    answers.write(words.frame(words.Ready()))
+    answers.write(frame(Ready()))
     with asyncio.Runner() as runner:
         player = Player(settings.task, runner)
         while (body := _read(orders)) is not None:
-            answers.write(words.frame(player.answer(words.order(body))))
+            answers.write(frame(player.answer(order(body))))
     return 0
 
 
@@ -104,10 +193,10 @@ def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read(stream: BinaryIO) -> bytes | None:
-    header = stream.read(words.LENGTH.size)
-    if len(header) < words.LENGTH.size:
+    header = stream.read(LENGTH.size)
+    if len(header) < LENGTH.size:
         return None
-    (size,) = words.LENGTH.unpack(header)
+    (size,) = LENGTH.unpack(header)
     body = stream.read(size)
     return body if len(body) == size else None
 

@@ -24,7 +24,7 @@ from jaxroll.learner.trainer import Metrics, Ready, Running, Trainer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim, Version
-from jaxroll.sharding.rules import Rules
+from jaxroll.sharding.layout import Rules
 from jaxroll.transfer import host_snapshot
 
 Tell = Callable[[Word], None]

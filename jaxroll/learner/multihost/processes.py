@@ -37,7 +37,7 @@ from jaxroll import wire
 from jaxroll.config import RoleArgs
 from jaxroll.errors import EXIT_FAILURE, ConfigError, DeadlineExceeded, JaxRollError, exit_code
 from jaxroll.records import Version
-from jaxroll.rpc import limits
+from jaxroll.rpc import protocol
 
 ADDRESS_FILE = "learner.addr"  # in the run's folder: where the cluster meets, if nobody said which port to take
 JOIN_S = 300  # from the first process that is there to the last
@@ -169,7 +169,7 @@ def joined(args: RoleArgs, stop: threading.Event) -> Leader | Follower | None:
     _check_cluster(args)
     if jax.process_index():
         return Follower(_called(_broadcast(None)))
-    with socket.create_server((host if limits.is_loopback(host) else "", 0), backlog=count) as listener:
+    with socket.create_server((host if protocol.is_loopback(host) else "", 0), backlog=count) as listener:
         greeting = _Greeting(host, listener.getsockname()[1], secrets.token_hex(32).encode())
         _broadcast(greeting)
         return Leader(_answered(listener, greeting.secret, count - 1), stop)
@@ -190,7 +190,7 @@ def _join_cluster(args: RoleArgs, count: int) -> str:
     jax.distributed.initialize(
         address, count, args.index, cluster_detection_method="deactivate",  # a batch system has no say in devices
         initialization_timeout=JOIN_S, heartbeat_timeout_seconds=SILENCE_S,
-        coordinator_bind_address=address if limits.is_loopback(host) and not args.index else None,
+        coordinator_bind_address=address if protocol.is_loopback(host) and not args.index else None,
     )  # fmt: skip
     return host
 
@@ -259,7 +259,7 @@ def _answered(listener: socket.socket, secret: bytes, count: int) -> list[socket
             link, _ = listener.accept()
         except TimeoutError as error:
             raise DeadlineExceeded(f"{count - len(links)} processes of the learner did not call") from error
-        link.settimeout(limits.HANDSHAKE_S)
+        link.settimeout(protocol.HANDSHAKE_S)
         shown = _read(link, len(secret) + _INDEX.size)
         if hmac.compare_digest(shown[: len(secret)], secret):
             links[_INDEX.unpack(shown[len(secret) :])[0]] = _opened(link)

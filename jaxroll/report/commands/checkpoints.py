@@ -16,7 +16,7 @@ from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import Entry
 from jaxroll.records import Version
 from jaxroll.report.formats import UNKNOWN, Section, moment, number, show
-from jaxroll.store.log import reading
+from jaxroll.store.log import database
 
 FOLDER = "checkpoints"
 UNSUMMED = "it has no sums to go by; its writer has not come so far, or was killed"
@@ -62,7 +62,7 @@ def _row(entry: Entry, durable: set[Version] | None, verify: bool) -> Facts:
 
 def _durable(run_dir: Path) -> set[Version] | None:
     try:
-        with reading.damage_named(run_dir, ""), reading.transaction(run_dir) as db:
+        with database.damage_named(run_dir, ""), database.transaction(run_dir) as db:
             return {Version(int(lineage), int(step)) for lineage, step in db.execute(_DURABLE)}
     except DataError:
         return None  # a copy without its log is still a list of checkpoints

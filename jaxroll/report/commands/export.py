@@ -21,7 +21,7 @@ from jaxroll import wire
 from jaxroll.errors import ConfigError
 from jaxroll.records import Finished, Member, ages
 from jaxroll.report.commands.trajectory import Decoder, decoder
-from jaxroll.store.log import reading
+from jaxroll.store.log import database
 
 ROW_GROUP_BYTES = 8 * 2**20
 _TOKEN_BYTES = 16  # a token with mask, log-prob and text, roughly
@@ -47,8 +47,8 @@ def main(run_dir: Path, config: dict[str, Any], *, parquet: str | None, jsonl: s
 def _write(run_dir: Path, decode: Decoder | None, write: Write) -> int:
     """How many rows were written, in portions of bounded size."""
     count, portion, size = 0, [], 0
-    damage = reading.damage_named(run_dir, "`jaxroll replay` says what is wrong with it")
-    with damage, reading.transaction(run_dir) as db:
+    damage = database.damage_named(run_dir, "`jaxroll replay` says what is wrong with it")
+    with damage, database.transaction(run_dir) as db:
         for row in rows(db, decode):
             portion.append(row)
             size += _TOKEN_BYTES * len(row["tokens"]) + 1000

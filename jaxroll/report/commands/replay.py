@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxroll.errors import EXIT_FAILURE
 from jaxroll.report.formats import Section, number, show
-from jaxroll.store.log import reading
+from jaxroll.store.log import database
 from jaxroll.store.log.replay import Replayed, replay_log
 
 CHECKED = (
@@ -26,7 +26,7 @@ CHECKED_AGES = "no token older than the bound is trained, and masked tokens are 
 
 def main(run_dir: Path, *, as_json: bool, console: Console | None = None) -> int:
     """Print what was checked and what was found; 0 when nothing was. DataError when the file cannot be read at all."""
-    with reading.damage_named(run_dir, "restore the file from a copy"), reading.transaction(run_dir) as db:
+    with database.damage_named(run_dir, "restore the file from a copy"), database.transaction(run_dir) as db:
         found = replay_log(db)
     if as_json:
         print(json.dumps(facts(found), indent=2))

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxroll import metrics
-from jaxroll.report.figures import ahead, record
+from jaxroll.report.figures import record
+from jaxroll.report.figures import summary as ahead
 from jaxroll.report.figures.checks import checks
 from jaxroll.report.figures.record import Run
 from jaxroll.report.figures.summary import state_of, summary

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxroll.report.figures import activity, ahead
+from jaxroll.report.figures import activity, summary
 from jaxroll.report.figures.activity import Lane
 from jaxroll.report.figures.summary import age_histogram, numbers, of_kind
 from jaxroll.report.formats import duration, known, number, percent, tick
@@ -53,7 +53,7 @@ def time_split(view: View) -> Markup:
         for part in (tag("div", role), tag("div", *_segments(split), class_="segments"))
     ]
     hint = f"Over the {duration(window[1] - window[0] - pause_s)} of reinforcement learning."
-    if too_little := ahead.words(view.figures["alpha"], view.figures["alpha_wanted"]):
+    if too_little := summary.words(view.figures["alpha"], view.figures["alpha_wanted"]):
         hint += f" {too_little}."
     keys = legend(*((kind, timeline.NAMES.get(kind, kind)) for kind in kinds))
     return card("Where the time went", hint, keys, tag("div", *rows, class_="split"))

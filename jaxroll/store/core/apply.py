@@ -8,7 +8,8 @@ from typing import Any
 from jaxroll.policy.health import KEPT_BY_CLAIM, Health, failing_share
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import forks, statistics
+from jaxroll.store.core import forks
+from jaxroll.store.core import state as statistics
 from jaxroll.store.core.groups import DONE, DROPPED, FREE, LEASED, Group, Slot
 from jaxroll.store.core.holders import AVOIDED_S, HOLDERS_KEPT
 from jaxroll.store.core.settings import FILTERED

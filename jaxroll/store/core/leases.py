@@ -13,15 +13,17 @@ from jaxroll.records import Grant
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import holders
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.admission import (
+from jaxroll.store.core.groups import DONE, LEASED, Group, Slot
+from jaxroll.store.core.holders import (
+    free_members,
+    is_awaited,
     is_slow,
     kept_groups,
     over,
+    share_of,
     window_in_force,
     yields_to,
 )
-from jaxroll.store.core.groups import DONE, LEASED, Group, Slot
-from jaxroll.store.core.holders import free_members, is_awaited, share_of
 from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import State, held_bytes, outstanding, slot_of, unpublished_groups
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxroll.store.core.admission import is_slow, is_unreliable, kept_groups, over, window_in_force
 from jaxroll.store.core.groups import LEASED, Group
-from jaxroll.store.core.holders import resting, why_resting
+from jaxroll.store.core.holders import is_slow, is_unreliable, kept_groups, over, resting, why_resting, window_in_force
 from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import State, conservation_residual, counts, held_bytes, outstanding
 

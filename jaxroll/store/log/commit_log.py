@@ -28,8 +28,8 @@ from jaxroll.errors import InfraError
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.requests import Recorded
 from jaxroll.store.core.state import State
-from jaxroll.store.log import opening, schema, state_checkpoints
-from jaxroll.store.log.reading import DATABASE
+from jaxroll.store.log import database, schema, state_checkpoints
+from jaxroll.store.log.database import DATABASE
 from jaxroll.store.log.state_checkpoints import Mark, Part, Replica
 
 LOCK = "store.lock"
@@ -62,13 +62,13 @@ class Log:
         another version of JaxRoll wrote it.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
-        opening.checked_folder(run_dir)
+        database.checked_folder(run_dir)
         self.path = run_dir / DATABASE
-        self._lock = opening.locked(run_dir / LOCK)
+        self._lock = database.locked(run_dir / LOCK)
         try:
-            self._connection = opening.connected(self.path)
-            opening.prepared(self._connection, self.path)
-            self._reader, self._replaying = opening.reading(self.path), opening.reading(self.path)
+            self._connection = database.connected(self.path)
+            database.prepared(self._connection, self.path)
+            self._reader, self._replaying = database.reading(self.path), database.reading(self.path)
             self.recovered = _read(self._connection)
             self._upkeep = Upkeep(self._connection, history_bytes, keep_bytes)
         except BaseException as error:

@@ -1,18 +1,26 @@
-"""State machine and log together: events are logged, waiters wake, an answer waits for the disk."""
+"""Turns at changing weights (`schedule.rolling`): so many samplers at a time, who has waited longest first.
+
+A sampler has its turn from when it is told of new weights until it asks for others, which it does when its engine
+computes with them, or when it could not have them. A turn that lasts too long is over: whoever had it may be gone.
+Nothing here is kept over a restart of the store: at worst two turns are one too many for once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import math
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from jaxroll import wire
 from jaxroll.clock import Clock, unix_s
-from jaxroll.errors import NoCredit, NotReady, StoreRefusal
+from jaxroll.errors import NoCredit, NotReady, StaleClient, StoreRefusal, Unauthorized
+from jaxroll.rpc.intake import Credit, Crowded
+from jaxroll.rpc.server import Caller
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.holders import free_members
@@ -22,8 +30,117 @@ from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import State
 from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import Log
-from jaxroll.store.messages import MAX_KEYS
-from jaxroll.store.server.handshake import NAMES_KEPT, Recent
+from jaxroll.store.messages import MAX_KEYS, Hello
+
+
+class Turns:
+    """Up to `count` turns at a time, of at most `turn_s` each; a `count` of 0 gives one to everybody."""
+
+    def __init__(self, count: int, turn_s: float) -> None:
+        self._count, self._turn_s = count, turn_s
+        self._until_s: dict[str, float] = {}  # who has a turn → when it is over at the latest
+        self._waiting: dict[str, None] = {}  # in the order in which they came
+
+    def over(self, name: str) -> bool:
+        """The turn of `name` is over; whether it had one."""
+        return self._until_s.pop(name, None) is not None
+
+    def take(self, name: str, now_s: float) -> bool:
+        """Whether `name` has a turn from `now_s` on. If not it has a place in the queue, until it has one or leaves."""
+        if not self._count:
+            return True
+        self._until_s = {who: until_s for who, until_s in self._until_s.items() if until_s > now_s}
+        if name in self._until_s:
+            return True  # a call of it that nobody hears any more was given the turn
+        self._waiting.setdefault(name)
+        free = self._count - len(self._until_s)
+        if list(self._waiting).index(name) >= free:
+            return False
+        del self._waiting[name]
+        self._until_s[name] = now_s + self._turn_s
+        return True
+
+    def leave(self, name: str) -> bool:
+        """`name` waits no longer; whether it did."""
+        if name not in self._waiting:
+            return False
+        del self._waiting[name]
+        return True
+
+    def next_end_s(self, now_s: float) -> float:
+        """When the next of the turns is over by itself; infinite when there is none."""
+        return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=math.inf)
+
+
+# --- Whose calls belong to this run: the facts of the first message, which every later call carries again
+#
+# What a hello proves (same protocol, same config, this run) is in the metadata of every call, so that a store that
+# started again can check it too; a caller learns the run's id only from the answer to its hello. Of samplers and
+# learners
+# the log also knows the names that said hello.
+
+NAMES_KEPT = 1024  # of which something is remembered that nothing depends on
+_ARRIVALS, _ARRIVALS_PER_S = 512.0, 2.0  # each is a record of the log: a whole pod at once, but no stream of them
+_WITHOUT_CONFIG = frozenset({"observer", "admin"})  # may come without a config; with one, it must be the run's
+
+V = TypeVar("V")
+
+
+class Guests:
+    """Refuses callers of other runs and configs, and a stream of newcomers."""
+
+    def __init__(self, run_id: str, config_digest: str) -> None:
+        self._run_id, self._config_digest = run_id, config_digest
+        self._arrivals = Credit(_ARRIVALS, _ARRIVALS_PER_S)
+
+    def check_hello(self, caller: Caller, hello: Hello) -> None:
+        """Raises Unauthorized unless `caller` may join."""
+        if hello.protocol != wire.PROTOCOL_VERSION:
+            raise Unauthorized(
+                f"the store speaks protocol {wire.PROTOCOL_VERSION}, the caller {hello.protocol}: "
+                "install the same JaxRoll on both sides"
+            )
+        self._check_config(caller, hello.config_digest)
+
+    def count_arrival(self, now_s: float) -> None:
+        """Raises Crowded when more processes join than a run can have: is something looping?"""
+        if not self._arrivals.take(now_s):
+            raise Crowded("too many processes join this run; try again")
+
+    def check_call(self, caller: Caller, greeted: bool) -> None:
+        """Raises StaleClient or Unauthorized unless `caller` has been welcomed; `greeted`: its name has said hello."""
+        if not (caller.run_id and greeted):
+            raise StaleClient(f"this is run {self._run_id}, the caller has not said Hello, its first message")
+        if caller.run_id != self._run_id:
+            raise StaleClient(
+                f"this is run {self._run_id}, the caller belongs to {caller.run_id[:64]}: start it again for this run"
+            )
+        self._check_config(caller, caller.config_digest)
+
+    def _check_config(self, caller: Caller, said: str) -> None:
+        if said == self._config_digest or (not said and caller.right in _WITHOUT_CONFIG):
+            return
+        raise Unauthorized(
+            f"the store runs config {self._config_digest[:12]}, the caller {said[:12] or 'none'}: "
+            "start both from the same config (`jaxroll config` prints its digest)"
+        )
+
+
+class Recent(OrderedDict[str, V], Generic[V]):
+    """A dict of the `size` keys written last: what callers choose must not grow without end."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+
+    def __setitem__(self, key: str, value: V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        while len(self) > self._size:
+            self.popitem(last=False)
+
+
+# --- State machine and log together: events are logged, waiters wake, an answer waits for the disk
 
 COMPACT_EVERY, COMPACT_BYTES = 20_000, 32 * 2**20  # log records, and their bytes: what a restart reads at most
 _STOOD_STILL_S = 1.0  # a tick this much late was the machine's fault, and no holder's

@@ -20,7 +20,7 @@ from jaxroll.clock import Clock, MonotonicClock, unix_s
 from jaxroll.config import Config, digest
 from jaxroll.errors import ConfigError
 from jaxroll.metrics import JsonlTracker
-from jaxroll.rpc import auth, limits, tls
+from jaxroll.rpc import auth, protocol, tls
 from jaxroll.rpc.server import RawServer
 from jaxroll.store import messages as msg
 from jaxroll.store.core import requests as rq
@@ -29,9 +29,8 @@ from jaxroll.store.core.state import next_deadline_s, next_straggler_s, straggle
 from jaxroll.store.core.waits import status
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.audit import Audit
-from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper
+from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, Turns
 from jaxroll.store.server.prompts import Feeder, PromptBuffer
-from jaxroll.store.server.rolling import Turns
 from jaxroll.store.server.service import PAGE_BYTES, StoreService
 
 ADDRESS_FILE, METRICS_FILE = "store.addr", "metrics.jsonl"
@@ -84,7 +83,7 @@ async def serve(
                 raise ConfigError("--store", f"{host}:{port}", "another process has this port", "Choose another one.")
             await server.start()
             try:
-                address = limits.address(_LOCALLY.get(host, host), taken)
+                address = protocol.address(_LOCALLY.get(host, host), taken)
                 _write_address(run_dir, address)
                 ready(address)
                 await store.run()

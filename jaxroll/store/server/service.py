@@ -15,22 +15,20 @@ from jaxroll import wire
 from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
 from jaxroll.records import Snapshot, Version
-from jaxroll.rpc import limits
-from jaxroll.rpc.envelope import refusal_of
+from jaxroll.rpc import protocol
+from jaxroll.rpc.protocol import refusal_of
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
 from jaxroll.store.core import puts
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.admission import checkpoint_wanted
+from jaxroll.store.core.holders import checkpoint_wanted
 from jaxroll.store.core.state import NAMES_KNOWN, Batch
 from jaxroll.store.core.waits import status
 from jaxroll.store.log import schema
 from jaxroll.store.server import validation
 from jaxroll.store.server.audit import Audit
-from jaxroll.store.server.handshake import NAMES_KEPT, Guests, Recent
-from jaxroll.store.server.keeper import CLAIM, ENDED, LEASE, PUBLISHED, Keeper
+from jaxroll.store.server.keeper import CLAIM, ENDED, LEASE, NAMES_KEPT, PUBLISHED, Guests, Keeper, Recent, Turns
 from jaxroll.store.server.prompts import PromptBuffer
-from jaxroll.store.server.rolling import Turns
 from jaxroll.store.server.validation import Key, key_of, masked, put_request
 
 PAGE_BYTES = 8 * 2**20
@@ -113,7 +111,7 @@ class StoreService:
 
     def _wait_s(self, caller: Caller, wanted_s: float) -> float:
         """How long a call may be held: what it asked for, within limits and its deadline."""
-        return max(0.0, min(wanted_s, limits.MAX_WAIT_S, caller.deadline_s - _REPLY_MARGIN_S))
+        return max(0.0, min(wanted_s, protocol.MAX_WAIT_S, caller.deadline_s - _REPLY_MARGIN_S))
 
     async def _hello(self, caller: Caller, body: bytes) -> msg.Welcome:
         hello = wire.decode(body, msg.Hello)
@@ -128,7 +126,7 @@ class StoreService:
 
     async def _lease(self, caller: Caller, body: bytes) -> msg.LeaseReply:
         call = wire.decode(body, msg.LeaseCall)
-        if not limits.is_name(call.request):
+        if not protocol.is_name(call.request):
             raise StoreRefusal("a lease request must match [A-Za-z0-9_-]{1,64}")
         members = min(call.max_members, MAX_MEMBERS_PER_LEASE)
         count = -(-max(members, 1) // self._keeper.settings.group_size) + 1
@@ -268,7 +266,7 @@ class StoreService:
 
     async def _begin(self, caller: Caller, body: bytes) -> msg.VersionCall:
         call = wire.decode(body, msg.BeginCall)
-        if call.fork and not limits.is_name(call.fork):
+        if call.fork and not protocol.is_name(call.fork):
             raise StoreRefusal("the name of a fork must match [A-Za-z0-9_-]{1,64}")
         forks = sum(bool(line.fork) for line in self._keeper.state.lineages)
         reply = self._keeper.decide(rq.Begin(caller.session, call.durable, call.fork))

@@ -14,7 +14,7 @@ from jetstream.engine import mock_engine
 
 from jaxroll.protocols import SamplingParams, StepResult
 from jaxroll.records import Message, Task, Version
-from jaxroll.rollout import evaluation
+from jaxroll.rollout import manager as evaluation
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.serving.jetstream_proxy import JetStreamProxy
 

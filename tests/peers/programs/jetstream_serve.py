@@ -28,7 +28,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.engine import jetstream
 from jaxroll.models import families
 from jaxroll.protocols import GenerationKey
-from jaxroll.sharding import meshes, rules
+from jaxroll.sharding import layout
 
 DEADLINE_S = 120
 
@@ -62,9 +62,9 @@ class Work:
 
     def engine(self, **drawing) -> jetstream.JetStreamEngine:
         serving = jetstream.Serving(**self.given["serving"], **drawing)
-        words, mesh = Words(self.given["eos"]), meshes.build(MeshConfig())
+        words, mesh = Words(self.given["eos"]), layout.build(MeshConfig())
         return jetstream.JetStreamEngine(
-            families.spec("nano"), mesh, rules.SAMPLER, words, lambda: self.weights, serving
+            families.spec("nano"), mesh, layout.SAMPLER, words, lambda: self.weights, serving
         )
 
     def requests(self, as_text: bool) -> list[jetstream_pb2.DecodeRequest]:
