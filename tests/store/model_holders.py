@@ -109,7 +109,7 @@ class Holders(LearnerSide):
         if due is None:
             return
         self.health[name] = health
-        health["failures"] += 1
+        health |= {"failures": health["failures"] + 1, "slow": False}
         if due:
             health |= {"failures": 0, "rests": health["rests"] + 1, "rest": due, "at": now}
             self.busy(name)
@@ -118,14 +118,19 @@ class Holders(LearnerSide):
         """A put, which halves what was counted, unless the store finds it slow beside others."""
         slow = [fact[2] for fact in self.take("too slow")]
         health = self.health.get(name, {"failures": 0, "rests": 0, "rest": 0.0, "at": None})
+        on_trial = health.get("slow", False) and health["rests"] >= TRIAL
         if slow:
-            if not 0 <= slow[0] <= LONGEST_S or not self.helpers(name, now):
+            if not 0 <= slow[0] <= LONGEST_S or not (self.helpers(name, now) or (slow[0] == 0 and on_trial)):
                 broken("failures: rest", f"{name} is slow for {slow}, beside {self.helpers(name, now)}")
             self.health[name] = health
+            health["tried"] = health.get("tried", 0) + 1
             if slow[0]:
+                health |= {"slow": True, "tried": 0}
                 health |= {"failures": 0, "rests": max(TRIAL, health["rests"] + 1), "rest": slow[0], "at": now}
                 self.busy(name)
             return
+        if on_trial and health["tried"] + 1 < IN_A_ROW:
+            broken("failures: rest", f"{name} passes a trial for slowness after {health['tried'] + 1} members")
         health |= {"failures": 0, "rests": health["rests"] // 2, "at": None}
         if not health["rests"]:
             self.health.pop(name, None)

@@ -215,6 +215,9 @@ class Store:
             broken("conservation", "what is found by the index is not what there is")
         if whole and (residual := st.conservation_residual(state)):
             broken("conservation", f"the store itself misses {residual} groups")
+        resting = {name for name, health in state.holders.items() if health.rested_at_s is not None}
+        if resting != (due := {name for name, health in self.ref.health.items() if health["at"] is not None}):
+            broken("failures: rest", f"{resting} rest in the store, {due} are to")
         if whole and (members := self.ref.members()) != (found := members_of(state)):
             wrong = {
                 g: (found.get(g), members.get(g)) for g in found.keys() | members if found.get(g) != members.get(g)

@@ -92,25 +92,19 @@ def _put(state: State, e: ev.Put, now_s: float) -> None:
     slot.runs, slot.reward = e.runs, e.reward
     slot.rests_until_s, slot.failed_by = 0.0, ()
     _heard_of(state, slot.holder, now_s)
-    _note_duration(state, slot, e.took_s)
     _note_success(state, slot.holder, e.holder_rest_s, now_s)
     _note_end(state, slot.holder, failed=False)
     if e.took_s > 0:
         statistics.note(state.member_s, slot.holder, e.took_s)
+        recent = state.recent_s.pop(slot.holder, None) or statistics.Recent()
+        recent.add(e.took_s)
+        state.recent_s[slot.holder] = recent
+        _keep_newest(state.recent_s)
     state.tokens_put += slot.tokens
     state.member_bytes = max(state.member_bytes, e.size_bytes)
     state.moved_at_s = now_s
     state.index.changed(group)
     _note_ready(state, group)
-
-
-def _note_duration(state: State, slot: Slot, took_s: float) -> None:
-    health = state.holders.get(slot.holder)
-    if took_s > 0 and not (health is not None and health.is_of_older_wave(slot.leased_at_s)):
-        recent = state.recent_s.pop(slot.holder, None) or statistics.Recent()
-        recent.add(took_s)
-        state.recent_s[slot.holder] = recent
-        _keep_newest(state.recent_s)
 
 
 def _note_ready(state: State, group: Group) -> None:

@@ -147,15 +147,18 @@ def others(settings: Settings, state: State, name: str, now_s: float) -> Iterato
 
 def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:
     """The rest that a put which took so long brings its holder; None when the holder keeps up with the others."""
-    if took_s <= 0 or slot.leased_at_s is None:
-        return None
     recent = state.recent_s.get(slot.holder, Recent())
     health = state.holders.get(slot.holder, Health())
     enough = recent.count + 1 >= TRIP or not (health.on_trial and health.error == SLOW)
     keeps_up = None if enough else 0.0  # one member that ended soon does not end a trial
     usual = {other: state.recent_s[other] for other in others(settings, state, slot.holder, now_s)
              if other in state.recent_s and state.recent_s[other].count >= TRIP}  # fmt: skip
-    if not usual or max(recent.mean_s, took_s) <= max(SHORT_S, SLOWER * min(r.mean_s for r in usual.values())):
+    if (
+        not usual
+        or took_s <= 0
+        or slot.leased_at_s is None
+        or max(recent.mean_s, took_s) <= max(SHORT_S, SLOWER * min(r.mean_s for r in usual.values()))
+    ):
         return keeps_up
     running_s = _running_s(state, now_s, slot)
     its_s = recent.at_least_s(took_s, running_s.get(slot.holder, []))
