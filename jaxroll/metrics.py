@@ -368,6 +368,7 @@ class _Stats(_Known):
     members_aborted: Count | None = None
     tokens_aborted: Count | None = None
     tokens_let_go: Count | None = None
+    answers_rejected: dict[str, Count] | None = None
 
 
 class _Span(_Known):

@@ -20,6 +20,7 @@ from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
 from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
+from jaxroll.report.figures import record, summary
 from jaxroll.rpc import auth
 
 WARM_MARK = ".warm-done"
@@ -57,6 +58,9 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
     finally:
         view.close()
     print(closing_words(code, path, time.monotonic() - began), flush=True)
+    if code == 0:
+        for sentence in summary.warnings(summary.summary(record.load(path))):
+            print(f"Warning: {sentence}", flush=True)
     return code
 
 

@@ -12,11 +12,12 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxroll.config import TaskConfig
+from jaxroll.config import Config, TaskConfig
 from jaxroll.config.parsing import nearest
 from jaxroll.env_checks import described
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Environment
+from jaxroll.rewards.scorers import max_answer_chars
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 Factory = Callable[[ScoringPool, TaskConfig], Environment]
@@ -57,6 +58,12 @@ def scorer_modules(name: str) -> tuple[str, ...]:
     """The modules a scoring pool must load for the environment `name` (`ScoringPool(modules=…)`)."""
     module = name.rpartition(":")[0]
     return (module,) if module else ()
+
+
+def scoring_pool(config: Config) -> ScoringPool:
+    """Return a pool that scores answers for the run's environment; it is not started."""
+    modules, longest = scorer_modules(config.task.env), max_answer_chars(config.sampling.max_tokens)
+    return ScoringPool(config.sampler.scoring_workers, modules=modules, max_answer_chars=longest)
 
 
 def _load(module: str, name: str) -> None:

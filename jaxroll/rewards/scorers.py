@@ -1,15 +1,15 @@
-"""Scorers by name: how an answer is judged. They run in scoring workers; only the guard runs elsewhere.
+"""Scorers by name. They run in scoring workers.
 
 A scorer is `score(args, answer) -> float`, args being the task's `env_args`. A module given to the pool (see
-`ScoringPool(modules=…)`) may add its own with `@register("name")`.
+`ScoringPool(modules=…)`) may add its own with `@register("name")`. A scorer that cannot read every text has a guard:
+an answer that the guard rejects scores 0 and is counted by reason.
 """
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,8 +18,11 @@ from jaxroll.errors import DataError
 
 ScoreFunction = Callable[[Mapping[str, Any], str], float]
 
-MAX_ANSWER_CHARS = 8192
-_PLAIN = frozenset(string.printable[:95] + "\n\t")
+Guard = Callable[[str, int], str]  # (answer, most characters) -> why the scorer must not read it, or ""
+
+MIN_ANSWER_CHARS = 8192
+_CHARS_OF_TOKEN = 64  # more than the longest tokens of common vocabularies, spaces and code fences aside
+TOO_LONG, NOT_ASCII = "too long", "not ASCII"
 
 # reasoning-gym tasks whose scorers were read (0.1.25) and only compare text or numbers. The others execute the answer,
 # hang on it, raise, or can be gamed: they need a sandbox. `data` offers a subset of these; this list is the boundary.
@@ -30,45 +33,69 @@ COMPARE_ONLY = frozenset({
     "spell_backward", "string_splitting", "string_synthesis", "word_sorting",
 })  # fmt: skip
 
-_SCORERS: dict[str, ScoreFunction] = {}
+
+class Scorer(NamedTuple):
+    """A scorer and the guard in front of it."""
+
+    function: ScoreFunction
+    guard: Guard | None = None
 
 
-def register(name: str) -> Callable[[ScoreFunction], ScoreFunction]:
-    """A decorator that makes a function the scorer `name`."""
+_SCORERS: dict[str, Scorer] = {}
+
+
+def register(name: str, guard: Guard | None = None) -> Callable[[ScoreFunction], ScoreFunction]:
+    """Return a decorator that makes a function the scorer `name`; without a guard it gets every answer as it is."""
 
     def add(function: ScoreFunction) -> ScoreFunction:
-        if _SCORERS.get(name, function) is not function:
+        if name in _SCORERS and _SCORERS[name].function is not function:
             raise ValueError(f"there is a scorer {name!r} already")
-        _SCORERS[name] = function
+        _SCORERS[name] = Scorer(function, guard)
         return function
 
     return add
 
 
-def admissible(answer: str) -> bool:
-    """Whether a scorer may see this text: short, and printable ASCII, or letters of any script without controls.
+def max_answer_chars(max_tokens: int) -> int:
+    """The longest answer, in characters, that a guarded scorer reads when an episode generates `max_tokens`."""
+    return max(MIN_ANSWER_CHARS, _CHARS_OF_TOKEN * max_tokens)
 
-    Anything else is a wrong answer without asking.
+
+def plain_text(answer: str, max_chars: int) -> str:
+    """A guard that rejects long answers and characters outside ASCII.
+
+    `Decimal` and `int` read the digits of every script and skip exotic spaces; a gold answer never holds them.
     """
-    if len(answer) > MAX_ANSWER_CHARS:
-        return False
-    return _PLAIN.issuperset(answer) or all(char.isprintable() or char in "\n\t" for char in answer)
+    if len(answer) > max_chars:
+        return TOO_LONG
+    return "" if answer.isascii() and "\0" not in answer else NOT_ASCII
+
+
+class Judgement(NamedTuple):
+    """A raw score, and the guard's reason when the scorer did not see the answer."""
+
+    score: float
+    rejected: str = ""
+
+
+def judge(env_args: str, answer: str, max_chars: int = MIN_ANSWER_CHARS) -> Judgement:
+    """Return the raw score of `answer` under `env_args` (JSON with `scorer` and what it needs).
+
+    Raises DataError for arguments or a score that make no sense; an error of the scorer passes through.
+    """
+    args = msgspec.json.decode(env_args)
+    scorer = _SCORERS.get(args.get("scorer"))
+    if scorer is None:
+        raise DataError(f"there is no scorer {args.get('scorer')!r}; known are {', '.join(sorted(_SCORERS))}")
+    if scorer.guard is not None and (reason := scorer.guard(answer, max_chars)):
+        return Judgement(0.0, reason)
+    raw = scorer.function(args, answer)
+    return Judgement(env_checks.number(raw, f"the score of scorer {args['scorer']!r}"))
 
 
 def score(env_args: str, answer: str) -> float:
-    """The raw score of `answer` under `env_args` (JSON with `scorer` and what it needs).
-
-    Text that fails the guard scores 0. Raises DataError for arguments or a score that make no sense; whatever the
-    scorer raises passes through.
-    """
-    if not admissible(answer):
-        return 0.0
-    args = msgspec.json.decode(env_args)
-    function = _SCORERS.get(args.get("scorer"))
-    if function is None:
-        raise DataError(f"there is no scorer {args.get('scorer')!r}; known are {', '.join(sorted(_SCORERS))}")
-    raw = function(args, answer)
-    return env_checks.number(raw, f"the score of scorer {args['scorer']!r}")
+    """Return the raw score; see `judge`."""
+    return judge(env_args, answer).score
 
 
 @register("exact")
@@ -77,14 +104,12 @@ def exact(args: Mapping[str, Any], answer: str) -> float:
     return 1.0 if answer == args["answer"] else 0.0
 
 
-@register("reasoning_gym")
+@register("reasoning_gym", guard=plain_text)
 def reasoning_gym(args: Mapping[str, Any], answer: str) -> float:
     """reasoning-gym's own score of the answer to `args["entry"]`, for tasks that only compare."""
     name = args["dataset"]
     if name not in COMPARE_ONLY:
         raise DataError(f"reasoning-gym's {name!r} is not on the list of scorers that only compare; it is not run here")
-    if not _PLAIN.issuperset(answer):  # Decimal and int read digits of every script; a gold answer never holds them
-        return 0.0
     return _dataset(name).score_answer(answer, args["entry"])
 
 

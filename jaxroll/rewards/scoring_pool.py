@@ -12,14 +12,14 @@ import itertools
 import logging
 import os
 import signal
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from jaxroll import env_checks
 from jaxroll.errors import DataError, InfraError
-from jaxroll.rewards import scorers
 from jaxroll.rewards.processes import ScoringProcess
 from jaxroll.rewards.sandbox import Doors
+from jaxroll.rewards.scorers import MIN_ANSWER_CHARS
 from jaxroll.rewards.worker import Ready, Scored, ScoreItem, WorkerSettings
 
 _LOG = logging.getLogger(__name__)
@@ -81,15 +81,19 @@ class ScoringPool:
         memory_mb: int = 1024,
         libraries: tuple[str, ...] = ("reasoning_gym",),
         modules: tuple[str, ...] = (),
+        max_answer_chars: int = MIN_ANSWER_CHARS,
     ) -> None:
         if workers < 1 or time_limit_s <= 0:
             raise ValueError(f"a pool needs workers and time, not {workers} workers and {time_limit_s} s")
         self.time_limit_s = time_limit_s
         self.restarts = self.failed_starts = 0
+        self.rejected: Counter[str] = Counter()  # answers that a scorer's guard rejected, by reason
         self.gave_up = asyncio.Event()
         self.doors: Doors | None = None  # what workers are kept from here; None until the first has started
         self._count = workers
-        self._settings = WorkerSettings(os.getpid(), time_limit_s, memory_mb << 20, libraries, modules)
+        self._settings = WorkerSettings(
+            os.getpid(), time_limit_s, memory_mb << 20, libraries, modules, max_answer_chars
+        )
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
         self._ids = itertools.count()
@@ -127,13 +131,12 @@ class ScoringPool:
         return sum(worker.ready for worker in self._workers)
 
     async def score(self, env_args: str, answer: str) -> float:
-        """The raw score of `answer`; text that fails the guard scores 0 without being shown to a scorer.
+        """Return the raw score of `answer`; one that the scorer's guard rejects scores 0 and is counted in `rejected`.
 
         Raises DataError when the item has no score (its scorer raised, hung, died), InfraError when the pool has ended.
         """
         env_checks.text(env_args, "the arguments of a score", _MAX_ITEM_CHARS)
-        if not scorers.admissible(env_checks.text(answer, "the answer to score", _MAX_ITEM_CHARS)):
-            return 0.0
+        env_checks.text(answer, "the answer to score", _MAX_ITEM_CHARS)
         loop = asyncio.get_running_loop()
         self._bind(loop)
         future: asyncio.Future[float] = loop.create_future()
@@ -233,6 +236,8 @@ class ScoringPool:
                 self._note_doors(reply.doors)
                 self._disarm(worker)  # what it was armed for is the much longer time to start
             elif worker.jobs and worker.jobs[0].item.id == reply.id:
+                if reply.rejected:
+                    self.rejected[reply.rejected] += 1
                 _settle(worker.jobs.popleft(), reply)
             else:
                 alive = False  # it answers what was not asked: it cannot be trusted with anything else

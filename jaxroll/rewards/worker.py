@@ -50,6 +50,7 @@ class Scored(msgspec.Struct, frozen=True, tag="scored", omit_defaults=True):
     id: int
     score: float = 0.0
     error: str = ""
+    rejected: str = ""  # the reason of the scorer's guard
 
 
 Reply = Ready | Scored
@@ -113,6 +114,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     memory_bytes: int
     libraries: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    max_answer_chars: int = scorers.MIN_ANSWER_CHARS
 
 
 def main(argument: str) -> int:
@@ -129,16 +131,17 @@ def main(argument: str) -> int:
     _lower(resource.RLIMIT_NPROC, 0)  # without effect for root
     _silence(2)
     replies.write(frame(Ready(sandbox.close_doors())))
-    return _serve(work, replies, settings.time_limit_s)
+    return _serve(work, replies, settings)
 
 
-def _serve(work: BinaryIO, replies: BinaryIO, time_limit_s: float) -> int:
+def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings) -> int:
     threads = _threads()
     while (message := read_work(work)) is not None:
         for item in message.items:
-            _allow_processor_time(time_limit_s)
+            _allow_processor_time(settings.time_limit_s)
             try:
-                reply = Scored(item.id, score=scorers.score(item.env_args, item.answer))
+                judged = scorers.judge(item.env_args, item.answer, settings.max_answer_chars)
+                reply = Scored(item.id, score=judged.score, rejected=judged.rejected)
             except MemoryError as error:
                 # What is left of the heap is not to be trusted with the next item.
                 replies.write(frame(Scored(item.id, error=described(error, _MAX_ERROR_CHARS))))

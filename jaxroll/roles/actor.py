@@ -21,6 +21,7 @@ from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
 from jaxroll.config.rules import actor_members
 from jaxroll.data import sources
+from jaxroll.envs import registry
 from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Grant, Member, Version
@@ -39,7 +40,7 @@ REPORT_EVERY_S = 1.0
 
 def main(args: RoleArgs) -> int:
     """Play until the run is closed."""
-    pool = sessions.scoring_pool(args.config)
+    pool = registry.scoring_pool(args.config)
     pool.start()
     thread = sessions.loop_thread(f"actor-{args.index}", args.config)
     try:

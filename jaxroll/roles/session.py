@@ -150,11 +150,6 @@ class EngineSession(Session):
         self.proxy = EngineProxy(self.parts.host, self.loop)
 
 
-def scoring_pool(config: Config) -> ScoringPool:
-    """What scores answers for the run's environment, not started yet."""
-    return ScoringPool(config.sampler.scoring_workers, modules=registry.scorer_modules(config.task.env))
-
-
 def loop_thread(name: str, config: Config) -> LoopThread:
     """The loop of a role. Where it is blocked for twice as long as a lease lives, nothing of its work counts anyway."""
     return LoopThread(name, max(BLOCKED_S, 2 * config.store.lease_s))
@@ -226,7 +221,7 @@ class Life:
 
     def __init__(self, part: Part, args: RoleArgs) -> None:
         self.part, self._args = part, args
-        self._pool = scoring_pool(args.config)
+        self._pool = registry.scoring_pool(args.config)
         if not (part.role.startswith("sampler") and args.config.placement.actors):  # its episodes are played elsewhere
             self._pool.start()
 

@@ -8,7 +8,6 @@ from jaxroll.data import tasks as heldout
 from jaxroll.envs import registry
 from jaxroll.envs.executors.choice import Places
 from jaxroll.protocols import SamplingParams
-from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout import manager as evaluation
 from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.manager import RolloutManager
@@ -19,7 +18,7 @@ from jaxroll.tools import generate
 def main(args: RoleArgs) -> int:
     """Print the accuracy over all held-out items; 0."""
     config = args.config
-    pool = ScoringPool(config.sampler.scoring_workers, modules=registry.scorer_modules(config.task.env))
+    pool = registry.scoring_pool(config)
     pool.start()
     try:
         slots = config.evaluator.slots

@@ -49,7 +49,7 @@ def facts(run_dir: Path, group: int | None = None) -> dict:
 def test_the_whole_run_as_facts(run_dir: Path) -> None:
     found = facts(run_dir)
     assert {row["state"]: row["groups"] for row in found["groups"]} == {
-        "LEASED": 2, "CLAIMED": 2, "ACKED": 2, "TRIMMED": 2, "EXPIRED": 1, "DEAD": 2,
+        "LEASED": 2, "CLAIMED": 2, "ACKED": 2, "DURABLE": 2, "EXPIRED": 1, "DEAD": 2,
     }  # fmt: skip
     assert [(row["group"], row["member"], row["holder"]) for row in found["leases"]] == [
         (9, 1, "S"), (10, 0, "S"), (10, 1, "S"),

@@ -241,7 +241,7 @@ GOOD = {
     "alpha": 1.0, "age_max": 1, "conservation_residual": 0, "groups_trained_twice": 0, "heldout_in_train": 0,
     "compiles_after_warmup": 0, "logprob_mismatch_max": 1e-5, "logprob_mismatch_limit": 1e-4, "overlap": 0.6,
     "slot_occupancy": 0.9, "padding_waste": 0.2, "wasted_tokens": 0.01, "steps": 9, "steps_wanted": 9,
-    "eval_steps": [0, 9],
+    "eval_steps": [0, 9], "tokens_per_step": 9000.0,
 }  # fmt: skip
 
 
@@ -276,6 +276,36 @@ def test_a_finished_run_is_evaluated_at_its_first_and_last_weights(steps):
     for config, figures in (({}, {}), ({"evaluator": {"every": 0}}, {}), (EVALUATED, {"steps": 8})):
         found = {check.name: check for check in checks.checks(GOOD | {"eval_steps": steps} | figures, config)}
         assert found["evaluated at"].holds is None, "nobody evaluates, or the run is not over"
+
+
+def test_padding_is_not_judged_in_steps_that_cannot_fill_their_rows():
+    """A healthy run of four short answers a step has one micro-batch, most of it padding."""
+    small = checks.checks(GOOD | {"padding_waste": 0.6, "tokens_per_step": 200.0}, EVALUATED)
+    assert {check.name: check.holds for check in small}["padding"] is None
+    shards = EVALUATED | {"learner": {"row_tokens": 128, "mesh": {"data": 2, "fsdp": 4}}}
+    assert {check.name: check.holds for check in checks.checks(GOOD | {"padding_waste": 0.6}, shards)}[
+        "padding"
+    ] is None
+
+
+def test_a_run_without_any_reward_ends_with_a_warning():
+    seen = {"steps": 9, "reward_max": 0.0, "reward_min": 0.0, "answers_rejected": {"too long": 3}}
+    (sentence,) = summary.warnings(seen)
+    assert "mean reward 0" in sentence and "3 too long" in sentence
+    assert summary.warnings(seen | {"reward_max": 0.5}) == []
+    assert summary.warnings(seen | {"steps": 0}) == []
+
+
+def test_rejected_answers_are_summed_over_samplers_and_their_restarts():
+    rows = [
+        {"kind": "stats", "role": role, "answers_rejected": counts}
+        for role, counts in [
+            ("sampler-0", {"too long": 2}), ("sampler-1", {"not ASCII": 1}), ("sampler-0", {"too long": 5}),
+            ("sampler-0", {"too long": 1}), ("sampler-1", {"not ASCII": 1, "too long": 1}),
+        ]
+    ]  # fmt: skip
+    assert summary.rejected(rows) == {"not ASCII": 1, "too long": 7}
+    assert summary.rejected([]) is None
 
 
 def test_promises_that_were_not_made_are_not_judged():

@@ -80,35 +80,53 @@ def test_exact_is_letter_by_letter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    ("answer", "reason"),
     [
-        ("tac", True),
-        ("two\nlines\tand a tab", True),
-        ("Größe", True),
-        ("", True),
-        ("a\x00b", False),
-        ("\x1b[2J", False),
-        ("\N{REPLACEMENT CHARACTER}", True),  # printable, and never part of a gold answer
-        ("\N{RIGHT-TO-LEFT OVERRIDE}cat", False),
-        ("x" * scorers.MAX_ANSWER_CHARS, True),
-        ("x" * (scorers.MAX_ANSWER_CHARS + 1), False),
+        ("tac", ""),
+        ("two\r\nlines\tand a tab", ""),
+        ("Größe", scorers.NOT_ASCII),
+        ("7\u00a0", scorers.NOT_ASCII),
+        ("\u200b7", scorers.NOT_ASCII),
+        ("\N{ARABIC-INDIC DIGIT SEVEN}", scorers.NOT_ASCII),
+        ("a\x00b", scorers.NOT_ASCII),
+        ("x" * 100, ""),
+        ("x" * 101, scorers.TOO_LONG),
     ],
 )
-def test_the_guard(answer: str, expected: bool) -> None:
-    assert scorers.admissible(answer) is expected
+def test_the_guard_of_reasoning_gym_says_why(answer: str, reason: str) -> None:
+    assert scorers.plain_text(answer, 100) == reason
 
 
-def test_what_fails_the_guard_is_wrong_without_asking(own_scorer: None) -> None:
+ANY_TEXT = ["x" * 20_000, "7\r", "7\u00a0", "\u200b7", "\U0001f468\u200d\U0001f469", "a\x00"]
+
+
+@pytest.mark.parametrize("answer", ANY_TEXT)
+def test_a_scorer_without_a_guard_gets_every_answer(own_scorer: None, answer: str) -> None:
+    @scorers.register("any text")
+    def any_text(_args: object, _answer: str) -> float:
+        return 1.0
+
+    assert scorers.judge('{"scorer": "any text"}', answer) == (1.0, "")
+    assert scorers.judge(json.dumps({"scorer": "exact", "answer": answer}), answer) == (1.0, "")
+
+
+def test_what_a_guard_rejects_is_wrong_without_a_call(own_scorer: None) -> None:
     asked = []
 
-    @scorers.register("listening")
+    @scorers.register("listening", guard=scorers.plain_text)
     def listening(_args: object, answer: str) -> float:
         asked.append(answer)
         return 1.0
 
-    assert scorers.score('{"scorer": "listening"}', "a\x00") == 0.0
-    assert scorers.score('{"scorer": "listening"}', "a") == 1.0
+    assert scorers.judge('{"scorer": "listening"}', "a\x00") == (0.0, scorers.NOT_ASCII)
+    assert scorers.judge('{"scorer": "listening"}', "abc", 2) == (0.0, scorers.TOO_LONG)
+    assert scorers.judge('{"scorer": "listening"}', "a") == (1.0, "")
     assert asked == ["a"]
+
+
+def test_the_longest_answer_follows_from_the_tokens_of_an_episode() -> None:
+    assert scorers.max_answer_chars(64) == scorers.MIN_ANSWER_CHARS
+    assert scorers.max_answer_chars(32_768) > 8 * 32_768
 
 
 @given(st.text(max_size=60))
@@ -120,7 +138,7 @@ def test_no_text_but_the_answer_scores_exactly_one(answer: str) -> None:
 
 @pytest.mark.parametrize("returned", [None, "1.0", [1.0], float("nan"), float("inf")])
 def test_a_score_is_a_finite_number(own_scorer: None, returned: object) -> None:
-    scorers.register("odd")(lambda _args, _answer: returned)
+    scorers.register("odd")(lambda _args, _answer: returned)  # pyright: ignore[reportArgumentType]
     with pytest.raises(DataError, match="not a finite number"):
         scorers.score('{"scorer": "odd"}', "a")
 

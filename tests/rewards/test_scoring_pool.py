@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from jaxroll.errors import DataError, InfraError
-from jaxroll.rewards import scoring_pool
+from jaxroll.rewards import scorers, scoring_pool
 from jaxroll.rewards.processes import ScoringProcess
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rewards.worker import ScoreItem
@@ -102,6 +102,14 @@ def test_scores_arrive_and_none_is_lost_or_swapped(pool: ScoringPool) -> None:
     assert run(many()) == [1.0 if i % 3 else 0.0 for i in range(1000)]
     assert run(pool.score(EXACT, "ok")) == 1.0, "the pool serves the next event loop, too"
     assert pool.restarts == 0
+
+
+def test_answers_that_a_guard_rejects_are_counted_by_reason(pool: ScoringPool) -> None:
+    before = pool.rejected.copy()
+    assert run(pool.score(SPELL, "reyornac\u200b")) == 0.0
+    assert run(pool.score(SPELL, "x" * (scorers.MIN_ANSWER_CHARS + 1))) == 0.0
+    assert run(pool.score(EXACT, "ok")) == 1.0
+    assert pool.rejected - before == {scorers.NOT_ASCII: 1, scorers.TOO_LONG: 1}
 
 
 def test_a_worker_gives_two_thousand_scores_a_second_of_reasoning_gym() -> None:
@@ -293,13 +301,6 @@ def test_large_arguments_pass_through_a_small_pipe(pool: ScoringPool) -> None:
         return await asyncio.gather(*(pool.score(big, "ok") for _ in range(40)))
 
     assert run(many()) == [1.0] * 40
-
-
-def test_text_that_fails_the_guard_starts_nothing() -> None:
-    pool = ScoringPool(1)  # never started
-    assert run(pool.score(EXACT, "a\x00")) == 0.0
-    with pytest.raises(InfraError, match="not started"):
-        run(pool.score(EXACT, "a"))
 
 
 def test_closing_ends_the_processes_and_tells_who_waits(pool: ScoringPool) -> None:

@@ -45,9 +45,9 @@ class Places:
             raise DataError(f"{name}: place = 'thread' is for plain functions; coroutines run on the loop")
         return InThread(env, self.threads)
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int | dict[str, int]]:
         """Failures so far: calls in threads that were given up (and of them still hang), processes of environments and
-        scoring workers that were replaced, and those that did not start."""
+        scoring workers that were replaced, those that did not start, and answers that a scorer's guard rejected."""
         return {
             "env_threads_abandoned": self.threads.abandoned,
             "env_threads_hanging": self.threads.hanging,
@@ -55,6 +55,7 @@ class Places:
             "env_process_failed_starts": self.processes.failed_starts,
             "scoring_restarts": self._pool.restarts,
             "scoring_failed_starts": self._pool.failed_starts,
+            "answers_rejected": dict(self._pool.rejected),
         }
 
     async def worn_out(self) -> None:

@@ -101,14 +101,20 @@ def _rows(db: sqlite3.Connection, sql: str, *values: Any) -> list[Facts]:
     return [dict(zip(names, row, strict=True)) for row in cursor]
 
 
+def shown_state(state: str) -> str:
+    """The state of a group as users read it: the log calls a group TRIMMED whose training is in a checkpoint."""
+    return "DURABLE" if state == "TRIMMED" else state
+
+
 def _groups(db: sqlite3.Connection, state: State, now: float) -> list[Facts]:
     """One row for each state: how many, how long, how far, how old their tokens are."""
     found = _rows(db, "SELECT state, COUNT(*) AS groups, MIN(issued_unix_s) AS since FROM groups GROUP BY state")
     alive = [*state.open.values(), *state.held.values()]
     step = state.published.version.step if state.published else state.acked
-    order = ("PENDING", "LEASED", "READY", "CLAIMED", "ACKED", "TRIMMED", "EXPIRED", "DEAD")
+    order = ("PENDING", "LEASED", "READY", "CLAIMED", "ACKED", "DURABLE", "EXPIRED", "DEAD")
     for row in found:
         groups = [group for group in alive if group.state == row["state"]]
+        row["state"] = shown_state(row["state"])
         since = row.pop("since")
         row["oldest_s"] = now - since if groups else None
         row["members_done"] = sum(1 for group in groups for _ in group.done())
@@ -421,7 +427,7 @@ def group_sections(f: Facts, why_no_text: str) -> list[Section]:
     group, task = f["group"], f["task"]
     again = f", again for group {group['reissue_of']}" if group["reissue_of"] is not None else ""
     rows = [
-        ("state", group["state"] + (f": {group['reason']}" if group["reason"] else "")),
+        ("state", shown_state(group["state"]) + (f": {group['reason']}" if group["reason"] else "")),
         ("question", group["question_hash"] + again),
         ("issued", f"{duration(group['issued_ago_s'])} ago"),
     ]

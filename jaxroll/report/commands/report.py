@@ -18,7 +18,7 @@ from jaxroll.report.figures import record
 from jaxroll.report.figures import summary as ahead
 from jaxroll.report.figures.checks import checks
 from jaxroll.report.figures.record import Run
-from jaxroll.report.figures.summary import state_of, summary
+from jaxroll.report.figures.summary import state_of, summary, warnings
 from jaxroll.report.formats import UNKNOWN, duration, mesh, number, percent
 from jaxroll.report.page.page import page
 from jaxroll.report.page.plots import gain_words
@@ -61,6 +61,7 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
     accuracy = f"{percent(f['accuracy_start'])} → {percent(f['accuracy_end'])}"
     gain = gain_words(f) if f["accuracy_start"] is not None else ""
     too_little = ahead.words(f["alpha"], f["alpha_wanted"])
+    rejected = ", ".join(f"{number(n)} {reason}" for reason, n in (f["answers_rejected"] or {}).items())
     return [
         ("held-out accuracy", accuracy if f["accuracy_start"] is not None else UNKNOWN),
         ("gain", gain or UNKNOWN),
@@ -73,6 +74,8 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
                     f"{number(f['samples_per_s'])} samples/s, waits {percent(f['learner_wait_share'])}"),
         ("age", f"mean {number(f['age_mean'])}, largest {number(f['age_max'])} (α = {f['alpha']:g})"),
         *([("alpha", too_little)] if too_little else []),
+        *([("rejected answers", rejected)] if rejected else []),
+        *(("warning", sentence) for sentence in warnings(f)),
         ("restarts", number(f["restarts"])),
     ]  # fmt: skip
 

@@ -42,9 +42,22 @@ def checks(figures: Mapping[str, Any], config: Mapping[str, Any]) -> list[Check]
             alpha >= 1 and not shared,
         ),
         _least(figures, "slot_occupancy", "slot occupancy", 0.85, "busy slots while requests wait"),
-        _most(figures, "padding_waste", "padding", 0.25, "share of packed tokens that are padding", percent),
+        _padding(figures, config),
         _waste(figures, config),
     ]
+
+
+_ROWS_TO_FILL = 16  # packed rows of a step; with fewer, the last row alone can be a tenth of them
+
+
+def _padding(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
+    """Promised for steps that fill many packed rows on every shard; a small step cannot fill even one micro-batch."""
+    learner = config.get("learner") or {}
+    mesh = learner.get("mesh") or {}
+    shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    rows = (figures["tokens_per_step"] or 0) / learner.get("row_tokens", 128) / shards
+    check = _most(figures, "padding_waste", "padding", 0.25, "share of packed tokens that are padding", percent)
+    return check if rows >= _ROWS_TO_FILL else replace(check, holds=None)
 
 
 def _waste(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:

@@ -27,6 +27,7 @@ from jaxroll.policy.limiter import TOLERATED
 from jaxroll.report.figures import activity, record
 from jaxroll.report.figures.activity import Interval, intersection, length_s
 from jaxroll.report.figures.record import ClaimTimes, History, Run
+from jaxroll.report.formats import number
 
 Row = dict[str, Any]
 LEAST_CLAIMS = 4  # after those in which the pipeline fills; fewer say nothing
@@ -117,6 +118,7 @@ def summary(run: Run) -> dict[str, Any]:
         "heldout_in_train": history.heldout_in_train,
         "wasted_tokens": history.wasted_tokens,
         **waste(rows, steps),
+        "answers_rejected": rejected(rows),
         "restarts": len(of_kind(rows, "restart")),
         "learner_mesh": config["learner"]["mesh"],
         "sampler_mesh": config["sampler"]["mesh"],
@@ -265,6 +267,9 @@ def learning(steps: Sequence[Row]) -> dict[str, Any]:
         "padding_waste": _mean(steps, "padding_waste"),
         "reward_first": _mean(steps[:10], "reward_mean"),
         "reward_last": _mean(steps[-10:], "reward_mean"),
+        "reward_max": max(numbers(steps, "reward_mean"), default=None),
+        "reward_min": min(numbers(steps, "reward_mean"), default=None),
+        "tokens_per_step": _mean(steps, "tokens_computed"),
     }
 
 
@@ -394,6 +399,26 @@ def counted(rows: Sequence[Row], key: str) -> int | None:
         total += row[key] - before if row[key] >= before else row[key]
         last[row["role"]] = row[key]
     return total
+
+
+def rejected(rows: Sequence[Row]) -> dict[str, int] | None:
+    """Answers that a scorer's guard rejected, by reason; None when no sampler reported any count."""
+    tables = [row for row in rows if row.get("kind") == "stats" and row.get("answers_rejected") is not None]
+    reasons = sorted({reason for row in tables for reason in row["answers_rejected"]})
+    flat = {reason: [row | {"count": row["answers_rejected"].get(reason, 0)} for row in tables] for reason in reasons}
+    return {reason: counted(flat[reason], "count") or 0 for reason in reasons} if tables else None
+
+
+def warnings(f: Mapping[str, Any]) -> list[str]:
+    """Sentences about a run that ran well but cannot have learned."""
+    if not f["steps"] or f["reward_max"] is None or f["reward_max"] != f["reward_min"]:
+        return []
+    value = number(f["reward_max"])
+    reasons = ", ".join(f"{count} {reason}" for reason, count in (f["answers_rejected"] or {}).items())
+    found = f"Every step had the mean reward {value}, so the policy was given nothing to learn from."
+    if f["reward_max"] == 0:
+        found += " No answer was right: look at some with `jaxroll trajectory`, and check task.prompt and the scorer."
+    return [found + (f" The scorer's guard rejected answers: {reasons}." if reasons else "")]
 
 
 def _tokens_let_go(rows: Sequence[Row]) -> int | None:
