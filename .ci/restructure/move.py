@@ -4,7 +4,17 @@
 
 A line `store.core -> store.core.machine` moves a module of `jaxroll`, `a + b -> c` merges modules in this order,
 `math.* -> algorithms.*` moves a package, `- schedule` removes a package's `__init__.py`, and
-`tests/a.py -> tests/b.py` moves a file. Run `ruff check --fix` and `ruff format` afterwards.
+`tests/a.py -> tests/b.py` moves a file. Three more kinds of lines are about single files, by their paths before the
+moves (`=`, `+`) or after them (`::`):
+
+    = FILE: "old" => "new"                       replaces text (Python literals); "old" must be there, unless `=?`
+    = FILE: "old" =>                             followed by the literal on the next line, if it is long
+    + FILE: "text"                               makes a file
+    FILE :: name, first..last -> OTHER | Title.  moves top-level definitions into a file, which is made if need be
+
+A file of `benchmarks/` was imported by its bare name (`from _report import …`); it is a module of the package
+`benchmarks` afterwards. Files in `KEPT` are left alone: their lines that name a moved file are printed instead.
+Run `ruff check --fix` and `ruff format` afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +27,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(".ci/restructure")
+KEPT = {"benchmarks/RESULTS.md"}
 TEXT = {".py", ".md", ".toml", ".yml", ".yaml", ".ipynb", ".sh", ".json", ".txt", ".cfg", ""}
 
 
@@ -35,7 +45,7 @@ def rows(table: Path) -> Iterator[tuple[list[str], str]]:
     """(sources, target) as dotted modules or paths; the target '' removes."""
     for line in table.read_text().splitlines():
         line = line.partition("#")[0].strip()
-        if not line:
+        if not line or line.startswith(("= ", "=? ", "+ ", "'", '"')) or " :: " in line:
             continue
         if line.startswith("- "):
             yield [f"jaxroll.{line[2:]}"], ""
@@ -168,6 +178,16 @@ def rewrite(path: Path, moved: dict[str, str], here: str) -> tuple[str, list[str
     taken |= {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names
               if f"{n.module}.{a.name}" not in moved}  # fmt: skip
     for node in ast.walk(tree):
+        if isinstance(node, ast.Import) and len(node.names) == 1 and node.names[0].name in moved:
+            alias = node.names[0]
+            package, _, base = moved[alias.name].rpartition(".")
+            if package and not alias.asname and "." not in alias.name:
+                renamed |= {alias.name: base} if base not in taken else {}
+            elif not package or alias.asname is None:
+                continue
+            local = renamed.get(alias.name, alias.asname or alias.name)
+            edit.replace(node, f"\0{len(imports)}\0")
+            imports.append(f"from {package} import {base}" + (f" as {local}" if local != base else ""))
         if not isinstance(node, ast.ImportFrom) or not node.module or node.level:
             continue
         groups: dict[str, list[str]] = {}
@@ -224,7 +244,248 @@ def restored(text: str, imports: list[str]) -> str:
     return re.sub("\0(\\d+)\0", lambda m: imports[int(m[1])], text)
 
 
+def relocated(text: str, old: Path, new: Path, paths: dict[str, str]) -> str:
+    """The text of a file with `Path(__file__)` expressions as its new place, and those of its siblings, want them."""
+    deeper = len(new.parts) - len(old.parts)
+    file = r"(?P<file>(?:pathlib\.)?Path\(__file__\)(?:\.resolve\(\))?)"
+
+    def sibling(name: str, file: str) -> str:
+        """An expression for the path of a file that was beside this one."""
+        target = Path(paths.get(str(old.parent / name), str(new.parent / name)))
+        if target.parent == new.parent:
+            return f'{file}.with_name("{target.name}")'
+        up = next(k for k in range(len(new.parents)) if target.is_relative_to(new.parents[k]))
+        return f'{file}.parents[{up}] / "{target.relative_to(new.parents[up])}"'
+
+    if deeper:
+        text = re.sub(file + r"\.parents\[(?P<up>\d+)\]",
+                      lambda m: f"{m['file']}.parents[{int(m['up']) + deeper}]", text)  # fmt: skip
+        text = re.sub(file + r"(?P<up>(?:\.parent\b){2,})",
+                      lambda m: f"{m['file']}.parents[{m['up'].count('.parent') - 1 + deeper}]", text)  # fmt: skip
+    text = re.sub(file + r"\.with_name\(\"(?P<name>[^\"]+)\"\)", lambda m: sibling(m["name"], m["file"]), text)
+    for variable in re.findall(r"^(\w+) = " + file + r"\.parent$", text, re.MULTILINE):
+        used = re.compile(rf"\b{variable[0]} / \"([\w.]+)\"")
+        for name in set(used.findall(text)):
+            if (target := paths.get(str(old.parent / name))) is None:
+                continue
+            up = next(k for k in range(len(new.parents)) if Path(target).is_relative_to(new.parents[k]))
+            path = f'{variable[0]}{".parent" * up} / "{Path(target).relative_to(new.parents[up])}"'
+            text = text.replace(f'{variable[0]} / "{name}"', path)
+    return text
+
+
+def literal(text: str, following: str) -> str:
+    """The string of a Python literal, on this line of a table or on the next one."""
+    return ast.literal_eval(text.strip() or following.strip())
+
+
+def edit_texts(table: Path) -> None:
+    """Carry out the lines that replace text in a file, or make one."""
+    lines = table.read_text().splitlines()
+    for number, line in enumerate(lines):
+        following = lines[number + 1] if number + 1 < len(lines) else ""
+        if line.startswith(("= ", "=? ")):
+            name, _, rest = line.partition(" ")[2].partition(": ")
+            old, _, new = rest.partition(" =>")
+            path, old = Path(name), ast.literal_eval(old.strip())
+            text = path.read_text()
+            if old not in text and line.startswith("= "):
+                raise SystemExit(f"{path} has no {old!r}")
+            path.write_text(text.replace(old, literal(new, following)))
+        elif line.startswith("+ "):
+            name, _, rest = line[2:].partition(":")
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            Path(name).write_text(literal(rest, following))
+            git("add", name)
+
+
+def spans(source: str) -> list[tuple[list[str], int, int]]:
+    """(names, first line, last line) of each top-level statement that binds names, with the comment right above it."""
+    lines, found = source.splitlines(), []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [node.name]
+            begin = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names, begin = [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)], node.lineno
+        else:
+            continue
+        while begin > 1 and lines[begin - 2].startswith("#"):
+            begin -= 1
+        found.append((names, begin, node.end_lineno or begin))
+    return found
+
+
+def used(source: str) -> set[str]:
+    """The names that a module's statements take from it: what a function binds itself is left out."""
+    found, statements = set(), list(ast.parse(source).body)
+    for statement in statements:
+        nodes = list(ast.walk(statement))
+        own = set()
+        if isinstance(statement, ast.ClassDef):
+            statements += statement.body
+            nodes = [node for part in (*statement.bases, *statement.decorator_list) for node in ast.walk(part)]
+        elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+            own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+            own |= {node.name for node in nodes[1:] if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+        found |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)} - own
+    return found
+
+
+def extract(path: Path, wanted: list[str], target: Path, title: str) -> dict[str, str]:
+    """Move definitions from a file into another; the moved names by their dotted names before."""
+    source = path.read_text()
+    known = spans(source)
+    order = [name for names, _, _ in known for name in names]
+    names: set[str] = set()
+    for word in wanted:
+        first, _, last = word.partition("..")
+        if missing := [name for name in (first, last or first) if name not in order]:
+            raise SystemExit(f"{path} has no {', '.join(missing)}")
+        names |= set(order[order.index(first) : order.index(last or first) + 1])
+    lines, body, gone = source.splitlines(keepends=True), [], set()
+    last_end = 0
+    for bound, begin, end in known:
+        if set(bound) & names:
+            names |= set(bound)
+            if begin == last_end + 1:
+                body[-1] += "".join(lines[begin - 1 : end])
+            else:
+                body.append("".join(lines[begin - 1 : end]))
+            gone |= set(range(begin - 1, end))
+            last_end = end
+    rest = "".join(line for k, line in enumerate(lines) if k not in gone)
+    rest = re.sub(r"(?:^# --- [^\n]*\n\s*)+(?=^# ---|\Z)", "", rest, flags=re.MULTILINE)
+    moved_text = "\n\n".join(body)
+    here, there = module_of(path), module_of(target)
+    is_test = target.name.startswith("test_")
+    if target.exists():  # what it has in the same words is not written twice
+        there_already = definitions(target.read_text())
+        same = {n for n in names & set(there_already) if there_already[n] == definitions(source)[n]}
+        body = [text for text in body if not set(definitions(text)) <= same]
+        moved_text = "\n\n".join(body)
+        if clash := (set(definitions(moved_text)) & set(there_already)):
+            raise SystemExit(f"{target} has another {', '.join(sorted(clash))}")
+    if lost := used(moved_text) & (set(definitions(rest)) - names):
+        raise SystemExit(f"{target} needs {', '.join(sorted(lost))}, which stays in {path}")
+    if (back := used(rest) & names) and is_test:
+        raise SystemExit(f"{path} needs {', '.join(sorted(back))}, which goes to {target}")
+    doc, imports, _ = split(source)
+    plain = [line for line in imports if "__future__" not in line]
+    if target.exists():
+        old_doc, old_imports, old_code = split(target.read_text())
+        future = [line for line in old_imports if "__future__" in line]
+        plain = list(dict.fromkeys([*(line for line in old_imports if "__future__" not in line), *plain]))
+        doc, moved_text = old_doc, old_code + "\n\n" + moved_text
+        plain = [line for line in plain if not re.match(rf"from {re.escape(there)} import ", line)]
+    else:
+        future, doc = [line for line in imports if "__future__" in line], title
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(f'"""{doc}"""\n\n' + "".join(future) + "\n" + "".join(plain) + "\n\n" + moved_text)
+    git("add", "-N", str(target))
+    if not spans(rest):
+        git("rm", "-qf", str(path))
+    else:
+        if back:
+            line = f"from {there} import {', '.join(sorted(back))}\n"
+            at = split(rest)[1][-1]
+            rest = rest.replace(at, at + line, 1)
+        path.write_text(rest)
+    return {f"{here}.{name}": f"{there}.{name}" for name in names}
+
+
+def extract_all(table: Path) -> None:
+    """Carry out the lines that move definitions between files, with the imports and documents that name them."""
+    for line in table.read_text().splitlines():
+        if line.startswith("#") or " :: " not in line:
+            continue
+        name, _, rest = line.partition(" :: ")
+        wanted, _, rest = rest.partition(" -> ")
+        into, _, title = rest.partition(" | ")
+        path, target = Path(name.strip()), Path(into.strip())
+        moved = extract(path, [word.strip() for word in wanted.split(",")], target, title.strip())
+        cited = one_of(r"(?<![\w/])", {f"{path}::{old.rpartition('.')[2]}": "" for old in moved})
+        for file in tracked():
+            text = file.read_text()
+            rewritten, imports = text, []
+            if file.suffix == ".py" and module_of(path) in text:
+                rewritten, imports = rewrite(file, moved, module_of(file))
+            new = restored(cited.sub(lambda m, to=str(target): to + m[0][m[0].index("::") :], rewritten), imports)
+            if new != text:
+                put(file, text, new)
+
+
+def wrapped(text: str, width: int = 120) -> str:
+    """The text of a Python file with the lines of its docstrings that became too long broken at a space."""
+    lines = text.split("\n")
+    prose: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            prose |= set(range(node.lineno, node.end_lineno or 0))  # the first line stays whole
+    for number in sorted(prose):
+        line = lines[number]
+        if len(line) <= width:
+            continue
+        at = line.rindex(" ", 0, width + 1)
+        indent = line[: len(line) - len(line.lstrip())]
+        rest = line[at + 1 :]
+        lines[number] = line[:at]
+        following = lines[number + 1] if number + 1 in prose else ""
+        if following.strip(' "') and following[len(indent) : len(indent) + 1].strip() and rest[-3:] != '"""':
+            lines[number + 1] = f"{indent}{rest} {following.strip()}"
+        else:
+            lines[number] += f"\n{indent}{rest}"
+    return "\n".join(lines)
+
+
+def put(path: Path, old: str, new: str) -> None:
+    """Write a file, or print what would change in one that belongs to others."""
+    if str(path) not in KEPT:
+        path.write_text(wrapped(new) if path.suffix == ".py" else new)
+        return
+    for number, (before, after) in enumerate(zip(old.splitlines(), new.splitlines(), strict=True), 1):
+        if before != after:
+            print(f"{path}:{number}: left alone; it should be:\n  {after}")
+
+
+def tracked() -> list[Path]:
+    """The text files of the repository, those of this folder left out."""
+    found = []
+    for path in map(Path, git("ls-files").splitlines()):
+        if path.is_symlink() or path.suffix not in TEXT or not path.is_file():
+            continue
+        if path.parts[:2] == (".ci", "restructure"):
+            continue
+        try:
+            path.read_text()
+        except UnicodeDecodeError:
+            continue
+        found.append(path)
+    return found
+
+
+def program_names(text: str, flat: dict[str, str], paths: dict[str, str]) -> str:
+    """The text with programs of `benchmarks/`, which were called by their paths or bare names, as modules."""
+    for old, module in flat.items():
+        path = f"benchmarks/{old}.py"
+        text = re.sub(rf"python {re.escape(path)}\b", f"python -m {module}", text)
+        text = re.sub(rf"(?<!\w){re.escape(path)}(?= --)", f"python -m {module}", text)
+        text = re.sub(rf'((?:import_module|load)\()"{old}"', rf'\1"{module_of(Path(paths[path]))}"', text)
+        text = re.sub(rf"SCRIPTS={re.escape(path)}\b", f"BENCH={module.removeprefix('benchmarks.')}", text)
+        if paths[path].endswith("/__main__.py"):
+            text = re.sub(rf"(?<!\w){re.escape(path)}\b", str(Path(paths[path]).parent), text)
+        if old.startswith("_"):
+            text = re.sub(rf"python {old}\.py\b", f"python -m {module}", text)
+            text = re.sub(rf'"{old}(?:\.py)?"', f'"{module}"', text)
+            text = re.sub(rf"(?<![\w/.])({old})(?=:[\w{{])", module, text)
+            text = re.sub(rf"(?<![\w/.\"]){old}\.py\b", paths[path], text)
+    return text
+
+
 def main(table: Path) -> None:
+    edit_texts(table)
     plan = list(rows(table))
     moved: dict[str, str] = {}
     paths: dict[str, str] = {}
@@ -242,34 +503,40 @@ def main(table: Path) -> None:
         if old.startswith("tests/") and old.endswith(".py") and new.endswith(".py"):
             moved[old[:-3].replace("/", ".")] = new[:-3].replace("/", ".")
     dotted = {k: v for k, v in moved.items() if k != v}
+    flat = {
+        Path(old).stem: module_of(Path(new)).removesuffix(".__main__")
+        for old, new in paths.items()
+        if old.startswith("benchmarks/") and old.count("/") == 1 and old.endswith(".py")
+    }
+    bare = {Path(old).stem: module_of(Path(new)) for old, new in paths.items() if Path(old).stem in flat}
     names = (
         re.compile(r"(?<![\w.])(" + "|".join(re.escape(k) for k in sorted(dotted, key=len, reverse=True)) + r")(?!\w)")
         if dotted
         else None
     )
-    files = re.compile(
-        r"(?<![\w])(" + "|".join(re.escape(k) for k in sorted(paths, key=len, reverse=True)) + r")(?!\w)"
-    )
-    everything = [Path(line) for line in git("ls-files").splitlines()]
-    for path in everything:
-        if (
-            path.is_symlink()
-            or path.suffix not in TEXT
-            or not path.is_file()
-            or path.parts[:2] == (".ci", "restructure")
-        ):
-            continue
-        try:
-            text = path.read_text()
-        except UnicodeDecodeError:
-            continue
+    files = one_of(r"(?<![\w])", paths)
+    everywhere = [path.name for path in map(Path, git("ls-files").splitlines())]
+    mentioned = {
+        Path(old).name: Path(new).name
+        for old, new in paths.items()
+        if old.startswith("tests/") and Path(old).name != Path(new).name and everywhere.count(Path(old).name) == 1
+    }
+    mentions = one_of(r"(?<![\w/.*])", mentioned) if mentioned else None
+    for path in tracked():
+        text = path.read_text()
         rewritten, imports = text, []
+        mine = path.parts[0] == "benchmarks"
         if path.suffix == ".py":
-            rewritten, imports = rewrite(path, moved, moved.get(module_of(path), module_of(path)))
+            here = moved.get(module_of(path), module_of(path))
+            rewritten, imports = rewrite(path, moved | bare if mine else moved, here)
+            rewritten = relocated(rewritten, path, Path(paths.get(str(path), str(path))), paths)
+        if flat and (mine or path.parts[0] != "jaxroll"):
+            rewritten = program_names(rewritten, flat, paths)
         new = files.sub(lambda m: paths[m[1]], rewritten)
+        new = mentions.sub(lambda m: mentioned[m[1]], new) if mentions else new
         new = restored(names.sub(lambda m: dotted[m[1]], new) if dotted else new, imports)
         if new != text:
-            path.write_text(new)
+            put(path, text, new)
     for sources, target in plan:
         if "/" in sources[0]:
             Path(target).parent.mkdir(parents=True, exist_ok=True)
@@ -289,6 +556,7 @@ def main(table: Path) -> None:
             if old != new:
                 new.parent.mkdir(parents=True, exist_ok=True)
                 git("mv", str(old), str(new))
+    extract_all(table)
 
 
 if __name__ == "__main__":
