@@ -2,7 +2,8 @@
 
 Prints "ready" when it has reached what it aims at (`AIMS`: the answers that say so), goes on until its standard input
 ends (or its parent), then prints one JSON object: `counted` answers, the aims it `missed`, and `strange` answers that
-nobody expects of it. Used by benchmarks/hostile.py, tests/store/test_hostile.py, tests/faults/test_hostile_clients.py.
+nobody expects of it. Used by benchmarks/hostile.py, tests/store/server/test_under_attack.py,
+tests/faults/test_hostile_clients.py.
 
     silent       TCP connections that never speak, opened again when they are dropped
     loris        connections that say the beginning of HTTP/2 byte by byte

@@ -12,7 +12,7 @@ import pytest
 from jaxroll import priority
 from jaxroll.control.program import ProcessSpec
 from jaxroll.errors import ConfigError
-from tests.control.test_program import built
+from tests.harness.process_specs import built
 
 SAID = """
 import json, os

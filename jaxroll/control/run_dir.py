@@ -381,7 +381,7 @@ def _numbers(rows: Sequence[dict[str, Any]], kind: str, key: str) -> list[float]
 # for
 # a separator of folders, and takes every path for UTF-8. With such a character in the path a checkpoint is incomplete,
 # or
-# lies in another folder, and no error is raised. All other paths work (tests/control/test_run_path.py).
+# lies in another folder, and no error is raised. All other paths work (tests/control/test_run_folder_paths.py).
 
 PATTERN_CHARACTERS = "*?[]\\"
 NAME_BYTES = 255  # of one folder's name: the limit of every common file system

@@ -21,7 +21,7 @@ from jaxroll.algorithms.tokens import TokenLoss, Tokens
 from jaxroll.config import LearnerConfig
 from jaxroll.config.presets import PRESETS, settled
 from jaxroll.errors import ConfigError
-from tests.algorithms import numpy_losses as plain
+from tests.harness import numpy_losses as plain
 
 STREAMS = ("logp", "prox", "beh", "ref", "adv")
 ROW = 12  # tokens of a packed row in these tests

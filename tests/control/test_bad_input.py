@@ -15,7 +15,7 @@ import pytest
 
 from jaxroll.control import cli
 from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE
-from tests.report.made_run import make_run
+from tests.harness.run_folder import make_run
 
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")

@@ -185,7 +185,7 @@ def calls(path: Path) -> list[list[str]]:
 def pretended_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter whose `-m jaxroll` is fake_jaxroll.py."""
     script = tmp_path / "python"
-    fake = Path(__file__).with_name("fake_jaxroll.py")
+    fake = Path(__file__).parents[1] / "harness/programs/fake_jaxroll.py"
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{fake}" "$@"\n')
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))

@@ -31,7 +31,7 @@ from jaxroll.errors import ConfigError, InfraError
 
 pytestmark = pytest.mark.process
 
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parents[1] / "harness/programs"
 NAMES = ("store", "learner", "sampler-0", "sampler-1", "evaluator")
 PATIENCE_S = 40.0
 TAKE_TERMINAL = (
@@ -61,7 +61,7 @@ class Stage:
                   "evaluator": [f"--until={self.evaluator_done}"]}  # fmt: skip
         specs = []
         for name in NAMES:
-            argv = [sys.executable, str(HERE / "dummy_role.py"), str(self.events), name]
+            argv = [sys.executable, str(PROGRAMS / "dummy_role.py"), str(self.events), name]
             specs.append({"name": name, "argv": [*argv, *common.get(name, []), *words.get(name, [])],
                           "after": [] if name == "store" else ["store"], "gang": "all" if name in gang else "",
                           "ready_file": str(self.run_dir / "store.addr") if name == "store" else None})  # fmt: skip
@@ -73,7 +73,7 @@ class Stage:
         if term is None:
             del env["TERM"]
         self.process = subprocess.Popen(
-            [*on_terminal, sys.executable, str(HERE / "supervise.py"), str(self.run_dir), str(file)],
+            [*on_terminal, sys.executable, str(PROGRAMS / "supervise.py"), str(self.run_dir), str(file)],
             stdin=subprocess.DEVNULL if terminal is None else terminal, text=True, start_new_session=True, env=env,
             stdout=subprocess.PIPE if terminal is None else terminal, stderr=subprocess.STDOUT,
         )  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 from jaxroll.config import TaskConfig
 from jaxroll.data import sources
 from jaxroll.errors import ConfigError
-from tests.bounds import bounded, check_refusal
+from tests.harness.resource_bounds import bounded, check_refusal
 
 GOOD = b'{"question": "2+2", "answer": "4"}\n'
 NESTED = b"[" * 100_000 + b"]" * 100_000

@@ -22,7 +22,7 @@ from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.env_calls import Asking
 
-NAME = "tests.envs.blocking_envs:{}"
+NAME = "tests.harness.envs.blocking:{}"
 TASK = Task(0, (Message("user", "hello"),), "x", "{}", 5, "h")
 DEADLINE_S = 60.0
 

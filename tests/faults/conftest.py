@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.faults.criteria import Row, table
+from tests.harness.cluster.criteria import Row, _place, table
 
 _ROWS = pytest.StashKey[list[Row]]()
 
@@ -23,9 +23,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.section("faults")
         for line in table(sorted(rows, key=_place)):
             terminalreporter.line(line)
-
-
-def _place(row: Row) -> tuple[int, str]:
-    """By the number the fault has in STORE.md."""
-    number = row.fault.split()[0]
-    return (int(number) if number.isdecimal() else 99, row.fault)

@@ -16,10 +16,10 @@ import grpc
 import pytest
 
 from jaxroll.store.messages import SERVICE
-from tests.faults import criteria
-from tests.faults.cluster import Cluster
-from tests.faults.conftest import _place
-from tests.faults.tap import Call, Forward, Tap
+from tests.harness.cluster import criteria
+from tests.harness.cluster.cluster import Cluster
+from tests.harness.cluster.criteria import _place
+from tests.harness.cluster.rpc_tap import Call, Forward, Tap
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 SHAPE = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=1", "schedule.steps=4")
@@ -167,7 +167,7 @@ def test_the_proxy_parts_and_heals_and_cuts() -> None:
 
 
 async def _through_a_proxy() -> None:
-    from tests.faults.proxy import Proxy
+    from tests.harness.cluster.tcp_proxy import Proxy
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1000):

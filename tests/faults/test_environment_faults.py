@@ -21,9 +21,9 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
 from jaxroll.store.core.settings import BACKOFF_FIRST_S
-from tests.faults import environments as envs
-from tests.faults.real_roles import World
-from tests.faults.tap import Call, Forward
+from tests.harness.cluster.real_roles import World
+from tests.harness.cluster.rpc_tap import Call, Forward
+from tests.harness.envs import faulty as envs
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 LIMIT_S, DEADLINE_S = 3.0, 60.0  # of an item; of a test that waits for workers to start on a loaded machine
@@ -41,7 +41,7 @@ def test_14_and_15_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not
     misused.mkdir()
     (misused / "precious").write_text("precious")
     monkeypatch.setenv(envs.MISDEED_VARIABLE, str(misused))
-    changes = {"task__env": "tests.faults.environments:misfortune", "learner__micro_rows": 2,
+    changes = {"task__env": "tests.harness.envs.faulty:misfortune", "learner__micro_rows": 2,
                "store__data_retries": DATA_RETRIES, "store__infra_retries": INFRA_RETRIES}  # fmt: skip
     with World(tmp_path / "run", **changes, schedule__alpha=1, schedule__steps=4) as run:
         salts = salts_of_leases(run)
@@ -129,7 +129,7 @@ def assert_no_reward_was_made_up(run: World, fates: dict[int, str]) -> None:
 
 @pytest.fixture
 def pool() -> Iterator[ScoringPool]:
-    pool = ScoringPool(1, time_limit_s=LIMIT_S, libraries=(), modules=("tests.faults.environments",))
+    pool = ScoringPool(1, time_limit_s=LIMIT_S, libraries=(), modules=("tests.harness.envs.faulty",))
     pool.start()
     asyncio.run(asyncio.wait_for(pool.score(EXACT, "ok"), DEADLINE_S))
     if pool.doors is None or pool.doors.open:

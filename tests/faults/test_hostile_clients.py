@@ -1,6 +1,6 @@
 """Fault 20: a run goes on while hostile processes knock, lie, and say what no client would say.
 
-tests/store/test_hostile.py attacks a store alone and looks at its memory and its files.
+tests/store/server/test_under_attack.py attacks a store alone and looks at its memory and its files.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 
 from jaxroll.config import digest
 from jaxroll.rpc import auth
-from tests.faults.cluster import LIMIT_S, ROOT, Cluster
-from tests.faults.criteria import Row, judge
+from tests.harness.cluster.cluster import LIMIT_S, ROOT, Cluster
+from tests.harness.cluster.criteria import Row, judge
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 SHAPE = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=100000")

@@ -13,10 +13,10 @@ from jaxroll.errors import EXIT_CONFIG, NoCredit
 from jaxroll.records import Version
 from jaxroll.store.client import BlockingStore
 from jaxroll.store.core import events as ev
-from tests.faults import deaths
-from tests.faults.real_roles import World
-from tests.faults.scripted_groups import ScriptedSampler
-from tests.faults.words import ack_of, durable_of
+from tests.harness.cluster import kills
+from tests.harness.cluster.real_roles import World
+from tests.harness.cluster.rpc_calls import ack_of, durable_of
+from tests.harness.cluster.scripted_groups import ScriptedSampler
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 SMALL = {"schedule__alpha": 1, "schedule__steps": 8, "learner__checkpoint_every": 3, "learner__micro_rows": 2}
@@ -25,7 +25,7 @@ REPLAYED = ("loss", "grad_norm", "entropy", "kl_behaviour", "ess", "tokens_compu
 
 def test_4_killed_in_a_step_it_gets_the_same_claim_and_computes_the_same_losses(tmp_path: Path, note) -> None:
     with World(tmp_path / "run", **SMALL) as run, sampling(run, up_to=20) as sampler:
-        dying = deaths.in_step(run, 5, 0.01)
+        dying = kills.in_step(run, 5, 0.01)
         run.learner()
         run.until_step(5)  # told, before death can come with the claim of 5
         run.until((run.run_dir / "checkpoints" / "0000.00000003").exists, "the checkpoint that is restored")
@@ -52,7 +52,7 @@ def test_5_killed_between_publish_and_ack_the_published_weights_never_were(tmp_p
     with World(tmp_path / "run", **SMALL) as run, sampling(run, up_to=12) as sampler:
         run.learner()
         run.until((run.run_dir / "checkpoints" / "0000.00000003").exists, "the checkpoint that is restored")
-        dying = deaths.Dying(run, "learner", "Ack", lambda call: ack_of(call) == 4)
+        dying = kills.Dying(run, "learner", "Ack", lambda call: ack_of(call) == 4)
         sampler.allow(20)
         dying.wait()
         assert run.query("SELECT MAX(step) FROM versions") == [(5,)], "5 was published"
@@ -110,7 +110,7 @@ def test_6_killed_in_a_checkpoint_it_restores_the_one_before(tmp_path: Path, not
         folder = run.run_dir / "checkpoints"
         run.learner()
         run.until_step(1)
-        half = deaths.in_checkpoint(run)
+        half = kills.in_checkpoint(run)
         whole = names(folder)
         assert half not in whole and len(leftovers(folder)) == 1
         durable = run.query("SELECT COALESCE(MAX(step) + 1, 0) FROM claims WHERE durable_lineage IS NOT NULL")[0][0]
@@ -127,12 +127,12 @@ def test_6_a_damaged_checkpoint_is_passed_over_unless_the_older_one_is_of_no_use
     with World(tmp_path / "run", **SMALL) as run, sampling(run):
         folder = run.run_dir / "checkpoints"
         run.learner()
-        deaths.Dying(run, "learner", "Durable", lambda call: durable_of(call) == Version(0, 8)).wait()
+        kills.Dying(run, "learner", "Durable", lambda call: durable_of(call) == Version(0, 8)).wait()
         assert names(folder)[-1] == "0000.00000008", "it is whole; only the store was not told"
         flip_a_bit(folder / "0000.00000008")
 
         run.learner()
-        deaths.Dying(run, "learner", "Durable", lambda call: durable_of(call) == Version(1, 8), answered=True).wait()
+        kills.Dying(run, "learner", "Durable", lambda call: durable_of(call) == Version(1, 8), answered=True).wait()
         said = run.events("learner")
         assert any("0000.00000008 cannot be read" in text for text in said), said
         assert "restored version 0.6" in said

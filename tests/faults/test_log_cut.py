@@ -20,8 +20,8 @@ from jaxroll.store.core.machine import Core
 from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import conservation_residual
 from jaxroll.store.log.commit_log import Log
-from tests.faults.cluster import Cluster
-from tests.faults.criteria import Row, acknowledged, judge, lost_puts
+from tests.harness.cluster.cluster import Cluster
+from tests.harness.cluster.criteria import Row, acknowledged, judge, lost_puts
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 SHAPE = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=100000",

@@ -32,11 +32,11 @@ from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.store.client import StoreClient
 from jaxroll.store.server.server import serve
 from jaxroll.text.tokenizers import CharTokenizer
-from tests.faults.misbehaving import CLOSES, IN_A_PROCESS, ON_THE_LOOP, WAYS
+from tests.harness.envs.misbehaving import CLOSES, IN_A_PROCESS, ON_THE_LOOP, WAYS
 
 pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 240.0
-NAME = "tests.faults.misbehaving:{}"
+NAME = "tests.harness.envs.misbehaving:{}"
 TOKENIZER = CharTokenizer("abc")
 V0 = Version(0, 0)
 

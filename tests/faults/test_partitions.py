@@ -15,12 +15,12 @@ import pytest
 from jaxroll.errors import JaxRollError
 from jaxroll.records import Version
 from jaxroll.store.client import BlockingStore
-from tests.faults.cluster import LIMIT_S, Cluster
-from tests.faults.courier import Courier
-from tests.faults.criteria import Row, judge
-from tests.faults.proxy import Proxy
-from tests.faults.real_roles import World
-from tests.faults.test_network import LEASE_S, SMALL, store_of
+from tests.harness.cluster.cluster import LIMIT_S, Cluster
+from tests.harness.cluster.criteria import Row, judge
+from tests.harness.cluster.real_roles import World
+from tests.harness.cluster.short_leases import LEASE_S, SMALL, store_of
+from tests.harness.cluster.tcp_proxy import Proxy
+from tests.harness.cluster.weights_proxy import Courier
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 STALL_S = 1.0
@@ -113,7 +113,7 @@ def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_wai
     tmp_path: Path, note: Callable[[Row], None], direction: str
 ) -> None:
     """Real roles. Only the line of the weights is cut: the sampler leases, renews and puts as before."""
-    small = {"learner__micro_rows": 2, "task__env": "tests.faults.environments:coin", "transfer__deadline_s": 3,
+    small = {"learner__micro_rows": 2, "task__env": "tests.harness.envs.faulty:coin", "transfer__deadline_s": 3,
              "store__lease_s": 4, "store__rpc_deadline_s": 3, "store__stall_s": STALL_S}  # fmt: skip
     shape = {"schedule__alpha": ALPHA, "schedule__steps": STEPS}
     with (

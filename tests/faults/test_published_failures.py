@@ -17,7 +17,7 @@ from jaxroll.store.core import requests as rq
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import counts
 from jaxroll.store.core.waits import waits
-from tests.store.machine import Machine
+from tests.harness.store.machine import Machine
 
 
 def trained(steps: int, durable: int, **rules) -> Machine:

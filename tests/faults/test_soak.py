@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import LIMIT_S, Cluster, Role
-from tests.faults.criteria import Row, judge, replays
-from tests.faults.scripted_store import StoreOrders
+from tests.harness.cluster.cluster import LIMIT_S, Cluster, Role
+from tests.harness.cluster.criteria import Row, judge, replays
+from tests.harness.cluster.scripted_store import StoreOrders
 
 SOAK_S = float(os.environ.get("JAXROLL_SOAK_S", "600"))
 SHAPE = ("schedule.groups_per_step=4", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=100000",

@@ -13,9 +13,9 @@ import pytest
 
 from jaxroll.data.prompts import PromptPipeline
 from jaxroll.errors import EXIT_FAILURE
-from tests.faults.cluster import Cluster
-from tests.faults.criteria import Row, judge, replays
-from tests.faults.scripted_store import StoreOrders
+from tests.harness.cluster.cluster import Cluster
+from tests.harness.cluster.criteria import Row, judge, replays
+from tests.harness.cluster.scripted_store import StoreOrders
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 SMALL = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=100000",

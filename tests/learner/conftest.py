@@ -11,17 +11,10 @@ import numpy as np
 import pytest
 
 from jaxroll.config import Config, LearnerConfig, MeshConfig, ScheduleConfig
-from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version, VersionRun
+from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Task, Version, VersionRun
+from tests.harness.learner_segments import answer, prompt
 
 VOCAB = 24
-
-
-def prompt(tokens: np.ndarray) -> Segment:
-    return Segment(tokens.astype(np.int32), np.zeros(len(tokens), np.uint8), np.zeros(len(tokens), np.float32))
-
-
-def answer(tokens: np.ndarray, logprobs: np.ndarray) -> Segment:
-    return Segment(tokens.astype(np.int32), np.ones(len(tokens), np.uint8), logprobs.astype(np.float32))
 
 
 @pytest.fixture

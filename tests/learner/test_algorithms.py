@@ -13,7 +13,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.learner import minibatch, packing
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.learner.step import PROXIMAL, REFERENCE
-from jaxroll.models import transformer
+from tests.harness.learner_padded import Padded
 
 CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
 DPO = {"algorithm": "dpo", "reference": "init", "dpo_beta": 0.5}
@@ -46,29 +46,6 @@ def accumulated(trainer, samples):
         accumulator = trainer.programs.accumulate(trainer.state.params, accumulator, streams)
     host = jax.device_get(accumulator)
     return len(batches), float(host.statistics["loss"].sum()), host.grads
-
-
-class Padded:
-    """Samples one a row, without the packer: log π of their trained tokens [N, 32], 0 elsewhere, in one program."""
-
-    def __init__(self, spec, samples):
-        shape = (len(samples), 32)
-        self.tokens, self.segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        self.mask, self.behaviour = np.zeros(shape, bool), np.zeros(shape, np.float32)
-        for row, sample in enumerate(samples):
-            n = len(sample.tokens)
-            self.tokens[row, :n], self.segments[row, :n] = sample.tokens, 1
-            self.mask[row, :n], self.behaviour[row, :n] = sample.mask, sample.behaviour
-        self.advantage = np.array([sample.advantage for sample in samples], np.float32)
-        self.spec = spec
-        self.logprobs = jax.jit(self._logprobs)
-
-    def _logprobs(self, params):
-        positions = np.broadcast_to(np.arange(32), self.tokens.shape)
-        hidden = transformer.forward(self.spec, params, self.tokens, positions, self.segments)
-        log_all = jax.nn.log_softmax(transformer.logits(self.spec, params, hidden))
-        logp = jnp.take_along_axis(log_all[:, :-1], self.tokens[:, 1:, None], axis=-1)[..., 0]
-        return jnp.where(self.mask, jnp.pad(logp, ((0, 0), (1, 0))), 0.0)
 
 
 def plain_gspo(trainer, rows, params):
@@ -218,7 +195,7 @@ def test_with_a_reference_nothing_compiles_after_the_warm_up(small_config, make_
 
 def test_a_loss_of_ones_own_sees_how_old_tokens_are(small_config, make_claim, make_trainer):
     """It weighs by age: nothing at age 0, and at age 2 twice what it does at age 1."""
-    config = small_config(alpha=2.0, algorithm="tests.learner.by_age:by_age")
+    config = small_config(alpha=2.0, algorithm="tests.harness.age_loss:by_age")
     norms, shares = [], []
     for age in (0, 1, 2):
         row = make_trainer(config).train(make_claim(step=2, age=age, seed=0))

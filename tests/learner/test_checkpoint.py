@@ -23,7 +23,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
-from tests.faults import disks
+from tests.harness.cluster import disks
 
 
 @pytest.fixture

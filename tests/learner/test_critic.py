@@ -14,17 +14,13 @@ import numpy as np
 import optax
 import pytest
 
-from jaxroll.algorithms.advantages import Turn
-from jaxroll.config import MeshConfig
 from jaxroll.learner import critic, minibatch, samples
 from jaxroll.learner.critic import Critic
-from jaxroll.learner.samples import Sample
 from jaxroll.learner.step import Accumulator
 from jaxroll.models import transformer
-from tests.algorithms import numpy_losses as plain
+from tests.harness import numpy_losses as plain
+from tests.harness.learner_critic import CUBE, PPO, bits, sample_of
 
-CUBE = MeshConfig(data=2, fsdp=2, tensor=2)
-PPO = {"algorithm": "ppo", "critic": "init", "critic_learning_rate": 2e-2}
 LONGEST = 32
 
 
@@ -43,24 +39,11 @@ def moments(state) -> dict[str, np.ndarray]:
     return jax.device_get(optax.tree.get(state.opt_state, "mu"))
 
 
-def bits(tree) -> dict[str, bytes]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
-
-
 def same_moments(got, want, tolerance=2e-5):
     scale = max(float(np.abs(leaf).max()) for leaf in want.values())
     assert scale > 0 and got.keys() == want.keys()
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=0, atol=tolerance * scale, err_msg=name)
-
-
-def sample_of(mask, reward, costs=0.0) -> Sample:
-    mask = np.array(mask, bool)
-    zeros = np.zeros(len(mask))
-    turns = (Turn(1, len(mask), b"", reward),)
-    return Sample(zeros.astype(np.int32), mask, zeros.astype(np.float32), zeros.astype(np.int32), int(mask.sum()),
-                  True, reward, turns, costs=costs)  # fmt: skip
 
 
 # --- the whole update

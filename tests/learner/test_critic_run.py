@@ -14,7 +14,7 @@ from jaxroll.learner.checkpoint_files import params as params_of
 from jaxroll.learner.compiles import CompileCounter
 from jaxroll.records import Version
 from jaxroll.tools import generate
-from tests.learner.test_critic import CUBE, PPO, bits, sample_of
+from tests.harness.learner_critic import CUBE, PPO, bits, sample_of
 
 
 def test_it_starts_as_the_policy_says_zero_and_learns(small_config, make_claim, make_trainer):

@@ -13,7 +13,7 @@ from jaxroll.errors import DataError
 from jaxroll.learner import minibatch, packing
 from jaxroll.learner.samples import of_claim
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Task, Version, VersionRun
-from tests.learner.conftest import answer, prompt
+from tests.harness.learner_segments import answer, prompt
 
 GRPO = registry.build(LearnerConfig())
 

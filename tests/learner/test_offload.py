@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 import pytest
 
-from tests.learner.test_critic import PPO
+from tests.harness.learner_critic import PPO
 
 KL = {"kl_coef": 0.5, "reference": "init"}
 

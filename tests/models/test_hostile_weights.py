@@ -16,7 +16,7 @@ from jaxroll.errors import ConfigError, DataError
 from jaxroll.learner import weights
 from jaxroll.models import folders, tensor_files
 from jaxroll.models.families import ModelSpec
-from tests.bounds import bounded, check_refusal
+from tests.harness.resource_bounds import bounded, check_refusal
 
 NESTED = "[" * 100_000 + "]" * 100_000
 

@@ -11,8 +11,8 @@ from functools import partial
 import psutil
 import pytest
 
-from tests.process.slow_reward import TAKES_S
-from tests.process.trains import START_S, Train, assert_sound
+from tests.harness.envs.slow_reward import TAKES_S
+from tests.harness.train_process import START_S, Train, assert_sound
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 ACTORS = ("actor-0", "actor-1")
@@ -93,7 +93,7 @@ def finished(train: Train) -> dict[tuple[int, int], tuple[int, str]]:
 @pytest.mark.soak
 def test_a_run_of_actors_is_the_run_of_its_sampler(tmp_path) -> None:
     """With α = 0 everything is decided by the seed: groups, members and losses are equal bit for bit."""
-    words = (*WORDS, "--config.task.env=tests.process.dense_reward:dense_reward", "--config.schedule.alpha=0")
+    words = (*WORDS, "--config.task.env=tests.harness.envs.dense_reward:dense_reward", "--config.schedule.alpha=0")
     found = {}
     for name, more in (("actors", ()), ("sampler", ("--config.placement.actors=0",))):
         with Train(tmp_path / name, *words, *more) as train:
@@ -120,7 +120,7 @@ def assert_actors_are_told_of(train: Train) -> None:
 
 
 def test_a_run_survives_the_kill_of_an_actor_and_of_its_sampler_in_mid_episode(free_run_dir) -> None:
-    words = (*WORDS, "--config.task.env=tests.process.slow_reward:slow_reward", "--config.schedule.steps=12",
+    words = (*WORDS, "--config.task.env=tests.harness.envs.slow_reward:slow_reward", "--config.schedule.steps=12",
              "--config.schedule.window=full", "--config.store.lease_s=20")  # fmt: skip
     with Train(free_run_dir, *words) as train:
         train.until_step(2)

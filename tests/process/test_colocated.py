@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from jaxroll.errors import EXIT_INTERRUPTED
-from tests.process.trains import (
+from tests.harness.train_process import (
     LEARNING,
     SAME,
     Train,

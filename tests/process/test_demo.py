@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.process.trains import Train, assert_sound, broken_promises
+from tests.harness.train_process import Train, assert_sound, broken_promises
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(1200)]
 LIMIT_S = 900.0

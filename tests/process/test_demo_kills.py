@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.process.trains import Train, assert_sound, differing, last_step, trained_again
+from tests.harness.train_process import Train, assert_sound, differing, last_step, trained_again
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(1800)]
 STEPS, LIMIT_S = 100, 600.0

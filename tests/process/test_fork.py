@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.process.trains import SMALL, Train
+from tests.harness.train_process import SMALL, Train
 
 pytestmark = pytest.mark.process
 STEPS, FORK = 24, 4

@@ -7,7 +7,7 @@ import threading
 import psutil
 import pytest
 
-from tests.process.trains import LEARNING, SMALL, Train, assert_sound, differing, last_step, trained_again
+from tests.harness.train_process import LEARNING, SMALL, Train, assert_sound, differing, last_step, trained_again
 
 pytestmark = pytest.mark.process
 

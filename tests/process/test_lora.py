@@ -9,7 +9,7 @@ import pytest
 from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.learner import checkpoint_files
 from jaxroll.models import folders
-from tests.process.trains import LEARNING, ROOT, Train, assert_sound
+from tests.harness.train_process import LEARNING, ROOT, Train, assert_sound
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 STEPS = 8

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxroll.errors import EXIT_CONFIG, EXIT_INTERRUPTED
-from tests.process.trains import SMALL, Train, assert_sound, last_step, trained_questions
+from tests.harness.train_process import SMALL, Train, assert_sound, last_step, trained_questions
 
 pytestmark = pytest.mark.process
 MORE = 9  # steps of the second life

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from jaxroll.errors import EXIT_INTERRUPTED
-from tests.process.trains import SMALL, UNEQUAL_MESHES, Train, assert_sound, broken_promises, last_step
+from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, broken_promises, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 LEASE_S = 4.0

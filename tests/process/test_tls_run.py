@@ -15,7 +15,7 @@ from jaxroll.control import certificates
 from jaxroll.errors import EXIT_CONFIG, EXIT_INTERRUPTED, Unauthorized
 from jaxroll.rpc import auth, tls
 from jaxroll.store.client import StoreClient
-from tests.process.trains import SMALL, START_S, Train, assert_sound, last_step
+from tests.harness.train_process import SMALL, START_S, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 WORDS = (*SMALL, "--config.store.mutual_tls=true", "--config.learner.checkpoint_every=3",

@@ -7,7 +7,7 @@ import pytest
 
 from jaxroll import priority
 from jaxroll.errors import EXIT_INTERRUPTED
-from tests.process.trains import SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step
+from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step
 
 pytestmark = pytest.mark.process
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxroll.report.commands import report
 from jaxroll.report.figures import record, summary
 from jaxroll.report.figures.record import ClaimTimes, History
-from tests.report.made_run import make_run
+from tests.harness.run_folder import make_run
 
 PUBLISHED = tuple((100.0 + step, f"0.{step}") for step in range(20))
 LINE = "α = 1 is less than the 3 that the learner would need not to wait"

@@ -21,7 +21,7 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.state import TrainState
 from jaxroll.records import Version
 from jaxroll.report.commands import checkpoints as report
-from tests.report.made_run import LogMaker
+from tests.harness.run_folder import LogMaker
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = (Version(0, 0), Version(0, 4), Version(1, 6))

@@ -17,8 +17,8 @@ from jaxroll.control import cli
 from jaxroll.records import Version
 from jaxroll.report.commands import export
 from jaxroll.store.log import database
-from tests.report.made_run import write_run_file
-from tests.store.made_log import ALPHABET, finished, long_run, recorded_run
+from tests.harness.run_folder import write_run_file
+from tests.harness.store.recorded_log import ALPHABET, finished, long_run, recorded_run
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from jaxroll import metrics
 from jaxroll.control import cli, run_dir
 from jaxroll.control.live import PlainView, TableView
 from jaxroll.control.supervisor import ProcessView
-from tests.report.made_run import STARTED, make_run
+from tests.harness.run_folder import STARTED, make_run
 
 TIMES = [0.0, STARTED, STARTED + 40.0, STARTED + 1e6, 1e11]
 NUMBERS = [0.0, -0.0, 1.0, 0.5, -3.0, 1e-300, 1e15, 1e100, -1e100, 5e-324]

@@ -9,7 +9,7 @@ from jaxroll.records import Snapshot, Version, VersionRun
 from jaxroll.report.figures import record
 from jaxroll.store.core import events as ev
 from jaxroll.store.log import state_checkpoints
-from tests.report.made_run import GROUPS, MEMBERS, TOKENS, LogMaker, task
+from tests.harness.run_folder import GROUPS, MEMBERS, TOKENS, LogMaker, task
 
 
 def snapshot(lineage, step):

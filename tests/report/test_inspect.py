@@ -23,8 +23,17 @@ from jaxroll.store.core import requests as rq
 from jaxroll.store.log import database
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.keeper import Keeper
-from tests.report.made_run import write_run_file
-from tests.store.made_log import ALPHABET, SETTINGS, eventful_history, fail, lease, publish, put, recorded_run
+from tests.harness.run_folder import write_run_file
+from tests.harness.store.recorded_log import (
+    ALPHABET,
+    SETTINGS,
+    eventful_history,
+    fail,
+    lease,
+    publish,
+    put,
+    recorded_run,
+)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,7 @@ from jaxroll.report.commands import report
 from jaxroll.report.figures import activity, record, summary
 from jaxroll.report.page import head, svg, timeline, work
 from jaxroll.report.page import page as script
-from tests.report.made_run import GROUPS, STARTED, make_run, write_rows, write_run_file
-from tests.report.test_summary import REQUIRED
+from tests.harness.run_folder import GROUPS, REQUIRED, STARTED, make_run, write_rows, write_run_file
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 TITLES = (
@@ -128,7 +127,7 @@ def test_a_live_run_with_a_torn_last_line(tmp_path):
 def test_rows_of_weights_that_a_rewind_threw_away_are_left_out(tmp_path):
     from jaxroll.records import Version
     from jaxroll.store.core import events as ev
-    from tests.report.made_run import LogMaker
+    from tests.harness.run_folder import LogMaker
 
     write_run_file(tmp_path)
     log = LogMaker()

@@ -10,13 +10,8 @@ from hypothesis import strategies as st
 from jaxroll.control import run_dir
 from jaxroll.report.figures import activity, checks, record, summary
 from jaxroll.report.figures.record import History, Run
+from tests.harness.run_folder import REQUIRED
 
-REQUIRED = frozenset({
-    "accuracy_start", "accuracy_end", "steps", "seconds", "samples_per_s", "train_tokens_per_s", "alpha", "age_max",
-    "age_mean", "overlap", "logprob_mismatch_max", "conservation_residual", "restarts", "heldout_in_train",
-    "learner_mesh", "sampler_mesh", "padding_waste", "slot_occupancy", "compiles_after_warmup", "groups_trained_twice",
-    "wasted_tokens",
-})  # fmt: skip
 CONFIG = {"schedule": {"alpha": 1.0, "steps": 9}, "learner": {"mesh": {"fsdp": 2}}, "sampler": {"mesh": {"tensor": 2}}}
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)

@@ -12,7 +12,7 @@ from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import members as rooms
 from jaxroll.roles.members import Play
 from jaxroll.rollout.episode import Transcript
-from tests.roles.test_sampler_endings import TASK, members
+from tests.harness.sampler_members import TASK, members
 
 
 class Store:

@@ -11,8 +11,8 @@ from jaxroll.errors import Closed, Conflict, Fenced, InfraError, StaleClient, St
 from jaxroll.records import Failed, Finished, Member
 from jaxroll.roles.members import Members, until_one_ends
 from jaxroll.rollout.episode import Transcript
-from tests.roles.test_sampler_endings import Store as Silent
-from tests.roles.test_sampler_endings import grant, members, settle
+from tests.harness.sampler_members import Store as Silent
+from tests.harness.sampler_members import grant, members, settle
 
 
 class Store(Silent):

@@ -5,55 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
 from jaxroll.errors import DataError, InfraError
-from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
-from jaxroll.records import Failed, Finished, Grant, Member, Message, Task, Version, VersionRun
+from jaxroll.protocols import GenerationKey, SamplingParams, StepResult
+from jaxroll.records import Failed, Finished, Member, Message, Task
 from jaxroll.rollout.episode import Transcript
 from jaxroll.rollout.manager import RolloutManager
-from jaxroll.text.tokenizers import CharTokenizer
+from tests.harness.rollout_proxy import TOKENIZER, FakeProxy, grant
 
-TOKENIZER = CharTokenizer("abc")
-TASK = Task(0, (Message("user", "abc"),), "single_turn", "{}", 7, "h")
-VERSION = Version(0, 0)
 DEADLINE_S = 30.0
-
-
-def grant(*attempts: int, salt: int = 0) -> Grant:
-    return Grant(5, TASK, tuple(enumerate(attempts)), 30.0, salt)
-
-
-def answered() -> Completion:
-    ids = np.array([4, TOKENIZER.eos_id], np.int32)
-    return Completion(ids, np.zeros(2, np.float32), (VersionRun(VERSION, 2),), "stop")
-
-
-@dataclass
-class FakeProxy:
-    """Answers every member with "a"; `errors` and `gates` are by member."""
-
-    errors: dict[int, BaseException] = field(default_factory=dict)
-    gates: dict[int, asyncio.Event] = field(default_factory=dict)
-    keys: list[GenerationKey] = field(default_factory=list)
-    aborted: list[int] = field(default_factory=list)
-
-    async def generate(
-        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
-    ) -> Completion:
-        self.keys.append(key)
-        try:
-            if key.member in self.gates:
-                await self.gates[key.member].wait()
-        except asyncio.CancelledError:
-            self.aborted.append(key.member)
-            raise
-        if key.member in self.errors:
-            raise self.errors[key.member]
-        return answered()
 
 
 class Env:

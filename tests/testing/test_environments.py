@@ -16,7 +16,7 @@ from jaxroll.testing import environments
 from jaxroll.testing.environments import check_environment
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-NAME = "tests.testing.broken_envs:{}"
+NAME = "tests.harness.envs.contract_breaking:{}"
 ROOT = Path(__file__).parents[2]
 TASKS = [
     Task(i, (Message("user", f"question {i}"),), "x", json.dumps({"answer": "0", "scorer": "exact"}), i, f"{i:016x}")

@@ -9,7 +9,7 @@ import pytest
 from jaxroll.errors import ConfigError, DataError, JaxRollError
 from jaxroll.records import Message
 from jaxroll.text import chat
-from tests.bounds import bounded, check_refusal
+from tests.harness.resource_bounds import bounded, check_refusal
 
 jinja2 = pytest.importorskip("jinja2", reason="chat templates are an optional extra")
 

@@ -16,7 +16,7 @@ from jaxroll.errors import ConfigError, DataError, JaxRollError
 from jaxroll.records import Message
 from jaxroll.text import tokenizers
 from jaxroll.text.hf import HFTokenizer
-from tests.bounds import bounded, check_refusal
+from tests.harness.resource_bounds import bounded, check_refusal
 
 NESTED = "[" * 100_000 + "]" * 100_000
 GOOD: dict[str, Any] = json.loads(Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="a")).to_str())

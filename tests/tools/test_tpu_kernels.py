@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.tools.tpu_children import CHIP_BYTES, NEEDS_LIBTPU, compiled
+from tests.harness.programs.tpu_compiler import CHIP_BYTES, NEEDS_LIBTPU, compiled
 
 Costs = Mapping[tuple[str, bool], Mapping[str, Any]]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.models import families
-from tests.tools.tpu_children import CHIP_BYTES, NEEDS_LIBTPU, Costs, compiled
+from tests.harness.programs.tpu_compiler import CHIP_BYTES, NEEDS_LIBTPU, Costs, compiled
 
 SPEC = families.spec("qwen3_0p6b")
 CHIPS, FSDP, DATA, TENSOR = 16, 4, 4, 4

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.models import families
-from tests.tools import tpu_programs
-from tests.tools.tpu_children import CHIP_BYTES, NEEDS_LIBTPU, Costs, compiled
+from tests.harness.programs import tpu_programs
+from tests.harness.programs.tpu_compiler import CHIP_BYTES, NEEDS_LIBTPU, Costs, compiled
 
 SPEC = families.spec("tiny")
 PARAMETERS = families.parameter_count(SPEC)

@@ -21,7 +21,7 @@ from jaxroll import wire
 from jaxroll.errors import DigestMismatch, TransferError
 from jaxroll.records import Snapshot, Version
 from jaxroll.transfer import channels, manifest, plan
-from tests.bounds import bounded, check_refusal
+from tests.harness.resource_bounds import bounded, check_refusal
 
 VERSION = Version(0, 1)
 

@@ -25,7 +25,7 @@ from jaxroll.records import Snapshot, Version
 from jaxroll.transfer.host_snapshot import take
 
 pytestmark = pytest.mark.process
-_SCRIPT = Path(__file__).with_name("learner_process.py")
+_SCRIPT = Path(__file__).parents[1] / "harness/programs/weight_publisher.py"
 _START_S = 60.0
 
 

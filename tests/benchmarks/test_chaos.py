@@ -1,0 +1,263 @@
+"""`benchmarks/chaos.py`: its verdict finds what is planted, its plan is fair, and a short attack ends well."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jaxroll import wire
+from jaxroll.store.log import schema
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+SITE = BENCHMARKS / "_chaos_site"
+SOUND = {
+    "steps": 40, "steps_wanted": 40, "conservation": 0, "unexplained": [], "lost": [], "trained_twice": [],
+    "claims_changed": [], "steps_changed": [], "age_max": 1, "alpha": 0.5, "replay_clean": True,
+    "prompts_out_of_order": None, "errors": [], "promises": [],
+}  # fmt: skip
+PLANTED = {
+    "steps": 39, "conservation": 1, "unexplained": [7], "lost": ["member (1, 0, 1)"], "trained_twice": [3],
+    "claims_changed": [2], "steps_changed": [2], "age_max": 2, "replay_clean": False,
+    "prompts_out_of_order": "prompt 3 is item 9, not 4", "errors": ["`jaxroll report` ended with 1"],
+    "promises": ["compiles after warm-up: 2 (0)"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):
+    """Imports a module of the benchmarks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def imported(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return imported
+
+
+def test_a_sound_run_passes(load) -> None:
+    assert load("_chaos_verdict").violations(SOUND) == []
+
+
+@pytest.mark.parametrize("key", PLANTED)
+def test_each_planted_violation_is_found_and_no_other(load, key: str) -> None:
+    assert len(load("_chaos_verdict").violations(SOUND | {key: PLANTED[key]})) == 1
+
+
+def database() -> sqlite3.Connection:
+    """Group 0 is claimed with member 0, group 1 expired with member 0, group 2 is gone."""
+    db = sqlite3.connect(":memory:")
+    db.executescript(schema.TABLES)
+    groups = "INSERT INTO groups (id, question_hash, prompt_index, state, reason, size, reissues, issued_unix_s)"
+    db.execute(f"{groups} VALUES (0, 'a', 5, 'CLAIMED', '', 2, 0, 0.0)")
+    db.execute(f"{groups} VALUES (1, 'b', 6, 'EXPIRED', 'too old', 2, 0, 0.0)")
+    for group in (0, 1):
+        member = "INSERT INTO members (group_id, member, state, attempt, digest) VALUES (?, 0, 'finished', 1, ?)"
+        db.execute(member, (group, wire.digest(b"body")))
+    db.execute("INSERT INTO payloads VALUES (0, 0, ?)", (b"body",))
+    db.execute("INSERT INTO lineages VALUES (0, NULL, 0, 0.0), (1, 0, 10, 0.0)")
+    return db
+
+
+def put(group: int, body: bytes = b"body", answer: str = "OK") -> dict[str, Any]:
+    return {"kind": "put", "key": [group, 0, 1], "finished": True, "answer": answer, "digest": wire.digest(body)}
+
+
+def test_acknowledged_puts_are_looked_for(load) -> None:
+    lost = load("_chaos_verdict").lost_puts
+    db = database()
+    assert lost(db, [put(0), put(1)]) == []
+    assert lost(db, [put(2, answer="SURPLUS")]) == [], "nothing was promised"
+    assert [text[:16] for text in lost(db, [put(2)])] == ["member (2, 0, 1)"]
+    assert "not in the table" in lost(db, [put(0, b"other")])[0]
+    db.execute("UPDATE payloads SET body = ?", (b"boby",))
+    assert "its bytes are gone" in lost(db, [put(0)])[0]
+    db.execute("UPDATE groups SET reason = ''")
+    assert "without a reason" in lost(db, [put(1)])[0]
+
+
+def test_durable_checkpoints_are_ancestors_of_the_last_weights(load) -> None:
+    lost = load("_chaos_verdict").lost_checkpoints
+    durable = [{"kind": "durable", "version": version} for version in ([0, 10], [1, 10], [1, 30])]
+    assert lost(database(), durable) == []
+    assert lost(database(), [*durable, {"kind": "durable", "version": [0, 11]}]) == ["version 0.11"]
+
+
+def test_conservation_counts_groups_that_are_gone(load) -> None:
+    db = database()
+    assert load("_chaos_verdict").conservation(db) == 0
+    db.execute("DELETE FROM groups WHERE id = 0")
+    assert load("_chaos_verdict").conservation(db) == 1
+
+
+def test_claims_and_steps_are_compared_over_their_lives(load) -> None:
+    verdict = load("_chaos_verdict")
+    claim = {"kind": "claim", "step": 0, "groups": [[0, [[0, 1, "x"]]], [1, [[0, 1, "y"]]]]}
+    assert verdict.trained_twice([claim, claim]) == [] and verdict.changed_claims([claim, claim]) == []
+    again = {"kind": "claim", "step": 1, "groups": [[1, [[0, 1, "y"]]]]}
+    assert verdict.trained_twice([claim, again]) == [1]
+    assert verdict.changed_claims([claim, claim | {"groups": [[0, [[0, 2, "x"]]], [1, [[0, 1, "y"]]]]}]) == [0]
+    step = {"kind": "step", "step": 1, "loss": 0.5}
+    assert verdict.changed_steps([step, step]) == []
+    assert verdict.changed_steps([step, step | {"loss": 0.5000001}]) == [1]
+    assert verdict.first_difference([1, 2], [1, 2]) is None
+    assert verdict.first_difference([1, 3], [1, 2]) == "prompt 1 is item 3, not 2"
+
+
+def test_the_plan_is_fair_random_and_the_seeds(load) -> None:
+    chaos = load("chaos")
+    names = list(chaos.FAULTS)
+    first = list(itertools.islice(chaos.plan(7, 20.0, names), 200))
+    assert first == list(itertools.islice(chaos.plan(7, 20.0, names), 200))
+    assert first != list(itertools.islice(chaos.plan(8, 20.0, names), 200))
+    assert all(20.0 * window <= at < 20.0 * (window + 1) for window, (at, _) in enumerate(first))
+    counts = Counter(name for _, chosen in first for name in chosen)
+    assert set(counts) == set(names) and max(counts.values()) - min(counts.values()) <= 1
+    pairs = [chosen for _, chosen in first if len(chosen) == 2]
+    assert 20 < len(pairs) < 80
+    assert not [pair for pair in pairs if all(chaos.FAULTS[name].alone for name in pair)]
+    assert {chosen for _, chosen in itertools.islice(chaos.plan(0, 1.0, ["sigint"]), 9)} == {("sigint",)}
+
+
+def test_unknown_faults_are_refused(load) -> None:
+    with pytest.raises(SystemExit, match="no such fault: kill_stor"):
+        load("chaos").chosen_names("kill_stor", "")
+    assert load("chaos").chosen_names("sigint,sigterm", "sigterm") == ["sigint"]
+
+
+@pytest.mark.process
+def test_the_clock_of_a_run_jumps_and_no_other(tmp_path: Path) -> None:
+    import struct
+
+    clock = tmp_path / "clock"
+    clock.write_bytes(struct.pack("d", 0.0))
+    code = "import time; print(time.time(), flush=True); input(); print(time.time(), time.time_ns())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(SITE), "CHAOS_CLOCK": str(clock)}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as child:  # fmt: skip
+        assert child.stdout is not None
+        before = float(child.stdout.readline())
+        with clock.open("r+b") as file:
+            file.write(struct.pack("d", -86400.0))
+        after, after_ns = map(float, child.communicate("\n", timeout=60)[0].split())
+    assert abs(before - time.time()) < 60
+    assert -86460 < after - before < -86340 and abs(after_ns / 1e9 - after) < 1
+
+
+MACHINE = """
+import errno, json, os, pathlib, socket, subprocess, sys, time
+import psutil
+import _chaos_machine as machine
+
+folder = pathlib.Path(sys.argv[1])
+refused, seen = machine.enter(folder), {}
+if refused:
+    print(json.dumps({"refused": refused}))
+    sys.exit()
+
+def refusal(act):
+    try:
+        act()
+    except OSError as error:
+        return errno.errorcode.get(error.errno, type(error).__name__)
+
+def connect():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=0.5).close()
+
+def write(size):
+    (folder / "file").write_bytes(bytes(size))
+
+import threading
+filling = threading.Thread(target=machine.fill, args=(folder, 2.0))
+filling.start()
+time.sleep(1.0)
+seen["full"] = refusal(lambda: write(1 << 20))
+filling.join()
+seen["freed"] = refusal(lambda: write(1 << 20))
+with machine.read_only(folder):
+    seen["read_only"] = refusal(lambda: write(1))
+seen["writable"] = refusal(lambda: write(1))
+with machine.network_cut():
+    seen["cut"] = refusal(connect) is not None
+seen["healed"] = refusal(connect)
+with machine.limited(psutil.Process(), psutil.RLIMIT_NOFILE, psutil.Process().num_fds()):
+    seen["descriptors"] = refusal(lambda: os.pipe())
+seen["unlimited"] = refusal(lambda: [os.close(fd) for fd in os.pipe()])
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_the_machine_inside_the_machine_has_faults_that_nothing_else_sees(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MACHINE, str(tmp_path / "disk")], env={"PYTHONPATH": str(BENCHMARKS)},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    if "refused" in seen:
+        pytest.skip(seen["refused"])
+    assert seen == {"full": "ENOSPC", "freed": None, "read_only": "EROFS", "writable": None, "cut": True,
+                    "healed": None, "descriptors": "EMFILE", "unlimited": None}  # fmt: skip
+    assert not list((tmp_path / "disk").iterdir()), "what was written is outside the test's process"
+
+
+ENDED = """
+import sys
+from pathlib import Path
+import _chaos_machine as machine
+import chaos
+
+folder = Path(sys.argv[1])
+refused = machine.enter(folder / "disk")
+(folder / "disk").mkdir(parents=True, exist_ok=True)
+(folder / "disk" / "file").write_text("of the run")
+chaos.keep_or_remove(folder, folder / "disk", keep=sys.argv[2] == "keep", mounted=not refused)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_folder_is_kept_or_gone(tmp_path: Path, keep: bool) -> None:
+    folder = tmp_path / "attack"
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED, str(folder), "keep" if keep else "remove"],
+        env={"PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{BENCHMARKS.parent}", "JAX_PLATFORMS": "cpu"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert folder.exists() == keep
+    assert [path.read_text() for path in folder.rglob("file")] == ["of the run"] * keep
+
+
+@pytest.mark.process
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_short_attack_ends_well(tmp_path: Path) -> None:
+    words = ["--quick", "--seed=1", f"--folder={tmp_path / 'attack'}"]
+    faults = "kill_sampler,kill_learner,kill_store,kill_scoring,clock_back,sigterm"
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "chaos.py"), *words, f"--only={faults}"], stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=840, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["faults"] >= 3 and set(result["by_kind"]) <= set(faults.split(","))
+    assert result["steps"] >= 11 and result["acknowledged_puts"] >= result["steps"] * 16
+    assert (result["lost"], result["trained_twice"], result["conservation"]) == (0, 0, 0)
+    assert result["replay_clean"] and result["prompts_in_order"] and result["age_max"] <= result["alpha"]
+    assert not (tmp_path / "attack").exists(), "its files stay behind"

@@ -1,0 +1,201 @@
+"""The first ten minutes of a new user: each typical mistake is answered at once with its remedy, and the remedy works.
+
+Words are typed in a folder that holds `configs/` and nothing else, or what `PREPARED` puts there. Starting a run is
+pretended: what counts is that the command gets that far.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxroll import config as configs
+from jaxroll.control import cli, commands, run_dir
+from jaxroll.control import train as trains
+from tests.harness.run_folder import make_run
+
+ROOT = Path(__file__).parents[2]
+CPU_S = 2.0
+TASK = "task.name"
+
+# What is typed (after `jaxroll`), what the answer must contain, and the remedy that it names ("" where it is not a
+# command); `{port}` is a port that another process has.
+MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
+    # the command line
+    ("trian --config=configs/smoke.py", ("trian", "jaxroll train"), "train --config=configs/smoke.py"),
+    ("repot old", ("repot", "jaxroll report"), "report old"),
+    ("resume old", ("resume", "jaxroll --help"), "--help"),
+    ("train configs/smoke.py", ("--config=configs/smoke.py",), "train --config=configs/smoke.py"),
+    ("train --config=configs/smoke.py --run.seed=3", ("--config.run.seed=3",),
+     "train --config=configs/smoke.py --config.run.seed=3"),
+    ("train --confg=configs/smoke.py", ("--confg", "train --help"), "train --help"),
+    ("report", ("RUN",), "report old"),
+    ("train", ("--config", "configs/demo.py"), "train --config=configs/demo.py"),
+    # configs
+    ("train --config=smoke.py", ("smoke.py", "no such file", "configs/"), "train --config=configs/smoke.py"),
+    ("train --config=configs/smoke.py --config.learner.lr=1e-4", ("learner.lr", "learner.learning_rate"),
+     "train --config=configs/smoke.py --config.learner.learning_rate=1e-4"),
+    ("train --config=configs/smoke.py --config.schedule.steps=many", ("schedule.steps", "whole number"),
+     "train --config=configs/smoke.py --config.schedule.steps=20"),
+    ("train --config=configs/smoke.py --config.task.name=spel", (TASK, "spell_backward"),
+     "train --config=configs/smoke.py --config.task.name=spell_backward"),
+    ("train --config=configs/smoke.py --config.task.source=jsonl --config.task.path=none.jsonl", ("task", "none.jsonl"),
+     ""),
+    ("train --config=configs/smoke.py --config.model.path=no/model", ("model.path", "no/model"), ""),
+    ("train --config=configs/smoke.py --config.placement.platform=gpu", ("placement.platform", "'cpu'"),
+     "train --config=configs/smoke.py --config.placement.platform=cpu"),
+    ("train --config=configs/smoke.py --config.placement.platform=tpu", ("placement.platform", "'auto'"),
+     "train --config=configs/smoke.py --config.placement.platform=auto"),
+    # runs
+    ("train --config=configs/smoke.py --run=old", ("--run", "old", "--resume"), "train --run=old --resume"),
+    ("train --resume", ("--run=DIR", "jaxroll list"), "list"),
+    ("train --resume --run=nothing", ("nothing", "jaxroll list"), "list ."),
+    ("train --resume --run=old --config=configs/smoke.py", ("--config", "Leave --config out"),
+     "train --resume --run=old"),
+    ("train --resume --run=old --config.learner.learning_rate=1", ("learner.learning_rate", "new run"),
+     "train --resume --run=old --config.schedule.steps=99"),
+    ("train --fork=1 --config=configs/smoke.py", ("--fork", "--resume"), ""),
+    ("report .", ("no run here", "jaxroll list"), "list ."),
+    ("report nothing", ("nothing", "jaxroll list"), "list ."),
+    ("inspect begun", ("store.db", "no such log"), ""),
+    ("inspect old --group=999", ("--group", "999", "0 to "), "inspect old --group=0"),
+    ("replay begun", ("store.db",), ""),
+    ("export old", ("--parquet=FILE", "--jsonl=FILE"), "export old --jsonl=out.jsonl"),
+    ("export old --parquet=out.parquet", ("pyarrow", "jaxroll[data]", "--jsonl"), "export old --jsonl=out.jsonl"),
+    ("export old --jsonl=no/out.jsonl", ("no/out.jsonl", "folder"), "export old --jsonl=out.jsonl"),
+    ("tls begun --token-of=sampler", ("has no token", "jaxroll tls"), ""),
+    # weights
+    ("generate begun hello", ("begun", "train --run=begun --resume"), "train --run=begun --resume"),
+    ("generate begun", ("PROMPT",), ""),
+    ("generate", ("--run",), ""),
+    ("eval --run=begun", ("begun", "train --run=begun --resume"), "train --run=begun --resume"),
+    ("weights import configs out", ("configs", "config.json", "Qwen3"), ""),
+    ("weights export begun out", ("begun", "checkpoints"), "train --run=begun --resume"),
+    ("weights", ("import|export",), "weights import --help"),
+    # environments
+    ("env check nothing:here", ("nothing:here", "its module cannot be imported"), ""),
+    ("env check", ("MODULE:NAME",), "env check --help"),
+    # roles and machines
+    ("sampler --config=configs/smoke.py --run=r --index=-1", ("--index", "0"), ""),
+    ("actor --run=begun", ("placement.actors",), ""),
+    ("store --run=begun --store=localhost", ("--store", "HOST:PORT"), ""),
+    ("launch --config=configs/smoke.py", ("--target",), "launch --config=configs/smoke.py --target=gpu --dry-run "
+     "--devices-per-host=8"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder: a run `old` that has begun to train, and a run `begun` that has not."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    make_run(tmp_path / "old", steps=2, steps_wanted=9)
+    run_dir.create(tmp_path / "begun", configs.load(ROOT / "configs" / "smoke.py"), [])
+    values = run_dir.load(tmp_path / "begun")
+    run_dir.write(tmp_path / "old", values)  # a config of this version
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trains, "train", lambda *_, **__: 0)
+    monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: False)
+    real = builtins.__import__
+
+    def no_pyarrow(name: str, *args, **kwargs):
+        if name.partition(".")[0] == "pyarrow":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", no_pyarrow)
+    return tmp_path
+
+
+def typed(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code and the output of `jaxroll LINE`."""
+    capsys.readouterr()
+    try:
+        code = cli.main(shlex.split(line))
+    except SystemExit as end:  # argparse
+        code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return code, out + err
+
+
+@pytest.mark.parametrize(("line", "words", "remedy"), MISTAKES, ids=[line for line, *_ in MISTAKES])
+def test_a_mistake_is_answered_with_its_remedy_which_works(
+    line: str, words: tuple[str, ...], remedy: str, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(path.name for path in home.iterdir())
+    code, answer = typed(line, capsys)
+    assert code in (1, 2, 64), answer
+    assert all(word in answer for word in words), answer
+    assert "Traceback" not in answer and len(answer) < 2000
+    assert sorted(path.name for path in home.iterdir()) == before, "a refused command leaves nothing behind"
+    if remedy:
+        code, answer = typed(remedy, capsys)
+        assert code == 0, answer
+
+
+def test_the_demo_outside_a_checkout(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    from jaxroll.control import train
+
+    (home / "configs").unlink()
+    monkeypatch.setattr(train.jaxroll, "__file__", str(home / "site-packages" / "jaxroll" / "__init__.py"))
+    code, answer = typed("demo", capsys)
+    assert code == 64 and "checkout" in answer and "--config=FILE" in answer
+    shutil.copy(ROOT / "configs" / "smoke.py", home)
+    assert typed("demo --config=smoke.py", capsys)[0] == 0
+
+
+def test_a_run_that_is_read_while_it_begins(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ("report begun", "report begun --json", "checkpoints begun", "list .", "config --run=begun"):
+        code, answer = typed(line, capsys)
+        assert code == 0 and "Traceback" not in answer, answer
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "line",
+    [
+        "trian", "train --config=configs/smoke.py --config.learner.lr=1", "train --config=configs/smoke.py --run=old",
+        "generate begun hello", "weights import configs out", "weights export begun out", "report nothing",
+    ],
+)  # fmt: skip
+def test_the_answer_takes_little_time(line: str, home: Path) -> None:
+    """Seconds of the processor, child processes included, the best of a few: a loaded machine needs more at times."""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    used = []
+    while len(used) < 5 and min(used, default=CPU_S) >= CPU_S:
+        before = _used_s()
+        done = subprocess.run([sys.executable, "-m", "jaxroll", *shlex.split(line)], env=env, capture_output=True,
+                              timeout=60, check=False)  # fmt: skip
+        used.append(_used_s() - before)
+        assert done.returncode in (2, 64) and b"Traceback" not in done.stderr
+    assert min(used) < CPU_S
+
+
+def _used_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@pytest.mark.process
+def test_a_port_that_another_process_has(home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        argv = [sys.executable, "-m", "jaxroll", "store", "--run=begun", f"--store=127.0.0.1:{port}"]
+        done = subprocess.run(argv, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                              encoding="utf-8", timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 64 and f"127.0.0.1:{port}" in done.stderr and "another process" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_every_command_has_a_mistake() -> None:
+    typed_commands = {line.split()[0] for line, *_ in MISTAKES} | {"demo", "list", "config", "checkpoints", "doctor"}
+    roles = {"learner", "evaluator", "colocated", "feeder", "sft"}  # as sampler, actor and eval
+    assert commands.COMMANDS.keys() <= typed_commands | roles

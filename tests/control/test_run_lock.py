@@ -1,0 +1,215 @@
+"""One folder, one owner: of simultaneous runs, resumes and forks one proceeds, the others change nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from jaxroll import config as configs
+from jaxroll.config import Config, RunConfig
+from jaxroll.control import cli, run_dir
+from jaxroll.errors import EXIT_CONFIG, ConfigError
+
+ROOT = Path(__file__).parents[2]
+SMOKE = str(ROOT / "configs" / "smoke.py")
+NEW = ("train", f"--config={SMOKE}", "--run=r")
+RESUME = ("train", "--run=r", "--resume")
+WAIT_S = 60.0
+# What may own a run (it needs a folder that holds a run already, or one that does not), and what may ask for it.
+OWNERS = {
+    "new": (False, NEW),
+    "resume": (True, RESUME),
+    "fork": (True, (*RESUME, "--fork=0")),
+    "sft": (True, ("sft", "--run=r")),
+    "store": (True, ("store", "--run=r")),
+}
+REFUSED = {
+    "new": NEW,
+    "new with another config": (*NEW, "--config.run.seed=5"),
+    "resume": RESUME,
+    "resume with an override": (*RESUME, "--config.schedule.steps=77"),
+    "fork": (*RESUME, "--fork=0"),
+    "fork with an override": (*RESUME, "--fork=0", "--config.supervisor.max_restarts=1"),
+    "sft": ("sft", "--run=r"),
+    "sft with a config": ("sft", "--run=r", f"--config={SMOKE}"),
+    "store": ("store", "--run=r"),
+    "role with another config": ("learner", "--run=r", f"--config={SMOKE}", "--config.run.seed=5"),
+}
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Time of change and bytes of every file, and of every folder its time."""
+    return {
+        str(path.relative_to(folder)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with an interpreter whose `-m jaxroll` is fake_jaxroll.py."""
+    script = tmp_path / "python"
+    script.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).parents[1] / "harness/programs/fake_jaxroll.py"}" "$@"\n'
+    )
+    script.chmod(0o755)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def start(here: Path, words: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    """`jaxroll WORDS…` as a process, its roles pretended."""
+    argv = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "harness/programs/run_command.py"),
+        str(here.parent / "python"),
+        *words,
+    ]
+    return subprocess.Popen(argv, cwd=here, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@contextlib.contextmanager
+def owned(here: Path, exists: bool, words: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
+    """The run `r`, owned by a process of this command that has come to rest."""
+    run = here / "r"
+    if exists:
+        run_dir.create(run, configs.load(SMOKE), [])
+        (run / ".warm-done").touch()
+    run.mkdir(exist_ok=True)
+    (run / "hold").touch()
+    owner = start(here, words)
+    try:
+        until_s, before = time.monotonic() + WAIT_S, {}
+        while time.monotonic() < until_s and owner.poll() is None:
+            time.sleep(0.5)
+            now = contents(run)
+            if {"calls.jsonl", "store.addr"} & now.keys() and now == before:
+                break
+            before = now
+        assert owner.poll() is None, owner.communicate()[0]
+        yield owner
+    finally:
+        (run / "hold").unlink(missing_ok=True)
+        try:
+            owner.communicate(timeout=WAIT_S)
+        finally:
+            owner.kill()
+            owner.wait(timeout=10)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "owner", [*("new", "fork", "store"), *(pytest.param(name, marks=pytest.mark.soak) for name in ("resume", "sft"))]
+)
+def test_every_other_command_is_refused_and_changes_nothing(
+    here: Path, owner: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with owned(here, *OWNERS[owner]) as process:
+        before = contents(here)
+        for name, words in REFUSED.items():
+            assert cli.main([*words]) == EXIT_CONFIG, name
+            said = capsys.readouterr()
+            assert "Traceback" not in said.err and "r'" in said.err, (name, said.err)
+            assert contents(here) == before, name
+    assert process.returncode == 0, "the owner was disturbed"
+
+
+@pytest.mark.process
+def test_of_simultaneous_resumes_and_forks_one_proceeds(here: Path) -> None:
+    run_dir.create(here / "r", configs.load(SMOKE), [])
+    for name in (".warm-done", "hold"):
+        (here / "r" / name).touch()
+    asked = [(*RESUME, f"--config.schedule.steps={100 + number}") for number in range(2)]
+    asked += [(*RESUME, "--fork=0", f"--config.schedule.steps={102 + number}") for number in range(2)]
+    processes = [start(here, words) for words in asked]
+    try:
+        until_s = time.monotonic() + WAIT_S
+        while sum(process.poll() is None for process in processes) > 1 and time.monotonic() < until_s:
+            time.sleep(0.05)
+        (here / "r" / "hold").unlink()
+        said = [process.communicate(timeout=WAIT_S)[0].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(timeout=10)
+    codes = [process.returncode for process in processes]
+    assert sorted(codes) == [0, EXIT_CONFIG, EXIT_CONFIG, EXIT_CONFIG], said
+    winner = codes.index(0)
+    assert run_dir.load_config(here / "r").schedule.steps == 100 + winner
+    roles = [json.loads(line) for line in (here / "r" / "calls.jsonl").read_text().splitlines()]
+    given = [json.loads(call["given"])["config"]["schedule"]["steps"] for call in roles]
+    assert given and set(given) == {100 + winner}
+    assert len([call for call in roles if call["words"][0] == "store"]) == 1
+
+
+def test_of_simultaneous_new_runs_one_creates_the_folder(tmp_path: Path) -> None:
+    barrier, done = threading.Barrier(6), threading.Barrier(6)
+
+    def attempt(number: int, path: Path) -> int | None:
+        config = dataclasses.replace(Config(), run=RunConfig(seed=number))
+        barrier.wait(30)
+        try:
+            with run_dir.new_run(path, config, [str(number)]):
+                done.wait(30)
+                return number
+        except ConfigError:
+            done.wait(30)
+            return None
+
+    with ThreadPoolExecutor(6) as pool:
+        for turn in range(10):
+            path = tmp_path / f"{turn}" / "run"
+            found = list(pool.map(attempt, range(6), [path] * 6))
+            (winner,) = [number for number in found if number is not None]
+            assert run_dir.load_config(path).run.seed == winner
+            assert run_dir.load(path)["argv"] == [str(winner)]
+
+
+def test_roles_that_start_at_once_on_a_new_folder_create_one_run(tmp_path: Path) -> None:
+    barrier = threading.Barrier(6)
+
+    def attempt(path: Path) -> bool:
+        barrier.wait(30)
+        try:
+            run_dir.create(path, Config(), [])
+        except ConfigError as error:
+            assert "already" in str(error)
+            return False
+        return True
+
+    with ThreadPoolExecutor(6) as pool:
+        for turn in range(10):
+            assert sum(pool.map(attempt, [tmp_path / f"{turn}"] * 6)) == 1
+
+
+def test_a_role_keeps_the_config_that_its_supervisor_started_with(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has become of run.json since."""
+    path = run_dir.create(here / "r", Config(), [])
+    environ = run_dir.config_environment(path, Config())
+    run_dir.resume(path, ["--config.schedule.steps=7"], lambda config: None)
+    assert run_dir.given_config(path, environ) == Config()
+    assert run_dir.given_config(path, {}).schedule.steps == 7
+    other = run_dir.create(here / "other", Config(run=RunConfig(seed=3)), [])
+    assert run_dir.given_config(other, environ).run.seed == 3, "it was handed over for another run"
+    for key, value in environ.items():
+        monkeypatch.setenv(key, value)
+    options = cli.parser().parse_args(["learner", f"--run={path}"])
+    options.overrides, options.words, options.extra = [], [], []
+    steps = {}
+    for child in (True, False):
+        options.child = child
+        from jaxroll.control import commands
+
+        steps[child] = commands.role_args(options).config.schedule.steps
+    assert steps == {True: Config().schedule.steps, False: 7}

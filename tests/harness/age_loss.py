@@ -1,0 +1,16 @@
+"""An algorithm of one's own that weighs tokens by their age: `learner.algorithm=tests.harness.age_loss:by_age`."""
+
+from jaxroll.algorithms import registry
+from jaxroll.algorithms.registry import Algorithm
+from jaxroll.algorithms.tokens import TokenLoss
+
+
+@registry.register("by_age")
+def by_age(learner):
+    """Tokens pull as often as they are steps old."""
+
+    def token_loss(tokens):
+        loss = -tokens.ages * tokens.advantage * tokens.logprob
+        return TokenLoss(loss, tokens.ages > 1)
+
+    return Algorithm(token_loss, multiple_of_advantage=True)

@@ -1,0 +1,38 @@
+"""The task of `dense_reward` behind a library that blocks, and now and then never returns.
+
+`task.env=tests.harness.envs.hanging:hanging_env`.
+"""
+
+import random
+import time
+
+from jaxroll.envs import registry
+from jaxroll.protocols import StepResult
+from jaxroll.records import Message
+
+ONE_IN = 6  # answers hang
+_CHANCE = random.Random()  # another one in each process
+
+
+@registry.register("hanging_env")
+class HangingEnv:
+    """As a client of a web service whose connection is lost."""
+
+    place = "thread"
+    step_limit_s = 0.3
+
+    def __init__(self, pool, config):
+        pass
+
+    def reset(self, task, seed) -> tuple[Message, ...]:
+        """The messages the model sees first."""
+        return task.messages
+
+    def step(self, answer) -> StepResult:
+        """The end, or never."""
+        if _CHANCE.randrange(ONE_IN) == 0:
+            time.sleep(3600.0)
+        return StepResult(done=True, reward=len(set(answer)) / 10)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,149 @@
+"""The learner's and the engine's own programs, compiled for TPU chips that exist only by name.
+
+    python tpu_programs.py TOPOLOGY SIZE
+
+SIZE is `tiny`, on meshes of 4 chips, or `qwen3_0p6b`, by its config file on 16. Whoever starts it sets its environment
+(`aot.tpu_environment`): libtpu reads it once, when it is loaded. No parameter is ever made. Every line on stdout is one
+program's cost as JSON, with what stands in its text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplerConfig, files
+from jaxroll.config.rules import episode_tokens, page_size
+from jaxroll.engine import device
+from jaxroll.engine import programs as engine
+from jaxroll.engine.packets import Sizes
+from jaxroll.learner import step, trainer
+from jaxroll.models import cache, families
+from jaxroll.models.families import ModelSpec
+from jaxroll.sharding.layout import LEARNER, SAMPLER, Layout
+from jaxroll.tools import aot
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+COLLECTIVES = ("all-reduce", "all-gather")  # as the compiler writes them: " all-gather(", " all-gather-start("
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]+)\]")
+
+
+def tiny() -> Config:
+    """The default model on 4 chips."""
+    return Config(
+        learner=LearnerConfig(mesh=MeshConfig(fsdp=2, tensor=2)),
+        sampler=SamplerConfig(mesh=MeshConfig(data=2, tensor=2), decode_chunk=8),
+    )
+
+
+def qwen3() -> Config:
+    """Its config file, which gives four chips to each role, with sixteen: four times the rows and slots."""
+    more = ("learner.mesh.tensor=4", "learner.micro_rows=32", "sampler.mesh.data=4", "sampler.slots=256",
+            "sampler.prefill_rows=32")  # fmt: skip
+    return files.load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
+
+
+CONFIG: dict[str, Callable[[], Config]] = {"tiny": tiny, "qwen3_0p6b": qwen3}
+Programs = Iterator[tuple[str, str, jax.stages.Lowered]]
+
+
+def learner_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
+    """The two programs of every optimizer step: name, implementation of attention, and lowered program."""
+    layout = Layout(aot.topology_mesh(config.learner.mesh, topology), LEARNER)
+    recipe = trainer.recipe(config, spec, layout)
+    programs = step.Programs(recipe)
+    yield "accumulate", str(recipe.attention), programs.lowered("accumulate", config.learner.micro_rows)
+    yield "apply", "", programs.lowered("apply")
+
+
+def engine_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
+    """Prefill by bucket, fresh and extending, insert, and a dispatch of decode steps, likewise."""
+    mesh = aot.topology_mesh(config.sampler.mesh, topology)
+    sizes = engine_sizes(config, cache.shards_of(config.sampler.slots, mesh, SAMPLER))
+    chosen = device.chosen(
+        spec, mesh, sizes, prefill=config.sampler.prefill_attention, paged=config.sampler.paged_attention
+    )
+    fused = {"prefill": str(chosen.prefill), "decode": str(chosen.paged)}
+    for name, lowered in engine.lowered(spec, mesh, SAMPLER, sizes, chosen).items():
+        yield name, fused.get(name.split("_")[0], ""), lowered
+
+
+def engine_sizes(config: Config, shards: int) -> Sizes:
+    """What `Engine` makes of this config."""
+    sampler, longest = config.sampler, max(episode_tokens(config), config.sampler.prefill_buckets[-1])
+    return Sizes(
+        slots=sampler.slots, max_tokens=longest, rows=sampler.prefill_rows,
+        inserts=max(sampler.prefill_rows, min(sampler.slots // 2, 16)), buckets=sampler.prefill_buckets,
+        chunk=sampler.decode_chunk, max_stops=4, page_tokens=page_size(sampler.page_tokens, longest),
+        logit_rows=max(2 * sampler.prefill_rows, 16), shards=shards,
+    )  # fmt: skip
+
+
+def described(text: str) -> dict[str, Any]:
+    """What stands in a compiled program: collectives, kernels, how many copies of how many bytes (a MiB and more), and
+    how many that come back from the vector memory, and the bytes on one chip of the largest array of all and of the
+    largest that is gathered.
+    """
+    return {
+        "collectives": {kind: text.count(f" {kind}") for kind in COLLECTIVES},
+        "custom_calls": text.count("tpu_custom_call"),
+        "copies": Counter(size for size in copied(text) if size >= 2**20),
+        "written_back": Counter(size for size in written_back(text) if size >= 2**20),
+        "largest_bytes": size_bytes(text),
+        "gathered_bytes": max(map(size_bytes, results("all-gather", text)), default=0),
+    }
+
+
+def copied(text: str) -> list[int]:
+    """The bytes of each copy from the chip's memory to the same; S(1) is its vector memory."""
+    return [size_bytes(made) for made in results("copy", text) if "S(1)" not in made]
+
+
+def written_back(text: str) -> list[int]:
+    """The bytes of each copy that begins from the vector memory to the chip's, which is named first.
+
+    It was made in the vector memory, or fetched there whole, changed and brought back.
+    """
+    made = (result.partition("}") for result in results("copy", text))
+    return [size_bytes(target) for target, _, source in made if "S(1)" in source and "S(1)" not in target]
+
+
+def results(kind: str, text: str) -> list[str]:
+    """What each operation of this kind makes, as the compiler writes it: an array, or a tuple of several.
+
+    One that only begins (`-start`) names what it reads too.
+    """
+    made = re.compile(rf" = (.*?) {kind}(?:-start)?\(")
+    found = (made.search(line) for line in text.splitlines())
+    return [match[1] for match in found if match]
+
+
+def size_bytes(text: str) -> int:
+    """The bytes of the largest array whose shape stands in `text`; 0 where there is none."""
+    found = set(ARRAY.findall(text))
+    return max((BYTES[dtype] * math.prod(map(int, shape.split(","))) for dtype, shape in found), default=0)
+
+
+def main(topology: str, size: str) -> None:
+    """Compile everything, one line of JSON each."""
+    config = CONFIG[size]()
+    spec = families.spec(config.model.size, compute_dtype=config.model.dtype)
+    for programs in (learner_programs, engine_programs):
+        for name, chosen, lowered in programs(config, spec, topology):
+            program, cost = aot.finished(name, lowered)
+            row = dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes, "attention": chosen}
+            print(json.dumps(row | described(program.as_text() or "")), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,53 @@
+"""The bounds that a hostile input must not exceed: memory and time of one call, and what a refusal looks like."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from jaxroll.errors import JaxRollError
+
+MEMORY_BYTES, TIME_S, MESSAGE_CHARACTERS = 64 << 20, 30.0, 1500
+
+
+class OutOfTime(BaseException):
+    """Not an Exception, so that no handler of the code under test takes it for its own."""
+
+
+@contextlib.contextmanager
+def bounded(memory_bytes: int | None = MEMORY_BYTES, time_s: float = TIME_S) -> Iterator[None]:
+    """Fails when the block takes more memory (as Python and numpy allocate it) or more time than that.
+
+    Counting memory makes Python several times slower; None does not count it.
+    """
+
+    def late(*_: object) -> NoReturn:
+        raise OutOfTime(f"not done within {time_s:g} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, time_s)
+    if memory_bytes is not None:
+        tracemalloc.start()
+    try:
+        yield
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]  # 0 when it was not started
+        tracemalloc.stop()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert memory_bytes is None or peak <= memory_bytes, (
+        f"{peak / 2**20:.0f} MiB at the peak, {(memory_bytes or 0) / 2**20:.0f} are allowed"
+    )
+
+
+def check_refusal(error: JaxRollError, *words: Any) -> None:
+    """One line of bounded length that holds all `words`."""
+    text = str(error)
+    assert len(text) <= MESSAGE_CHARACTERS and text.isprintable(), repr(text[:3000])
+    assert all(str(word) in text for word in words), text
+
+
+MB = 2**20

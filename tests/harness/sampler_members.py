@@ -1,0 +1,69 @@
+"""The members that a sampler plays, with a store and an engine that a test answers for."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from jaxroll.records import Grant, Member, Task, Version
+from jaxroll.roles.members import Members, Play
+
+TASK = Task(0, (), "single_turn", "{}", 0, "0")
+
+
+class Store:
+    """Grants group 0 and then group 1, each when the test lets it; says what ended when the test says so."""
+
+    def __init__(self) -> None:
+        self.grants: asyncio.Queue[list[Grant]] = asyncio.Queue()
+        self.endings: asyncio.Queue[list[tuple[int, int, int]]] = asyncio.Queue()
+        self.taken = asyncio.Event()
+
+    async def lease(self, version: Version, members: int, wait_s: float) -> list[Grant]:
+        self.taken.set()
+        return await self.grants.get()
+
+    async def ended(self, wait_s: float) -> list[tuple[int, int, int]]:
+        return await self.endings.get()
+
+    async def put(self, member: Member) -> str:
+        raise AssertionError("nobody finishes here")
+
+
+def members(
+    store: Any, begin: Any = None, *, samplers: int = 1, actors: int = 0, size: int = 2, replicate: str = "auto"
+) -> Members:
+    config = SimpleNamespace(
+        schedule=SimpleNamespace(members_per_group=size, replicate=replicate), sampler=SimpleNamespace(count=samplers),
+        placement=SimpleNamespace(actors=actors), store=SimpleNamespace(lease_s=0.0),
+    )  # fmt: skip
+    session: Any = SimpleNamespace(config=config, store=store, progress=lambda text: None)
+
+    async def version() -> Version:
+        return Version(0, 0)
+
+    async def for_ever(*arguments: Any) -> Any:
+        await asyncio.Event().wait()
+
+    def endless(grant: Grant) -> Play:
+        return for_ever
+
+    return Members(session, 8, version, begin or endless)
+
+
+def counted(work: Members) -> dict[str, int]:
+    """The counts of members that go as they should."""
+    counts = work.counts()
+    assert counts.pop("puts_refused") == 0
+    counts.pop("members_lost")
+    return counts
+
+
+def grant(group: int, attempt: int = 1) -> Grant:
+    return Grant(group, TASK, ((0, attempt), (1, attempt)), 30.0)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)

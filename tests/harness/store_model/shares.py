@@ -1,0 +1,87 @@
+"""Who may take how much of scarce work, as the contract has it: in fractions, apart from the store's own arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from jaxroll.store.core import requests as rq
+from tests.harness.store_model.books import FREE
+from tests.harness.store_model.holders import Holders
+
+ASKS_AGAIN_S = 10.0  # a sampler that was turned away so lately still has its room
+
+
+@dataclass(frozen=True)
+class Deal:
+    """What one sampler may take: `most` members of its `room`, and `fraction` of a group that is dealt out.
+
+    `head` groups are dealt out as `at_head` says, the others as `elsewhere`. When the window adapts, how much there is
+    to share is not known here.
+    """
+
+    room: int
+    most: int
+    fraction: Fraction
+    at_head: bool
+    elsewhere: bool
+    head: int
+    is_known: bool
+
+    def splits(self, place: int) -> bool:
+        """Whether the group at `place` of the order is dealt out."""
+        return self.at_head if place < self.head else self.elsewhere
+
+    def part(self, members: int, place: int) -> int:
+        """How many of so many free members of a group it may take, its share aside."""
+        return math.ceil(members * self.fraction) if self.splits(place) else members
+
+
+class Sharing(Holders):
+    """What the reference knows of samplers with room."""
+
+    def free_now(self, group: dict, name: str, now: float) -> list[int]:
+        """Members that can be leased to `name`."""
+        free = [n for n, m in enumerate(group["members"]) if m["status"] == FREE and m["rest"] <= now]
+        mine = [n for n in free if not self.is_left_to_another(group["members"][n], name, now)]
+        self.avoided += len(mine) < len(free)
+        return mine
+
+    def deal(self, r: rq.Lease, now: float) -> Deal:
+        """What the asker may take beside those that were turned away for want of work."""
+        room, mode, head = r.max_members, self.rules.replicate, self.rules.batch
+        others = [space for name, (at, space) in self.rooms.items()
+                  if name != r.name and now - at <= ASKS_AGAIN_S and not self.holds_up(name)]  # fmt: skip
+        if not sum(others):
+            return Deal(room, room, Fraction(1), False, False, head, True)
+        fraction, there = Fraction(room, room + sum(others)), self.there(r, now)
+        scarce = there < room + sum(others)
+        most = max(1, math.ceil(there * fraction)) if scarce else room
+        elsewhere = mode == "spread" or (mode == "auto" and scarce)
+        at_head = elsewhere or (mode == "auto" and self.awaited)
+        return Deal(room, most, fraction, at_head, elsewhere, head, self.rules.window == "full")
+
+    def there(self, r: rq.Lease, now: float) -> int:
+        """Members that the window lets a sampler of this version begin."""
+        _, most = self.window(self.base() - r.version.step)
+        found, unpublished = 0, self.unpublished()
+        for place, group in enumerate(self.open.values()):
+            ahead = unpublished + (place if self.rules.order == "lease_order" else len(self.open) - 1)
+            if free := len(self.free_now(group, r.name, now)):
+                if ahead >= most:
+                    return found
+                found += free
+        steps_left = (self.rules.steps - self.next_claim) * (self.rules.batch + self.rules.redundant)
+        groups = min(most - unpublished, steps_left) - len(self.open)
+        return found + max(0, groups) * self.rules.members
+
+    def note_room(self, r: rq.Lease, grants: dict, reply: str, now: float) -> None:
+        """Who is turned away by the window alone has room; whoever got something, or lacks something else, has not."""
+        if grants:
+            self.rooms.pop(r.name, None)
+        elif self.published is not None and r.version.step >= self.published[1] and not reply.startswith("Leases"):
+            self.rooms.pop(r.name, None)
+            if reply.startswith("no credit: window"):
+                self.rooms[r.name] = (now, r.max_members)
+                self.idle[r.name] = now

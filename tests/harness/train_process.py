@@ -1,0 +1,186 @@
+"""A `jaxroll train` of real processes under a test's eye: follow its metrics, kill its roles, read its log."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import psutil
+import pytest
+
+from jaxroll import metrics
+from jaxroll.report.figures.checks import checks
+
+ROOT = Path(__file__).resolve().parents[2]
+UNEQUAL_MESHES = ("--config.learner.mesh.fsdp=2", "--config.sampler.mesh.tensor=2")
+SMALL = ("--config.sft.steps=0", "--config.evaluator.every=0", *UNEQUAL_MESHES)
+LEARNING = (
+    *SMALL,
+    "--config.task.env=tests.harness.envs.dense_reward:dense_reward",
+)  # parameters move from the first step on
+START_S, LIMIT_S = 240.0, 480.0  # on a machine that is busy with ten other things
+SAME = ("groups", "loss", "grad_norm", "tokens_trained", "tokens_computed", "reward_mean")  # of a step
+
+
+class Train:
+    """One `jaxroll train` on configs/NAME.py (or `--resume`). Use as a context manager: nothing outlives it.
+
+    Its output goes to a file; with `stdout`, standard output goes there instead.
+    """
+
+    def __init__(
+        self, run_dir: Path, *overrides: str, config: str = "smoke", resume: bool = False, stdout: IO | None = None
+    ) -> None:
+        self.run_dir = run_dir
+        words = ["--resume"] if resume else [f"--config={ROOT / 'configs' / config}.py"]
+        self.output = run_dir.parent / f"{run_dir.name}-{'resumed' if resume else 'first'}.out"
+        self._rows = metrics.Follower(run_dir / "metrics.jsonl", at_end=resume)
+        self.rows: list[dict] = []
+        with self.output.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jaxroll", "train", f"--run={run_dir}", *words, *overrides],
+                stdin=subprocess.DEVNULL, stdout=stdout or out, stderr=out, cwd=ROOT, start_new_session=True,
+                env={"JAXROLL_CACHE": str(ROOT / ".cache" / "jax"), **os.environ, "XLA_FLAGS": ""},
+            )  # fmt: skip
+
+    def __enter__(self) -> Train:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            for process in [*self.children(), psutil.Process(self.process.pid)]:
+                _signal(process, signal.SIGKILL)
+        self.process.wait(timeout=10)
+
+    def until(self, seen: Callable[[list[dict]], bool], what: str, limit_s: float = START_S) -> None:
+        """Returns when `seen(all rows so far)`; fails the test, with all logs, when that does not happen in time."""
+        deadline = time.monotonic() + limit_s
+        pause = threading.Event()
+        while True:
+            self.rows += self._rows.rows()
+            if seen(self.rows):
+                return
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                state = f"ended with {self.process.poll()}" if self.process.poll() is not None else "is still running"
+                pytest.fail(f"waited {limit_s:g} s for {what}; the run {state}\n{self.logs()}", pytrace=False)
+            pause.wait(0.05)
+
+    def until_step(self, step: int, limit_s: float = START_S) -> None:
+        """Returns when `step` steps are trained."""
+        self.until(lambda rows: last_step(rows) >= step, f"step {step}", limit_s)
+
+    def finish(self, limit_s: float = LIMIT_S) -> int:
+        """The exit code of the run."""
+        try:
+            code = self.process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run did not end within {limit_s:g} s\n{self.logs()}", pytrace=False)
+        self.rows += self._rows.rows(closed=True)
+        return code
+
+    def children(self) -> list[psutil.Process]:
+        """The roles and what they started."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def role(self, name: str) -> psutil.Process:
+        """The process of a role that is up, `learner` or `sampler` or `store`."""
+        deadline, pause = time.monotonic() + START_S, threading.Event()
+        while time.monotonic() < deadline:
+            for process in self.children():
+                try:
+                    if process.cmdline()[1:4] == ["-m", "jaxroll", name]:
+                        return process
+                except (psutil.Error, IndexError):
+                    continue
+            pause.wait(0.05)
+        pytest.fail(f"no {name} came up\n{self.logs()}", pytrace=False)
+
+    def interrupt(self) -> None:
+        """Ctrl-C, as the terminal sends it to the foreground: here to the supervisor."""
+        self.process.send_signal(signal.SIGINT)
+
+    def logs(self) -> str:
+        """The last lines of everything that was said."""
+        files = [self.output, *sorted((self.run_dir / "logs").glob("*.log"))]
+        return "\n".join(
+            f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files if file.exists()
+        )
+
+    def query(self, sql: str) -> list[tuple]:
+        """Rows of RUN/store.db."""
+        with sqlite3.connect(f"{(self.run_dir / 'store.db').absolute().as_uri()}?mode=ro", uri=True) as db:
+            return db.execute(sql).fetchall()
+
+    def report(self) -> dict:
+        """What `jaxroll report RUN --json` prints."""
+        words = [sys.executable, "-m", "jaxroll", "report", str(self.run_dir), "--json"]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+def trained_again(rows: Sequence[dict]) -> dict[int, list[dict]]:
+    """What was computed in every life of the steps that were trained more than once."""
+    lives = defaultdict(list)
+    for row in rows:
+        if row.get("kind") == "step":
+            lives[row["step"]].append({key: row[key] for key in SAME})
+    return {step: found for step, found in lives.items() if len(found) > 1}
+
+
+def differing(lives: Mapping[int, list[dict]]) -> dict[int, list[dict]]:
+    """Those of the steps that were not the same in every life."""
+    return {step: found for step, found in lives.items() if any(life != found[0] for life in found)}
+
+
+def broken_promises(train: Train, report: dict) -> list[str]:
+    """The lines of the report that say NO."""
+    config = json.loads((train.run_dir / "run.json").read_text())["config"]
+    return [f"{c.name}: {c.found}, {c.bound}" for c in checks(report, config) if c.holds is False]
+
+
+def last_step(rows: Sequence[dict]) -> int:
+    """The newest step trained."""
+    return max((row["step"] for row in rows if row.get("kind") == "step"), default=0)
+
+
+def trained_questions(train: Train) -> list[tuple[int, int, str]]:
+    """(step, place, question hash) of every group that was claimed, in training order."""
+    return train.query(
+        "SELECT c.step, c.place, g.question_hash FROM claim_groups c JOIN groups g ON g.id = c.group_id "
+        "ORDER BY c.step, c.place"
+    )
+
+
+def assert_sound(train: Train, *, steps: int, alpha: int) -> None:
+    """What must hold after every run, however it went."""
+    assert last_step(train.rows) == steps
+    twice = train.query("SELECT group_id, COUNT(*) FROM claim_groups GROUP BY group_id HAVING COUNT(*) > 1")
+    assert twice == [], f"groups in two claims: {twice}"
+    states = dict(train.query("SELECT state, COUNT(*) FROM groups GROUP BY state"))
+    durable = train.query("SELECT COUNT(*) FROM claims WHERE durable_lineage IS NOT NULL")[0][0]
+    assert durable == steps, (durable, states)
+    report = train.report()
+    assert report["conservation_residual"] == 0
+    assert report["groups_trained_twice"] == 0
+    assert report["age_max"] <= alpha
+    assert report["compiles_after_warmup"] == 0
+
+
+def _signal(process: psutil.Process, signum: int) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signum)

@@ -1,0 +1,91 @@
+"""Whole runs on disks that are full for a while, or that become read-only: each folder of a run by itself, and all."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.cluster import disks
+from tests.harness.train_process import ROOT, SMALL, Train, assert_sound, last_step
+
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
+STEPS, FULL_MB = 40, 96
+WORDS = (*SMALL, f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=3",
+         "--config.supervisor.backoff_s=0.2")  # fmt: skip
+
+
+@contextlib.contextmanager
+def disk_for(what: str, base: Path) -> Iterator[tuple[disks.Disk, Path, tuple[str, ...], dict[str, str]]]:
+    """A small disk that holds `what` of a run: the disk, the run's folder, further words, further environment."""
+    run = base / "run"
+    match what:
+        case "run":
+            folder, words, env = run, (), {}
+        case "transfer":
+            folder, env = base / "weights", {}
+            words = ("--config.transfer.channel=tensorstore", f"--config.transfer.path={folder}")
+        case "cache":
+            folder, words, env = base / "cache", (), {"JAXROLL_CACHE": str(base / "cache")}
+        case _:
+            folder, words, env = run / what, (), {}
+    with disks.small_disk(folder, FULL_MB) as disk:
+        yield disk, run, words, env
+
+
+@pytest.mark.parametrize("what", ["checkpoints", "logs", "transfer", "cache", "run"])
+def test_a_disk_that_is_full_for_a_while(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on when there is room again, or it ended with the cause and `--resume` completes it."""
+    with disk_for(what, tmp_path) as (disk, run, words, env):
+        if what == "cache":
+            disk.fill(leave_bytes=2**18)  # it is read and written at the start
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with Train(run, *WORDS, *words) as first:
+            first.until_step(5)
+            disk.fill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                first.process.wait(8)
+            disk.free()
+            code = first.finish()
+        assert what != "cache" or any(path.name.startswith("jit_") for path in disk.path.iterdir()), "another cache"
+        rows = first.rows
+        if code:
+            said = first.output.read_text()
+            assert "MB are free at" in said and str(disk.path) in said and "Traceback" not in said, said
+            with Train(run, resume=True) as second:
+                assert second.finish() == 0, second.logs()
+            rows, second.rows = rows + second.rows, rows + second.rows
+            assert_sound(second, steps=STEPS, alpha=1)
+        else:
+            assert_sound(first, steps=STEPS, alpha=1)
+        command = [sys.executable, "-m", "jaxroll", "checkpoints", str(run), "--verify"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("what", ["checkpoints", "run"])
+def test_a_disk_that_becomes_read_only(what: str, tmp_path: Path) -> None:
+    """The run ends with the cause; after the disk is repaired `--resume` completes it, and nothing durable is lost."""
+    folder = tmp_path / "run" / what if what != "run" else tmp_path / "run"
+    with disks.failing_disk(folder, tmp_path / "disk.img", 256) as disk:
+        with Train(tmp_path / "run", *WORDS, "--config.supervisor.max_restarts=1") as first:
+            first.until_step(5)
+            disk.fail()
+            code = first.finish()
+            said = first.output.read_text()
+        assert code == 1 and str(folder) in said and "Read-only file system" in said, first.logs()
+        assert "remount that disk" in said and "Traceback (most" not in said.rpartition("The run ends")[2], said
+        disk.repair()
+        durable = last_step(first.rows)
+        with Train(tmp_path / "run", "--config.supervisor.max_restarts=10", resume=True) as second:
+            assert second.finish() == 0, second.logs()
+            assert min(row["step"] for row in second.rows if row["kind"] == "step") <= durable + 1
+            second.rows = first.rows + second.rows
+            assert_sound(second, steps=STEPS, alpha=1)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)

@@ -1,0 +1,110 @@
+"""`kill -9` of the whole run, or of one role, inside what happens seldom: seen by the files that it makes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jaxroll.control.train import WARM_MARK
+from tests.harness.train_process import LEARNING, START_S, UNEQUAL_MESHES, Train, assert_sound, differing, trained_again
+
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(1200)]
+STEPS = 24
+WORDS = (f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=3", "--config.supervisor.backoff_s=0.1")
+
+
+def soon(seen: Callable[[], object], train: Train, what: str) -> None:
+    """Return when `seen()` is true, looking every millisecond; fails the test when that does not happen in time."""
+    deadline, pause = time.monotonic() + START_S, threading.Event()
+    while not seen():
+        if time.monotonic() > deadline or train.process.poll() is not None:
+            pytest.fail(f"waited for {what}\n{train.logs()}", pytrace=False)
+        pause.wait(0.001)
+
+
+def kill_everything(train: Train) -> None:
+    """`kill -9` of the supervisor, which its children do not outlive."""
+    children = train.children()
+    train.process.send_signal(signal.SIGKILL)
+    train.process.wait(10)
+    psutil.wait_procs(children, timeout=30)
+
+
+def completed(run: Path, rows: list[dict]) -> None:
+    """`--resume` completes the run, and all that must hold of it does."""
+    with Train(run, resume=True) as last:
+        assert last.finish() == 0, last.logs()
+        last.rows = rows + last.rows
+        assert differing(trained_again(last.rows)) == {}
+        assert_sound(last, steps=STEPS, alpha=1)
+
+
+def test_killed_while_a_checkpoint_is_written_and_again_while_it_is_restored(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Train(run, *LEARNING, *WORDS) as first:
+        first.until_step(4)
+        soon(lambda: any((run / "checkpoints").glob("*.00000006.*tmp*")), first, "a checkpoint that is being written")
+        kill_everything(first)
+        first.rows += first._rows.rows()
+    with Train(run, resume=True) as second:
+        log = run / "logs" / "learner.log"
+        soon(lambda: log.read_text().count("building the learner …") == 2, second, "a learner that restores")
+        assert "restored version" not in log.read_text(), "the test is too slow"
+        kill_everything(second)
+    completed(run, first.rows)
+
+
+def test_killed_in_the_warm_start_and_again_as_it_is_written(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ("--config.evaluator.every=0", *UNEQUAL_MESHES, "--config.sft.steps=30", *WORDS)
+    with Train(run, *words) as first:
+        soon(lambda: "compiled learner accumulate" in first.logs(), first, "the first step of the warm start")
+        kill_everything(first)
+    assert not (run / WARM_MARK).exists()
+    with Train(run, resume=True) as second:
+        soon((run / "warm").exists, second, "what the warm start writes at its end")
+        kill_everything(second)
+    completed(run, [])
+
+
+def test_a_store_killed_in_each_of_its_compactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log is compacted after a few records here; each time the store dies within it."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(OFTEN)
+    monkeypatch.setenv("COMPACTING", str(tmp_path / "compacting"))
+    monkeypatch.setenv("PYTHONPATH", f"{site}:{Path(__file__).resolve().parents[2]}")
+    run = tmp_path / "run"
+    with Train(run, *LEARNING, *WORDS, "--config.supervisor.max_restarts=50") as train:
+        for kill in range(4):
+            before = set(tmp_path.glob("compacting.*"))
+            soon(lambda before=before: set(tmp_path.glob("compacting.*")) - before, train, f"compaction {kill + 1}")
+            train.role("store").send_signal(signal.SIGKILL)
+        assert train.finish() == 0, train.logs()
+        assert differing(trained_again(train.rows)) == {}
+        assert_sound(train, steps=STEPS, alpha=1)
+        assert train.report()["restarts"] >= 4
+
+
+OFTEN = '''
+"""A store that compacts its log after every 60 records, and leaves a file each time that it begins."""
+import os, sys
+
+if sys.orig_argv[1:4] == ["-m", "jaxroll", "store"]:
+    from jaxroll.store.log import commit_log as log
+    from jaxroll.store.server import keeper
+
+    compact, keeper.COMPACT_EVERY = log.Log.compact, 60
+
+    def noted(self):
+        open(f"{os.environ['COMPACTING']}.{os.getpid()}.{os.times().elapsed}", "w").close()
+        compact(self)
+
+    log.Log.compact = noted
+'''

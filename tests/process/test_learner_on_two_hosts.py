@@ -1,0 +1,78 @@
+"""A learner of two processes, whose parameters lie half on each: it trains as one does, and survives its death."""
+
+import signal
+
+import psutil
+import pytest
+
+from jaxroll.errors import EXIT_INTERRUPTED
+from tests.harness.train_process import LEARNING, Train, assert_sound, last_step, trained_questions
+
+pytestmark = pytest.mark.process
+TWO = "--config.placement.learner_hosts=2"
+STEPS = 3
+
+
+def follower(train: Train) -> psutil.Process:
+    """The learner's second process."""
+    return next(process for process in train.children() if "--index=1" in process.cmdline())
+
+
+def steps_of(train: Train) -> list[dict]:
+    return [row for row in train.rows if row["kind"] == "step"]
+
+
+@pytest.mark.timeout(600)
+def test_a_learner_on_two_hosts_trains_as_on_one(tmp_path):
+    """With alpha = 0 the answers, too, depend on what was trained before."""
+    words = (*LEARNING, "--config.schedule.alpha=0", f"--config.schedule.steps={STEPS}")
+    with Train(tmp_path / "two", *words, TWO) as two:
+        assert two.finish() == 0, two.logs()
+        assert_sound(two, steps=STEPS, alpha=0)
+    with Train(tmp_path / "one", *words) as one:
+        assert one.finish() == 0, one.logs()
+    assert trained_questions(two) == trained_questions(one)
+    for mine, theirs in zip(steps_of(two), steps_of(one), strict=True):
+        for key in ("loss", "grad_norm", "reward_mean", "tokens_trained", "entropy"):
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), f"step {mine['step']}: {key}"
+    assert steps_of(one)[-1]["grad_norm"] > 0
+    assert list((tmp_path / "two" / "checkpoints").glob("*/sums.json")), "what both wrote is summed up"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_what_two_hosts_wrote_one_goes_on_from(tmp_path):
+    words = (*LEARNING, TWO, "--config.schedule.steps=12", "--config.learner.checkpoint_every=100")
+    with Train(tmp_path / "run", *words) as first:
+        first.until_step(3)
+        follower(first).send_signal(signal.SIGTERM)  # as in a preemption: it asks the leader, and all come back
+        first.until_step(last_step(first.rows) + 2)
+        first.interrupt()
+        assert first.finish(60) == EXIT_INTERRUPTED, first.logs()
+        assert first.report()["restarts"] == 1
+        stopped_at = last_step(first.rows)
+    with Train(tmp_path / "run", "--config.placement.learner_hosts=1", resume=True) as second:
+        assert second.finish() == 0, second.logs()
+        assert_sound(second, steps=12, alpha=1)
+        assert [row["step"] for row in steps_of(second)] == list(range(stopped_at + 1, 13)), (
+            "a clean stop loses nothing"
+        )
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", ["follower", "leader"])
+def test_a_run_survives_the_death_of(which, free_run_dir):
+    """All processes of the learner start again, from the last version that all had written."""
+    steps = 24
+    words = (*LEARNING, TWO, f"--config.schedule.steps={steps}", "--config.learner.checkpoint_every=5",
+             "--config.supervisor.backoff_s=0.1")  # fmt: skip
+    with Train(free_run_dir, *words) as train:
+        for _ in range(2):
+            train.until_step(last_step(train.rows) + 3)
+            (train.role("learner") if which == "leader" else follower(train)).send_signal(signal.SIGKILL)
+            killed_at = last_step(train.rows)
+            train.until(lambda rows, at=killed_at: last_step(rows) > at, f"a step after the {which} was killed")
+        assert train.finish(400) == 0, train.logs()
+        assert_sound(train, steps=steps, alpha=1)
+        assert train.report()["restarts"] == 2

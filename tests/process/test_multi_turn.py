@@ -1,0 +1,22 @@
+"""A run whose episodes take several turns: real roles, a real game, the engine's memory of what was said."""
+
+import pytest
+
+from tests.harness.train_process import Train, assert_sound
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+SMALL = ("--config.model.size=nano", "--config.sft.steps=3", "--config.schedule.steps=3", "--config.sft.batch=8",
+         "--config.schedule.groups_per_step=4", "--config.schedule.group_size=4", "--config.task.heldout_items=8",
+         "--config.evaluator.every=0", "--config.sampler.slots=8", "--config.sampler.episodes=24",
+         "--config.sampler.cache_pages=600")  # fmt: skip
+
+
+def test_an_agent_is_trained_on_conversations(free_run_dir):
+    with Train(free_run_dir, *SMALL, config="agentic_frozen_lake") as train:
+        assert train.finish() == 0, train.logs()
+        assert_sound(train, steps=3, alpha=1)
+        last = [row for row in train.rows if row["kind"] == "stats"][-1]
+        assert last["episodes"] >= 3 * 16 and last["failed"] == {}, train.logs()
+        assert last["env_calls"] > last["episodes"], "a reset, and steps"
+        assert last["prefix_hits"] > 0
+        assert 0 <= last["reward_parts"]["truncated"] <= 1

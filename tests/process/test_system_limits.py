@@ -1,0 +1,74 @@
+"""Whole runs of processes that meet a limit of the system, and in surroundings that are not a developer's."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from jaxroll.errors import EXIT_INTERRUPTED
+from tests.harness.envs import talkative
+from tests.harness.train_process import LEARNING, SMALL, Train, assert_sound, last_step
+
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
+WORDS = (*LEARNING, "--config.schedule.steps=100000", "--config.learner.checkpoint_every=3",
+         "--config.supervisor.backoff_s=0.1")  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ["sampler", "learner", "store"])
+@pytest.mark.parametrize("limit", ["descriptors", "memory"])
+def test_a_role_that_meets_a_limit(role: str, limit: str, free_run_dir: Path) -> None:
+    """It goes on without, or dies of it and is started again; the others live, and the run goes on."""
+    with Train(free_run_dir, *WORDS) as train:
+        train.until_step(4)
+        victim = train.role(role)
+        others = {p.pid for name in ("sampler", "learner", "store") if name != role for p in [train.role(name)]}
+        kind, least = {
+            "descriptors": (resource.RLIMIT_NOFILE, 8),  # below the next free number, also when a connection ends
+            "memory": (resource.RLIMIT_AS, victim.memory_info().vms + 2**20),
+        }[limit]
+        was = resource.prlimit(victim.pid, kind)
+        resource.prlimit(victim.pid, kind, (least, was[1]))
+        at = last_step(train.rows)
+        train.until(lambda rows: last_step(rows) >= at + 8, f"steps with a {role} at its limit of {limit}")
+        if victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
+            resource.prlimit(victim.pid, kind, was)
+        assert all(psutil.pid_exists(pid) for pid in others), "somebody else died of it"
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        assert_sound(train, steps=last_step(train.rows), alpha=1)
+        assert train.report()["restarts"] <= 2
+
+
+def test_without_a_locale_a_home_or_a_place_for_scratch_and_with_much_to_say(
+    free_run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0",
+                        "PYTHONCOERCECLOCALE": "0", "TMPDIR": str(tmp_path / "missing")}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HOME", raising=False)
+    words = (*SMALL, "--config.task.env=tests.harness.envs.talkative:talkative", "--config.schedule.steps=8")
+    with Train(free_run_dir, *words) as train:
+        assert train.finish() == 0, train.logs()
+        assert_sound(train, steps=8, alpha=1)
+        assert train.report()["restarts"] == 0
+    log = (free_run_dir / "logs" / "sampler-0.log").read_bytes()
+    assert log.count(b"line ") >= talkative.LINES, log[-3000:]
+
+
+def test_a_terminal_that_is_gone_leaves_a_checkpoint(free_run_dir: Path) -> None:
+    """SIGHUP, as the kernel sends it when the connection to the terminal is lost: `--resume` repeats no step."""
+    with Train(free_run_dir, *WORDS[:-2], "--config.learner.checkpoint_every=1000") as first:
+        first.until_step(5)
+        first.process.send_signal(signal.SIGHUP)
+        assert first.finish() == EXIT_INTERRUPTED, first.logs()
+        stopped_at = last_step(first.rows)
+    with Train(free_run_dir, f"--config.schedule.steps={stopped_at + 2}", resume=True) as second:
+        assert second.finish() == 0, second.logs()
+        trained = [row["step"] for row in second.rows if row["kind"] == "step"]
+        assert trained == [stopped_at + 1, stopped_at + 2]
+        second.rows = first.rows + second.rows
+        assert_sound(second, steps=stopped_at + 2, alpha=1)

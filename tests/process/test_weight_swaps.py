@@ -1,0 +1,56 @@
+"""Requests that run when new weights come, by `schedule.flip`, in whole runs; and samplers beside an evaluation."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxroll.errors import EXIT_INTERRUPTED
+from tests.harness.train_process import LEARNING, Train, assert_sound, last_step
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+# Steps without end: a run is ended when it has shown what it is to show, however busy the machine is.
+ENDLESS = (*LEARNING, "--config.schedule.steps=5000", "--config.schedule.alpha=1", "--config.sampling.max_tokens=48")
+
+
+def mixed(train: Train) -> int:
+    """How many members were drawn at several versions."""
+    return train.query("SELECT COUNT(*) FROM members WHERE state = 'done' AND newest_step > oldest_step")[0][0]
+
+
+def discarded(rows: list[dict]) -> int:
+    """Tokens that a flip threw away."""
+    return max((row["tokens_discarded"] for row in rows if row["kind"] == "stats"), default=0)
+
+
+def sampled_beside_an_evaluation(rows: list[dict]) -> bool:
+    """Whether a sampler decoded wholly within the time of an evaluation."""
+    within = [(row["t0"], row["t1"]) for row in rows if row["kind"] == "eval"]
+    return any(
+        began <= row["t0"] and row["t1"] <= ended
+        for row in rows
+        if row["kind"] == "span" and row["what"] == "decode" and row["role"] == "sampler-0" and row["tokens"]
+        for began, ended in within
+    )
+
+
+@pytest.mark.parametrize(
+    ("flip", "evaluated"),
+    [
+        ("reprefill", True),
+        *(pytest.param(flip, False, marks=pytest.mark.soak) for flip in ("keep_kv", "restart", "drain")),
+    ],
+)
+def test_running_requests_go_on_as_the_flip_says(free_run_dir, flip, evaluated):
+    words = (*ENDLESS, f"--config.schedule.flip={flip}", f"--config.evaluator.every={int(evaluated)}")
+    goes_on, throws_away = flip in ("reprefill", "keep_kv"), flip == "restart"
+    with Train(free_run_dir, *words) as train:
+        train.until(lambda rows: last_step(rows) >= 4, "four steps")
+        train.until(lambda rows: not goes_on or mixed(train) > 0, "a member of several versions")
+        train.until(lambda rows: not throws_away or discarded(rows) > 0, "tokens that are thrown away")
+        train.until(lambda rows: not evaluated or sampled_beside_an_evaluation(rows), "rollouts beside an evaluation")
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+        assert_sound(train, steps=last_step(train.rows), alpha=1)
+        assert (mixed(train) > 0) == goes_on and (discarded(train.rows) > 0) == throws_away
+        compared = [row for row in train.rows if row["kind"] == "step" and row["logprob_mismatch_tokens"]]
+        assert compared and max(row["logprob_mismatch_max"] for row in compared) < 1e-3

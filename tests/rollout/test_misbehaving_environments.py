@@ -1,0 +1,224 @@
+"""Environments that exit, cancel, ignore their cancellation or return nonsense: each costs its own member."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxroll import wire
+from jaxroll.protocols import SamplingParams, StepResult
+from jaxroll.records import Failed, Finished, Member, Message, Task
+from jaxroll.rollout import env_calls
+from jaxroll.rollout.loop_thread import LoopThread
+from jaxroll.rollout.manager import RolloutManager
+from tests.harness.rollout_proxy import TOKENIZER, FakeProxy, grant
+
+DEADLINE_S = 60.0
+END = StepResult(done=True, reward=1.0)
+
+
+class Good:
+    """Pays 1."""
+
+    step_limit_s = 30.0
+
+    async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+        return task.messages
+
+    async def step(self, answer: str) -> StepResult:
+        return END
+
+    async def close(self) -> None:
+        return None
+
+
+def exits(what: BaseException) -> Callable[[], Any]:
+    def raise_it() -> None:
+        raise what
+
+    return raise_it
+
+
+async def cancels_itself() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+async def exits_in_a_task_of_its_own() -> None:
+    async def child() -> None:
+        await asyncio.sleep(0)
+        sys.exit(3)
+
+    await asyncio.gather(child())
+
+
+async def exits_in_wait_for() -> None:
+    async def child() -> None:
+        sys.exit(3)
+
+    await asyncio.wait_for(child(), 5.0)
+
+
+async def stops_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.01)
+    raise ValueError("stopped")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "sys.exit": (exits(SystemExit(0)), "SystemExit"),
+    "KeyboardInterrupt": (exits(KeyboardInterrupt()), "KeyboardInterrupt"),
+    "GeneratorExit": (exits(GeneratorExit()), "GeneratorExit"),
+    "CancelledError": (exits(asyncio.CancelledError("foreign")), "CancelledError"),
+    "BaseException": (exits(BaseException("a panic")), "a panic"),
+    "StopIteration": (exits(StopIteration()), "StopIteration"),
+    "unprintable": (exits(Unprintable()), "Unprintable"),
+    "cancels itself": (cancels_itself, "cancelled itself"),
+    "exit in a task": (exits_in_a_task_of_its_own, "SystemExit"),
+    "exit in wait_for": (exits_in_wait_for, "SystemExit"),
+    "stops the loop": (stops_the_loop, "stopped"),
+}
+
+
+def played(make_env: Callable[[str], Any], then: Callable[[RolloutManager], Any] | None = None) -> list[Member]:
+    """Member 0 plays `make_env`'s environment, member 1 a good one, on the loop of a role."""
+    thread = LoopThread("test")
+
+    async def both() -> list[Member]:
+        bad = RolloutManager(FakeProxy(), make_env, TOKENIZER, SamplingParams(max_tokens=4))
+        good = RolloutManager(FakeProxy(), lambda name: Good(), TOKENIZER, SamplingParams(max_tokens=4))
+        found = await asyncio.gather(bad.run_member(grant(1, 1), 0, 1), good.run_member(grant(1, 1), 1, 1))
+        if then is not None:
+            then(bad)
+        return list(found)
+
+    try:
+        return thread.start(both()).result(DEADLINE_S)
+    finally:
+        thread.close()
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+@pytest.mark.parametrize("what", BAD)
+def test_what_would_end_the_loop_is_a_data_failure_of_its_member(what: str, where: str) -> None:
+    act, complaint = BAD[what]
+
+    class Bad(Good):
+        async def _act(self) -> None:
+            found = act()
+            if found is not None:
+                await found
+
+    async def acting(self: Any, *_: Any) -> Any:
+        await self._act()
+        return END if where == "step" else (Message("user", "abc"),)
+
+    setattr(Bad, where, acting)
+    bad, good = played(lambda name: Bad())
+    assert isinstance(good.outcome, Finished)
+    assert isinstance(bad.outcome, Failed) and bad.outcome.kind == "DATA" and complaint in bad.outcome.error
+    wire.encode(bad)
+
+
+@pytest.mark.parametrize("what", ["sys.exit", "KeyboardInterrupt", "CancelledError", "cancels itself"])
+def test_what_would_end_the_loop_in_close_takes_no_reward_away(what: str) -> None:
+    class Bad(Good):
+        async def close(self) -> None:
+            found = BAD[what][0]()
+            if found is not None:
+                await found
+
+    def counted(manager: RolloutManager) -> None:
+        assert manager.counts.closes_failed == 1
+
+    bad, good = played(lambda name: Bad(), counted)
+    assert isinstance(good.outcome, Finished) and isinstance(bad.outcome, Finished)
+
+
+def test_an_environment_that_exits_while_it_is_made_is_a_data_failure() -> None:
+    bad, good = played(lambda name: sys.exit(0))
+    assert isinstance(good.outcome, Finished)
+    assert isinstance(bad.outcome, Failed) and bad.outcome.kind == "DATA" and "SystemExit" in bad.outcome.error
+
+
+@pytest.mark.parametrize(
+    ("result", "complaint"),
+    [
+        (END.__class__(done=True, reward=1.0, reward_parts={"a": None}), "reward part 'a' is None"),
+        (END.__class__(done=True, reward="1"), "the reward is a value of type str"),
+        (END.__class__(done=True, reward_parts={"x" * 200: 1.0}), "200 characters"),
+        (END.__class__(done=False, messages=(Message("user", "\ud800"),)), "surrogate"),
+        ((1, 2), "returned a value of type tuple"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_result_that_no_store_takes_is_a_data_failure_that_names_the_field(result: Any, complaint: str) -> None:
+    class Bad(Good):
+        async def step(self, answer: str) -> Any:
+            return result
+
+    bad, _ = played(lambda name: Bad())
+    assert isinstance(bad.outcome, Failed) and bad.outcome.kind == "DATA" and complaint in bad.outcome.error
+    wire.encode(bad)
+
+
+def test_numpy_numbers_and_booleans_are_put_as_floats() -> None:
+    class Own(Good):
+        async def step(self, answer: str) -> StepResult:
+            return StepResult(done=True, reward=np.float32(1.0), reward_parts={"exact": answer == "a"})  # type: ignore[arg-type]
+
+    own, _ = played(lambda name: Own())
+    assert isinstance(own.outcome, Finished)
+    decoded = wire.decode(wire.encode(own), Member).outcome
+    assert isinstance(decoded, Finished)
+    assert (decoded.reward, decoded.reward_parts) == (1.0, {"exact": 1.0, "truncated": 0.0})
+
+
+def test_a_call_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_calls, "CANCEL_GRACE_S", 0.05)
+    closed: list[bool] = []
+
+    class Deaf(Good):
+        step_limit_s = 0.05
+
+        async def step(self, answer: str) -> StepResult:
+            until_s = time.monotonic() + 1.0
+            while time.monotonic() < until_s:
+                try:
+                    await asyncio.sleep(0.01)
+                except asyncio.CancelledError:
+                    continue
+            return END
+
+        async def close(self) -> None:
+            closed.append(True)
+
+    def counted(manager: RolloutManager) -> None:
+        assert (manager.asked.overdue, manager.asked.abandoned) == (1, 1)
+
+    bad, _ = played(lambda name: Deaf(), counted)
+    assert isinstance(bad.outcome, Failed) and "longer than 0.05 s" in bad.outcome.error
+    assert not closed, "its call has not come back"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("step_limit_s", None), ("step_limit_s", float("nan")), ("step_limit_s", -1), ("step_retries", 10**9),
+     ("reset_retries", "many"), ("max_turns", 0)],
+)  # fmt: skip
+def test_a_declaration_that_makes_no_sense_is_a_data_failure_that_names_it(name: str, value: Any) -> None:
+    bad, _ = played(lambda _: type("Bad", (Good,), {name: value})())
+    assert isinstance(bad.outcome, Failed) and bad.outcome.kind == "DATA" and name in bad.outcome.error

@@ -1,0 +1,129 @@
+"""The store's pure core under hundreds of thousands of random operations, against a reference model.
+
+`world.py` draws the operations, `checked_store.py` performs them on the core and a simulated log, and
+`reference.py` says after each which answers the contract allows. `planted_bugs*.py` prove that it looks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from tests.harness.planted_bugs.selection import BUGS
+from tests.harness.store_model.books import Broken
+from tests.harness.store_model.checked_store import first_broken, shortened
+from tests.harness.store_model.world import World
+
+OPERATIONS, SOAK_OPERATIONS, FOUND_WITHIN = 200_000, 5_000_000, 50_000
+A_RUN = 500  # operations drawn for one run; it needs some more to end
+SHOWN = 20  # operations
+REACHED = """
+    trimmed, stale, lineage, surplus, dead, last_batch, rewinds, forks, crashes, shrunk, masked, narrowed, slow,
+    resting, on trial, avoided, unreliable,
+    filtered, stopped by the filter, aborted, shared,
+    Lease Leases, Lease NoCredit, Lease StaleClient, Lease Closed, Renew tuple, Release None, Tick None,
+    PutMember OK, PutMember SURPLUS, PutMember Fenced, PutMember Conflict, PutMember StaleClient,
+    failed PutMember OK, failed PutMember SURPLUS, failed PutMember Fenced, failed PutMember Conflict,
+    ClaimStep Batch, ClaimStep NotReady, ClaimStep StaleClient, ClaimStep Closed, Begin Version, Begin StaleClient,
+    Publish None, Publish StaleClient, Ack None, Ack StaleClient, Durable None, Durable StaleClient,
+    EndData None, Close None, Open None, Arrive None
+"""
+
+
+def played(operations: int, first_seed: int = 0) -> Counter[str]:
+    """What happened in random runs of `operations` in all; fails at the first mistake, with a short reproduction."""
+    happened: Counter[str] = Counter()
+    for seed in itertools.count(first_seed):
+        if happened["operations"] >= operations:
+            break
+        world = World(seed, A_RUN)
+        try:
+            world.run()
+        except Broken as error:
+            pytest.fail(reproduction(seed, world, error), pytrace=False)
+        happened.update(runs=1, operations=world.store.done)
+        happened.update(what_happened(world))
+    return happened
+
+
+def what_happened(world: World) -> Counter[str]:
+    """How often each request got each answer, and each ending came about."""
+    ref, core = world.store.ref, world.store.core.state
+    found = world.store.answered + ref.ended
+    found.update(rewinds=len(ref.lines) - 1, forks=len(ref.forks), masked=ref.tokens_masked, shrunk=core.shrunk)
+    found.update(crashes=sum(operation[0] == "crash" for operation in world.operations))
+    found.update({"stopped by the filter": ref.stopped, "aborted": core.aborted_members, "shared": ref.dealt})
+    found.update(avoided=ref.avoided)
+    found.update(narrowed=world.store.narrowed)
+    return found
+
+
+def reproduction(seed: int, world: World, error: Broken) -> str:
+    """The seed, the settings, the operations that were enough, and what they broke."""
+    least = shortened(world.rules, world.operations)
+    found = first_broken(world.rules, least)
+    kind = f"{len(least)} operations are enough" if found else "only the world shows it; the last operations were"
+    lines = [f"seed {seed}, {world.store.done} operations: {error}", f"{world.rules}", f"{kind}:"]
+    lines += [f"  {operation}" for operation in least[-SHOWN:]]
+    return "\n".join([*lines, *([f"which breaks: {found[1]}"] if found else [])])
+
+
+def first_seen(name: str) -> tuple[int, int, World, Broken]:
+    """After how many operations, and with which seed, a mistake is seen."""
+    used = 0
+    for seed in itertools.count():
+        world = World(seed, A_RUN)
+        try:
+            world.run()
+        except Broken as error:
+            return used + world.store.done, seed, world, error
+        used += world.store.done
+        if used >= FOUND_WITHIN:
+            break
+    pytest.fail(f"{name} is not found within {used} operations")
+
+
+def assert_reached(happened: Counter[str]) -> None:
+    """The generator reaches what it is for; otherwise the run says little."""
+    names = [name.strip() for name in REACHED.split(",")]
+    rare = {name: happened[name] for name in names if happened[name] < 5}
+    assert not rare, f"hardly ever happened: {rare}"
+
+
+@pytest.mark.timeout(900)
+def test_no_promise_is_broken_in_200_000_random_operations(capsys: pytest.CaptureFixture[str]) -> None:
+    happened = played(OPERATIONS)
+    with capsys.disabled():
+        print("\n" + ", ".join(f"{happened[what]} {what}" for what in ("operations", "runs", "crashes", "rewinds")))
+    assert_reached(happened)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_no_promise_is_broken_in_5_000_000_random_operations() -> None:
+    assert_reached(played(SOAK_OPERATIONS, first_seed=10**6))
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    BUGS[name].plant(monkeypatch)
+    used, _, _, error = first_seen(name)
+    assert not isinstance(error.__cause__, TypeError | AttributeError | NameError), "the bug itself is broken"
+    with capsys.disabled():
+        print(f"\n{used} operations: {name} ({BUGS[name].promise}) is seen as {str(error)[:80]}")
+
+
+def test_a_mistake_is_shown_with_the_few_operations_that_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS["trimmed_at_the_ack"].plant(monkeypatch)
+    _, seed, world, error = first_seen("trimmed_at_the_ack")
+    least = shortened(world.rules, world.operations)
+    kinds = [type(operation[1]).__name__ for operation in least if operation[0] == "ask"]
+    assert kinds[-1] == "Ack"
+    assert {"Begin", "Publish", "Lease", "PutMember", "ClaimStep", "Ack"} <= set(kinds)
+    assert len(kinds) <= 20
+    shown = reproduction(seed, world, error)
+    assert f"seed {seed}" in shown
+    assert f"{len(least)} operations are enough" in shown
+    assert str(world.rules) in shown

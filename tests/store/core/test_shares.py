@@ -1,0 +1,113 @@
+"""Several samplers at one store: scarce work is dealt out by free room, groups together or spread by the policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from jaxroll.errors import NoCredit
+from jaxroll.records import Version
+from tests.harness.store.machine import V0, Machine
+
+V1 = Version(0, 1)
+
+
+def hungry(m: Machine, version: Version, **rooms: int) -> None:
+    """Let these samplers be turned away for want of work."""
+    for name, room in rooms.items():
+        with pytest.raises(NoCredit, match="window"):
+            m.lease(room, version, name=name)
+
+
+def second_step(replicate: str, batch: int = 2, size: int = 4, **rooms: int) -> Machine:
+    """A synchronous run whose samplers were all idle while the learner trained its first step."""
+    m = Machine(alpha=0.0, batch=batch, size=size, replicate=replicate)
+    m.start()
+    m.fill(batch * size)
+    m.claim(0)
+    hungry(m, V0, **rooms)
+    m.publish(V1)
+    return m
+
+
+def by_group(keys: list) -> dict[int, int]:
+    return dict(Counter(group for group, _, _ in keys))
+
+
+def test_one_sampler_that_could_take_everything_leaves_the_others_their_part() -> None:
+    m = second_step("together", A=100, B=100)
+    assert by_group(m.lease(100, V1, name="A")) == {2: 4}
+    assert by_group(m.lease(100, V1, name="B")) == {3: 4}
+
+
+def test_alone_it_takes_everything() -> None:
+    m = second_step("together", A=100)
+    assert by_group(m.lease(100, V1, name="A")) == {2: 4, 3: 4}
+
+
+def test_spread_deals_every_group_over_those_with_room() -> None:
+    m = second_step("spread", A=12, B=6, C=6)
+    assert by_group(m.lease(12, V1, name="A")) == {2: 2, 3: 2}
+    assert by_group(m.lease(6, V1, name="B")) == {2: 1, 3: 1}
+    assert by_group(m.lease(6, V1, name="C")) == {2: 1, 3: 1}
+
+
+def test_spread_leaves_nothing_to_nobody() -> None:
+    """Whoever has room left after its turn takes what the others were too small for."""
+    m = second_step("spread", A=8, B=2)
+    assert by_group(m.lease(8, V1, name="A")) == {2: 4, 3: 3}
+    assert by_group(m.lease(2, V1, name="B")) == {3: 1}
+    with pytest.raises(NoCredit, match="window"):
+        m.lease(1, V1, name="B")
+
+
+def test_auto_keeps_groups_whole_while_there_is_work_for_all() -> None:
+    m = second_step("auto", batch=4, A=8, B=8)
+    assert by_group(m.lease(8, V1, name="A")) == {4: 4, 5: 4}
+    assert by_group(m.lease(8, V1, name="B")) == {6: 4, 7: 4}
+
+
+def test_auto_spreads_when_somebody_would_be_idle() -> None:
+    m = second_step("auto", batch=1, A=8, B=8)
+    assert by_group(m.lease(8, V1, name="A")) == {1: 2}
+    assert by_group(m.lease(8, V1, name="B")) == {1: 2}
+
+
+def test_auto_spreads_what_the_learner_waits_for() -> None:
+    m = second_step("auto", batch=4, A=8, B=8)
+    m.train(0)
+    with pytest.raises(Exception, match="not leased yet"):
+        m.claim(1)
+    assert by_group(m.lease(8, V1, name="A")) == {4: 2, 5: 2, 6: 2, 7: 2}
+    assert by_group(m.lease(8, V1, name="B")) == {4: 2, 5: 2, 6: 2, 7: 2}
+
+
+def test_who_had_room_long_ago_is_not_waited_for() -> None:
+    m = second_step("spread", A=8, B=8)
+    m.now += 11.0
+    assert by_group(m.lease(8, V1, name="A")) == {2: 4, 3: 4}
+
+
+def test_who_was_given_work_has_no_claim_to_more() -> None:
+    m = second_step("together", batch=4, A=8, B=8, C=8)
+    assert by_group(m.lease(8, V1, name="B")) == {4: 4, 5: 4}, "a third of sixteen, in whole groups"
+    assert by_group(m.lease(8, V1, name="A")) == {6: 4}, "half of the rest: only C is still without"
+    assert by_group(m.lease(8, V1, name="C")) == {7: 4}
+
+
+def test_a_slow_sampler_has_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = second_step("together", A=100, B=100)
+    m.state.step_s, m.state.member_s["B"] = 1.0, 50.0
+    assert by_group(m.lease(100, V1, name="A")) == {2: 4, 3: 4}
+
+
+def test_redundant_members_are_dealt_out_too() -> None:
+    m = Machine(alpha=0.0, batch=1, size=3, redundant_members=1, replicate="spread")
+    m.start()
+    m.fill(3)
+    m.claim(0)
+    hungry(m, V0, A=8, B=8)
+    m.publish(V1)
+    assert by_group(m.lease(8, V1, name="A")) == {1: 2}
+    assert by_group(m.lease(8, V1, name="B")) == {1: 2}

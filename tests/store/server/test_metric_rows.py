@@ -1,0 +1,104 @@
+"""Metrics rows of callers: malformed ones reach no reader, and nobody writes rows that are not about its own work."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxroll.errors import (
+    StoreRefusal,
+)  # fmt: skip
+from jaxroll.metrics import KINDS, dumps
+from jaxroll.store.server import validation
+
+STEP = {
+    "t": 1.0, "role": "learner", "kind": "step", "step": 1, "t0": 0.0, "t1": 1.0, "train_s": 1.0, "wait_s": 0.0,
+    "publish_s": 0.0, "age_hist": {"0": 4},
+}  # fmt: skip
+STATS = {"t": 1.0, "role": "sampler-0", "kind": "stats", "tokens_per_s": 3.0}
+EVENT = {"t": 1.0, "role": "evaluator", "kind": "event", "text": "hello"}
+
+
+def rows_in(run_dir: Path) -> list[dict]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row.get("kind") != "store"]
+
+
+@pytest.mark.parametrize(
+    ("role", "row"),
+    [
+        ("observer", STEP),
+        ("observer", STEP | {"step": None}),
+        ("observer", STEP | {"role": "evaluator"}),
+        ("observer", STATS),
+        ("observer", EVENT | {"role": "learner"}),
+        ("sampler", STEP),
+        ("sampler", EVENT | {"role": "learner"}),
+        ("sampler", EVENT | {"role": "store"}),
+        ("sampler", {"t": 1.0, "role": "sampler-0", "kind": "store"}),
+        ("learner", STATS),
+        ("learner", {"t": 1.0, "role": "learner", "kind": "restart", "who": "learner"}),
+    ],
+)
+def test_a_caller_writes_rows_of_its_own_kinds_and_role_only(
+    tmp_path: Path, small: SimpleNamespace, run, role: str, row: dict
+) -> None:
+    config = small.configured()
+
+    async def talk() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, role) as caller:
+            with pytest.raises(StoreRefusal, match=f"right of {role} may not write"):
+                await caller.report([{"kind": "mine"}, row])
+
+    run(talk())
+    assert rows_in(tmp_path) == []
+
+
+def test_malformed_rows_are_left_out_and_noted_and_the_caller_goes_on(
+    tmp_path: Path, small: SimpleNamespace, run
+) -> None:
+    config = small.configured()
+    bad = [STEP | {"step": None}, STEP | {"step": 1e400}, STEP | {"age_hist": [1]}, {"kind": "step"}, {"kind": 7}]
+
+    async def talk() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
+            await learner.report([STEP, *bad, STEP | {"step": 2}])
+
+    run(talk())
+    assert [row["step"] for row in rows_in(tmp_path)] == [1, 2]
+    with sqlite3.connect(tmp_path / "store.db") as db:
+        noted = db.execute("SELECT outcome FROM audit WHERE what = 'refused'").fetchall()
+    assert len(noted) == 1 and "'step' row lacks a field" in noted[0][0]
+
+
+def test_every_kind_that_readers_know_has_a_writer() -> None:
+    assert set(KINDS) == validation.KNOWN
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"{", b"\xff", b'{"a":' * 100_000, b"null"])
+def test_what_is_no_object_is_refused_with_its_place(line: bytes) -> None:
+    with pytest.raises(StoreRefusal, match="row 1 of a report"):
+        validation.rows_of([dumps(STEP).encode(), line], "learner")
+
+
+def test_rows_are_appended_whole_even_after_a_torn_line(tmp_path: Path, small: SimpleNamespace, run) -> None:
+    config = small.configured()
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "torn')
+
+    async def reports() -> None:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
+            await learner.report([{"loss": np.float32(0.5), "bad": float("nan")}, {"kind": "x"}])
+            await learner.report([])
+
+    run(reports())
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert lines[0] == '{"kind": "torn'
+    rows = [json.loads(line) for line in lines[1:]]
+    assert [row for row in rows if row.get("kind") != "store"] == [
+        {"loss": 0.5, "bad": None}, {"kind": "x"}
+    ]  # fmt: skip
