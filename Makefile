@@ -27,7 +27,7 @@ help:
 	@echo "make soak         the long tests, also those beside the peers; installs the peers first (about 6 GB)"
 	@echo "                  test-jetstream: only those beside google-jetstream (with TensorFlow, 5 GB of disk)"
 	@echo "make lint         ruff and pyright"
-	@echo "make bench        every script in benchmarks/; SCRIPTS=benchmarks/store.py ARGS=--quick for one of them"
+	@echo "make bench        every benchmark; BENCH=store ARGS=--quick for one of them"
 	@echo "make docs         the reference pages, in docs/_build"
 	@echo "make venv         only install what the tests need"
 	@echo "make peers        only install torch, tunix, jetstream, each in an environment of its own; PEERS=torch for one of them,"
@@ -61,9 +61,9 @@ lint: venv
 	@echo "ruff format --check" && $(VENV)/bin/ruff format --check .
 	@echo "pyright" && $(VENV)/bin/pyright
 
-SCRIPTS ?= $(wildcard benchmarks/[!_]*.py)
+BENCH ?= algorithms engine environments faults.chaos faults.hostile gpu grpo learner schedules schedules.limits store
 bench: venv peers
-	@set -e; for script in $(SCRIPTS); do echo "== $$script"; $(VENV)/bin/python "$$script" $(ARGS) </dev/null; done
+	@set -e; for name in $(BENCH); do echo "== $$name"; $(VENV)/bin/python -m "benchmarks.$$name" $(ARGS) </dev/null; done
 
 # pdoc looks for the annotations of a NamedTuple's fields in another module than ours and says that it finds none. It
 # cannot load what needs google-jetstream, which this environment has not.

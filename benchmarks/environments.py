@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from _report import Runs, arguments, finish, percentile_ms, say, spread
 
+from benchmarks.lib.report import Runs, arguments, finish, percentile_ms, say, spread
 from jaxroll.config import Config, SamplerConfig
 from jaxroll.envs.executors.choice import InThread
 from jaxroll.envs.executors.threads import Threads

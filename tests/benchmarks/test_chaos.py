@@ -1,11 +1,10 @@
-"""`benchmarks/chaos.py`: its verdict finds what is planted, its plan is fair, and a short attack ends well."""
+"""`benchmarks/faults/chaos.py`: its verdict finds what is planted, its plan is fair, and a short attack ends well."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
 import json
-import os
 import sqlite3
 import subprocess
 import sys
@@ -20,8 +19,8 @@ import pytest
 from jaxroll import wire
 from jaxroll.store.log import schema
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SITE = BENCHMARKS / "_chaos_site"
+ROOT = Path(__file__).resolve().parents[2]
+HOOKS = ROOT / "benchmarks" / "faults" / "hooks"
 SOUND = {
     "steps": 40, "steps_wanted": 40, "conservation": 0, "unexplained": [], "lost": [], "trained_twice": [],
     "claims_changed": [], "steps_changed": [], "age_max": 1, "alpha": 0.5, "replay_clean": True,
@@ -38,7 +37,6 @@ PLANTED = {
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch):
     """Imports a module of the benchmarks."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
     def imported(name: str) -> ModuleType:
         return importlib.import_module(name)
@@ -47,12 +45,12 @@ def load(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_sound_run_passes(load) -> None:
-    assert load("_chaos_verdict").violations(SOUND) == []
+    assert load("benchmarks.faults.verdict").violations(SOUND) == []
 
 
 @pytest.mark.parametrize("key", PLANTED)
 def test_each_planted_violation_is_found_and_no_other(load, key: str) -> None:
-    assert len(load("_chaos_verdict").violations(SOUND | {key: PLANTED[key]})) == 1
+    assert len(load("benchmarks.faults.verdict").violations(SOUND | {key: PLANTED[key]})) == 1
 
 
 def database() -> sqlite3.Connection:
@@ -75,7 +73,7 @@ def put(group: int, body: bytes = b"body", answer: str = "OK") -> dict[str, Any]
 
 
 def test_acknowledged_puts_are_looked_for(load) -> None:
-    lost = load("_chaos_verdict").lost_puts
+    lost = load("benchmarks.faults.verdict").lost_puts
     db = database()
     assert lost(db, [put(0), put(1)]) == []
     assert lost(db, [put(2, answer="SURPLUS")]) == [], "nothing was promised"
@@ -88,7 +86,7 @@ def test_acknowledged_puts_are_looked_for(load) -> None:
 
 
 def test_durable_checkpoints_are_ancestors_of_the_last_weights(load) -> None:
-    lost = load("_chaos_verdict").lost_checkpoints
+    lost = load("benchmarks.faults.verdict").lost_checkpoints
     durable = [{"kind": "durable", "version": version} for version in ([0, 10], [1, 10], [1, 30])]
     assert lost(database(), durable) == []
     assert lost(database(), [*durable, {"kind": "durable", "version": [0, 11]}]) == ["version 0.11"]
@@ -96,13 +94,13 @@ def test_durable_checkpoints_are_ancestors_of_the_last_weights(load) -> None:
 
 def test_conservation_counts_groups_that_are_gone(load) -> None:
     db = database()
-    assert load("_chaos_verdict").conservation(db) == 0
+    assert load("benchmarks.faults.verdict").conservation(db) == 0
     db.execute("DELETE FROM groups WHERE id = 0")
-    assert load("_chaos_verdict").conservation(db) == 1
+    assert load("benchmarks.faults.verdict").conservation(db) == 1
 
 
 def test_claims_and_steps_are_compared_over_their_lives(load) -> None:
-    verdict = load("_chaos_verdict")
+    verdict = load("benchmarks.faults.verdict")
     claim = {"kind": "claim", "step": 0, "groups": [[0, [[0, 1, "x"]]], [1, [[0, 1, "y"]]]]}
     assert verdict.trained_twice([claim, claim]) == [] and verdict.changed_claims([claim, claim]) == []
     again = {"kind": "claim", "step": 1, "groups": [[1, [[0, 1, "y"]]]]}
@@ -116,7 +114,7 @@ def test_claims_and_steps_are_compared_over_their_lives(load) -> None:
 
 
 def test_the_plan_is_fair_random_and_the_seeds(load) -> None:
-    chaos = load("chaos")
+    chaos = load("benchmarks.faults.chaos")
     names = list(chaos.FAULTS)
     first = list(itertools.islice(chaos.plan(7, 20.0, names), 200))
     assert first == list(itertools.islice(chaos.plan(7, 20.0, names), 200))
@@ -132,8 +130,8 @@ def test_the_plan_is_fair_random_and_the_seeds(load) -> None:
 
 def test_unknown_faults_are_refused(load) -> None:
     with pytest.raises(SystemExit, match="no such fault: kill_stor"):
-        load("chaos").chosen_names("kill_stor", "")
-    assert load("chaos").chosen_names("sigint,sigterm", "sigterm") == ["sigint"]
+        load("benchmarks.faults.chaos").chosen_names("kill_stor", "")
+    assert load("benchmarks.faults.chaos").chosen_names("sigint,sigterm", "sigterm") == ["sigint"]
 
 
 @pytest.mark.process
@@ -144,7 +142,7 @@ def test_the_clock_of_a_run_jumps_and_no_other(tmp_path: Path) -> None:
     clock.write_bytes(struct.pack("d", 0.0))
     code = "import time; print(time.time(), flush=True); input(); print(time.time(), time.time_ns())"
     with subprocess.Popen(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(SITE), "CHAOS_CLOCK": str(clock)}, text=True,
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(HOOKS), "CHAOS_CLOCK": str(clock)}, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     ) as child:  # fmt: skip
         assert child.stdout is not None
@@ -159,7 +157,7 @@ def test_the_clock_of_a_run_jumps_and_no_other(tmp_path: Path) -> None:
 MACHINE = """
 import errno, json, os, pathlib, socket, subprocess, sys, time
 import psutil
-import _chaos_machine as machine
+from benchmarks.faults import machine
 
 folder = pathlib.Path(sys.argv[1])
 refused, seen = machine.enter(folder), {}
@@ -204,7 +202,7 @@ print(json.dumps(seen))
 @pytest.mark.timeout(120)
 def test_the_machine_inside_the_machine_has_faults_that_nothing_else_sees(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", MACHINE, str(tmp_path / "disk")], env={"PYTHONPATH": str(BENCHMARKS)},
+        [sys.executable, "-c", MACHINE, str(tmp_path / "disk")], env={"PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -219,8 +217,7 @@ def test_the_machine_inside_the_machine_has_faults_that_nothing_else_sees(tmp_pa
 ENDED = """
 import sys
 from pathlib import Path
-import _chaos_machine as machine
-import chaos
+from benchmarks.faults import chaos, machine
 
 folder = Path(sys.argv[1])
 refused = machine.enter(folder / "disk")
@@ -236,7 +233,7 @@ def test_the_folder_is_kept_or_gone(tmp_path: Path, keep: bool) -> None:
     folder = tmp_path / "attack"
     done = subprocess.run(
         [sys.executable, "-c", ENDED, str(folder), "keep" if keep else "remove"],
-        env={"PYTHONPATH": f"{BENCHMARKS}{os.pathsep}{BENCHMARKS.parent}", "JAX_PLATFORMS": "cpu"},
+        env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -251,8 +248,8 @@ def test_a_short_attack_ends_well(tmp_path: Path) -> None:
     words = ["--quick", "--seed=1", f"--folder={tmp_path / 'attack'}"]
     faults = "kill_sampler,kill_learner,kill_store,kill_scoring,clock_back,sigterm"
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "chaos.py"), *words, f"--only={faults}"], stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=840, check=False,
+        [sys.executable, "-m", "benchmarks.faults.chaos", *words, f"--only={faults}"], stdin=subprocess.DEVNULL,
+        cwd=ROOT, capture_output=True, text=True, timeout=840, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: a failing case costs itself alone, errors are found, all of it runs in small."""
+"""benchmarks/gpu without a GPU: a failing case costs itself alone, errors are found, all of it runs in small."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ import numpy as np
 import psutil
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
 NEWS = 'import json, os, subprocess, sys, time\nwrite = lambda **of: open(sys.argv[2], "w").write(json.dumps(of))\n'
 
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports a module of the folder as its scripts do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
 
 
@@ -34,9 +33,10 @@ def bench(
 ) -> dict[str, Any]:
     """The result in the file after a call with these programs (text, longest time) as cases."""
     cases = {}
+    monkeypatch.setenv("PYTHONPATH", str(folder))
     for name, (text, most_s) in programs.items():
-        (folder / f"{name}.py").write_text(NEWS + text)
-        cases[name] = gpu.Entry(str(folder / f"{name}.py"), most_s)
+        (folder / f"case_{name}.py").write_text(NEWS + text)
+        cases[name] = gpu.Entry(f"case_{name}", most_s)
     monkeypatch.setattr(gpu, "CASES", cases)
     with gpu.Bench(folder / "out.json", "cpu", False, 300.0) as made:
         for name in cases:
@@ -60,7 +60,7 @@ def test_a_case_that_hangs_or_dies_costs_itself_alone(
     sleeper = 'child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])\n'
     hang = sleeper + 'write(points={"one": {"a": 1}}, child=child.pid)\ntime.sleep(600)\n'
     result = bench(
-        load("gpu"), monkeypatch, tmp_path,
+        load("benchmarks.gpu.__main__"), monkeypatch, tmp_path,
         hangs=(hang, 4.0),
         dies=('write(points={"one": {"a": 2}})\nprint("why", file=sys.stderr)\nos._exit(3)\n', 60.0),
         raised=('write(points={"one": {"error": "ValueError"}, "two": {"a": 4}})\n', 60.0),
@@ -78,7 +78,7 @@ def test_a_case_that_hangs_or_dies_costs_itself_alone(
 
 def test_a_share_above_its_limit_is_suspect(load: Any) -> None:
     share = lambda value, **more: {"points": {"one": {"16": {"of_limit": value, **more}, "of_matmul": {"median": 0.9}}}}  # noqa: E731
-    suspect = load("gpu").suspect
+    suspect = load("benchmarks.gpu.__main__").suspect
     assert suspect(share(1.05)) == [] and suspect(share(3.0, reliable=False)) == []
     assert suspect(share(1.2, reliable=True), "decode: ") == ["decode: points: one: 16: of_limit = 1.2"]
     assert suspect({"points": {"one": {"of_bandwidth": {"median": 2.0}, "mfu": None}}}) == [
@@ -87,7 +87,7 @@ def test_a_share_above_its_limit_is_suspect(load: Any) -> None:
 
 
 def test_without_time_no_case_starts(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gpu = load("gpu")
+    gpu = load("benchmarks.gpu.__main__")
     with gpu.Bench(tmp_path / "out.json", "cpu", True, 1.0) as made:
         made.run("limits")
     result = json.loads((tmp_path / "out.json").read_text())
@@ -95,7 +95,7 @@ def test_without_time_no_case_starts(load: Any, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_the_command_line_knows_its_cases(load: Any) -> None:
-    gpu = load("gpu")
+    gpu = load("benchmarks.gpu.__main__")
     assert gpu.arguments(["--quick", "--platform=cpu", "--only=limits,torch"]).only == ["limits", "torch"]
     assert gpu.arguments(["--quick", "--platform=cpu"]).only == list(gpu.CASES)
     with pytest.raises(SystemExit):
@@ -105,14 +105,14 @@ def test_the_command_line_knows_its_cases(load: Any) -> None:
 def test_without_a_gpu_nothing_is_measured(
     load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpu = load("gpu")
+    gpu = load("benchmarks.gpu.__main__")
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--platform=cpu", f"--out={tmp_path / 'out.json'}"])
     assert gpu.main() == 0 and json.loads(capsys.readouterr().out) == {"skipped": "no GPU"}
     assert not list(tmp_path.iterdir())
 
 
 def test_a_point_that_raises_is_recorded_and_the_next_is_measured(load: Any, tmp_path: Path) -> None:
-    case = load("_gpu_case").Case("case", tmp_path / "case.json", 60.0, True)
+    case = load("benchmarks.gpu.case").Case("case", tmp_path / "case.json", 60.0, True)
     kept = lambda: json.loads((tmp_path / "case.json").read_text())["points"]  # noqa: E731
 
     def full() -> dict[str, Any]:
@@ -126,7 +126,7 @@ def test_a_point_that_raises_is_recorded_and_the_next_is_measured(load: Any, tmp
 
 
 def test_an_implementation_that_is_wrong_is_not_equal(load: Any) -> None:
-    card = load("_gpu_card")
+    card = load("benchmarks.gpu.card")
     assert card.errors(card._xla, True, 16)["equal"]
     scaled = card.errors(lambda *of: card._xla(*of) * jnp.bfloat16(1.1), True, 16)
     assert not scaled["equal"] and scaled["forward_error"] > 0.05
@@ -136,7 +136,7 @@ def test_an_implementation_that_is_wrong_is_not_equal(load: Any) -> None:
 
 
 def test_two_depths_are_continued_to_all_layers(load: Any) -> None:
-    models = load("_gpu_models")
+    models = load("benchmarks.gpu.models")
     found = models.continued({6: [7.0, 7.2, 7.1], 2: [3.0, 3.1, 3.2]}, 28)
     assert found["seconds"]["median"] == pytest.approx(29.1) and found["of_layer_s"] == pytest.approx(1.0)
     assert found["reliable"] and found["seconds"]["min"] < 29.1 < found["seconds"]["max"]
@@ -145,7 +145,7 @@ def test_two_depths_are_continued_to_all_layers(load: Any) -> None:
 
 def test_bytes_and_operations_are_those_of_the_published_shapes(load: Any) -> None:
     """Qwen3-0.6B has 0.596 billion parameters and reads 112 KiB a token of context; 8B looks 1.24 GB of its 16.4 up."""
-    models, learner = load("_gpu_models"), load("_learner_gpu")
+    models, learner = load("benchmarks.gpu.models"), load("benchmarks.learner.gpu_arm")
     small, large = (models.spec_of(name, False) for name in ("qwen3_0p6b", "qwen3_8b"))
     assert models.bytes_of_step(small, 1, 0) == pytest.approx(2 * 0.596e9, rel=1e-3)
     assert models.bytes_of_step(small, 3, 7) - models.bytes_of_step(small, 1, 0) == 3 * 7 * 28 * 2 * 8 * 128 * 2
@@ -155,7 +155,7 @@ def test_bytes_and_operations_are_those_of_the_published_shapes(load: Any) -> No
 
 
 def test_a_weight_that_differs_by_one_bit_is_named(load: Any) -> None:
-    transfer = load("_gpu_weights")
+    transfer = load("benchmarks.gpu.weights")
     source = {"a": jnp.ones((4, 4)), "b": jnp.full(3, 0.1)}
     found = {name: leaf.astype("bfloat16") for name, leaf in source.items()}
     assert transfer.differing(found, source) == []
@@ -167,7 +167,7 @@ def test_a_weight_that_differs_by_one_bit_is_named(load: Any) -> None:
 
 
 def test_a_run_that_breaks_a_promise_has_failed(load: Any) -> None:
-    runs = load("_gpu_runs")
+    runs = load("benchmarks.gpu.runs")
     sound = {"conservation_residual": 0, "groups_trained_twice": 0, "restarts": 0, "compiles_after_warmup": 0,
              "steps": 3, "steps_wanted": 3, "age_max": 1, "alpha": 1.0}  # fmt: skip
     assert runs.broken(sound) == []
@@ -182,7 +182,7 @@ def test_a_run_that_breaks_a_promise_has_failed(load: Any) -> None:
 
 
 def test_arms_that_differ_are_not_equal(load: Any) -> None:
-    beside = load("_gpu_torch")
+    beside = load("benchmarks.gpu.torch_case")
 
     def arm(tokens: list[list[int]], norm: float) -> SimpleNamespace:
         return SimpleNamespace(ask=lambda what: {"tokens": tokens} if what == "greedy" else {"grad_norm": norm})
@@ -200,14 +200,15 @@ def test_a_call_that_is_killed_keeps_what_it_measured_and_leaves_nothing_behind(
     out = tmp_path / "out.json"
     words = [
         sys.executable,
-        str(BENCHMARKS / "gpu.py"),
+        "-m",
+        "benchmarks.gpu",
         "--quick",
         "--platform=cpu",
         "--only=attention",
         f"--out={out}",
     ]
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT)
     try:
         end = time.monotonic() + 200
         while not (out.exists() and json.loads(out.read_text()).get("attention", {}).get("points")):
@@ -229,11 +230,11 @@ def test_a_call_that_is_killed_keeps_what_it_measured_and_leaves_nothing_behind(
 @pytest.mark.timeout(2400)
 def test_all_of_it_runs_in_small(tmp_path: Path) -> None:
     """Nothing fails; shares of a limit are shares. Torch may be missing."""
-    words = [sys.executable, str(BENCHMARKS / "gpu.py"), "--quick", "--platform=cpu", "--seconds=2300"]
+    words = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--platform=cpu", "--seconds=2300"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [*words, f"--out={tmp_path / 'out.json'}"], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        env=environment, timeout=2350, check=False,
+        env=environment, cwd=ROOT, timeout=2350, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout.splitlines()[-1])

@@ -1,9 +1,8 @@
-"""What benchmarks/grpo_vs_peer.py rests on: answers of one length, rewards that differ, no race without agreement."""
+"""What benchmarks/grpo rests on: answers of one length, rewards that differ, no race without agreement."""
 
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,14 +13,15 @@ import pytest
 
 from jaxroll.models import transformer
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 WORDS = ("work", "start")
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = {word: f"_grpo_{word}" for word in WORDS} | {"race": "grpo_vs_peer", "report": "_report"}
+def parts() -> dict[str, ModuleType]:
+    names = {word: f"benchmarks.grpo.{word}" for word in WORDS} | {
+        "race": "benchmarks.grpo.__main__",
+        "report": "benchmarks.lib.report",
+    }
     return {word: importlib.import_module(name) for word, name in names.items()}
 
 

@@ -2,64 +2,57 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import importlib
-import importlib.util
 import json
-import random
-import sqlite3
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from jaxroll.errors import InfraError
-from jaxroll.records import Message, Task
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-SCRIPTS = sorted(path for path in BENCHMARKS.glob("*.py") if not path.name.startswith("_"))
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = re.findall(r"^BENCH \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
 DEADLINE_S = 280
 
 
-@pytest.fixture
-def report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmarks_report", BENCHMARKS / "_report.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(script), *arguments]
+def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
-def test_the_folder_is_no_package() -> None:
-    """A peer's wheel has a package of this name, which ours would hide."""
-    assert SCRIPTS
-    assert not (BENCHMARKS / "__init__.py").exists()
+def test_make_bench_runs_every_program() -> None:
+    """A program takes `--quick`; the other modules are parts of one or are started by one."""
+    takes = {path for path in (ROOT / "benchmarks").rglob("*.py") if "parse_args(" in path.read_text()}
+    modules = {".".join(path.relative_to(ROOT / "benchmarks").with_suffix("").parts) for path in takes}
+    assert {module.removesuffix(".__main__") for module in modules} == set(PROGRAMS)
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_says_what_it_takes(script: Path) -> None:
-    assert "--quick" in run(script, "--help").stdout
+def test_a_package_of_the_same_name_does_not_hide_ours(tmp_path: Path) -> None:
+    """A peer's wheel has one; a folder without `__init__.py` would lose against it wherever it is on the path."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    code = "import benchmarks.lib.report"
+    environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_says_what_it_takes(program: str) -> None:
+    assert "--quick" in run(program, "--help").stdout
 
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_the_store_is_measured_and_loses_nothing(tmp_path: Path) -> None:
     runs, quick = tmp_path / "runs.jsonl", ["--quick", "--runs-file", str(tmp_path / "runs.jsonl")]
-    done = run(BENCHMARKS / "store.py", *quick, "--folder", str(tmp_path / "disk"))
+    done = run("store", *quick, "--folder", str(tmp_path / "disk"))
     result = json.loads(done.stdout.splitlines()[-1])
     rates = ["puts_per_s", "floor_puts_per_s", "sqlite_raw_puts_per_s", "fsyncs_per_s_of_the_disk"]
     times = ["put_p50_ms", "put_p99_ms", "lease_p99_ms", "claim_p99_ms", "recovery_s_per_gb"]
@@ -82,7 +75,7 @@ def test_the_store_is_measured_and_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_large_step_is_measured_without_a_peer_where_a_gpu_would_be(tmp_path: Path) -> None:
     """In small, on the CPU, whose promised rate nobody knows: what would be divided by it is there."""
-    done = run(BENCHMARKS / "learner.py", "--quick", "--case=gpu_0p6b", "--runs-file", str(tmp_path / "runs.jsonl"))
+    done = run("learner", "--quick", "--case=gpu_0p6b", "--runs-file", str(tmp_path / "runs.jsonl"))
     result = json.loads(done.stdout.splitlines()[-1])
     found = result["large_quick"]
     assert found["ours"] > 0 and found["flops_per_s"]["min"] > 0 and found["runs"] == 2
@@ -97,11 +90,11 @@ def test_the_engine_is_raced_and_watched(tmp_path: Path) -> None:
     """Peers that are not installed are left out, and said to be."""
     path, races = tmp_path / "runs.jsonl", {"tunix_lognormal": "tunix", "transformers_equal": "torch"}
     cases = [f"--case={name}" for name in [*races, "storm", "swap"]]
-    done = run(BENCHMARKS / "engine.py", "--quick", "--rounds=2", "--runs-file", str(path), *cases)
+    done = run("engine", "--quick", "--rounds=2", "--runs-file", str(path), *cases)
     result = json.loads(done.stdout.splitlines()[-1])
     runs = [json.loads(line) for line in path.read_text().splitlines()]
     for name, peer in races.items():
-        if not (BENCHMARKS.parent / f".venv-{peer}").exists():
+        if not (ROOT / f".venv-{peer}").exists():
             assert result[name] == {"skipped": f"no .venv-{peer}"}
             continue
         assert result[name]["greedy_equal"] == 1.0
@@ -113,442 +106,3 @@ def test_the_engine_is_raced_and_watched(tmp_path: Path) -> None:
     assert storm["adds"] > storm["aborts"] > 0 and storm["prefill_tokens"] > 0
     assert all(value > 0 for value in storm["p99_ms"]["storm"].values()) and storm["first_token_ms"]["99"] > 0
     assert swap["pause_chunks"]["runs"] > 0
-
-
-class Arm:
-    """A child that says what it is told to, and is asked nothing else."""
-
-    def __init__(self, answers: dict[str, dict]) -> None:
-        self.answers, self.asked = answers, []
-
-    def ask(self, command: str) -> dict:
-        self.asked.append(command)
-        return self.answers[command]
-
-    def close(self) -> None:
-        """Nothing runs."""
-
-
-def test_arms_that_differ_are_not_raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: ModuleType) -> None:
-    """Other greedy tokens, other gradients: told, and no run is made."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    arms, engine, learner = (importlib.import_module(name) for name in ("_arms", "engine", "learner"))
-    same = [[1, 2], [3, 4], [5, 6]]
-    assert engine.agreement(same, same) == 1.0
-    assert engine.agreement(same, [[1, 2], [3, 9], [5, 6]]) == pytest.approx(2 / 3)
-    threads = {"ours": 1, "tunix": 1}
-    runs = report.Runs("race", {}, tmp_path / "runs.jsonl", resume=False)
-
-    said = {"ours": Arm({"greedy": {"tokens": same}}), "tunix": Arm({"greedy": {"tokens": [[1, 2], [3, 9], [5, 6]]}})}
-    case = next(case for case in engine.CASES if case.name == "tunix_equal")
-    with arms.Arms(lambda arm, _: said[arm]) as started:
-        result = engine.race(case, started, runs, threads, 2)
-    assert not result["met"] and "no race" in result["why"] and "ratio" not in result
-    assert [arm.asked for arm in said.values()] == [["greedy"], ["greedy"]]
-
-    case = next(case for case in learner.CASES if case.name == "tunix_equal")
-    for arm, value in (("ours", 1.0), ("tunix", 1.1)):
-        np.savez(tmp_path / f"{case.name}.{arm}.npz", embed=np.full(3, value))
-    silent = {arm: Arm({}) for arm in threads}
-    with arms.Arms(lambda arm, _: silent[arm]) as started:
-        result = learner.race(case, started, tmp_path, runs, threads, 2)
-    assert not result["met"] and result["gradients_apart"] == pytest.approx(0.1) and "ratio" not in result
-    assert [arm.asked for arm in silent.values()] == [[], []]
-
-
-def test_a_race_tells_both_rates_and_their_ratio(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: ModuleType
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    arms = importlib.import_module("_arms")
-    rates = {("ours", 1): 10.0, ("ours", 2): 12.0, ("peer", 1): 6.0, ("peer", 2): 5.0}
-    run = lambda arm, threads: {"tokens_per_s": rates[arm, threads], "cpu_s": threads / rates[arm, threads]}  # noqa: E731
-    runs = report.Runs("race", {}, tmp_path / "runs.jsonl", resume=False)
-    best = {arm: arms.best_threads("case", arm, {}, runs, run) for arm in ("ours", "peer")}
-    assert best == {"ours": 2, "peer": 1}
-    assert arms.best_threads("case", "ours", {"ours": 1}, runs, run) == 1, "what is ordered is not tried"
-    result, of = arms.raced("case", best, runs, run, 3)
-    assert (result["ours"], result["peer"], result["runs"], result["against"]) == (12.0, 6.0, 3, "peer")
-    assert result["low"] == result["high"] == result["ratio"] == pytest.approx(2.0)
-    assert result["per_cpu_second"]["value"] == pytest.approx(1.0)
-    assert [len(one) for one in of.values()] == [3, 3]
-
-
-def test_a_figure_shows_every_value_of_every_row_at_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    figures, algorithms, synchrony = (importlib.import_module(n) for n in ("_figures", "algorithms", "sync_vs_async"))
-    path = tmp_path / "figure.svg"
-    of = {"gain": 0.2, "gain_95": [0.1, 0.3], "ess": 0.9, "clip_share": 0.01, "kl_behaviour": None}
-    algorithms.draw(path, {"grpo": {"0": of, "8": of | {"gain": -0.1}}, "raft": {"1": of | {"gain_95": None}}})
-    drawn = ElementTree.parse(path).getroot()
-    notes = [one.text for one in drawn.findall(".//{*}title")]
-    assert notes[:3] == ["grpo, α = 0: 20", "grpo, α = 8: -10", "raft, α = 1: 20"] and len(notes) == 9
-    at = [float(circle.get("cx", "")) for circle in drawn.findall(".//{*}circle") if len(circle)][:3]
-    assert at[1] < at[0] == at[2], "the same value stands at the same place, a smaller one to the left of it"
-
-    race = {"ratio": 2.0, "low": 1.5, "high": 2.5, "ceiling": 4.0}
-    synchrony.draw(path, {"constant": {"arms": {}, "1": race}, "queue": race | {"null": race | {"ratio": 1.0}}})
-    notes = [one.text for one in ElementTree.parse(path).getroot().findall(".//{*}title")]
-    assert notes[:2] == ["constant, α = 1: 2", "constant, α = 1: 0.5"]
-    assert notes[2:] == ["queue, where it helps: 2", "queue, where it cannot: 1"]
-    with pytest.raises(ValueError, match="6 kinds, and 5 colours"):
-        figures.write(path, [], list("abcdef"))
-
-
-def test_a_barrier_waits_for_nobody_whose_conversation_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    together = importlib.import_module("_race_envs")._Together(3)
-
-    async def played() -> list[bool]:
-        seen = []
-        for _ in range(2):  # in two steps, the first of three ends early
-            waiting = [asyncio.create_task(together.wait()) for _ in range(2)]
-            await asyncio.sleep(0)
-            seen.append(any(one.done() for one in waiting))
-            together.leave()
-            await asyncio.wait_for(asyncio.gather(*waiting), 5)
-            together.leave()
-            together.leave()
-        return seen
-
-    assert asyncio.run(played()) == [False, False]
-
-
-def test_a_ratio_is_paired_and_its_interval_holds_it(report: ModuleType) -> None:
-    theirs = np.array([100.0, 200.0, 50.0, 400.0])
-    exact = report.ratio(2 * theirs, theirs)
-    assert exact == {key: pytest.approx(2.0) for key in ("value", "low", "high")}
-    ours = theirs * [1.0, 2.0, 4.0, 2.0]
-    found = report.ratio(ours, theirs)
-    assert found["value"] == pytest.approx(2.0)  # the geometric mean of 1, 2, 4, 2
-    assert 1.0 <= found["low"] < 2.0 < found["high"] <= 4.0
-    with pytest.raises(ValueError, match="3 runs cannot be paired with 4"):
-        report.ratio(ours[:3], theirs)
-
-
-def test_runs_alternate_and_an_interrupted_benchmark_goes_on(
-    tmp_path: Path, report: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "commit", lambda: "abc")
-    made: list[str] = []
-
-    def alternate(settings: int, *, resume: bool, rounds: int, most: int = 99) -> dict[str, list[dict]]:
-        """Runs of a and b; the one after the first `most` is interrupted."""
-        made.clear()
-
-        def measured(arm: str) -> dict[str, str]:
-            if len(made) == most:
-                raise KeyboardInterrupt
-            made.append(arm)
-            return {"arm": arm}
-
-        runs = report.Runs("b", {"settings": settings}, tmp_path / "runs.jsonl", resume)
-        return runs.alternate({arm: lambda arm=arm: measured(arm) for arm in "ab"}, rounds)
-
-    with pytest.raises(KeyboardInterrupt):
-        alternate(1, resume=False, rounds=3, most=3)
-    assert made == ["a", "b", "b"]
-    results = alternate(1, resume=True, rounds=3)
-    assert made == ["a", "a", "b"], "a run was made twice, or left out"
-    assert results == {"a": [{"arm": "a"}] * 3, "b": [{"arm": "b"}] * 3}
-    alternate(2, resume=True, rounds=1)
-    assert made == ["a", "b"], "runs with other settings were taken"
-    alternate(1, resume=False, rounds=1)
-    assert made == ["a", "b"], "without resume every run is made"
-
-
-def test_a_schedule_is_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice the rate; 0.3 s of stages over 0.2 s of the longer one; what is timed is reached in half the time."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    synchrony = importlib.import_module("sync_vs_async")
-
-    def run(rate: float, wait_s: float, decode_s: float, accuracy: list[float], step_s: float) -> dict[str, Any]:
-        times = [step_s * (number + 1) for number in range(len(accuracy))]
-        return {"samples_per_s": rate, "wait_s": wait_s, "train_s": 0.1, "decode_s": decode_s, "age_mean": 1.0,
-                "age_max": 1, "decode_tokens_per_s": 7.0, "accuracy": accuracy, "accuracy_t": times}  # fmt: skip
-
-    sync = [run(rate, 0.2, 0.15, [0.2, 0.4, 0.6], 10.0) for rate in (10.0, 12.0, 14.0)]
-    ahead = [run(2 * rate, 0.1, 0.2, [0.2, 0.4, last], 5.0) for rate, last in ((10.0, 0.5), (12.0, 0.6), (14.0, 0.4))]
-    found = synchrony.compared(sync, ahead, target=0.5)
-    assert (found["ratio"], found["low"], found["high"]) == pytest.approx((2.0, 2.0, 2.0))
-    assert found["ceiling"] == pytest.approx(1.5) and found["decode_tokens_per_s"] == [7.0, 7.0]
-    assert found["reached"] == [3, 2], "the third never came there"
-    assert found["time_to_target_s"] == [30.0, 15.0] and found["time_to_target"]["value"] == pytest.approx(2.0)
-    assert found["accuracy_apart"] == pytest.approx(-0.1) and found["accuracy_apart_half_width"] > 0.2
-    done = run(10.0, 0.1, 0.2, [0.7, 0.8, 0.9], 0.0)
-    found = synchrony.compared([*sync, done], [*ahead, done], target=0.5)
-    assert found["time_to_target"]["value"] == pytest.approx(2.0) and found["begun_below"] == 3, "one was there already"
-    begun = synchrony.compared([done], [done], target=0.5)
-    assert begun["time_to_target"] is None and (begun["reached"], begun["begun_below"]) == ([0, 0], 0)
-    never = synchrony.compared(sync, ahead, target=0.9, computes=False)
-    assert never["time_to_target"] is None and never["reached"] == [0, 0] and "ceiling" not in never
-
-
-def test_each_side_of_a_race_has_what_is_fastest_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Made up: half the slots suit the asynchronous side, one process on both cores the synchronous one."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    synchrony, races = (importlib.import_module(name) for name in ("sync_vs_async", "_races"))
-    monkeypatch.setattr(synchrony.os, "cpu_count", lambda: 8)
-    made: list[tuple[Any, ...]] = []
-
-    def trained(workload: Any, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
-        slots, together = workload.settings["sampler.slots"], workload.settings.get("placement.colocated", False)
-        made.append((alpha, slots, together, threads, workload.steps, workload.evaluations, seed))
-        rate = (slots == 32) + 1.0 if alpha else slots / 64 + threads + 0.5 * together
-        return {"samples_per_s": rate, "wait_s": 0.1, "train_s": 0.1, "decode_s": 0.1, "decode_tokens_per_s": 1.0,
-                "age_mean": alpha, "age_max": alpha, "accuracy": []}  # fmt: skip
-
-    monkeypatch.setattr(synchrony, "trained", trained)
-    choices = tuple({"sampler.slots": count} for count in (32, 64))
-    workload = races.Workload("w", 240, 8, evaluations=12, settings={"a": 1}, choices=choices)
-    runs = report.Runs("b", {}, tmp_path / "runs.jsonl", resume=False)
-    found = synchrony.raced(workload, tmp_path, runs, [1.0, 2.0], 2)
-    tried, raced = made[:8], made[8:]
-    both = [(32, 1), (32, 2), (64, 1), (64, 2)]
-    assert [one[:4] for one in tried[:6]] == [(0.0, slots, False, threads) for slots, threads in both] + [
-        (0.0, 32, True, 2), (0.0, 64, True, 2)]  # fmt: skip
-    assert [one[:4] for one in tried[6:]] == [(2.0, 32, False, 1), (2.0, 64, False, 1)]
-    assert {one[4:] for one in tried} == {(60, 3, 100)}, "short ones, evaluated as often, of a seed of their own"
-    assert {one[:4] for one in raced} == {(0.0, 64, True, 2), (1.0, 32, False, 1), (2.0, 32, False, 1)}
-    assert [one[0] for one in raced] == [0.0, 1.0, 2.0, 2.0, 1.0, 0.0]
-    assert found["arms"]["sync"] == {"threads": 2, "settings": {"sampler.slots": 64, "placement.colocated": True}}
-    assert found["1"]["ratio"] == pytest.approx(2.0 / 3.5)
-    lines = synchrony.table_of({"w": found, "queue": {"ratio": 1.0}}).splitlines()
-    assert len(lines) == 4 and lines[2].startswith("| `w` | 1 | 3.5 → 2 | 0.57 (0.57 to 0.57) | 28.6 % of 2.00 |")
-
-
-def store_row(window: int = 10, **lengths: list[int]) -> dict[str, Any]:
-    return {"kind": "store", "role": "store", "tokens_put": 900, "tokens_expired": {"surplus": 50}, "tokens_masked": 0,
-            "window": window, "lengths": lengths}  # fmt: skip
-
-
-def test_what_is_dropped_is_waste_and_long_ones_are_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
-    """85 trained members of ten tokens, five of ten lost, ten of twenty dropped: in environments, or at an answer."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    races = importlib.import_module("_races")
-    steps = [{"kind": "step", "samples": 85, "tokens_trained": 850}]
-    stats = {"kind": "stats", "role": "sampler-0", "members_aborted": 10, "tokens_aborted": 40, "tokens_let_go": 160}
-    found = races.thrown_away([stats, store_row(trained=[85, 850], lost=[5, 50])], steps)
-    assert found["waste_members"] == pytest.approx(15 / 100)
-    assert found["waste_tokens"] == pytest.approx((50 + 200) / (900 + 200))
-    assert found["length_bias"] == pytest.approx(10 / (1100 / 100))
-
-
-def test_long_answers_are_slow_more_often_and_one_in_ten_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    envs, slept = importlib.import_module("_race_envs"), []
-    monkeypatch.setattr(envs.asyncio, "sleep", lambda seconds: _noted(slept, seconds))
-
-    async def late(length: int, count: int = 4000) -> float:
-        env = envs._Judged.__new__(envs._Judged)
-        env._chance, env._fault = random.Random(5), ""
-        slept.clear()
-        for _ in range(count):
-            await env._late(envs.Race((1.0, 0.0), slow=0.1, length=10.0), length)
-        assert set(slept) == {1.0, 10.0}
-        return slept.count(10.0) / count
-
-    shares = [asyncio.run(late(length)) for length in (5, 10, 20)]
-    assert shares == pytest.approx([0.05, 0.1, 0.2], abs=0.015)
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_bad_neighbour_is_the_second_sampler_alone(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    envs, slept = importlib.import_module("_race_envs"), []
-    monkeypatch.setattr(envs.asyncio, "sleep", lambda seconds: _noted(slept, seconds))
-    monkeypatch.setattr(sys, "argv", ["jaxroll", "sampler", f"--index={index}"])
-    task = SimpleNamespace(env_args="", messages=(Message("user", "ab"),))
-
-    async def played(fault: str) -> None:
-        monkeypatch.setattr(envs, "_shared", [envs._Shared(envs.Race((1.0, 0.0), neighbour=fault))])
-        env = envs.Lottery(None, None)
-        await env.reset(task, 0)
-        await env.step("ab")
-
-    raised = []
-    for fault in ("at_once", "late", "slow"):
-        try:
-            asyncio.run(played(fault))
-        except (RuntimeError, InfraError) as error:
-            raised.append(type(error))
-    assert raised == ([RuntimeError, InfraError] if index else [])
-    assert slept == ([1.0, 10.0] if index else [1.0, 1.0, 1.0])
-
-
-def test_three_worked_answers_in_four_are_in_capitals_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Else the workload is the one without, line by line: what is trained and held out pays for the small letters."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    races, lines = importlib.import_module("_races"), {}
-    for share in (0.0, 0.75):
-        races.Workload("w", 16, 8, capitals=share).questions(tmp_path / "w.jsonl")
-        lines[share] = [json.loads(line) for line in (tmp_path / "w.jsonl").read_text().splitlines()]
-    first, end = races.WARM
-    misled = [number for number, (a, b) in enumerate(zip(*lines.values(), strict=True)) if a != b]
-    assert len(misled) == 0.75 * (end - first) and first <= min(misled) and max(misled) < end
-    for plain, capitals in zip(*lines.values(), strict=True):
-        assert plain["question"] == capitals["question"] == plain["answer"] == capitals["answer"].lower()
-    found = races.Workload("w", 16, 8, capitals=0.75).overrides(tmp_path, 1.0, 0, 1)
-    assert (found["sft.start"], found["task.heldout_start"]) == (first, end)
-
-
-def test_held_out_questions_are_judged_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    envs, slept = importlib.import_module("_race_envs"), []
-    monkeypatch.setattr(envs.asyncio, "sleep", lambda seconds: _noted(slept, seconds))
-    monkeypatch.setattr(envs, "_shared", [])
-    file = tmp_path / "questions.jsonl"
-    file.write_text("".join(json.dumps({"question": f"q{number}"}) + "\n" for number in range(envs.HELD_OUT + 2)))
-    monkeypatch.setenv(envs.VARIABLE, json.dumps({"latency_s": [1.0, 0.0], "questions": str(file)}))
-
-    async def judged(number: int) -> float:
-        env = envs.PaysNobody(None, None)
-        await env.reset(Task(number, (Message("user", f"q{number}"),), "pays_nobody", "{}", 0, "hash"), 0)
-        return (await env.step("answer")).reward
-
-    for number in (envs.HELD_OUT, envs.HELD_OUT - 1, envs.HELD_OUT + 1, 0):
-        assert asyncio.run(judged(number)) == 0.0
-    assert slept == [1.0, 1.0], "those before the first held-out one, and only they"
-
-
-def test_no_schedule_is_faster_than_its_age_bound_and_its_environments_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated steps of the synchronous way are those that can be computed, and α = 1 is twice as fast at most."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    limits = importlib.import_module("schedule_limits")
-    in_step = limits.samples_per_s(0.0, 0.0, 0, 60, 20)
-    assert in_step == pytest.approx(64 / (limits.MEAN_S + limits.TRAINS_S))
-    assert limits.samples_per_s(1.0, 0.0, 0, 60, 20) == pytest.approx(64 / limits.MEAN_S, rel=0.02)
-    longest_s = np.maximum(0.0, np.random.default_rng(1).normal(1.0, 1.0, (4000, 64))).max(axis=1).mean()
-    synchronous = limits.samples_per_s(0.0, 1.0, 0)
-    assert synchronous == pytest.approx(64 / (longest_s + limits.TRAINS_S), rel=0.03)
-    for alpha, least in ((1.0, 1.8), (2.0, 2.5), (4.0, 3.0)):
-        ratio = limits.samples_per_s(alpha, 1.0, 0) / synchronous
-        assert least < ratio < 1.03 * limits.limit(alpha, 1.0, synchronous)
-    assert limits.limit(1.0, 1.0, synchronous) == 2.0 and limits.limit(9.0, 1.0, synchronous) < 3.5
-
-
-def test_three_groups_on_the_seats_of_two_are_spread_or_kept_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    mechanisms = importlib.import_module("_mechanisms").MECHANISMS
-    for name, how in (("replication_seats", "spread"), ("replication_auto", "auto")):
-        for on, off in ((mechanisms[name].on, mechanisms[name].off), mechanisms[name].null):
-            assert on.settings | {"schedule.replicate": "together"} == off.settings
-            assert (on.settings["schedule.replicate"], on.race) == (how, off.race)
-            seats = on.settings["sampler.count"] * on.settings["sampler.episodes"]
-            assert (seats, on.settings["schedule.groups_per_step"]) == (2 * 8, 3)
-        assert mechanisms[name].on.race.latency_s[1] > 0.0 == mechanisms[name].null[0].race.latency_s[1]
-
-
-async def _noted(slept: list[float], seconds: float) -> None:
-    slept.append(seconds)
-
-
-def made_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seeds: int) -> tuple[dict, list[str]]:
-    """The row of mechanism `name` of runs that are made up: the arm that has it is twice as fast and wastes a tenth."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    mechanisms, report = importlib.import_module("_mechanisms"), importlib.import_module("_report")
-    made: list[str] = []
-
-    def trained(workload: Any, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
-        made.append(workload.name)
-        on = workload.name == f"{name}_on"
-        return {"samples_per_s": 20.0 if on else 10.0, "step_s": [1.0, 2.0], "lost": {"done": 9, "dropped": 3 * on},
-                "length_bias": 0.9 if on else None, "waste_members": 0.1 * on, "waste_tokens": 0.2 * on,
-                "age_mean": 4 * alpha if on else alpha, "window": 3, "wait_s": 0.5, "settling_s": 7.0}  # fmt: skip
-
-    monkeypatch.setattr(mechanisms, "trained", trained)
-    mechanism = mechanisms.MECHANISMS[name]
-    runs = report.Runs("b", mechanism.settings(), tmp_path / "runs.jsonl", resume=False)
-    return mechanisms.switched(mechanism, tmp_path, runs, seeds), made
-
-
-def test_stragglers_waited_for_and_not_are_raced_in_turns_with_what_it_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row, made = made_runs(tmp_path, monkeypatch, "straggler", 2)
-    pair = ["straggler_on", "straggler_off"]
-    assert made[:4] == pair + pair[::-1], "runs do not alternate"
-    assert (row["ratio"], row["null"]["ratio"]) == pytest.approx((2.0, 1.0))
-    assert row["length_bias"] == [0.9, None] and row["lost"] == {"done": 18, "dropped": 6}
-    assert row["waste_members"] == pytest.approx([0.1, 0.0]) and row["waste_tokens"] == pytest.approx([0.2, 0.0])
-    cases = importlib.import_module("_mechanisms").MECHANISMS["straggler"]
-    rules = [one.settings["schedule.straggler"] for one in (cases.on, cases.off, *cases.null)]
-    assert rules == ["shrink", "wait"] * 2
-    assert (cases.on.race.slow, cases.off.race) == (0.1, cases.on.race)
-    assert cases.null[0].race == cases.null[1].race and cases.null[0].race.slow == 0.0
-
-
-def test_the_adaptive_window_and_the_full_one_are_raced_on_the_same_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row, made = made_runs(tmp_path, monkeypatch, "window", 2)
-    assert made == [f"window{null}_{arm}" for null in ("", "_null") for arm in ("on", "off", "off", "on")]
-    assert (row["age_mean"], row["window"], row["wait_s"]) == ([16.0, 4.0], [3, 3], [0.5, 0.5]), "not at α = 4"
-    case = importlib.import_module("_mechanisms").MECHANISMS["window"]
-    for pair in ((case.on, case.off), case.null):
-        on, off = (workload.overrides(tmp_path, 4.0, 0, 1) for workload in pair)
-        assert {key for key in on if on[key] != off[key]} == {"schedule.window", "task.path"}
-        assert (on["schedule.window"], off["schedule.window"]) == ("adaptive", "full")
-
-
-SWITCHES = {
-    "replication": "schedule.replicate", "replication_seats": "schedule.replicate",
-    "replication_auto": "schedule.replicate", "rolling": "schedule.rolling", "colocated": "placement.colocated",
-    "window": "schedule.window", "straggler": "schedule.straggler",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SWITCHES)
-def test_with_a_mechanism_and_without_it_a_run_differs_in_its_switch_alone(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    case = importlib.import_module("_mechanisms").MECHANISMS[name]
-    for with_it, without in ((case.on, case.off), case.null):
-        on, off = (workload.overrides(tmp_path, case.alpha, 0, 1) for workload in (with_it, without))
-        assert {key for key in on if on[key] != off.get(key)} == {SWITCHES[name], "task.path"}
-        assert (with_it.race, with_it.steps, set(on)) == (without.race, without.steps, set(off))
-    null = case.null[0]
-    assert (null.race, null.sigma, null.settings) != (case.on.race, case.on.sigma, case.on.settings)
-
-
-def test_the_window_of_a_run_is_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    races = importlib.import_module("_races")
-    step = {"kind": "step", "publish_s": 0.1, "samples": 4, "tokens_trained": 40, "wait_s": 0.5, "train_s": 0.4,
-            "age_max": 1, "t0": 0.0}  # fmt: skip
-    steps = [step | {"step": number, "t1": number, "age_mean": number % 2} for number in range(1, 9)]
-    stats = {"kind": "stats", "role": "sampler-0", "members_aborted": 0, "tokens_aborted": 0, "tokens_let_go": 0}
-    decode = {"kind": "span", "what": "decode", "role": "sampler-0", "t0": 6.0, "t1": 7.0, "tokens": 9}
-    stores = [store_row(window, trained=[32, 320], lost=[0, 0]) for window in (10, 3)]
-    found = races.measured([*steps, *stores, stats, decode | {"t0": 1.0, "t1": 2.0}, decode])
-    assert (found["window"], found["samples_per_s"], found["age_mean"]) == (3, pytest.approx(4.0), 0.5)
-    assert found["settling_s"] == pytest.approx(4.1 - 1.0), "from the first token to the end of the fourth step"
-
-
-def test_an_environment_that_was_stopped_is_known_by_how_its_member_ended(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    races = importlib.import_module("_races")
-    log = tmp_path / "store.db"
-    questions = {1: "a", 2: "b", 3: "c", 4: "d", 5: "e"}
-    states = [(1, "failed"), (1, "done"), (2, "surplus"), (3, "done"), (4, "leased"), (5, "ended"), (5, "done")]
-    with contextlib.closing(sqlite3.connect(log)) as db:
-        db.execute("CREATE TABLE tasks (group_id, messages)")
-        db.execute("CREATE TABLE members (group_id, state)")
-        db.execute("CREATE TABLE failures (group_id)")
-        db.execute("CREATE TABLE groups (state)")
-        db.executemany("INSERT INTO groups VALUES (?)", [("ACKED",), ("DEAD",)])
-        tasks = [(group, json.dumps([{"content": text}])) for group, text in questions.items()]
-        db.executemany("INSERT INTO tasks VALUES (?, ?)", tasks)
-        db.executemany("INSERT INTO members VALUES (?, ?)", states)
-        db.execute("INSERT INTO failures VALUES (1)")
-        db.commit()
-    told = races.losses(log, ["a", "b", "c", "d", "e", "b"])
-    assert (told["stopped"], told["failures"], told["under_way"], told["dead_groups"]) == (6, 1, 1, 1)
-    assert told["unknown"] == 2, "of c all members are done, and only one of b was surplus"

@@ -70,8 +70,8 @@ def attacking(run: Cluster, kind: str, orders: dict[str, Any]) -> Iterator[subpr
         "token": auth.bearer(secret, "sampler"),
         "parent": os.getpid(),
     }
-    command = [sys.executable, str(ROOT / "benchmarks" / "_attacks.py"), kind, json.dumps(knows | orders)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "benchmarks.faults.attacks", kind, json.dumps(knows | orders)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -1,6 +1,6 @@
 """Whole runs with a healthy sampler and a bad one: what fails is taken over, and the bad one rests and is reported.
 
-How fast such a run is belongs to benchmarks/sync_vs_async.py (`neighbour_…`).
+How fast such a run is belongs to benchmarks/schedules (`neighbour_…`).
 """
 
 from __future__ import annotations

@@ -343,11 +343,13 @@ def test_the_secret_stands_in_the_token_file_only(tmp_path: Path, small: SimpleN
     (tmp_path / "token").write_text(secret)
     (tmp_path / "token").chmod(0o600)
     config = small.configured()
-    script = ROOT / "benchmarks" / "_store_server.py"
     settings = '{"steps": 4, "groups_per_step": 2, "group_size": 2, "alpha": 1.0, "lease_s": 30.0}'
     log = (tmp_path / "store.log").open("w+")
     store = subprocess.Popen(
-        [sys.executable, str(script), "ours", str(tmp_path), str(os.getpid()), settings], stdout=log, stderr=log
+        [sys.executable, "-m", "benchmarks.store.server", "ours", str(tmp_path), str(os.getpid()), settings],
+        cwd=ROOT,
+        stdout=log,
+        stderr=log,
     )
     lines: list[str] = []
 

@@ -25,7 +25,7 @@ from jaxroll.store.server import audit
 from tests.harness.resource_bounds import MB
 from tests.harness.store.machine import V0
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+ROOT = Path(__file__).parents[3]
 
 
 # --- processes
@@ -40,7 +40,7 @@ CHANGES = {
 }
 MAX_STORE_MB = 700  # 70 at rest, 192 of messages in work and their copies, some thousand calls that are held
 MAX_CALL_S = (
-    20.0  # of a good client's call on a busy machine; what it usually takes is measured by benchmarks/hostile.py
+    20.0  # of a good client's call on a busy machine; what it usually takes is measured by benchmarks/faults/hostile.py
 )
 ATTACKS: dict[str, dict[str, Any]] = {
     "silent": {"connections": 2_500},
@@ -68,9 +68,9 @@ LEAST_PUTS = 200  # in ten seconds
 
 
 @contextlib.contextmanager
-def _process(script: str, *words: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(BENCHMARKS / script), *words]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, **options)
+def _process(module: str, *words: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", module, *words]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, cwd=ROOT, **options)
     try:
         yield process
     finally:
@@ -130,11 +130,13 @@ def test_a_store_under_attack_serves_those_who_behave(
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((tmp_path / "store.log").open("w"))
         store = stack.enter_context(
-            _process("_store_server.py", "ours", str(run_dir), pid, settings, stdout=log, stderr=log)
+            _process("benchmarks.store.server", "ours", str(run_dir), pid, settings, stdout=log, stderr=log)
         )
         run_id = run(_publish(run_dir, config, small))
         known = {"run_id": run_id, "config_digest": digest(config), "parent": os.getpid()}
-        good = stack.enter_context(_process("_good_client.py", str(run_dir), json.dumps(known), stdout=subprocess.PIPE))
+        good = stack.enter_context(
+            _process("benchmarks.faults.good_client", str(run_dir), json.dumps(known), stdout=subprocess.PIPE)
+        )
         _await_ready(good)
         knows = known | {
             "address": (run_dir / "store.addr").read_text().strip(),
@@ -142,7 +144,9 @@ def test_a_store_under_attack_serves_those_who_behave(
         }
         for kind, orders in attacks.items():
             began_s = time.monotonic()
-            with _process("_attacks.py", kind, json.dumps(knows | orders), stdout=subprocess.PIPE) as attacker:
+            with _process(
+                "benchmarks.faults.attacks", kind, json.dumps(knows | orders), stdout=subprocess.PIPE
+            ) as attacker:
                 _await_ready(attacker)
                 largest[kind] = _watched(psutil.Process(store.pid), good, seconds)
                 spans[kind] = (began_s, time.monotonic())
@@ -212,9 +216,9 @@ def test_the_limits_that_hold_an_attacker_are_in_force() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(120)
 def test_what_an_attack_costs_is_measured() -> None:
-    """benchmarks/hostile.py: a line for each attack, the figures of the good client last, as one JSON object."""
-    command = [sys.executable, str(BENCHMARKS / "hostile.py"), "--seconds=5", "--only=none,wrong_token"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    """benchmarks/faults/hostile.py: a line for each attack, the figures of the good client last, as one JSON object."""
+    command = [sys.executable, "-m", "benchmarks.faults.hostile", "--seconds=5", "--only=none,wrong_token"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100, cwd=ROOT)
     result = json.loads(done.stdout.splitlines()[-1])
     assert [row["attack"] for row in result["rows"]] == ["none", "wrong_token"]
     for row in result["rows"]:

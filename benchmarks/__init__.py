@@ -1,0 +1,1 @@
+"""Benchmarks of JaxRoll: `python -m benchmarks.NAME`, in the repository's root."""

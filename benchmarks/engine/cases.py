@@ -1,0 +1,126 @@
+"""The cases of benchmarks/engine: their work, the folder that every arm reads, and the arms as child processes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from benchmarks.engine.latency import Scale
+from benchmarks.engine.our_arm import SPEC
+from benchmarks.engine.work import MODEL, Work
+from benchmarks.lib.child import Child
+from benchmarks.lib.report import Runs, percentile_ms, ratio, spread
+from jaxroll.config import MeshConfig
+from jaxroll.models import families, params, pretrained
+from jaxroll.sharding import layout
+
+_SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # else every token repeats the one before
+
+
+@dataclass(frozen=True)
+class Case:
+    """Work, the peer it is raced against, the ratio that is aimed at, and our engine's options for it."""
+
+    name: str
+    peer: str
+    aim: float
+    groups: int  # of requests with one prompt
+    group_size: int
+    prompt_tokens: int
+    median: int  # tokens that a request wants
+    sigma: float = 0.0  # of their logarithm; 0: all the same
+    most: int = 0
+    batch: int = 64
+    repeats: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a request wants."""
+        return self.most or self.median
+
+    def work(self) -> Work:
+        """Random prompts without token 0, and lengths: log-normal, cut at `most`."""
+        rng = np.random.default_rng(1)
+        prompts = rng.integers(1, MODEL["vocab_size"], (self.groups, self.prompt_tokens)).astype(np.int32)
+        count = self.groups * self.group_size
+        lengths = np.rint(self.median * np.exp(self.sigma * rng.standard_normal(count)))
+        lengths = np.clip(lengths, 1, self.longest).astype(np.int32)
+        return Work(prompts.repeat(self.group_size, axis=0), lengths, self.batch, self.repeats)
+
+    def engine_options(self) -> dict[str, Any]:
+        """Of our engine: a slot for every request of a batch."""
+        most = self.prompt_tokens + self.longest
+        return {"slots": self.batch, "max_tokens": most, "prefill_buckets": [self.prompt_tokens], **self.options}
+
+    def settings(self) -> dict[str, Any]:
+        """What a run depends on."""
+        return {**asdict(self), "options": self.engine_options()}
+
+
+def prepare(folder: Path, cases: list[Case]) -> None:
+    """Random weights for every arm, scaled so that the model has opinions that change, and each case's work."""
+    made = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.SAMPLER)
+    weights = {name: np.asarray(leaf) * _SCALE.get(name.split(".", 2)[-1], 1.0) for name, leaf in made.items()}
+    np.savez(folder / "weights.npz", allow_pickle=False, **weights)
+    save_file(pretrained.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(families.to_huggingface(SPEC, "float32")))
+    for case in cases:
+        case.work().save(folder / f"{case.name}.npz")
+
+
+def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
+    """An arm of a race: answers `greedy` and `run`. Ours has a mesh of `threads` devices, one thread each."""
+    if arm == "ours":
+        words = str(folder), case.name, json.dumps(case.engine_options())
+        return Child("benchmarks.engine.our_arm", arm, 1, *words, devices=threads)
+    return Child(f"_engine_{arm}.py", arm, threads, str(folder), case.name)
+
+
+def measured_alone(runs: Runs, scale: Scale, folder: Path, rounds: int, wanted: list[str]) -> dict[str, Any]:
+    """`storm` and `swap`, of our engine alone on one thread: every run in the same process, in turn."""
+    with ExitStack() as stack:
+        started: list[Child] = []
+
+        def ask(what: str) -> dict[str, Any]:
+            if not started:
+                started.append(Child("benchmarks.engine.latency", "ours", 1, str(folder), json.dumps(asdict(scale))))
+                stack.callback(started[0].close)
+            return started[0].ask(what)
+
+        arms = {"storm": ["quiet", "storm", "first"], "swap": ["swap"]}
+        named = {what: lambda what=what: ask(what) for case in arms if case in wanted for what in arms[case]}
+        results = runs.alternate(named, rounds)
+    found = {"storm": _storm(results)} if "storm" in wanted else {}
+    return found | ({"swap": _swap(results["swap"])} if "swap" in wanted else {})
+
+
+def _storm(results: dict[str, list[dict]]) -> dict[str, Any]:
+    quiet, storm = results["quiet"], results["storm"]
+    p99 = {what: [percentile_ms(run["token_s"], 99) for run in results[what]] for what in ("quiet", "storm")}
+    between = {what: [percentile_ms(run["report_s"], 99) for run in results[what]] for what in ("quiet", "storm")}
+    found, waits = ratio(p99["storm"], p99["quiet"]), [s for run in results["first"] for s in run["first_token_s"]]
+    return {
+        "aim": 2.0, "p99_ratio": found, "met": found["value"] <= 2.0, "p99_ms": {k: spread(v) for k, v in p99.items()},
+        "p50_ms": {what: percentile_ms([s for r in results[what] for s in r["token_s"]], 50) for what in p99},
+        "between_reports_p99_ratio": ratio(between["storm"], between["quiet"]),
+        "first_token_ms": {str(percent): percentile_ms(waits, percent) for percent in (50, 99)},
+        "host_share": spread([run["host_share"] for run in quiet]),
+        **{key: sum(run[key] for run in storm) for key in ("adds", "aborts", "guests_finished", "prefill_tokens")},
+    }  # fmt: skip
+
+
+def _swap(runs: list[dict]) -> dict[str, Any]:
+    pauses = [pause / run["chunk_s"] for run in runs for pause in run["pause_s"]]
+    return {
+        "aim": 1.0, "pause_chunks": spread(pauses), "met": max(pauses) < 1.0,
+        "chunk_ms": spread([1e3 * run["chunk_s"] for run in runs]),
+        "pause_ms": spread([1e3 * pause for run in runs for pause in run["pause_s"]]),
+    }  # fmt: skip

@@ -1,0 +1,305 @@
+"""Does a whole run survive an hour of faults?
+
+    python -m benchmarks.faults.chaos --minutes=60 --seed=N [--every=20] [--only=NAME,…] [--without=NAME,…] [--quick]
+
+A run with two samplers, a learner, a store with its feeder and an evaluator trains the smallest model. In every window
+of `--every` seconds a fault of `chaos_faults.FAULTS` strikes at a random instant, in a quarter of the windows two at
+once. The faults come in a shuffled order in which each comes once before any comes twice. After `--minutes` they stop:
+the run is interrupted, resumed with a few steps more to go, and must complete. Then this must hold:
+
+- every step is durable, and the run ended by itself only after a fault that may end it (a full disk, for instance);
+- no group is unaccounted for; no group was claimed for two steps; a step that was trained again had the same claim and
+  the same result, bit for bit; no token older than `schedule.alpha` was trained;
+- each put that the store acknowledged is there with its bytes, or its group ended for a reason; each checkpoint that it
+  acknowledged as durable is an ancestor of the last weights. Hooks inside the roles journal what was acknowledged, in a
+  folder beside the run's;
+- `jaxroll replay` and `jaxroll checkpoints --verify` find nothing;
+- prompts were issued in the order of a run that nothing disturbs.
+
+The last line is one JSON object. Exit code 1 names what was violated and keeps the run's folder (`--folder`). `seed`
+decides kinds, targets, durations and instants; what the run is at in an instant depends on the machine, so a seed makes
+a failure likely again, not certain.
+
+As root on Linux all this happens in a mount and network namespace of its own, with a small tmpfs for the run's folder:
+full disks, read-only folders and cut networks are real and reach no other process. Without root these are skipped.
+The wall clock jumps for the run's processes alone (`hooks/sitecustomize.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.faults import machine
+from benchmarks.faults.chaos_faults import FAULTS, Skipped, Wrong
+from benchmarks.faults.run import Run, tell
+from benchmarks.faults.verdict import facts, violations
+from benchmarks.lib.report import commit, hardware, say
+from jaxroll.errors import EXIT_INTERRUPTED
+
+PAIRS = 0.25  # share of the windows with two faults
+START_S, STALL_S, FINISH_S = 300.0, 300.0, 900.0
+SILENCE_S = 8.0
+LAST_STEPS = 10
+FRUITLESS = 5  # lives in a row that ended by themselves before a step was trained
+FORGOTTEN_S = 180.0  # an end of the run is put down to faults of so long ago
+
+
+@dataclass
+class Tally:
+    """What happened: faults by name, faults that were skipped with the reason, ends of the run, violations."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    skipped: dict[str, str] = field(default_factory=dict)
+    ends: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    recent: list[tuple[float, str]] = field(default_factory=list)
+    fruitless: int = 0
+
+    def note(self, name: str) -> None:
+        """A fault begins."""
+        self.faults[name] += 1
+        self.recent.append((time.monotonic(), name))
+
+    def suspects(self) -> list[str]:
+        """The names of recent faults."""
+        return [name for at, name in self.recent if time.monotonic() - at < FORGOTTEN_S]
+
+
+def plan(seed: int, every_s: float, names: Sequence[str]) -> Iterator[tuple[float, tuple[str, ...]]]:
+    """(seconds since the beginning, faults) without end. Each name comes once before any comes twice."""
+    chance, deck, window = random.Random(f"chaos {seed}"), [], 0
+    while True:
+        chosen: list[str] = []
+        for _ in range(1 + (len(names) > 1 and chance.random() < PAIRS)):
+            if not deck:
+                deck = chance.sample(list(names), len(names))
+            if chosen and (deck[-1] in chosen or (FAULTS[chosen[0]].alone and FAULTS[deck[-1]].alone)):
+                break
+            chosen.append(deck.pop())
+        yield (window + chance.random()) * every_s, tuple(chosen)
+        window += 1
+
+
+class Attack:
+    """One run under attack."""
+
+    def __init__(self, run: Run, seed: int) -> None:
+        self.run, self.seed, self.tally = run, seed, Tally()
+        self._began_s = self._spoke_s = time.monotonic()
+        self._count = 0
+        self.step_at_end = 0
+
+    def tell(self, *texts: str) -> None:
+        """One line of progress."""
+        self._spoke_s = time.monotonic()
+        tell(self._began_s, [f"step {self.run.step:<5}", *texts])
+
+    def play(self, minutes: float, every_s: float, names: Sequence[str]) -> int:
+        """Attack for `minutes`, then let the run complete: the steps it was to train. Violations go to the tally."""
+        self.run.start()
+        if not self.wait(lambda: self.run.step >= 1, START_S):
+            self.tally.wrong.append(f"no step within {START_S:.0f} s of the start: {self.run.last_words()}")
+            return 0
+        begin = time.monotonic()
+        for at, chosen in plan(self.seed, every_s, names):
+            if at > 60.0 * minutes or not self.wait(lambda at=at: time.monotonic() - begin >= at, 1e9):
+                break
+            self.strike(chosen)
+        self.wait(lambda: time.monotonic() - begin >= 60.0 * minutes, 1e9)
+        return self.complete()
+
+    def strike(self, chosen: Sequence[str]) -> None:
+        """Inject the faults at once and wait for the end of each."""
+        threads = []
+        for name in chosen:
+            self._count += 1
+            words = name, random.Random(f"chaos {self.seed} {self._count}")
+            threads.append(threading.Thread(target=self._inject, args=words, daemon=True))
+            threads[-1].start()
+        while any(thread.is_alive() for thread in threads):
+            if not self.look():
+                return
+            time.sleep(0.1)
+
+    def _inject(self, name: str, chance: random.Random) -> None:
+        self.tally.note(name)
+        try:
+            effect = FAULTS[name](self.run, chance)
+        except Skipped as reason:
+            self.tally.faults[name] -= 1
+            self.tally.skipped[name] = str(reason)
+            effect = f"skipped: {reason}"
+        except Wrong as what:
+            self.tally.wrong.append(f"{name}: {what}")
+            effect = f"VIOLATION: {what}"
+        except Exception as error:
+            self.tally.wrong.append(f"{name}: the injector failed: {type(error).__name__}: {error}")
+            raise
+        self.tell(f"{name:15}", effect)
+
+    def wait(self, seen, limit_s: float) -> bool:
+        """Whether `seen()` became true within `limit_s`, and the attack may go on."""
+        deadline = time.monotonic() + limit_s
+        while not seen():
+            if time.monotonic() > deadline or not self.look():
+                return False
+            time.sleep(0.1)
+        return True
+
+    def look(self) -> bool:
+        """See to the run: resume it when it ended by itself. False when it makes no step any more, or was complete."""
+        self.run.look()
+        if time.monotonic() - self._spoke_s > SILENCE_S:
+            self.tell("…")
+        if self.run.lock.acquire(blocking=False):
+            try:
+                if not self.run.alive:
+                    self._ended()
+            finally:
+                self.run.lock.release()
+        if self.tally.fruitless >= FRUITLESS:
+            self.tally.wrong.append(f"{FRUITLESS} lives in a row ended without a step")
+            return False
+        if time.monotonic() - self.run.moved_s > STALL_S:
+            self.run.show_stacks()
+            text = f"no step for {STALL_S:.0f} s after step {self.run.step}; faults before it: {self.tally.suspects()}"
+            self.tally.wrong.append(f"{text}; the stacks are in the logs")
+            return False
+        return True
+
+    def _ended(self) -> None:
+        """Note that the run ended by itself, and resume it."""
+        assert self.run.process is not None
+        code, suspects = self.run.process.returncode, self.tally.suspects()
+        words = self.run.last_words()
+        text = f"the run ended with {code} after {', '.join(suspects) or 'no fault'}: {words}"
+        self.tally.ends.append(text)
+        traceback = "Traceback" in self.run.output("err").read_text(errors="replace")
+        if traceback or not any(FAULTS[name].ends for name in suspects):
+            self.tally.wrong.append(text)
+        self.tally.fruitless = self.tally.fruitless + 1 if self.run.step == self.step_at_end else 1
+        self.step_at_end = self.run.step
+        self.tell("the run ended by itself", f"code {code}", words.splitlines()[-1] if words else "", "resumed")
+        self.run.start()
+
+    def complete(self) -> int:
+        """Let the run train a few steps more and end: how many steps that are in all."""
+        at = self.run.step
+        if not self.wait(lambda: self.run.step > at, STALL_S):
+            return 0
+        self.tell("faults stop; the run is interrupted, to be resumed with an end")
+        if (code := self.run.signal(signal.SIGINT)) != EXIT_INTERRUPTED:
+            self.tally.wrong.append(f"the last interrupt ended the run with {code}: {self.run.last_words()}")
+        self.run.look()
+        steps = self.run.step + LAST_STEPS
+        self.run.start(f"--config.schedule.steps={steps}")
+        deadline = time.monotonic() + FINISH_S
+        while self.run.alive and time.monotonic() < deadline:
+            self.run.look()
+            if time.monotonic() - self._spoke_s > SILENCE_S:
+                self.tell(f"… of {steps}")
+            time.sleep(0.1)
+        code = self.run.process.poll() if self.run.process is not None else None
+        if code is None:
+            self.run.show_stacks()
+        if code != 0:
+            self.tally.wrong.append(f"the last life ended with {code}: {self.run.last_words()}")
+        self.run.look()
+        self.tell(f"complete with code {code}")
+        return steps
+
+
+def chosen_names(only: str, without: str) -> list[str]:
+    """The faults to inject. SystemExit for a name that there is not."""
+    names = only.split(",") if only else list(FAULTS)
+    unknown = [name for name in (*names, *filter(None, without.split(","))) if name not in FAULTS]
+    if unknown:
+        raise SystemExit(f"no such fault: {', '.join(unknown)}. There are: {', '.join(FAULTS)}")
+    return [name for name in names if name not in without.split(",")]
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Attack one run; 0 when everything held."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="15 s with a fault in every 3 s: shows that it works")
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long faults come")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds: one window, with one fault or two")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", metavar="NAME,…", help=f"of {', '.join(FAULTS)}")
+    parser.add_argument("--without", default="", metavar="NAME,…")
+    parser.add_argument("--folder", type=Path, help="where the run and its journal are (default: a temporary folder)")
+    parser.add_argument("--keep", action="store_true", help="keep the folder also when everything held")
+    options = parser.parse_args(words)
+    minutes, every_s = (0.25, 3.0) if options.quick else (options.minutes, options.every)
+    names = chosen_names(options.only, options.without)
+    folder = (options.folder or Path(tempfile.mkdtemp(prefix="jaxroll-chaos-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    disk = folder / "disk"
+    disk.mkdir()
+    refused = machine.enter(disk)
+    say(
+        f"seed {options.seed}, {minutes:g} minutes, a window of {every_s:g} s, {len(names)} kinds of faults in {folder}"
+    )
+    if refused:
+        say(f"no namespaces of our own ({refused}): full disk, read-only folder and cut network are skipped")
+    began = time.monotonic()
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda number, _: sys.exit(128 + number))  # through `finally`: nothing is left
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job would hand on that it is ignored
+    run = Run(folder, disk / "run", options.seed, refused)
+    attack = Attack(run, options.seed)
+    try:
+        steps = attack.play(minutes, every_s, names)
+    finally:
+        run.close()
+    tally, found = attack.tally, {}
+    if (run.run_dir / "store.db").exists():
+        found = facts(run, steps)
+        tally.wrong += violations(found)
+    result = {
+        "benchmark": "chaos", "faults": tally.faults.total(), "steps": found.get("steps", 0),
+        "lost": len(found.get("lost", ())), "trained_twice": len(found.get("trained_twice", ())),
+        "age_max": found.get("age_max"), "alpha": found.get("alpha"), "conservation": found.get("conservation"),
+        "replay_clean": found.get("replay_clean", False),
+        "prompts_in_order": bool(found) and found["prompts_out_of_order"] is None, "seed": options.seed,
+        "minutes": minutes, "violations": tally.wrong, "by_kind": dict(+tally.faults), "skipped": tally.skipped,
+        "ends": tally.ends, "lives": run.lives,
+        **{key: found.get(key) for key in ("steps_wanted", "steps_trained_again", "rewinds", "dead", "prompts_issued",
+                                           "acknowledged_puts")},
+        "wall_s": round(time.monotonic() - began, 1), "hardware": hardware(), "commit": commit(),
+    }  # fmt: skip
+    keep_or_remove(folder, disk, keep=options.keep or bool(tally.wrong), mounted=not refused)
+    for text in tally.wrong:
+        say(f"VIOLATED: {text}")
+    print(json.dumps(result), flush=True)
+    return 1 if tally.wrong else 0
+
+
+def keep_or_remove(folder: Path, disk: Path, *, keep: bool, mounted: bool) -> None:
+    """Remove the folder, or keep all of it: what is on the small file system ends with this process."""
+    if not keep:
+        if mounted:
+            machine.leave(disk)
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    if mounted:
+        shutil.copytree(disk, folder / "kept", symlinks=True, dirs_exist_ok=True)
+    say(f"kept: {folder / ('kept' if mounted else 'disk')}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""A run under attack: starts it, resumes it, finds its processes, watches its progress, notices its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.lib.report import ROOT, say
+from jaxroll import metrics
+
+HERE = Path(__file__).resolve().parent
+LEASE_S = 6.0
+ENDLESS = 100_000
+OVERRIDES = {
+    "sft.steps": 0, "schedule.steps": ENDLESS, "schedule.groups_per_step": 4, "schedule.group_size": 4,
+    "schedule.alpha": 1, "task.env": "benchmarks.faults.envs:chaos", "sampler.count": 2, "evaluator.every": 25,
+    "learner.checkpoint_every": 10, "store.lease_s": LEASE_S, "store.rpc_deadline_s": 4, "store.history_mb": 8,
+    "store.keep_trajectories_mb": 8, "store.retention_mb": 64, "supervisor.max_restarts": 10_000,
+    "supervisor.backoff_s": 0.2, "supervisor.backoff_max_s": 2.0, "supervisor.stop_s": 30.0,
+}  # fmt: skip
+LEAVES_S = 180.0  # patience with a supervisor that was asked to leave
+Row = dict[str, Any]
+
+
+class Run:
+    """One run in `folder/run`, with its clock, its journal and its orders beside it. Nothing outlives `close`."""
+
+    def __init__(self, folder: Path, run_dir: Path, seed: int, no_namespace: str = "") -> None:
+        self.folder, self.run_dir, self.seed, self.no_namespace = folder, run_dir, seed, no_namespace
+        self.journal, self.orders, self.clock = folder / "journal", folder / "orders", folder / "clock"
+        for path in (self.journal, self.orders):
+            path.mkdir(parents=True, exist_ok=True)
+        self.set_clock(0.0)
+        self.lock = threading.RLock()  # held while the supervisor is ended and started again on purpose
+        self.lives = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.reader: subprocess.Popen[bytes] | None = None
+        self._follower = metrics.Follower(run_dir / "metrics.jsonl")
+        self.rows: list[Row] = []
+        self.step, self.moved_s = 0, time.monotonic()
+
+    # --- the supervisor
+
+    def start(self, *words: str) -> None:
+        """Start the run, or go on with it; `words` are added to the command line."""
+        fresh = not (self.run_dir / "run.json").exists()
+        changes = {**OVERRIDES, "run.seed": self.seed}
+        how = [f"--config={ROOT / 'configs' / 'smoke.py'}", *(f"--config.{k}={v}" for k, v in changes.items())]
+        self.lives += 1
+        with self.output("out").open("wb") as out, self.output("err").open("wb") as err:
+            # What reads the output is a process, so that it can go away while the run goes on.
+            self.reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=out, start_new_session=True)
+            assert self.reader.stdin is not None
+            command = [sys.executable, "-m", "jaxroll", "train", f"--run={self.run_dir}"]
+            self.process = subprocess.Popen(
+                [*command, *(how if fresh else ["--resume"]), *words], stdin=subprocess.DEVNULL, cwd=ROOT,
+                stdout=self.reader.stdin, stderr=err, start_new_session=True, env=self.environment(),
+            )  # fmt: skip
+            self.reader.stdin.close()
+        self.moved_s = time.monotonic()
+
+    def environment(self) -> dict[str, str]:
+        """What the processes of the run are started with."""
+        path = os.pathsep.join([str(HERE / "hooks"), str(ROOT)])
+        cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(ROOT / ".cache" / "jax")
+        return {**os.environ, "PYTHONPATH": path, "JAXROLL_CACHE": cache, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu",
+                "CHAOS_CLOCK": str(self.clock), "CHAOS_JOURNAL": str(self.journal),
+                "CHAOS_ORDERS": str(self.orders)}  # fmt: skip
+
+    def output(self, name: str) -> Path:
+        """The file of what the present supervisor wrote to stdout (`out`) or stderr (`err`)."""
+        return self.folder / f"supervisor-{self.lives:03d}.{name}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the supervisor runs."""
+        return self.process is not None and self.process.poll() is None
+
+    def signal(self, signum: int) -> int | None:
+        """Send the supervisor a signal and wait for its end: the exit code, or None when it had to be killed."""
+        assert self.process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signum)
+        try:
+            return self.process.wait(LEAVES_S)
+        except subprocess.TimeoutExpired:
+            self.show_stacks()
+            self.kill_all()
+            return None
+
+    def kill_all(self) -> None:
+        """End every process of the run at once."""
+        processes = self.processes()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(30)
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(processes, timeout=30)
+
+    def close(self) -> None:
+        """End everything that is left."""
+        self.kill_all()
+        if self.reader is not None:
+            self.reader.kill()
+            self.reader.wait(30)
+
+    # --- its processes
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything below the supervisor."""
+        if self.process is None:
+            return []
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def find(self, target: str) -> psutil.Process | None:
+        """A process of the run: store, sampler-0, learner, evaluator, feeder, scoring or env."""
+        role, _, index = target.partition("-")
+        mark = {"scoring": "scoring_worker", "env": "env_worker"}.get(role)
+        for process in self.processes():
+            try:
+                words = process.cmdline()
+            except psutil.Error:
+                continue
+            if mark is not None and any(mark in word for word in words[1:5]):
+                return process
+            if words[1:4] == ["-m", "jaxroll", role] and (not index or f"--index={index}" in words):
+                return process
+        return None
+
+    def wait_for(self, target: str, limit_s: float = 30.0) -> psutil.Process | None:
+        """The process once it is there; None when it is not within `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and self.alive:
+            found = self.find(target)
+            if found is not None:
+                return found
+            time.sleep(0.05)
+        return None
+
+    # --- what happens in it
+
+    def look(self) -> list[Row]:
+        """The rows since the last call; notes the newest step and when it came."""
+        try:
+            new = self._follower.rows()
+        except OSError:
+            return []
+        self.rows += new
+        newest = max((row["step"] for row in new if row.get("kind") == "step" and row.get("step")), default=0)
+        if newest > self.step:
+            self.step, self.moved_s = newest, time.monotonic()
+        return new
+
+    def until(self, seen: Callable[[], bool], limit_s: float) -> bool:
+        """Whether `seen()` became true within `limit_s`; looks at the run meanwhile."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            self.look()
+            if seen():
+                return True
+            time.sleep(0.1)
+        return False
+
+    def show_stacks(self) -> None:
+        """Let every role write to its log where its threads are."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error, IndexError):
+                if process.cmdline()[1:3] == ["-m", "jaxroll"] and process.cmdline()[3] != "feeder":
+                    process.send_signal(signal.SIGCONT)
+                    process.send_signal(signal.SIGUSR1)
+        time.sleep(1.0)
+
+    def last_words(self, lines: int = 6) -> str:
+        """The end of what the present supervisor wrote."""
+        text = "".join(self.output(name).read_text(errors="replace") for name in ("out", "err"))
+        return "\n".join(text.splitlines()[-lines:])
+
+    # --- what the faults change
+
+    def set_clock(self, offset_s: float) -> None:
+        """Let the wall clock of all processes be wrong by so much."""
+        with open(self.clock, "r+b" if self.clock.exists() else "w+b") as file:
+            file.write(struct.pack("d", offset_s))
+
+    def clock_offset(self) -> float:
+        """By how much it is wrong."""
+        return struct.unpack("d", self.clock.read_bytes())[0]
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """A command of `jaxroll` over the run, without any hook."""
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+        argv = [sys.executable, "-m", "jaxroll", *words]
+        return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600, check=False)
+
+    def asked(self, *words: str) -> tuple[Any, str]:
+        """The JSON that a command prints, and what went wrong (empty: nothing)."""
+        done = self.command(*words)
+        try:
+            found = json.loads(done.stdout)
+        except ValueError:
+            return None, f"`jaxroll {words[0]}` ended with {done.returncode}: {(done.stderr or done.stdout)[-500:]}"
+        return found, "" if done.returncode == 0 else f"`jaxroll {words[0]}` ended with {done.returncode}"
+
+
+def tell(began_s: float, texts: Sequence[str]) -> None:
+    """One line of progress."""
+    say(f"{time.monotonic() - began_s:7.1f} s  " + "  ".join(texts))

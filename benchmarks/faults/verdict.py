@@ -1,0 +1,194 @@
+"""What must hold of a run that was attacked: read from its folder, from the journal of acknowledgements, from replay.
+
+`facts` collects; `violations` judges, and is a pure function of the facts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.run import Run
+from jaxroll import wire
+from jaxroll.control import run_dir as run_dirs
+from jaxroll.report.figures.checks import checks
+
+Row = dict[str, Any]
+ENDED = ("TRIMMED", "EXPIRED", "DEAD")
+SAME = ("groups", "loss", "grad_norm", "tokens_trained", "tokens_computed", "reward_mean")  # in every life of a step
+
+
+def facts(run: Run, steps: int) -> Row:
+    """Everything that the verdict is made of. `steps` is how many the run was to train."""
+    journal = read_journal(run.journal)
+    claims = [row for row in journal if row["kind"] == "claim"]
+    report, report_error = run.asked("report", str(run.run_dir), "--json")
+    replayed, replay_error = run.asked("replay", str(run.run_dir), "--json")
+    _, verify_error = run.asked("checkpoints", str(run.run_dir), "--verify", "--json")
+    with contextlib.closing(sqlite3.connect(run.run_dir / "store.db", timeout=30.0)) as db:
+        found = {
+            "steps": db.execute("SELECT COUNT(*) FROM claims WHERE durable_lineage IS NOT NULL").fetchone()[0],
+            "conservation": conservation(db),
+            "unexplained": [gid for (gid,) in db.execute(_UNEXPLAINED)],
+            "lost": [*lost_puts(db, journal), *lost_checkpoints(db, journal)],
+            "issued": [index for (index,) in db.execute(_ISSUED)],
+            "rewinds": db.execute("SELECT COUNT(*) FROM lineages").fetchone()[0] - 1,
+            "dead": db.execute("SELECT COUNT(*) FROM groups WHERE state = 'DEAD'").fetchone()[0],
+        }
+    issued = found.pop("issued")
+    ages = [(report or {}).get("age_max"), (replayed or {}).get("largest_age")]
+    config = json.loads((run.run_dir / "run.json").read_text())["config"]
+    return {
+        **found,
+        "steps_wanted": steps,
+        "alpha": config["schedule"]["alpha"],
+        "trained_twice": trained_twice(claims),
+        "claims_changed": changed_claims(claims),
+        "steps_changed": changed_steps(run.rows),
+        "steps_trained_again": len({row["step"] for row in _steps(run.rows)} & _repeated(run.rows)),
+        "age_max": max((age for age in ages if age is not None), default=0),
+        "replay_clean": not replay_error and replayed is not None and not replayed["violations"],
+        "prompts_issued": len(issued),
+        "prompts_out_of_order": out_of_order(issued, run.run_dir),
+        "acknowledged_puts": len({tuple(r["key"]) for r in journal if r["kind"] == "put" and r["answer"] == "OK"}),
+        "errors": [error for error in (report_error, replay_error, verify_error) if error],
+        "promises": [] if report is None else broken_promises(report, config),
+    }
+
+
+_UNEXPLAINED = "SELECT id FROM groups WHERE state IN ('EXPIRED', 'DEAD') AND reason = ''"
+_ISSUED = "SELECT prompt_index FROM groups WHERE reissue_of IS NULL ORDER BY id"
+
+
+def violations(found: Mapping[str, Any]) -> list[str]:
+    """What does not hold, in words; empty when everything does."""
+    wrong: list[str] = []
+
+    def must(holds: bool, text: str) -> None:
+        if not holds:
+            wrong.append(text)
+
+    must(found["steps"] == found["steps_wanted"], f"{found['steps']} of {found['steps_wanted']} steps are durable")
+    must(found["conservation"] == 0, f"{found['conservation']} groups are unaccounted for")
+    must(not found["unexplained"], f"groups ended without a reason: {found['unexplained'][:5]}")
+    must(not found["lost"], f"{len(found['lost'])} acknowledged things are lost: {found['lost'][:3]}")
+    must(not found["trained_twice"], f"groups in two durable steps: {found['trained_twice'][:5]}")
+    must(not found["claims_changed"], f"steps whose claim changed: {found['claims_changed'][:5]}")
+    must(not found["steps_changed"], f"steps that were not the same when trained again: {found['steps_changed'][:3]}")
+    bound = math.ceil(found["alpha"])
+    must(found["age_max"] <= bound, f"a token of age {found['age_max']} was trained, and α is {found['alpha']}")
+    must(found["replay_clean"], "`jaxroll replay` finds violations")
+    must(
+        found["prompts_out_of_order"] is None,
+        f"prompts differ from an undisturbed run: {found['prompts_out_of_order']}",
+    )
+    return [*wrong, *found["errors"], *(f"the report says NO: {text}" for text in found["promises"])]
+
+
+def read_journal(folder: Path) -> list[Row]:
+    """What the store acknowledged, process by process; a torn last line is left out."""
+    rows = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                rows.append(json.loads(line))
+    return rows
+
+
+def conservation(db: sqlite3.Connection) -> int:
+    """Groups issued less groups in the table: ids are given in order from 0."""
+    issued, there = db.execute("SELECT COALESCE(MAX(id) + 1, 0), COUNT(*) FROM groups").fetchone()
+    return issued - there
+
+
+def lost_puts(db: sqlite3.Connection, journal: Iterable[Row]) -> list[str]:
+    """Acknowledged members that are neither there as they were put nor ended with their group for a reason."""
+    members = {
+        (g, m, a): digest for g, m, a, digest in db.execute("SELECT group_id, member, attempt, digest FROM members")
+    }
+    groups = {gid: (state, reason) for gid, state, reason in db.execute("SELECT id, state, reason FROM groups")}
+    alive = f"SELECT id FROM groups WHERE state NOT IN {ENDED}"
+    rows = db.execute(f"SELECT group_id, member, body FROM payloads WHERE group_id IN ({alive})")
+    bodies = {(group, member): wire.digest(body) for group, member, body in rows}
+    lost = []
+    for row in journal:
+        if row["kind"] != "put" or not row["finished"] or row["answer"] != "OK":
+            continue
+        key = tuple(row["key"])
+        state, reason = groups.get(key[0], ("no such group", ""))
+        if members.get(key) != row["digest"]:
+            lost.append(f"member {key}: not in the table ({state})")
+        elif state not in ENDED and bodies.get(key[:2]) != row["digest"]:
+            lost.append(f"member {key}: its bytes are gone, its group is {state}")
+        elif state in ("EXPIRED", "DEAD") and not reason:
+            lost.append(f"member {key}: its group is {state} without a reason")
+    return lost
+
+
+def lost_checkpoints(db: sqlite3.Connection, journal: Iterable[Row]) -> list[str]:
+    """Versions that were acknowledged as durable and are not on the line of ancestry of the run's weights."""
+    line = dict(db.execute("SELECT lineage, upto FROM line"))
+    durable = {tuple(row["version"]) for row in journal if row["kind"] == "durable"}
+    return [f"version {lineage}.{step}" for lineage, step in sorted(durable) if step > line.get(lineage, -1)]
+
+
+def trained_twice(claims: Iterable[Row]) -> list[int]:
+    """Groups that were claimed for more than one step."""
+    steps: dict[int, set[int]] = defaultdict(set)
+    for row in claims:
+        for group, _ in row["groups"]:
+            steps[group].add(row["step"])
+    return sorted(group for group, found in steps.items() if len(found) > 1)
+
+
+def changed_claims(claims: Iterable[Row]) -> list[int]:
+    """Steps whose claim was handed out more than once, and not with the same groups, members and bytes."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for row in claims:
+        found[row["step"]].add(json.dumps(row["groups"]))
+    return sorted(step for step, texts in found.items() if len(texts) > 1)
+
+
+def changed_steps(rows: Iterable[Row]) -> list[int]:
+    """Steps that were trained more than once, and not with the same result to the last bit."""
+    lives: dict[int, set[str]] = defaultdict(set)
+    for row in _steps(rows):
+        lives[row["step"]].add(json.dumps([row.get(key) for key in SAME]))
+    return sorted(step for step, texts in lives.items() if len(texts) > 1)
+
+
+def _steps(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.get("kind") == "step" and row.get("step") is not None]
+
+
+def _repeated(rows: Iterable[Row]) -> set[int]:
+    return {step for step, times in Counter(row["step"] for row in _steps(rows)).items() if times > 1}
+
+
+def out_of_order(issued: Sequence[int], run_dir: Path) -> str | None:
+    """Where the prompts of the run leave the order of its dataset; None when they do not."""
+    from jaxroll.data.prompts import PromptPipeline
+
+    pipeline = PromptPipeline(run_dirs.load_config(run_dir))
+    return first_difference(issued, [next(pipeline).index for _ in issued])
+
+
+def first_difference(issued: Sequence[int], undisturbed: Sequence[int]) -> str | None:
+    """The first place where the two differ, in words; None when there is none."""
+    for place, (found, wanted) in enumerate(zip(issued, undisturbed, strict=True)):
+        if found != wanted:
+            return f"prompt {place} is item {found}, not {wanted}"
+    return None
+
+
+def broken_promises(report: Row, config: Row) -> list[str]:
+    """What the run's own report finds broken, performance left out: a run under attack is slow."""
+    kept = ("largest age", "groups unaccounted for", "groups trained twice", "held-out questions trained",
+            "compiles after warm-up")  # fmt: skip
+    return [f"{c.name}: {c.found} ({c.bound})" for c in checks(report, config) if c.holds is False and c.name in kept]

@@ -1,0 +1,240 @@
+"""How fast is an optimizer step beside google-tunix's GRPO and PyTorch with transformers, and how near to the limit?
+
+    python -m benchmarks.learner [--quick] [--case=NAME ...] [--threads=ARM:N ...] [--rounds=N] [--resume]
+
+The same Qwen3 of 0.62 million parameters, the same answered prompts, a long-lived process per arm. First both arms'
+gradients of the first step are compared, name by name; without equality there is no race. Then runs of several steps
+alternate, compiled beforehand, each arm with the number of threads that suits it best. Only tokens that are not padding
+count. Ours begins with the claim (advantages, packing), the peers' with padded arrays that are ready. In `tunix_shared`
+ours computes the prompt of a group once (`learner.prompt_tokens`); gradient and counted tokens are the same. On a
+GPU `gpu_0p6b` and `gpu_1p7b` say how much of its promised rate a step of Qwen3's shapes uses at 4,096 tokens a row. The
+last line is one JSON object with a case each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np
+
+from benchmarks.engine.cases import prepare
+from benchmarks.engine.our_arm import SPEC
+from benchmarks.learner.work import GROUP, Batch
+from benchmarks.lib.arms import Arms, best_threads, raced
+from benchmarks.lib.child import Child, python_of
+from benchmarks.lib.report import Runs, arguments, finish, say, spread
+from jaxroll.control import placement
+from jaxroll.models import pretrained
+from jaxroll.models.families import parameter_count
+
+EQUAL = 1e-4  # of the largest gradient of a parameter
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch, the peer it is raced against, the ratio that is aimed at, and our learner's options for it."""
+
+    name: str
+    peer: str
+    aim: float
+    sequences: int
+    prompt_tokens: int
+    median: int  # tokens of an answer
+    sigma: float = 0.0  # of their logarithm; 0: all the same
+    most: int = 0
+    steps: int = 8  # of one run
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def batch(self) -> Batch:
+        """Random tokens without 0, random rewards without ties; lengths log-normal, cut at `most`."""
+        rng, longest = np.random.default_rng(1), self.most or self.median
+        lengths = np.rint(self.median * np.exp(self.sigma * rng.standard_normal(self.sequences)))
+        lengths = np.clip(lengths, 1, longest).astype(np.int32)
+        prompts = rng.integers(1, SPEC.vocab_size, (self.sequences // GROUP, self.prompt_tokens)).astype(np.int32)
+        answers = rng.integers(1, SPEC.vocab_size, (self.sequences, int(lengths.max()))).astype(np.int32)
+        answers[np.arange(answers.shape[1]) >= lengths[:, None]] = 0
+        return Batch(prompts.repeat(GROUP, axis=0), answers, lengths, rng.random(self.sequences).astype(np.float32))
+
+
+CASES = [
+    Case("tunix_equal", "tunix", 1.1, 64, 16, 32, options={"row_tokens": 48, "micro_rows": 64}),
+    Case("tunix_shared", "tunix", 1.5, 64, 16, 32,
+         options={"prompt_tokens": 15, "prompt_rows": GROUP, "row_tokens": 33, "micro_rows": 64}),
+    Case("tunix_lognormal", "tunix", 2.0, 64, 16, 32, sigma=1.0, most=512,
+         options={"row_tokens": 528, "micro_rows": 4}),
+    Case("torch_equal", "torch", 1.0, 64, 16, 32, options={"row_tokens": 48, "micro_rows": 64}),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Large:
+    """A model's shape on the devices that are here, without a peer: the share of what they promise is what counts."""
+
+    name: str
+    size: str
+    aim: float | None
+    dtype: str = "bfloat16"
+    rows: int = 16
+    tokens: int = 4096
+    steps: int = 10
+    platform: str = "cuda"
+
+
+LARGE = [Large("gpu_0p6b", "qwen3_0p6b", 0.45), Large("gpu_1p7b", "qwen3_1p7b", 0.45)]
+SMALL = [Large("large_quick", "nano", None, "float32", GROUP, 64, 2, "cpu")]  # for --quick: that it runs
+
+
+def large(case: Large, runs: Runs) -> dict[str, Any]:
+    """Seconds of a step, the model's FLOPs a second and device, and their share of the maker's figure (MFU).
+
+    What is computed twice (`remat`) is not counted twice.
+    """
+    if case.platform == "cuda" and not placement.visible_gpus():
+        say(f"{case.name} is skipped: no GPU is here")
+        return {"skipped": "no GPU"}
+
+    def run() -> dict[str, Any]:
+        words = case.size, case.dtype, str(case.rows), str(case.tokens)
+        with closing(
+            Child("benchmarks.learner.gpu_arm", "ours", os.cpu_count() or 1, *words, platform=case.platform)
+        ) as child:
+            return child.ask(str(case.steps)) | child.said
+
+    found = runs.run(case.name, 0, run)
+    mfu = spread(found["mfu"]) if found["mfu"] else None
+    met = None if case.aim is None or mfu is None else mfu["median"] >= case.aim
+    return {"aim": case.aim, "met": met, "mfu": mfu, "ours": found["tokens"] / float(np.median(found["seconds"])),
+            "flops_per_s": spread(found["flops_per_s"]), "runs": case.steps,
+            **{key: found[key] for key in ("device", "devices", "attention", "loss")}}  # fmt: skip
+
+
+def small(case: Case) -> Case:
+    """The same in small, for --quick."""
+    most = 32 if case.sigma else 0
+    rows = {"row_tokens": 48, "micro_rows": 4} if case.sigma else {"row_tokens": 12, "micro_rows": 16}
+    if "prompt_tokens" in case.options:
+        rows = {"prompt_tokens": 7, "row_tokens": 5, "micro_rows": 16}
+    return replace(case, sequences=16, prompt_tokens=8, median=4, most=most, steps=2, options=case.options | rows)
+
+
+def flops(batch: Batch, shared: int = 0) -> float:
+    """Of one step, forwards and backwards, without what is made twice: 6 a parameter and token, and attention's.
+
+    `shared` tokens of every prompt are computed once for its answers.
+    """
+    own = (batch.prompts.shape[1] - shared + batch.lengths).astype(np.float64)
+    prompts = np.full(len(own) // GROUP if shared else 0, shared, np.float64)
+    # Two products a pair: all that are before, and half of those among each other.
+    pairs = (own**2 + 2 * shared * own).sum() + (prompts**2).sum()
+    return 6 * (parameter_count(SPEC) * (own.sum() + prompts.sum()) + SPEC.layers * SPEC.heads * SPEC.head_dim * pairs)
+
+
+def disagreement(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
+    """The largest difference of a parameter's gradients over their largest value, of all parameters the worst."""
+    if ours.keys() != theirs.keys():
+        raise RuntimeError(f"gradients of other parameters: {sorted(ours.keys() ^ theirs.keys())}")
+    return max(float(np.abs(ours[name] - theirs[name]).max() / np.abs(ours[name]).max()) for name in ours)
+
+
+def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
+    """An arm of a race: writes its gradients as it starts, and answers with the time of so many steps.
+
+    Ours has a mesh of `threads` devices, one thread each.
+    """
+    words = str(folder), case.name, arm
+    if arm == "ours":
+        return Child("benchmarks.learner.our_arm", arm, 1, *words, json.dumps(case.options), devices=threads)
+    return Child(f"_learner_{arm}.py", arm, threads, *words)
+
+
+def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, int], rounds: int) -> dict[str, Any]:
+    """Agreement, then tokens a second of both arms and their ratio; without agreement no race."""
+    batch = case.batch()
+
+    def run(arm: str, count: int) -> dict[str, Any]:
+        ran = arms.get(arm, count).ask(str(case.steps))
+        return {"tokens_per_s": batch.tokens / ran["seconds"], "threads": count, **ran}
+
+    def compare() -> dict[str, Any]:
+        for arm, count in best.items():
+            arms.get(arm, count)
+        ours, theirs = (dict(np.load(folder / f"{case.name}.{arm}.npz")) for arm in best)
+        return {"apart": disagreement(ours, imported(theirs) if case.peer == "torch" else theirs)}
+
+    best = {arm: best_threads(case.name, arm, threads, runs, run) for arm in ("ours", case.peer)}
+    apart = runs.run(f"{case.name} gradients", 0, compare)["apart"]
+    result: dict[str, Any] = {"aim": case.aim, "gradients_apart": apart, "threads": best}
+    if not apart <= EQUAL:
+        return result | {"met": False, "why": "the arms' gradients differ: no race"}
+    found, of = raced(case.name, best, runs, run, rounds)
+    computed = flops(batch, case.options.get("prompt_tokens", 0))
+    limit = runs.run(f"{case.name} matmul, {best['ours']} threads", 0, lambda: _matmul(best["ours"]))["flops_per_s"]
+    return result | found | {
+        "met": found["ratio"] >= case.aim, "tokens": batch.tokens, "flops": computed,
+        "losses": {arm: [of[arm][0]["first_loss"], of[arm][0]["loss"]] for arm in best}, "options": case.options,
+        "of_matmul": spread([computed / one["seconds"] / limit for one in of["ours"]]),
+        "matmul_gflops_per_s": limit / 1e9,
+    }  # fmt: skip
+
+
+def imported(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gradients of transformers' parameters by our names."""
+    return pretrained.imported(SPEC, theirs.__getitem__)
+
+
+def _matmul(threads: int) -> dict[str, float]:
+    arm = Child("benchmarks.learner.matmul", "ours", threads)
+    try:
+        return arm.ask("run")
+    finally:
+        arm.close()
+
+
+def main() -> int:
+    """Measure; 1 when arms do not agree."""
+    names = [case.name for case in (*CASES, *LARGE)]
+    parser = arguments(str(__doc__).splitlines()[0])
+    parser.add_argument("--case", action="append", choices=names, help="this one; again for more (default: all)")
+    parser.add_argument("--threads", action="append", default=[], help="ours:1, tunix:2, torch:1: do not try both")
+    chosen, started = parser.parse_args(), time.monotonic()
+    threads = {arm: int(count) for arm, _, count in (word.partition(":") for word in chosen.threads)}
+    threads = ({"ours": 1, "tunix": 1, "torch": 1} if chosen.quick else {}) | threads
+    cases = [small(case) if chosen.quick else case for case in CASES if case.name in (chosen.case or names)]
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="learner-") as name:
+        folder = Path(name)
+        prepare(folder, [])
+        for case in cases:
+            if not python_of(case.peer).exists():
+                say(f"{case.name} is skipped: no .venv-{case.peer} (make venv-{case.peer})")
+                result[case.name] = {"skipped": f"no .venv-{case.peer}"}
+                continue
+            case.batch().save(folder / f"{case.name}.npz")
+            runs = Runs("learner", asdict(case) | {"threads": threads}, chosen.runs_file, chosen.resume)
+            with Arms(partial(racer, folder=folder, case=case)) as arms:
+                rounds = chosen.rounds or (2 if chosen.quick else ROUNDS)
+                result[case.name] = race(case, arms, folder, runs, threads, rounds)
+    for case in SMALL if chosen.quick else LARGE:
+        if chosen.quick or case.name in (chosen.case or names):
+            runs = Runs("learner", asdict(case), chosen.runs_file, chosen.resume)
+            result[case.name] = large(case, runs)
+    result["class"] = "R"
+    command = " ".join(["python", *sys.orig_argv[1:]])
+    finish(result, command=command, started=started)
+    return int(any(case.get("gradients_apart", 0.0) > EQUAL for case in result.values() if isinstance(case, dict)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""Environments of benchmarks/schedules, named in a config as `benchmarks.schedules.envs:NAME`.
+
+What they do stands in the environment's variable JAXROLL_RACE, a `Race` as JSON. Time in them is slept, not computed.
+
+`waiting` judges like the ordinary one-turn environment, after a latency. `pays_nobody` judges nothing: every reward is
+0, so that no member has an advantage and training takes no time. `lottery` pays by chance. Of `Race.turns` answers each
+gets an answer after a latency. Where mechanisms are taken out, environments wait for one another: with `barrier` before
+every answer of theirs until all are there, with `wave` before their first question until the wave before has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxroll.envs import registry
+from jaxroll.errors import InfraError
+from jaxroll.protocols import StepResult
+from jaxroll.records import Message
+
+VARIABLE = "JAXROLL_RACE"
+LIMIT_S = 120.0
+HELD_OUT = 5000  # the first line of questions that are not trained on
+NEIGHBOUR = "--index=1"  # a word of the second sampler's command line
+
+
+@dataclass(frozen=True)
+class Race:
+    """`latency_s` is the mean and deviation of a normal time, cut at 0; every draw is new.
+
+    Of the questions, the share `dull` pays nobody. Of the steps, the share `slow` takes ten times as long; the share
+    `stopped` never answers, its question written to the file `journal`. With `length` longer answers are slow more
+    often, in proportion: so often as `slow` says those of that many characters. Held-out questions (of the file
+    `questions`, from line HELD_OUT on) are judged at once. In the second sampler alone `neighbour` holds: "at_once"
+    raises in every reset, "late" InfraError after the latency of a step, "slow" takes ten times as long.
+    """
+
+    latency_s: tuple[float, float] = (0.0, 0.0)
+    turns: int = 1
+    barrier: int = 0  # environments that wait for one another; 0: none does
+    wave: int = 0
+    dull: float = 0.0
+    slow: float = 0.0
+    stopped: float = 0.0
+    length: float = 0.0
+    neighbour: str = ""  # what is wrong in the second sampler
+    limit_s: float = LIMIT_S  # after which an answer that does not come counts as a failure
+    journal: str = ""
+    questions: str = ""
+
+    @staticmethod
+    def ordered() -> Race:
+        """What the benchmark wants."""
+        return Race(**json.loads(os.environ.get(VARIABLE, "{}")))
+
+
+class _Together:
+    """Lets callers go on when `count` of them are there. One whose conversation is over is not waited for.
+
+    A step has `count` conversations; when all of them are over, the next step's begin.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self._there, self._over, self._go = count, 0, 0, asyncio.Event()
+
+    async def wait(self) -> None:
+        """Return with the last of them."""
+        self._there, go = self._there + 1, self._go
+        self._look()
+        await go.wait()
+
+    def leave(self) -> None:
+        """One conversation less, perhaps the one that the others wait for."""
+        self._over = (self._over + 1) % self._count
+        self._look()
+
+    def _look(self) -> None:
+        if self._there and self._there + self._over >= self._count:
+            go, self._there, self._go = self._go, 0, asyncio.Event()
+            go.set()
+
+
+class _Waves:
+    """Lets `count` in; the next ones when all of these have left."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._entered, self._left, self._moved = count, 0, 0, asyncio.Event()
+
+    async def enter(self) -> None:
+        """Return when there is room in a wave that has not begun to leave."""
+        while self._entered == self._count:
+            await self._moved.wait()
+        self._entered += 1
+
+    def leave(self) -> None:
+        """One less; the last one opens the next wave."""
+        self._left += 1
+        if self._left == self._count:
+            self._entered = self._left = 0
+            moved, self._moved = self._moved, asyncio.Event()
+            moved.set()
+
+
+class _Shared:
+    """What all environments of one process wait at."""
+
+    def __init__(self, race: Race) -> None:
+        self.race = race
+        self.together = _Together(race.barrier) if race.barrier else None
+        self.waves = _Waves(race.wave) if race.wave else None
+        lines = Path(race.questions).read_text().splitlines()[HELD_OUT:] if race.questions else []
+        self.held_out = {json.loads(line)["question"] for line in lines}
+
+
+_shared: list[_Shared] = []
+
+
+class _Judged:
+    """A question, and so many answers."""
+
+    def __init__(self, pool, config):
+        if not _shared:
+            _shared.append(_Shared(Race.ordered()))
+        self._pool, self._shared, self._inside, self._turn = pool, _shared[0], False, 0
+        self._fault = self._shared.race.neighbour if NEIGHBOUR in sys.argv else ""
+        self.step_limit_s = self._shared.race.limit_s
+        self.reset_limit_s = LIMIT_S  # a wave may have to wait for the one before
+
+    async def reset(self, task, seed):
+        """The question, when its wave begins."""
+        if self._fault == "at_once":
+            raise RuntimeError("this machine lacks a library of the environment")
+        self._args, self._question, self._chance = task.env_args, task.messages[-1].content, random.Random()
+        if self._shared.waves:
+            await self._shared.waves.enter()
+        self._inside = True
+        return task.messages
+
+    async def step(self, answer):
+        """The end, or another question, late."""
+        race, self._turn = self._shared.race, self._turn + 1
+        if self._question not in self._shared.held_out:
+            await self._late(race, len(answer))
+        if self._shared.together:
+            await self._shared.together.wait()
+        if self._turn < race.turns:
+            return StepResult(done=False, messages=(Message("user", "ab"),))
+        return StepResult(done=True, reward=await self._paid(answer))
+
+    async def _late(self, race, length):
+        seconds, drawn = max(0.0, self._chance.gauss(*race.latency_s)), self._chance.random()
+        if drawn < race.stopped:
+            with Path(race.journal).open("a") as file:
+                file.write(f"{self._question}\n")
+            await asyncio.Event().wait()
+        slow = race.slow * (length / race.length if race.length else 1.0)
+        await asyncio.sleep(seconds * (10 if drawn < race.stopped + slow or self._fault == "slow" else 1))
+        if self._fault == "late":
+            raise InfraError("the judge cannot be reached from this machine")
+
+    async def _paid(self, answer):
+        return float(await self._pool.score(self._args, answer) == 1.0)
+
+    async def close(self):
+        """Room for others."""
+        if not self._inside:
+            return
+        self._inside = False
+        if self._shared.together:
+            self._shared.together.leave()
+        if self._shared.waves:
+            self._shared.waves.leave()
+
+
+@registry.register("waiting")
+class Waiting(_Judged):
+    """Judges after a while."""
+
+
+@registry.register("pays_nobody")
+class PaysNobody(_Judged):
+    """Judges nothing."""
+
+    async def _paid(self, answer):
+        return 0.0
+
+
+@registry.register("lottery")
+class Lottery(_Judged):
+    """Pays half of the answers to a question, or to a dull one none."""
+
+    async def _paid(self, answer):
+        dull = zlib.crc32(self._question.encode()) % 1000 < 1000 * self._shared.race.dull
+        return float(not dull and self._chance.random() < 0.5)

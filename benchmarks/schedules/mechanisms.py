@@ -1,0 +1,271 @@
+"""What each mechanism of the schedule is worth: the same work with it and without it, and where it cannot help.
+
+Of benchmarks/schedules. Two runs a row and seed, alternating, and two more on a workload that gives the
+mechanism nothing to do, whose ratio should be 1. Where a mechanism cannot be taken out of JaxRoll by its config, the
+environments take it out: they wait for one another (envs.py). Most rows are synchronous and bound by latency,
+so that a step shows what the schedule does and not what the processors can; replication is bound by the sampler, and
+window by the learner.
+
+    queue         the next question is asked the moment a slot is free; without: in waves, each as long as its longest
+    env_async     an environment goes on when it can; without: at every turn all wait for the slowest
+    redundancy    of a filter that rejects four groups in ten: twice the groups in work; without: they are replaced
+    redundant_envs  one step in ten takes ten times as long: four members a group more than needed; without: none
+    replication   a group's members spread over two samplers; without: together on one
+    replication_seats  the same where samplers have seats for two of three groups, and time is slept
+    replication_auto   the same by load (auto) in place of spread
+    failing       one step in ten slow and one in ten never answered, with redundancy; over the run without failures
+    neighbour_at_once, neighbour_late, neighbour_slow
+                  at α = 2, beside a healthy sampler one whose environments fail in every reset, fail after their
+                  latency, or take ten times as long; over the healthy one alone
+    straggler     one answer in ten, a long one more often, takes ten times as long: its group is closed without it
+                  (shrink); without: waits for it
+    rolling       at α = 2, of two samplers that finish what runs before they flip (drain), one at a time; without: both
+    colocated     all roles in one process, by turns; without: processes that share the cores. It is for devices that
+                  one process alone can have: here it shows what it costs
+    window        at α = 4 the smallest window at which the learner does not wait; without: all that α allows (where it
+                  cannot help the samplers are the slower side, so that the learner always waits)
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.report import Runs, ratio
+from benchmarks.schedules.envs import Race
+from benchmarks.schedules.runs import ENVIRONMENTS, GROUP_SIZE, GROUPS, Workload, trained
+
+_STEPS, _LONGER = 10, 24
+_ADAPTING = 80  # 51 claims without a wait bring a window of ten groups down to two
+_BESIDE = 48  # about a minute: several rests of a sampler that fails
+_WAVE = 16
+_LATE_S = 1.2  # longer than a whole synchronous step without slow ones
+_LONGEST, _MEAN_LENGTH = 32, 11.6  # of strings with a median of 8 and σ = 1
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """The workload with the mechanism and without it; `null` are the same two where it cannot matter."""
+
+    on: Workload
+    off: Workload
+    null: tuple[Workload, Workload] | None
+    alpha: float = 0.0
+
+    def settings(self) -> dict[str, Any]:
+        """What a run depends on."""
+        return asdict(self)
+
+
+def _workload(name: str, race: Race, env: str = "lottery", median: int = 8, **more: Any) -> Workload:
+    quick = {"sft.steps": 40, "sampler.episodes": 2 * ENVIRONMENTS, "learner.learning_rate": 1e-6}
+    return Workload(
+        name,
+        _STEPS,
+        median,
+        env=f"benchmarks.schedules.envs:{env}",
+        race=race,
+        settings=quick | more.pop("settings", {}),
+        **more,
+    )
+
+
+def _pair(name: str, on: Race, off: Race, **more: Any) -> tuple[Workload, Workload]:
+    return _workload(f"{name}_on", on, **more), _workload(f"{name}_off", off, **more)
+
+
+def _queue() -> Mechanism:
+    # One turn of a log-normal number of answers would be CPU-bound: here each environment's length is a sleep.
+    def both(name: str, latency_s: tuple[float, float]) -> tuple[Workload, Workload]:
+        seats, all_of_them = ({"sampler.episodes": count} for count in (_WAVE, ENVIRONMENTS))
+        return (
+            _workload(f"{name}_on", Race(latency_s), settings=seats),
+            _workload(f"{name}_off", Race(latency_s, wave=_WAVE), settings=all_of_them),
+        )
+
+    return Mechanism(*both("queue", (0.3, 0.6)), both("queue_null", (0.4, 0.0)))
+
+
+def _env_async() -> Mechanism:
+    more = {"settings": {"task.max_episode_tokens": 96, "sampler.episodes": ENVIRONMENTS, "learner.row_tokens": 96}}
+    on, same = Race((0.4, 0.4), turns=4), Race((0.4, 0.0), turns=4)
+    return Mechanism(
+        *_pair("env_async", on, replace(on, barrier=ENVIRONMENTS), **more),
+        _pair("env_async_null", same, replace(same, barrier=ENVIRONMENTS), **more),
+    )
+
+
+def _redundancy() -> Mechanism:
+    def both(name: str, dull: float) -> tuple[Workload, Workload]:
+        # A band that only groups without a reward miss: a lottery pays all or none of eight once in 128.
+        rule = {"schedule.filter": "mean_band", "schedule.filter_low": 0.0, "schedule.filter_high": 1.01}
+        race = Race((1.0, 0.0), dull=dull)
+        more = rule | {"schedule.redundant_groups": GROUPS}
+        return _workload(f"{name}_on", race, settings=more), _workload(f"{name}_off", race, settings=rule)
+
+    return Mechanism(*both("redundancy", 0.4), both("redundancy_null", 0.0))
+
+
+def _redundant_envs() -> Mechanism:
+    def both(name: str, slow: float) -> tuple[Workload, Workload]:
+        race = Race((0.5, 0.0), slow=slow)
+        more = {"schedule.redundant_members": 4}
+        return _workload(f"{name}_on", race, settings=more), _workload(f"{name}_off", race)
+
+    return Mechanism(*both("redundant_envs", 0.1), both("redundant_envs_null", 0.0))
+
+
+def _replication() -> Mechanism:
+    def both(name: str, sigma: float) -> tuple[Workload, Workload]:
+        two = {"sampler.count": 2, "sampler.slots": ENVIRONMENTS // 2, "sampler.episodes": ENVIRONMENTS // 2}
+        tail = {"median": 8, "sigma": sigma, "most": 64 if sigma else 0}
+        made = [
+            _workload(f"{name}_{how}", Race(), settings=two | {"schedule.replicate": how}, **tail)
+            for how in ("spread", "together")
+        ]
+        return made[0], made[1]
+
+    return Mechanism(*both("replication", 1.0), both("replication_null", 0.0))
+
+
+def _replication_seats(how: str) -> Mechanism:
+    # Three groups for two samplers with seats for one each: whole, the third waits until all of another has ended.
+    def both(name: str, latency_s: tuple[float, float]) -> tuple[Workload, Workload]:
+        seats = {"sampler.count": 2, "sampler.slots": GROUP_SIZE, "sampler.episodes": GROUP_SIZE}
+        shape = seats | {"schedule.groups_per_step": 3}
+        made = [
+            _workload(f"{name}_{kind}", Race(latency_s), settings=shape | {"schedule.replicate": kind})
+            for kind in (how, "together")
+        ]
+        return made[0], made[1]
+
+    name = f"replication_seats_{how}"
+    return Mechanism(*both(name, (0.4, 0.8)), both(f"{name}_null", (0.6, 0.0)))
+
+
+def _straggler() -> Mechanism:
+    def both(name: str, slow: float) -> tuple[Workload, Workload]:
+        def arm(kind: str, policy: str) -> Workload:
+            rule = {"schedule.straggler": policy, "schedule.straggler_deadline_s": _LATE_S}
+            race = Race((0.3, 0.0), slow=slow, length=_MEAN_LENGTH)
+            return _workload(f"{name}_{kind}", race, settings=rule, sigma=1.0, most=_LONGEST)
+
+        return arm("on", "shrink"), arm("off", "wait")
+
+    on, off = (replace(one, steps=_LONGER) for one in both("straggler_null", 0.0))  # its steps are short
+    return Mechanism(*both("straggler", 0.1), (on, off))
+
+
+def _window() -> Mechanism:
+    # Rows with room to spare make the learner the slower side; few large groups, so that the control is soon through.
+    shape = {
+        "schedule.groups_per_step": 2, "schedule.group_size": 32, "learner.prompt_tokens": 0, "learner.prompt_rows": 1,
+        "learner.micro_rows": 64, "learner.row_tokens": 384,
+    }  # fmt: skip
+    on, off = (
+        _workload(f"window_{kind}", Race(), settings=shape | {"schedule.window": window})
+        for kind, window in (("on", "adaptive"), ("off", "full"))
+    )
+    slow_on, slow_off = (
+        _workload(f"window_null_{kind}", Race((0.5, 0.5)), settings={"schedule.window": window})
+        for kind, window in (("on", "adaptive"), ("off", "full"))
+    )
+    null = replace(slow_on, steps=_LONGER), replace(slow_off, steps=_LONGER)
+    return Mechanism(replace(on, steps=_ADAPTING), replace(off, steps=_ADAPTING), null, alpha=4.0)
+
+
+def _rolling() -> Mechanism:
+    def both(name: str, flip: str) -> tuple[Workload, Workload]:
+        two = {"sampler.count": 2, "sampler.slots": ENVIRONMENTS // 2, "sampler.episodes": ENVIRONMENTS // 2}
+        made = [
+            _workload(
+                f"{name}_{kind}", Race(), sigma=1.0, most=64,
+                settings=two | {"schedule.flip": flip, "schedule.rolling": count},
+            )
+            for kind, count in (("on", 1), ("off", 0))
+        ]  # fmt: skip
+        return replace(made[0], steps=_ADAPTING), replace(made[1], steps=_ADAPTING)
+
+    return Mechanism(*both("rolling", "drain"), both("rolling_null", "keep_kv"), alpha=2.0)
+
+
+def _colocated() -> Mechanism:
+    def both(name: str, race: Race, steps: int, **more: Any) -> tuple[Workload, Workload]:
+        made = [
+            _workload(f"{name}_{kind}", race, median=48, settings=more | {"placement.colocated": kind == "on"})
+            for kind in ("on", "off")
+        ]
+        return replace(made[0], steps=steps), replace(made[1], steps=steps)
+
+    threads = {"placement.cpu_threads": 2}  # whoever is at work has the machine
+    computing = both("colocated", Race(), _ADAPTING, **threads)
+    return Mechanism(*computing, both("colocated_null", Race((1.0, 0.0)), _STEPS, **threads))
+
+
+def _failing() -> Mechanism:
+    more = {"schedule.redundant_members": 4, "schedule.redundant_groups": 2}
+    well, ill = Race((1.0, 0.0), limit_s=8.0), Race((1.0, 0.0), slow=0.1, stopped=0.1, limit_s=8.0)
+    on, off = _workload("failing_on", ill, settings=more), _workload("failing_off", well, settings=more)
+    return Mechanism(replace(on, steps=_LONGER), replace(off, steps=_LONGER), None)
+
+
+def _neighbour(fault: str) -> Mechanism:
+    name, race = f"neighbour_{fault}", Race((1.0, 0.25))
+    # 16 of 48 members that may be in work, of the smallest model: the latency limits the rate, on a busy core as well.
+    small = {"schedule.groups_per_step": 4, "schedule.group_size": 4, "model.size": "nano", "sft.steps": 5}
+    one = small | {"sampler.slots": _WAVE, "sampler.episodes": _WAVE}
+    on = _workload(f"{name}_on", replace(race, neighbour=fault), settings=one | {"sampler.count": 2})
+    off = _workload(f"{name}_off", race, settings=one)
+    return Mechanism(replace(on, steps=_BESIDE), replace(off, steps=_BESIDE), None, alpha=2.0)
+
+
+MECHANISMS = {
+    "queue": _queue(), "env_async": _env_async(), "redundancy": _redundancy(),
+    "redundant_envs": _redundant_envs(), "replication": _replication(), "failing": _failing(),
+    "replication_seats": _replication_seats("spread"), "replication_auto": _replication_seats("auto"),
+    **{f"neighbour_{fault}": _neighbour(fault) for fault in ("at_once", "late", "slow")},
+    "straggler": _straggler(), "window": _window(), "rolling": _rolling(),
+    "colocated": _colocated(),
+}  # fmt: skip
+
+
+def switched(mechanism: Mechanism, folder: Path, runs: Runs, seeds: int) -> dict[str, Any]:
+    """The row: rates with over without, paired by seed; the steps' medians, and who was lost with the mechanism.
+
+    Of both arms, with and without, also what the mechanism may cost, means over the runs: `length_bias`; waste in
+    shares of all sampled tokens and members; mean age of trained tokens, last window, the learner's wait a step.
+    """
+    rows = [_raced(mechanism.on, mechanism.off, mechanism.alpha, folder, runs, seeds)]
+    rows += [_raced(*mechanism.null, mechanism.alpha, folder, runs, seeds)] if mechanism.null else []
+    return rows[0] | ({"null": rows[1]} if mechanism.null else {})
+
+
+def _raced(on: Workload, off: Workload, alpha: float, folder: Path, runs: Runs, seeds: int) -> dict[str, Any]:
+    made: dict[str, list[dict[str, Any]]] = {on.name: [], off.name: []}
+    for workload in (on, off):
+        workload.questions(folder / f"{workload.name}.jsonl")
+    for seed in range(seeds):
+        for workload in (on, off)[:: 1 if seed % 2 == 0 else -1]:
+            run = lambda w=workload, s=seed: trained(w, folder, alpha, s, 1)  # noqa: E731
+            made[workload.name].append(runs.run(workload.name, seed, run))
+    rates = [[one["samples_per_s"] for one in made[workload.name]] for workload in (on, off)]
+    steps = [[s for one in made[workload.name] for s in one["step_s"]] for workload in (on, off)]
+    found = ratio(rates[0], rates[1])
+    lost = {key: sum(one["lost"].get(key, 0) for one in made[on.name]) for key in made[on.name][0]["lost"]}
+    return {
+        "ratio": found["value"], "low": found["low"], "high": found["high"], "runs": seeds,
+        "ours": statistics.median(rates[0]), "without": statistics.median(rates[1]),
+        "step_s": [statistics.median(each) for each in steps], "steps": len(steps[0]), "lost": lost,
+        **{key: [_mean(made[workload.name], key) for workload in (on, off)] for key in _COSTS},
+    }  # fmt: skip
+
+
+_COSTS = ("settling_s", "length_bias", "waste_tokens", "waste_members", "age_mean", "window", "wait_s")
+
+
+def _mean(runs: list[dict[str, Any]], key: str) -> float | None:
+    """Over the runs that can say."""
+    known = [run[key] for run in runs if run[key] is not None]
+    return statistics.mean(known) if known else None

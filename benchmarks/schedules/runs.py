@@ -1,0 +1,195 @@
+"""Whole runs for benchmarks/schedules, by `jaxroll train`: what they train on, and what they measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.lib.report import ROOT
+from benchmarks.schedules.envs import HELD_OUT, VARIABLE, Race
+from jaxroll.report.figures.summary import waste
+
+SETTLING = 4  # steps that are not counted: the pipeline fills, and whatever is first is slow
+DEADLINE_S = 300.0
+GROUPS, GROUP_SIZE, ENVIRONMENTS = 8, 8, 64
+WARM = 4000, HELD_OUT  # the questions of the warm start; those before are trained on, those after held out
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run trains on: strings to copy, and what `race` says of their judges."""
+
+    name: str
+    steps: int
+    median: int  # characters of a question
+    sigma: float = 0.0
+    most: int = 0
+    env: str = "single_turn"
+    race: Race = field(default_factory=Race)
+    evaluations: int = 0
+    target: float = 0.0  # the held-out accuracy that is timed
+    capitals: float = 0.0  # of the warm start's worked answers, the share in capitals, which nobody is paid for
+    settings: dict[str, Any] = field(default_factory=dict)
+    choices: tuple[dict[str, Any], ...] = ({},)  # settings of which each arm takes those with which it is faster
+
+    def questions(self, path: Path, count: int = 6000) -> None:
+        """Random strings to copy, one a line; a later line has never the text of an earlier one."""
+        chance, seen = np.random.default_rng(11), set()
+        longest = self.most or self.median
+        with path.open("w") as file:
+            while len(seen) < count:
+                length = int(np.clip(np.rint(self.median * np.exp(self.sigma * chance.standard_normal())), 3, longest))
+                text = "".join(chance.choice(list("abcdefgh"), length))
+                if text not in seen:
+                    misled = WARM[0] <= len(seen) < WARM[1] and len(seen) % 100 < 100 * self.capitals
+                    seen.add(text)
+                    file.write(json.dumps({"question": text, "answer": text.upper() if misled else text}) + "\n")
+
+    def overrides(self, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
+        """The config of a run, over the defaults."""
+        longest, every = self.most or self.median, self.steps // self.evaluations if self.evaluations else 0
+        return {
+            "run.seed": seed, "placement.platform": "cpu", "placement.cpu_threads": threads,
+            "task.source": "jsonl", "task.path": str(folder / f"{self.name}.jsonl"), "task.env": self.env,
+            "task.max_prompt_tokens": longest + 8, "task.heldout_start": WARM[1], "task.heldout_items": 256,
+            "sft.start": WARM[0], "sft.steps": 120, "schedule.alpha": alpha, "schedule.steps": self.steps,
+            "schedule.groups_per_step": GROUPS, "schedule.group_size": GROUP_SIZE, "schedule.window": "full",
+            "sampling.max_tokens": longest + 2, "sampler.slots": ENVIRONMENTS, "sampler.episodes": ENVIRONMENTS,
+            "sampler.prefill_rows": 8, "sampler.prefill_buckets": f"({longest + 8},)", "sampler.decode_chunk": 8,
+            # An answer and the last token of its prompt; the rest of it lies once before four rows of answers.
+            "learner.row_tokens": longest + 3, "learner.prompt_tokens": longest + 8, "learner.prompt_rows": 4,
+            "learner.micro_rows": 16, "learner.learning_rate": 1e-4,
+            "learner.checkpoint_every": self.steps, "evaluator.every": every,
+            **self.settings,
+        }  # fmt: skip
+
+
+def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
+    """One run: its rate, the seconds of its stages, its accuracies. Runs of one seed begin with the same warm start."""
+    overrides = workload.overrides(folder, alpha, seed, threads)
+    with tempfile.TemporaryDirectory(prefix="race-", dir=folder) as name:
+        run_dir, journal = Path(name) / "run", Path(name) / "journal"
+        journal.touch()
+        race = replace(workload.race, journal=str(journal), questions=str(folder / f"{workload.name}.jsonl"))
+        race = {VARIABLE: json.dumps(asdict(race))}
+        warm = folder / f"{workload.name}-{seed}"
+        if not (warm / "warm").is_dir():
+            _jaxroll("sft", warm, overrides, race)
+        _jaxroll("train", run_dir, overrides | {"model.path": str(warm / "warm"), "sft.steps": 0}, race)
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        lost = losses(run_dir / "store.db", journal.read_text().splitlines())
+        return measured(rows) | {"lost": lost | {"resting": len(resting(run_dir))}}
+
+
+def resting(run_dir: Path) -> dict[str, Any]:
+    """The samplers at rest or on trial, as `jaxroll inspect` shows them."""
+    line = [sys.executable, "-m", "jaxroll", "inspect", str(run_dir), "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    return json.loads(done.stdout)["resting"]
+
+
+def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: dict[str, str]) -> None:
+    """`jaxroll train` or `sft` as a user starts it."""
+    environment = os.environ | variables | {
+        "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"),
+    }  # fmt: skip
+    words = [f"--config.{key}={value}" for key, value in overrides.items()]
+    line = [
+        sys.executable,
+        "-m",
+        "jaxroll",
+        command,
+        f"--config={ROOT}/configs/rlvr_tiny.py",
+        f"--run={run_dir}",
+        *words,
+    ]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if done.returncode != 0:
+        said = done.stdout[-2000:] + done.stderr[-2000:]
+        raise RuntimeError(f"jaxroll {command} in {run_dir} ended with {done.returncode}:\n{said}")
+
+
+def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a run from its rows; a step ends when its version is published."""
+    steps = sorted((row for row in rows if row["kind"] == "step"), key=lambda row: row["step"])
+    ends = [row["t1"] + row["publish_s"] for row in steps]
+    counted = steps[SETTLING:]
+    seconds, samples = ends[-1] - ends[SETTLING - 1], sum(row["samples"] for row in counted)
+    evals = sorted((row["step"], row["accuracy"], row["t"]) for row in rows if row["kind"] == "eval")
+    spans = [row for row in rows if row["kind"] == "span" and row["what"] == "decode" and row["role"] != "evaluator"]
+    during = [row for row in spans if row["t0"] >= ends[SETTLING - 1]]
+    return {
+        "samples_per_s": samples / seconds, "steps": len(counted), "seconds": seconds,
+        "settling_s": ends[SETTLING - 1] - min(row["t0"] for row in spans),
+        "step_s": [round(b - a, 4) for a, b in zip(ends[SETTLING - 1 :], ends[SETTLING:], strict=False)],
+        "wait_s": statistics.mean(row["wait_s"] for row in counted),
+        "train_s": statistics.mean(row["train_s"] for row in counted),
+        "decode_s": sum(row["t1"] - row["t0"] for row in during) / len(counted),
+        "decode_tokens_per_s": sum(row["tokens"] for row in during) / sum(row["t1"] - row["t0"] for row in during),
+        "age_mean": statistics.mean(row["age_mean"] or 0.0 for row in counted),
+        "age_max": max(row["age_max"] for row in steps),
+        "window": next(row["window"] for row in reversed(rows) if row["kind"] == "store"),
+        **thrown_away(rows, steps),
+        "accuracy": [accuracy for _, accuracy, _ in evals], "accuracy_t": [t - steps[0]["t0"] for _, _, t in evals],
+    }  # fmt: skip
+
+
+def thrown_away(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, float | None]:
+    """What was sampled and not trained, as shares of all that was sampled, and whom that favours (`length_bias`).
+
+    Members and tokens of groups that ended untrained, and those let go before their end with the tokens they had.
+    """
+    figures, last = waste(rows, steps), next(row for row in reversed(rows) if row["kind"] == "store")
+    (trained, _), (lost, _) = last["lengths"]["trained"], last["lengths"]["lost"]
+    let_go, had = figures["aborted_members"], figures["aborted_tokens"]
+    return {
+        "length_bias": figures["length_bias"],
+        "waste_members": (lost + let_go) / (trained + lost + let_go),
+        "waste_tokens": (sum(last["tokens_expired"].values()) + had) / (last["tokens_put"] + had),
+    }
+
+
+def losses(log: Path, stopped: list[str]) -> dict[str, int]:
+    """How many environments `stopped` (their questions), how the log says that members ended otherwise than done, how
+    many groups died, and how many of the stopped it knows nothing of.
+
+    Each must be a failure of its question, or a member of it whose end is logged and is not to be done. One that is
+    still leased is neither (`under_way`): the run ended meanwhile.
+    """
+    db = sqlite3.connect(f"{log.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        states = Counter(dict(db.execute("SELECT state, COUNT(*) FROM members GROUP BY state").fetchall()))
+        ended = (
+            "SELECT group_id FROM failures UNION ALL SELECT group_id FROM members "
+            "WHERE state NOT IN ('done', 'failed', 'leased')"
+        )
+        leased = "SELECT group_id FROM members WHERE state = 'leased'"
+        known, under_way = (
+            Counter(
+                json.loads(messages)[-1]["content"]
+                for (messages,) in db.execute(f"SELECT t.messages FROM ({which}) e JOIN tasks t USING (group_id)")
+            )
+            for which in (ended, leased)
+        )
+        failures = db.execute("SELECT COUNT(*) FROM failures").fetchone()[0]
+        dead = db.execute("SELECT COUNT(*) FROM groups WHERE state = 'DEAD'").fetchone()[0]
+    finally:
+        db.close()
+    left = Counter(stopped) - known
+    unknown = left - under_way
+    return {
+        "stopped": len(stopped), "failures": failures, "unknown": sum(unknown.values()),
+        "under_way": sum((left - unknown).values()), "dead_groups": dead, **states,
+    }  # fmt: skip
