@@ -96,6 +96,7 @@ def _put(state: State, e: ev.Put, now_s: float) -> None:
     _note_end(state, slot.holder, failed=False)
     if e.took_s > 0:
         statistics.note(state.member_s, slot.holder, e.took_s)
+    if e.took_s > 0 and e.is_measured:
         recent = state.recent_s.pop(slot.holder, None) or statistics.Recent()
         recent.add(e.took_s)
         state.recent_s[slot.holder] = recent

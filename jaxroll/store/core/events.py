@@ -71,6 +71,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     reward: float = 0.0
     took_s: float = 0.0
     holder_rest_s: float | None = None
+    is_measured: bool = True  # whether `took_s` counts for the comparison with other holders
 
 
 class MemberFailed(msgspec.Struct, frozen=True, array_like=True, tag="member_failed"):

@@ -38,9 +38,9 @@ def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Deci
     took_s = _took_s(slot, now_s)
     rest_s = holders.slow_rest_s(settings, state, slot, took_s, now_s)
     health = state.holders.get(slot.holder)
-    if rest_s or (health is not None and health.is_of_older_wave(slot.leased_at_s)):
-        took_s = 0.0  # not measured: a trial is judged by the members that were leased for it
-    put = ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs, r.reward, took_s, rest_s)
+    # A trial is judged by the members that were leased for it alone.
+    counts = not rest_s and (health is None or not health.is_of_older_wave(slot.leased_at_s))
+    put = ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs, r.reward, took_s, rest_s, counts)
     return Decision([put, *after_put(settings, state, group, put)], "OK")
 
 
