@@ -42,7 +42,7 @@ class InfraError(JaxRollError):
     """The machinery failed (a peer is gone, a deadline passed); the same work may be tried again unchanged."""
 
 
-class WornOut(InfraError):
+class RestartRequired(InfraError):
     """This process can do no more of its work and another one can: it is to be started again, which is no fault."""
 
 
@@ -122,6 +122,6 @@ def exit_code(error: JaxRollError) -> int:
     """The exit code by which a process tells its supervisor what kind of `error` ended it."""
     if isinstance(error, (ConfigError, Unauthorized)):
         return EXIT_CONFIG
-    if isinstance(error, WornOut):
+    if isinstance(error, RestartRequired):
         return EXIT_WORN
     return EXIT_CLOSED if isinstance(error, Closed) else EXIT_FAILURE

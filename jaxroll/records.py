@@ -139,7 +139,7 @@ class Claim(msgspec.Struct, frozen=True):
     checkpoint_wanted: bool = False
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class VersionRef(msgspec.Struct, frozen=True):
     """Where the parameters of one version can be fetched. `manifest_digest` names the exact bytes."""
 
     version: Version

@@ -130,6 +130,8 @@ def apply(server: Server, edit: dict[str, Any]) -> int:
 
 
 def main(table: Path) -> None:
+    settings = ROOT / "pyrightconfig.json"  # the tests too; it wins against pyproject.toml
+    settings.write_text(json.dumps({"include": FOLDERS, "venvPath": ".", "venv": ".venv"}))
     server = Server()
     everything = [p for f in FOLDERS for p in sorted((ROOT / f).rglob("*.py")) if "__pycache__" not in p.parts]
     for path in everything:
@@ -145,6 +147,7 @@ def main(table: Path) -> None:
                           "position": {"line": line, "character": column}, "newName": right})  # fmt: skip
         print(f"{left} -> {right}: {apply(server, edit or {})}", flush=True)
         done.append(name.split(".")[-1])
+    settings.unlink()
     for old in done:
         found = [
             str(p.relative_to(ROOT)) for p in everything if re.search(rf"(?<!\w){re.escape(old)}(?!\w)", p.read_text())

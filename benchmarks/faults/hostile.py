@@ -29,7 +29,7 @@ import psutil
 from benchmarks.lib.report import ROOT, commit, hardware
 from benchmarks.store.server import config
 from jaxroll.config import digest
-from jaxroll.records import Snapshot
+from jaxroll.records import VersionRef
 from jaxroll.rpc import auth
 from jaxroll.store.client import StoreClient
 
@@ -82,7 +82,7 @@ async def _open_run(folder: Path) -> dict[str, str]:
     learner = await StoreClient.connect(
         folder / "store.addr", role="learner", name="learner", config_digest=digest(config(CHANGES)), patience_s=30.0
     )
-    await learner.publish(Snapshot(await learner.begin(None), "tcp", "nowhere", "none"))
+    await learner.publish(VersionRef(await learner.begin(None), "tcp", "nowhere", "none"))
     run_id = learner.welcome.run_id
     await learner.aclose()
     return {"run_id": run_id, "config_digest": digest(config(CHANGES))}

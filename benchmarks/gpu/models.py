@@ -108,7 +108,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, slots: int, longest: int, chunk: int) -> None:
         mesh = layout.build(MeshConfig())
         sizes = Sizes(slots, longest, 1, 1, (128,), chunk, 4, page_tokens=64, logit_rows=1)
-        self.attention = device.chosen(spec, mesh, sizes)
+        self.attention = device.choose_kernels(spec, mesh, sizes)
         self._programs = programs.build(spec, mesh, layout.SAMPLER, sizes, self.attention)
         self._state, self._params, self._chunk = self._programs.empty(), weights(spec), chunk
         self._seed = jax.device_put(jax.random.key(0), self._programs.replicated)
@@ -261,7 +261,7 @@ def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> 
     sizes = Sizes(rows, tokens, rows, rows, (tokens,), 1, 4, page_tokens=64, logit_rows=rows)
     for layers in depths(quick):
         model = at_depth(spec, layers)
-        chosen = device.chosen(model, mesh, sizes)
+        chosen = device.choose_kernels(model, mesh, sizes)
         made = programs.build(model, mesh, layout.SAMPLER, sizes, chosen)
         held, words = (
             weights(model),

@@ -29,7 +29,7 @@ from jaxroll import wire
 from jaxroll.config import MeshConfig, TransferConfig
 from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.sharding import layout
 from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.publish import Publisher
@@ -51,7 +51,7 @@ def _target(spec: ModelSpec) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeSt
     return where, {name: jax.ShapeDtypeStruct(leaf.shape, DTYPE) for name, leaf in params.abstract(spec).items()}
 
 
-def _fetched(spec: ModelSpec, published: Snapshot) -> tuple[dict[str, jax.Array], float, float]:
+def _fetched(spec: ModelSpec, published: VersionRef) -> tuple[dict[str, jax.Array], float, float]:
     """The parameters on the device; seconds until they are on the host, and from there to the device."""
     where, shapes = _target(spec)
     started = time.perf_counter()
@@ -184,7 +184,7 @@ def _between(channel: str, spec: ModelSpec, folder: Path, quick: bool, rounds: i
                 nonlocal size_bytes, wrong
                 sender.tell(str(step))
                 answer = sender.answer()
-                found, fetch_s, place_s = _fetched(spec, wire.decode(bytes.fromhex(answer["published"]), Snapshot))
+                found, fetch_s, place_s = _fetched(spec, wire.decode(bytes.fromhex(answer["published"]), VersionRef))
                 rows.append({"publish_s": answer["publish_s"], "fetch_s": fetch_s, "place_s": place_s})
                 size_bytes = sum(leaf.nbytes for leaf in found.values())
                 wrong = wrong or differing(found, weights(spec, "float32", seed=step))

@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.store.server import config
 from jaxroll.config import digest
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.rpc import auth
 from jaxroll.store.client import StoreClient
 
@@ -182,6 +182,6 @@ def open_run(server: Server) -> None:
         server.ask(first)
 
 
-def snapshot(version: Version) -> Snapshot:
+def snapshot(version: Version) -> VersionRef:
     """Weights that nobody fetches."""
-    return Snapshot(version, "tcp", "nowhere", "none")
+    return VersionRef(version, "tcp", "nowhere", "none")

@@ -23,7 +23,7 @@ import grpc.aio
 
 from jaxroll import lifeline, wire
 from jaxroll.config import Config, LearnerConfig, ScheduleConfig, StoreConfig
-from jaxroll.records import Grant, Message, Snapshot, Task, Version
+from jaxroll.records import Grant, Message, Task, Version, VersionRef
 from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
 from jaxroll.store.server.server import serve
@@ -117,7 +117,7 @@ class Floor:
 
     async def published(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
         """Version 0.0."""
-        return _envelope(msg.PublishedReply(Snapshot(Version(0, 0), "tcp", "nowhere", "none")))
+        return _envelope(msg.PublishedReply(VersionRef(Version(0, 0), "tcp", "nowhere", "none")))
 
 
 def _envelope(message: Any) -> bytes:

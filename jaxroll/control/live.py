@@ -195,7 +195,7 @@ class Status:
     of_steps: int
     steps: deque[StepLine] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     running: dict[tuple[str, str], float] = field(default_factory=dict)  # (role, what) → unix time it began
-    _said: dict[str, tuple[str, float]] = field(default_factory=dict)  # role → its newest event, and when
+    _lines: dict[str, tuple[str, float]] = field(default_factory=dict)  # role → its newest event, and when
     _rates: dict[str, deque[float]] = field(default_factory=dict)
     _waits: dict[str, str] = field(default_factory=dict)  # who is being waited for → why
     _accuracy: tuple[float, int] | None = None
@@ -205,7 +205,7 @@ class Status:
         """Fold one row in; the plain line it is worth, if any."""
         role = str(row.get("role"))
         if row.get("kind") in ("step", "eval", "restart", "compile"):
-            self._said.pop(role, None)  # what it said it was at is over
+            self._lines.pop(role, None)  # what it said it was at is over
         match row.get("kind"):
             case "step":
                 return self._step(row)
@@ -219,7 +219,7 @@ class Status:
             case "compile":
                 return self._compile(row)
             case "event":
-                self._said[role] = (str(row.get("text")), float(row.get("t") or 0.0))
+                self._lines[role] = (str(row.get("text")), float(row.get("t") or 0.0))
                 return f"{role}: {row.get('text')}"
             case "restart":
                 self.forget(str(row.get("who")))
@@ -228,7 +228,7 @@ class Status:
     def forget(self, process: str) -> None:
         """Drop what a dead process was at."""
         self.running = {key: t for key, t in self.running.items() if not lives_in(key[0], process)}
-        for known in (self._rates, self._said):
+        for known in (self._rates, self._lines):
             for role in [role for role in known if lives_in(role, process)]:
                 del known[role]
 
@@ -241,7 +241,7 @@ class Status:
         busy = {role for role, _ in self.running}
         parts += [
             f"{role}: {text}, {max(0.0, now_unix_s - t):.0f} s"
-            for role, (text, t) in self._said.items()
+            for role, (text, t) in self._lines.items()
             if role not in busy and any(lives_in(role, p.name) and p.state == "running" for p in processes)
         ]
         parts += [f"{p.name} died, starts again soon" for p in processes if p.state == "backoff"]

@@ -106,7 +106,7 @@ class _Slot:
     stopping: bool = False
 
 
-class Bell:
+class WakeSignal:
     """Wakes who waits. `ring` may interrupt `wait` in its own thread, as the handler of a signal does: with an Event,
     whose lock is not reentrant, `set` would then wait for ever.
     """
@@ -149,7 +149,7 @@ class Supervisor:
         self._begun: set[str] = set()
         self._interrupts = 0
         self._hung_up = False
-        self._bell = Bell()
+        self._bell = WakeSignal()
         self._follower = metrics.Follower(run_dir / METRICS_FILE, at_end=True)
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
         self._tracker = metrics.JsonlTracker(run_dir / METRICS_FILE, self._observer.say)

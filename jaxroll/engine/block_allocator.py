@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class Pages:
+class BlockAllocator:
     """`count` pages, numbered from 0. A page is free again when its last holder drops it."""
 
     def __init__(self, count: int) -> None:
@@ -22,7 +22,7 @@ class Pages:
         """All pages."""
         return len(self._holders)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """`count` free pages, now with one holder each; ValueError when there are fewer (ask `free` first)."""
         if count > len(self._free):
             raise ValueError(f"{count} pages are asked for and {len(self._free)} of {self.count} are free")
@@ -40,7 +40,7 @@ class Pages:
             self._holders[page] += 1
         return shared
 
-    def drop(self, pages: Iterable[int]) -> None:
+    def free_pages(self, pages: Iterable[int]) -> None:
         """One holder less of each of `pages`; ValueError for a free one."""
         for page in pages:
             if not self._holders[page]:
@@ -49,6 +49,6 @@ class Pages:
             if not self._holders[page]:
                 self._free.append(page)
 
-    def holders(self, page: int) -> int:
+    def reference_count(self, page: int) -> int:
         """How many hold `page`; 0 for a free one."""
         return self._holders[page]

@@ -134,15 +134,15 @@ class Device:
         return Dispatch(report, self._sizes.chunk)
 
     @property
-    def words(self) -> int:
+    def mask_tokens(self) -> int:
         """V0: words that a mask speaks of; 0 in an engine without masks."""
         return self._state.allowed.shape[1]
 
-    def allow(self, masks: Mapping[int, np.ndarray]) -> None:
+    def set_token_masks(self, masks: Mapping[int, np.ndarray]) -> None:
         """What the requests in some slots may draw next: slot to bool [V]."""
         sizes = self._sizes
         slots = np.full(sizes.slots, sizes.slots, np.int32)
-        rows = np.ones((sizes.slots, self.words), bool)
+        rows = np.ones((sizes.slots, self.mask_tokens), bool)
         for index, (slot, mask) in enumerate(masks.items()):
             slots[index], rows[index] = slot, mask
         self._state = self._programs.allow(self._state, slots, rows)
@@ -157,16 +157,16 @@ class Device:
             what = f"{'prefill' if fresh else 'extend'} of {bucket} tokens"
             _timed(progress, what, lambda: self.prefill(params, fresh, bucket, []))  # noqa: B023
         _timed(progress, f"decode of {self._sizes.slots} slots", lambda: self.decode(params, 1, 1).report())
-        _timed(progress, "insert, restore and copy", self._move_nothing)
+        _timed(progress, "insert, restore and copy", self._run_empty_moves)
         self._warm = self._programs.compiled()
 
-    def _move_nothing(self) -> None:
+    def _run_empty_moves(self) -> None:
         sizes = self._sizes
         self._state = self._programs.insert(self._seed, self._state, packets.pack_inserts([], sizes))
         self._state = self._programs.restore(self._state, packets.pack_restores([], sizes))
         self._state = self._programs.copy(self._state, packets.pack_copies([], sizes))
         self.cancel([])
-        self.allow({})
+        self.set_token_masks({})
         self.load(0, [], SavedPages(self.save(0, [], 0).pages, 0))
 
     def compiles(self) -> int:
@@ -208,7 +208,7 @@ def _timed(progress: Progress | None, what: str, work: Callable[[], object]) -> 
 # --- choice of the attention implementation
 
 
-def chosen(
+def choose_kernels(
     spec: ModelSpec, mesh: Mesh, sizes: Sizes, *, prefill: str = choice.AUTO, paged: str = choice.AUTO
 ) -> choice.Serving:
     """The implementations for fresh prompts and for decoding; ConfigError when a named one cannot work on `mesh`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import get_args
 
@@ -25,8 +25,8 @@ from jaxroll.engine.device import Device
 from jaxroll.engine.ledger import Partial
 from jaxroll.engine.packets import Sizes
 from jaxroll.engine.requests import OnDone, Request, Result
-from jaxroll.engine.scheduler import Seating
-from jaxroll.engine.sequence import Limits, Seat
+from jaxroll.engine.scheduler import Scheduler
+from jaxroll.engine.sequence import Limits, Sequence
 from jaxroll.engine.stats import EngineStats, Latencies
 from jaxroll.engine.work import Work
 from jaxroll.errors import ConfigError, DataError
@@ -64,7 +64,7 @@ class Engine:
 
     def __init__(
         self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, slots: int, max_tokens: int, prefill_rows: int,
-        prefill_buckets: Sequence[int], decode_chunk: int, seed: int, flip: Flip = "keep_kv",
+        prefill_buckets: Iterable[int], decode_chunk: int, seed: int, flip: Flip = "keep_kv",
         refill: int | None = None, insert_rows: int | None = None, max_stops: int = 4, page_tokens: int = 0,
         cache_pages: int = 0, prefill_budget: int = 0, penalties: bool = False, masks: bool = False,
         decode: Callable[[list[int]], str] | None = None, clock: Callable[[], float] = unix_s,
@@ -82,11 +82,11 @@ class Engine:
         budget = prefill_budget or prefill_rows * sizes.buckets[-1]
         limits = Limits(prefill_rows, inserts, refill, sizes.buckets, page_tokens, budget, reserve=not cache_pages)
         self._sizes, self._flip, self._clock, self._vocab_size = sizes, flip, clock, spec.vocab_size
-        self.attention = device.chosen(spec, mesh, sizes, prefill=prefill_attention, paged=paged_attention)
+        self.attention = device.choose_kernels(spec, mesh, sizes, prefill=prefill_attention, paged=paged_attention)
         self._device = Device(spec, mesh, rules, sizes, seed=seed, attention=self.attention)
-        self._seating = Seating(slots, shards, sizes.shard_pages, sizes.logit_rows, limits)
-        self._work = Work(self._device, self._seating, sizes, clock, decode)
-        self._able = requests.Able(penalties, masks, decode is not None)
+        self._scheduler = Scheduler(slots, shards, sizes.shard_pages, sizes.logit_rows, limits)
+        self._work = Work(self._device, self._scheduler, sizes, clock, decode)
+        self._able = requests.Capabilities(penalties, masks, decode is not None)
         self._params: Params | None = None
         self._next: requests.Swap | None = None  # a swap that waits for running requests to end
         self._stats = EngineStats()
@@ -152,13 +152,13 @@ class Engine:
     def step(self) -> bool:
         """Do what there is to do, up to one decode dispatch; False if there was nothing to decode."""
         self._apply_commands()
-        self._flip_if_due()
+        self._swap_if_due()
         working = self._params is not None and not self._stats.suspended and self._generate(self._params)
         if not working:
             self._deliver()
             self.latencies.idle()
         self._stats = replace(
-            self._stats, queue_depth=len(self._seating.waiting), active=self._seating.active,
+            self._stats, queue_depth=len(self._scheduler.waiting), active=self._scheduler.active,
             compiles=self._device.compiles(),
         )  # fmt: skip
         return working
@@ -171,24 +171,24 @@ class Engine:
                 case requests.Add() as add:
                     prompt = np.asarray(add.request.prompt, np.int32)
                     most = len(prompt) + add.request.params.max_tokens
-                    self._seating.arrive(self._work.enter(add, Seat(add.request.id, prompt.tobytes(), most)))
+                    self._scheduler.add(self._work.enter(add, Sequence(add.request.id, prompt.tobytes(), most)))
                 case requests.Abort() as abort:
                     self._abort(abort)
                 case requests.Swap() as swap:
                     self._next = swap
-                    self._flip_if_due()
+                    self._swap_if_due()
                 case (requests.Suspend() | requests.Resume()) as command:
                     self._stats = replace(self._stats, suspended=isinstance(command, requests.Suspend))
 
-    def _flip_if_due(self) -> None:
+    def _swap_if_due(self) -> None:
         swap = self._next
         if swap is None:
             return
-        seating, stats = self._seating, self._stats
-        if self._flip == "drain" and (seating.active or any(seat.sampled for seat in seating.waiting)):
-            seating.held = True
+        scheduler, stats = self._scheduler, self._stats
+        if self._flip == "drain" and (scheduler.active or any(sequence.sampled for sequence in scheduler.waiting)):
+            scheduler.held = True
             return
-        seating.held = False
+        scheduler.held = False
         discarded = self._work.flip(swap.version, running=self._flip in ("restart", "reprefill"),
                                     forget_tokens=self._flip == "restart")  # fmt: skip
         self._params, self._next = swap.params, None
@@ -201,7 +201,7 @@ class Engine:
         if found is None:
             return
         add, drawn = found
-        self._gone(add, drawn)
+        self._is_aborted(add, drawn)
         if command.keep:
             self._deliver_partly(add, drawn)
 
@@ -209,11 +209,11 @@ class Engine:
         """Whether somebody had to leave, since its `allowed` gave no answer; it is told why."""
         refused = self._work.refused()
         for add, drawn, error in refused:
-            self._gone(add, drawn)
+            self._is_aborted(add, drawn)
             self._deliver_partly(add, drawn, error)
         return bool(refused)
 
-    def _gone(self, add: requests.Add, drawn: Partial | None) -> None:
+    def _is_aborted(self, add: requests.Add, drawn: Partial | None) -> None:
         tokens = len(drawn.tokens) if drawn else 0
         self._stats = replace(
             self._stats, aborted=self._stats.aborted + 1, tokens_aborted=self._stats.tokens_aborted + tokens
@@ -235,16 +235,16 @@ class Engine:
         begun_s = self._clock()
         filled = self._work.fill(params, version)
         refused = self._refuse()
-        if not self._seating.running:
-            return self._seating.active > 0 or refused
+        if not self._scheduler.running:
+            return self._scheduler.active > 0 or refused
         preempted = self._work.make_room(self._sizes.chunk)
-        if not self._seating.running:
+        if not self._scheduler.running:
             self._stats = replace(self._stats, preemptions=self._stats.preemptions + preempted)
             return True
         steps = self._work.steps()
-        if self._refuse() and not self._seating.running:
+        if self._refuse() and not self._scheduler.running:
             return True
-        dispatch = self._device.decode(params, steps, self._seating.until_idle())
+        dispatch = self._device.decode(params, steps, self._scheduler.until_idle())
         self._deliver()  # what ended in the dispatch before, while this one is under way
         asked_s = self._clock()
         report = dispatch.report()
@@ -252,12 +252,12 @@ class Engine:
         progressed = self._work.account(report)
         for add in progressed.begun:
             self.latencies.first(done_s - add.added_s)
-        self.latencies.dispatch(done_s, report.steps, self._seating.active > progressed.firsts)
+        self.latencies.dispatch(done_s, report.steps, self._scheduler.active > progressed.firsts)
         self._ended = [self._work.take(slot, ended, done_s, version) for slot, ended in progressed.ended.items()]
         self._leave([add.request.id for add, _ in self._ended])
         self._stats = self._stats.after_dispatch(
-            report.steps, self._sizes.slots, progressed, filled, preempted, waits=bool(self._seating.waiting),
-            prefill_rows=self._sizes.rows, prefix_hits=self._seating.prefix_hits,
+            report.steps, self._sizes.slots, progressed, filled, preempted, waits=bool(self._scheduler.waiting),
+            prefill_rows=self._sizes.rows, prefix_hits=self._scheduler.prefix_hits,
             step_s=done_s - begun_s, device_s=done_s - asked_s,
         )  # fmt: skip
         return True
@@ -267,7 +267,7 @@ class Engine:
         for add, result in ended:
             add.on_done(result)
 
-    def _leave(self, ids: Sequence[int]) -> None:
+    def _leave(self, ids: list[int]) -> None:
         with self._ids_lock:
             self._ids.difference_update(ids)
 

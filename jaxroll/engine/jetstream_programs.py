@@ -125,7 +125,7 @@ class SlotPrograms:
         tokens = jnp.maximum(jnp.where(marked, jnp.roll(padded, -1), padded), 0)
         length = jnp.minimum(length, padded.shape[0]) - marked  # of a prompt cut off, JetStream tells the whole length
         logits, keys, values = transformer.prefill(self.spec, params, tokens[None], length[None], layout=self.layout)
-        return Prefix(keys, values, length, self._drawn(logits, identity[None], length[None])[0], identity)
+        return Prefix(keys, values, length, self._sample(logits, identity[None], length[None])[0], identity)
 
     def insert(self, prefix: Prefix, state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
         """`state` with the prefix in `slot`, whatever stood there."""
@@ -158,7 +158,7 @@ class SlotPrograms:
             self.spec, params, state.cache, state.tokens, jnp.where(goes_on, state.positions, _IDLE),
             self._table(own), layout=self.layout,
         )  # fmt: skip
-        tokens = jnp.where(goes_on, self._drawn(logits, state.identities, ahead), state.tokens)
+        tokens = jnp.where(goes_on, self._sample(logits, state.identities, ahead), state.tokens)
         after = DecodeState(cache, tokens, jnp.where(goes_on, ahead, _IDLE), counts, state.identities)
         return after, jnp.stack([state.tokens, running.astype(jnp.int32), counts], axis=1)
 
@@ -166,7 +166,7 @@ class SlotPrograms:
         """The pages of slots that stand at `own` in their shard."""
         return own[..., None] * self.serving.table + jnp.arange(self.serving.table)
 
-    def _drawn(
+    def _sample(
         self, logits: Float[Array, "S V"], identities: Int[Array, "S 3"], positions: Int[Array, " S"]
     ) -> Int[Array, " S"]:
         """One token a row for `positions`, keyed as the engine keys it."""

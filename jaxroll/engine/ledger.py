@@ -48,7 +48,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Progressed:
+class Progress:
     """What one dispatch brought: tokens drawn by decode, who has its first token now, and who ended, by slot."""
 
     decoded: int
@@ -66,9 +66,9 @@ class Ledger:
 
     def __init__(self, slots: int, rows: int) -> None:
         self._running: list[_Running | None] = [None] * slots
-        self._history, self._flips = History(rows, slots), Flips()
+        self._history, self._flips = History(rows, slots), WeightSwaps()
 
-    def flip(self, version: Version) -> None:
+    def swap_version(self, version: Version) -> None:
         """Tokens are drawn at `version` from now on."""
         row = self._history.rows
         self._flips.forget_before(min((r.start_row for r in self._running if r is not None), default=row))
@@ -81,7 +81,7 @@ class Ledger:
             running.count, running.start_s = len(before.tokens), before.start_s
         self._running[slot] = running
 
-    def account(self, report: packets.Report) -> Progressed:
+    def account(self, report: packets.Report) -> Progress:
         """Take in a dispatch's report."""
         counts, status = report.counts.tolist(), report.status.tolist()
         decoded, begun = 0, []
@@ -99,7 +99,7 @@ class Ledger:
             if status[slot] != packets.RUNNING:
                 ended[slot] = Ended(packets.FINISH[status[slot]])
         self._history.add(report.tokens, report.logprobs)
-        return Progressed(decoded, tuple(begun), ended)
+        return Progress(decoded, tuple(begun), ended)
 
     def take(self, slot: int, ended: Ended, end_s: float) -> tuple[Add, Result]:
         """The request in `slot` and what it came to; the slot is empty afterwards."""
@@ -183,7 +183,7 @@ class History:
         return self._tokens[rows, slot], self._logprobs[rows, slot]
 
 
-class Flips:
+class WeightSwaps:
     """Which version was in force in which row."""
 
     def __init__(self) -> None:

@@ -41,7 +41,7 @@ class Prefix:
 
 
 @dataclass
-class Prefixes:
+class PrefixCache:
     """Those that are known, by shard and tokens, and the free rows of logits."""
 
     rows: list[int]

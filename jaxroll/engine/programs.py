@@ -26,7 +26,7 @@ from jaxroll.models import cache as dense
 from jaxroll.models import cache as kv
 from jaxroll.models import params as model_params
 from jaxroll.models import transformer
-from jaxroll.models.cache import SideBySide, refreshed
+from jaxroll.models.cache import ContiguousCache, refreshed
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 from jaxroll.sharding.layout import Layout, Rules, sharding
@@ -41,7 +41,7 @@ class DecodeState:
     """
 
     cache: kv.KVCache
-    side: SideBySide | None  # the same once more, where steps read it so
+    side: ContiguousCache | None  # the same once more, where steps read it so
     logits: Float[Array, "E V"]
     requests: Int[Array, "S C"]  # see packets.request_row
     text: Int[Array, "S W"]  # prompt and answer up to the last token, where penalties need it (else W = 0)
@@ -211,7 +211,7 @@ class _Model:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Drawers:
+class _SamplingRows:
     """What N requests draw by, whatever the position: everything that need not be computed again for each token."""
 
     requests: Int[Array, "N C"]
@@ -223,17 +223,17 @@ class _Drawers:
         return packets.floats(self.requests[:, column])
 
 
-def _drawers(seed: Key[Array, ""], requests: Int[Array, "N C"]) -> _Drawers:
+def _sampling_rows(seed: Key[Array, ""], requests: Int[Array, "N C"]) -> _SamplingRows:
     column = requests.T
     run_keys = sampling.seeded(seed, column[packets.SEED], (column[packets.FLAGS] & packets.OWN_SEED) > 0)
     identity = column[packets.GROUP], column[packets.MEMBER], column[packets.SALT]
     temperature, top_p, min_p = (packets.floats(column[i]) for i in (packets.TEMPERATURE, packets.TOP_P, packets.MIN_P))
     some = jnp.any(sampling.truncates(temperature, column[packets.TOP_K], top_p, min_p))
-    return _Drawers(requests, jax.vmap(sampling.request_key)(run_keys, *identity), some)
+    return _SamplingRows(requests, jax.vmap(sampling.request_key)(run_keys, *identity), some)
 
 
 def _draw(
-    by: _Drawers, logits: Float[Array, "N V"], positions: Int[Array, " N"], text: Int[Array, "N W"],
+    by: _SamplingRows, logits: Float[Array, "N V"], positions: Int[Array, " N"], text: Int[Array, "N W"],
     allowed: Bool[Array, "N V0"],
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:  # fmt: skip
     """One token per request for `positions`, and its log-prob; what stands before them is `text`."""
@@ -285,24 +285,24 @@ def _insert(sizes: Sizes, seed: Key[Array, ""], state: DecodeState, packed: Int[
     """`state` with requests in slots, each with its own copy of a page, their first token drawn."""
     slots, rows, shards, sources, targets, positions = (packed[:, i] for i in range(6))
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
-    tokens, logprobs = _draw(_drawers(seed, requests), state.logits[rows], positions, text, state.allowed[slots])
+    tokens, logprobs = _draw(_sampling_rows(seed, requests), state.logits[rows], positions, text, state.allowed[slots])
     state = _with_copies(state, shards, sources, targets)
     text = _with_token(text, tokens, positions)
-    return _seated(state, slots, requests, text, tokens, logprobs, positions, jnp.ones_like(tokens))
+    return _write_slot(state, slots, requests, text, tokens, logprobs, positions, jnp.ones_like(tokens))
 
 
 def _restore(sizes: Sizes, state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
     """`state` with requests in slots that go on after a token they drew before."""
     slots, tokens, logprobs, positions, counts = (packed[:, i] for i in range(5))
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
-    return _seated(state, slots, requests, text, tokens, packets.floats(logprobs), positions, counts)
+    return _write_slot(state, slots, requests, text, tokens, packets.floats(logprobs), positions, counts)
 
 
 def _with_token(text: Int[Array, "N W"], tokens: Int[Array, " N"], positions: Int[Array, " N"]) -> Int[Array, "N W"]:
     return text.at[jnp.arange(len(tokens)), positions].set(tokens, mode="drop") if text.shape[1] else text
 
 
-def _seated(
+def _write_slot(
     state: DecodeState, slots: Int[Array, " N"], requests: Int[Array, "N C"], text: Int[Array, "N W"],
     tokens: Int[Array, " N"], logprobs: Float[Array, " N"], positions: Int[Array, " N"], counts: Int[Array, " N"],
 ) -> DecodeState:  # fmt: skip
@@ -356,7 +356,12 @@ def _load(state: DecodeState, place: Int[Array, " J1"], pages: Pages) -> DecodeS
 
 
 def _decode_step(
-    model: _Model, params: Params, by: _Drawers, state: DecodeState, tables: Int[Array, "S J"], last: Int[Array, ""]
+    model: _Model,
+    params: Params,
+    by: _SamplingRows,
+    state: DecodeState,
+    tables: Int[Array, "S J"],
+    last: Int[Array, ""],
 ) -> DecodeState:
     """`state` with one more token in every running slot, none of which is beyond position `last`.
 
@@ -369,7 +374,7 @@ def _decode_step(
             model.spec, params, state.cache, *at, layout=model.layout, attention=model.attention.paged.name
         )
     else:
-        logits, cache, side = transformer.decode_side_by_side(
+        logits, cache, side = transformer.decode_contiguous(
             model.spec, params, state.cache, side, *at, last, layout=model.layout
         )
     positions = state.positions + running
@@ -396,7 +401,7 @@ def _decode(
     chunk, slots = sizes.chunk, sizes.slots
     steps_wanted, enough_idle = limits
     where = jnp.where(state.status == packets.RUNNING, state.positions, -1)
-    last, by = jnp.max(where), _drawers(seed, state.requests)
+    last, by = jnp.max(where), _sampling_rows(seed, state.requests)
     if state.side is not None:
         split = lambda x: x.reshape(state.cache.shards, -1, *x.shape[1:])  # noqa: E731
         state = replace(state, side=refreshed(state.side, state.cache, split(tables), split(where)))

@@ -12,7 +12,7 @@ from jaxroll.models.params import Params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version
 
-Allowed = Callable[[np.ndarray], np.ndarray]  # tokens drawn so far, int32 [T]; the words that may be next, bool [V]
+TokenMask = Callable[[np.ndarray], np.ndarray]  # tokens drawn so far, int32 [T]; the words that may be next, bool [V]
 
 _KEY_LIMIT = 2**31
 
@@ -38,7 +38,7 @@ class Request:
     params: SamplingParams
     position: int = 0
     keep: bool = False
-    allowed: Allowed | None = None
+    allowed: TokenMask | None = None
 
     @property
     def first_position(self) -> int:
@@ -97,7 +97,7 @@ class Swap:
     params: Params
 
 
-def allowed_next(request: Request, drawn: np.ndarray, vocab_size: int) -> np.ndarray:
+def next_mask(request: Request, drawn: np.ndarray, vocab_size: int) -> np.ndarray:
     """What `request` allows after it has drawn the tokens `drawn`: bool [V]; DataError if that is no answer."""
     assert request.allowed is not None
     name = f"request {request.id}: its `allowed`"
@@ -116,7 +116,7 @@ Command = Add | Abort | Suspend | Resume | Swap
 
 
 @dataclass(frozen=True)
-class Able:
+class Capabilities:
     """What an engine can do beyond its sizes, since that takes memory or a tokenizer."""
 
     penalties: bool = False
@@ -124,7 +124,7 @@ class Able:
     text: bool = False
 
 
-def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int, able: Able) -> None:
+def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int, able: Capabilities) -> None:
     """DataError if `request` cannot be served by an engine with these sizes: says what and what to do."""
     prompt, params, name = request.prompt, request.params, f"request {request.id}"
     if not isinstance(prompt, np.ndarray) or prompt.ndim != 1 or prompt.dtype.kind not in "iu":

@@ -1,4 +1,4 @@
-"""The words of the engine's schedule: seats, the sizes it keeps to, and what it asks of the device."""
+"""The words of the engine's schedule: sequences, the sizes it keeps to, and what it asks of the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Limits:
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
+class Sequence:
     """A request from its arrival to its end. `most` is the most positions of the cache that it can come to need.
 
     `sampled` are the tokens that it has drawn; all but the last of them are, or are to be, in the cache. `computed`
@@ -40,8 +40,8 @@ class Seat:
 
     id: int
     prompt: bytes
-    most: int
-    order: int = 0
+    max_positions: int
+    arrival: int = 0
     slot: int | None = None
     table: list[int] = field(default_factory=list)
     prefix: Prefix | None = None
@@ -57,7 +57,7 @@ class Seat:
         return len(self.prompt) // TOKEN_BYTES
 
     @property
-    def cached(self) -> int:
+    def positions_wanted(self) -> int:
         """Positions that must be in the cache before it can draw its next token."""
         return self.prompt_tokens + max(self.sampled - 1, 0)
 
@@ -66,7 +66,7 @@ class Seat:
 class Row:
     """`count` tokens of `owner` from position `start` on, to be computed."""
 
-    owner: Prefix | Seat
+    owner: Prefix | Sequence
     start: int
     count: int
 
@@ -82,21 +82,21 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`seat` runs from now on; its first token is drawn from `logit_row`, after `copies` (page, to page) are made."""
+    """`sequence` runs from now on; its first token is sampled from `logit_row` after `copies` (page, to page)."""
 
-    seat: Seat
+    sequence: Sequence
     logit_row: int | None
     copies: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
-    """`seat` was in `slot` and had the pages of `table`, which belong to others now.
+class Preempted:
+    """`sequence` was in `slot` and had the pages of `table`, which belong to others now.
 
-    They are worth keeping if the seat is `swapped`, and nothing was drawn yet if not.
+    They are worth keeping if the sequence is `swapped`, and nothing was drawn yet if not.
     """
 
-    seat: Seat
+    sequence: Sequence
     slot: int
     shard: int
     table: tuple[int, ...]
@@ -107,6 +107,6 @@ def bucket_of(tokens: int, buckets: Iterable[int]) -> int:
     return min(size for size in buckets if size >= tokens)
 
 
-def end_of(owner: Prefix | Seat) -> int:
+def end_of(owner: Prefix | Sequence) -> int:
     """How many of its tokens are to be computed."""
-    return owner.length if isinstance(owner, Prefix) else owner.cached
+    return owner.length if isinstance(owner, Prefix) else owner.positions_wanted

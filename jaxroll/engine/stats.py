@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxroll.engine.ledger import Progressed
+from jaxroll.engine.ledger import Progress
 from jaxroll.engine.work import Filled
 from jaxroll.records import Version
 
@@ -59,7 +59,7 @@ class EngineStats:
         return 1 - self.device_s / self.step_s if self.step_s else None
 
     def after_dispatch(
-        self, steps: int, slots: int, progressed: Progressed, filled: Filled, preempted: int, *, waits: bool,
+        self, steps: int, slots: int, progressed: Progress, filled: Filled, preempted: int, *, waits: bool,
         prefill_rows: int, prefix_hits: int, step_s: float, device_s: float,
     ) -> EngineStats:  # fmt: skip
         """These counters after one more dispatch of `steps` decode steps."""

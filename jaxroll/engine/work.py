@@ -9,12 +9,12 @@ import numpy as np
 
 from jaxroll.engine import packets
 from jaxroll.engine.device import Device, SavedPages
-from jaxroll.engine.ledger import Ended, Ledger, Partial, Progressed
+from jaxroll.engine.ledger import Ended, Ledger, Partial, Progress
 from jaxroll.engine.packets import Sizes
 from jaxroll.engine.prefix_cache import Prefix
-from jaxroll.engine.requests import Add, Result, allowed_next
-from jaxroll.engine.scheduler import Seating
-from jaxroll.engine.sequence import Chunk, Row, Seat, Start
+from jaxroll.engine.requests import Add, Result, next_mask
+from jaxroll.engine.scheduler import Scheduler
+from jaxroll.engine.sequence import Chunk, Row, Sequence, Start
 from jaxroll.errors import DataError
 from jaxroll.models.params import Params
 from jaxroll.records import Version
@@ -45,53 +45,53 @@ class Work:
     """The requests in the engine. All methods belong to the stepping thread."""
 
     def __init__(
-        self, device: Device, seating: Seating, sizes: Sizes, clock: Callable[[], float], decode: Decode | None
+        self, device: Device, scheduler: Scheduler, sizes: Sizes, clock: Callable[[], float], decode: Decode | None
     ) -> None:  # fmt: skip
         self._decode = decode
-        self._device, self._seating, self._sizes, self._clock = device, seating, sizes, clock
+        self._device, self._scheduler, self._sizes, self._clock = device, scheduler, sizes, clock
         self._ledger = Ledger(sizes.slots, sizes.max_tokens + sizes.chunk)
         self._open: dict[int, _Open] = {}
         self._refused: dict[int, DataError] = {}  # requests that cannot go on
         self._tables_of = -1
 
-    def enter(self, add: Add, seat: Seat) -> Seat:
-        """`seat`, whose request is known from now on."""
+    def enter(self, add: Add, sequence: Sequence) -> Sequence:
+        """`sequence`, whose request is known from now on."""
         self._open[add.request.id] = _Open(add)
-        return seat
+        return sequence
 
     # --- before a dispatch
 
     def fill(self, params: Params, version: Version) -> Filled:
         """Admit, compute prompts within the budget, and start whoever is ready."""
-        for seat in self._seating.admit():
-            assert seat.slot is not None
-            saved = self._open[seat.id].saved
+        for sequence in self._scheduler.admit():
+            assert sequence.slot is not None
+            saved = self._open[sequence.id].saved
             assert saved is not None
-            self._device.load(self._seating.shard_of(seat.slot), seat.table, saved)
-            self._open[seat.id].saved = None
-        chunks = self._seating.prefills(busy=bool(self._seating.running))
+            self._device.load(self._scheduler.shard_of(sequence.slot), sequence.table, saved)
+            self._open[sequence.id].saved = None
+        chunks = self._scheduler.prefill_chunks(busy=bool(self._scheduler.running))
         for chunk in chunks:
             self._compute(params, chunk)
-        started = self._seating.starting()
+        started = self._scheduler.start_rows()
         self._start(started, version)
         rows = [row for chunk in chunks for row in chunk.rows]
         return Filled(len(chunks), len(rows), sum(row.count for row in rows), len(started))
 
     def make_room(self, steps: int) -> int:
         """Pages for the next `steps` tokens; returns how many requests gave theirs away for it."""
-        victims = self._seating.grow(steps)
+        victims = self._scheduler.grow(steps)
         for victim in victims:
-            if not victim.seat.swapped:
+            if not victim.sequence.swapped:
                 self._ledger.forget(victim.slot)
                 continue
-            one = self._open[victim.seat.id]
+            one = self._open[victim.sequence.id]
             _, one.before = self._ledger.interrupt(victim.slot)
-            one.saved = self._device.save(victim.shard, victim.table, victim.seat.cached)
+            one.saved = self._device.save(victim.shard, victim.table, victim.sequence.positions_wanted)
         if victims:
             self._device.cancel([victim.slot for victim in victims])
-        if self._tables_of != self._seating.changes:
-            self._tables_of = self._seating.changes
-            self._device.set_tables([seat.table if seat else () for seat in self._seating.seats])
+        if self._tables_of != self._scheduler.changes:
+            self._tables_of = self._scheduler.changes
+            self._device.set_tables([sequence.table if sequence else () for sequence in self._scheduler.sequences])
         return len(victims)
 
     def _compute(self, params: Params, chunk: Chunk) -> None:
@@ -116,29 +116,31 @@ class Work:
             tokens, logits = np.concatenate([np.frombuffer(owner.prompt, np.int32), before.tokens]), None
         return packets.PrefillRow(tokens[row.start : end], row.start, self._shard(owner), owner.table, logits)
 
-    def _shard(self, owner: Prefix | Seat) -> int:
+    def _shard(self, owner: Prefix | Sequence) -> int:
         if isinstance(owner, Prefix):
             return owner.shard
         assert owner.slot is not None
-        return self._seating.shard_of(owner.slot)
+        return self._scheduler.shard_of(owner.slot)
 
     def _start(self, started: list[Start], version: Version) -> None:
         inserts, restores, copies, now_s = [], [], [], self._clock()
         for start in started:
-            seat, one = start.seat, self._open[start.seat.id]
-            assert seat.slot is not None
+            sequence, one = start.sequence, self._open[start.sequence.id]
+            assert sequence.slot is not None
             request, before = one.add.request, one.before
-            self._ledger.start(seat.slot, one.add, now_s, version, before)
-            made = [(self._shard(seat), *copy) for copy in start.copies]
+            self._ledger.start(sequence.slot, one.add, now_s, version, before)
+            made = [(self._shard(sequence), *copy) for copy in start.copies]
             if before is None:
                 assert start.logit_row is not None
                 copy = made[0] if made else (0, 0, self._sizes.shard_pages)
-                inserts.append((seat.slot, start.logit_row, copy, seat.prompt_tokens, request))
+                inserts.append((sequence.slot, start.logit_row, copy, sequence.prompt_tokens, request))
                 continue
             copies += made
-            restores.append((seat.slot, before.tokens, float(before.logprobs[-1]), seat.cached, request))
+            restores.append(
+                (sequence.slot, before.tokens, float(before.logprobs[-1]), sequence.positions_wanted, request)
+            )
         self._device.copy(copies)
-        self._allow([start.seat for start in started], everyone=True)
+        self._allow([start.sequence for start in started], everyone=True)
         self._device.restore(restores)
         self._device.insert(inserts)
 
@@ -147,55 +149,57 @@ class Work:
 
         0 where even its first token is not known here yet.
         """
-        asking = [seat for seat in self._seating.running if self._open[seat.id].add.request.allowed is not None]
-        if any(not seat.sampled for seat in asking):
+        asking = [
+            sequence for sequence in self._scheduler.running if self._open[sequence.id].add.request.allowed is not None
+        ]
+        if any(not sequence.sampled for sequence in asking):
             return 0
         self._allow(asking, everyone=False)
         return 1 if asking else self._sizes.chunk
 
-    def _allow(self, seats: list[Seat], *, everyone: bool) -> None:
+    def _allow(self, sequences: list[Sequence], *, everyone: bool) -> None:
         """Tell the device what may be drawn next; `everyone`: anything, for those that do not say."""
         if not self._sizes.masks:
             return
         masks: dict[int, np.ndarray] = {}
-        for seat in seats:
-            assert seat.slot is not None
-            request = self._open[seat.id].add.request
+        for sequence in sequences:
+            assert sequence.slot is not None
+            request = self._open[sequence.id].add.request
             if request.allowed is not None:
                 try:
-                    masks[seat.slot] = allowed_next(request, self._drawn(seat), self._device.words)
+                    masks[sequence.slot] = next_mask(request, self._drawn(sequence), self._device.mask_tokens)
                 except DataError as error:
-                    self._refused[seat.id] = error  # it leaves before anything is drawn for it
+                    self._refused[sequence.id] = error  # it leaves before anything is drawn for it
             elif everyone:
-                masks[seat.slot] = np.ones(1, bool)
+                masks[sequence.slot] = np.ones(1, bool)
         if masks:
-            self._device.allow(masks)
+            self._device.set_token_masks(masks)
 
-    def _drawn(self, seat: Seat) -> np.ndarray:
-        """What the request in `seat` has drawn, as far as it is known here."""
-        before = self._open[seat.id].before
-        if seat.sampled == 0:
+    def _drawn(self, sequence: Sequence) -> np.ndarray:
+        """What the request in `sequence` has drawn, as far as it is known here."""
+        before = self._open[sequence.id].before
+        if sequence.sampled == 0:
             return np.zeros(0, np.int32)
-        assert seat.slot is not None
-        if before is not None and len(before.tokens) == seat.sampled:
+        assert sequence.slot is not None
+        if before is not None and len(before.tokens) == sequence.sampled:
             return before.tokens
-        return self._ledger.tokens(seat.slot)
+        return self._ledger.tokens(sequence.slot)
 
     # --- after a dispatch
 
-    def account(self, report: packets.Report) -> Progressed:
+    def account(self, report: packets.Report) -> Progress:
         """Take in what a dispatch did."""
         progressed = self._ledger.account(report)
         cut: list[int] = []
-        for seat in self._seating.running:
-            assert seat.slot is not None
-            self._seating.progressed(seat.slot, int(report.counts[seat.slot]))
-            strings = self._open[seat.id].add.request.params.stop_strings
-            tokens = self._completed(seat.slot, strings) if strings else None
+        for sequence in self._scheduler.running:
+            assert sequence.slot is not None
+            self._scheduler.note_sampled(sequence.slot, int(report.counts[sequence.slot]))
+            strings = self._open[sequence.id].add.request.params.stop_strings
+            tokens = self._completed(sequence.slot, strings) if strings else None
             if tokens is not None:
-                if seat.slot not in progressed.ended:
-                    cut.append(seat.slot)
-                progressed.ended[seat.slot] = Ended("stop", tokens)
+                if sequence.slot not in progressed.ended:
+                    cut.append(sequence.slot)
+                progressed.ended[sequence.slot] = Ended("stop", tokens)
         if cut:
             self._device.cancel(cut)
         return progressed
@@ -215,7 +219,7 @@ class Work:
         # What another version computed is no beginning for anyone.
         if add.request.keep and all(run.version == version for run in result.completion.versions):
             kept = np.concatenate([add.request.prompt, result.completion.tokens[:-1]]).astype(np.int32).tobytes()
-        self._seating.release(slot, kept)
+        self._scheduler.release(slot, kept)
         del self._open[add.request.id]
         return add, result
 
@@ -231,8 +235,8 @@ class Work:
 
     def abort(self, id: int) -> tuple[Add, Partial | None] | None:
         """The request and what it has drawn (None: nothing); None if it is not here any more."""
-        running = {seat.id: (seat.slot, seat.sampled) for seat in self._seating.running}
-        if self._seating.abort(id) is None:
+        running = {sequence.id: (sequence.slot, sequence.sampled) for sequence in self._scheduler.running}
+        if self._scheduler.abort(id) is None:
             return None
         one = self._open.pop(id)
         slot, sampled = running.get(id, (None, 0))
@@ -246,10 +250,10 @@ class Work:
 
     def flip(self, version: Version, *, running: bool, forget_tokens: bool) -> int:
         """New weights from now on; returns how many tokens were thrown away for it."""
-        seats = {seat.slot: seat.id for seat in self._seating.running}
-        slots = self._seating.flip(running=running, forget_tokens=forget_tokens)
+        sequences = {sequence.slot: sequence.id for sequence in self._scheduler.running}
+        slots = self._scheduler.swap_weights(running=running, forget_tokens=forget_tokens)
         for slot in slots:
-            _, self._open[seats[slot]].before = self._ledger.interrupt(slot)
+            _, self._open[sequences[slot]].before = self._ledger.interrupt(slot)
         if slots:
             self._device.cancel(slots)
         discarded = 0
@@ -259,5 +263,5 @@ class Work:
             if forget_tokens and one.before is not None:
                 discarded += len(one.before.tokens)
                 one.before = None
-        self._ledger.flip(version)
+        self._ledger.swap_version(version)
         return discarded

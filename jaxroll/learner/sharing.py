@@ -28,7 +28,7 @@ from jaxroll.learner.samples import Sample
 
 
 @dataclass(frozen=True)
-class Family:
+class PromptGroup:
     """Samples whose first `shared` tokens are equal and lie once; 0 for one that brings all of its own.
 
     `lengths` are their other tokens, `cost` is what all of it costs in the units of `packing.work`.
@@ -40,7 +40,7 @@ class Family:
     cost: float
 
     @classmethod
-    def of(cls, members: Iterable[tuple[int, int]], shared: int, quadratic: float) -> Family:
+    def of(cls, members: Iterable[tuple[int, int]], shared: int, quadratic: float) -> PromptGroup:
         """The family of (sample, its own tokens)."""
         samples, lengths = zip(*members, strict=True)
         own = work(lengths, quadratic) + 2 * quadratic * shared * np.asarray(lengths)
@@ -51,12 +51,12 @@ class _Row:
     """What is in a row so far, and the room that is left."""
 
     def __init__(self, rows: SharedRows) -> None:
-        self.families: list[Family] = []
-        self.answers: list[list[tuple[int, Family]]] = [[] for _ in range(rows.stretches)]  # samples by stretch
+        self.families: list[PromptGroup] = []
+        self.answers: list[list[tuple[int, PromptGroup]]] = [[] for _ in range(rows.stretches)]  # samples by stretch
         self.cost = 0.0
         self._prompts, self._left = rows.prompt_tokens, [rows.tokens] * rows.stretches
 
-    def places(self, family: Family) -> dict[int, int]:
+    def places(self, family: PromptGroup) -> dict[int, int]:
         """The stretch for each sample of the family for which there is room: longest first, into the fullest."""
         left, found = list(self._left), {}
         if family.shared > self._prompts:
@@ -68,7 +68,7 @@ class _Row:
                 left[stretch] -= length
         return found
 
-    def put(self, family: Family) -> bool:
+    def put(self, family: PromptGroup) -> bool:
         """Take all of the family; False, and nothing is taken, where there is no room for that."""
         if sum(family.lengths) > sum(self._left):
             return False
@@ -84,7 +84,7 @@ class _Row:
         return True
 
 
-def families(samples: Sequence[Sample], rows: SharedRows, quadratic: float = 0.0) -> list[Family]:
+def prompt_groups(samples: Sequence[Sample], rows: SharedRows, quadratic: float = 0.0) -> list[PromptGroup]:
     """`samples` by what they can share, in the order in which they come."""
     found: dict[tuple[int, bytes], list[int]] = {}
     for index, sample in enumerate(samples):
@@ -93,7 +93,7 @@ def families(samples: Sequence[Sample], rows: SharedRows, quadratic: float = 0.0
         key = (-1 - index, b"") if own else (shared, sample.tokens[:shared].tobytes())
         found.setdefault(key, []).append(index)
     return [
-        Family.of([(i, len(samples[i].tokens) - max(shared, 0)) for i in members], max(shared, 0), quadratic)
+        PromptGroup.of([(i, len(samples[i].tokens) - max(shared, 0)) for i in members], max(shared, 0), quadratic)
         for (shared, _), members in found.items()
     ]
 
@@ -111,7 +111,7 @@ def pack(
 
     The arguments are those of `packing.pack`; buckets count rows of `rows.row_tokens`.
     """
-    units = families(samples, rows, quadratic)
+    units = prompt_groups(samples, rows, quadratic)
     _check(max((length for unit in units for length in unit.lengths), default=0), rows)
     filled = _first_fit(units, rows, quadratic)
     batches = []
@@ -132,7 +132,7 @@ def _check(longest: int, rows: SharedRows) -> None:
         )  # fmt: skip
 
 
-def _first_fit(units: Sequence[Family], rows: SharedRows, quadratic: float) -> list[_Row]:
+def _first_fit(units: Sequence[PromptGroup], rows: SharedRows, quadratic: float) -> list[_Row]:
     """Rows that hold all units, dearest first, each whole where it fits into a row that there is, or into one of its
     own; else as much of it as that one takes.
     """
@@ -144,9 +144,9 @@ def _first_fit(units: Sequence[Family], rows: SharedRows, quadratic: float) -> l
             first = row.places(left)
             if len(first) < len(left.samples):
                 pairs = list(zip(left.samples, left.lengths, strict=True))
-                taken = Family.of([pair for pair in pairs if pair[0] in first], left.shared, quadratic)
+                taken = PromptGroup.of([pair for pair in pairs if pair[0] in first], left.shared, quadratic)
                 assert row.put(taken), "an empty row takes what it has places for"
-                left = Family.of([pair for pair in pairs if pair[0] not in first], left.shared, quadratic)
+                left = PromptGroup.of([pair for pair in pairs if pair[0] not in first], left.shared, quadratic)
     return filled
 
 

@@ -110,11 +110,11 @@ class Trainer:
         """The parameters that the model computes with now; with adapters a copy of all, merged."""
         return self.programs.merge(self.state.params, self.base) if self.lora else self.state.params
 
-    def published(self) -> states.Params:
+    def publishable_params(self) -> states.Params:
         """What samplers are sent of every version: `params`, or the adapters if these are to travel by themselves."""
         return self.state.params if self.sends_adapters else self.params()
 
-    def frozen(self) -> states.Params:
+    def base_params(self) -> states.Params:
         """What samplers are sent once and for all, if adapters travel by themselves: what these are put upon."""
         return self.base
 
@@ -145,14 +145,14 @@ class Trainer:
 
     def train(self, claim: Claim) -> Metrics:
         """Train on `claim`, one optimizer step per substep; the metrics of the step. Raises like `finished`."""
-        return self.finished(self.started(self.prepared(claim)))
+        return self.await_step(self.dispatch_step(self.prepare(claim)))
 
     @property
     def prepares_ahead(self) -> bool:
         """Whether a claim may be prepared before the step before it is done: what it is made into asks no model."""
         return self.critic is None and not _kl_in_reward(self.config)
 
-    def prepared(self, claim: Claim) -> Ready:
+    def prepare(self, claim: Claim) -> Ready:
         """`claim` laid out on the devices; where a model prices or judges its tokens, by the parameters as they are."""
         costs = self._kl_costs if _kl_in_reward(self.config) else None
         values = self._values if self.critic else None
@@ -162,7 +162,7 @@ class Trainer:
             claim, prepared, packed, [[self.programs.placed(batch.streams) for batch in batches] for batches in packed]
         )
 
-    def started(self, ready: Ready) -> Running:
+    def dispatch_step(self, ready: Ready) -> Running:
         """The step on `ready`, queued: from here on `state` and `params()` are those after it."""
         placed = ready.placed
         for name in self.programs.recipe.added:
@@ -170,7 +170,7 @@ class Trainer:
         reports = [self._substep(batches) for batches in placed]
         return Running(ready, reports, self._train_critic(ready.prepared.substeps, ready.packed, placed))
 
-    def finished(self, running: Running) -> Metrics:
+    def await_step(self, running: Running) -> Metrics:
         """The metrics of the step, once the devices are through with it.
 
         Raises JaxRollError when a gradient is not finite; the state is then spoilt and must be restored.

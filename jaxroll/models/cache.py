@@ -143,7 +143,7 @@ STALE = ("slots", None)
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class SideBySide:
+class ContiguousCache:
     """Keys (already rotated) and values of each layer by level (`kernels.dense`), B slots in each of D shards.
 
     What stands in a `stale` slot is another request's.
@@ -156,7 +156,7 @@ class SideBySide:
 
 def abstract_contiguous(
     spec: ModelSpec, shards: int, slots: int, tokens: int, page_tokens: int, mesh: Mesh, rules: Rules
-) -> SideBySide:
+) -> ContiguousCache:
     """Room for `tokens` of each of `slots` in all, as ShapeDtypeStructs with shardings."""
 
     def leaf(shape: tuple[int, ...], logical: tuple[str | None, ...], dtype: str) -> jax.ShapeDtypeStruct:
@@ -167,18 +167,18 @@ def abstract_contiguous(
     keys = tuple(leaf((shards, own, K, H, C), KEYS, dtype) for C in lengths)
     values = tuple(leaf((shards, own, K, C, H), VALUES, dtype) for C in lengths)
     stale = leaf((shards, own), STALE, "bool")
-    return SideBySide((keys,) * spec.layers, (values,) * spec.layers, stale)  # pyright: ignore[reportArgumentType]
+    return ContiguousCache((keys,) * spec.layers, (values,) * spec.layers, stale)  # pyright: ignore[reportArgumentType]
 
 
-def taken(side: SideBySide, slots: Int[Array, " N"]) -> SideBySide:
+def taken(side: ContiguousCache, slots: Int[Array, " N"]) -> ContiguousCache:
     """`side` when requests take `slots`, counted over all shards; a number beyond them is left out."""
     stale = side.stale.reshape(-1).at[slots].set(True, mode="drop")
     return replace(side, stale=stale.reshape(side.stale.shape))
 
 
 def refreshed(
-    side: SideBySide, cache: KVCache, tables: Int[Array, "D B J"], positions: Int[Array, "D B"]
-) -> SideBySide:
+    side: ContiguousCache, cache: KVCache, tables: Int[Array, "D B J"], positions: Int[Array, "D B"]
+) -> ContiguousCache:
     """`side` with nothing stale: of such a slot its pages' positions 0 … positions - 1, and zeros behind them.
 
     A slot whose position is negative is left as it is, and stays stale.
@@ -188,7 +188,7 @@ def refreshed(
     order = jnp.argsort(~wanted, axis=1)  # those that are wanted come first
     count = jnp.max(jnp.sum(wanted, axis=1))
 
-    def some(i: Int[Array, ""], side: SideBySide) -> SideBySide:
+    def some(i: Int[Array, ""], side: ContiguousCache) -> ContiguousCache:
         at = jax.lax.dynamic_slice_in_dim(order, i * rows, rows, axis=1)
         mine = jnp.take_along_axis(wanted, at, axis=1)
         known = jnp.where(mine, jnp.take_along_axis(positions, at, axis=1), 0)
@@ -231,9 +231,9 @@ def _gathered(
 
 
 def with_token(
-    side: SideBySide, layer: int, keys: Float[Array, "D B K H"], values: Float[Array, "D B K H"],
+    side: ContiguousCache, layer: int, keys: Float[Array, "D B K H"], values: Float[Array, "D B K H"],
     positions: Int[Array, "D B"],
-) -> SideBySide:  # fmt: skip
+) -> ContiguousCache:  # fmt: skip
     """`side` with one more key and value of `layer` in each slot, at its position; none where that is negative."""
     put = lambda old, new: (*old[:layer], new, *old[layer + 1 :])  # noqa: E731
     return replace(
@@ -244,7 +244,7 @@ def with_token(
 
 
 def attend(
-    side: SideBySide, layer: int, q: Float[Array, "D B 1 N H"], positions: Int[Array, "D B"], last: Int[Array, ""]
+    side: ContiguousCache, layer: int, q: Float[Array, "D B 1 N H"], positions: Int[Array, "D B"], last: Int[Array, ""]
 ) -> Float[Array, "D B 1 N H"]:
     """Attention of one more token in every slot; none stands beyond position `last`."""
     over_shards = jax.vmap(dense, in_axes=(0, 0, 0, 0, None))

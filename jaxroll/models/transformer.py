@@ -19,7 +19,7 @@ from jaxroll.kernels.attention import SharedRows
 from jaxroll.kernels.cached import blocks, paged, reach
 from jaxroll.kernels.choice import XLA
 from jaxroll.models import cache as dense
-from jaxroll.models.cache import KVCache, SideBySide, appended, constrained, filled
+from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained, filled
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import PRODUCT, Block, Decoder, rotation
 from jaxroll.models.params import module
@@ -189,18 +189,18 @@ def decode(
     return decoder.logits(decoder.final_norm(x)), constrained(KVCache(tuple(keys), tuple(values)), layout)
 
 
-def decode_side_by_side(
+def decode_contiguous(
     spec: ModelSpec,
     params: Params,
     cache: KVCache,
-    side: SideBySide,
+    side: ContiguousCache,
     tokens: Int[Array, " S"],
     positions: Int[Array, " S"],
     tables: Int[Array, "S J"],
     last: Int[Array, ""],
     *,
     layout: Layout | None = None,
-) -> tuple[Float[Array, "S V"], KVCache, SideBySide]:
+) -> tuple[Float[Array, "S V"], KVCache, ContiguousCache]:
     """`decode` that reads what the pages hold side by side, and writes the token to both; no slot is beyond `last`."""
     decoder = module(spec, params)
     keys, values = list(cache.keys), list(cache.values)

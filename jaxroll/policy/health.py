@@ -72,17 +72,17 @@ class Health(msgspec.Struct):
             return 0.0
         return min(LONGEST_S, max(FIRST_S, took_s) * 2 ** (1 + max(TRIAL_FROM, self.rests)))
 
-    def slowed(self, rest_s: float, now_s: float) -> None:
+    def begin_slow_rest(self, rest_s: float, now_s: float) -> None:
         """A put that brings this rest, for it was slow."""
         self.failures, self.rests = 0, max(TRIAL_FROM, self.rests + 1)
         self.rest_s, self.rested_at_s, self.error = rest_s, now_s, SLOW
 
-    def failed(self, rest_s: float, error: str, now_s: float) -> None:
+    def note_failure(self, rest_s: float, error: str, now_s: float) -> None:
         """One more failure, which counts and brings this rest (0: none)."""
         self.failures, self.error = self.failures + 1, error
         if rest_s > 0:
             self.failures, self.rests, self.rest_s, self.rested_at_s = 0, self.rests + 1, rest_s, now_s
 
-    def succeeded(self) -> None:
+    def note_success(self) -> None:
         """A put: what was counted halves, and a rest is over."""
         self.failures, self.rests, self.rested_at_s = 0, self.rests // 2, None

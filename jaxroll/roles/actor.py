@@ -26,7 +26,7 @@ from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.members import Members, Play, episode_counts, training_params, until_one_ends
+from jaxroll.roles.members import MemberPlayer, Members, episode_counts, training_params, until_one_ends
 from jaxroll.roles.sampler import address_file
 from jaxroll.rollout.episode import Transcript
 from jaxroll.rpc import auth, tls
@@ -45,7 +45,7 @@ def main(args: RoleArgs) -> int:
     thread = sessions.loop_thread(f"actor-{args.index}", args.config)
     try:
         session = sessions.Session(f"actor-{args.index}", args, pool, thread.loop)
-        told_to = sessions.heed_signals(session)
+        told_to = sessions.install_signal_handlers(session)
         sessions.ended(thread.start(_run(session)))
         return EXIT_INTERRUPTED if told_to.is_set() else 0
     finally:
@@ -56,16 +56,16 @@ def main(args: RoleArgs) -> int:
 async def _run(session: sessions.Session) -> None:
     config = session.config
     tokenizer = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
-    await session.run(asyncio.sleep(0), lambda: Acting(session, tokenizer).run())
+    await session.run(asyncio.sleep(0), lambda: ActorLoops(session, tokenizer).run())
 
 
-class Acting:
+class ActorLoops:
     """The members in flight, the samplers that they ask, and the loops around both."""
 
     def __init__(self, session: sessions.Session, tokenizer: Tokenizer) -> None:
         self.session, self.config, self.store = session, session.config, session.store
         self.samplers = Samplers(self._clients(), self.config.schedule.replicate, session.progress)
-        self.manager = session.players(None, tokenizer, training_params(session, tokenizer))
+        self.manager = session.play_roles(None, tokenizer, training_params(session, tokenizer))
         self.members = Members(session, actor_members(self.config), self._version, self._begin)
         self.version: Version | None = None  # what the store is told: it never goes back
         self._first = asyncio.Event()
@@ -104,7 +104,7 @@ class Acting:
         await self.samplers.has(self.version)  # nothing is leased while nobody could sample it
         return self.version
 
-    def _begin(self, grant: Grant) -> Play:
+    def _begin(self, grant: Grant) -> MemberPlayer:
         assert self.version is not None, "nothing was granted before a version was told"
         table = self.samplers.table(self.version)
 

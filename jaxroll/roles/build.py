@@ -12,7 +12,7 @@ from jaxroll.engine.engine import Engine
 from jaxroll.learner.lora import Lora
 from jaxroll.models import families, pretrained
 from jaxroll.protocols import Tokenizer
-from jaxroll.roles.weights import Adapted, Progress, WeightFollower, Whole
+from jaxroll.roles.weights import AdaptedParameters, FullParameters, Progress, WeightFollower
 from jaxroll.rpc.tls import Material
 from jaxroll.serving.engine_thread import EngineHost
 from jaxroll.sharding import layout as meshes
@@ -74,9 +74,9 @@ def inference(
     receiver, layout = Receiver(config.transfer, token=token, tls=tls), rules.Layout(mesh, rules.SAMPLER)
     adapters = Lora.of(config.learner)
     if adapters is None or config.learner.lora_publish == "merged":
-        arriving = Whole(receiver, spec, layout)
+        arriving = FullParameters(receiver, spec, layout)
     else:
-        arriving = Adapted(receiver, spec, layout, adapters, config.transfer.dtype)
+        arriving = AdaptedParameters(receiver, spec, layout, adapters, config.transfer.dtype)
     in_turns = role == "sampler" and config.schedule.rolling  # who has a turn keeps it until its engine has flipped
     in_force_s = config.transfer.deadline_s if in_turns else 0.0
     return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s))

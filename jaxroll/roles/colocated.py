@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # it loads JAX, which must come after the scoring pools
     pass
 
 
-class Turn(AbstractContextManager):
+class DeviceLock(AbstractContextManager):
     """A lock that is had in the order in which it was asked for: an engine between two steps asks again at once, and
     would keep a plain one from everybody else. Not reentrant."""
 
@@ -41,7 +41,7 @@ class Turn(AbstractContextManager):
         self._guard, self._taken = threading.Lock(), False
         self._asking: deque[threading.Semaphore] = deque()
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> DeviceLock:
         with self._guard:
             if not self._taken:
                 self._taken = True
@@ -59,12 +59,12 @@ class Turn(AbstractContextManager):
                 self._taken = False
 
 
-class TrainerByTurns(Trainer):
+class LockedTrainer(Trainer):
     """A trainer whose programs are queued in turns. What only waits or reads (`finished`) takes none, and neither does
     what copies on each device for itself: the copy that is published, a checkpoint that is written or restored."""
 
     def __init__(
-        self, turn: Turn, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array
+        self, turn: DeviceLock, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array
     ) -> None:
         with turn:
             super().__init__(config, spec, mesh, rules, key=key)
@@ -88,22 +88,22 @@ class TrainerByTurns(Trainer):
     def prepared(self, claim: Claim) -> Ready:
         """See Trainer."""
         with self._turn:
-            return super().prepared(claim)
+            return super().prepare(claim)
 
     def started(self, ready: Ready) -> Running:
         """See Trainer."""
         with self._turn:
-            return super().started(ready)
+            return super().dispatch_step(ready)
 
     def published(self) -> Params:
         """See Trainer."""
         with self._turn:
-            return super().published()
+            return super().publishable_params()
 
     def frozen(self) -> Params:
         """See Trainer."""
         with self._turn:
-            return super().frozen()
+            return super().base_params()
 
 
 # --- All roles with devices in one process, which share its devices by turns (`placement.colocated`)
@@ -132,12 +132,12 @@ def main(args: RoleArgs) -> int:
     """Sample, train and evaluate until the schedule's last step is done (0) or until told to stop
     (EXIT_INTERRUPTED)."""
     told, stop = threading.Event(), threading.Event()  # by a signal; by that, or by a part that failed
-    lives = [sessions.Life(part, args) for part in parts(args)]
+    lives = [sessions.EngineProcess(part, args) for part in role_specs(args)]
     from jaxroll.roles import learner
 
-    turn = Turn()
-    others = [Other(life, turn, stop.set) for life in lives]
-    sessions.show_when_asked(*(life.open() for life in lives))
+    turn = DeviceLock()
+    others = [RoleThread(life, turn, stop.set) for life in lives]
+    sessions.print_stacks_on_signal(*(life.open() for life in lives))
     lifeline.on_stop(lambda: (told.set(), stop.set()))
 
     def begin() -> None:
@@ -147,10 +147,10 @@ def main(args: RoleArgs) -> int:
             other.start()
 
     # Not before there are weights of this life: those that the store knows may be of one that has ended.
-    beside = learner.Beside(functools.partial(TrainerByTurns, turn), begin)
+    beside = learner.ColocationHooks(functools.partial(LockedTrainer, turn), begin)
     code = 1
     try:
-        code = learner.lived(args, stop, beside=beside)
+        code = learner.run_learner(args, stop, beside=beside)
         if code == 0:  # the run is closed: the evaluator ends after its last answers
             evaluating = [other for other in others if other.name == "evaluator"]
             _wait_for(evaluating, args.config.supervisor.finish_s, told)
@@ -162,13 +162,13 @@ def main(args: RoleArgs) -> int:
     return code
 
 
-def parts(args: RoleArgs) -> list[sessions.Part]:
+def role_specs(args: RoleArgs) -> list[sessions.RoleSpec]:
     """What is played beside the learner."""
     found = [sampler.part(replace(args, index=index)) for index in range(args.config.sampler.count)]
     return [*found, evaluator.part(args.config)] if args.config.evaluator.every else found
 
 
-def leave(others: Sequence[Other]) -> None:
+def leave(others: Sequence[RoleThread]) -> None:
     """Ask all to end, and wait `LEAVE_S` for that; whoever is left has an `error`."""
     for other in others:
         other.ask_to_leave()
@@ -179,7 +179,7 @@ def leave(others: Sequence[Other]) -> None:
             print(f"error: {other.error}", file=sys.stderr, flush=True)
 
 
-def _wait_for(others: Sequence[Other], limit_s: float, stop: threading.Event | None = None) -> None:
+def _wait_for(others: Sequence[RoleThread], limit_s: float, stop: threading.Event | None = None) -> None:
     """Return when all have ended, after `limit_s`, or when `stop` is set."""
     until_s = time.monotonic() + limit_s
     while any(other.is_alive() for other in others) and time.monotonic() < until_s:
@@ -188,10 +188,10 @@ def _wait_for(others: Sequence[Other], limit_s: float, stop: threading.Event | N
         time.sleep(LOOK_S)  # not Event.wait: a signal that sets it then would wait for itself
 
 
-class Other(threading.Thread):
+class RoleThread(threading.Thread):
     """A life beside the learner's, on a thread of its own. `error` is what it failed by, told by `failed`."""
 
-    def __init__(self, life: sessions.Life, turn: Turn, failed: Callable[[], None]) -> None:
+    def __init__(self, life: sessions.EngineProcess, turn: DeviceLock, failed: Callable[[], None]) -> None:
         super().__init__(name=life.part.role, daemon=True)
         self.error: BaseException | None = None
         self._life, self._turn, self._failed = life, turn, failed

@@ -16,7 +16,7 @@ from jaxroll.config import Config, RoleArgs
 from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.protocols import SamplingParams
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.roles import session as sessions
 from jaxroll.rollout import manager
 
@@ -31,15 +31,15 @@ def main(args: RoleArgs) -> int:
     return sessions.main(part(args.config), args)
 
 
-def part(config: Config) -> sessions.Part:
+def part(config: Config) -> sessions.RoleSpec:
     """What the evaluator plays."""
-    return sessions.Part(
-        "evaluator", lambda session: Evaluating(session).run(),
+    return sessions.RoleSpec(
+        "evaluator", lambda session: EvaluatorLoops(session).run(),
         mesh=config.evaluator.mesh, slots=config.evaluator.slots, flip="keep_kv",
     )  # fmt: skip
 
 
-class Evaluating:
+class EvaluatorLoops:
     """One evaluation after another."""
 
     def __init__(self, session: sessions.EngineSession) -> None:
@@ -75,7 +75,7 @@ class Evaluating:
                 due = step - step % self.config.evaluator.every + self.config.evaluator.every
             held = snapshot.version
 
-    async def _bring(self, snapshot: Snapshot) -> bool:
+    async def _bring(self, snapshot: VersionRef) -> bool:
         try:
             await self.session.parts.follower.bring(snapshot)
         except TransferError as error:  # superseded while we were busy: the next one will do

@@ -41,7 +41,7 @@ from jaxroll.models import families, pretrained
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Version
 from jaxroll.roles import build
-from jaxroll.roles.weights import Progress, Teller, weights_token
+from jaxroll.roles.weights import BackgroundPublisher, Progress, weights_token
 from jaxroll.rpc import tls
 from jaxroll.sharding import layout
 from jaxroll.store.client import BlockingStore
@@ -107,7 +107,7 @@ def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str,
 #     claim s → train → publish s+1 → ack s → (every C steps) checkpoint s+1 → durable s+1
 #
 # Steps overlap: while the devices compute step s, the claim of s+1 is asked for and laid out (`_ahead`), and what step
-# s-1 made is published and acknowledged (`Teller`). It waits for the store only: for claims, and
+# s-1 made is published and acknowledged (`BackgroundPublisher`). It waits for the store only: for claims, and
 # for the publication before this one. On SIGTERM, SIGINT or SIGHUP it finishes its
 # step, checkpoints, and leaves; killed at any other instant it starts again from the last durable version, and the
 # store
@@ -126,7 +126,7 @@ FORKED_FILE = ".forked"  # tells the supervisor that the others may start
 
 
 @dataclass(frozen=True)
-class Beside:
+class ColocationHooks:
     """What a learner does for others in its process: `trainer` is made in place of a Trainer, `published` is called
     when the first weights of this life can be fetched, and a fork is done if one is asked for."""
 
@@ -134,22 +134,24 @@ class Beside:
     published: Callable[[], None]
 
 
-ALONE = Beside(Trainer, lambda: None)
+ALONE = ColocationHooks(Trainer, lambda: None)
 
 
 def main(args: RoleArgs) -> int:
     """Train until the schedule's last step is done (0) or until told to stop (EXIT_INTERRUPTED)."""
     stop = threading.Event()
     lifeline.on_stop(stop.set)
-    others = processes.joined(args, stop)
+    others = processes.join(args, stop)
     if isinstance(others, Follower):
-        return _followed(args, stop, others)
+        return _run_follower(args, stop, others)
     if isinstance(others, Leader):
-        return _led(args, stop, others)
-    return lived(args, stop)
+        return _run_leader(args, stop, others)
+    return run_learner(args, stop)
 
 
-def lived(args: RoleArgs, stop: threading.Event, leader: Leader | None = None, beside: Beside = ALONE) -> int:
+def run_learner(
+    args: RoleArgs, stop: threading.Event, leader: Leader | None = None, beside: ColocationHooks = ALONE
+) -> int:
     """One life of the learner, until the schedule's last step is done (0) or `stop` is set (EXIT_INTERRUPTED)."""
     session = LearnerSession(args, stop, leader, beside)
     try:
@@ -158,15 +160,15 @@ def lived(args: RoleArgs, stop: threading.Event, leader: Leader | None = None, b
         session.close()
 
 
-def _led(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:
+def _run_leader(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:
     """As on one host; what goes wrong here ends all processes."""
     with leader:
-        code = lived(args, stop, leader)
+        code = run_learner(args, stop, leader)
         leader.end(code)
         return code
 
 
-def _followed(args: RoleArgs, stop: threading.Event, leader: Follower) -> int:
+def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> int:
     """What the leader says, done. Asked to leave, this process asks the leader."""
     lifeline.on_stop(leader.ask_to_stop)
     if stop.is_set():  # while the others were not there yet
@@ -182,7 +184,7 @@ def _followed(args: RoleArgs, stop: threading.Event, leader: Follower) -> int:
                                   "All its hosts need the run's folder, and that of model.path.")  # fmt: skip
             return params
 
-        code = lockstep.follow(leader, trainer, checkpoints, start, _sent(args.config).dtype)
+        code = lockstep.run_follower_steps(leader, trainer, checkpoints, start, _sent(args.config).dtype)
         checkpoints.close()
         return code
 
@@ -204,10 +206,10 @@ class LearnerSession:
         args: RoleArgs,
         stop: threading.Event,
         leader: Leader | None = None,
-        beside: Beside = ALONE,
+        beside: ColocationHooks = ALONE,
     ) -> None:
         self.args, self.config, self._stop, self._beside = args, args.config, stop, beside
-        self._made = beside.trainer if leader is None else functools.partial(lockstep.LeadingTrainer, leader.tell)
+        self._made = beside.trainer if leader is None else functools.partial(lockstep.LeadingTrainer, leader.send)
         self.store = BlockingStore(
             args.store_address or args.run_dir / "store.addr",
             role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
@@ -216,7 +218,7 @@ class LearnerSession:
         self._end = FINISHED  # the reason with which the run is closed when this life ends it
         self.progress = Progress("learner", lambda row: self.store.report([row]))
         self.publisher = _publisher(args)
-        self.teller = Teller(self.store, self.publisher)
+        self.teller = BackgroundPublisher(self.store, self.publisher)
         folder, kept = args.run_dir / "checkpoints", self.config.learner.checkpoints_kept
         self.checkpoints = lockstep.checkpoints(folder, kept, leader)
 
@@ -239,7 +241,7 @@ class LearnerSession:
         self.progress.end("building the learner")
         self.progress.devices(trainer.layout.mesh, {"packed": str(trainer.programs.recipe.attention)})
         if trainer.sends_adapters:
-            self.publisher.freeze(version, trainer.frozen())
+            self.publisher.freeze(version, trainer.base_params())
         self._publish(trainer, version)  # first, so that samplers compile while we do
         self._beside.published()
         self.progress.start("compiling the learner")
@@ -333,7 +335,7 @@ class LearnerSession:
                 self._end = END_OF_DATA
                 break
             wait_s, t0 = time.monotonic() - began, unix_s()
-            return Work(trainer.prepared(claim), wait_s, t0)
+            return Work(trainer.prepare(claim), wait_s, t0)
         return None
 
     def _ahead(self, trainer: Trainer, version: Version, running: Running) -> Ready | None:
@@ -351,21 +353,21 @@ class LearnerSession:
             claim = asked.result()
         except (NotReady, Closed, InfraError):
             return None  # asked again once there is nothing else to do, with new patience
-        return trainer.prepared(claim)
+        return trainer.prepare(claim)
 
     def _step(self, trainer: Trainer, version: Version, work: Work) -> tuple[Version, Work | None]:
         """Train on `work` and have it told; the version that this made, and the work of the next step if it is here."""
-        claim, running = work.ready.claim, trainer.started(work.ready)
+        claim, running = work.ready.claim, trainer.dispatch_step(work.ready)
         after = Version(version.lineage, version.step + 1)
         ready = self._ahead(trainer, after, running)
-        row, t1 = trainer.finished(running), unix_s()
+        row, t1 = trainer.await_step(running), unix_s()
         self.teller.settle()  # who is told of a version finds it: the publisher keeps the last two
         published = after.step % self.config.schedule.publish_every == 0 or after.step == self.config.schedule.steps
-        weights = self.publisher.start(after, trainer.published()) if published else None
+        weights = self.publisher.start(after, trainer.publishable_params()) if published else None
         row |= {"role": "learner", "kind": "step", "step": after.step, "lineage": version.lineage,
                 "t0": work.t0, "t1": t1, "train_s": t1 - work.t0, "wait_s": work.wait_s,
                 "replayed": claim.replayed, "groups": [group.group for group in claim.groups]}  # fmt: skip
-        self.teller.tell(version, row, weights)
+        self.teller.publish(version, row, weights)
         if claim.checkpoint_wanted or after.step % self.config.learner.checkpoint_every == 0:
             self.teller.settle()
             self._checkpoint(trainer, after)
@@ -373,8 +375,8 @@ class LearnerSession:
         return after, Work(ready, 0.0, unix_s()) if ready else None
 
     def _publish(self, trainer: Trainer, version: Version) -> None:
-        self.store.publish(self.publisher.publish(version, trainer.published()))
-        self.publisher.told(version)
+        self.store.publish(self.publisher.publish(version, trainer.publishable_params()))
+        self.publisher.drop_older(version)
 
     def _checkpoint(self, trainer: Trainer, version: Version) -> None:
         self.checkpoints.save(version, self.store.position, trainer.state, trainer.base_digest())

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from jaxroll.env_checks import described
-from jaxroll.envs.executors.choice import Places
+from jaxroll.envs.executors.choice import Executors
 from jaxroll.errors import Closed, Conflict, Fenced, InfraError, NoCredit, StaleClient, StoreRefusal, Unauthorized
 from jaxroll.protocols import SamplingParams, Tokenizer
 from jaxroll.records import Failed, Grant, Member, Version
@@ -33,7 +33,7 @@ GATHER_S = 0.01  # how long room for a part of a group waits for more: a call le
 MAX_ERROR_CHARS = 1000
 Key = tuple[int, int, int]  # group, member, attempt
 # (member, attempt, where to write what is said) → the member, finished or failed
-Play = Callable[[int, int, Transcript], Awaitable[Member]]
+MemberPlayer = Callable[[int, int, Transcript], Awaitable[Member]]
 
 
 class Members:
@@ -47,7 +47,11 @@ class Members:
     """
 
     def __init__(
-        self, session: Session, capacity: int, version: Callable[[], Awaitable[Version]], begin: Callable[[Grant], Play]
+        self,
+        session: Session,
+        capacity: int,
+        version: Callable[[], Awaitable[Version]],
+        begin: Callable[[Grant], MemberPlayer],
     ) -> None:
         self.session, self.config, self.store = session, session.config, session.store
         self.capacity, self._version, self._begin = capacity, version, begin
@@ -126,25 +130,25 @@ class Members:
             await asyncio.sleep(0.2)
         return []
 
-    def _start(self, key: Key, play: Play) -> None:
+    def _start(self, key: Key, play: MemberPlayer) -> None:
         self.playing[key] = Transcript()
         self.open[key] = task = asyncio.ensure_future(self._produce(key, play))
         task.add_done_callback(lambda task: self._over(key, task))  # also of one that is cancelled before it begins
 
     def _over(self, key: Key, task: asyncio.Task[None]) -> None:
         self.open.pop(key, None)
-        self._played(key)
+        self._play(key)
         if task.cancelled():
             if key not in self._cancelled:  # as foreign code does that cancels all tasks of the loop
-                self._lose(key, "its task was cancelled by other code")
+                self._drop_leases(key, "its task was cancelled by other code")
             self._cancelled.discard(key)
         elif isinstance(error := task.exception(), InfraError):
-            self._lose(key, described(error))
+            self._drop_leases(key, described(error))
         elif error is not None:
             self._failure = error
             self._failed.set()
 
-    def _lose(self, key: Key, why: str) -> None:
+    def _drop_leases(self, key: Key, why: str) -> None:
         """Count a member that was not put. Its lease is renewed no more, and the store gives it to another."""
         self.lost += 1
         self.session.progress(f"member {key} was not put: {why}")
@@ -154,16 +158,16 @@ class Members:
         assert self._failure is not None
         raise self._failure
 
-    def _played(self, key: Key) -> None:
+    def _play(self, key: Key) -> None:
         self.playing.pop(key, None)
         self.room.set()
 
-    async def _produce(self, key: Key, play: Play) -> None:
+    async def _produce(self, key: Key, play: MemberPlayer) -> None:
         try:
             member = await play(key[1], key[2], said := self.playing[key])
-            self._played(key)
+            self._play(key)
             if await self._put(member) == "SURPLUS":
-                self._let_go(said)
+                self._abort_members(said)
         except Closed:
             self.session.request_stop()
         except (Fenced, Conflict) as refusal:  # somebody else owns this member now, or it is there already
@@ -210,14 +214,14 @@ class Members:
             self.ended.add(key)
         elif key in self.playing and not lost.cancelling():  # of one on its way to the store the store's answer says
             self._cancel(key)
-            self._let_go(self.playing[key])
+            self._abort_members(self.playing[key])
 
     def _cancel(self, key: Key) -> None:
         if (task := self.open.get(key)) is not None:
             self._cancelled.add(key)
             task.cancel()
 
-    def _let_go(self, said: Transcript) -> None:
+    def _abort_members(self, said: Transcript) -> None:
         """One member more that nobody needs; what it drew of an answer that is not whole the engine counts."""
         self.aborted += 1
         self.tokens_let_go += said.sampled
@@ -257,9 +261,9 @@ def training_params(session: Session, tokenizer: Tokenizer) -> SamplingParams:
     return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, (tokenizer.eos_id,))
 
 
-def episode_counts(manager: RolloutManager, places: Places) -> dict[str, Any]:
+def episode_counts(manager: RolloutManager, places: Executors) -> dict[str, Any]:
     """How episodes went since the start: ended, failed, environments that were asked again or given up."""
-    counts, asked = manager.counts, manager.asked
+    counts, asked = manager.counts, manager.env_calls
     return {
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
         "env_retries": asked.retries, "env_overdue": asked.overdue, "env_calls_abandoned": asked.abandoned,

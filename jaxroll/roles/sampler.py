@@ -17,7 +17,7 @@ from jaxroll.config import RoleArgs
 from jaxroll.config.rules import episode_tokens, sampler_members
 from jaxroll.records import Grant, Version
 from jaxroll.roles import session as sessions
-from jaxroll.roles.members import Members, Play, episode_counts, training_params, until_one_ends
+from jaxroll.roles.members import MemberPlayer, Members, episode_counts, training_params, until_one_ends
 from jaxroll.roles.session import EngineSession
 from jaxroll.rpc import auth, protocol, tls
 from jaxroll.rpc.server import RawServer
@@ -107,16 +107,16 @@ def main(args: RoleArgs) -> int:
     return sessions.main(part(args), args)
 
 
-def part(args: RoleArgs) -> sessions.Part:
+def part(args: RoleArgs) -> sessions.RoleSpec:
     """What a sampler plays."""
     config = args.config
-    return sessions.Part(
-        f"sampler-{args.index}", lambda session: Sampling(session).run(),
+    return sessions.RoleSpec(
+        f"sampler-{args.index}", lambda session: SamplerLoops(session).run(),
         mesh=config.sampler.mesh, slots=config.sampler.slots, flip=config.schedule.flip,
     )  # fmt: skip
 
 
-class Playing:
+class RolloutPlay:
     """Members that are leased and played here."""
 
     def __init__(self, session: sessions.EngineSession) -> None:
@@ -135,17 +135,17 @@ class Playing:
         assert follower.version is not None, "`first` says that there are weights"
         return follower.version
 
-    def _begin(self, grant: Grant) -> Play:
+    def _begin(self, grant: Grant) -> MemberPlayer:
         return lambda member, attempt, said: self._manager.run_member(grant, member, attempt, transcript=said)
 
 
-class Sampling:
+class SamplerLoops:
     """The engine, its weights, who asks it, and the loops around them."""
 
     def __init__(self, session: sessions.EngineSession) -> None:
         self.session, self.store = session, session.store
         self.engine = session.parts.engine
-        self.asking = Serving(session) if session.config.placement.actors else Playing(session)
+        self.asking = Serving(session) if session.config.placement.actors else RolloutPlay(session)
         self._reported = (time.monotonic(), self.engine.stats())
 
     async def run(self) -> None:

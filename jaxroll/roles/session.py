@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jaxroll import lifeline
 from jaxroll.config import Config, Flip, MeshConfig, RoleArgs
 from jaxroll.envs import registry
-from jaxroll.envs.executors.choice import Places
+from jaxroll.envs.executors.choice import Executors
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
@@ -52,7 +52,7 @@ class Session:
         self.stopping = asyncio.Event()
         self._rows: list[dict] = []
         self.store: StoreClient
-        self.places: Places
+        self.places: Executors
         self.progress = Progress(role, self.add_row)
 
     def request_stop(self) -> None:
@@ -71,14 +71,14 @@ class Session:
         rows, self._rows = self._rows, []
         return rows
 
-    def players(self, proxy: LLMProxy | None, tokenizer: Tokenizer, sampling: SamplingParams) -> RolloutManager:
+    def play_roles(self, proxy: LLMProxy | None, tokenizer: Tokenizer, sampling: SamplingParams) -> RolloutManager:
         """Plays members against `proxy` (None: each against its own), each environment where it asks to run."""
         return RolloutManager(proxy, self.places.create, tokenizer, sampling, bounds=bounds_of(self.config))
 
     async def run(self, ready: Awaitable[None], play: Callable[[], Awaitable[None]]) -> None:
         """Connect, send rows as they come, and play until `play` ends, the run is closed or a stop is requested.
 
-        `play` begins when `ready` is there. WornOut when environments have left no threads to play with.
+        `play` begins when `ready` is there. RestartRequired when environments have left no threads to play with.
         """
         self.store = await StoreClient.connect(
             self.args.store_address or self.args.run_dir / "store.addr",
@@ -95,9 +95,9 @@ class Session:
                 wrapped.cancel()
                 return
             wrapped.result()
-            self.places = Places(self.pool, self.config)
+            self.places = Executors(self.pool, self.config)
             playing = asyncio.ensure_future(play())
-            wearing = asyncio.ensure_future(self.places.worn_out())
+            wearing = asyncio.ensure_future(self.places.raise_when_worn_out())
             await asyncio.wait([playing, stopping, reporting, wearing], return_when="FIRST_COMPLETED")
             for job in (playing, reporting, wearing):
                 if job.done():
@@ -140,7 +140,7 @@ class EngineSession(Session):
 
     def manager(self, sampling: SamplingParams) -> RolloutManager:
         """Plays members against this process's engine."""
-        return self.players(self.proxy, self.parts.tokenizer, sampling)
+        return self.play_roles(self.proxy, self.parts.tokenizer, sampling)
 
     async def built(self, parts: Future[Inference]) -> None:
         """Return when the engine is there."""
@@ -166,7 +166,7 @@ def ended(session: Future[T], timeout_s: float | None = None) -> T:
         raise InfraError(reason) from error
 
 
-def heed_signals(session: Session) -> threading.Event:
+def install_signal_handlers(session: Session) -> threading.Event:
     """Stop the session when told to (the event is set then), and print where it is when asked by SIGUSR1."""
     told_to = threading.Event()
 
@@ -174,12 +174,12 @@ def heed_signals(session: Session) -> threading.Event:
         told_to.set()
         session.request_stop()
 
-    show_when_asked(session)
+    print_stacks_on_signal(session)
     lifeline.on_stop(stop)
     return told_to
 
 
-def show_when_asked(*sessions: Session) -> None:
+def print_stacks_on_signal(*sessions: Session) -> None:
     """At SIGUSR1 print where every task of the `sessions` is, and every thread."""
 
     def show(*_: object) -> None:
@@ -193,7 +193,7 @@ def show_when_asked(*sessions: Session) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class RoleSpec:
     """What is played beside an engine of `slots` slots on `mesh`, under the name `role`."""
 
     role: str
@@ -203,15 +203,15 @@ class Part:
     flip: Flip
 
 
-def main(part: Part, args: RoleArgs) -> int:
+def main(part: RoleSpec, args: RoleArgs) -> int:
     """Play `part` until it ends (0) or is stopped (EXIT_INTERRUPTED)."""
-    life = Life(part, args)
-    told_to = heed_signals(life.open())
+    life = EngineProcess(part, args)
+    told_to = install_signal_handlers(life.open())
     life.run()
     return EXIT_INTERRUPTED if told_to.is_set() else 0
 
 
-class Life:
+class EngineProcess:
     """One life of a part: its scoring pool, its loop thread, and its engine on the thread that calls `run`.
 
     In the order of construction, `open` and `run`, since the pool starts before JAX and gRPC are loaded.
@@ -219,7 +219,7 @@ class Life:
 
     session: EngineSession
 
-    def __init__(self, part: Part, args: RoleArgs) -> None:
+    def __init__(self, part: RoleSpec, args: RoleArgs) -> None:
         self.part, self._args = part, args
         self._pool = registry.scoring_pool(args.config)
         if not (part.role.startswith("sampler") and args.config.placement.actors):  # its episodes are played elsewhere

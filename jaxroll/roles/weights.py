@@ -21,12 +21,12 @@ from jaxroll.learner import lora
 from jaxroll.learner.lora import Lora
 from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.rpc import auth
 from jaxroll.serving.engine_thread import EngineHost
 from jaxroll.sharding.layout import Layout
 from jaxroll.store.client import BlockingStore, StoreClient
-from jaxroll.transfer.channel_device import DevicePublisher, Handed
+from jaxroll.transfer.channel_device import DevicePublisher, HandedOver
 from jaxroll.transfer.publish import Publisher
 from jaxroll.transfer.receive import NOTHING_HELD, Receiver, Staged
 
@@ -40,23 +40,23 @@ FLIP_POLL_S = 0.005
 STARVED_TRIES = 8  # about ten seconds
 
 
-class Whole:
+class FullParameters:
     """Parameters that are published as the model computes with them."""
 
     def __init__(self, receiver: Receiver, spec: ModelSpec, layout: Layout) -> None:
         self._receiver, self._shapes = receiver, params.served(spec)
         self._target = params.shardings(spec, layout.mesh, layout.rules)
 
-    def fetch(self, snapshot: Snapshot) -> Staged | Handed:
+    def fetch(self, snapshot: VersionRef) -> Staged | HandedOver:
         """All of them, on the host. TransferError and its kinds; any thread may call it."""
         return self._receiver.fetch(snapshot, self._target, self._shapes)
 
-    def place(self, staged: Staged | Handed) -> Params:
+    def place(self, staged: Staged | HandedOver) -> Params:
         """On the mesh; call it on the JAX thread."""
         return staged.place()
 
 
-class Adapted:
+class AdaptedParameters:
     """Adapters that are published with what they are put upon: the latter is fetched once, and held on the host.
 
     They are merged as the learner merges them (float32), and rounded after it: to `dtype`, that of published
@@ -75,13 +75,13 @@ class Adapted:
 
         self._merged = jax.jit(merged, out_shardings=target)
 
-    def fetch(self, snapshot: Snapshot) -> Staged | Handed:
+    def fetch(self, snapshot: VersionRef) -> Staged | HandedOver:
         """The adapters, and what is new of the rest; see `Whole`."""
         staged = self._receiver.fetch(snapshot, self._target, self._shapes, self._held)
         self._held = staged.held(self._base)
         return staged
 
-    def place(self, staged: Staged | Handed) -> Params:
+    def place(self, staged: Staged | HandedOver) -> Params:
         """The merged parameters on the mesh; call it on the JAX thread."""
         placed = staged.place()
         return self._merged({name: placed.pop(name) for name in self._base}, placed)
@@ -102,14 +102,18 @@ class WeightFollower:
     """
 
     def __init__(
-        self, host: EngineHost, arriving: Whole | Adapted, progress: Progress, in_force_s: float = 0.0
+        self,
+        host: EngineHost,
+        arriving: FullParameters | AdaptedParameters,
+        progress: Progress,
+        in_force_s: float = 0.0,
     ) -> None:
         self._host, self._arriving, self._progress, self._in_force_s = host, arriving, progress, in_force_s
         self.first = asyncio.Event()
         self.version: Version | None = None
         self._flipped = asyncio.Event()
 
-    async def bring(self, snapshot: Snapshot) -> None:
+    async def bring(self, snapshot: VersionRef) -> None:
         """Fetch, verify, place and hand `snapshot` to the engine, which flips by its policy. TransferError if not."""
         t0 = unix_s()
         staged = await asyncio.to_thread(self._arriving.fetch, snapshot)
@@ -148,7 +152,7 @@ class WeightFollower:
 
         Raises InfraError when this process has had no free descriptor at `STARVED_TRIES` attempts in a row.
         """
-        failing: Snapshot | None = None
+        failing: VersionRef | None = None
         failures, starved, said = 0, 0, ""
         while True:
             snapshot = await store.published(self.version, wait_s, in_turn=True)
@@ -199,7 +203,7 @@ def weights_token(run_dir: Path) -> str:
 Row = dict[str, Any]
 
 
-class Teller:
+class BackgroundPublisher:
     """Publishes, acknowledges and reports one step at a time, on a thread of its own."""
 
     def __init__(self, store: BlockingStore, publisher: Publisher | DevicePublisher) -> None:
@@ -207,13 +211,13 @@ class Teller:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="teller")
         self._last: Future[None] | None = None
 
-    def tell(self, trained: Version, row: Row, weights: Future[Snapshot] | None) -> None:
+    def publish(self, trained: Version, row: Row, weights: Future[VersionRef] | None) -> None:
         """Say that the claim of `trained` was trained, which made `weights` (None: none are published).
 
         Returns when the step before has been said, and raises what went wrong with that one.
         """
         self.settle()
-        self._last = self._worker.submit(self._tell, trained, row, weights)
+        self._last = self._worker.submit(self._publish, trained, row, weights)
 
     def check(self) -> None:
         """Raise what went wrong, if something did by now; without waiting."""
@@ -230,11 +234,11 @@ class Teller:
         """End the thread, after what it is at."""
         self._worker.shutdown(wait=True)
 
-    def _tell(self, trained: Version, row: Row, weights: Future[Snapshot] | None) -> None:
+    def _publish(self, trained: Version, row: Row, weights: Future[VersionRef] | None) -> None:
         if weights is not None:
             made = Version(trained.lineage, trained.step + 1)
             self._store.publish(self._publisher.finish(made, weights))
-            self._publisher.told(made)
+            self._publisher.drop_older(made)
         self._store.ack(trained)
         said = unix_s()
         self._store.report([row | {"t": said, "publish_s": said - row["t1"]}])

@@ -28,7 +28,7 @@ CANCEL_GRACE_S = 5.0  # for a cancelled call to end; afterwards it is left to it
 
 
 @dataclass
-class Asked:
+class EnvCallCounts:
     """Environment calls since the start: all, repeated, longer than their limit, deaf to their cancellation."""
 
     calls: int = 0
@@ -37,11 +37,11 @@ class Asked:
     abandoned: int = 0
 
 
-class Asking:
+class EnvironmentCalls:
     """Calls environments on the event loop. `sleep` waits between two attempts."""
 
     def __init__(self, sleep: Sleep = asyncio.sleep) -> None:
-        self.asked, self._sleep = Asked(), sleep
+        self.asked, self._sleep = EnvCallCounts(), sleep
         self._stuck: dict[int, asyncio.Task[Any]] = {}  # id of an environment → its call that ignores its cancellation
 
     def traits(self, env: Environment) -> Traits:
@@ -51,7 +51,7 @@ class Asking:
         except ValueError as error:
             raise DataError(str(error)) from error
 
-    def made(self, make: Callable[[str], Environment], name: str) -> Environment:
+    def make(self, make: Callable[[str], Environment], name: str) -> Environment:
         """The environment `name`, made by `make`."""
         try:
             return make(name)
@@ -64,26 +64,26 @@ class Asking:
         """The first messages. DataError when that takes too long, InfraError after the last retry."""
         declared = self.traits(env)
         call = lambda: env.reset(task, task.seed)  # noqa: E731
-        return await self._patiently(env, call, declared.reset_limit_s, declared.reset_retries, "reset")
+        return await self._with_retries(env, call, declared.reset_limit_s, declared.reset_retries, "reset")
 
     async def step(self, env: Environment, answer: str) -> StepResult:
         """The consequence of `answer`; raises as `reset` does."""
         declared = self.traits(env)
         call = lambda: env.step(answer)  # noqa: E731
-        return await self._patiently(env, call, declared.step_limit_s, declared.step_retries, "step")
+        return await self._with_retries(env, call, declared.step_limit_s, declared.step_retries, "step")
 
     async def close(self, env: Environment) -> None:
         """Close `env`, unless one of its calls is still running; raises what that raises."""
         if id(env) not in self._stuck:
-            await self._in_time(env, env.close, CLOSE_LIMIT_S, "close")
+            await self._within_limit(env, env.close, CLOSE_LIMIT_S, "close")
 
-    async def _patiently(
+    async def _with_retries(
         self, env: Environment, call: Callable[[], Any], limit_s: float, retries: int, what: str
     ) -> Any:
         for attempt in range(retries + 1):
             self.asked.calls += 1
             try:
-                return await self._in_time(env, call, limit_s, what)
+                return await self._within_limit(env, call, limit_s, what)
             except InfraError:
                 if attempt == retries:
                     raise
@@ -91,7 +91,7 @@ class Asking:
                 await self._sleep(min(PAUSE_FIRST_S * 2**attempt, PAUSE_MAX_S))
         raise AssertionError("unreachable")
 
-    async def _in_time(self, env: Environment, call: Callable[[], Any], limit_s: float, what: str) -> Any:
+    async def _within_limit(self, env: Environment, call: Callable[[], Any], limit_s: float, what: str) -> Any:
         """The environment's answer. A hang is the item's fault: the same answer would hang again."""
         name = f"{type(env).__name__}.{what}"
         task = asyncio.get_running_loop().create_task(_answered(call, what), name=name)

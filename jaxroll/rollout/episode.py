@@ -26,7 +26,7 @@ from jaxroll.protocols import (
     Tokenizer,
 )
 from jaxroll.records import Finished, Message, Segment, Task, VersionRun
-from jaxroll.rollout.env_calls import Asking
+from jaxroll.rollout.env_calls import EnvironmentCalls
 
 GENERATION_LIMIT_S = 600.0
 
@@ -110,7 +110,7 @@ async def run(
     tokenizer: Tokenizer,
     sampling: SamplingParams,
     bounds: Bounds = Bounds(),
-    asking: Asking | None = None,
+    asking: EnvironmentCalls | None = None,
     transcript: Transcript | None = None,
 ) -> Finished:
     """The finished episode of `task`; `key` decides the random draws. It is written into `transcript`.
@@ -121,7 +121,7 @@ async def run(
     within its limits raises DataError, a proxy within `bounds.generation_s` DeadlineExceeded; whatever else they raise
     passes through, InfraError after the retries that the environment declares. Cancelling aborts the generation.
     """
-    asking = asking or Asking()
+    asking = asking or EnvironmentCalls()
     traits = asking.traits(env)
     turns, sampling = min(bounds.turns, traits.max_turns), _with_stop(sampling, tokenizer)
     transcript = transcript or Transcript()

@@ -17,7 +17,7 @@ from jaxroll.errors import InfraError
 from jaxroll.protocols import Environment, GenerationKey, LLMProxy, SamplingParams, Tokenizer
 from jaxroll.records import Failed, Finished, Grant, Member, Outcome, Task, Version
 from jaxroll.rollout import episode
-from jaxroll.rollout.env_calls import Asked, Asking, is_cancellation
+from jaxroll.rollout.env_calls import EnvCallCounts, EnvironmentCalls, is_cancellation
 
 _LOG = logging.getLogger(__name__)
 
@@ -60,11 +60,11 @@ class RolloutManager:
         bounds: episode.Bounds = episode.Bounds(),  # noqa: B008 - it is frozen
     ) -> None:
         self._proxy, self._make_env, self._tokenizer, self._sampling = proxy, make_env, tokenizer, sampling
-        self._bounds, self._asking = bounds, Asking()
+        self._bounds, self._asking = bounds, EnvironmentCalls()
         self.counts = Counts()
 
     @property
-    def asked(self) -> Asked:
+    def env_calls(self) -> EnvCallCounts:
         """What was asked of environments so far."""
         return self._asking.asked
 
@@ -106,7 +106,7 @@ class RolloutManager:
         self, grant: Grant, member: int, proxy: LLMProxy, transcript: episode.Transcript | None
     ) -> Outcome:
         try:
-            env = self._asking.made(self._make_env, grant.task.env)
+            env = self._asking.make(self._make_env, grant.task.env)
             try:
                 return await episode.run(
                     grant.task,

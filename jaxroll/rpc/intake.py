@@ -190,7 +190,7 @@ _AT_ONCE, _AT_ONCE_PER_S = 20.0, 2.0  # refusals that are told without holding
 Refused = Callable[[str, str, str], None]  # (peer, who it said it is, why)
 
 
-class Crowded(Busy):
+class TooManyCalls(Busy):
     """More of this than is allowed; the answer is held back for a while, and the call may be made again."""
 
 
@@ -211,7 +211,7 @@ class Credit:
         return True
 
 
-class Doorman:
+class RefusalThrottle:
     """Counts refusals and polls."""
 
     def __init__(self, refused: Refused | None = None) -> None:
@@ -243,11 +243,11 @@ class Doorman:
 
     @contextlib.contextmanager
     def poll(self, peer: str) -> Iterator[None]:
-        """Count a call that may be held among those of its connection; Crowded when there are too many."""
+        """Count a call that may be held among those of its connection; TooManyCalls when there are too many."""
         mine = self._polls[peer]
         assured = mine < protocol.POLLS_ASSURED
         if mine >= protocol.POLLS_PER_CONNECTION or (self._waiting >= protocol.MAX_POLLS and not assured):
-            raise Crowded(f"{mine} calls of this connection wait already, {self._waiting} in all")
+            raise TooManyCalls(f"{mine} calls of this connection wait already, {self._waiting} in all")
         self._polls[peer] += 1
         self._waiting += 1
         try:

@@ -23,7 +23,7 @@ from jaxroll import wire
 from jaxroll.errors import ConfigError, InfraError, StoreRefusal
 from jaxroll.rpc import auth
 from jaxroll.rpc import protocol as limits
-from jaxroll.rpc.intake import Busy, Crowded, Doorman, Intake, Malformed, Refused
+from jaxroll.rpc.intake import Busy, Intake, Malformed, RefusalThrottle, Refused, TooManyCalls
 from jaxroll.rpc.protocol import Envelope, refusal_of
 from jaxroll.rpc.tls import Material
 
@@ -81,7 +81,7 @@ class RawServer:
     ) -> None:
         self._secret, self._tls, self._mutual_tls = secret, tls, mutual_tls
         self.intake = Intake(max_message_bytes, held_bytes)
-        self.doorman = Doorman(refused)
+        self.doorman = RefusalThrottle(refused)
         most = limits.connections(limits.raise_descriptor_limit())
         options = limits.server_options(limits.PIECE_BYTES, most, calls_per_connection)
         self._server = grpc.aio.server(options=options)
@@ -128,7 +128,7 @@ class _Door(grpc.GenericRpcHandler):
         self,
         methods: Mapping[str, Method],
         secret: str | None,
-        doorman: Doorman,
+        doorman: RefusalThrottle,
         intake: Intake,
         position: Callable[[], int],
     ) -> None:
@@ -188,7 +188,7 @@ class _Door(grpc.GenericRpcHandler):
                         return await self._answer(method, known, body)
             except (Malformed, msgspec.MsgspecError, RecursionError, UnicodeError) as error:
                 late = Code.INVALID_ARGUMENT, f"malformed message: {error}"[:500]
-            except Crowded as error:
+            except TooManyCalls as error:
                 late = Code.RESOURCE_EXHAUSTED, str(error)
             except Busy as error:
                 await context.abort(Code.RESOURCE_EXHAUSTED, str(error))

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxroll.clock import unix_s
 from jaxroll.engine.engine import Engine
-from jaxroll.engine.requests import Allowed, Request, Result
+from jaxroll.engine.requests import Request, Result, TokenMask
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 
 R = TypeVar("R")
@@ -122,7 +122,7 @@ class EngineProxy:
 
     async def generate(
         self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False,
-        allowed: Allowed | None = None,
+        allowed: TokenMask | None = None,
     ) -> Completion:  # fmt: skip
         """The completion of `prompt`; cancelling the call aborts the request and discards its tokens.
 

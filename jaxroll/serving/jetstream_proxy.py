@@ -22,7 +22,7 @@ from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
 
 
-class Draws(NamedTuple):
+class Sampling(NamedTuple):
     """How an engine draws; the default is greedily."""
 
     temperature: float = 0.0
@@ -30,7 +30,7 @@ class Draws(NamedTuple):
     top_p: float = 1.0
 
 
-GREEDY = Draws()
+GREEDY = Sampling()
 
 
 def check_training(config: Config) -> None:
@@ -78,7 +78,7 @@ class JetStreamProxy:
     """
 
     def __init__(
-        self, engine: Any, params: Any, version: Version, *, trained_by: Config | None, draws: Draws = GREEDY
+        self, engine: Any, params: Any, version: Version, *, trained_by: Config | None, draws: Sampling = GREEDY
     ) -> None:
         if trained_by is not None:
             check_training(trained_by)
@@ -115,7 +115,7 @@ class JetStreamProxy:
         longest = self._engine.max_prefill_length
         if not 0 < len(prompt) <= longest:
             raise DataError(f"a prompt of {len(prompt)} tokens: this JetStream engine takes 1 to {longest}")
-        wanted = Draws(params.temperature, params.top_k, params.top_p)
+        wanted = Sampling(params.temperature, params.top_k, params.top_p)
         if wanted != self._draws:
             raise DataError(f"this JetStream engine was built to draw by {self._draws}, and {wanted} is asked for")
 

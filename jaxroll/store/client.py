@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from jaxroll import metrics, wire
 from jaxroll.errors import InfraError, NoCredit, NotReady, StoreRefusal
-from jaxroll.records import Claim, ClaimedGroup, Grant, Member, Snapshot, Version
+from jaxroll.records import Claim, ClaimedGroup, Grant, Member, Version, VersionRef
 from jaxroll.rpc import auth, protocol, tls
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.protocol import error_of
@@ -152,11 +152,13 @@ class StoreClient:
         """
         return (await self._call("Begin", msg.BeginCall(durable, fork), msg.VersionCall)).version
 
-    async def publish(self, snapshot: Snapshot) -> None:
+    async def publish(self, snapshot: VersionRef) -> None:
         """Samplers may fetch these weights."""
         await self._call("Publish", snapshot, msg.Done)
 
-    async def published(self, known: Version | None, wait_s: float = 0.0, *, in_turn: bool = False) -> Snapshot | None:
+    async def published(
+        self, known: Version | None, wait_s: float = 0.0, *, in_turn: bool = False
+    ) -> VersionRef | None:
         """A snapshot of another version than `known`, if there is one within `wait_s`.
 
         With `in_turn` it is given when the caller's turn has come (`schedule.rolling`), which ends with its next call.
@@ -299,11 +301,11 @@ class BlockingStore:
         """See StoreClient.begin."""
         return self._run(self._held().begin(durable, fork))
 
-    def publish(self, snapshot: Snapshot) -> None:
+    def publish(self, snapshot: VersionRef) -> None:
         """See StoreClient.publish."""
         self._run(self._held().publish(snapshot))
 
-    def published(self, known: Version | None, wait_s: float = 0.0) -> Snapshot | None:
+    def published(self, known: Version | None, wait_s: float = 0.0) -> VersionRef | None:
         """See StoreClient.published."""
         return self._run(self._held().published(known, wait_s))
 
@@ -425,7 +427,7 @@ class Puts:
         if len(answers) != len(batch):
             raise InfraError(f"the store gave {len(answers)} answers for {len(batch)} members")
         for (_, waiting), answer in zip(batch, answers, strict=True):
-            _settle(waiting, _said(answer))
+            _settle(waiting, _described(answer))
 
     def _fail(self, batch: list[Waiting], error: Exception) -> None:
         for _, answer in [*batch, *self._waiting]:
@@ -433,7 +435,7 @@ class Puts:
         self._waiting.clear()
 
 
-def _said(answer: PutAnswer) -> str | StoreRefusal:
+def _described(answer: PutAnswer) -> str | StoreRefusal:
     return answer.result if answer.refusal is None else error_of(answer.refusal)
 
 

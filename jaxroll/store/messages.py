@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from jaxroll.records import Count, Grant, Label, Snapshot, Task, Version
+from jaxroll.records import Count, Grant, Label, Task, Version, VersionRef
 from jaxroll.rpc.protocol import Refusal
 from jaxroll.store.core.state import Lineage
 
@@ -28,7 +28,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
     run_id: str
     lineage: int
-    published: Snapshot | None
+    published: VersionRef | None
     protocol: int
     lineages: tuple[Lineage, ...] = ()
 
@@ -147,7 +147,7 @@ class PublishedCall(msgspec.Struct, frozen=True):
 class PublishedReply(msgspec.Struct, frozen=True):
     """None: nothing new within the wait."""
 
-    snapshot: Snapshot | None
+    snapshot: VersionRef | None
 
 
 class ReportCall(msgspec.Struct, frozen=True):

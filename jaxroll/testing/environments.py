@@ -25,16 +25,24 @@ from jaxroll.config import Config
 from jaxroll.data.tasks import Candidates
 from jaxroll.env_checks import described
 from jaxroll.envs import registry
-from jaxroll.envs.executors.choice import Places
+from jaxroll.envs.executors.choice import Executors
 from jaxroll.errors import ConfigError, DataError, InfraError
 from jaxroll.protocols import SamplingParams, Tokenizer
 from jaxroll.records import Failed, Finished, Grant, Message, Outcome, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.env_calls import Asking
+from jaxroll.rollout.env_calls import EnvironmentCalls
 from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.loop_thread import LoopThread
 from jaxroll.rollout.manager import RolloutManager
-from jaxroll.testing.observed import ByteTokenizer, Held, Observed, ScriptedModel, SlowCallbacks, remedy, scripts
+from jaxroll.testing.observed import (
+    ByteTokenizer,
+    HeldResources,
+    Observed,
+    ScriptedModel,
+    SlowCallbacks,
+    remedy,
+    scripts,
+)
 
 TASKS, EPISODES = 4, 32
 BLOCKED_S, BLOCKED_TIMES = 0.25, 2  # a machine under load delays one callback now and then
@@ -196,7 +204,7 @@ class _Check:
 
     async def run(self) -> None:
         """Every check; later ones only with what ends well alone."""
-        self._places = Places(self._pool, self._config)
+        self._places = Executors(self._pool, self._config)
         try:
             began_s = time.monotonic()
             with self._watching_the_loop():
@@ -235,7 +243,7 @@ class _Check:
         try:
             member = await manager.run_member(grant, 0, 1)
         finally:
-            self.abandoned = manager.asked.abandoned
+            self.abandoned = manager.env_calls.abandoned
         return made[0] if made else None, member.outcome, manager
 
     async def _alone(self, play: _Play) -> tuple[Observed | None, Outcome]:
@@ -249,7 +257,7 @@ class _Check:
         if env is not None and env.close_s > SLOW_CLOSE_S:
             self.add(f"close() took {env.close_s:.1f} s", self._where(play, env),
                      "the member's place is free only afterwards: let it return at once")  # fmt: skip
-        if manager.asked.abandoned:
+        if manager.env_calls.abandoned:
             self.add("a call goes on after it was cancelled", self._where(play, env), "let CancelledError pass")
         return env, outcome
 
@@ -290,7 +298,7 @@ class _Check:
 
     async def _lifecycle(self, play: _Play) -> None:
         """Close without a reset, reset twice as a retry does, and reset after close."""
-        task, asking = play.task, Asking()
+        task, asking = play.task, EnvironmentCalls()
 
         async def closed_unused() -> None:
             await asking.close(self._places.create(self._name))
@@ -358,7 +366,7 @@ class _Check:
             made.append(Observed(create(name)))
             return made[-1]
 
-        asking = Asking()
+        asking = EnvironmentCalls()
         env = watched(self._name)
         await asking.reset(env, play.task)
         step = asyncio.ensure_future(asking.step(env, play.shown(0)))
@@ -384,7 +392,7 @@ class _Check:
             for number in range(window):
                 await self._played(plays[number % len(plays)])
             await asyncio.sleep(0.05)  # what has ended is gone
-            held.append(Held.now(self._places.processes.pids))
+            held.append(HeldResources.now(self._places.processes.pids))
         for kind in held[0].counts:
             grown = [after.counts[kind] - before.counts[kind] for before, after in itertools.pairwise(held)]
             if min(grown) >= window // 2:

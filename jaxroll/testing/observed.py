@@ -94,7 +94,7 @@ class SlowCallbacks(logging.Handler):
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldResources:
     """What this process and the environment's own hold: by kind, a count or bytes. Empty where the machine does not
     tell."""
 
@@ -102,7 +102,7 @@ class Held:
     memory_bytes: int = 0
 
     @classmethod
-    def now(cls, pids: list[int]) -> Held:
+    def now(cls, pids: list[int]) -> HeldResources:
         """After a collection of garbage; `pids` are the environment's processes."""
         gc.collect()
         everyone = [os.getpid(), *pids]

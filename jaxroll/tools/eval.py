@@ -6,7 +6,7 @@ from jaxroll.config import RoleArgs
 from jaxroll.config.rules import episode_tokens
 from jaxroll.data import tasks as heldout
 from jaxroll.envs import registry
-from jaxroll.envs.executors.choice import Places
+from jaxroll.envs.executors.choice import Executors
 from jaxroll.protocols import SamplingParams
 from jaxroll.rollout import manager as evaluation
 from jaxroll.rollout.episode import bounds_of
@@ -28,7 +28,7 @@ def main(args: RoleArgs) -> int:
         tasks = heldout.tasks(config)
 
         async def play(proxy: EngineProxy) -> None:
-            places, bounds = Places(pool, config), bounds_of(config)
+            places, bounds = Executors(pool, config), bounds_of(config)
             manager = RolloutManager(proxy, places.create, model.tokenizer, sampling, bounds=bounds)
             try:
                 results = await evaluation.scores(manager, tasks, model.tokenizer, model.version, permits=2 * slots)

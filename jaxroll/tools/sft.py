@@ -47,7 +47,7 @@ PADDING = 0.15  # share of padded cells that is cheaper than compiling another p
 
 
 @dataclass(frozen=True)
-class Course:
+class WarmStartPlan:
     """Everything a warm start does: the packed micro-batches of every step, and examples it never trains on."""
 
     batches: list[list[packing.MicroBatch]]
@@ -102,7 +102,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     return row
 
 
-def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> Course:
+def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> WarmStartPlan:
     """The whole course, on the host: `sft.steps` batches of `sft.batch` examples in the data's order."""
     size, steps = config.sft.batch, config.sft.steps
     examples = tasks.examples(config, steps * size + CHECK_EXAMPLES)
@@ -117,7 +117,7 @@ def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> Course:
         if step == 0:
             buckets = _fewest(buckets, batch, tokens)
         batches.append(packing.pack(batch, tokens, buckets))
-    return Course(batches, list(check.values()))
+    return WarmStartPlan(batches, list(check.values()))
 
 
 def example(text: Tokenizer, task: Task, said: tuple[Message, ...]) -> samples.Sample:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jaxroll.errors import TransferError, VersionGone
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.sharding import placing
 from jaxroll.transfer import host_snapshot, manifest
 
@@ -44,25 +44,25 @@ class DevicePublisher:
         """Let `params`, which nothing changes any more, be part of every version that is started from now on."""
         self._frozen = dict(params)
 
-    def start(self, version: Version, params: Params) -> Future[Snapshot]:
+    def start(self, version: Version, params: Params) -> Future[VersionRef]:
         """The snapshot, there already. On return `params` may be donated."""
         copied = host_snapshot.copied(params, self._dtype)
         with self._guard:
             self._kept[version] = {**self._frozen, **copied}
-        started: Future[Snapshot] = Future()
-        started.set_result(Snapshot(version, NAME, self._address, ""))
+        started: Future[VersionRef] = Future()
+        started.set_result(VersionRef(version, NAME, self._address, ""))
         return started
 
-    def finish(self, version: Version, started: Future[Snapshot]) -> Snapshot:
+    def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:
         """Where `version` can be had from now on, beside the one before it."""
         return started.result()
 
-    def told(self, version: Version) -> None:
+    def drop_older(self, version: Version) -> None:
         """Nobody is told of those before `version` any more: let go of them."""
         with self._guard:
             self._kept = {kept: params for kept, params in self._kept.items() if kept >= version}
 
-    def publish(self, version: Version, params: Params) -> Snapshot:
+    def publish(self, version: Version, params: Params) -> VersionRef:
         """Both halves, one after the other."""
         return self.finish(version, self.start(version, params))
 
@@ -83,7 +83,7 @@ class DevicePublisher:
 _OPEN: WeakValueDictionary[str, DevicePublisher] = WeakValueDictionary()  # of this process, by their addresses
 
 
-class Handed:
+class HandedOver:
     """Parameters on the publisher's devices, waiting for the flip; see `Staged`."""
 
     def __init__(
@@ -108,11 +108,11 @@ class Handed:
         return manifest.cast(dict(zip(names, placed, strict=True)), self._wanted)
 
 
-def handed(
-    published: Snapshot,
+def hand_over(
+    published: VersionRef,
     target: Mapping[str, jax.sharding.Sharding],
     shapes: Mapping[str, jax.ShapeDtypeStruct],
-) -> Handed:
+) -> HandedOver:
     """The parameters of a snapshot that a publisher of this process has. VersionGone if there is none, or it has
     another version; TransferError for shapes that do not fit."""
     publisher = _OPEN.get(published.address)
@@ -121,4 +121,4 @@ def handed(
     params = publisher.kept(published.version)
     leaves = tuple(manifest.Leaf(name, tuple(a.shape), a.dtype.name, (), ()) for name, a in sorted(params.items()))
     manifest.check(manifest.Manifest(published.version, leaves), shapes)
-    return Handed(params, target, {name: np.dtype(shape.dtype) for name, shape in shapes.items()})
+    return HandedOver(params, target, {name: np.dtype(shape.dtype) for name, shape in shapes.items()})

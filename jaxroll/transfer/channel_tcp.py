@@ -23,10 +23,10 @@ from jaxroll.rpc import tls as tls_files
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channels, plan
 from jaxroll.transfer import manifest as digest
-from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.channels import Deadline, SlicePart
 from jaxroll.transfer.host_snapshot import HostSnapshot
 from jaxroll.transfer.manifest import Manifest
-from jaxroll.transfer.tcp_listener import Listener, Shelf
+from jaxroll.transfer.tcp_listener import Listener, VersionShelf
 
 A = TypeVar("A", channels.ManifestReply, channels.Chunk)
 _ANY = ("0.0.0.0", "::", "")
@@ -53,7 +53,7 @@ class TcpSender:
     ) -> None:
         """ConfigError when other machines can reach `host` and there is no token, or neither TLS nor consent."""
         protocol.check_exposure(host, secret=token, has_tls=tls is not None, insecure=insecure)
-        self._shelf = Shelf(keep)
+        self._shelf = VersionShelf(keep)
         self._listener = Listener(
             self._shelf,
             host,
@@ -126,7 +126,7 @@ class TcpReader:
         self._receive(memoryview(data))
         return bytes(data)
 
-    def read(self, manifest: Manifest, parts: Sequence[Part]) -> None:
+    def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
         """Nothing, after filling every part; one request for some thousand slices, answered as a stream."""
         pieces = (piece for part in parts for piece in _pieces(part))
         while batch := list(itertools.islice(pieces, _HEADERS_AHEAD)):
@@ -135,7 +135,7 @@ class TcpReader:
             for part in batch:
                 self._fill(part, manifest.leaves[part.leaf].name)
 
-    def _fill(self, part: Part, name: str) -> None:
+    def _fill(self, part: SlicePart, name: str) -> None:
         answer = self._answer(channels.Chunk)
         size_bytes = part.into.nbytes
         if answer.size_bytes != size_bytes:
@@ -206,7 +206,7 @@ class TcpReader:
         return TransferError(f"transfer of version {self._version} from {self._address} broke off: {why}")
 
 
-def _pieces(part: Part) -> list[Part]:
+def _pieces(part: SlicePart) -> list[SlicePart]:
     """The part cut into chunks of at most `frames.CHUNK_BYTES`, each with its own view of the destination."""
     limit = channels.CHUNK_BYTES // part.into.itemsize
     return [

@@ -26,7 +26,7 @@ from jaxroll.records import Version
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channels, plan
 from jaxroll.transfer import manifest as manifests
-from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.channels import Deadline, SlicePart
 from jaxroll.transfer.host_snapshot import HostSnapshot
 from jaxroll.transfer.manifest import Leaf, Manifest
 
@@ -148,7 +148,7 @@ class TensorstoreReader:
             raise VersionGone(f"{self._url} holds no complete version {self._version} (any more)")
         return found.value
 
-    def read(self, manifest: Manifest, parts: Sequence[Part]) -> None:
+    def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
         """Nothing, after filling every part. All reads are under way at once; tensorstore bounds what runs."""
         try:
             arrays = self._open({part.leaf for part in parts}, manifest)

@@ -18,7 +18,7 @@ from jaxroll.transfer.manifest import Manifest
 from jaxroll.transfer.plan import Box
 
 
-class Part(NamedTuple):
+class SlicePart(NamedTuple):
     """One slice to fetch: `box` of leaf number `leaf`, which lies in its source box `source`.
 
     `into` is where it goes: a writable view of shape `box` in the dtype of the leaf's bits. `checked` asks the
@@ -49,7 +49,7 @@ class Reader(Protocol):
         """The manifest's bytes, unchecked. Raises VersionGone when the version is not kept."""
         ...
 
-    def read(self, manifest: Manifest, parts: Sequence[Part]) -> None:
+    def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
         """Nothing, after filling every part. Raises TransferError and its kinds."""
         ...
 

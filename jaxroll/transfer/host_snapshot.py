@@ -54,7 +54,7 @@ class HostSnapshot:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingCopy:
     """Device copies on their way to the host: per leaf its shape and the arrays of its unique local boxes.
 
     `finish` takes them out one by one, so that the device has their memory back as soon as each is on the host. What
@@ -82,7 +82,7 @@ def copied(params: Params, dtype: str) -> dict[str, jax.Array]:
     return _cast_and_copy(dict(params), dtype)
 
 
-def begin(params: Params, dtype: str) -> Pending:
+def begin(params: Params, dtype: str) -> PendingCopy:
     """The copies under way. On return the caller may donate `params`: the copy is ordered before it on the device.
 
     All processes of a mesh call it in the same order; what comes back on the first is the whole, on the others nothing.
@@ -99,7 +99,7 @@ def begin(params: Params, dtype: str) -> Pending:
                 _land(leaves[gathering.popleft()][1])
     for name in gathering:
         _land(leaves[name][1])
-    return Pending(leaves if jax.process_index() == 0 else {})
+    return PendingCopy(leaves if jax.process_index() == 0 else {})
 
 
 def _on_the_way(name: str, whole: jax.Array) -> dict[Box, jax.Array | np.ndarray]:
@@ -120,7 +120,7 @@ def _land(shards: dict[Box, jax.Array | np.ndarray]) -> None:
         shards[box] = np.asarray(data) if first else np.empty(0, jax.block_until_ready(data).dtype)
 
 
-def finish(version: Version, pending: Pending) -> HostSnapshot:
+def finish(version: Version, pending: PendingCopy) -> HostSnapshot:
     """The snapshot, once every byte is on the host.
 
     On CPU `np.asarray` shows the device copy's own memory instead of copying again. That is safe here: the copy is

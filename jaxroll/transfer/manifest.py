@@ -164,7 +164,7 @@ def encode(manifest: Manifest) -> bytes:
     return wire.encode(manifest)
 
 
-def decode(data: bytes, snapshot: records.Snapshot) -> Manifest:
+def decode(data: bytes, snapshot: records.VersionRef) -> Manifest:
     """The manifest in `data`, which must be the one that `snapshot` names and consistent in itself.
 
     Raises VersionMixed when it belongs to another version, DigestMismatch when its bytes are not those announced,

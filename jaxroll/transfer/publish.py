@@ -8,13 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from jaxroll.config import TransferConfig
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import host_snapshot as snapshots
 from jaxroll.transfer.channel_tcp import TcpSender
 from jaxroll.transfer.channel_tensorstore import TensorstoreSender
 from jaxroll.transfer.channels import Deadline, Sender
-from jaxroll.transfer.host_snapshot import HostSnapshot, Params, Pending
+from jaxroll.transfer.host_snapshot import HostSnapshot, Params, PendingCopy
 
 LOOPBACK = "127.0.0.1"
 
@@ -84,12 +84,12 @@ class Publisher:
         """
         self._frozen = snapshots.take(version, params, self._config.dtype)
 
-    def start(self, version: Version, params: Params) -> Future[Snapshot]:
+    def start(self, version: Version, params: Params) -> Future[VersionRef]:
         """The snapshot to come. On return `params` may be donated."""
         pending = snapshots.begin(params, self._config.dtype)
         return self._worker.submit(self._finish, version, pending)
 
-    def finish(self, version: Version, started: Future[Snapshot]) -> Snapshot:
+    def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:
         """Where the parameters that were `started` can be fetched from now on; any thread may wait for it.
 
         Raises TransferError after `deadline_s`, which counts the device's work that is queued before the copy.
@@ -100,17 +100,17 @@ class Publisher:
         except TimeoutError as error:
             raise deadline.passed() from error
 
-    def told(self, version: Version) -> None:
+    def drop_older(self, version: Version) -> None:
         """The store knows of `version`: nothing changes, since the `keep` newest stay, told of or not."""
         del version
 
-    def publish(self, version: Version, params: Params) -> Snapshot:
+    def publish(self, version: Version, params: Params) -> VersionRef:
         """Both halves, one after the other. Raises TransferError like `finish`."""
         return self.finish(version, self.start(version, params))
 
-    def offer(self, taken: HostSnapshot) -> Snapshot:
+    def offer(self, taken: HostSnapshot) -> VersionRef:
         """Where a host snapshot that exists already can be fetched."""
-        return Snapshot(taken.version, self._sender.name, self._sender.offer(taken), taken.manifest_digest)
+        return VersionRef(taken.version, self._sender.name, self._sender.offer(taken), taken.manifest_digest)
 
     def close(self) -> None:
         """Ends the threads; what is being published is finished first. A second close does nothing."""
@@ -123,6 +123,6 @@ class Publisher:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _finish(self, version: Version, pending: Pending) -> Snapshot:
+    def _finish(self, version: Version, pending: PendingCopy) -> VersionRef:
         taken = snapshots.finish(version, pending)
         return self.offer(taken if self._frozen is None else snapshots.joined(taken, self._frozen))

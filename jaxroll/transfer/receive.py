@@ -21,15 +21,15 @@ import numpy as np
 from jaxroll.clock import Clock
 from jaxroll.config import TransferConfig
 from jaxroll.errors import DigestMismatch, TransferError
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer import channel_device, manifest, plan
 from jaxroll.transfer import manifest as digest
 from jaxroll.transfer import manifest as dtypes
-from jaxroll.transfer.channel_device import Handed
+from jaxroll.transfer.channel_device import HandedOver
 from jaxroll.transfer.channel_tcp import TcpReader
 from jaxroll.transfer.channel_tensorstore import TensorstoreReader
-from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.channels import Deadline, SlicePart
 from jaxroll.transfer.plan import Box
 
 Params = dict[str, jax.Array]
@@ -112,11 +112,11 @@ class Receiver:
 
     def fetch(
         self,
-        snapshot: Snapshot,
+        snapshot: VersionRef,
         target: Mapping[str, jax.sharding.Sharding],
         shapes: Mapping[str, jax.ShapeDtypeStruct],
         held: Held = NOTHING_HELD,
-    ) -> Staged | Handed:
+    ) -> Staged | HandedOver:
         """The parameters of `snapshot`, cut for `target`, verified, in host memory; within a process on its devices.
 
         A leaf of `held` is not fetched where its shape, dtype and digest are those that are published now.
@@ -127,7 +127,7 @@ class Receiver:
         if target.keys() != shapes.keys():
             raise TransferError(f"shardings and shapes differ in {sorted(target.keys() ^ shapes.keys())}")
         if snapshot.channel == channel_device.NAME:
-            return channel_device.handed(snapshot, target, shapes)
+            return channel_device.hand_over(snapshot, target, shapes)
         if snapshot.channel not in _READERS:
             known = ", ".join(sorted((*_READERS, channel_device.NAME)))
             raise TransferError(f"unknown channel {snapshot.channel!r} (known: {known})")
@@ -162,10 +162,10 @@ def _staged_leaf(leaf: manifest.Leaf, sharding: jax.sharding.Sharding, dtype: An
     return StagedLeaf(leaf, sharding, np.dtype(dtype), boxes, buffers)
 
 
-def _parts(number: int, leaf: StagedLeaf) -> list[Part]:
+def _parts(number: int, leaf: StagedLeaf) -> list[SlicePart]:
     targets = list(leaf.buffers)
     return [
-        Part(
+        SlicePart(
             leaf=number,
             source=copy.source,
             box=copy.box,

@@ -34,7 +34,7 @@ _BACKLOG = 64
 _NONE_FREE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
-class Shelf:
+class VersionShelf:
     """The newest `keep` snapshots, by version. A snapshot in use lives on in the connection that pinned it."""
 
     def __init__(self, keep: int) -> None:
@@ -62,7 +62,7 @@ class Listener:
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: VersionShelf,
         host: str,
         *,
         token: str,

@@ -22,12 +22,12 @@ from jaxroll.config.presets import ESTIMATORS, PRESETS
 from jaxroll.control import cli, commands, preflight
 from jaxroll.data import tasks
 from jaxroll.envs import registry
-from jaxroll.envs.executors.choice import Places
+from jaxroll.envs.executors.choice import Executors
 from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
 from jaxroll.report.figures import record, summary
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.env_calls import Asking
+from jaxroll.rollout.env_calls import EnvironmentCalls
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -140,10 +140,10 @@ def test_the_game_of_the_page_is_played_as_it_is_taught(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     config = configs.load(tmp_path / "higher_config.py", [])
     preflight.check(config)
-    places = Places(ScoringPool(1), config)
+    places = Executors(ScoringPool(1), config)
 
     async def play(task: Task, answers: list[str]) -> tuple[list[str], StepResult]:
-        env, asking, heard = places.create(task.env), Asking(), []
+        env, asking, heard = places.create(task.env), EnvironmentCalls(), []
         assert await asking.reset(env, task) == task.messages
         for answer in answers:
             result = await asking.step(env, answer)

@@ -364,7 +364,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "roles/feeder.py::FeederProcess.next": ("every row held out",),
     "learner/multihost/processes.py": HERE,
     "roles/learner.py::LearnerSession._no_start": HERE,
-    "roles/learner.py::_followed.start": HERE,
+    "roles/learner.py::_run_follower.start": HERE,
     "roles/learner.py::_check_known": HERE,
     "roles/learner.py::first_params": HERE,
 }

@@ -15,8 +15,8 @@ from jaxroll.errors import (
     Closed,
     ConfigError,
     InfraError,
+    RestartRequired,
     Unauthorized,
-    WornOut,
     exit_code,
 )
 
@@ -68,4 +68,4 @@ def test_errors_have_the_exit_codes_the_policy_reads() -> None:
     assert exit_code(ConfigError("a", 1, "b")) == exit_code(Unauthorized("x")) == EXIT_CONFIG
     assert exit_code(Closed("over")) == EXIT_CLOSED
     assert exit_code(InfraError("gone")) == 1
-    assert exit_code(WornOut("256 threads hang")) == EXIT_WORN
+    assert exit_code(RestartRequired("256 threads hang")) == EXIT_WORN

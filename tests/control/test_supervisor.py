@@ -320,8 +320,8 @@ def test_a_role_that_will_not_leave_is_killed(stage: Stage) -> None:
 
 RINGING = """
 import signal, time
-from jaxroll.control.supervisor import Bell
-bell, rung, until_s = Bell(), [], time.monotonic() + 2
+from jaxroll.control.supervisor import WakeSignal
+bell, rung, until_s = WakeSignal(), [], time.monotonic() + 2
 signal.signal(signal.SIGALRM, lambda *_: (rung.append(1), bell.ring()))
 signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
 while time.monotonic() < until_s:

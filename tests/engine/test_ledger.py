@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.engine.ledger import Flips, History
+from jaxroll.engine.ledger import History, WeightSwaps
 from jaxroll.records import Version, VersionRun
 
 
@@ -52,7 +52,7 @@ def test_rows_that_are_not_held_are_refused(start, count):
 )
 def test_runs_are_the_versions_row_by_row(flips, before, count, first):
     """`flips` are (rows since the last flip, version); a request starts at a row after the first flip."""
-    record, versions, row = Flips(), [], 0
+    record, versions, row = WeightSwaps(), [], 0
     for gap, step in flips:
         versions += [versions[-1]] * gap if versions else []
         row = len(versions)

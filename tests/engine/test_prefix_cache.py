@@ -124,7 +124,7 @@ def test_what_mixes_two_weights_is_no_beginning_for_anyone(bench):
     b.steps(1)
     b.swap(Version(0, 2), 1)
     b.finish()
-    assert not [prefix for prefix in b.engine._seating.prefixes.all() if prefix.row is None]
+    assert not [prefix for prefix in b.engine._scheduler.prefixes.all() if prefix.row is None]
 
 
 def test_prompts_give_way_to_new_ones_when_their_rows_run_out(bench):

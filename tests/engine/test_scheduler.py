@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from jaxroll.engine.block_allocator import Pages
+from jaxroll.engine.block_allocator import BlockAllocator
 from jaxroll.engine.prefix_cache import Prefix
-from jaxroll.engine.scheduler import Seating
-from jaxroll.engine.sequence import Limits, Row, Seat, bucket_of
+from jaxroll.engine.scheduler import Scheduler
+from jaxroll.engine.sequence import Limits, Row, Sequence, bucket_of
 
 U = 4  # tokens a page
 LIMITS = {"rows": 2, "inserts": 4, "refill": 1, "buckets": (4, 8), "page_tokens": U, "budget": 16}
@@ -26,9 +26,9 @@ def words(tokens: bytes) -> list[int]:
 class Memory:
     """What a device would do: cells hold (weights, token); a decode writes the last token and draws the next."""
 
-    def __init__(self, seating: Seating, pages: int, rng: random.Random) -> None:
-        self.seating, self.rng, self.weights = seating, rng, 0
-        self.cells = [[[None] * U for _ in range(pages)] for _ in range(seating.shards)]
+    def __init__(self, scheduler: Scheduler, pages: int, rng: random.Random) -> None:
+        self.scheduler, self.rng, self.weights = scheduler, rng, 0
+        self.cells = [[[None] * U for _ in range(pages)] for _ in range(scheduler.shards)]
         self.drawn: dict[int, list[int]] = {}
         self.limits: dict[int, int] = {}
         self.saved: dict[int, list] = {}
@@ -45,7 +45,7 @@ class Memory:
 
     def compute(self, row: Row, fresh: bool) -> None:
         owner = row.owner
-        shard = owner.shard if isinstance(owner, Prefix) else self.seating.shard_of(owner.slot)
+        shard = owner.shard if isinstance(owner, Prefix) else self.scheduler.shard_of(owner.slot)
         self.copy(shard, owner.copies)
         owner.copies = ()
         tokens = words(owner.tokens) if isinstance(owner, Prefix) else words(owner.prompt) + self.drawn[owner.id]
@@ -60,81 +60,84 @@ class Memory:
             self.logits[owner.row] = (self.weights, owner.tokens[: 4 * (row.start + row.count)])
 
     def fill(self) -> None:
-        seating = self.seating
-        for seat in seating.admit():
-            for page, cells in zip(seat.table, self.saved.pop(seat.id), strict=False):
-                self.cells[seating.shard_of(seat.slot)][page] = list(cells)
-        for chunk in seating.prefills(busy=bool(seating.running)):
+        scheduler = self.scheduler
+        for sequence in scheduler.admit():
+            for page, cells in zip(sequence.table, self.saved.pop(sequence.id), strict=False):
+                self.cells[scheduler.shard_of(sequence.slot)][page] = list(cells)
+        for chunk in scheduler.prefill_chunks(busy=bool(scheduler.running)):
             assert 1 <= len(chunk.rows) <= LIMITS["rows"]
             for row in chunk.rows:
                 assert bucket_of(row.count, LIMITS["buckets"]) == chunk.bucket
                 self.compute(row, chunk.fresh)
-        for start in seating.starting():
-            seat = start.seat
-            self.copy(seating.shard_of(seat.slot), start.copies)
-            if not seat.sampled:
-                assert self.logits[start.logit_row] == (self.weights, seat.prompt)
-                self.started.append(seat.id)
-                self.drawn[seat.id] = [self.rng.randrange(1000)]
+        for start in scheduler.start_rows():
+            sequence = start.sequence
+            self.copy(scheduler.shard_of(sequence.slot), start.copies)
+            if not sequence.sampled:
+                assert self.logits[start.logit_row] == (self.weights, sequence.prompt)
+                self.started.append(sequence.id)
+                self.drawn[sequence.id] = [self.rng.randrange(1000)]
 
     def decode(self, steps: int) -> None:
-        seating = self.seating
-        for victim in seating.grow(steps):
-            held = -(-victim.seat.cached // U)
-            self.saved[victim.seat.id] = [list(self.cells[victim.shard][page]) for page in victim.table[:held]]
+        scheduler = self.scheduler
+        for victim in scheduler.grow(steps):
+            held = -(-victim.sequence.positions_wanted // U)
+            self.saved[victim.sequence.id] = [list(self.cells[victim.shard][page]) for page in victim.table[:held]]
         written = []
-        for seat in seating.running:
-            drawn, shard = self.drawn[seat.id], seating.shard_of(seat.slot)
+        for sequence in scheduler.running:
+            drawn, shard = self.drawn[sequence.id], scheduler.shard_of(sequence.slot)
             for _ in range(steps):
-                if len(drawn) >= self.limits[seat.id]:
+                if len(drawn) >= self.limits[sequence.id]:
                     break
-                position = seat.prompt_tokens + len(drawn) - 1
-                page, at = self.cell(shard, seat.table, position)
+                position = sequence.prompt_tokens + len(drawn) - 1
+                page, at = self.cell(shard, sequence.table, position)
                 page[at] = (self.weights, drawn[-1])
-                written.append((shard, seat.table[position // U], at, seat.id))
+                written.append((shard, sequence.table[position // U], at, sequence.id))
                 drawn.append(self.rng.randrange(1000))
-            self.whole(seat, shard)
-            seating.progressed(seat.slot, len(drawn))
+            self.whole(sequence, shard)
+            scheduler.note_sampled(sequence.slot, len(drawn))
         owners: dict[tuple, int] = {}
         for shard, page, at, id in written:
             assert owners.setdefault((shard, page, at), id) == id, "two requests write in one place"
 
-    def whole(self, seat: Seat, shard: int) -> None:
-        """Everything that a seat has read so far stands where its table says."""
-        tokens = words(seat.prompt) + self.drawn[seat.id]
+    def whole(self, sequence: Sequence, shard: int) -> None:
+        """Everything that a sequence has read so far stands where its table says."""
+        tokens = words(sequence.prompt) + self.drawn[sequence.id]
         for position in range(len(tokens) - 1):
-            page, at = self.cell(shard, seat.table, position)
+            page, at = self.cell(shard, sequence.table, position)
             assert page[at] is not None and page[at][1] == tokens[position]
 
     def release(self, keep: bool) -> None:
-        for seat in self.seating.running:
-            if len(self.drawn[seat.id]) >= self.limits[seat.id]:
-                drawn = self.drawn.pop(seat.id)
-                self.done[seat.id] = drawn
+        for sequence in self.scheduler.running:
+            if len(self.drawn[sequence.id]) >= self.limits[sequence.id]:
+                drawn = self.drawn.pop(sequence.id)
+                self.done[sequence.id] = drawn
                 # Only tokens under one version may be kept; here all of a page's cells tell.
-                cells = [self.cell(self.seating.shard_of(seat.slot), seat.table, p) for p in range(seat.cached)]
+                cells = [
+                    self.cell(self.scheduler.shard_of(sequence.slot), sequence.table, p)
+                    for p in range(sequence.positions_wanted)
+                ]
                 pure = all(page[at][0] == self.weights for page, at in cells)
-                self.seating.release(seat.slot, seat.prompt + text(*drawn[:-1]) if keep and pure else None)
+                self.scheduler.release(sequence.slot, sequence.prompt + text(*drawn[:-1]) if keep and pure else None)
 
 
-def check_pages(seating: Seating) -> None:
-    """Every page has exactly the holders that tables name, and every seat of one shard writes in pages of its own."""
-    for shard, pages in enumerate(seating.pages):
+def check_pages(scheduler: Scheduler) -> None:
+    """Every page has exactly the references that tables make, and no two sequences write to one page."""
+    for shard, pages in enumerate(scheduler.pages):
         holders = [0] * pages.count
-        for seat in seating.seats:
-            if seat is not None and seating.shard_of(seat.slot) == shard:
-                for page in seat.table:
+        for sequence in scheduler.sequences:
+            if sequence is not None and scheduler.shard_of(sequence.slot) == shard:
+                for page in sequence.table:
                     holders[page] += 1
-                for page in seat.table[seat.prompt_tokens // U :]:
-                    assert pages.holders(page) == 1
-        for prefix in seating.prefixes.all():
+                for page in sequence.table[sequence.prompt_tokens // U :]:
+                    assert pages.reference_count(page) == 1
+        for prefix in scheduler.prefixes.all():
             if prefix.shard == shard:
                 for page in prefix.table:
                     holders[page] += 1
-        assert holders == [pages.holders(page) for page in range(pages.count)]
+        assert holders == [pages.reference_count(page) for page in range(pages.count)]
         assert pages.free == holders.count(0)
-    rows = [prefix.row for prefix in seating.prefixes.all() if prefix.row is not None]
-    assert sorted(rows + seating.prefixes.rows) == list(range(6))
+    rows = [prefix.row for prefix in scheduler.prefixes.all() if prefix.row is not None]
+    assert sorted(rows + scheduler.prefixes.rows) == list(range(6))
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -145,50 +148,50 @@ def test_every_token_stands_where_it_is_read_whatever_happens(seed: int, reserve
     slots = 4
     most = 28  # tokens of the longest request: seven pages
     pages = slots // shards * 7 + 6 if reserve else 8 + rng.randrange(4)
-    seating = Seating(slots, shards, pages, 6, Limits(**LIMITS, reserve=reserve))
-    memory = Memory(seating, pages, rng)
+    scheduler = Scheduler(slots, shards, pages, 6, Limits(**LIMITS, reserve=reserve))
+    memory = Memory(scheduler, pages, rng)
     prompts = [text(*(rng.randrange(50) for _ in range(rng.randrange(1, 20)))) for _ in range(6)]
     added = aborted = 0
     gone: set[int] = set()
     for _ in range(120):
         for _ in range(rng.randrange(3) if added < 40 else 0):
-            prompt = rng.choice(prompts + [seat.prompt + text(1, 2) for seat in seating.running])[: 4 * 20]
+            prompt = rng.choice(prompts + [sequence.prompt + text(1, 2) for sequence in scheduler.running])[: 4 * 20]
             memory.limits[added] = rng.randrange(1, most - len(prompt) // 4 + 1)
-            seating.arrive(Seat(added, prompt, len(prompt) // 4 + memory.limits[added]))
+            scheduler.add(Sequence(added, prompt, len(prompt) // 4 + memory.limits[added]))
             added += 1
         if rng.random() < 0.1 and added:
             id = rng.randrange(added)
-            running = {seat.id for seat in seating.running}
-            if seating.abort(id) is not None:
+            running = {sequence.id for sequence in scheduler.running}
+            if scheduler.abort(id) is not None:
                 gone.add(id)
                 aborted += id in running
                 memory.drawn.pop(id, None)
                 memory.saved.pop(id, None)
         if rng.random() < 0.08:
             policy = rng.choice(["keep_kv", "reprefill", "restart"])
-            seating.flip(running=policy != "keep_kv", forget_tokens=policy == "restart")
+            scheduler.swap_weights(running=policy != "keep_kv", forget_tokens=policy == "restart")
             memory.weights += 1
             if policy != "keep_kv":
                 memory.saved.clear()
             if policy == "restart":
                 memory.drawn.clear()
         memory.fill()
-        check_pages(seating)
+        check_pages(scheduler)
         memory.decode(rng.randrange(1, 4))
         memory.release(keep=rng.random() < 0.5)
-        check_pages(seating)
+        check_pages(scheduler)
     for _ in range(400):
-        if not seating.active and not seating.waiting:
+        if not scheduler.active and not scheduler.waiting:
             break
         memory.fill()
         memory.decode(3)
         memory.release(keep=False)
-    assert not seating.waiting and not seating.active, "somebody waits for ever"
+    assert not scheduler.waiting and not scheduler.active, "somebody waits for ever"
     assert sorted([*memory.done, *gone]) == list(range(added))
 
 
-def started_order(seating: Seating, memory: Memory) -> list[int]:
-    while seating.active or seating.waiting:
+def started_order(scheduler: Scheduler, memory: Memory) -> list[int]:
+    while scheduler.active or scheduler.waiting:
         memory.fill()
         memory.decode(2)
         memory.release(keep=False)
@@ -196,57 +199,57 @@ def started_order(seating: Seating, memory: Memory) -> list[int]:
 
 
 def test_first_come_first_served_although_a_smaller_one_would_fit() -> None:
-    seating = Seating(4, 1, 8, 6, Limits(**LIMITS, reserve=False))
-    memory = Memory(seating, 8, random.Random(0))
+    scheduler = Scheduler(4, 1, 8, 6, Limits(**LIMITS, reserve=False))
+    memory = Memory(scheduler, 8, random.Random(0))
     for id, tokens in enumerate((16, 14, 1, 1)):
         memory.limits[id] = 4
-        seating.arrive(Seat(id, text(*range(100 * id, 100 * id + tokens)), tokens + 4))
+        scheduler.add(Sequence(id, text(*range(100 * id, 100 * id + tokens)), tokens + 4))
     memory.fill()
-    assert [seat.id for seat in seating.running] == [0]  # 1 does not fit beside 0, and 2 does not pass it
-    assert started_order(seating, memory) == [0, 1, 2, 3]
+    assert [sequence.id for sequence in scheduler.running] == [0]  # 1 does not fit beside 0, and 2 does not pass it
+    assert started_order(scheduler, memory) == [0, 1, 2, 3]
 
 
 def test_the_one_that_came_last_gives_its_pages_away_and_comes_back_first() -> None:
-    seating = Seating(3, 1, 9, 6, Limits(**LIMITS, reserve=False))
-    memory = Memory(seating, 9, random.Random(0))
+    scheduler = Scheduler(3, 1, 9, 6, Limits(**LIMITS, reserve=False))
+    memory = Memory(scheduler, 9, random.Random(0))
     for id in range(3):
         memory.limits[id] = 16
-        seating.arrive(Seat(id, text(id), 17))
+        scheduler.add(Sequence(id, text(id), 17))
     memory.fill()
     memory.limits[3] = 1
-    seating.arrive(Seat(3, text(3), 2))
+    scheduler.add(Sequence(3, text(3), 2))
     victims: list[int] = []
-    grow = seating.grow
-    seating.grow = lambda steps: [victims.append(v.seat.id) or v for v in grow(steps)]  # type: ignore[method-assign]
+    grow = scheduler.grow
+    scheduler.grow = lambda steps: [victims.append(v.sequence.id) or v for v in grow(steps)]  # type: ignore[method-assign]
     while not victims:
         memory.decode(2)
         memory.fill()
-    assert victims == [2] and [seat.id for seat in seating.waiting] == [2, 3]
-    assert started_order(seating, memory) == [0, 1, 2, 3]
+    assert victims == [2] and [sequence.id for sequence in scheduler.waiting] == [2, 3]
+    assert started_order(scheduler, memory) == [0, 1, 2, 3]
 
 
 def test_nobody_starts_while_held_but_who_has_begun_goes_on() -> None:
-    seating = Seating(2, 1, 20, 6, Limits(**LIMITS))
-    fresh, begun = Seat(0, text(1), 4), Seat(1, text(2), 4, sampled=1, swapped=True)
-    seating.held = True
-    seating.arrive(begun)
-    seating.arrive(fresh)
-    assert seating.refill_at() == 1
-    assert seating.admit() == [begun] and [seat.id for seat in seating.waiting] == [0]
-    assert seating.refill_at() is None
+    scheduler = Scheduler(2, 1, 20, 6, Limits(**LIMITS))
+    fresh, begun = Sequence(0, text(1), 4), Sequence(1, text(2), 4, sampled=1, swapped=True)
+    scheduler.held = True
+    scheduler.add(begun)
+    scheduler.add(fresh)
+    assert scheduler.refill_at() == 1
+    assert scheduler.admit() == [begun] and [sequence.id for sequence in scheduler.waiting] == [0]
+    assert scheduler.refill_at() is None
 
 
 def test_a_budget_bounds_what_is_computed_while_others_run() -> None:
-    seating = Seating(4, 1, 60, 6, Limits(**(LIMITS | {"budget": 8, "rows": 1})))
-    memory = Memory(seating, 60, random.Random(0))
+    scheduler = Scheduler(4, 1, 60, 6, Limits(**(LIMITS | {"budget": 8, "rows": 1})))
+    memory = Memory(scheduler, 60, random.Random(0))
     memory.limits = {0: 40, 1: 4}
-    seating.arrive(Seat(0, text(7), 41))
+    scheduler.add(Sequence(0, text(7), 41))
     memory.fill()
-    seating.arrive(Seat(1, text(*range(30)), 34))
+    scheduler.add(Sequence(1, text(*range(30)), 34))
     seen = []
     for _ in range(4):
-        seating.admit()
-        chunks = seating.prefills(busy=bool(seating.running))
+        scheduler.admit()
+        chunks = scheduler.prefill_chunks(busy=bool(scheduler.running))
         seen.append([(row.start, row.count) for chunk in chunks for row in chunk.rows])
         for chunk in chunks:
             for row in chunk.rows:
@@ -255,13 +258,13 @@ def test_a_budget_bounds_what_is_computed_while_others_run() -> None:
 
 
 def test_pages_are_free_when_the_last_holder_drops_them() -> None:
-    pages = Pages(3)
-    taken = pages.take(2)
+    pages = BlockAllocator(3)
+    taken = pages.allocate(2)
     pages.share(taken[:1])
-    pages.drop(taken)
-    assert (pages.free, pages.holders(taken[0])) == (2, 1)
-    for wrong in (lambda: pages.drop([taken[1]]), lambda: pages.share([taken[1]]), lambda: pages.take(3)):
+    pages.free_pages(taken)
+    assert (pages.free, pages.reference_count(taken[0])) == (2, 1)
+    for wrong in (lambda: pages.free_pages([taken[1]]), lambda: pages.share([taken[1]]), lambda: pages.allocate(3)):
         with pytest.raises(ValueError):
             wrong()
-    pages.drop(taken[:1])
+    pages.free_pages(taken[:1])
     assert pages.free == 3

@@ -54,7 +54,7 @@ def test_flips_and_aborts_while_some_wait_for_pages(bench, assert_replayed, flip
     b.add(*requests)
     while b.engine.stats().preemptions < before.preemptions + 3:
         assert b.engine.step()
-    waiting = [seat.id for seat in b.engine._seating.waiting if seat.swapped]
+    waiting = [sequence.id for sequence in b.engine._scheduler.waiting if sequence.swapped]
     assert waiting
     b.engine.abort(waiting[0], keep=True)
     b.swap(Version(0, 2), 1)
@@ -70,6 +70,6 @@ def test_flips_and_aborts_while_some_wait_for_pages(bench, assert_replayed, flip
 def test_all_pages_are_free_when_nobody_is_there(bench):
     b = bench(**PAGED, cache_pages=QUARTER)
     b.run(uneven(24))
-    seating = b.engine._seating
-    held = sum(len(prefix.table) for prefix in seating.prefixes.all())
-    assert seating.pages[0].free == QUARTER - held
+    scheduler = b.engine._scheduler
+    held = sum(len(prefix.table) for prefix in scheduler.prefixes.all())
+    assert scheduler.pages[0].free == QUARTER - held

@@ -15,22 +15,22 @@ import pytest
 from jaxroll import protocols
 from jaxroll.config import Config, SamplerConfig, TaskConfig
 from jaxroll.envs.executors import processes
-from jaxroll.envs.executors.choice import Places
+from jaxroll.envs.executors.choice import Executors
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Environment
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
-from jaxroll.rollout.env_calls import Asking
+from jaxroll.rollout.env_calls import EnvironmentCalls
 
 NAME = "tests.harness.envs.blocking:{}"
 TASK = Task(0, (Message("user", "hello"),), "x", "{}", 5, "h")
 DEADLINE_S = 60.0
 
 
-def play(body: Callable[[Places], Awaitable[object]], *, most: int = 1) -> None:
+def play(body: Callable[[Executors], Awaitable[object]], *, most: int = 1) -> None:
     async def within_deadline() -> None:
         config = Config(task=TaskConfig(name="told"), sampler=SamplerConfig(env_processes=most))
-        places = Places(ScoringPool(1), config)
+        places = Executors(ScoringPool(1), config)
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await body(places)
@@ -42,7 +42,7 @@ def play(body: Callable[[Places], Awaitable[object]], *, most: int = 1) -> None:
 
 async def where(env: Environment) -> tuple[int, int]:
     """Process and thread that the environment says it is in; the other words check what it was told."""
-    messages = await Asking().reset(env, TASK)
+    messages = await EnvironmentCalls().reset(env, TASK)
     process, thread, name, seed = messages[-1].content.split()
     assert (messages[0], name, seed) == (TASK.messages[0], "told", "5")
     return int(process), int(thread)
@@ -50,7 +50,7 @@ async def where(env: Environment) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ["on_loop", "asynchronous"])
 def test_on_the_loop(name: str) -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         env = places.create(NAME.format(name))
         assert await where(env) == (os.getpid(), threading.get_ident())
 
@@ -58,12 +58,12 @@ def test_on_the_loop(name: str) -> None:
 
 
 def test_plain_functions_go_to_a_thread() -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         env = places.create(NAME.format("in_thread"))
         process, thread = await where(env)
         assert process == os.getpid() and thread != threading.get_ident()
-        assert not (await Asking().step(env, "a")).done
-        assert (await Asking().step(env, "b")).reward == 1.0
+        assert not (await EnvironmentCalls().step(env, "a")).done
+        assert (await EnvironmentCalls().step(env, "b")).reward == 1.0
         await env.close()  # type: ignore[misc]
 
     play(body)
@@ -71,7 +71,7 @@ def test_plain_functions_go_to_a_thread() -> None:
 
 @pytest.mark.parametrize("name", ["misplaced", "nowhere"])
 def test_a_place_that_cannot_be_is_refused(name: str) -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         with pytest.raises(DataError, match="place"):
             places.create(NAME.format(name))
 
@@ -79,7 +79,7 @@ def test_a_place_that_cannot_be_is_refused(name: str) -> None:
 
 
 def test_what_is_declared_reaches_whoever_asks() -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         env = places.create(NAME.format("in_process"))
         assert (protocols.traits(env).step_retries, protocols.traits(env).max_turns) == (1, protocols.MAX_TURNS)
 
@@ -88,10 +88,10 @@ def test_what_is_declared_reaches_whoever_asks() -> None:
 
 @pytest.mark.process
 def test_a_process_plays_one_episode_after_another() -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         seen = set()
         for _ in range(3):
-            env, asking = places.create(NAME.format("in_process")), Asking()
+            env, asking = places.create(NAME.format("in_process")), EnvironmentCalls()
             process, _ = await where(env)
             seen.add(process)
             assert (await asking.step(env, "print")).messages == (Message("user", "and?"),)
@@ -106,7 +106,7 @@ def test_a_process_plays_one_episode_after_another() -> None:
 
 @pytest.mark.process
 def test_a_process_that_hangs_or_dies_is_replaced_and_what_raises_is_not() -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         for name, answer, error, words, replaced in (
             ("in_process", "raise", DataError, "ZeroDivisionError: of the environment", 0),
             ("in_process_hasty", "hang", DataError, r"step took longer than 0\.5 s", 1),
@@ -115,12 +115,12 @@ def test_a_process_that_hangs_or_dies_is_replaced_and_what_raises_is_not() -> No
             env, before = places.create(NAME.format(name)), places.processes.pids
             await where(env)
             with pytest.raises(error, match=words):
-                await Asking().step(env, answer)
+                await EnvironmentCalls().step(env, answer)
             await env.close()  # type: ignore[misc]
             assert places.counts()["env_processes_replaced"] == replaced
             assert bool(set(before) & set(places.processes.pids)) == (answer == "raise" and bool(before))
         await where(env := places.create(NAME.format("in_process")))
-        assert not (await Asking().step(env, "a")).done, "the next episode finds a process"
+        assert not (await EnvironmentCalls().step(env, "a")).done, "the next episode finds a process"
         await env.close()  # type: ignore[misc]
 
     play(body)
@@ -128,13 +128,13 @@ def test_a_process_that_hangs_or_dies_is_replaced_and_what_raises_is_not() -> No
 
 @pytest.mark.process
 def test_an_infra_error_in_a_process_may_be_asked_again() -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         env, pauses = places.create(NAME.format("in_process")), []
 
         async def sleep(pause_s: float) -> None:
             pauses.append(pause_s)
 
-        asking = Asking(sleep)
+        asking = EnvironmentCalls(sleep)
         await asking.reset(env, TASK)
         assert not (await asking.step(env, "flaky")).done
         assert (len(pauses), asking.asked.retries) == (1, 1)
@@ -145,11 +145,11 @@ def test_an_infra_error_in_a_process_may_be_asked_again() -> None:
 
 @pytest.mark.process
 def test_an_episode_waits_for_a_process_and_cancelling_kills_it() -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         first, second = (places.create(NAME.format("in_process")) for _ in range(2))
         process, _ = await where(first)
         waiting = asyncio.ensure_future(where(second))
-        hanging = asyncio.ensure_future(Asking().step(first, "hang"))
+        hanging = asyncio.ensure_future(EnvironmentCalls().step(first, "hang"))
         done, _ = await asyncio.wait([waiting, hanging], timeout=0.2)
         assert not done, "there is one process, and the first episode has it"
         hanging.cancel()
@@ -165,12 +165,12 @@ def test_an_episode_waits_for_a_process_and_cancelling_kills_it() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("what", ["exit", "interrupt", "cancel"])
 def test_an_exit_in_a_process_costs_its_member_and_not_the_process(what: str) -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         for name in ("in_process", "in_process_coroutines"):
             env = places.create(NAME.format(name))
             process, _ = await where(env)
             with pytest.raises(DataError, match=r"SystemExit|KeyboardInterrupt|CancelledError"):
-                await Asking().step(env, what)
+                await EnvironmentCalls().step(env, what)
             await env.close()  # type: ignore[misc]
             assert places.processes.pids == [process] and places.processes.replaced == 0
             env = places.create(NAME.format(name))
@@ -182,14 +182,14 @@ def test_an_exit_in_a_process_costs_its_member_and_not_the_process(what: str) ->
 
 @pytest.mark.process
 def test_a_result_that_does_not_travel_is_a_data_error_of_its_field() -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         env = places.create(NAME.format("in_process"))
         await where(env)
         with pytest.raises(DataError, match="the reward is None"):
-            await Asking().step(env, "no reward")
+            await EnvironmentCalls().step(env, "no reward")
         with pytest.raises(DataError, match=r"a\?b"):
-            await Asking().step(env, "surrogate")
-        assert (await Asking().step(env, "numpy")).reward == 1.0
+            await EnvironmentCalls().step(env, "surrogate")
+        assert (await EnvironmentCalls().step(env, "numpy")).reward == 1.0
         await env.close()  # type: ignore[misc]
         assert places.processes.replaced == 0
 
@@ -209,17 +209,17 @@ def test_a_process_that_the_system_refuses_is_started_later(monkeypatch: pytest.
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
 
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         env = places.create(NAME.format("in_process"))
         await where(env)
         await env.close()  # type: ignore[misc]
         assert places.counts()["env_process_failed_starts"] == 2
         left[0] = 1000
         await places.processes._idle.pop().kill()
-        ending = asyncio.ensure_future(places.worn_out())
+        ending = asyncio.ensure_future(places.raise_when_worn_out())
         while not ending.done():
             with pytest.raises(InfraError, match="temporarily unavailable"):
-                await Asking().reset(places.create(NAME.format("in_process")), TASK)
+                await EnvironmentCalls().reset(places.create(NAME.format("in_process")), TASK)
             await asyncio.sleep(0)
         with pytest.raises(InfraError, match=r"do not start: .*temporarily unavailable"):
             await ending
@@ -229,7 +229,7 @@ def test_a_process_that_the_system_refuses_is_started_later(monkeypatch: pytest.
 
 @pytest.mark.process
 def test_an_idle_process_that_died_is_given_to_no_episode() -> None:
-    async def body(places: Places) -> None:
+    async def body(places: Executors) -> None:
         env = places.create(NAME.format("in_process"))
         process, _ = await where(env)
         await env.close()  # type: ignore[misc]

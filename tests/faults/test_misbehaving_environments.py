@@ -23,7 +23,7 @@ from jaxroll.config import Config, RoleArgs, SamplerConfig, ScheduleConfig, Stor
 from jaxroll.control import cli
 from jaxroll.errors import Closed, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
-from jaxroll.records import Grant, Message, Snapshot, Task, Version, VersionRun
+from jaxroll.records import Grant, Message, Task, Version, VersionRef, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
 from jaxroll.roles.members import Members, episode_counts, until_one_ends
@@ -96,7 +96,7 @@ async def store_of(run_dir: Path, config: Config, feed: Feed) -> AsyncIterator[S
     )
     try:
         version = await learner.begin(None)
-        await learner.publish(Snapshot(version, "tcp", "here", "digest"))
+        await learner.publish(VersionRef(version, "tcp", "here", "digest"))
         yield learner
     finally:
         await learner.aclose()
@@ -110,7 +110,7 @@ async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, 
     session = sessions.Session("sampler-0", args, ScoringPool(1), loop)
 
     async def body() -> None:
-        manager = session.players(Model(), TOKENIZER, SamplingParams(4, stop_tokens=(TOKENIZER.eos_id,)))
+        manager = session.play_roles(Model(), TOKENIZER, SamplingParams(4, stop_tokens=(TOKENIZER.eos_id,)))
 
         async def version() -> Version:
             return V0

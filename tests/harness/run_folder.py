@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxroll import config as configs
 from jaxroll import metrics
-from jaxroll.records import Message, Snapshot, Task, Version, VersionRun
+from jaxroll.records import Message, Task, Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.apply import apply
 from jaxroll.store.core.state import State
@@ -93,7 +93,7 @@ def make_run(run_dir: Path, *, steps: int = 60, steps_wanted: int = 60, hostile:
     write_run_file(run_dir, schedule__steps=steps_wanted)
     log, rows = LogMaker(), _warm_rows(rng)
     t = STARTED + WARM_S + COMPILE_S
-    log.add(ev.Began(Version(0, 0), "L"), ev.Published(Snapshot(Version(0, 0), "tcp", "h:1", "m")), t=t)
+    log.add(ev.Began(Version(0, 0), "L"), ev.Published(VersionRef(Version(0, 0), "tcp", "h:1", "m")), t=t)
     rows += [_eval_row(rng, 0, t + 4.0, hostile)]
     busy_from = t
     for step in range(steps):
@@ -104,7 +104,7 @@ def make_run(run_dir: Path, *, steps: int = 60, steps_wanted: int = 60, hostile:
             log.issue(group, version=Version(0, max(0, step - 1)))
         log.add(ev.Claimed(step, 0, tuple(group_ids), 7), t=t0)
         t1, t2 = t0 + train, t0 + train + publish
-        log.add(ev.Published(Snapshot(Version(0, step + 1), "tcp", "h:1", "m")), ev.Acked(Version(0, step)), t=t2)
+        log.add(ev.Published(VersionRef(Version(0, step + 1), "tcp", "h:1", "m")), ev.Acked(Version(0, step)), t=t2)
         if (step + 1) % 20 == 0:
             log.add(ev.MadeDurable(Version(0, step + 1)), t=t2)
         rows += _sampler_rows(rng, group_ids, busy_from, t1 - rng.uniform(0.0, 0.3), step)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxroll.records import Grant, Member, Task, Version
-from jaxroll.roles.members import Members, Play
+from jaxroll.roles.members import MemberPlayer, Members
 
 TASK = Task(0, (), "single_turn", "{}", 0, "0")
 
@@ -46,7 +46,7 @@ def members(
     async def for_ever(*arguments: Any) -> Any:
         await asyncio.Event().wait()
 
-    def endless(grant: Grant) -> Play:
+    def endless(grant: Grant) -> MemberPlayer:
         return for_ever
 
     return Members(session, 8, version, begin or endless)

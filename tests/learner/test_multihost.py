@@ -12,7 +12,7 @@ import pytest
 
 from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError
 from jaxroll.learner.multihost import processes
-from jaxroll.learner.multihost.processes import Follower, Leader, Word
+from jaxroll.learner.multihost.processes import Command, Follower, Leader
 from jaxroll.records import Version
 
 LIMIT_S = 20.0
@@ -37,12 +37,12 @@ def links() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def test_words_come_in_their_order_up_to_the_end(links, ends):
     leader, follower = Leader([links[0]], threading.Event()), Follower(links[1])
-    said = [Word("prepared", body=bytes(3_000_000)), Word("started"), Word("write", Version(1, 4), 7, "base")]
+    said = [Command("prepared", body=bytes(3_000_000)), Command("started"), Command("write", Version(1, 4), 7, "base")]
     for word in said:
-        leader.tell(word)
+        leader.send(word)
     with leader:
         leader.end(130)
-    assert list(follower.words()) == [*said, Word("end", code=130)]
+    assert list(follower.commands()) == [*said, Command("end", code=130)]
     links[0].close()
     links[1].close()
     assert ends.empty(), "after the end nobody is missed"

@@ -139,7 +139,7 @@ def test_attention_is_that_of_each_sample_by_itself(seed):
     width = {"q": (4, 8), "k": (2, 8), "v": (2, 8)}
     given = [{name: rng.normal(size=(len(s.tokens), *shape)).astype(np.float32) for name, shape in width.items()}
              for s in samples]  # fmt: skip
-    for family in sharing.families(samples, ROWS):  # what is the same token has the same numbers
+    for family in sharing.prompt_groups(samples, ROWS):  # what is the same token has the same numbers
         for index in family.samples[1:]:
             for name in width:
                 given[index][name][: family.shared] = given[family.samples[0]][name][: family.shared]

@@ -38,7 +38,7 @@ def tables(shards: int) -> np.ndarray:
     return np.stack([rng.permutation(own * TABLE).reshape(own, TABLE) for _ in range(shards)]).astype(np.int32)
 
 
-def side(layout: Layout, shards: int) -> dense.SideBySide:
+def side(layout: Layout, shards: int) -> dense.ContiguousCache:
     """Everything stale, and full of what must not be seen."""
     like = dense.abstract_contiguous(SPEC, shards, SLOTS, TABLE * PAGE, PAGE, layout.mesh, layout.rules)
     full = lambda leaf: jnp.full(leaf.shape, jnp.nan if leaf.dtype == jnp.float32 else True, leaf.dtype)  # noqa: E731
@@ -92,7 +92,7 @@ def test_decoding_gives_the_logits_of_the_loop_over_pages_and_writes_both(layout
     tokens = np.arange(SLOTS, dtype=np.int32)
     positions = np.array([0, 5, 63, 64, 71, 30, -1, 8, 66, 62, 7, 40], np.int32)
     paged = jax.jit(partial(transformer.decode, SPEC, layout=layout))
-    beside = jax.jit(partial(transformer.decode_side_by_side, SPEC, layout=layout))
+    beside = jax.jit(partial(transformer.decode_contiguous, SPEC, layout=layout))
     cache = one = pools(shards)
     laid = jax.jit(dense.refreshed)(side(layout, shards), cache, table, positions.reshape(shards, own))
     flat, running = table.reshape(SLOTS, TABLE), positions >= 0

@@ -5,7 +5,7 @@ import sqlite3
 import pytest
 
 from jaxroll.errors import DataError
-from jaxroll.records import Snapshot, Version, VersionRun
+from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.report.figures import record
 from jaxroll.store.core import events as ev
 from jaxroll.store.log import state_checkpoints
@@ -13,7 +13,7 @@ from tests.harness.run_folder import GROUPS, MEMBERS, TOKENS, LogMaker, task
 
 
 def snapshot(lineage, step):
-    return Snapshot(Version(lineage, step), "tcp", "h:1", "m")
+    return VersionRef(Version(lineage, step), "tcp", "h:1", "m")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from jaxroll.clock import ManualClock
 from jaxroll.control import cli
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.report.commands import inspect, trajectory
 from jaxroll.report.figures.record import store_pid
 from jaxroll.report.formats import Section, plain, safe, show
@@ -117,7 +117,7 @@ def test_what_a_fork_gave_up_is_said_to_be_given_up(tmp_path: Path) -> None:
             await kept.log.committed()
         version = kept.decide(rq.Begin("M", Version(1, 2), "again"))
         assert version == Version(2, 2)
-        kept.decide(rq.Publish("M", Snapshot(version, "tcp", "here", "d")))
+        kept.decide(rq.Publish("M", VersionRef(version, "tcp", "here", "d")))
         for key in lease(kept, 6, version, "z"):
             put(kept, key, version)
         kept.decide(rq.ClaimStep("M", 2, 2))

@@ -41,8 +41,8 @@ def test_an_engine_gets_the_same_from_adapters_as_from_merged_parameters(tmp_pat
     spec = families.spec("nano", vocab_size=32, compute_dtype=compute)
     trainer = Trainer(CONFIG, spec, layout.build(CONFIG.learner.mesh), layout.LEARNER, key=jax.random.key(1))
     receiver, base = Receiver(TransferConfig()), trainer.base_digest()
-    whole = weights.Whole(receiver, spec, SAMPLER)
-    adapted = weights.Adapted(receiver, spec, SAMPLER, trainer.lora, dtype)
+    whole = weights.FullParameters(receiver, spec, SAMPLER)
+    adapted = weights.AdaptedParameters(receiver, spec, SAMPLER, trainer.lora, dtype)
     sizes = []
     with (
         Publisher(TransferConfig(dtype=dtype), tmp_path) as merged,
@@ -51,8 +51,8 @@ def test_an_engine_gets_the_same_from_adapters_as_from_merged_parameters(tmp_pat
         alone.freeze(Version(0, 0), trainer.base)
         for version in (Version(0, 0), Version(0, 1), Version(0, 2)):
             trainer.state = dataclasses.replace(trainer.state, params=stirred(trainer.state.params, version.step))
-            assert trainer.published() is trainer.state.params
-            staged = adapted.fetch(alone.publish(version, trainer.published()))
+            assert trainer.publishable_params() is trainer.state.params
+            staged = adapted.fetch(alone.publish(version, trainer.publishable_params()))
             sizes.append(staged.fetched_bytes)
             found, wanted = adapted.place(staged), whole.place(whole.fetch(merged.publish(version, trainer.params())))
             assert found.keys() == wanted.keys() == params.abstract(spec).keys()
@@ -81,4 +81,4 @@ def test_merged_parameters_are_what_is_published_unless_adapters_are_asked_for()
     config = dataclasses.replace(CONFIG, learner=dataclasses.replace(CONFIG.learner, lora_publish="merged"))
     spec = families.spec("nano", vocab_size=32)
     trainer = Trainer(config, spec, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(1))
-    assert trainer.published().keys() == params.abstract(spec).keys() and not trainer.sends_adapters
+    assert trainer.publishable_params().keys() == params.abstract(spec).keys() and not trainer.sends_adapters

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxroll.protocols import Completion
 from jaxroll.records import Grant, Member, Version, VersionRun
-from jaxroll.roles.members import Play
+from jaxroll.roles.members import MemberPlayer
 from jaxroll.rollout.episode import Transcript
 from tests.harness.sampler_members import Store, counted, grant, members, settle
 
@@ -57,7 +57,7 @@ def test_what_a_member_had_is_counted_when_it_is_let_go_and_when_it_comes_too_la
         async def put(self, member: Member) -> str:
             return "SURPLUS" if member.member == 2 else "OK"
 
-    def begin(grant: Grant) -> Play:
+    def begin(grant: Grant) -> MemberPlayer:
         async def play(member: int, attempt: int, said: Transcript) -> Member:
             said.show([1, 2])
             tokens = np.arange(10 * (member + 1), dtype=np.int32)

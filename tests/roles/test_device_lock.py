@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxroll.learner.trainer import Trainer
-from jaxroll.roles.colocated import TrainerByTurns, Turn
+from jaxroll.roles.colocated import DeviceLock, LockedTrainer
 from jaxroll.serving.engine_thread import EngineHost
 
 LIMIT_S = 20.0
@@ -23,13 +23,13 @@ def until(seen: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def asking(turn: Turn) -> int:
+def asking(turn: DeviceLock) -> int:
     """How many wait for it now."""
     return len(turn._asking)
 
 
 def test_turns_are_had_in_the_order_in_which_they_were_asked_for() -> None:
-    turn, had, threads = Turn(), [], []
+    turn, had, threads = DeviceLock(), [], []
 
     def ask(name: int) -> None:
         with turn:
@@ -47,7 +47,7 @@ def test_turns_are_had_in_the_order_in_which_they_were_asked_for() -> None:
 
 def test_who_asks_again_at_once_comes_after_those_who_wait() -> None:
     """As an engine between two steps. A plain lock is nearly always taken again by who has just let it go."""
-    turn, had = Turn(), []
+    turn, had = DeviceLock(), []
 
     def other() -> None:
         with turn:
@@ -64,7 +64,7 @@ def test_who_asks_again_at_once_comes_after_those_who_wait() -> None:
 
 
 def test_two_are_never_inside_and_none_is_forgotten() -> None:
-    turn, inside, entered, most = Turn(), [0], [0] * 8, [0]
+    turn, inside, entered, most = DeviceLock(), [0], [0] * 8, [0]
 
     def work(name: int) -> None:
         for _ in range(200):
@@ -86,7 +86,7 @@ def test_two_are_never_inside_and_none_is_forgotten() -> None:
 
 
 def test_a_turn_ends_with_an_error_too() -> None:
-    turn = Turn()
+    turn = DeviceLock()
     for _ in range(2):
         try:
             with turn:
@@ -103,10 +103,10 @@ READS = {"abstract_state", "base_digest", "finished", "packed", "params", "prepa
 def test_a_trainer_has_a_turn_whenever_it_gives_something_to_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """`train` is the three halves one after the other; `params` is asked by `published`, and by nobody from outside."""
     public = {name for name in vars(Trainer) if not name.startswith("_")}
-    dispatching = {name for name in vars(TrainerByTurns) if not name.startswith("_")}
+    dispatching = {name for name in vars(LockedTrainer) if not name.startswith("_")}
     assert public - dispatching == READS, "a new method of Trainer: does it give the devices something?"
-    turn, had = Turn(), {}
-    trainer = object.__new__(TrainerByTurns)
+    turn, had = DeviceLock(), {}
+    trainer = object.__new__(LockedTrainer)
     trainer._turn = turn
     for name in dispatching:
         monkeypatch.setattr(Trainer, name, lambda self, *_, name=name: had.update({name: turn._taken}) or name)
@@ -116,7 +116,7 @@ def test_a_trainer_has_a_turn_whenever_it_gives_something_to_the_devices(monkeyp
 
 
 def test_an_engine_has_a_turn_for_every_step_and_every_job_and_none_while_it_waits() -> None:
-    turn, seen = Turn(), []
+    turn, seen = DeviceLock(), []
 
     class Engine:
         def stats(self) -> SimpleNamespace:

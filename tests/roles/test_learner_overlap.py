@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from jaxroll.errors import Closed, InfraError, NotReady, StaleClient, TransferError
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.roles.learner import LearnerSession
-from jaxroll.roles.weights import Teller
+from jaxroll.roles.weights import BackgroundPublisher
 
 LIMIT_S = 20.0
 V1 = Version(0, 1)
 
 
-def snapshot(version: Version) -> Snapshot:
-    return Snapshot(version, "tcp", "here", "d")
+def snapshot(version: Version) -> VersionRef:
+    return VersionRef(version, "tcp", "here", "d")
 
 
 def ended(result: Any) -> Future[Any]:
@@ -37,7 +37,7 @@ class Store:
         self.may_publish = threading.Event()
         self.may_publish.set()
 
-    def publish(self, what: Snapshot) -> None:
+    def publish(self, what: VersionRef) -> None:
         assert self.may_publish.wait(LIMIT_S)
         self.told.append(("publish", what.version.step))
 
@@ -64,16 +64,16 @@ class Publisher:
     def __init__(self, store: Any) -> None:
         self._store = store
 
-    def finish(self, version: Version, started: Future[Snapshot]) -> Snapshot:
+    def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:
         return started.result()
 
     def told(self, version: Version) -> None:
         assert self._store.told[-1] == ("publish", version.step), "let go of the one before while others are told of it"
 
 
-def telling(store: Any) -> Teller:
+def telling(store: Any) -> BackgroundPublisher:
     publisher: Any = Publisher(store)
-    return Teller(store, publisher)
+    return BackgroundPublisher(store, publisher)
 
 
 def row(step: int) -> dict[str, Any]:
@@ -84,11 +84,11 @@ def test_a_step_is_published_then_acknowledged_then_reported_and_after_the_one_b
     store = Store()
     teller = telling(store)
     store.may_publish.clear()
-    teller.tell(Version(0, 0), row(1), ended(snapshot(V1)))
+    teller.publish(Version(0, 0), row(1), ended(snapshot(V1)))
     teller.check()
     assert store.told == [], "the learner goes on meanwhile"
     store.may_publish.set()
-    teller.tell(V1, row(2), None)  # one that is not published
+    teller.publish(V1, row(2), None)  # one that is not published
     teller.settle()
     teller.close()
     assert store.told == [("publish", 1), ("ack", 0), ("row", 1, True), ("ack", 1), ("row", 2, True)]
@@ -98,10 +98,10 @@ def test_a_step_is_published_then_acknowledged_then_reported_and_after_the_one_b
 def test_what_went_wrong_comes_out_and_nothing_is_acknowledged(then: str) -> None:
     store = Store()
     teller = telling(store)
-    teller.tell(Version(0, 0), row(1), ended(TransferError("the disk is full")))
+    teller.publish(Version(0, 0), row(1), ended(TransferError("the disk is full")))
     teller._worker.submit(lambda: None).result(LIMIT_S)  # the one before is over
     with pytest.raises(TransferError, match="disk is full"):
-        teller.tell(V1, row(2), None) if then == "tell" else getattr(teller, then)()
+        teller.publish(V1, row(2), None) if then == "tell" else getattr(teller, then)()
     teller.close()
     assert store.told == []
 
@@ -124,7 +124,7 @@ def test_a_learner_that_waits_for_a_batch_hears_that_its_weights_were_not_publis
     """With α = 0 no batch can come without them: it would wait until the store gave the run up."""
     store = Store(NotReady("not leased"), NotReady("not leased"), NotReady("not leased"))
     learner = session(store)
-    learner.teller.tell(Version(0, 0), row(1), ended(TransferError("the disk is full")))
+    learner.teller.publish(Version(0, 0), row(1), ended(TransferError("the disk is full")))
     learner.teller._worker.submit(lambda: None).result(LIMIT_S)
     with pytest.raises(TransferError, match="disk is full"):
         learner._claim(TRAINER, V1)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import members as rooms
-from jaxroll.roles.members import Play
+from jaxroll.roles.members import MemberPlayer
 from jaxroll.rollout.episode import Transcript
 from tests.harness.sampler_members import TASK, members
 
@@ -65,7 +65,7 @@ def asked_in(store: Store, script: Callable[[End], Awaitable[None]], **options: 
     """What `store` was asked for when, with its places taken, `script` happens."""
     over: list[asyncio.Future] = []
 
-    def begin(grant: Grant) -> Play:
+    def begin(grant: Grant) -> MemberPlayer:
         async def play(member: int, attempt: int, said: Transcript) -> Any:
             over.append(done := asyncio.get_running_loop().create_future())
             await done

@@ -10,7 +10,7 @@ import pytest
 
 from jaxroll.records import Failed, Grant, Member, Version
 from jaxroll.roles import members as rooms
-from jaxroll.roles.members import Key, Members, Play
+from jaxroll.roles.members import Key, MemberPlayer, Members
 from jaxroll.rollout.episode import Transcript
 from tests.harness.sampler_members import counted as all_counted
 from tests.harness.sampler_members import grant as granted
@@ -50,7 +50,7 @@ class Store:
 PLAYED, PLAYING = (0, 0, 1), (0, 1, 1)
 
 
-def begin(grant: Grant) -> Play:
+def begin(grant: Grant) -> MemberPlayer:
     """Member 0 has ended, the other never does."""
 
     async def play(member: int, attempt: int, said: Transcript) -> Member:

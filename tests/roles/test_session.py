@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxroll.config import Config, RoleArgs
-from jaxroll.errors import WornOut
+from jaxroll.errors import RestartRequired
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
 from jaxroll.store.server.server import LINGER_S
@@ -84,7 +84,7 @@ def test_a_part_whose_environments_left_no_threads_ends_with_that(store: Store, 
             finally:
                 gone.append("gave its leases back")
 
-        with pytest.raises(WornOut, match="threads hang"):
+        with pytest.raises(RestartRequired, match="threads hang"):
             await session.run(asyncio.sleep(0), play)
 
     asyncio.run(asyncio.wait_for(job(), 20))

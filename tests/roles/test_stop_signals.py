@@ -45,8 +45,8 @@ def sent(signum: signal.Signals, seen: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize("signum", STOPS, ids=lambda signum: signum.name)
 def test_a_session_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch, signum: signal.Signals) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(sessions, "show_when_asked", lambda *_: None)
-    told_to = sessions.heed_signals(SimpleNamespace(request_stop=lambda: asked.append(1)))  # type: ignore[arg-type]
+    monkeypatch.setattr(sessions, "print_stacks_on_signal", lambda *_: None)
+    told_to = sessions.install_signal_handlers(SimpleNamespace(request_stop=lambda: asked.append(1)))  # type: ignore[arg-type]
     assert sent(signum, told_to.is_set) and asked == [1]
 
 
@@ -56,14 +56,14 @@ def test_a_learner_is_asked_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: object, signum: signal.Signals
 ) -> None:
     """It finishes its step, and leaves a checkpoint: tests/process/test_resume.py."""
-    monkeypatch.setattr(learner.processes, "joined", lambda *_: None)
-    monkeypatch.setattr(colocated, "parts", lambda args: [])
-    monkeypatch.setattr(sessions, "show_when_asked", lambda *_: None)
+    monkeypatch.setattr(learner.processes, "join", lambda *_: None)
+    monkeypatch.setattr(colocated, "role_specs", lambda args: [])
+    monkeypatch.setattr(sessions, "print_stacks_on_signal", lambda *_: None)
 
     def lived(args: RoleArgs, stop: threading.Event, *_: object, **__: object) -> int:
         return 130 if sent(signum, stop.is_set) else 0
 
-    monkeypatch.setattr(learner, "lived", lived)
+    monkeypatch.setattr(learner, "run_learner", lived)
     assert role.main(RoleArgs(Config(), tmp_path)) == 130  # type: ignore[attr-defined]
 
 

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from jaxroll.errors import DigestMismatch, InfraError, TransferError
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.roles import weights
 
 
 class Script:
     """A store that publishes and a follower's transfer that fails, both as a list says; ends when the list does."""
 
-    def __init__(self, *steps: tuple[Snapshot, Exception | None]) -> None:
+    def __init__(self, *steps: tuple[VersionRef, Exception | None]) -> None:
         self.steps, self.pauses, self.lines = list(steps), [], []
 
-    async def published(self, known: Version | None, wait_s: float, *, in_turn: bool) -> Snapshot:
+    async def published(self, known: Version | None, wait_s: float, *, in_turn: bool) -> VersionRef:
         if not self.steps:
             raise asyncio.CancelledError
         return self.steps[0][0]
 
-    async def bring(self, snapshot: Snapshot) -> None:
+    async def bring(self, snapshot: VersionRef) -> None:
         announced, error = self.steps.pop(0)
         assert snapshot == announced
         if error is not None:
@@ -46,8 +46,8 @@ def followed(script: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
     return script
 
 
-def snapshot(step: int, address: str = "here") -> Snapshot:
-    return Snapshot(Version(0, step), "tcp", address, "digest")
+def snapshot(step: int, address: str = "here") -> VersionRef:
+    return VersionRef(Version(0, step), "tcp", address, "digest")
 
 
 def test_a_learner_that_is_down_costs_one_line_and_ever_longer_pauses(monkeypatch: pytest.MonkeyPatch) -> None:

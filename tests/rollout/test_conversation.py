@@ -14,7 +14,7 @@ import pytest
 from jaxroll.config import Config, MeshConfig, TaskConfig
 from jaxroll.data.sources import open_source
 from jaxroll.engine.engine import Engine
-from jaxroll.envs.executors.choice import Places
+from jaxroll.envs.executors.choice import Executors
 from jaxroll.learner import samples
 from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
@@ -76,7 +76,7 @@ def played(host: EngineHost, group: int, *, keep: bool) -> Finished:
 
     async def play() -> Member:
         proxy = EngineProxy(host, asyncio.get_running_loop())
-        places = Places(ScoringPool(1), CONFIG)
+        places = Executors(ScoringPool(1), CONFIG)
         sampling = SamplingParams(max_tokens=12, stop_tokens=tuple(range(2, 18)))  # babble ends soon, and by itself
         manager = RolloutManager(
             proxy if keep else Forgetful(proxy), places.create, text, sampling, bounds=Bounds(tokens=TOKENS)

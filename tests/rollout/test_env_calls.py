@@ -13,7 +13,7 @@ from jaxroll import protocols
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Failed, Finished, Grant, Member, Message, Task, Version, VersionRun
-from jaxroll.rollout.env_calls import Asking
+from jaxroll.rollout.env_calls import EnvironmentCalls
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.text.tokenizers import CharTokenizer
 
@@ -69,7 +69,7 @@ class Pauses:
 
 def test_retries_are_those_declared_with_pauses_that_double() -> None:
     pauses, gone = Pauses(), InfraError("gone")
-    env, asking = Plain(gone, gone, gone, step_retries=3), Asking(pauses)
+    env, asking = Plain(gone, gone, gone, step_retries=3), EnvironmentCalls(pauses)
     assert run(asking.step(env, "a")).reward == 1.0
     assert env.calls["step"] == 4
     assert pauses.taken == [0.1, 0.2, 0.4]
@@ -84,7 +84,7 @@ def test_retries_are_those_declared_with_pauses_that_double() -> None:
 def test_nothing_is_asked_again_that_may_not_be(declared: dict[str, int], error: Exception) -> None:
     env = Plain(*[error] * 5, **declared)
     with pytest.raises(type(error)):
-        run(Asking(Pauses()).step(env, "a"))
+        run(EnvironmentCalls(Pauses()).step(env, "a"))
     assert env.calls["step"] == (3 if declared == {"step_retries": 2} else 1)
 
 
@@ -96,8 +96,8 @@ def test_resets_have_retries_and_a_limit_of_their_own() -> None:
             await asyncio.Event().wait()
             raise AssertionError
 
-    assert run(Asking(Pauses()).reset(Plain(InfraError("x"), reset_retries=1), TASK)) == TASK.messages
-    asking = Asking()
+    assert run(EnvironmentCalls(Pauses()).reset(Plain(InfraError("x"), reset_retries=1), TASK)) == TASK.messages
+    asking = EnvironmentCalls()
     with pytest.raises(DataError, match=r"reset took longer than 0\.05 s"):
         run(asking.reset(Slow(), TASK))
     assert asking.asked.overdue == 1
@@ -106,7 +106,7 @@ def test_resets_have_retries_and_a_limit_of_their_own() -> None:
 def test_traits_have_defaults_and_places_are_checked() -> None:
     assert protocols.traits(Plain()) == protocols.Traits("thread", 5.0, 5.0)
     with pytest.raises(DataError, match="place = 'moon'"):
-        Asking().traits(Plain(place="moon"))
+        EnvironmentCalls().traits(Plain(place="moon"))
 
 
 @dataclass
@@ -186,6 +186,6 @@ def test_fail_slow_and_fail_stop_environments_cost_their_members_only() -> None:
     failed = [member.outcome for member in put if isinstance(member.outcome, Failed)]
     assert len(put) == 200 and sorted(member.member for member in put) == list(range(200))
     assert Counter(outcome.kind for outcome in failed) == {"DATA": 20, "INFRA": 20} == manager.counts.failed
-    assert sum("took longer than 0.2 s" in outcome.error for outcome in failed) == 20 == manager.asked.overdue
+    assert sum("took longer than 0.2 s" in outcome.error for outcome in failed) == 20 == manager.env_calls.overdue
     last = [member.member for member in put[180:]]
     assert sorted(last) == list(range(0, 200, 10)), "nobody waits for those that hang"

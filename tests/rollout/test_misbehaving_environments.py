@@ -207,7 +207,7 @@ def test_a_call_that_ignores_its_cancellation_is_given_up(monkeypatch: pytest.Mo
             closed.append(True)
 
     def counted(manager: RolloutManager) -> None:
-        assert (manager.asked.overdue, manager.asked.abandoned) == (1, 1)
+        assert (manager.env_calls.overdue, manager.env_calls.abandoned) == (1, 1)
 
     bad, _ = played(lambda name: Deaf(), counted)
     assert isinstance(bad.outcome, Failed) and "longer than 0.05 s" in bad.outcome.error

@@ -275,7 +275,7 @@ def test_who_talks_nonsense_without_end_is_answered_slowly(monkeypatch: pytest.M
     """The first twenty are told at once; that mends nothing at a caller that goes on, and costs the others."""
     held: list[int] = []
 
-    async def hold(_: intake.Doorman, left_s: float) -> None:
+    async def hold(_: intake.RefusalThrottle, left_s: float) -> None:
         held.append(1)
 
     async def calls() -> None:
@@ -285,7 +285,7 @@ def test_who_talks_nonsense_without_end_is_answered_slowly(monkeypatch: pytest.M
                     await raw.call("malformed", b"\xc1", 5.0)
             assert await raw.call("echo", b"good", 5.0) == b"good"
 
-    monkeypatch.setattr(intake.Doorman, "hold", hold)
+    monkeypatch.setattr(intake.RefusalThrottle, "hold", hold)
     run(calls())
     assert 20 <= len(held) <= 40, "of sixty the first twenty, and two a second more"
 
@@ -294,7 +294,7 @@ def test_nothing_large_is_kept_while_an_answer_is_held_back(monkeypatch: pytest.
     """A message without sense: not by the call that waits, and not by the error that says so."""
     seen: list[int] = []
 
-    async def hold(_: intake.Doorman, left_s: float) -> None:
+    async def hold(_: intake.RefusalThrottle, left_s: float) -> None:
         gc.collect()
         seen.append(sum(len(one) for one in gc.get_objects() if type(one) is Body))
 
@@ -310,7 +310,7 @@ def test_nothing_large_is_kept_while_an_answer_is_held_back(monkeypatch: pytest.
                 with pytest.raises(StoreRefusal, match="malformed"):
                     await raw.call("malformed", bytes(1000), 5.0)
 
-    monkeypatch.setattr(intake.Doorman, "hold", hold)
+    monkeypatch.setattr(intake.RefusalThrottle, "hold", hold)
     run(calls())
     assert seen and max(seen) == 0
 

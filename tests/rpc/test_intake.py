@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxroll.rpc import intake as intakes
 from jaxroll.rpc import protocol
-from jaxroll.rpc.intake import Busy, Credit, Crowded, Doorman, Intake, Malformed
+from jaxroll.rpc.intake import Busy, Credit, Intake, Malformed, RefusalThrottle, TooManyCalls
 
 PIECE = protocol.PIECE_BYTES
 LIMIT = 4 * PIECE
@@ -169,7 +169,7 @@ def test_no_room_within_the_deadline_is_said(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_first_refusals_are_told_at_once_and_the_others_held(monkeypatch: pytest.MonkeyPatch) -> None:
     async def knocks() -> list[int]:
         told: list[tuple[str, str, str]] = []
-        doorman, held = Doorman(lambda *words: told.append(words)), []
+        doorman, held = RefusalThrottle(lambda *words: told.append(words)), []
 
         async def hold(left_s: float) -> None:
             held.append(len(told))
@@ -188,11 +188,11 @@ def test_polls_are_counted_by_connection_and_in_all(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(protocol, "POLLS_PER_CONNECTION", 2)
     monkeypatch.setattr(protocol, "MAX_POLLS", 3)
     monkeypatch.setattr(protocol, "POLLS_ASSURED", 0)
-    doorman = Doorman()
+    doorman = RefusalThrottle()
     with doorman.poll("a"), doorman.poll("b"):
         with doorman.poll("a"):
             for peer in ("a", "c"):  # one has two, all have three
-                with pytest.raises(Crowded), doorman.poll(peer):
+                with pytest.raises(TooManyCalls), doorman.poll(peer):
                     pass
         with doorman.poll("c"):
             pass
@@ -203,13 +203,13 @@ def test_each_connection_is_assured_of_some_polls_however_many_others_hold(monke
     """Enough for one sampler: its wait for work, for weights, for leases that end."""
     assert protocol.POLLS_ASSURED >= 3
     monkeypatch.setattr(protocol, "MAX_POLLS", 32)
-    doorman = Doorman()
+    doorman = RefusalThrottle()
     with contextlib.ExitStack() as held:
         for place in range(32):
             held.enter_context(doorman.poll(f"crowd-{place // protocol.POLLS_PER_CONNECTION}"))
         for _ in range(protocol.POLLS_ASSURED):
             held.enter_context(doorman.poll("sampler"))
-        with pytest.raises(Crowded), doorman.poll("sampler"):
+        with pytest.raises(TooManyCalls), doorman.poll("sampler"):
             pass
     assert not doorman._polls
     with doorman.poll("sampler"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxroll.config import TransferConfig
-from jaxroll.records import Snapshot
+from jaxroll.records import VersionRef
 from jaxroll.transfer.host_snapshot import HostSnapshot
 from jaxroll.transfer.publish import Publisher
 from jaxroll.transfer.receive import Receiver
@@ -132,6 +132,6 @@ def kit(tmp_path: Path) -> Iterator[Kit]:
 
 
 @pytest.fixture
-def announced() -> Callable[[HostSnapshot, str], Snapshot]:
+def announced() -> Callable[[HostSnapshot, str], VersionRef]:
     """The record that would announce a host snapshot at a tcp address."""
-    return lambda taken, address: Snapshot(taken.version, "tcp", address, taken.manifest_digest)
+    return lambda taken, address: VersionRef(taken.version, "tcp", address, taken.manifest_digest)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxroll.config import TransferConfig
 from jaxroll.errors import TransferError, VersionGone
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.receive import Receiver
 from tests.harness.transfer_arrays import SHAPES, SPECS, abstract_of, params_of, shardings_of, values_of
@@ -30,7 +30,7 @@ def publisher():
     made.close()
 
 
-def fetched(snapshot: Snapshot, dims=(1, 1, 4), rules="sampler", dtype="float32"):
+def fetched(snapshot: VersionRef, dims=(1, 1, 4), rules="sampler", dtype="float32"):
     return Receiver(TransferConfig()).fetch(snapshot, shardings_of(dims, rules), abstract_of(SHAPES, dtype))
 
 
@@ -86,7 +86,7 @@ def test_only_the_newest_is_kept_once_it_is_told_of(publisher) -> None:
     learners = shardings_of((1, 2, 2), "learner")
     old = publisher.publish(V1, params_of(values_of(5), learners))
     watched = weakref.ref(publisher.kept(V1)["embed"])
-    started: Future[Snapshot] = publisher.start(V2, params_of(values_of(6), learners))
+    started: Future[VersionRef] = publisher.start(V2, params_of(values_of(6), learners))
     new = publisher.finish(V2, started)
     assert fetched(old), "who was told of it may still come"
     publisher.told(V2)
@@ -111,7 +111,7 @@ def test_what_is_frozen_comes_with_every_version(publisher) -> None:
 def test_weights_of_a_publisher_that_is_gone_or_elsewhere_are_refused(publisher) -> None:
     params = params_of(values_of(1), shardings_of((1, 2, 2), "learner"))
     with pytest.raises(VersionGone, match="a process that is gone, or by another"):
-        fetched(Snapshot(V1, "device", "nowhere", ""))
+        fetched(VersionRef(V1, "device", "nowhere", ""))
     snapshot = publisher.publish(V1, params)
     publisher.close()
     with pytest.raises(VersionGone, match="a process that is gone"):

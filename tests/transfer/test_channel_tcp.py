@@ -16,10 +16,10 @@ import pytest
 from jaxroll import wire
 from jaxroll.clock import ManualClock, MonotonicClock
 from jaxroll.errors import DigestMismatch, TransferError, Unauthorized, VersionGone
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.transfer import channels, tcp_listener
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
-from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.channels import Deadline, SlicePart
 from tests.harness.cluster.tcp_proxy import Proxy
 
 VERSION = Version(0, 1)
@@ -31,7 +31,7 @@ def _big_values() -> dict[str, np.ndarray]:
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in BIG.items()}
 
 
-def _fetch(kit, announced: Snapshot, **receiver: object):
+def _fetch(kit, announced: VersionRef, **receiver: object):
     from jax.sharding import NamedSharding, PartitionSpec
 
     target = dict.fromkeys(BIG, NamedSharding(kit.mesh(1, 1, 2), PartitionSpec(None, "tensor")))
@@ -39,11 +39,11 @@ def _fetch(kit, announced: Snapshot, **receiver: object):
 
 
 @pytest.fixture
-def published(kit) -> Snapshot:
+def published(kit) -> VersionRef:
     return kit.publisher().offer(kit.host_snapshot(VERSION, _big_values()))
 
 
-def _through(kit, published: Snapshot, **behaviour: object) -> Snapshot:
+def _through(kit, published: VersionRef, **behaviour: object) -> VersionRef:
     return msgspec.structs.replace(published, address=kit.middle(published.address, **behaviour).address)
 
 
@@ -86,7 +86,7 @@ def test_a_byte_flipped_in_a_slice_of_a_partial_leaf_is_a_digest_mismatch(kit, p
     taken = kit.host_snapshot(VERSION, _big_values())
     into = np.empty((512, 512), np.uint32)
     with pytest.raises(DigestMismatch, match="damaged on its way"):
-        reader.read(taken.manifest, [Part(0, 0, ((0, 512), (0, 512)), into, checked=True)])
+        reader.read(taken.manifest, [SlicePart(0, 0, ((0, 512), (0, 512)), into, checked=True)])
 
 
 class _LeftHalf:
@@ -164,7 +164,7 @@ def test_the_token_is_asked_for(kit) -> None:
     assert _fetch_with(kit, announced, "s3cret").version == VERSION
 
 
-def _fetch_with(kit, announced: Snapshot, token: str):
+def _fetch_with(kit, announced: VersionRef, token: str):
     from jax.sharding import NamedSharding, PartitionSpec
 
     target = dict.fromkeys(BIG, NamedSharding(kit.mesh(1, 1, 1), PartitionSpec()))
@@ -182,7 +182,7 @@ def test_an_open_reader_keeps_its_version_while_newer_ones_push_it_out(kit) -> N
             sender.offer(kit.host_snapshot(Version(0, step), _big_values()))
         assert sender.versions() == (Version(0, 3),)
         into = np.empty(BIG["b"], np.uint32)
-        reader.read(taken.manifest, [Part(1, 0, ((0, 1024), (0, 512)), into, checked=False)])
+        reader.read(taken.manifest, [SlicePart(1, 0, ((0, 1024), (0, 512)), into, checked=False)])
         np.testing.assert_array_equal(into.view(np.float32), _big_values()["b"])
     with _reader(kit, address) as late, pytest.raises(VersionGone, match=r"0\.1 is not kept here \(kept: 0\.3\)"):
         late.manifest()
@@ -327,7 +327,7 @@ def test_a_lying_publisher_is_refused(kit, reply: bytes, error: type, message: s
     liar = _Liar(reply)
     kit.stack.callback(liar.close)
     with pytest.raises(error, match=message):
-        _fetch(kit, Snapshot(VERSION, "tcp", liar.address, "0" * 32))
+        _fetch(kit, VersionRef(VERSION, "tcp", liar.address, "0" * 32))
 
 
 def test_a_chunk_of_the_wrong_size_is_refused(kit) -> None:
@@ -338,7 +338,7 @@ def test_a_chunk_of_the_wrong_size_is_refused(kit) -> None:
     )
     kit.stack.callback(liar.close)
     with pytest.raises(TransferError, match=r"leaf 'a' .* 12 bytes came, \d+ are needed"):
-        _fetch(kit, Snapshot(VERSION, "tcp", liar.address, taken.manifest_digest))
+        _fetch(kit, VersionRef(VERSION, "tcp", liar.address, taken.manifest_digest))
 
 
 def test_a_closed_publisher_refuses_to_publish_and_closes_twice(kit) -> None:
@@ -352,7 +352,7 @@ def test_a_closed_publisher_refuses_to_publish_and_closes_twice(kit) -> None:
 def test_closing_a_listener_whose_thread_is_just_ending() -> None:
     """Any event can end the loop between the stop flag and the wake-up byte; the thread is held in that moment."""
     listener = tcp_listener.Listener(
-        tcp_listener.Shelf(2), "127.0.0.1", token="", max_connections=2, stall_s=9, clock=MonotonicClock()
+        tcp_listener.VersionShelf(2), "127.0.0.1", token="", max_connections=2, stall_s=9, clock=MonotonicClock()
     )
     run, ended, go_on = listener._run, threading.Event(), threading.Event()
 

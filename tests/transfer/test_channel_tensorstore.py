@@ -7,7 +7,7 @@ import pytest
 import tensorstore as ts
 
 from jaxroll.errors import ConfigError, DigestMismatch, TransferError, VersionGone
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.transfer.channel_tensorstore import TensorstoreSender, url_of
 
 
@@ -59,7 +59,7 @@ def test_a_folder_of_any_name_holds_the_newest_versions_and_nothing_is_written_b
         address = sender.offer(kit.host_snapshot(Version(0, step), kit.values(step)))
     assert [path.name for path in kit.folder.iterdir()] == [name]
     assert sorted(path.name for path in (kit.folder / name).iterdir()) == ["0.2", "0.3"]
-    announced = Snapshot(
+    announced = VersionRef(
         Version(0, 3), "tensorstore", address, kit.host_snapshot(Version(0, 3), kit.values(3)).manifest_digest
     )
     np.testing.assert_array_equal(np.asarray(_fetch(kit, announced).place()["embed"]), kit.values(3)["embed"])

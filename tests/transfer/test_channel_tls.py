@@ -16,7 +16,7 @@ from jaxroll.errors import ConfigError, Unauthorized
 from jaxroll.records import Version
 from jaxroll.rpc.tls import Material
 from jaxroll.transfer.channel_tcp import TcpReader, TcpSender
-from jaxroll.transfer.channels import Deadline, Part
+from jaxroll.transfer.channels import Deadline, SlicePart
 from jaxroll.transfer.publish import Exposure, Publisher
 
 VERSION = Version(0, 1)
@@ -38,7 +38,7 @@ def read(kit, address: str, tls: Material | None) -> bytes:
         manifest = kit.host_snapshot(VERSION, {"a": np.zeros(SHAPE, np.float32)}).manifest
         assert reader.manifest()
         into = np.empty(SHAPE, np.uint32)
-        reader.read(manifest, [Part(0, 0, ((0, SHAPE[0]), (0, SHAPE[1])), into, checked=True)])
+        reader.read(manifest, [SlicePart(0, 0, ((0, SHAPE[0]), (0, SHAPE[1])), into, checked=True)])
         return into.tobytes()
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxroll.errors import DigestMismatch
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 
 FROZEN = ("embed", "layers.00.q", "odd")
 SAMPLER = (1, 1, 2)
@@ -77,11 +77,11 @@ def test_what_is_new_is_verified_beside_what_is_held(kit):
     snapshot = published(kit, publisher, 2, split(kit.values(2))[1])
     middle = kit.middle(snapshot.address, flip_at=_end_of_answers(kit, snapshot, held) - 2)  # in "scale"
     with pytest.raises(DigestMismatch):
-        fetched(kit, Snapshot(snapshot.version, "tcp", middle.address, snapshot.manifest_digest), held)
+        fetched(kit, VersionRef(snapshot.version, "tcp", middle.address, snapshot.manifest_digest), held)
 
 
 def _end_of_answers(kit, snapshot, held):
     """How many bytes the publisher sends for one fetch."""
     middle = kit.middle(snapshot.address)
-    fetched(kit, Snapshot(snapshot.version, "tcp", middle.address, snapshot.manifest_digest), held)
+    fetched(kit, VersionRef(snapshot.version, "tcp", middle.address, snapshot.manifest_digest), held)
     return middle.passed_bytes

@@ -19,7 +19,7 @@ import pytest
 
 from jaxroll import wire
 from jaxroll.errors import DigestMismatch, TransferError
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.transfer import channels, manifest, plan
 from tests.harness.resource_bounds import bounded, check_refusal
 
@@ -68,7 +68,7 @@ MANIFESTS = {
 
 
 def refused(data: bytes) -> None:
-    announced = Snapshot(VERSION, "tcp", "x:1", wire.digest(data))  # a publisher that lies lies here, too
+    announced = VersionRef(VERSION, "tcp", "x:1", wire.digest(data))  # a publisher that lies lies here, too
     with bounded(), pytest.raises(TransferError) as error:
         manifest.check(manifest.decode(data, announced), {"w": np.zeros(4)})
     check_refusal(error.value)
@@ -121,7 +121,7 @@ def liar(kit) -> Callable[..., str]:
     return serve
 
 
-def fetch(kit, announced: Snapshot, limit_s: float = 5.0) -> TransferError:
+def fetch(kit, announced: VersionRef, limit_s: float = 5.0) -> TransferError:
     """The error of a fetch, which must be typed and bounded."""
     target, shapes = kit.shardings((1, 1, 2), "sampler"), kit.abstract(kit.shapes)
     with bounded(None), pytest.raises(TransferError) as error:  # not counted: tracemalloc and C++ threads do not mix
@@ -133,24 +133,24 @@ def fetch(kit, announced: Snapshot, limit_s: float = 5.0) -> TransferError:
 def test_a_stream_that_never_ends_ends_at_the_deadline(kit, liar) -> None:
     slow = liar(channels.frame(channels.ManifestReply(VERSION, 1 << 20)), pause_s=0.05, forever=b"x")
     began_s = time.monotonic()
-    error = fetch(kit, Snapshot(VERSION, "tcp", slow, "0" * 40), limit_s=1.0)
+    error = fetch(kit, VersionRef(VERSION, "tcp", slow, "0" * 40), limit_s=1.0)
     assert "not done within 1 s" in str(error) and time.monotonic() - began_s < 15.0
 
 
 @pytest.mark.parametrize("size", [-1, -(2**62), 2**40, 2**63])
 def test_a_manifest_of_an_impossible_size_is_refused(kit, liar, size: int) -> None:
-    fetch(kit, Snapshot(VERSION, "tcp", liar(channels.frame(channels.ManifestReply(VERSION, size))), "0" * 40))
+    fetch(kit, VersionRef(VERSION, "tcp", liar(channels.frame(channels.ManifestReply(VERSION, size))), "0" * 40))
 
 
 def test_a_refusal_that_fills_the_screen_is_one_line(kit, liar) -> None:
     answer = channels.frame(channels.Refused("gone", "no\x1b[2J\n" * 100_000))
-    fetch(kit, Snapshot(VERSION, "tcp", liar(answer), "0" * 40))
+    fetch(kit, VersionRef(VERSION, "tcp", liar(answer), "0" * 40))
 
 
 def test_the_digest_of_another_version_is_seen(kit) -> None:
     publisher = kit.publisher()
     one, two = (publisher.offer(kit.host_snapshot(Version(0, step), kit.values(step))) for step in (1, 2))
-    mixed = Snapshot(one.version, one.channel, one.address, two.manifest_digest)
+    mixed = VersionRef(one.version, one.channel, one.address, two.manifest_digest)
     assert isinstance(fetch(kit, mixed), DigestMismatch)
 
 
@@ -160,7 +160,7 @@ def test_the_digest_of_another_version_is_seen(kit) -> None:
      f"127.0.0.1:{'9' * 5000}", f"{'a' * 70}.example:1", "é" * 300 + ":1", "[::1:1", "..:1", "x\n:1"],
 )  # fmt: skip
 def test_an_address_that_is_none_is_refused(kit, address: str) -> None:
-    fetch(kit, Snapshot(VERSION, "tcp", address, "0" * 40))
+    fetch(kit, VersionRef(VERSION, "tcp", address, "0" * 40))
 
 
 # --- folders of the tensorstore channel
@@ -215,4 +215,4 @@ def test_a_folder_that_no_publisher_wrote_is_refused(kit, make: Callable[[Path],
     "address", ["", "nowhere", "file:///no/such/folder", "code://x", "file://\0", "http://127.0.0.1:1/"]
 )
 def test_a_folder_that_is_none_is_refused(kit, address: str) -> None:
-    fetch(kit, Snapshot(VERSION, "tensorstore", address, "0" * 40))
+    fetch(kit, VersionRef(VERSION, "tensorstore", address, "0" * 40))

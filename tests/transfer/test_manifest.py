@@ -8,7 +8,7 @@ import pytest
 
 from jaxroll import wire
 from jaxroll.errors import DigestMismatch, TransferError, VersionMixed
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.transfer import manifest
 
 VERSION = Version(1, 5)
@@ -17,7 +17,7 @@ GOOD = manifest.Leaf("w", (4, 2), "float32", (((0, 2), (0, 2)), ((2, 4), (0, 2))
 
 def _decoded(*leaves: manifest.Leaf, version: Version = VERSION, asked: Version = VERSION) -> manifest.Manifest:
     data = manifest.encode(manifest.Manifest(version, leaves))
-    return manifest.decode(data, Snapshot(asked, "tcp", "x:1", wire.digest(data)))
+    return manifest.decode(data, VersionRef(asked, "tcp", "x:1", wire.digest(data)))
 
 
 def _changed(**changes: object) -> manifest.Leaf:
@@ -38,7 +38,7 @@ def test_one_of_another_version_is_refused() -> None:
 def test_one_that_was_not_announced_is_refused() -> None:
     data = manifest.encode(manifest.Manifest(VERSION, (GOOD,)))
     with pytest.raises(DigestMismatch, match="not the one that was announced"):
-        manifest.decode(data, Snapshot(VERSION, "tcp", "x:1", wire.digest(data + b"x")))
+        manifest.decode(data, VersionRef(VERSION, "tcp", "x:1", wire.digest(data + b"x")))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxroll import wire
 from jaxroll.errors import TransferError
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.transfer.host_snapshot import take
 
 pytestmark = pytest.mark.process
@@ -47,7 +47,7 @@ class Learner:
             },
         )
 
-    def publish(self, step: int) -> Snapshot:
+    def publish(self, step: int) -> VersionRef:
         self._process.stdin.write(f"{step}\n")
         self._process.stdin.flush()
         watchdog = threading.Timer(_START_S, self._process.kill)
@@ -57,7 +57,7 @@ class Learner:
         if not line:
             self._log.seek(0)
             pytest.fail(f"the learner process died or said nothing for {_START_S} s:\n{self._log.read()[-3000:]}")
-        return wire.decode(bytes.fromhex(line), Snapshot)
+        return wire.decode(bytes.fromhex(line), VersionRef)
 
     def kill(self) -> None:
         self._process.kill()

@@ -18,13 +18,13 @@ from jaxroll.config import Config
 from jaxroll.envs import registry
 from jaxroll.envs.executors.processes import InProcess, Processes
 from jaxroll.envs.executors.threads import Abandoned, Threads
-from jaxroll.errors import DataError, InfraError, WornOut
+from jaxroll.errors import DataError, InfraError, RestartRequired
 from jaxroll.protocols import Environment, StepResult
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 
-class Places:
+class Executors:
     """Makes the environments of one event loop; holds the threads and the processes that they share."""
 
     def __init__(self, pool: ScoringPool, config: Config) -> None:
@@ -58,8 +58,8 @@ class Places:
             "answers_rejected": dict(self._pool.rejected),
         }
 
-    async def worn_out(self) -> None:
-        """Never returns. WornOut when so many threads hang in environments that no other is given to one; InfraError
+    async def raise_when_worn_out(self) -> None:
+        """Never return. RestartRequired when too many threads hang in environments to give another one away; InfraError
         when neither a scoring worker nor a process of environments can be started."""
         events = (self.threads.worn, self.processes.gave_up, self._pool.gave_up)
         waiting = [asyncio.ensure_future(event.wait()) for event in events]
@@ -72,7 +72,9 @@ class Places:
             raise InfraError(f"the scoring pool does not work: {self._pool.broken}")
         if self.processes.gave_up.is_set():
             raise InfraError(f"processes of environments do not start: {self.processes.broken}")
-        raise WornOut(f"{self.threads.hanging} threads hang in environments: in this process no other is given to one")
+        raise RestartRequired(
+            f"{self.threads.hanging} threads hang in environments: in this process no other is given to one"
+        )
 
     async def close(self) -> None:
         """Kill the processes. Threads are daemons: those that hang do not keep the process from ending."""

@@ -195,7 +195,7 @@ class InProcess:
         if not again:
             await self.close()
             self._process, self._whole = await self._processes.take(), True
-        order = words.Again(task, seed) if again else words.Reset(self._name, task, seed)
+        order = words.NextTask(task, seed) if again else words.Reset(self._name, task, seed)
         found = await self._asked(order, self._declared.reset_limit_s, "reset")
         assert isinstance(found, words.Shown)
         return found.messages

@@ -38,7 +38,7 @@ class Reset(msgspec.Struct, frozen=True, tag="reset"):
     seed: int
 
 
-class Again(msgspec.Struct, frozen=True, tag="again"):
+class NextTask(msgspec.Struct, frozen=True, tag="again"):
     """Reset the environment at hand once more: the first attempt raised InfraError."""
 
     task: Task
@@ -82,7 +82,7 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
     infra: bool = False
 
 
-Order = Reset | Again | Step | Close
+Order = Reset | NextTask | Step | Close
 Answer = Ready | Shown | Stepped | Closed | Raised
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -133,16 +133,16 @@ class Player:
     def answer(self, order: Order) -> Answer:
         """What follows from one order."""
         try:
-            return self._followed(order)
+            return self._obey(order)
         except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the episode's answer
             return Raised(described(error), isinstance(error, InfraError))
 
-    def _followed(self, order: Order) -> Answer:
+    def _obey(self, order: Order) -> Answer:
         match order:
             case Reset(name, task, seed):
                 self._env = registry.create(name, NoPool(), self._task)  # type: ignore[arg-type]
                 return Shown(env_checks.messages(self._done(self._env.reset(task, seed)), _SHOWN))
-            case Again(task, seed):
+            case NextTask(task, seed):
                 return Shown(env_checks.messages(self._done(self._current.reset(task, seed)), _SHOWN))
             case Step(text):
                 return Stepped(env_checks.step_result(self._done(self._current.step(text))))

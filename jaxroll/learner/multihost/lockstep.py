@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxroll import wire
 from jaxroll.config import Config
 from jaxroll.learner.checkpoint import Checkpoints
-from jaxroll.learner.multihost.processes import Follower, Leader, Word
+from jaxroll.learner.multihost.processes import Command, Follower, Leader
 from jaxroll.learner.state import Params, TrainState
 from jaxroll.learner.trainer import Metrics, Ready, Running, Trainer
 from jaxroll.models.families import ModelSpec
@@ -27,84 +27,84 @@ from jaxroll.records import Claim, Version
 from jaxroll.sharding.layout import Rules
 from jaxroll.transfer import host_snapshot
 
-Tell = Callable[[Word], None]
+Send = Callable[[Command], None]
 
 
 class LeadingTrainer(Trainer):
     """The trainer of process 0: what it does, the followers are told to do first."""
 
     def __init__(
-        self, tell: Tell, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array
+        self, tell: Send, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array
     ) -> None:
         super().__init__(config, spec, mesh, rules, key=key)
         self._tell = tell
 
     def set_params(self, params: Mapping[str, np.ndarray]) -> None:
         """See Trainer. The others load what the run starts from themselves."""
-        self._tell(Word("set_params"))
+        self._tell(Command("set_params"))
         super().set_params(params)
 
     def set_reference(self, params: Mapping[str, np.ndarray]) -> None:
         """See Trainer. The others load what the run starts from themselves."""
-        self._tell(Word("set_reference"))
+        self._tell(Command("set_reference"))
         super().set_reference(params)
 
     def warmup(self, progress: Progress | None = None) -> None:
         """See Trainer."""
-        self._tell(Word("warmup"))
+        self._tell(Command("warmup"))
         _meet()
         super().warmup(progress)
 
     def prepared(self, claim: Claim) -> Ready:
         """See Trainer."""
-        self._tell(Word("prepared", body=wire.encode(claim)))
-        return super().prepared(claim)
+        self._tell(Command("prepared", body=wire.encode(claim)))
+        return super().prepare(claim)
 
     def started(self, ready: Ready) -> Running:
         """See Trainer. What was prepared last is started."""
-        self._tell(Word("started"))
-        return super().started(ready)
+        self._tell(Command("started"))
+        return super().dispatch_step(ready)
 
     def finished(self, running: Running) -> Metrics:
         """See Trainer."""
-        self._tell(Word("finished"))
-        return super().finished(running)
+        self._tell(Command("finished"))
+        return super().await_step(running)
 
     def published(self) -> Params:
         """See Trainer. To be given to `snapshot.begin`, as the others do."""
-        self._tell(Word("published"))
-        return super().published()
+        self._tell(Command("published"))
+        return super().publishable_params()
 
     def frozen(self) -> Params:
         """See Trainer. To be given to `snapshot.begin`, as the others do."""
-        self._tell(Word("frozen"))
-        return super().frozen()
+        self._tell(Command("frozen"))
+        return super().base_params()
 
 
 class LeadingCheckpoints(Checkpoints):
     """The checkpoints as process 0 writes and reads them: every process its own parts."""
 
-    def __init__(self, tell: Tell, folder: Path, kept: int) -> None:
+    def __init__(self, tell: Send, folder: Path, kept: int) -> None:
         super().__init__(folder, kept)
         self._tell = tell
 
     def write(self, version: Version, position: int, state: TrainState, base: str) -> None:
         """See Checkpoints."""
-        self._tell(Word("write", version, position, base))
+        self._tell(Command("write", version, position, base))
         super().write(version, position, state, base)
 
     def read(self, version: Version, abstract: TrainState) -> TrainState:
         """See Checkpoints."""
-        self._tell(Word("read", version))
+        self._tell(Command("read", version))
         return super().read(version, abstract)
 
 
 def checkpoints(folder: Path, kept: int, leader: Leader | None) -> Checkpoints:
     """The checkpoints in `folder`, as the process that speaks for the learner has them."""
-    return Checkpoints(folder, kept) if leader is None else LeadingCheckpoints(leader.tell, folder, kept)
+    return Checkpoints(folder, kept) if leader is None else LeadingCheckpoints(leader.send, folder, kept)
 
 
-def follow(
+def run_follower_steps(
     leader: Follower,
     trainer: Trainer,
     checkpoints: Checkpoints,
@@ -117,18 +117,18 @@ def follow(
     """
     ready: Any = None
     running: Any = None
-    for word in leader.words():
+    for word in leader.commands():
         match word.what:
             case "prepared":
-                ready = trainer.prepared(wire.decode(word.body, Claim))
+                ready = trainer.prepare(wire.decode(word.body, Claim))
             case "started":
-                running = trainer.started(ready)
+                running = trainer.dispatch_step(ready)
             case "finished":
-                trainer.finished(running)
+                trainer.await_step(running)
             case "published":
-                host_snapshot.begin(trainer.published(), dtype)
+                host_snapshot.begin(trainer.publishable_params(), dtype)
             case "frozen":
-                host_snapshot.begin(trainer.frozen(), dtype)
+                host_snapshot.begin(trainer.base_params(), dtype)
             case "write":
                 checkpoints.write(_version(word), word.position, trainer.state, word.text)
             case "read":
@@ -147,7 +147,7 @@ def follow(
     raise AssertionError("the words end with an end")
 
 
-def _version(word: Word) -> Version:
+def _version(word: Command) -> Version:
     assert word.version is not None
     return word.version
 

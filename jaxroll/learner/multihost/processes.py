@@ -49,7 +49,7 @@ _INDEX = struct.Struct("<I")
 _STOP, _FAILED = b"s", b"e"  # what a follower says: it is asked to leave; it ends, for the reason that comes after it
 
 
-class Word(msgspec.Struct, frozen=True):
+class Command(msgspec.Struct, frozen=True):
     """What all are to do now. `what` is the name of the call; the other fields are what it needs."""
 
     what: str
@@ -74,7 +74,7 @@ class Leader:
         for index, link in enumerate(self._links, 1):
             threading.Thread(target=self._watch, args=(link, index), name=f"follower-{index}", daemon=True).start()
 
-    def tell(self, word: Word) -> None:
+    def send(self, word: Command) -> None:
         """Let the others do it. Call this before doing it here, and from one thread."""
         body = wire.encode(word)
         for index, link in enumerate(self._links, 1):
@@ -87,7 +87,7 @@ class Leader:
     def end(self, code: int) -> None:
         """Let the others end with `code` after all that was said before."""
         self._ended = True
-        self.tell(Word("end", code=code))
+        self.send(Command("end", code=code))
 
     def __enter__(self) -> Leader:
         return self
@@ -97,11 +97,11 @@ class Leader:
         if error is not None:
             self._ended = True
             code, text = _verdict(error)
-            self.tell(Word("abandon", code=code, text=text))
+            self.send(Command("abandon", code=code, text=text))
             self._end_now(text, code)
 
     def _watch(self, link: socket.socket, index: int) -> None:
-        reason = Word("abandon", text=f"process {index} of the learner is gone", code=EXIT_FAILURE)
+        reason = Command("abandon", text=f"process {index} of the learner is gone", code=EXIT_FAILURE)
         while said := _read(link, 1):
             if said == _FAILED:
                 reason = _word(link) or reason
@@ -116,10 +116,10 @@ class Follower:
 
     def __init__(self, link: socket.socket) -> None:
         self._link, self._end_now = link, _end_now
-        self._words: queue.Queue[Word] = queue.Queue()
+        self._words: queue.Queue[Command] = queue.Queue()
         threading.Thread(target=self._listen, name="leader", daemon=True).start()
 
-    def words(self) -> Iterator[Word]:
+    def commands(self) -> Iterator[Command]:
         """What to do, as it is said, up to and with the `end`."""
         while True:
             word = self._words.get()  # the thread that fills it ends this process when there is nobody to wait for
@@ -139,7 +139,7 @@ class Follower:
         """What went wrong ends this process now, and so all, with its words."""
         if error is not None:
             code, text = _verdict(error)
-            body = wire.encode(Word("abandon", text=text, code=code))
+            body = wire.encode(Command("abandon", text=text, code=code))
             with contextlib.suppress(OSError):
                 self._link.sendall(_FAILED + _LENGTH.pack(len(body)) + body)
             self._end_now(text, code)
@@ -154,7 +154,7 @@ class Follower:
         self._end_now("process 0 of the learner is gone")
 
 
-def joined(args: RoleArgs, stop: threading.Event) -> Leader | Follower | None:
+def join(args: RoleArgs, stop: threading.Event) -> Leader | Follower | None:
     """What this process is among those of the learner, once all of them are there; None where it is the only one.
 
     Call it before anything else of JAX. Raises ConfigError when they cannot find each other or are not as many as
@@ -275,11 +275,11 @@ def _opened(link: socket.socket) -> socket.socket:
     return link
 
 
-def _word(link: socket.socket) -> Word | None:
+def _word(link: socket.socket) -> Command | None:
     """The next one, or None when the connection has ended."""
     size = _read(link, _LENGTH.size)
     body = _read(link, _LENGTH.unpack(size)[0]) if size else b""
-    return wire.decode(body, Word) if body else None
+    return wire.decode(body, Command) if body else None
 
 
 def _read(link: socket.socket, size: int) -> bytes:

@@ -95,7 +95,7 @@ def _put(state: State, e: ev.Put, now_s: float) -> None:
     _note_success(state, slot.holder, e.holder_rest_s, now_s)
     _note_end(state, slot.holder, failed=False)
     if e.took_s > 0:
-        statistics.note(state.member_s, slot.holder, e.took_s)
+        statistics.note_duration(state.member_s, slot.holder, e.took_s)
     if e.took_s > 0 and e.is_measured:
         recent = state.recent_s.pop(slot.holder, None) or statistics.Recent()
         recent.add(e.took_s)
@@ -142,7 +142,7 @@ def _note_end(state: State, holder: str, *, failed: bool) -> None:
 def _note_failure(state: State, holder: str, rest_s: float, error: str, now_s: float) -> None:
     health = state.holders.pop(holder, None) or Health()
     state.holders[holder] = health  # the newest is the last
-    health.failed(rest_s, error[:_ERROR_CHARS], now_s)
+    health.note_failure(rest_s, error[:_ERROR_CHARS], now_s)
     if rest_s > 0:
         _not_idle(state, holder)
     _keep_newest(state.holders)
@@ -153,12 +153,12 @@ def _note_success(state: State, holder: str, slow_rest_s: float | None, now_s: f
         health = state.holders.pop(holder, None) or Health()
         state.holders[holder] = health
         if slow_rest_s > 0:
-            health.slowed(slow_rest_s, now_s)
+            health.begin_slow_rest(slow_rest_s, now_s)
             state.recent_s.pop(holder, None)  # its trial is judged by itself
             _not_idle(state, holder)
         _keep_newest(state.holders)
     elif (health := state.holders.get(holder)) is not None:
-        health.succeeded()
+        health.note_success()
         if not health.rests:
             del state.holders[holder]
 
@@ -242,7 +242,7 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     state.pace = e.pace if e.pace is not None else state.pace
     at_once = not state.step_s and e.step == 1 and state.acked < e.step  # both were there when the learner began
     if e.worked_s > 0 and not at_once:
-        state.step_s = statistics.lately(state.step_s, e.worked_s)
+        state.step_s = statistics.recent_mean_s(state.step_s, e.worked_s)
     state.failing = {name: kept for name, share in state.failing.items() if (kept := KEPT_BY_CLAIM * share) > 0.001}
     state.claimed_at_s, state.awaited_at_s = now_s, None
     state.moved_at_s = now_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from jaxroll.policy.limiter import Pace
-from jaxroll.records import Snapshot, Task, Version, VersionRun
+from jaxroll.records import Task, Version, VersionRef, VersionRun
 
 
 class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
@@ -155,7 +155,7 @@ class MadeDurable(msgspec.Struct, frozen=True, array_like=True, tag="durable"):
 class Published(msgspec.Struct, frozen=True, array_like=True, tag="published"):
     """Samplers can fetch these weights."""
 
-    snapshot: Snapshot
+    snapshot: VersionRef
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True):

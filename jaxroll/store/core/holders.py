@@ -231,7 +231,7 @@ def resting(settings: Settings, state: State, now_s: float | None = None) -> dic
     return found
 
 
-class Taker:
+class MemberChooser:
     """The free members that `name` may be given now."""
 
     def __init__(self, settings: Settings, state: State, name: str, now_s: float) -> None:
@@ -251,7 +251,7 @@ class Taker:
 # --- the share of the available work that one holder may lease
 
 
-def free_members(group: Group, now_s: float, taker: Taker | None = None) -> list[tuple[int, Slot]]:
+def free_members(group: Group, now_s: float, taker: MemberChooser | None = None) -> list[tuple[int, Slot]]:
     """The members of a group that can be leased now: to `taker`, or to anybody."""
     free = [(m, s) for m, s in group.missing() if s.status == FREE and s.rests_until_s <= now_s]
     return free if taker is None else [(m, s) for m, s in free if taker.takes(s)]
@@ -262,7 +262,7 @@ def is_awaited(settings: Settings, state: State, place: int) -> bool:
     return state.awaited_at_s is not None and place < settings.limiter.batch_groups
 
 
-def share_of(settings: Settings, state: State, r: rq.Lease, now_s: float, taker: Taker) -> Share:
+def share_of(settings: Settings, state: State, r: rq.Lease, now_s: float, taker: MemberChooser) -> Share:
     """The asker's share beside those who have room as well; all that it has room for when it is alone."""
     others = sum(state.rooms.get(name, 0) for name in with_room(settings, state, r.name, now_s))
     if others == 0:
@@ -271,7 +271,7 @@ def share_of(settings: Settings, state: State, r: rq.Lease, now_s: float, taker:
     return Share(r.max_members, others, available, settings.replicate)
 
 
-def _available(settings: Settings, state: State, r: rq.Lease, enough: int, now_s: float, taker: Taker) -> int:
+def _available(settings: Settings, state: State, r: rq.Lease, enough: int, now_s: float, taker: MemberChooser) -> int:
     """Members that may be leased at the asker's version: free ones, and those of new groups; `enough` is counted."""
     assert state.published is not None
     newest, in_force = state.published.version.step, window_in_force(settings, state)

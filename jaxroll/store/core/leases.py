@@ -77,7 +77,7 @@ def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decisi
         return refuse(NoCredit(_why_for_another(settings, state, r.name, other), _ASK_AGAIN_S))
     if holders.on_trial(state, r.name):
         r = replace(r, max_members=1)
-    taker = holders.Taker(settings, state, r.name, now_s)
+    taker = holders.MemberChooser(settings, state, r.name, now_s)
     share = share_of(settings, state, r, now_s, taker)
     events, grants, room, refused = _lease_open(settings, state, r, share, taker, now_s)
     used = 0
@@ -129,7 +129,7 @@ def _granted_again(settings: Settings, state: State, r: rq.Lease, members: Itera
 
 
 def _lease_open(
-    settings: Settings, state: State, r: rq.Lease, share: Share, taker: holders.Taker, now_s: float
+    settings: Settings, state: State, r: rq.Lease, share: Share, taker: holders.MemberChooser, now_s: float
 ) -> tuple[list[ev.Event], list[Grant], int, str]:
     """Events and grants for missing members, the share left, and why nothing newer may be leased ('' if it may)."""
     events: list[ev.Event] = []

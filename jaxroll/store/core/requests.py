@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxroll.records import Grant, Snapshot, Task, Version, VersionRun
+from jaxroll.records import Grant, Task, Version, VersionRef, VersionRun
 
 Key = tuple[int, int, int]  # (group, member, attempt)
 
@@ -115,7 +115,7 @@ class Publish:
     """Weights can be fetched."""
 
     session: str
-    snapshot: Snapshot
+    snapshot: VersionRef
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import msgspec
 
 from jaxroll.policy.health import Health
 from jaxroll.policy.limiter import Pace
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.store.core.events import Cut
 from jaxroll.store.core.groups import FREE, LEASED, Group, Index, Slot
 
@@ -67,7 +67,7 @@ def length_class(tokens: int) -> int:
 _HOLDERS_KEPT = 1000  # samplers whose speed is remembered
 
 
-def lately(before_s: float, now_s: float) -> float:
+def recent_mean_s(before_s: float, now_s: float) -> float:
     """The mean of the last few durations, the newest being `now_s`; `before_s` 0 says that it is the first."""
     return now_s if before_s == 0.0 else 0.8 * before_s + 0.2 * now_s
 
@@ -100,9 +100,9 @@ class Recent(msgspec.Struct):
         return (self.count * self.mean_s + expected) / (self.count + len(running_s))
 
 
-def note(durations: dict[str, float], name: str, took_s: float) -> None:
+def note_duration(durations: dict[str, float], name: str, took_s: float) -> None:
     """Remember that something of `name` took so long; who was not heard of for longest is forgotten."""
-    durations[name] = lately(durations.pop(name, 0.0), took_s)
+    durations[name] = recent_mean_s(durations.pop(name, 0.0), took_s)
     while len(durations) > _HOLDERS_KEPT:
         del durations[next(iter(durations))]
 
@@ -161,7 +161,7 @@ class State(msgspec.Struct, dict=True):
     replay_until: int = 0  # claims below were logged before the learner began
     lineages: list[Lineage] = msgspec.field(default_factory=lambda: [Lineage()])
     learner: str = ""  # the session that may claim and publish
-    published: Snapshot | None = None  # in the current lineage
+    published: VersionRef | None = None  # in the current lineage
     cursor: bytes | None = None  # the prompt pipeline's state (place, seed, epoch) after the last prompt used
     prompts_issued: int = 0
     next_ordinal: int = 0  # the place of the next prompt in the stream; smaller again after a fork

@@ -30,7 +30,7 @@ from jaxroll.store.core.requests import Recorded
 from jaxroll.store.core.state import State
 from jaxroll.store.log import database, schema, state_checkpoints
 from jaxroll.store.log.database import DATABASE
-from jaxroll.store.log.state_checkpoints import Mark, Part, Replica
+from jaxroll.store.log.state_checkpoints import Mark, StatePart, StateReplica
 
 LOCK = "store.lock"
 HISTORY_BYTES, KEEP_BYTES = 256 * 2**20, 128 * 2**20
@@ -70,7 +70,7 @@ class Log:
             database.prepared(self._connection, self.path)
             self._reader, self._replaying = database.reading(self.path), database.reading(self.path)
             self.recovered = _read(self._connection)
-            self._upkeep = Upkeep(self._connection, history_bytes, keep_bytes)
+            self._upkeep = Maintenance(self._connection, history_bytes, keep_bytes)
         except BaseException as error:
             self._lock.close()
             if isinstance(error, (sqlite3.Error, msgspec.MsgspecError)):
@@ -80,8 +80,8 @@ class Log:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="store-log")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="store-read")
         self._replayer = ThreadPoolExecutor(1, thread_name_prefix="store-compact")
-        self._replica, self._closing = Replica(), threading.Event()
-        self._compacting: asyncio.Future[tuple[Mark, list[Part]]] | None = None
+        self._replica, self._closing = StateReplica(), threading.Event()
+        self._compacting: asyncio.Future[tuple[Mark, list[StatePart]]] | None = None
         self._gathered: list[schema.Statement] = []
         self._gathering: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None  # those whose statements are in the writer's hands
@@ -193,7 +193,7 @@ class Log:
                 future.set_exception(self.failure)
         self._gathered, self._gathering = [], None
 
-    def _compacted(self, job: asyncio.Future[tuple[Mark, list[Part]]]) -> None:
+    def _compacted(self, job: asyncio.Future[tuple[Mark, list[StatePart]]]) -> None:
         self._compacting = None
         if self._closing.is_set() or self.failure is not None:
             job.exception()
@@ -228,7 +228,7 @@ def _read(connection: sqlite3.Connection) -> Recovered:
     return Recovered(run_id, state, tuple(event for _, event in found), size, mark.log_bytes)
 
 
-def _commit(connection: sqlite3.Connection, statements: Sequence[schema.Statement], upkeep: Upkeep) -> bool:
+def _commit(connection: sqlite3.Connection, statements: Sequence[schema.Statement], upkeep: Maintenance) -> bool:
     """Commits the statements and some upkeep; whether more upkeep is to be done."""
     connection.execute("BEGIN IMMEDIATE")
     try:
@@ -259,7 +259,7 @@ def _facts(connection: sqlite3.Connection) -> dict[str, int | str]:
 
 # --- background work of the writer thread: a bounded portion with every commit, so that no caller waits long
 #
-# - write a snapshot that `snapshots.Replica` made, and drop those that are not needed any more;
+# - write a snapshot that `StateReplica` made, and drop those that are not needed any more;
 # - remove the payloads and tasks of groups that ended, oldest first, down to the budget for trajectories;
 # - remove log records older than the history that is kept;
 # - give pages back to the file system that stayed free from one snapshot to the next (those that come and go with every
@@ -274,12 +274,12 @@ PAGES = 128
 SPARE_PAGES = 1024  # free pages that are never worth giving back
 
 
-class Upkeep:
+class Maintenance:
     """The jobs of one log. `offer` may be called from any thread, everything else belongs to the writer's."""
 
     def __init__(self, connection: sqlite3.Connection, history_bytes: int, keep_bytes: int) -> None:
         self._history_bytes, self._keep_bytes = history_bytes, keep_bytes
-        self._offered: SimpleQueue[tuple[Mark, list[Part]]] = SimpleQueue()
+        self._offered: SimpleQueue[tuple[Mark, list[StatePart]]] = SimpleQueue()
         self._snapshot: deque[tuple[str, tuple]] = deque()
         self._retired: deque[tuple[int, int]] = deque()  # (group, bytes)
         self._retired_bytes, self._last_place = 0, 0
@@ -288,7 +288,7 @@ class Upkeep:
         if state_checkpoints.marks(connection):
             self._choose_base(connection)
 
-    def offer(self, mark: Mark, parts: list[Part]) -> None:
+    def offer(self, mark: Mark, parts: list[StatePart]) -> None:
         """Write this snapshot, little by little."""
         self._offered.put((mark, parts))
 

@@ -26,7 +26,7 @@ _REST = ""
 _TABLES = {name: kind for name, kind in typing.get_type_hints(State).items() if typing.get_origin(kind) is dict}
 
 
-class Part(typing.NamedTuple):
+class StatePart(typing.NamedTuple):
     """Some entries of one field of the state, or (field '') everything else."""
 
     field: str
@@ -41,18 +41,18 @@ class Mark(typing.NamedTuple):
     log_bytes: int
 
 
-def parts(state: State) -> Iterator[Part]:
+def parts(state: State) -> Iterator[StatePart]:
     """`state` in pieces; it must not change meanwhile."""
-    yield Part(_REST, 0, wire.encode(msgspec.structs.replace(state, **{name: {} for name in _TABLES})))
+    yield StatePart(_REST, 0, wire.encode(msgspec.structs.replace(state, **{name: {} for name in _TABLES})))
     for name in _TABLES:
         entries = iter(getattr(state, name).items())
         number = 0
         while some := dict(itertools.islice(entries, ENTRIES)):
-            yield Part(name, number, wire.encode(some))
+            yield StatePart(name, number, wire.encode(some))
             number += 1
 
 
-def assembled(pieces: Iterable[Part]) -> State:
+def assembled(pieces: Iterable[StatePart]) -> State:
     """The state whose `parts` these are, in order of their numbers."""
     state, tables = State(), {name: {} for name in _TABLES}
     for piece in pieces:
@@ -71,7 +71,7 @@ def marks(connection: sqlite3.Connection) -> list[Mark]:
 def load(connection: sqlite3.Connection, position: int) -> State:
     """The state of the snapshot at `position`."""
     sql = "SELECT field, part, body FROM snapshot_parts WHERE position = ? ORDER BY field, part"
-    return assembled(Part(*row) for row in connection.execute(sql, (position,)))
+    return assembled(StatePart(*row) for row in connection.execute(sql, (position,)))
 
 
 def newest(connection: sqlite3.Connection) -> tuple[Mark, State] | None:
@@ -86,7 +86,7 @@ def events_after(connection: sqlite3.Connection, position: int) -> Iterator[tupl
         yield len(body), wire.decode(body, ev.Event)  # type: ignore[arg-type]
 
 
-def rows_of(mark: Mark, unix_s: float, pieces: Iterable[Part]) -> Iterator[tuple[str, tuple]]:
+def rows_of(mark: Mark, unix_s: float, pieces: Iterable[StatePart]) -> Iterator[tuple[str, tuple]]:
     """The SQL that keeps a snapshot, its mark last."""
     for piece in pieces:
         yield "INSERT OR REPLACE INTO snapshot_parts VALUES (?, ?, ?, ?)", (mark.position, *piece)
@@ -97,14 +97,14 @@ def rows_of(mark: Mark, unix_s: float, pieces: Iterable[Part]) -> Iterator[tuple
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptCheckpoints:
     """`base` is the position at which the history begins (0: the run's beginning); `positions` the snapshots kept."""
 
     base: int
     positions: frozenset[int]
 
 
-def kept(found: Sequence[Mark], whole: bool, budget_bytes: int) -> Kept:
+def kept(found: Sequence[Mark], whole: bool, budget_bytes: int) -> KeptCheckpoints:
     """What to keep of snapshots `found` (oldest first, one at least) so that the log behind `base` fits the budget.
 
     The newest is always kept: the store starts from it. Between it and the base stay the few (half a budget apart)
@@ -118,13 +118,13 @@ def kept(found: Sequence[Mark], whole: bool, budget_bytes: int) -> Kept:
         if mark.position > base.position and mark.log_bytes - last.log_bytes >= budget_bytes / 2:
             positions.add(mark.position)
             last = mark
-    return Kept(base.position, frozenset(positions))
+    return KeptCheckpoints(base.position, frozenset(positions))
 
 
 # --- making one beside the running store
 
 
-class Replica:
+class StateReplica:
     """The state as the log on disk tells it, kept up by replaying: a snapshot is made of it, never of the live one."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Replica:
         """Go on from `state`, as the log tells it up to here; before_bytes of records made it."""
         self._state, self._mark = wire.decode(wire.encode(state), State), Mark(state.position, before_bytes)
 
-    def snapshot(self, connection: sqlite3.Connection, pause: Callable[[], None]) -> tuple[Mark, list[Part]]:
+    def snapshot(self, connection: sqlite3.Connection, pause: Callable[[], None]) -> tuple[Mark, list[StatePart]]:
         """The newest committed state and its pieces. `pause` is called every few milliseconds, and may raise."""
         state = self._begun(connection, pause)
         log_bytes = self._mark.log_bytes
@@ -161,7 +161,7 @@ class Replica:
             if found := marks(connection):
                 self._mark, pieces = found[-1], []
                 for row in connection.execute(_SELECT_PARTS, (self._mark.position,)):
-                    pieces.append(Part(*row))
+                    pieces.append(StatePart(*row))
                 self._state = _assembled_slowly(pieces, pause)
         return self._state
 
@@ -170,8 +170,8 @@ _SELECT_SOME = "SELECT position, body FROM log WHERE position > ? ORDER BY posit
 _SELECT_PARTS = "SELECT field, part, body FROM snapshot_parts WHERE position = ? ORDER BY field, part"
 
 
-def _assembled_slowly(pieces: Iterable[Part], pause: Callable[[], None]) -> State:
-    def with_pauses() -> Iterator[Part]:
+def _assembled_slowly(pieces: Iterable[StatePart], pause: Callable[[], None]) -> State:
+    def with_pauses() -> Iterator[StatePart]:
         for piece in pieces:
             yield piece
             pause()

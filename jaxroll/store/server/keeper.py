@@ -19,7 +19,7 @@ import msgspec
 from jaxroll import wire
 from jaxroll.clock import Clock, unix_s
 from jaxroll.errors import NoCredit, NotReady, StaleClient, StoreRefusal, Unauthorized
-from jaxroll.rpc.intake import Credit, Crowded
+from jaxroll.rpc.intake import Credit, TooManyCalls
 from jaxroll.rpc.server import Caller
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
@@ -33,7 +33,7 @@ from jaxroll.store.log.commit_log import Log
 from jaxroll.store.messages import MAX_KEYS, Hello
 
 
-class Turns:
+class UpdateSlots:
     """Up to `count` turns at a time, of at most `turn_s` each; a `count` of 0 gives one to everybody."""
 
     def __init__(self, count: int, turn_s: float) -> None:
@@ -86,7 +86,7 @@ _WITHOUT_CONFIG = frozenset({"observer", "admin"})  # may come without a config;
 V = TypeVar("V")
 
 
-class Guests:
+class HandshakeCheck:
     """Refuses callers of other runs and configs, and a stream of newcomers."""
 
     def __init__(self, run_id: str, config_digest: str) -> None:
@@ -103,9 +103,9 @@ class Guests:
         self._check_config(caller, hello.config_digest)
 
     def count_arrival(self, now_s: float) -> None:
-        """Raises Crowded when more processes join than a run can have: is something looping?"""
+        """Raises TooManyCalls when more processes join than a run can have: is something looping?"""
         if not self._arrivals.take(now_s):
-            raise Crowded("too many processes join this run; try again")
+            raise TooManyCalls("too many processes join this run; try again")
 
     def check_call(self, caller: Caller, greeted: bool) -> None:
         """Raises StaleClient or Unauthorized unless `caller` has been welcomed; `greeted`: its name has said hello."""
@@ -126,7 +126,7 @@ class Guests:
         )
 
 
-class Recent(OrderedDict[str, V], Generic[V]):
+class RecentMap(OrderedDict[str, V], Generic[V]):
     """A dict of the `size` keys written last: what callers choose must not grow without end."""
 
     def __init__(self, size: int) -> None:
@@ -154,7 +154,7 @@ class Keeper:
         self.settings, self.log, self._clock = settings, log, clock
         known = log.recovered
         self.core = Core.recovered(settings, known.state, known.events, clock.now_s())
-        self.wakeups, self.untold = Wakeups(), Untold()
+        self.wakeups, self.untold = Wakeups(), CancellationInbox()
         log.begin(self.core.state)
         self._records, self._bytes = len(known.events), known.log_bytes
         self.tick_due_s = math.inf  # when the store's own tick is to come; it moves on with every tick
@@ -315,11 +315,11 @@ class Wakeups:
 # A courtesy: what is lost with an answer, or with the store, the holder learns when it renews.
 
 
-class Untold:
+class CancellationInbox:
     """What holders have not been told yet, by session. Bounded in sessions and in leases of each."""
 
     def __init__(self) -> None:
-        self._by_session: Recent[list[Key]] = Recent(NAMES_KEPT)
+        self._by_session: RecentMap[list[Key]] = RecentMap(NAMES_KEPT)
 
     def add(self, endings: Iterable[Ending]) -> None:
         """Keep these for their holders; of too many, the first ones."""

@@ -29,7 +29,7 @@ from jaxroll.store.core.state import next_deadline_s, next_straggler_s, straggle
 from jaxroll.store.core.waits import status
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.audit import Audit
-from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, Turns
+from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots
 from jaxroll.store.server.prompts import Feeder, PromptBuffer
 from jaxroll.store.server.service import PAGE_BYTES, StoreService
 
@@ -123,7 +123,7 @@ class _Store:
         self.audit = Audit(keeper.log.append, keeper.now_s)
         self.service = StoreService(
             keeper, self._prompts, metrics, self.audit, config_digest=digest(config), page_bytes=page_bytes,
-            turns=Turns(config.schedule.rolling, 2 * config.transfer.deadline_s),  # for the fetch, and for the flip
+            turns=UpdateSlots(config.schedule.rolling, 2 * config.transfer.deadline_s),  # the fetch and the swap
             vocab_size=vocab_size,
         )  # fmt: skip
         self._row_at_s = self._named_at_s = keeper.now_s()

@@ -14,7 +14,7 @@ from typing import Any
 from jaxroll import wire
 from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.rpc import protocol
 from jaxroll.rpc.protocol import refusal_of
 from jaxroll.rpc.server import Caller, Method
@@ -27,7 +27,17 @@ from jaxroll.store.core.waits import status
 from jaxroll.store.log import schema
 from jaxroll.store.server import validation
 from jaxroll.store.server.audit import Audit
-from jaxroll.store.server.keeper import CLAIM, ENDED, LEASE, NAMES_KEPT, PUBLISHED, Guests, Keeper, Recent, Turns
+from jaxroll.store.server.keeper import (
+    CLAIM,
+    ENDED,
+    LEASE,
+    NAMES_KEPT,
+    PUBLISHED,
+    HandshakeCheck,
+    Keeper,
+    RecentMap,
+    UpdateSlots,
+)
 from jaxroll.store.server.prompts import PromptBuffer
 from jaxroll.store.server.validation import Key, key_of, masked, put_request
 
@@ -59,15 +69,15 @@ class StoreService:
         *,
         config_digest: str,
         page_bytes: int,
-        turns: Turns,
+        turns: UpdateSlots,
         vocab_size: Callable[[], int],
     ) -> None:
         self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
         self._page_bytes, self._turns, self._vocab_size = page_bytes, turns, vocab_size
         self._run_id = keeper.log.recovered.run_id
-        self._guests = Guests(self._run_id, config_digest)
-        self._last_report: dict[str, str] = Recent(NAMES_KEPT)
-        self.holders: dict[str, Version | None] = Recent(NAMES_KEPT)  # the version that each caller says it holds
+        self._guests = HandshakeCheck(self._run_id, config_digest)
+        self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)
+        self.holders: dict[str, Version | None] = RecentMap(NAMES_KEPT)  # the version that each caller says it holds
         self.last_call_s = keeper.now_s()
         self._aside = ThreadPoolExecutor(1, "large-puts")  # one: it has its turns with the loop, 5 ms each
 
@@ -277,7 +287,7 @@ class StoreService:
         return msg.VersionCall(await self._recorded(caller, "Begin", asked + begun, reply))
 
     async def _publish(self, caller: Caller, body: bytes) -> msg.Done:
-        snapshot = wire.decode(body, Snapshot)
+        snapshot = wire.decode(body, VersionRef)
         reply = self._keeper.decide(rq.Publish(caller.session, snapshot))
         await self._recorded(caller, "Publish", f"{snapshot.version} {snapshot.manifest_digest}", reply)
         return msg.Done()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxroll import wire
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.store import messages as msg
 from tests.harness.cluster.rpc_tap import Call
 
@@ -25,4 +25,4 @@ def durable_of(call: Call) -> Version:
 
 def publish_of(call: Call) -> Version:
     """The version that is published."""
-    return wire.decode(call.body, Snapshot).version
+    return wire.decode(call.body, VersionRef).version

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxroll import wire
 from jaxroll.errors import Closed, NotReady
-from jaxroll.records import Claim, Finished, Member, Snapshot, Version, ages
+from jaxroll.records import Claim, Finished, Member, Version, VersionRef, ages
 from jaxroll.store.client import StoreClient
 from tests.harness.cluster.scripted_role import Journal, Orders, connected, orders_of, pair, stop_event
 
@@ -125,7 +125,7 @@ class Learner:
         return after
 
     async def _publish(self, version: Version) -> None:
-        await self.store.publish(Snapshot(version, "tcp", "nowhere", f"{version}"))
+        await self.store.publish(VersionRef(version, "tcp", "nowhere", f"{version}"))
         self.journal.log("publish", version=pair(version))
 
     async def _checkpoint(self, version: Version) -> None:

@@ -148,7 +148,7 @@ def group_to_be_spread_is_kept_together(patch: Patch) -> None:
 
 @breaks("failures: rest")
 def failed_member_goes_back_to_its_holder(patch: Patch) -> None:
-    patch.setattr(holders.Taker, "takes", lambda self, slot: True)
+    patch.setattr(holders.MemberChooser, "takes", lambda self, slot: True)
 
 
 @breaks("failures: rest")
@@ -174,7 +174,7 @@ def every_failure_of_a_wave_prolongs_the_rest(patch: Patch) -> None:
 
 @breaks("failures: rest")
 def put_does_not_end_a_rest(patch: Patch) -> None:
-    patch.setattr(Health, "succeeded", lambda self: None)
+    patch.setattr(Health, "note_success", lambda self: None)
 
 
 @breaks("failures: rest")

@@ -63,7 +63,7 @@ def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.L
         recipe = trainer.recipe(config, case.spec, layout)
         yield "accumulate", str(recipe.attention), step.Programs(recipe).lowered("accumulate", case.micro_rows)
         mesh = aot.topology_mesh(case.sampler_mesh, topology)
-        serving = device.chosen(case.spec, mesh, case.sizes, prefill=wanted, paged=wanted)
+        serving = device.choose_kernels(case.spec, mesh, case.sizes, prefill=wanted, paged=wanted)
         lowered = engine.lowered(case.spec, mesh, SAMPLER, case.sizes, serving)
         for name, chosen in ((f"prefill_{case.sizes.buckets[0]}", serving.prefill), ("decode", serving.paged)):
             yield name, str(chosen), lowered[name]

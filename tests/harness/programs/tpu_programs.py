@@ -70,7 +70,7 @@ def engine_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
     """Prefill by bucket, fresh and extending, insert, and a dispatch of decode steps, likewise."""
     mesh = aot.topology_mesh(config.sampler.mesh, topology)
     sizes = engine_sizes(config, cache.shards_of(config.sampler.slots, mesh, SAMPLER))
-    chosen = device.chosen(
+    chosen = device.choose_kernels(
         spec, mesh, sizes, prefill=config.sampler.prefill_attention, paged=config.sampler.paged_attention
     )
     fused = {"prefill": str(chosen.prefill), "decode": str(chosen.paged)}

@@ -19,9 +19,9 @@ from jaxroll.records import (
     Member,
     Message,
     Segment,
-    Snapshot,
     Task,
     Version,
+    VersionRef,
     VersionRun,
 )  # fmt: skip
 from jaxroll.store.client import StoreClient
@@ -52,8 +52,8 @@ def keys(grants: list[Grant]) -> list[tuple[int, int, int]]:
     return [(g.group, m, a) for g in grants for m, a in g.members]
 
 
-def snapshot(version: Version, address: str = "here") -> Snapshot:
-    return Snapshot(version, "tcp", address, "digest")
+def snapshot(version: Version, address: str = "here") -> VersionRef:
+    return VersionRef(version, "tcp", address, "digest")
 
 
 class Feed:

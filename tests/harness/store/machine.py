@@ -10,9 +10,9 @@ from jaxroll.errors import (
 )  # fmt: skip
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import (
-    Snapshot,
     Task,
     Version,
+    VersionRef,
     VersionRun,
 )  # fmt: skip
 from jaxroll.store.core import events as ev
@@ -64,7 +64,7 @@ class Machine:
         return version
 
     def publish(self, version: Version, session: str = "L") -> None:
-        self.ask(rq.Publish(session, Snapshot(version, "tcp", "here", "d")))
+        self.ask(rq.Publish(session, VersionRef(version, "tcp", "here", "d")))
 
     def lease(self, members: int, version: Version = V0, name: str = "S", request: str = "", session: str = "") -> list:
         self.requests += 1

@@ -15,7 +15,7 @@ from jaxroll import wire
 from jaxroll.clock import ManualClock
 from jaxroll.errors import StoreRefusal
 from jaxroll.policy.limiter import AgeLimiter
-from jaxroll.records import Failed, Finished, Member, Message, Segment, Snapshot, Task, Version, VersionRun
+from jaxroll.records import Failed, Finished, Member, Message, Segment, Task, Version, VersionRef, VersionRun
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.settings import Settings
@@ -70,7 +70,7 @@ def lease(kept: Keeper, members: int, version: Version, request: str, name: str 
 
 
 def publish(kept: Keeper, version: Version) -> None:
-    kept.decide(rq.Publish("L", Snapshot(version, "tcp", "here", "d")))
+    kept.decide(rq.Publish("L", VersionRef(version, "tcp", "here", "d")))
 
 
 def eventful_history(kept: Keeper, clock: ManualClock) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from jaxroll.errors import Closed, NoCredit, NotReady, StoreRefusal
 from jaxroll.policy.limiter import AgeLimiter
-from jaxroll.records import Snapshot, Version, VersionRun
+from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.settings import Settings
@@ -232,7 +232,7 @@ class Cluster:
         self.lease_all()
 
     def publish(self, version: Version, first: bool = False) -> None:
-        self.ask(rq.Publish("L", Snapshot(version, "tcp", "here", "d")))
+        self.ask(rq.Publish("L", VersionRef(version, "tcp", "here", "d")))
         for sampler in range(self.world.samplers):
             self.later(0.0 if first else self.world.lag_s, lambda sampler=sampler: self.flip(sampler, version))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxroll.records import Snapshot, Version, VersionRun
+from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.state import Batch
 
@@ -233,7 +233,7 @@ class Learner:
         """Weights after `step` claims."""
         assert self.version is not None
         self.to_publish = False
-        snapshot = Snapshot(Version(self.version.lineage, step), "tcp", world.name("at"), "digest")
+        snapshot = VersionRef(Version(self.version.lineage, step), "tcp", world.name("at"), "digest")
         self.say(world, rq.Publish(self.session, snapshot), ignore)
 
     def claimed(self, world: World) -> Heard:
@@ -269,8 +269,8 @@ class Learner:
             rq.Ack(self.session, Version(lineage, max(0, step - 1 - abs(odd)))),
             rq.Durable(self.session, Version(lineage, step + 2 + abs(odd))),
             rq.Durable(self.session, Version(lineage + 1 + abs(odd), step)),
-            rq.Publish(self.session, Snapshot(Version(lineage, step + 2 + abs(odd)), "tcp", "odd", "d")),
-            rq.Publish(self.session, Snapshot(Version(lineage, step - 1 - abs(odd)), "tcp", "odd", "d")),
+            rq.Publish(self.session, VersionRef(Version(lineage, step + 2 + abs(odd)), "tcp", "odd", "d")),
+            rq.Publish(self.session, VersionRef(Version(lineage, step - 1 - abs(odd)), "tcp", "odd", "d")),
         ))  # fmt: skip
         world.ask(None, request, ignore)
 

@@ -17,7 +17,7 @@ from jaxroll.policy.order import Share
 from jaxroll.records import Version
 from jaxroll.store.core import leases
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.holders import Taker
+from jaxroll.store.core.holders import MemberChooser
 from jaxroll.store.core.state import State, base_step
 from tests.harness.store.machine import Machine
 
@@ -125,7 +125,7 @@ def test_publish_every() -> None:
 # --- retries behind new prompts
 
 
-def only_when_no_prompt_is_left(settings, state: State, r: rq.Lease, share: Share, taker: Taker, now_s: float):
+def only_when_no_prompt_is_left(settings, state: State, r: rq.Lease, share: Share, taker: MemberChooser, now_s: float):
     """The trap: what is free in open groups waits until no new prompt may be issued."""
     used, events, grants, refused = leases._lease_prompts(settings, state, r, share, r.max_members)
     return events, grants, r.max_members - sum(len(g.members) for g in grants), refused or ("later" if used else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.errors import Fenced, NoCredit, StaleClient
-from jaxroll.records import Snapshot, Version
+from jaxroll.records import Version, VersionRef
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.state import outstanding
 from tests.harness.store.machine import V0, Machine
@@ -111,7 +111,7 @@ def test_the_former_learner_is_shut_out(machine: Machine) -> None:
         rq.ClaimStep("L", 0, 0),
         rq.Ack("L", V0),
         rq.Durable("L", V0),
-        rq.Publish("L", Snapshot(V0, "tcp", "x", "d")),
+        rq.Publish("L", VersionRef(V0, "tcp", "x", "d")),
     ):
         with pytest.raises(StaleClient, match="another learner"):
             machine.ask(request)
@@ -124,6 +124,6 @@ def test_published_steps_only_grow_and_never_pass_the_claims(machine: Machine) -
     machine.train(0)
     with pytest.raises(StaleClient):
         machine.publish(V0)
-    machine.ask(rq.Publish("L", Snapshot(Version(0, 1), "tcp", "elsewhere", "d")))
+    machine.ask(rq.Publish("L", VersionRef(Version(0, 1), "tcp", "elsewhere", "d")))
     assert machine.state.published is not None
     assert machine.state.published.address == "elsewhere"

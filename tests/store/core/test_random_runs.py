@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from jaxroll import wire
 from jaxroll.errors import Closed, Conflict, Fenced, NoCredit, NotReady, StaleClient, StoreRefusal
 from jaxroll.policy.limiter import AgeLimiter
-from jaxroll.records import Snapshot, Task, Version, VersionRun
+from jaxroll.records import Task, Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.groups import DONE, Index
@@ -236,7 +236,7 @@ class World:
     def publish(self) -> None:
         version = self.learner.version
         assert version is not None
-        snapshot = Snapshot(version, "tcp", f"life{self.learner.life}", str(hash(self.learner.params)))
+        snapshot = VersionRef(version, "tcp", f"life{self.learner.life}", str(hash(self.learner.params)))
         self.ask(rq.Publish(self.learner.session, snapshot))
 
     def step(self) -> None:

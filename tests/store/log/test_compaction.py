@@ -129,7 +129,7 @@ def test_a_store_killed_between_any_two_portions_comes_back_whole(
         monkeypatch.setattr(commit_log, name, 1)
     monkeypatch.setattr(state_checkpoints, "ENTRIES", 2)
     copies = []
-    real = commit_log.Upkeep.portion
+    real = commit_log.Maintenance.portion
 
     async def run() -> State:
         clock = ManualClock()
@@ -143,10 +143,10 @@ def test_a_store_killed_between_any_two_portions_comes_back_whole(
             copies.append(shutil.copytree(tmp_path / "run", tmp_path / f"copy{len(copies)}"))
             return real(self, connection, 0)
 
-        monkeypatch.setattr(commit_log.Upkeep, "portion", copying)
+        monkeypatch.setattr(commit_log.Maintenance, "portion", copying)
         kept_run.log.compact()
         await kept_run.log.tidy()
-        monkeypatch.setattr(commit_log.Upkeep, "portion", real)
+        monkeypatch.setattr(commit_log.Maintenance, "portion", real)
         await kept_run.log.close()
         return kept_run.state
 

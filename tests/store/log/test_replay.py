@@ -16,7 +16,7 @@ import pytest
 
 from jaxroll import wire
 from jaxroll.control import cli
-from jaxroll.records import Snapshot, Version, VersionRun
+from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.invariants import Seen
 from jaxroll.store.core.state import State
@@ -118,7 +118,7 @@ def both(*damages: Damage) -> Damage:
 
 
 _OLD = (VersionRun(Version(0, 0), 4),)
-_FUTURE = Snapshot(Version(0, 9), "tcp", "here", "d")
+_FUTURE = VersionRef(Version(0, 9), "tcp", "here", "d")
 
 # name → (damage, in what it is found, why)
 DAMAGES: dict[str, tuple[Damage, str, str]] = {

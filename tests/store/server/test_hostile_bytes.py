@@ -28,8 +28,8 @@ from jaxroll.records import (
     Finished,
     Member,
     Segment,
-    Snapshot,
     Version,
+    VersionRef,
     VersionRun,
 )  # fmt: skip
 from jaxroll.rpc import intake, protocol
@@ -57,7 +57,7 @@ def _valid() -> dict[str, list[bytes]]:
         "Ended": [msg.EndedCall(0.0), msg.EndedCall(float("nan"))],
         "Claim": [msg.ClaimCall(0, 0, 0.0, 2**53), msg.ClaimCall(2**53, 2**53, float("inf"))],
         "Begin": [msg.BeginCall(None), msg.BeginCall(Version(2**53, 2**53)), msg.BeginCall(V0, "fork")],
-        "Publish": [Snapshot(Version(0, 2**53), "tcp", "x", "y")],
+        "Publish": [VersionRef(Version(0, 2**53), "tcp", "x", "y")],
         "Ack": [msg.VersionCall(Version(0, 2**53))],
         "Durable": [msg.VersionCall(Version(0, 2**53))],
         "Published": [msg.PublishedCall(Version(2**53, 0), -1.0)],

@@ -405,8 +405,8 @@ async def _held_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(intake.asyncio, "sleep", sleep)
     for _ in range(100):
-        await intake.Doorman().hold(10.0)
+        await intake.RefusalThrottle().hold(10.0)
     assert min(slept) >= intake.HOLD_S and max(slept) <= 2 * intake.HOLD_S
     assert len({round(seconds, 2) for seconds in slept}) > 50, "they come back together"
-    await intake.Doorman().hold(1.0)
+    await intake.RefusalThrottle().hold(1.0)
     assert slept[-1] == 0.8, "who waits for a second only is told within it"

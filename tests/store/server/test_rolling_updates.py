@@ -16,7 +16,7 @@ import pytest
 
 from jaxroll.config.schema import TransferConfig
 from jaxroll.records import Version
-from jaxroll.store.server.keeper import Turns
+from jaxroll.store.server.keeper import UpdateSlots
 
 WAIT_S = 20.0
 SOON_S = 0.3  # in which nothing is to happen
@@ -24,14 +24,14 @@ NAMES = ("a", "b", "c", "d")
 
 
 def test_without_a_limit_everybody_may_at_any_time() -> None:
-    turns = Turns(0, 10.0)
+    turns = UpdateSlots(0, 10.0)
     assert all(turns.take(name, 0.0) for name in NAMES)
     assert not any(turns.over(name) for name in NAMES)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_turns_go_round_in_the_order_of_asking(count: int) -> None:
-    turns = Turns(count, 10.0)
+    turns = UpdateSlots(count, 10.0)
     assert [turns.take(name, 0.0) for name in NAMES] == [place < count for place in range(4)]
     assert turns.over("a") and not turns.over("a"), "over twice"
     assert not turns.take("a", 0.0), "who had it went before those who wait"
@@ -41,7 +41,7 @@ def test_turns_go_round_in_the_order_of_asking(count: int) -> None:
 
 
 def test_a_turn_ends_by_itself_and_who_leaves_holds_nobody_up() -> None:
-    turns = Turns(1, 10.0)
+    turns = UpdateSlots(1, 10.0)
     assert turns.take("a", 5.0) and turns.next_end_s(5.0) == 15.0
     assert turns.take("a", 6.0), "it has its turn"
     assert turns.next_end_s(15.0) == float("inf"), "one that is over is waited for"
@@ -56,7 +56,7 @@ def test_a_turn_ends_by_itself_and_who_leaves_holds_nobody_up() -> None:
 def test_at_random_never_too_many_and_all_come_on(seed: int) -> None:
     """Samplers that hold, fail, die and come back: `count` at most at a time; who waits and does not leave comes on."""
     chance, count, now_s = random.Random(seed), random.Random(seed).choice((1, 2)), 0.0
-    turns, until_s, asked = Turns(count, 10.0), {}, dict.fromkeys(NAMES, 0)
+    turns, until_s, asked = UpdateSlots(count, 10.0), {}, dict.fromkeys(NAMES, 0)
     for _ in range(2000):
         now_s += chance.expovariate(1.0)
         until_s = {name: end_s for name, end_s in until_s.items() if end_s > now_s}

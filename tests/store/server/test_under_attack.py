@@ -209,7 +209,7 @@ def test_the_limits_that_hold_an_attacker_are_in_force() -> None:
     assert options["grpc.max_allowed_incoming_connections"] == 7
     assert options["grpc.server_handshake_timeout_ms"] == 10_000 and options["grpc.max_concurrent_streams"] == 64
     assert protocol.connections(20_000) == protocol.MAX_CONNECTIONS and protocol.connections(256) == 128
-    assert intake.HOLD_S > 0 and asyncio.iscoroutinefunction(intake.Doorman.hold)
+    assert intake.HOLD_S > 0 and asyncio.iscoroutinefunction(intake.RefusalThrottle.hold)
 
 
 @pytest.mark.process
