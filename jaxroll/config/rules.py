@@ -15,6 +15,7 @@ from jaxroll.config.learner_rules import check_algorithm
 from jaxroll.config.parsing import check_bounds, nearest, value_at
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, LearnerConfig, SamplerConfig
 from jaxroll.errors import ConfigError
+from jaxroll.policy.limiter import AgeLimiter
 
 GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commit, during which slots go on emptying
 COLOCATED = "colocated"  # the process of all roles with devices, where they share one
@@ -138,18 +139,15 @@ def _check_unread(config: Config) -> None:
                               f"Set {switch} to {' or '.join(map(repr, reads))}, or leave {key} out.")  # fmt: skip
 
 
+def age_limiter(config: Config) -> AgeLimiter:
+    """Return the limiter that the store uses; ConfigError for a schedule that must deadlock."""
+    s = config.schedule
+    return AgeLimiter(s.alpha, s.groups_per_step, s.redundant_groups, s.publish_every, s.buffer_groups)
+
+
 def _check_schedule(config: Config) -> None:
     schedule = config.schedule
-    needed = math.ceil((schedule.alpha + 1) * schedule.groups_per_step) + schedule.redundant_groups
-    if 0 < schedule.buffer_groups < needed:
-        raise ConfigError("schedule.buffer_groups", schedule.buffer_groups,
-                          f"less than (alpha + 1) * groups_per_step + redundant_groups = {needed}, which deadlocks",
-                          f"Set it to {needed} or more, or to 0 for no limit but store.retention_mb.")  # fmt: skip
-    window = math.floor(schedule.alpha + 1)
-    if schedule.publish_every > window:
-        raise ConfigError("schedule.publish_every", schedule.publish_every,
-                          f"more than alpha + 1 = {window} claims between publications deadlocks",
-                          f"Set it to {window} or less, or raise schedule.alpha.")  # fmt: skip
+    age_limiter(config)
     if schedule.rolling and schedule.rolling >= config.sampler.count:
         raise ConfigError("schedule.rolling", schedule.rolling,
                           f"sampler.count is {config.sampler.count}: all change their weights at once, as without it",

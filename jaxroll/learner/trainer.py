@@ -9,7 +9,6 @@ arrival.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from jaxroll.learner.state import Reference, TrainState
 from jaxroll.learner.step import PROXIMAL, REFERENCE, Accumulator, Programs, Recipe
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
+from jaxroll.policy.limiter import max_age
 from jaxroll.protocols import Progress
 from jaxroll.records import Claim
 from jaxroll.sharding import layout as meshes
@@ -277,7 +277,7 @@ def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm
         optimizer=optimizer.build(config.learner),
         temperature=config.sampling.temperature,
         row_tokens=rows.row_tokens if rows else config.learner.row_tokens,
-        age_buckets=math.ceil(config.schedule.alpha) + 1,
+        age_buckets=max_age(config.schedule.alpha) + 1,
         added=(*added, REFERENCE) if algorithm.needs_reference else tuple(added),
         logits_mb=config.learner.logits_mb,
         attention=choice.Choice(choice.XLA, "prompts are shared") if rows else attention(config, spec, layout),

@@ -25,6 +25,11 @@ from jaxroll.errors import ConfigError
 _ROUNDING = 1e-9  # (0.1 + 1) * 30 is 33.000000000000004, and (0.7 + 1) * 10 may be one ulp short of 17
 
 
+def max_age(alpha: float) -> int:
+    """⌈α⌉, the greatest age of a trained token, in steps."""
+    return math.ceil(alpha - _ROUNDING)
+
+
 @dataclass(frozen=True)
 class AgeLimiter:
     """Both guards of one run. The constructor refuses settings that must deadlock."""
@@ -42,26 +47,26 @@ class AgeLimiter:
             raise ConfigError("schedule.groups_per_step", self.batch_groups, "a claim needs at least one group")
         if self.redundant_groups < 0:
             raise ConfigError("schedule.redundant_groups", self.redundant_groups, "cannot be negative")
-        if not 1 <= self.publish_every <= math.floor(self.alpha + 1 + _ROUNDING):
+        claims = math.floor(self.alpha + 1 + _ROUNDING)
+        if not 1 <= self.publish_every <= claims:
             raise ConfigError(
                 "schedule.publish_every",
                 self.publish_every,
-                f"must be between 1 and ⌊alpha + 1⌋ = {math.floor(self.alpha + 1 + _ROUNDING)}, else no lease can ever "
-                "be granted again",
-                "Publish more often or raise schedule.alpha.",
+                f"more than alpha + 1 = {claims} claims between publications deadlocks: no lease is granted any more",
+                f"Set it to a number from 1 to {claims}, or raise schedule.alpha.",
             )
         if self.buffer_groups and self.buffer_groups < self.window(0):
             raise ConfigError(
                 "schedule.buffer_groups",
                 self.buffer_groups,
-                f"is below (alpha + 1)·groups_per_step + redundant_groups = {self.window(0)}",
-                "Use 0 for no limit but that in bytes.",
+                f"less than ⌊(alpha + 1) · groups_per_step⌋ + redundant_groups = {self.window(0)} deadlocks",
+                f"Set it to {self.window(0)} or more, or to 0 for no limit but store.retention_mb.",
             )
 
     @property
     def max_age(self) -> int:
         """⌈α⌉, the greatest age of a trained token, in steps."""
-        return math.ceil(self.alpha - _ROUNDING)
+        return max_age(self.alpha)
 
     def window(self, lag: int) -> int:
         """Groups that may be outstanding for a sampler `lag` ≥ 0 versions behind the published one."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxroll.policy.limiter import max_age
 from jaxroll.report.formats import UNKNOWN, known, number, percent
 
 
@@ -23,7 +23,7 @@ class Check:
 
 def checks(figures: Mapping[str, Any], config: Mapping[str, Any]) -> list[Check]:
     """All promises, in the order of their weight."""
-    alpha = math.ceil(figures["alpha"])
+    alpha = max_age(figures["alpha"])
     shared = bool((config.get("placement") or {}).get("colocated"))  # devices that compute one thing at a time
     return [
         _most(figures, "age_max", "largest age", alpha, f"α = {figures['alpha']:g}: no older token is trained"),

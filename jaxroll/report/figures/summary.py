@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxroll.config.rules import GROUPS_AHEAD
-from jaxroll.policy.limiter import TOLERATED
+from jaxroll.policy.limiter import TOLERATED, max_age
 from jaxroll.report.figures import activity, record
 from jaxroll.report.figures.activity import Interval, intersection, length_s
 from jaxroll.report.figures.record import ClaimTimes, History, Run
@@ -40,7 +40,7 @@ def alpha_wanted(rows: Sequence[Row], steps: Sequence[Row], history: History, co
     0 (synchronous by choice), and where the samplers could not hold so many members.
     """
     alpha = config["schedule"]["alpha"]
-    claims = [one for one in history.claim_times[2 * math.ceil(alpha + 1) :] if one.worked_s > 0]
+    claims = [one for one in history.claim_times[2 * (max_age(alpha) + 1) :] if one.worked_s > 0]
     if not alpha or not steps or len(claims) < LEAST_CLAIMS or not _waits(claims) or not _window_full(rows):
         return None
     step_s = statistics.median(row["train_s"] for row in steps) + min(row["wait_s"] for row in steps)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from jaxroll.policy.limiter import max_age
 from jaxroll.report.figures.summary import numbers, wilson
 from jaxroll.report.formats import number, percent, points, tick
 from jaxroll.report.page import svg
@@ -94,7 +95,7 @@ def age_histogram(histogram: Mapping[int, int], alpha: float) -> Markup:
     total = sum(histogram.values())
     if not total:
         return NOTHING
-    bound = math.ceil(alpha)
+    bound = max_age(alpha)
     last = max(bound, *histogram)
     frame = Frame.of((-0.6, last + 0.95), (0.0, 1.18 * max(histogram.values()) / total), height=220)
     counts = dict.fromkeys(range(bound + 1), 0) | dict(histogram)

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from jaxroll.config import Config
+from jaxroll.config.rules import age_limiter
 from jaxroll.errors import ConfigError
 from jaxroll.policy.filters import Filter
 from jaxroll.policy.limiter import AgeLimiter
@@ -56,7 +57,7 @@ class Settings:
     def of(cls, config: Config) -> Settings:
         """The settings that `config` asks for; ConfigError where they must deadlock."""
         s, store = config.schedule, config.store
-        limiter = AgeLimiter(s.alpha, s.groups_per_step, s.redundant_groups, s.publish_every, s.buffer_groups)
+        limiter = age_limiter(config)
         return cls(
             limiter, s.group_size, s.steps, config.run.seed, s.order, s.on_stale, s.straggler, s.straggler_deadline_s,
             store.lease_s, store.infra_retries, store.data_retries, store.reissues, store.retention_mb * 2**20,
