@@ -16,10 +16,10 @@ def get_config() -> ConfigDict:
     config = defaults()
     config.run.name = "rlvr_qwen3_0p6b"
     config.model.size = "qwen3_0p6b"
-    config.model.path = "models/Qwen3-0.6B"
+    config.model.path = "../models/Qwen3-0.6B"
     config.model.dtype = "bfloat16"
     config.tokenizer.kind = "hf"
-    config.tokenizer.path = "models/Qwen3-0.6B"
+    config.tokenizer.path = "../models/Qwen3-0.6B"
     config.task.name = "chain_sum"
     config.task.args = {"min_terms": 2, "max_terms": 4}
     config.task.prompt = "full"

@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     config = read(Path(__file__).with_name("rlvr_qwen3_0p6b.py"))
     config.run.name = "rlvr_qwen3_8b"
     config.model.size = "qwen3_8b"
-    config.model.path = config.tokenizer.path = "models/Qwen3-8B"
+    config.model.path = config.tokenizer.path = "../models/Qwen3-8B"
     config.task.args = {"min_terms": 6, "max_terms": 12}
     config.sampling.max_tokens = 2048
     config.sampler.mesh.tensor = 8

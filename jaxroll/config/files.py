@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,13 @@ from jaxroll.errors import ConfigError
 
 
 def defaults() -> ml_collections.ConfigDict:
-    """Every key with its default, as what a `get_config()` starts from.
+    """Return every key with its default, as what a `get_config()` starts from; some are automatic until `parse`.
 
     ml_collections' own type checks are off, because `parse` makes the same checks with better messages.
     """
-    return ml_collections.ConfigDict(to_dict(Config()), type_safe=False)
+    values = to_dict(Config())
+    values["sft"]["steps"], values["learner"]["learning_rate"] = presets.AUTO_STEPS, presets.AUTO_RATE
+    return ml_collections.ConfigDict(values, type_safe=False)
 
 
 def read(path: str | Path) -> ml_collections.ConfigDict:
@@ -59,19 +62,30 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+_SECTIONS_WITH_PATHS = ("model", "tokenizer", "task")
+
+
 def parse(values: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:
     """The checked Config that `values` describe; keys that are absent keep their defaults."""
     if isinstance(values, ml_collections.ConfigDict):
         values = values.to_dict()
     config = build(Config, values)
     config = dataclasses.replace(config, schedule=presets.with_mode(config.schedule, config.schedule.mode))
+    config = presets.with_model(config)
     check(config)
     return config
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The checked Config of file `path` with `--config.key=value` overrides (the leading `--config.` may be absent)."""
-    return parse(override(read(path).to_dict(), overrides))
+    """Return the checked Config of file `path` with `--config.key=value` overrides (`--config.` may be absent).
+
+    Paths in the file are relative to its folder, paths in overrides to the working directory.
+    """
+    values = read(path).to_dict()
+    for section in _SECTIONS_WITH_PATHS:
+        if found := (values.get(section) or {}).get("path"):
+            values[section]["path"] = os.path.normpath(Path(path).resolve().parent / found)
+    return parse(override(values, overrides))
 
 
 def override(values: dict, overrides: Sequence[str]) -> dict:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from jaxroll.config.schema import LearnerConfig, ScheduleConfig
+from jaxroll.config.schema import Config, LearnerConfig, ScheduleConfig, SftConfig
 from jaxroll.errors import ConfigError
 
 MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
@@ -34,6 +34,25 @@ def with_mode(schedule: ScheduleConfig, mode: str) -> ScheduleConfig:
             raise ConfigError(f"schedule.{key}", said, f"schedule.mode = {mode!r} fixes it at {value!r}",
                               f"Leave schedule.{key} out, or set schedule.mode to 'async'.")  # fmt: skip
     return replace(schedule, **fixed)
+
+
+# --- defaults that depend on the model
+
+AUTO_STEPS, AUTO_RATE = -1, -1.0
+# A warm start would overwrite an imported model, and the learning rate for a fresh model would destroy it. The rates of
+# imported models are those of published GRPO runs: 1e-6 for all parameters, ten times as much for adapters.
+_IMPORTED_RATE, _ADAPTER_RATE = 1e-6, 1e-5
+
+
+def with_model(config: Config) -> Config:
+    """Return `config` with `sft.steps` and `learner.learning_rate`, where they are automatic, chosen for its model."""
+    fresh, sft, learner = not config.model.path, config.sft, config.learner
+    if sft.steps == AUTO_STEPS:
+        sft = replace(sft, steps=SftConfig().steps if fresh else 0)
+    if learner.learning_rate == AUTO_RATE:
+        imported = _ADAPTER_RATE if learner.lora_rank else _IMPORTED_RATE
+        learner = replace(learner, learning_rate=LearnerConfig().learning_rate if fresh else imported)
+    return replace(config, sft=sft, learner=learner)
 
 
 # --- algorithm presets

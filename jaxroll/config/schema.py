@@ -74,7 +74,7 @@ class TaskConfig:
 class SftConfig:
     """The warm start on worked answers; 0 steps starts from a random init (or from model.path)."""
 
-    steps: int = 300
+    steps: int = 300  # -1, what a config file starts with: 300, or 0 with model.path
     batch: int = 96
     learning_rate: float = 3e-3
     start: int = 20_000_000  # first item of the warm start's own range
@@ -186,7 +186,7 @@ class LearnerConfig:
     lora_alpha: float = 16.0  # the adapters' product counts lora_alpha / lora_rank times
     lora_targets: tuple[str, ...] = LORA_TARGETS  # the parameters of each layer that are adapted
     lora_publish: Literal["merged", "adapters"] = "merged"  # what samplers are sent: all parameters, or what changed
-    learning_rate: float = 3e-4
+    learning_rate: float = 3e-4  # -1, what a config file starts with: this, or with model.path 1e-6 (adapters 1e-5)
     warmup_steps: int = 5
     decay_steps: int = 0  # 0 keeps the learning rate constant after warm-up
     weight_decay: float = 0.0

@@ -161,3 +161,39 @@ def _unchecked(values: dict) -> config.Config:
                 part[name] = config.MeshConfig(**part[name])
         parts[field.name] = type(getattr(config.Config(), field.name))(**part)
     return config.Config(**parts)
+
+
+def config_file(folder: Path, *lines: str) -> Path:
+    path = folder / "mine.py"
+    body = "".join(f"    {line}\n" for line in ("config = defaults()", *lines, "return config"))
+    path.write_text("from jaxroll.config import defaults\n\n\ndef get_config():\n" + body)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "steps", "rate"),
+    [
+        ([], [], 300, 3e-4),
+        (["config.model.path = 'm'"], [], 0, 1e-6),
+        (["config.model.path = 'm'", "config.learner.lora_rank = 4"], [], 0, 1e-5),
+        (["config.model.path = 'm'", "config.sft.steps = 20"], ["learner.learning_rate=2e-6"], 20, 2e-6),
+        ([], ["model.path=m"], 0, 1e-6),
+        ([], ["sft.steps=0", "learner.learning_rate=1e-3"], 0, 1e-3),
+    ],
+)
+def test_an_imported_model_is_not_trained_over(tmp_path, lines, overrides, steps, rate) -> None:
+    """Three hundred steps at 3e-3 would overwrite what it knows, and 3e-4 would destroy it."""
+    found = config.load(config_file(tmp_path, *lines), overrides)
+    assert (found.sft.steps, found.learner.learning_rate) == (steps, rate)
+    assert config.parse(config.to_dict(found)) == found, "run.json holds what was chosen"
+
+
+def test_paths_in_a_config_file_are_relative_to_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir("/")
+    file = config_file(
+        tmp_path, "config.model.path = '../m'", "config.task.source = 'jsonl'", "config.task.path = '/data/rows.jsonl'"
+    )
+    found = config.load(file)
+    assert found.model.path == str(tmp_path.parent / "m")
+    assert found.task.path == "/data/rows.jsonl"
+    assert config.load(file, ["model.path=other"]).model.path == "other", "it was typed in the working directory"

@@ -305,5 +305,5 @@ def test_the_defaults_fit(inventory: Inventory) -> None:
     ids=" ".join,
 )
 def test_what_just_fits_is_accepted(overrides: list[str]) -> None:
-    values = config.override(config.defaults().to_dict(), overrides)
+    values = config.override(config.to_dict(config.Config()), overrides)
     assert config.to_dict(config.parse(values)) == values
