@@ -85,22 +85,22 @@ class LockedTrainer(Trainer):
         with self._turn:
             super().warmup(progress)
 
-    def prepared(self, claim: Claim) -> Ready:
+    def prepare(self, claim: Claim) -> Ready:
         """See Trainer."""
         with self._turn:
             return super().prepare(claim)
 
-    def started(self, ready: Ready) -> Running:
+    def dispatch_step(self, ready: Ready) -> Running:
         """See Trainer."""
         with self._turn:
             return super().dispatch_step(ready)
 
-    def published(self) -> Params:
+    def publishable_params(self) -> Params:
         """See Trainer."""
         with self._turn:
             return super().publishable_params()
 
-    def frozen(self) -> Params:
+    def base_params(self) -> Params:
         """See Trainer."""
         with self._turn:
             return super().base_params()

@@ -350,11 +350,11 @@ def test_a_claim_laid_out_while_the_step_before_is_computed_changes_no_bit(
     one_by_one, ahead = make_trainer(config), make_trainer(config)
     want = [one_by_one.train(claim) for claim in claims]
     assert ahead.prepares_ahead
-    got, ready = [], ahead.prepared(claims[0])
+    got, ready = [], ahead.prepare(claims[0])
     for after in (*claims[1:], None):
-        running = ahead.started(ready)
-        ready = ahead.prepared(after) if after else None
-        got.append(ahead.finished(running))
+        running = ahead.dispatch_step(ready)
+        ready = ahead.prepare(after) if after else None
+        got.append(ahead.await_step(running))
         assert running.is_done()
     assert got == [row | {"compiles": after["compiles"]} for row, after in zip(want, got, strict=True)]
     assert same_bits(one_by_one.state, ahead.state)
@@ -372,6 +372,6 @@ def test_a_claim_is_laid_out_while_a_device_is_busy(small_config, make_claim, ma
     long = jax.jit(lambda x: jax.lax.fori_loop(0, 3000, lambda _, y: jax.numpy.tanh(y @ y), x))
     x = jax.block_until_ready(long(jax.numpy.eye(256)))
     busy = long(x)
-    ready = trainer.prepared(make_claim(1))
+    ready = trainer.prepare(make_claim(1))
     assert not busy.is_ready()
-    assert trainer.finished(trainer.started(ready))["compiles"] >= 0
+    assert trainer.await_step(trainer.dispatch_step(ready))["compiles"] >= 0

@@ -97,11 +97,11 @@ def test_a_turn_ends_with_an_error_too() -> None:
         assert asking(turn) == 0
 
 
-READS = {"abstract_state", "base_digest", "finished", "packed", "params", "prepares_ahead", "train"}
+READS = {"abstract_state", "base_digest", "await_step", "packed", "params", "prepares_ahead", "train"}
 
 
 def test_a_trainer_has_a_turn_whenever_it_gives_something_to_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`train` is the three halves one after the other; `params` is asked by `published`, and by nobody from outside."""
+    """`train` is the three halves one after the other; `params` is read by `publishable_params` alone."""
     public = {name for name in vars(Trainer) if not name.startswith("_")}
     dispatching = {name for name in vars(LockedTrainer) if not name.startswith("_")}
     assert public - dispatching == READS, "a new method of Trainer: does it give the devices something?"
@@ -110,7 +110,7 @@ def test_a_trainer_has_a_turn_whenever_it_gives_something_to_the_devices(monkeyp
     trainer._turn = turn
     for name in dispatching:
         monkeypatch.setattr(Trainer, name, lambda self, *_, name=name: had.update({name: turn._taken}) or name)
-        words = () if name in ("published", "frozen") else (None,)
+        words = () if name in ("publishable_params", "base_params") else (None,)
         assert getattr(trainer, name)(*words) in (name, None)
     assert had == dict.fromkeys(dispatching, True) and not turn._taken
 

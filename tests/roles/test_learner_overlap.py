@@ -67,7 +67,7 @@ class Publisher:
     def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:
         return started.result()
 
-    def told(self, version: Version) -> None:
+    def drop_older(self, version: Version) -> None:
         assert self._store.told[-1] == ("publish", version.step), "let go of the one before while others are told of it"
 
 
@@ -115,7 +115,7 @@ def session(store: Store, *, steps: int = 4) -> LearnerSession:
     return made
 
 
-TRAINER: Any = SimpleNamespace(prepared=lambda claim: f"{claim} laid out", prepares_ahead=True)
+TRAINER: Any = SimpleNamespace(prepare=lambda claim: f"{claim} laid out", prepares_ahead=True)
 BUSY: Any = SimpleNamespace(is_done=lambda: False)
 DONE: Any = SimpleNamespace(is_done=lambda: True)
 

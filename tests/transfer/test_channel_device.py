@@ -89,7 +89,7 @@ def test_only_the_newest_is_kept_once_it_is_told_of(publisher) -> None:
     started: Future[VersionRef] = publisher.start(V2, params_of(values_of(6), learners))
     new = publisher.finish(V2, started)
     assert fetched(old), "who was told of it may still come"
-    publisher.told(V2)
+    publisher.drop_older(V2)
     gc.collect()
     assert watched() is None, "its memory is free"
     with pytest.raises(VersionGone, match=r"version 0\.1 is not kept; 0\.2 is"):

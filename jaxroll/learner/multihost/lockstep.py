@@ -55,29 +55,29 @@ class LeadingTrainer(Trainer):
         _meet()
         super().warmup(progress)
 
-    def prepared(self, claim: Claim) -> Ready:
+    def prepare(self, claim: Claim) -> Ready:
         """See Trainer."""
-        self._tell(Command("prepared", body=wire.encode(claim)))
+        self._tell(Command("prepare", body=wire.encode(claim)))
         return super().prepare(claim)
 
-    def started(self, ready: Ready) -> Running:
+    def dispatch_step(self, ready: Ready) -> Running:
         """See Trainer. What was prepared last is started."""
-        self._tell(Command("started"))
+        self._tell(Command("dispatch_step"))
         return super().dispatch_step(ready)
 
-    def finished(self, running: Running) -> Metrics:
+    def await_step(self, running: Running) -> Metrics:
         """See Trainer."""
-        self._tell(Command("finished"))
+        self._tell(Command("await_step"))
         return super().await_step(running)
 
-    def published(self) -> Params:
+    def publishable_params(self) -> Params:
         """See Trainer. To be given to `snapshot.begin`, as the others do."""
-        self._tell(Command("published"))
+        self._tell(Command("publishable_params"))
         return super().publishable_params()
 
-    def frozen(self) -> Params:
+    def base_params(self) -> Params:
         """See Trainer. To be given to `snapshot.begin`, as the others do."""
-        self._tell(Command("frozen"))
+        self._tell(Command("base_params"))
         return super().base_params()
 
 
@@ -119,15 +119,15 @@ def run_follower_steps(
     running: Any = None
     for word in leader.commands():
         match word.what:
-            case "prepared":
+            case "prepare":
                 ready = trainer.prepare(wire.decode(word.body, Claim))
-            case "started":
+            case "dispatch_step":
                 running = trainer.dispatch_step(ready)
-            case "finished":
+            case "await_step":
                 trainer.await_step(running)
-            case "published":
+            case "publishable_params":
                 host_snapshot.begin(trainer.publishable_params(), dtype)
-            case "frozen":
+            case "base_params":
                 host_snapshot.begin(trainer.base_params(), dtype)
             case "write":
                 checkpoints.write(_version(word), word.position, trainer.state, word.text)
