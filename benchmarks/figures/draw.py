@@ -1,10 +1,10 @@
 """Draw the figures of the documentation from the JSON files in this folder.
 
-    python benchmarks/figures/draw.py                        # docs/results/figures/NAME.svg for every NAME.json
-    python benchmarks/figures/draw.py --record=runs/demo     # learning_curve.json from a run, then draw
+    python -m benchmarks.figures.draw                        # docs/results/figures/NAME.svg for every NAME.json
+    python -m benchmarks.figures.draw --record=runs/demo     # learning_curve.json from a run, then draw
 
 Each JSON file holds the values of one figure and the command, commit and evidence class that they come from.
-`tests/docs/test_figures.py` checks that the committed figures equal the output of this script.
+`tests/docs/testfigures.py` checks that the committed figures equal the output of this script.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib import figures
+from benchmarks.lib.figures import Panel, Value
+from jaxroll.report.page import plots
+from jaxroll.report.page.svg import tag
+
 ROOT = Path(__file__).resolve().parents[2]
 DATA, FIGURES = ROOT / "benchmarks" / "figures", ROOT / "docs" / "results" / "figures"
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-import _figures  # noqa: E402
-from _figures import Panel, Value  # noqa: E402
-
-from jaxroll.report.page import plots  # noqa: E402
-from jaxroll.report.page.svg import tag  # noqa: E402
 
 CURVE_STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#333} .end{text-anchor:end} .mid{text-anchor:middle}"
@@ -67,7 +65,7 @@ def intervals(data: Mapping[str, Any], path: Path) -> None:
         )
         for panel in data["panels"]
     ]
-    _figures.write(path, panels, data["kinds"])
+    figures.write(path, panels, data["kinds"])
 
 
 def learning_curve(data: Mapping[str, Any], path: Path) -> None:

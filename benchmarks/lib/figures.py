@@ -1,6 +1,6 @@
 """Figures as SVG files: values with their intervals, a row each, the kinds of one row beside each other in colour.
 
-Private to this folder. A script writes its figure beside its runs; RESULTS.md shows copies of them from figures/.
+A benchmark writes its figure beside its runs; docs/results shows those that benchmarks/figures/draw.py draws.
 """
 
 from __future__ import annotations

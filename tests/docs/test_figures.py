@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from benchmarks.figures import draw
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = sorted((ROOT / "benchmarks" / "figures").glob("*.json"))
 FIGURES = ROOT / "docs" / "results" / "figures"
 
 
-@pytest.fixture
-def draw(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("draw_figures", ROOT / "benchmarks" / "figures" / "draw.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("path", DATA, ids=lambda path: path.stem)
-def test_a_committed_figure_is_the_drawing_of_its_data(path: Path, draw: ModuleType, tmp_path: Path) -> None:
+def test_a_committed_figure_is_the_drawing_of_its_data(path: Path, tmp_path: Path) -> None:
     draw.draw(json.loads(path.read_text(encoding="utf-8")), tmp_path / "drawn.svg")
     drawn, committed = (tmp_path / "drawn.svg").read_text(), (FIGURES / f"{path.stem}.svg").read_text()
-    assert drawn == committed, "run python benchmarks/figures/draw.py"
+    assert drawn == committed, "run python -m benchmarks.figures.draw"
 
 
 def test_every_figure_has_its_data() -> None:
