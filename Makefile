@@ -19,7 +19,7 @@ TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cach
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-jetstream soak lint bench docs constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream
+.PHONY: help demo test test-jetstream soak lint prose bench docs constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream
 
 help:
 	@echo "make demo         install core + environments (about 1.1 GB) and train a small model here; SEED=0"
@@ -60,6 +60,10 @@ lint: venv
 	@echo "ruff check" && $(VENV)/bin/ruff check .
 	@echo "ruff format --check" && $(VENV)/bin/ruff format --check .
 	@echo "pyright" && $(VENV)/bin/pyright
+
+# Words and openings that have a plainer replacement; `python .ci/prose.py FOLDER` checks one folder.
+prose: venv
+	@$(VENV)/bin/python .ci/prose.py $(ARGS)
 
 BENCH ?= algorithms engine environments faults.chaos faults.hostile gpu grpo learner schedules schedules.limits store
 bench: venv peers

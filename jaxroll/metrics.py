@@ -202,7 +202,7 @@ class TensorBoardTracker:
 
     `log` raises OSError when an event cannot be written; the file then ends with the event before it. The events are
     written here and not by tensorboardX's SummaryWriter, whose thread dies of such an error, after which its queue
-    blocks its caller for ever.
+    blocks its caller forever.
     """
 
     SHOWN = frozenset({"step", "eval", "stats", "store", "warm"})

@@ -100,7 +100,7 @@ def digest(data: bytes | memoryview) -> str:
 
 
 def is_digest(said: str, data: bytes) -> bool:
-    """Whether `said` is the digest of `data`: of `digest`, or the 32 digits of blake2b that logs had at first."""
+    """True if `said` is the digest of `data`: of `digest`, or the 32 digits of blake2b that logs had at first."""
     return said == (digest(data) if len(said) == _DIGITS else hashlib.blake2b(data, digest_size=16).hexdigest())
 
 
@@ -115,7 +115,7 @@ def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder, _Build | None]:
 
 @functools.cache
 def _shadow(kind: Any) -> tuple[Any, _Build | None]:
-    """The type to decode in the place of `kind`, and what makes a `kind` of it; (kind, None) when it has no arrays."""
+    """The type to decode in place of `kind`, and what makes a `kind` of it; (kind, None) when it has no arrays."""
     if kind is np.ndarray:
         return msgspec.Raw, _array_from_wire
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):

@@ -75,7 +75,7 @@ def program_holders() -> list[Callable[[], None]]:
 
 @pytest.fixture(scope="session")
 def forget_programs(program_holders: list[Callable[[], None]]) -> Callable[[], None]:
-    """Forgets every compiled program. All holders let go, whoever's tests just ran: one that kept an engine would find
+    """Forget every compiled program. All holders let go, whoever's tests just ran: one that kept an engine would find
     its programs gone from JAX's caches and compile them again."""
 
     def forget() -> None:
@@ -154,7 +154,7 @@ class Before:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fails a test marked `process` that leaves a process, a listening socket or a shared-memory block, and ends them.
+    """Fail a test marked `process` that leaves a process, a listening socket or a shared-memory block, and ends them.
 
     Children are found by kinship and, when they cut it, by JAXROLL_TEST_ID in their environment. Being automatic, this
     fixture is set up before the test's own and torn down after them: what a fixture stops does not count.
@@ -192,7 +192,7 @@ def _marked(test_id: str) -> set[psutil.Process]:
 
 
 def _counts(process: psutil.Process) -> bool:
-    """Whether a live process is the test's doing: a zombie is over, and multiprocessing's helpers live with pytest."""
+    """True if a live process is the test's doing: a zombie is over, and multiprocessing's helpers live with pytest."""
     try:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             return False
@@ -221,7 +221,7 @@ def _listeners() -> set[tuple[int, str]]:
 
 
 def _stop_listening(fd: int) -> None:
-    """Ends the listening without closing a descriptor that some object still believes to own."""
+    """End the listening without closing a descriptor that some object still believes to own."""
     try:
         with socket.socket(fileno=os.dup(fd)) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)

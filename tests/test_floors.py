@@ -300,7 +300,7 @@ def test_room_loads_without_taking_a_device(room: str) -> None:
 
 
 def _plant(root: Path, files: Mapping[str, str]) -> Path:
-    """Writes a package of these files, with an empty __init__.py in every folder that has none."""
+    """Write a package of these files, with an empty __init__.py in every folder that has none."""
     for name, text in {"__init__.py": "", **files}.items():
         path = root / PACKAGE / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ LIMIT_S = 60.0
     [("sys.exit(7)", 7), ("sys.exit()", 0), ("pass", 0), ("raise ValueError('as it happens')", 1)],
 )
 def test_a_process_ends_with_its_main_thread(last: str, code: int) -> None:
-    """A thread that waits for ever, as one of a library whose checkpoint failed, keeps no process alive."""
+    """A thread that waits forever, as one of a library whose checkpoint failed, keeps no process alive."""
     done = _ended(thread=True, patience=0.2, last=last)
     assert done.returncode == code and "a-library" in done.stderr
     assert "as it happens" in done.stderr or code != 1

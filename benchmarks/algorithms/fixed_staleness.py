@@ -110,7 +110,7 @@ class Bench:
         return [[results[number * size + member] for member in range(size)] for number in range(len(questions))]
 
     def right(self, result: Result, question: Question) -> bool:
-        """Whether the answer ended by itself and is the right one."""
+        """True if the answer ended by itself and is the right one."""
         ids, finish = result.completion.tokens.tolist(), result.completion.finish
         return finish == "stop" and self.text.decode(ids[:-1]) == question.answer
 

@@ -62,7 +62,7 @@ Generate = Callable[[bool], list[list[int]]]  # whether greedily; the tokens of 
 
 
 def answering() -> Callable[[dict[str, Any]], None]:
-    """Writes an answer to stdout, which is nobody else's from now on: libraries that print do so on stderr."""
+    """Write an answer to stdout, which is nobody else's from now on: libraries that print do so on stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

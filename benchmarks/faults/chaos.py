@@ -150,7 +150,7 @@ class Attack:
         self.tell(f"{name:15}", effect)
 
     def wait(self, seen, limit_s: float) -> bool:
-        """Whether `seen()` became true within `limit_s`, and the attack may go on."""
+        """True if `seen()` became true within `limit_s`, and the attack may go on."""
         deadline = time.monotonic() + limit_s
         while not seen():
             if time.monotonic() > deadline or not self.look():

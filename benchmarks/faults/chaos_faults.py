@@ -327,7 +327,7 @@ class KillTwice:
 
 
 def until(seen: Callable[[], Any], limit_s: float) -> bool:
-    """Whether `seen()` became true within `limit_s`."""
+    """True if `seen()` became true within `limit_s`."""
     deadline, pause = time.monotonic() + limit_s, threading.Event()
     while time.monotonic() < deadline:
         if seen():
@@ -338,7 +338,7 @@ def until(seen: Callable[[], Any], limit_s: float) -> bool:
 
 @contextlib.contextmanager
 def compacting(run: Run) -> Iterator[Callable[[], bool]]:
-    """Whether parts of a snapshot of the store are on disk and its mark is not."""
+    """True if parts of a snapshot of the store are on disk and its mark is not."""
     sql = "SELECT 1 FROM snapshot_parts WHERE position > (SELECT COALESCE(MAX(position), 0) FROM snapshots) LIMIT 1"
     try:
         connection = sqlite3.connect(f"{(run.run_dir / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
@@ -357,7 +357,7 @@ def compacting(run: Run) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def writing_checkpoint(run: Run) -> Iterator[Callable[[], bool]]:
-    """Whether a checkpoint is there that has no sums yet, or not yet its name."""
+    """True if a checkpoint is there that has no sums yet, or not yet its name."""
 
     def seen() -> bool:
         try:

@@ -85,7 +85,7 @@ class Run:
 
     @property
     def alive(self) -> bool:
-        """Whether the supervisor runs."""
+        """True if the supervisor runs."""
         return self.process is not None and self.process.poll() is None
 
     def signal(self, signum: int) -> int | None:
@@ -169,7 +169,7 @@ class Run:
         return new
 
     def until(self, seen: Callable[[], bool], limit_s: float) -> bool:
-        """Whether `seen()` became true within `limit_s`; looks at the run meanwhile."""
+        """True if `seen()` became true within `limit_s`; looks at the run meanwhile."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             self.look()

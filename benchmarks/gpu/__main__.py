@@ -250,7 +250,7 @@ class Bench:
 
 
 def ended_well(found: Mapping[str, Any]) -> bool:
-    """Whether a case ended, none of its points raised, and nothing was unequal; what was skipped is no failure."""
+    """True if a case ended, none of its points raised, and nothing was unequal; what was skipped is no failure."""
     points = found.get("points", {}).values()
     return not (
         "error" in found or found.get("equal") is False or any("error" in p or p.get("equal") is False for p in points)

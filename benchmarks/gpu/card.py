@@ -65,7 +65,7 @@ def _to_device(size_bytes: int) -> dict[str, Any]:
 def _to_host(size_bytes: int) -> dict[str, Any]:
     make = jax.jit(lambda i: jnp.full(size_bytes, i, jnp.uint8))
     seconds = []
-    for number in range(5):  # each array anew: one that was fetched before keeps its copy on the host
+    for number in range(5):  # each array again: one that was fetched before keeps its copy on the host
         x = make(number).block_until_ready()
         started = time.perf_counter()
         np.asarray(x)

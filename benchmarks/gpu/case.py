@@ -151,7 +151,7 @@ def device_facts() -> dict[str, Any]:
 
 
 def on_gpu() -> bool:
-    """Whether JAX computes on a GPU here."""
+    """True if JAX computes on a GPU here."""
     import jax
 
     return jax.default_backend() == "gpu"

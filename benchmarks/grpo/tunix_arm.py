@@ -149,7 +149,7 @@ def cluster(folder: Path, work: Work, options: dict[str, Any], steps: int) -> rl
 
 
 def agentic(options: dict[str, Any]) -> bool:
-    """Whether it is the agentic learner."""
+    """True if it is the agentic learner."""
     return "at_once" in options
 
 

@@ -120,17 +120,17 @@ def _check_shared_prompts(learner: LearnerConfig, row: Preset) -> None:
 
 
 def _clips(learner: LearnerConfig) -> bool:
-    """Whether the (settled) learner's loss reads ε_l and ε_h: the clip of PPO, that of GSPO, or the bounds of CISPO."""
+    """True if the (settled) learner's loss reads ε_l and ε_h: the clip of PPO, that of GSPO, or the bounds of CISPO."""
     return _clips_gains(learner) or preset(learner.algorithm).loss == "cispo"
 
 
 def _clips_gains(learner: LearnerConfig) -> bool:
-    """Whether it bounds ratio times advantage, as PPO's and GSPO's do; `tis` puts another loss in their place."""
+    """True if it bounds ratio times advantage, as PPO's and GSPO's do; `tis` puts another loss in their place."""
     return preset(learner.algorithm).loss in ("clipped", "gspo") and learner.correction != "tis"
 
 
 def _caps(learner: LearnerConfig) -> bool:
-    """Whether the (settled) learner's loss reads c: to bound w or ρ, or the weight of a KL in the loss."""
+    """True if the (settled) learner's loss reads c: to bound w or ρ, or the weight of a KL in the loss."""
     return learner.correction != "none" or (learner.kl_coef > 0 and learner.kl_in == "loss")
 
 

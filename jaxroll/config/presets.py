@@ -125,7 +125,7 @@ CUSTOM = Preset("", clip_high=0.28, levels=("token", "sequence"))
 
 
 def is_custom(name: str) -> bool:
-    """Whether `name` is a user's `package.module:name`."""
+    """True if `name` is a user's `package.module:name`."""
     return ":" in name
 
 

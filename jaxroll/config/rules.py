@@ -69,7 +69,7 @@ def device_processes(config: Config) -> dict[str, int]:
 
 
 def lives_in(role: str, process: str) -> bool:
-    """Whether what is reported under the name `role` is done by `process`, as the supervisor names it."""
+    """True if what is reported under the name `role` is done by `process`, as the supervisor names it."""
     return role == process or (process == COLOCATED and role.partition("-")[0] in ("learner", "sampler", "evaluator"))
 
 
@@ -223,7 +223,7 @@ def _check_shapes(config: Config) -> None:
 
 
 def _check_actors(config: Config) -> None:
-    """Whether there is work enough for so many actors: each must hold a whole group."""
+    """True if there is work enough for so many actors: each must hold a whole group."""
     actors, group = config.placement.actors, config.schedule.members_per_group
     count, each = config.sampler.count, sampler_members(config)
     most = count * each // group
@@ -234,7 +234,7 @@ def _check_actors(config: Config) -> None:
 
 
 def _check_colocated(config: Config) -> None:
-    """Whether what asks for processes of their own is asked for beside one process for all."""
+    """True if what asks for processes of their own is asked for beside one process for all."""
     placement = config.placement
     for key, value, none in (("learner_hosts", placement.learner_hosts, 1), ("actors", placement.actors, 0)):
         if placement.colocated and value != none:
@@ -256,7 +256,7 @@ def sample_tokens(learner: LearnerConfig) -> int:
 
 
 def _shares_every_prompt(config: Config) -> bool:
-    """Whether a row holds answers only: an episode is one question and its answer, and there is room for its prompt.
+    """True if a row holds answers only: an episode is one question and its answer, and there is room for its prompt.
 
     The last token of a prompt lies with each answer. Of several turns the first prompt may be short, and the rest long.
     """
@@ -269,7 +269,7 @@ def page_size(wanted: int, longest: int) -> int:
 
 
 def _check_cache(sampler: SamplerConfig, longest: int) -> None:
-    """Whether the longest request fits the pages of one shard of slots, with a copy of its prompt's last page."""
+    """True if the longest request fits the pages of one shard of slots, with a copy of its prompt's last page."""
     if not sampler.cache_pages:
         return
     page_tokens = page_size(sampler.page_tokens, longest)

@@ -60,7 +60,7 @@ def _subject_name(host: str) -> str:
 
 
 def _outlives(ca: Path, days: int) -> bool:
-    """Whether the CA is still valid when a certificate of so many days, made now, ends."""
+    """True if the CA is still valid when a certificate of so many days, made now, ends."""
     try:
         return validity(ca.read_text(encoding="utf-8"))[1] >= time.time() + days * 86400
     except ValueError:

@@ -323,7 +323,7 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
 
 
 def _check_role(options: argparse.Namespace, config: Config) -> None:
-    """Whether the run has this role."""
+    """True if the run has this role."""
     if options.command == COLOCATED and not config.placement.colocated:
         raise ConfigError("placement.colocated", False, "this run has a process for each role",
                           "Set it to True, for every process of the run.")  # fmt: skip

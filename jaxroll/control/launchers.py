@@ -115,7 +115,7 @@ def _with_devices(config: Config, target: Target) -> dict[str, int]:
 
 
 def _check_learner_hosts(config: Config, target: Target) -> None:
-    """Whether each process of a learner of several has a host: of GPUs one by its name, of a TPU slice all."""
+    """True if each process of a learner of several has a host: of GPUs one by its name, of a TPU slice all."""
     hosts, learners = config.placement.learner_hosts, learner_names(config)
     if hosts == 1:
         return

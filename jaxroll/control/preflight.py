@@ -88,7 +88,7 @@ def _check_files(config: Config) -> None:
 
 
 def _check_algorithm(name: str) -> None:
-    """Whether the module of one's own algorithm is there. It loads JAX, so what stands in it is seen by the learner."""
+    """True if the module of one's own algorithm is there. It loads JAX, so what stands in it is seen by the learner."""
     module = name.rpartition(":")[0]
     try:
         found = not module or importlib.util.find_spec(module) is not None

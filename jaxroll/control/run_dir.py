@@ -131,7 +131,7 @@ def check_free(path: Path) -> None:
 
 
 def _is_empty_folder(path: Path) -> bool:
-    """Whether it is an empty folder, such as a new disk that was mounted there to hold the checkpoints."""
+    """True if it is an empty folder, such as a new disk that was mounted there to hold the checkpoints."""
     return path.is_dir() and set(os.listdir(path)) <= {"lost+found"}
 
 

@@ -108,7 +108,7 @@ class _Slot:
 
 class WakeSignal:
     """Wakes who waits. `ring` may interrupt `wait` in its own thread, as the handler of a signal does: with an Event,
-    whose lock is not reentrant, `set` would then wait for ever.
+    whose lock is not reentrant, `set` would then wait forever.
     """
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class Supervisor:
         return code if code == policy.EXIT_CONFIG else EXIT_FAILURE
 
     def _evaluated(self, by_s: float) -> bool:
-        """Whether the evaluator, if there is one, has ended by itself or has had its time."""
+        """True if the evaluator, if there is one, has ended by itself or has had its time."""
         if all(slot.done for slot in self._slots.values() if slot.spec.role == "evaluator"):
             return True
         if self._clock.now_s() < by_s:

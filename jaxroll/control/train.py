@@ -71,7 +71,7 @@ def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: V
 
 
 def needs_warm_start(config: Config, path: Path) -> bool:
-    """Whether the run is to begin with a warm start that has not been made."""
+    """True if the run is to begin with a warm start that has not been made."""
     return config.sft.steps > 0 and not (path / WARM_MARK).exists()
 
 

@@ -126,7 +126,7 @@ def overlap(heldout: Iterable[Task], question_hashes: Iterable[str]) -> frozense
 
 
 def check_disjoint(heldout: Sequence[Task], trained_on: Iterable[Task], what: str = "training") -> None:
-    """Raises DataError when a task of `trained_on` asks a held-out question, or a held-out question comes twice."""
+    """Raise DataError when a task of `trained_on` asks a held-out question, or a held-out question comes twice."""
     if len(hashes(heldout)) < len(heldout):
         raise DataError(f"the held-out set asks {len(heldout) - len(hashes(heldout))} questions twice")
     common = overlap(heldout, (task.question_hash for task in trained_on))

@@ -45,7 +45,7 @@ class Dispatch:
     chunk: int
 
     def report(self) -> packets.Report:
-        """Waits for it."""
+        """Wait for it."""
         return packets.read_report(np.asarray(self.array), self.chunk)
 
 

@@ -206,7 +206,7 @@ class Engine:
             self._deliver_partly(add, drawn)
 
     def _refuse(self) -> bool:
-        """Whether somebody had to leave, since its `allowed` gave no answer; it is told why."""
+        """True if somebody had to leave, since its `allowed` gave no answer; it is told why."""
         refused = self._work.refused()
         for add, drawn, error in refused:
             self._is_aborted(add, drawn)

@@ -18,7 +18,7 @@ from jaxroll.models.params import Params
 
 NEAR_TIE = 1e-3  # two programs may draw different tokens where the best two perturbed logits are closer than this
 
-_LENGTH_STEP = 32  # lengths are padded to multiples of this, or every length would be compiled anew
+_LENGTH_STEP = 32  # lengths are padded to multiples of this, or every length would be compiled again
 
 
 @dataclass(frozen=True)

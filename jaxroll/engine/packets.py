@@ -196,7 +196,7 @@ def bits(values: Float[Array, "*any"]) -> Int[Array, "*any"]:
 
 
 def is_stop(tokens: Int[Array, " S"], requests: Int[Array, "S C"]) -> Bool[Array, " S"]:
-    """Whether each slot's token is one of its request's stop tokens."""
+    """True if each slot's token is one of its request's stop tokens."""
     return jnp.any(tokens[:, None] == requests[:, STOPS:], axis=1)
 
 

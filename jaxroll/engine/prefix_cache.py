@@ -36,7 +36,7 @@ class Prefix:
 
     @property
     def ready(self) -> bool:
-        """Whether all of it is computed."""
+        """True if all of it is computed."""
         return self.computed == self.length
 
 

@@ -252,7 +252,7 @@ def _draw(
 def _status(
     requests: Int[Array, "N C"], tokens: Int[Array, " N"], counts: Int[Array, " N"]
 ) -> Int[Array, " N"]:  # fmt: skip
-    """Whether a request goes on after `tokens`, its `counts`-th new token; a stop token is reported before length."""
+    """True if a request goes on after `tokens`, its `counts`-th new token; a stop token is reported before length."""
     full = jnp.where(counts >= requests[:, packets.MAX_TOKENS], packets.LENGTH, packets.RUNNING)
     return jnp.where(packets.is_stop(tokens, requests), packets.STOP, full)
 

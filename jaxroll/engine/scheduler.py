@@ -50,7 +50,7 @@ class Scheduler:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether something is left to compute before those in slots can run."""
+        """True if something is left to compute before those in slots can run."""
         return bool(self._filling)
 
     def shard_of(self, slot: int) -> int:
@@ -211,7 +211,7 @@ class Scheduler:
         return base.length if base is not None else 0
 
     def _place(self, sequence: Sequence, slot: int) -> bool:
-        """Whether `sequence` got `slot` and its pages."""
+        """True if `sequence` got `slot` and its pages."""
         shard = self.shard_of(slot)
         if sequence.swapped:
             need = self._pages_of(sequence.max_positions if self.limits.reserve else sequence.positions_wanted + 1)
@@ -279,13 +279,13 @@ class Scheduler:
         return -(-tokens // self.limits.page_tokens)
 
     def _has_room(self, shard: int, need: int, keep: Prefix | None) -> bool:
-        """Whether `need` pages can be taken and one is left for each of the others to grow; idle prefixes go for it."""
+        """True if `need` pages can be taken and one is left for each of the others to grow; idle prefixes go for it."""
         sequences = self._sequences_of(shard)
         others = 0 if self.limits.reserve else len(sequences) - sequences.count(None)
         return self._free_pages(shard, need + others, keep)
 
     def _free_pages(self, shard: int, need: int, keep: Prefix | None = None) -> bool:
-        """Whether `need` pages are free, now that as many idle prefixes as that takes (not `keep`) are forgotten."""
+        """True if `need` pages are free, now that as many idle prefixes as that takes (not `keep`) are forgotten."""
         pages = self.pages[shard]
         for prefix in self.prefixes.idle(shard) if pages.free < need else ():
             if prefix is not keep:

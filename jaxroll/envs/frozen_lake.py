@@ -98,7 +98,7 @@ class Lake:
         return row * self.size + column
 
     def ends(self, place: int) -> bool:
-        """Whether the game is over at `place`."""
+        """True if the game is over at `place`."""
         return self.cells[place] in (HOLE, GOAL)
 
     @cached_property
@@ -171,12 +171,12 @@ class Game:
 
     @property
     def over(self) -> bool:
-        """Whether the player stands in a hole or at the goal."""
+        """True if the player stands in a hole or at the goal."""
         return self.lake.ends(self.place)
 
     @property
     def won(self) -> bool:
-        """Whether the player stands at the goal."""
+        """True if the player stands at the goal."""
         return self.lake.cells[self.place] == GOAL
 
     def act(self, answer: str) -> str:

@@ -69,7 +69,7 @@ def _block(
         best, total, out = carry
         here = jax.lax.dynamic_slice_in_dim(tables, j * pages, pages, axis=1)
         k, v = keys[:, here].reshape(K, R, C, H), values[:, here].reshape(K, R, C, H)
-        # Keys on the left: on the right the CPU backend would first lay every page out anew.
+        # Keys on the left: on the right the CPU backend would first lay every page out again.
         scores = jnp.einsum("kbuh,kbqh->kbqu", k, queries, precision=exact, preferred_element_type=jnp.float32)
         scores = jnp.where(j * C + jnp.arange(C) <= positions[..., None], scores * H**-0.5, _MASKED)
         higher = jnp.maximum(best, jnp.max(scores, axis=-1))

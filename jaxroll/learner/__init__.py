@@ -5,7 +5,7 @@
     minibatch   shaped rewards, aggregation weights and the split of a claim into optimizer steps (numpy)
     packing     samples → rows of a few fixed shapes (numpy)
     state       parameters and optimizer state, born sharded
-    lora        adapters upon frozen parameters, and their merge
+    lora        adapters on frozen parameters, and their merge
     optimizer   AdamW, clipping, learning-rate schedule
     step        the compiled programs: accumulate gradients, recompute log-probs, apply
     reference   the frozen model that a KL penalty or a preference compares with

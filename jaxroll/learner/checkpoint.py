@@ -50,7 +50,7 @@ class Checkpoints:
     def save(self, version: Version, position: int, state: TrainState, base: str = "") -> None:
         """Start writing `state` as `version`; the caller may donate it as soon as this returns.
 
-        `base` is the digest of what a state of adapters is put upon (`Trainer.base_digest`).
+        `base` is the digest of what a state of adapters is put on (`Trainer.base_digest`).
 
         Waits for the write before it, if that still goes on. A version that is already on disk is not written again.
         """
@@ -156,7 +156,7 @@ class Checkpoints:
 
         One that the store knows to be `durable` has sums; without that they are looked at where there are any.
         Raises InfraError when it is not there, CheckpointDamaged when it cannot be read or is not what was written,
-        ConfigError when it is of another model or optimizer, or its adapters were trained upon another `base`.
+        ConfigError when it is of another model or optimizer, or its adapters were trained on another `base`.
         """
         self._check_whole(version)
         if wrong := checkpoint_files.damage(self.path(version), durable=durable):
@@ -294,6 +294,6 @@ def _check_same(wanted: Mapping[str, Any], about: Mapping[str, Any], version: Ve
 
 def _check_base(have: str, want: str, version: Version) -> None:
     if have != want:
-        reason = "its adapters were trained upon other parameters than those that this run starts from"
+        reason = "its adapters were trained on other parameters than those that this run starts from"
         remedy = "Put back the folder of model.path, or the run's warm/, as it was."
         raise ConfigError(f"checkpoint {version}", have, reason, remedy)

@@ -49,7 +49,7 @@ class Lora:
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
-        """Whether the parameter of this name has adapters: "layers.03.attn.q" of the target "attn.q"."""
+        """True if the parameter of this name has adapters: "layers.03.attn.q" of the target "attn.q"."""
         return name.startswith("layers.") and name.split(".", 2)[2] in self.targets
 
 
@@ -110,7 +110,7 @@ def merged_on_host(lora: Lora, name: str, base: np.ndarray, adapters: Mapping[st
 
 
 def digest(base: Mapping[str, Any]) -> str:
-    """A name for the frozen parameters, by their bits: what adapters were trained upon is what they are put upon.
+    """A name for the frozen parameters, by their bits: what adapters were trained on is what they are put upon.
 
     Each is asked for once, and let go.
     """

@@ -41,7 +41,7 @@ class Sample:
 
     @property
     def credited(self) -> bool:
-        """Whether some trained token has an advantage other than 0."""
+        """True if some trained token has an advantage other than 0."""
         return bool(np.any(np.where(self.mask, self.advantage, 0.0)))
 
     def earning(self, reward: float) -> Sample:

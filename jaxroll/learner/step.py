@@ -69,7 +69,7 @@ class Recipe:
     added: tuple[str, ...] = ()
     logits_mb: float = math.inf  # of `head.token_terms`
     attention: Choice = UNASKED
-    lora: Lora | None = None  # with it `params` of a state are adapters, and `base` what they are put upon
+    lora: Lora | None = None  # with it `params` of a state are adapters, and `base` what they are put on
     rows: SharedRows | None = None  # how a row is divided where prompts are shared
 
     @property
@@ -97,7 +97,7 @@ def terms_of(recipe: Recipe, params: Params, streams: Streams) -> TokenTerms:
 def gradients(
     recipe: Recipe, params: Params, streams: Streams, base: Params | None = None
 ) -> tuple[Params, statistics.Statistics]:
-    """∇ Σ weight · token loss over one micro-batch by `params` (with LoRA adapters upon `base`), and its statistics."""
+    """∇ Σ weight · token loss over one micro-batch by `params` (with LoRA adapters on `base`), and its statistics."""
 
     def total(params: Params) -> tuple[Array, statistics.Statistics]:
         terms = terms_of(recipe, dense(recipe, params, base or {}), streams)

@@ -68,7 +68,7 @@ class Running:
     of_critic: list[dict[str, Any]]
 
     def is_done(self) -> bool:
-        """Whether `Trainer.finished` would not wait."""
+        """True if `Trainer.finished` would not wait."""
         return all(leaf.is_ready() for leaf in jax.tree.leaves((self.reports, self.of_critic)))
 
 
@@ -115,11 +115,11 @@ class Trainer:
         return self.state.params if self.sends_adapters else self.params()
 
     def base_params(self) -> states.Params:
-        """What samplers are sent once and for all, if adapters travel by themselves: what these are put upon."""
+        """What samplers are sent once and for all, if adapters travel by themselves: what these are put on."""
         return self.base
 
     def base_digest(self) -> str:
-        """What the adapters are put upon, by its bits; empty where all parameters are trained."""
+        """What the adapters are put on, by its bits; empty where all parameters are trained."""
         return self._base_digest
 
     def set_params(self, params: Mapping[str, np.ndarray]) -> None:
@@ -149,7 +149,7 @@ class Trainer:
 
     @property
     def prepares_ahead(self) -> bool:
-        """Whether a claim may be prepared before the step before it is done: what it is made into asks no model."""
+        """True if a claim may be prepared before the step before it is done: what it is made into asks no model."""
         return self.critic is None and not _kl_in_reward(self.config)
 
     def prepare(self, claim: Claim) -> Ready:

@@ -48,7 +48,7 @@ def described(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether the folder holds arrays under our names; otherwise it is read as a Hugging Face checkpoint."""
+    """True if the folder holds arrays under our names; otherwise it is read as a Hugging Face checkpoint."""
     return (folder / MODEL_FILE).is_file()
 
 

@@ -43,7 +43,7 @@ class Health(msgspec.Struct):
 
     @property
     def on_trial(self) -> bool:
-        """Whether it gets one member at a time."""
+        """True if it gets one member at a time."""
         return self.rests >= TRIAL_FROM
 
     def left_s(self, now_s: float, *, alone: bool) -> float:
@@ -63,7 +63,7 @@ class Health(msgspec.Struct):
         return min(LONGEST_S, max(FIRST_S, took_s) * 2**self.rests)
 
     def is_of_older_wave(self, leased_at_s: float | None) -> bool:
-        """Whether a member leased then was leased before the rest began."""
+        """True if a member leased then was leased before the rest began."""
         return self.rested_at_s is not None and leased_at_s is not None and leased_at_s <= self.rested_at_s
 
     def next_slow_rest_s(self, leased_at_s: float, took_s: float) -> float:

@@ -81,7 +81,7 @@ class AgeLimiter:
     def admits(
         self, ahead: int, published_step: int, sampler_step: int, in_force: int | None = None, claims: int = 0
     ) -> bool:
-        """Whether a group with `ahead` groups before it may be sampled at `sampler_step` now.
+        """True if a group with `ahead` groups before it may be sampled at `sampler_step` now.
 
         `in_force` is a window smaller than the bound, if there is one (see `window.Pace`). `claims` are made and not
         yet published: when no further claim fits the bound, its R redundant groups would only grow too old.
@@ -91,7 +91,7 @@ class AgeLimiter:
         return ahead < (bound if in_force is None else min(bound, in_force))
 
     def too_old(self, sampled_step: int, trained_step: int) -> bool:
-        """Whether a token sampled at `sampled_step` must not be trained at `trained_step`."""
+        """True if a token sampled at `sampled_step` must not be trained at `trained_step`."""
         return trained_step - sampled_step > self.max_age
 
 
@@ -141,7 +141,7 @@ def adapted(pace: Pace, least: int, most: int, batch: int, waited_s: float, work
     groups = min(max(pace.groups, least), most)
     if worked_s <= 0:
         return replace(pace, groups=groups)
-    waited_s = min(waited_s, worked_s)  # one long wait, as when a sampler died, must not count for ever
+    waited_s = min(waited_s, worked_s)  # one long wait, as when a sampler died, must not count forever
     past = (_KEPT * pace.waited_s + waited_s, _KEPT * pace.worked_s + worked_s)
     return _changed(replace(pace, groups=groups, waited_s=past[0], worked_s=past[1]), least, most, batch, waited_s > 0)
 

@@ -92,7 +92,7 @@ class Share:
 
     @property
     def is_scarce(self) -> bool:
-        """Whether somebody will go without."""
+        """True if somebody will go without."""
         return self.others > 0 and self.available < self.room + self.others
 
     @property
@@ -101,7 +101,7 @@ class Share:
         return max(1, self._part(self.available)) if self.is_scarce else self.room
 
     def splits(self, awaited: bool) -> bool:
-        """Whether members of a group are dealt out; `awaited` says that the learner waits for that group."""
+        """True if members of a group are dealt out; `awaited` says that the learner waits for that group."""
         if self.others == 0 or self.replicate == "together":
             return False
         return self.replicate == "spread" or self.is_scarce or awaited

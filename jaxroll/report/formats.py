@@ -16,7 +16,7 @@ UNKNOWN = "–"
 
 
 def known(value: object) -> TypeGuard[float]:
-    """Whether `value` is a number one can show."""
+    """True if `value` is a number one can show."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

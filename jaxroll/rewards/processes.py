@@ -73,7 +73,7 @@ class ScoringProcess:
         return self.flush()
 
     def flush(self) -> bool:
-        """Whether everything queued is with the kernel. A dead reader counts as done: `receive` will tell."""
+        """True if everything queued is with the kernel. A dead reader counts as done: `receive` will tell."""
         try:
             while self._to_send:
                 del self._to_send[: os.write(self._in, self._to_send)]

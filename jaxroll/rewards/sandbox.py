@@ -107,7 +107,7 @@ def close_doors() -> Doors:
 
 
 def _landlock(libc: ctypes.CDLL) -> bool:
-    """Whether no file can be changed any more, nor read in /proc; False on a kernel without landlock."""
+    """True if no file can be changed any more, nor read in /proc; False on a kernel without landlock."""
     version = libc.syscall(_CREATE_RULESET, None, 0, 1)
     if version < 1:
         return False
@@ -129,7 +129,7 @@ def _landlock(libc: ctypes.CDLL) -> bool:
 
 
 def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> bool:
-    """Whether `access` beneath `path` was added to the rules; what we may not open, we need not be allowed to read."""
+    """True if `access` beneath `path` was added to the rules; what we may not open, we need not be allowed to read."""
     try:
         descriptor = os.open(path, os.O_PATH)
     except OSError:
@@ -147,7 +147,7 @@ class _Program(ctypes.Structure):
 
 
 def _filter(libc: ctypes.CDLL, *, refuse_writing: bool) -> bool:
-    """Whether the kernel filters our system calls from now on."""
+    """True if the kernel filters our system calls from now on."""
     machine = _MACHINES.get(platform.machine())
     if machine is None:
         return False

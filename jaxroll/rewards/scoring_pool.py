@@ -2,7 +2,7 @@
 
 Threads: one. Everything but `start()` runs on the thread of the event loop that first calls `score()`. Queues: items
 wait here until a worker has room; a worker holds a few, judges them in order and answers one by one, so the first
-unanswered item is the one it is at. Who waits for whom: `score()` for its item; nobody for a worker that starts anew.
+unanswered item is the one it is at. Who waits for whom: `score()` for its item; nobody for a worker that starts again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Job:
     deaths: int = 0
 
     def settle(self, score: float, error: Exception | None = None) -> None:
-        """Tells whoever waits, unless nobody does any more."""
+        """Tell whoever waits, unless nobody does any more."""
         if self.future is None or self.future.done():
             return
         if error is None:
@@ -102,7 +102,7 @@ class ScoringPool:
         self._out_of_order = "it was not started"
 
     def start(self) -> None:
-        """Starts the processes and returns at once. Call it before JAX or gRPC is loaded, on a thread that lasts: the
+        """Start the processes and returns at once. Call it before JAX or gRPC is loaded, on a thread that lasts: the
         kernel ends the workers when that thread does (they are replaced, but why lose them). InfraError when the
         operating system refuses one."""
         if self._workers:
@@ -203,7 +203,7 @@ class ScoringPool:
             self._arm(worker)
 
     def _has_room(self, worker: _Worker) -> bool:
-        """Whether to give the worker more: not behind an item that it is taking long for, which others can overtake."""
+        """True if to give the worker more: not behind an item that it is taking long for, which others can overtake."""
         stuck = bool(worker.jobs) and self._loop.time() - worker.progress_s > _STUCK_S
         return worker.ready and not stuck and len(worker.jobs) < _MAX_IN_FLIGHT
 
@@ -216,7 +216,7 @@ class ScoringPool:
         return batch
 
     def _note_doors(self, doors: Doors) -> None:
-        """Says once, loudly, what scorers are not kept from here."""
+        """Say once, loudly, what scorers are not kept from here."""
         if self.doors is None and doors.open:
             _LOG.warning("scoring workers: %s. `jaxroll doctor` says more", doors)
         self.doors = doors
@@ -269,7 +269,7 @@ class ScoringPool:
         self._arm(worker)
 
     def _replace(self, worker: _Worker, *, hung: bool) -> None:
-        """Ends the worker's process, settles or requeues what it held, and starts another in its place."""
+        """End the worker's process, settles or requeues what it held, and starts another in its place."""
         self._unwatch(worker)
         status = worker.process.kill(grace_s=0.0 if hung else _ENDING_S)
         hung = hung or status == -signal.SIGXCPU
@@ -293,7 +293,7 @@ class ScoringPool:
         self._plan_dispatch()  # what was requeued may go to another worker at once
 
     def _restart(self, worker: _Worker) -> None:
-        """Starts a process for a worker that has none, now or, where the operating system refuses it, later."""
+        """Start a process for a worker that has none, now or, where the operating system refuses it, later."""
         worker.timer = None
         try:
             worker.process = ScoringProcess(self._settings)
@@ -333,7 +333,7 @@ class ScoringPool:
             worker.timer = None
 
     def _give_up(self, reason: str) -> None:
-        """Ends the pool because of `reason`, which ends the process that it serves (see `gave_up`)."""
+        """End the pool because of `reason`, which ends the process that it serves (see `gave_up`)."""
         self._end(reason)
         self.gave_up.set()
 

@@ -118,7 +118,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 def main(argument: str) -> int:
-    """Runs until stdin ends; returns the exit status."""
+    """Run until stdin ends; returns the exit status."""
     settings = msgspec.json.decode(argument, type=WorkerSettings)
     lifeline.bind(settings.parent_pid)
     priority.lower_session()
@@ -163,14 +163,14 @@ def _threads() -> int:
 
 
 def _lower(limit: int, value: int) -> None:
-    """Sets a resource limit for good, never above what is already imposed."""
+    """Set a resource limit for good, never above what is already imposed."""
     _, hard = resource.getrlimit(limit)
     bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (bound, bound))
 
 
 def _allow_processor_time(time_limit_s: float) -> None:
-    """Moves the soft limit on processor time so that one more item fits; beyond it the kernel ends the process.
+    """Move the soft limit on processor time so that one more item fits; beyond it the kernel ends the process.
 
     The pool's own clock is stricter. This bound holds where nobody is left to look at a clock.
     """

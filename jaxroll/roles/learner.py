@@ -284,7 +284,7 @@ class LearnerSession:
         lineages, claims, durable_steps = self.store.welcome.lineages, status["claims"], status["durable"]
         self._durable, self._fork = start_of(self.checkpoints, lineages, claims, self.args.fork)
         if trainer.lora and (start := self._start(trainer)) is not None:
-            trainer.set_params(start)  # adapters are put upon what the run starts from; no checkpoint holds that
+            trainer.set_params(start)  # adapters are put on what the run starts from; no checkpoint holds that
         while self._durable is not None:
             try:
                 trainer.state, _ = self.checkpoints.restore(
@@ -410,7 +410,7 @@ def _publisher(args: RoleArgs) -> Publisher | DevicePublisher:
 
 
 def _sent(config: Config) -> TransferConfig:
-    """How parameters travel: adapters and what they are put upon as they are, to be rounded when they are merged."""
+    """How parameters travel: adapters and what they are put on as they are, to be rounded when they are merged."""
     if config.learner.lora_publish == "merged":
         return config.transfer
     return replace(config.transfer, dtype="float32")

@@ -71,7 +71,7 @@ class Members:
         self._plenty = False  # the last lease brought all that it asked for
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """What is to run for ever, side by side."""
+        """What is to run forever, side by side."""
         return (self._lease(), self._end_early(), self._renew(), self._raise_failure())
 
     def counts(self) -> dict[str, int]:
@@ -175,7 +175,7 @@ class Members:
 
     async def _put(self, member: Member) -> str:
         """Put the member. One that the store cannot take is put as a failure with the store's reason: without that its
-        lease would run out, and be given again, for ever.
+        lease would run out, and be given again, forever.
 
         StaleClient speaks of the versions that the engine stamped (INFRA); every other plain refusal, and a member that
         cannot be encoded, of what the environment made (DATA).

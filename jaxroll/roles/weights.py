@@ -57,7 +57,7 @@ class FullParameters:
 
 
 class AdaptedParameters:
-    """Adapters that are published with what they are put upon: the latter is fetched once, and held on the host.
+    """Adapters that are published with what they are put on: the latter is fetched once, and held on the host.
 
     They are merged as the learner merges them (float32), and rounded after it: to `dtype`, that of published
     parameters, then to the engine's own. So it is nothing to an engine whether it is sent these or the merged ones.
@@ -130,7 +130,7 @@ class WeightFollower:
         self._progress.span("flip", t1, unix_s(), version=str(snapshot.version))
 
     async def _in_force(self, version: Version) -> None:
-        """Returns when the engine computes with `version`, or after `in_force_s`: what it drains may take longer."""
+        """Return when the engine computes with `version`, or after `in_force_s`: what it drains may take longer."""
         deadline_s = time.monotonic() + self._in_force_s
         while time.monotonic() < deadline_s and self._host.engine.stats().version != version:
             await asyncio.sleep(FLIP_POLL_S)
@@ -144,7 +144,7 @@ class WeightFollower:
         return self.version
 
     async def follow(self, store: StoreClient, *, wait_s: float = 30.0) -> None:
-        """Keep the engine at the newest published version, for ever.
+        """Keep the engine at the newest published version, forever.
 
         A transfer that fails leaves the engine where it is (the store's age limit then stops its leases) and is tried
         again after a pause that doubles, or with whatever was published meanwhile. It is said once for each snapshot
@@ -185,7 +185,7 @@ class WeightFollower:
 
 
 def _no_descriptor(error: TransferError) -> bool:
-    """Whether this process's own limit of open files is the cause. Not every channel keeps the number of an error."""
+    """True if this process's own limit of open files is the cause. Not every channel keeps the number of an error."""
     return os.strerror(errno.EMFILE) in str(error)
 
 

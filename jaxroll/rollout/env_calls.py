@@ -140,7 +140,7 @@ async def _answered(call: Callable[[], Any], what: str) -> Any:
 
 
 def is_cancellation(error: BaseException) -> bool:
-    """Whether `error` ends the current task because somebody cancelled it; else foreign code raised it by itself."""
+    """True if `error` ends the current task because somebody cancelled it; else foreign code raised it by itself."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 

@@ -40,13 +40,13 @@ class Transcript:
     length: int = 0
 
     def show(self, ids: list[int]) -> None:
-        """Adds tokens that the model did not sample."""
+        """Add tokens that the model did not sample."""
         tokens = np.asarray(ids, np.int32)
         zeros = np.zeros(len(tokens), np.uint8)
         self._append(Segment(tokens, zeros, zeros.astype(np.float32)))
 
     def add(self, completion: Completion) -> None:
-        """Adds what the model sampled, exactly as it was sampled."""
+        """Add what the model sampled, exactly as it was sampled."""
         tokens = np.asarray(completion.tokens, np.int32)
         ones = np.ones(len(tokens), np.uint8)
         self._append(Segment(tokens, ones, np.asarray(completion.logprobs, np.float32)))

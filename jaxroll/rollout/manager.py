@@ -84,7 +84,7 @@ class RolloutManager:
         return Member(grant.group, member, attempt, outcome)
 
     async def run_group(self, grant: Grant, put: Callable[[Member], Awaitable[object]]) -> None:
-        """Runs all members of the grant at once and puts each the moment it ends, rewarded.
+        """Run all members of the grant at once and puts each the moment it ends, rewarded.
 
         What `put` raises for one member does not stop the others; the first such error is raised at the end.
         """

@@ -112,7 +112,7 @@ def _made(secret: str, right: str) -> str:
 
 
 def admits(secret: str | None, right: str, shown: str) -> bool:
-    """Whether `shown` is the token of `right`; a run without a secret admits every local process."""
+    """True if `shown` is the token of `right`; a run without a secret admits every local process."""
     return secret is None or matches(tokens(secret), right, shown)
 
 
@@ -122,7 +122,7 @@ def tokens(secret: str) -> dict[str, bytes]:
 
 
 def matches(expected: Mapping[str, bytes], right: str, shown: str) -> bool:
-    """Whether `shown` is the expected token of `right`, compared in constant time."""
+    """True if `shown` is the expected token of `right`, compared in constant time."""
     known = expected.get(right)
     sent = shown.encode("utf-8", "surrogatepass")[:_MAX_CHARS]
     return known is not None and hmac.compare_digest(known, sent)

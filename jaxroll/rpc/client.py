@@ -1,7 +1,7 @@
 """The calling side: finds the server by address or by the file that holds it, and survives its restarts.
 
 Every call is idempotent by contract, so a call that met a dead or a busy server is made again, with back-off, until
-`patience_s` is over. For a server that dies it begins anew whenever another call has been answered: one that is killed
+`patience_s` is over. For a server that dies it begins again whenever another call has been answered: one that is killed
 again and again never lives through a call that waits there. gRPC forgets an answer that comes while it sends; a call
 that broke off so asks first whether its body is read, and sends it then. Each attempt has a deadline of its own. When
 no connection comes about, the handshake is tried once more by itself (`tls.diagnosis`): what is wrong with
@@ -212,7 +212,7 @@ class RawClient:
 
 
 def _broke_off(error: grpc.aio.AioRpcError | FileNotFoundError) -> bool:
-    """Whether the other end was gone or had answered before all pieces were sent; an answer is lost then."""
+    """True if the other end was gone or had answered before all pieces were sent; an answer is lost then."""
     if isinstance(error, FileNotFoundError):
         return False
     return error.code() is grpc.StatusCode.INTERNAL and _SENDING in (error.debug_error_string() or "")

@@ -202,7 +202,7 @@ class Credit:
         self._left, self._at_s = burst, float("-inf")
 
     def take(self, now_s: float) -> bool:
-        """Whether there is credit for one more, which is taken."""
+        """True if there is credit for one more, which is taken."""
         self._left = min(self._burst, self._left + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
         if self._left < 1.0:

@@ -82,12 +82,12 @@ _SPARE_DESCRIPTORS = 512  # beside the connections: database, logs, the feeder
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` may name a process, session or request."""
+    """True if `text` may name a process, session or request."""
     return NAME.fullmatch(text) is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`. A name counts only if all it resolves to is loopback."""
+    """True if only this machine can reach `host`. A name counts only if all it resolves to is loopback."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         return _is_loopback_address(bare)

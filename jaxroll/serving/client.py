@@ -47,7 +47,7 @@ class Samplers:
         self.repeated = 0  # requests that had to be made again
 
     async def follow(self) -> None:
-        """Know every sampler's version, for ever."""
+        """Know every sampler's version, forever."""
         async with asyncio.TaskGroup() as group:
             for remote in self._remotes.values():
                 group.create_task(self._follow(remote))

@@ -96,7 +96,7 @@ class JetStreamProxy:
     ) -> Completion:
         """The completion of `prompt` (int32 [P]), the stop token included; cancelling the call frees its slot.
 
-        JetStream's engines have no cache of beginnings: with `keep` the next turn is computed anew all the same.
+        JetStream's engines have no cache of beginnings: with `keep` the next turn is computed again all the same.
         """
         self._check(prompt, params)
         call = _Call(np.asarray(prompt, np.int32), params, asyncio.get_running_loop().create_future())
@@ -108,7 +108,7 @@ class JetStreamProxy:
         return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), runs, finish)
 
     def close(self) -> None:
-        """Ends the thread, after the step under way."""
+        """End the thread, after the step under way."""
         self._thread.shutdown()
 
     def _check(self, prompt: np.ndarray, params: SamplingParams) -> None:
@@ -128,7 +128,7 @@ class JetStreamProxy:
                 if not self._seated:
                     return
                 self._deliver(await loop.run_in_executor(self._thread, self._stepped, arrivals))
-        except Exception as error:  # noqa: BLE001 - whatever the engine raises, its requests must not wait for ever
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises, its requests must not wait forever
             self._fail(f"the JetStream engine failed: {type(error).__name__}: {error}")
 
     def _arrivals(self) -> list[tuple[int, np.ndarray]]:

@@ -104,7 +104,7 @@ class Serving:
         return wire.encode(VersionReply(await self._weights.other_than(call.known, wait_s)))
 
     def _check(self, caller: Caller) -> None:
-        """Raises StaleClient or Unauthorized for a caller of another run or config."""
+        """Raise StaleClient or Unauthorized for a caller of another run or config."""
         if caller.run_id != self._run_id:
             raise StaleClient(f"this sampler is of run {self._run_id}, the caller of {caller.run_id[:64] or 'none'}")
         if caller.config_digest != self._config_digest:

@@ -125,7 +125,7 @@ def _resharding(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _elsewhere(tree: Any) -> bool:
-    """Whether some array lies in parts on another process's devices."""
+    """True if some array lies in parts on another process's devices."""
     return any(not (leaf.is_fully_addressable or leaf.is_fully_replicated) for leaf in jax.tree.leaves(tree))
 
 

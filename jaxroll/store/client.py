@@ -146,7 +146,7 @@ class StoreClient:
     async def begin(self, durable: Version | None, fork: str = "") -> Version:
         """The version to train from, after restoring the checkpoint `durable` (None: nothing was restored).
 
-        `fork` names a fork to make there: a new lineage whose claims from that step on are made anew. The same name
+        `fork` names a fork to make there: a new lineage whose claims from that step on are made again. The same name
         again makes no second one. Raises StaleClient when the checkpoint is of no use to the run (as one below the
         trim mark is without a fork).
         """

@@ -1,6 +1,6 @@
 """Bounds on what a chat template may compute: time, and the size of everything that it builds.
 
-Jinja's sandbox keeps a template away from Python's internals, not from work: three nested loops run for ever, a string
+Jinja's sandbox keeps a template away from Python's internals, not from work: three nested loops run forever, a string
 can be doubled sixty times, and `'x' * 10**10` is one expression. Here every loop, call, filter, operator and literal of
 a template passes a meter before it works. What single calls into C could multiply is either left out or computed
 beforehand, so that no step between two looks at the meter is long.

@@ -133,11 +133,11 @@ def cast_to(source: Source, dtype: str) -> Source:
 
 
 def _merged(adapters: Lora, base: Source, trained: Mapping[str, np.ndarray], digest: str) -> Source:
-    """`base` with the adapters of a checkpoint in it, float32; ConfigError when they were trained upon another base."""
+    """`base` with the adapters of a checkpoint in it, float32; ConfigError when they were trained on another base."""
     shapes = {name: Leaf(DTYPES["F32"], leaf.shape) for name, leaf in base.leaves.items()}
     upon = tensor_files.Converted(shapes, lambda name: np.asarray(base.value(name), np.float32))
     if lora.digest(upon) != digest:
-        reason = "the checkpoint's adapters were trained upon other parameters"
+        reason = "the checkpoint's adapters were trained on other parameters"
         raise ConfigError("model.path", base.words, reason, "Put back what the run started from.")
     return replace(base, leaves=shapes, value=lambda name: lora.merged_on_host(adapters, name, upon[name], trained))
 

@@ -68,7 +68,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def contains(outer: Box, box: Box) -> bool:
-    """Whether `box` has the rank of `outer`, is not negative, and lies wholly in it."""
+    """True if `box` has the rank of `outer`, is not negative, and lies wholly in it."""
     return len(outer) == len(box) and all(s <= a <= b <= e for (s, e), (a, b) in zip(outer, box, strict=True))
 
 
@@ -98,7 +98,7 @@ def copies(sources: Sequence[Box], targets: Sequence[Box]) -> list[Copy]:
 
 
 def covers_once(some: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Whether the boxes are disjoint, inside `shape`, and together hold every element of it."""
+    """True if the boxes are disjoint, inside `shape`, and together hold every element of it."""
     outer = whole(shape)
     if not all(contains(outer, box) for box in some) or sum(map(size_of, some)) != size_of(outer):
         return False

@@ -113,7 +113,7 @@ class Publisher:
         return VersionRef(taken.version, self._sender.name, self._sender.offer(taken), taken.manifest_digest)
 
     def close(self) -> None:
-        """Ends the threads; what is being published is finished first. A second close does nothing."""
+        """End the threads; what is being published is finished first. A second close does nothing."""
         self._worker.shutdown(wait=True)
         self._sender.close()
 

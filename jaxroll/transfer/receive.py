@@ -48,7 +48,7 @@ class StagedLeaf:
 
     @property
     def complete(self) -> bool:
-        """Whether this process holds every element of the leaf."""
+        """True if this process holds every element of the leaf."""
         return sum(map(plan.size_of, self.buffers)) == plan.size_of(plan.whole(self.manifest.shape))
 
     @property

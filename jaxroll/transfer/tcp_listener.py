@@ -94,7 +94,7 @@ class Listener:
         return self._thread.is_alive()
 
     def close(self, wait_s: float = 5.0) -> None:
-        """Ends the thread and every connection. Raises TransferError when the thread does not end in `wait_s`."""
+        """End the thread and every connection. Raises TransferError when the thread does not end in `wait_s`."""
         self._stopping.set()
         if self._thread.is_alive():
             self._wake_out.send(b"x")
@@ -179,7 +179,7 @@ class Listener:
         return self._take_question(connection)
 
     def _take_question(self, connection: Connection) -> bool:
-        """Whether a whole question was there, so that there is something to send now."""
+        """True if a whole question was there, so that there is something to send now."""
         try:
             question = connection.question()
             if question is None:
@@ -287,7 +287,7 @@ class Connection:
             self.greeted = True
 
     def receive(self) -> bool:
-        """Whether the reader is still there, after adding to the inbox what has come."""
+        """True if the reader is still there, after adding to the inbox what has come."""
         data = self.sock.recv(_READ_BYTES)
         self.inbox += data
         while self._secured is not None and self._secured.pending():  # no selector knows of bytes decrypted already
@@ -306,7 +306,7 @@ class Connection:
                 held += len(buffer)
 
     def send(self) -> bool:
-        """Whether anything is left to send after writing what the socket takes now."""
+        """True if anything is left to send after writing what the socket takes now."""
         self.refill()
         if self.outbox:
             sent = self._written()

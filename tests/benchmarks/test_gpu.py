@@ -46,7 +46,7 @@ def bench(
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that ended and is not reaped yet does not."""
+    """True if a process runs; one that ended and is not reaped yet does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

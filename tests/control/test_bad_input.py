@@ -51,7 +51,7 @@ def writes(name: str, data: bytes) -> Damage:
 
 
 def folder(name: str) -> Damage:
-    """Puts a folder in place of the run's file `name`."""
+    """Put a folder in place of the run's file `name`."""
 
     def damage(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
@@ -61,7 +61,7 @@ def folder(name: str) -> Damage:
 
 
 def loop(name: str) -> Damage:
-    """Puts a link to itself in place of the run's file `name`."""
+    """Put a link to itself in place of the run's file `name`."""
 
     def damage(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
@@ -71,7 +71,7 @@ def loop(name: str) -> Damage:
 
 
 def without(name: str) -> Damage:
-    """Removes the run's file `name`."""
+    """Remove the run's file `name`."""
     return lambda run: (run / name).unlink()
 
 

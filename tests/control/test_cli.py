@@ -94,7 +94,7 @@ def test_demo_outside_a_checkout_says_where_it_looked(
 
 
 def given_role(monkeypatch: pytest.MonkeyPatch, name: str) -> list[RoleArgs]:
-    """Puts a role in place of jaxroll.roles.NAME that keeps what it is given."""
+    """Put a role in place of jaxroll.roles.NAME that keeps what it is given."""
     seen: list[RoleArgs] = []
     module = types.ModuleType(name)
     module.main = seen.append  # type: ignore[attr-defined]

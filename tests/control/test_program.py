@@ -162,7 +162,7 @@ def test_a_role_on_cpu_has_one_thread_or_as_many_as_it_is_given() -> None:
 
 
 def _grants_large_pages() -> bool:
-    """Whether malloc asks for large pages here: glibc does from 2.35 on, where the kernel leaves it to programs."""
+    """True if malloc asks for large pages here: glibc does from 2.35 on, where the kernel leaves it to programs."""
     mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     libc, version = platform.libc_ver()
     return libc == "glibc" and tuple(map(int, version.split("."))) >= (2, 35) and (

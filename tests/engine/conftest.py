@@ -101,7 +101,7 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterable[Callable[..., Bench]]:
-    """Makes a `Bench`; engines must be left idle and unspoilt."""
+    """Make a `Bench`; engines must be left idle and unspoilt."""
     made: list[Bench] = []
 
     def make(mesh: MeshConfig = ONE, **overrides) -> Bench:
@@ -181,7 +181,7 @@ def _cached(weights: params.Params, text: np.ndarray) -> tuple[np.ndarray, kv.KV
 def slow_replay(
     request: Request, params_of_token: list[params.Params], *, reprefill: bool = False
 ) -> tuple[list[int], list[float]]:
-    """Tokens and margins of `request` alone; with `reprefill` the cache is computed anew where the weights change."""
+    """Tokens and margins of `request` alone; with `reprefill` the cache is computed again where the weights change."""
     prompt, tokens, margins = request.prompt, [], []
     logits, cache = _cached(params_of_token[0], prompt)
     offset = request.first_position - len(prompt)

@@ -186,7 +186,7 @@ def test_every_token_stands_where_it_is_read_whatever_happens(seed: int, reserve
         memory.fill()
         memory.decode(3)
         memory.release(keep=False)
-    assert not scheduler.waiting and not scheduler.active, "somebody waits for ever"
+    assert not scheduler.waiting and not scheduler.active, "somebody waits forever"
     assert sorted([*memory.done, *gone]) == list(range(added))
 
 

@@ -46,7 +46,7 @@ def assert_naive(spec, seed, model):
 
 
 def scheduled(bench, requests, pauses):
-    """Adds the requests in order, with `pauses[i]` engine steps before request i."""
+    """Add the requests in order, with `pauses[i]` engine steps before request i."""
     for request, steps in zip(requests, pauses, strict=True):
         bench.steps(steps)
         bench.add(request)

@@ -17,7 +17,7 @@ LONG_S = 3600.0
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """Opens at the end, so that what hangs in a test ends with it."""
+    """Open at the end, so that what hangs in a test ends with it."""
     event = threading.Event()
     yield event
     event.set()

@@ -13,7 +13,7 @@ _ROWS = pytest.StashKey[list[Row]]()
 
 @pytest.fixture
 def note(request: pytest.FixtureRequest) -> Callable[[Row], None]:
-    """Puts a row into the table."""
+    """Put a row into the table."""
     return request.config.stash.setdefault(_ROWS, []).append
 
 

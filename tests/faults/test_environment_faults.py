@@ -87,7 +87,7 @@ def assert_backed_off(run: World) -> None:
 
 
 def salts_of_leases(run: World) -> dict[tuple[int, int, int], int]:
-    """Grows by the key salt of every (group, member, attempt) that is leased."""
+    """Grow by the key salt of every (group, member, attempt) that is leased."""
     salts: dict[tuple[int, int, int], int] = {}
 
     async def lease(call: Call, forward: Forward) -> bytes:

@@ -157,7 +157,7 @@ def run(run_dir: Path, config: Config, feed: Feed, over: Callable[[dict[str, Any
 
 
 def settled(groups: int) -> Callable[[dict[str, Any]], bool]:
-    """Whether every group is complete or dead."""
+    """True if every group is complete or dead."""
     return lambda status: status["counts"]["READY"] + status["counts"]["DEAD"] == groups
 
 

@@ -36,7 +36,7 @@ def started(run: Cluster, proxy: Proxy, who: str, folder: Path) -> None:
 
 
 def named(run: Cluster, who: str) -> bool:
-    """Whether the store says that it waits for the peer that is cut off."""
+    """True if the store says that it waits for the peer that is cut off."""
     return any(name.startswith(who) for name in run.status()["waits"])
 
 
@@ -129,7 +129,7 @@ def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_wai
         cut_s, moved_s, seen = time.monotonic(), time.monotonic(), issued(run)
 
         def stands_still() -> bool:
-            """Whether no group was issued for twice a lease's time."""
+            """True if no group was issued for twice a lease's time."""
             nonlocal moved_s, seen
             if (now := issued(run)) != seen:
                 moved_s, seen = time.monotonic(), now

@@ -82,7 +82,7 @@ def kills(soak_s: float, every_s: float, seed: int) -> Iterator[tuple[float, str
 
 
 def soak(run: Cluster, soak_s: float, every_s: float) -> tuple[Watch, Counter[str]]:
-    """Plays the kills; every victim comes back at once. Fails when no step is made for a minute."""
+    """Play the kills; every victim comes back at once. Fails when no step is made for a minute."""
     run.learner(step_s=0.05)
     for i in range(4):
         run.sampler(f"sampler-{i}", seed=i, work_s=0.05, tokens_high=1500, fails=0.01)

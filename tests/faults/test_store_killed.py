@@ -37,7 +37,7 @@ def kill_the_store(run: Cluster, kills: int, seed: int) -> None:
 
 
 def end(run: Cluster, fault: str, at: int) -> Row:
-    """Ends a run of endless steps; every claim that was handed out more than once must have been the same."""
+    """End a run of endless steps; every claim that was handed out more than once must have been the same."""
     row = judge(run, fault, run.store.kills, went_on_from=at)
     different = [step for step, claims in replays(run.learned()).items() if any(c != claims[0] for c in claims)]
     assert different == [], f"claims that changed: {different}"

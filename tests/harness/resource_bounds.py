@@ -19,7 +19,7 @@ class OutOfTime(BaseException):
 
 @contextlib.contextmanager
 def bounded(memory_bytes: int | None = MEMORY_BYTES, time_s: float = TIME_S) -> Iterator[None]:
-    """Fails when the block takes more memory (as Python and numpy allocate it) or more time than that.
+    """Fail when the block takes more memory (as Python and numpy allocate it) or more time than that.
 
     Counting memory makes Python several times slower; None does not count it.
     """

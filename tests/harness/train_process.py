@@ -64,7 +64,7 @@ class Train:
         self.process.wait(timeout=10)
 
     def until(self, seen: Callable[[list[dict]], bool], what: str, limit_s: float = START_S) -> None:
-        """Returns when `seen(all rows so far)`; fails the test, with all logs, when that does not happen in time."""
+        """Return when `seen(all rows so far)`; fails the test, with all logs, when that does not happen in time."""
         deadline = time.monotonic() + limit_s
         pause = threading.Event()
         while True:
@@ -77,7 +77,7 @@ class Train:
             pause.wait(0.05)
 
     def until_step(self, step: int, limit_s: float = START_S) -> None:
-        """Returns when `step` steps are trained."""
+        """Return when `step` steps are trained."""
         self.until(lambda rows: last_step(rows) >= step, f"step {step}", limit_s)
 
     def finish(self, limit_s: float = LIMIT_S) -> int:

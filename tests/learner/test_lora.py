@@ -134,7 +134,7 @@ def test_a_checkpoint_holds_adapters_alone_and_a_resume_is_exact(tmp_path, adapt
     again.state, _ = checkpoints.restore(Version(0, 1), again.abstract_state(), again.base_digest())
     assert again.train(make_claim(2)) == want | {"compiles": again._compiles.count}
     assert bits(again.state) == bits(trainer.state) and bits(again.params()) == bits(trainer.params())
-    with pytest.raises(ConfigError, match=r"checkpoint 0\.1 = .*trained upon other parameters.*as it was"):
+    with pytest.raises(ConfigError, match=r"checkpoint 0\.1 = .*trained on other parameters.*as it was"):
         checkpoints.restore(Version(0, 1), again.abstract_state(), "another")
     checkpoints.close()
 

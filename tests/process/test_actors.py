@@ -44,7 +44,7 @@ def leases(train: Train, holder: str) -> Held:
 
 
 def asking(rows: list[dict], names: tuple[str, ...], since: float) -> bool:
-    """Whether what the actors play waits for an answer of the sampler, all of it, as they say later than `since`.
+    """True if what the actors play waits for an answer of the sampler, all of it, as they say later than `since`.
 
     A seat is held from the first question until the episode is scored: `since` must lie that time after the stop.
     """

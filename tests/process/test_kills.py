@@ -59,7 +59,7 @@ def test_no_child_outlives_a_killed_supervisor(free_run_dir):
 
 
 def is_there(process: psutil.Process) -> bool:
-    """Whether it lives: not gone, and no zombie."""
+    """True if it lives: not gone, and no zombie."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

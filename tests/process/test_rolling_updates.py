@@ -39,7 +39,7 @@ def at_once(found: Spans) -> int:
 
 
 def further(rows: list[dict], known: Spans) -> bool:
-    """Whether both samplers have changed twice since `known`."""
+    """True if both samplers have changed twice since `known`."""
     found = changes(rows)
     return all(len(found.get(role, [])) >= len(known.get(role, [])) + 2 for role in ("sampler-0", "sampler-1"))
 

@@ -23,7 +23,7 @@ def discarded(rows: list[dict]) -> int:
 
 
 def sampled_beside_an_evaluation(rows: list[dict]) -> bool:
-    """Whether a sampler decoded wholly within the time of an evaluation."""
+    """True if a sampler decoded wholly within the time of an evaluation."""
     within = [(row["t0"], row["t1"]) for row in rows if row["kind"] == "eval"]
     return any(
         began <= row["t0"] and row["t1"] <= ended

@@ -1,4 +1,4 @@
-"""Whether α is named as what the learner waits for: runs worked out by hand, and the line in the report."""
+"""True if α is named as what the learner waits for: runs worked out by hand, and the line in the report."""
 
 from __future__ import annotations
 

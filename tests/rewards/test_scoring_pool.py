@@ -374,7 +374,7 @@ def test_workers_end_when_their_parent_is_killed_even_inside_a_scorer(module: st
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Lets the operating system refuse the next so many scoring processes."""
+    """Let the operating system refuse the next so many scoring processes."""
     left = [0]
 
     class Refused(ScoringProcess):

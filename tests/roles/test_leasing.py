@@ -135,7 +135,7 @@ def test_beside_others_a_group_that_may_be_spread_is_leased_in_parts(options: di
 
 
 def test_where_work_is_scarce_a_call_is_for_a_whole_group() -> None:
-    """Else a call for one would wait, and what becomes free meanwhile would wait for another."""
+    """Otherwise a call for one would wait, and what becomes free meanwhile would wait for another."""
     assert asked(Store(few=True), [2, 2]) == [8, 5]
 
 

@@ -34,7 +34,7 @@ def handlers() -> Iterator[None]:
 
 
 def sent(signum: signal.Signals, seen: Callable[[], bool]) -> bool:
-    """Whether `seen` becomes true after this process has got the signal."""
+    """True if `seen` becomes true after this process has got the signal."""
     os.kill(os.getpid(), signum)
     until_s = time.monotonic() + 10
     while not seen() and time.monotonic() < until_s:

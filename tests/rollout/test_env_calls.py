@@ -152,7 +152,7 @@ def test_two_thousand_episodes_are_in_their_environments_at_once() -> None:
 
 
 def test_fail_slow_and_fail_stop_environments_cost_their_members_only() -> None:
-    """One in ten hangs for ever, one in ten raises: every other member finishes, every lost one has its record."""
+    """One in ten hangs forever, one in ten raises: every other member finishes, every lost one has its record."""
 
     class Faulty(Plain):
         place, step_limit_s = "loop", 0.2

@@ -397,7 +397,7 @@ def test_a_call_that_no_server_survives_ends(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("size", [1, 2**19])
 def test_a_call_that_grpc_does_not_end_at_its_deadline_is_ended(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the machine refused gRPC a thread: deadlines are not kept any more, and each call waited for ever."""
+    """As when the machine refused gRPC a thread: deadlines are not kept any more, and each call waited forever."""
 
     def without_deadlines(make):
         def made(path: str):

@@ -75,7 +75,7 @@ def test_what_comes_is_what_was_declared_or_it_is_refused(declared: int | None, 
 
 
 def _fits(declared: int | None, sizes: list[int]) -> bool:
-    """Whether the pieces are those an honest client sends for a body of `declared` bytes."""
+    """True if the pieces are those an honest client sends for a body of `declared` bytes."""
     if declared is None:
         return bool(sizes)
     honest = [PIECE] * (declared // PIECE) + ([declared % PIECE] if declared % PIECE or not declared else [])

@@ -37,5 +37,5 @@ def small() -> SimpleNamespace:
 
 @pytest.fixture
 def run() -> Callable[[Any], Any]:
-    """Runs a coroutine under a deadline."""
+    """Run a coroutine under a deadline."""
     return lambda job: asyncio.run(asyncio.wait_for(job, 3 * DEADLINE_S))

@@ -1,4 +1,4 @@
-"""Chat templates that compute for ever, build without end or reach for Python: refused in one line, within bounds."""
+"""Chat templates that compute forever, build without end or reach for Python: refused in one line, within bounds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DOES_TOO_MUCH = {
     "10**9 slices": "{{ [1]|slice(10**9)|list }}",
     "a batch of 10**9": "{{ [1]|batch(10**9, 'x')|list }}",
     "two calls in each": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
-    "searched for ever": "{% set x = 'a' * 10**6 %}{% for a in range(99999) %}{{ 'b' in x[1:] }}{% endfor %}",
+    "searched forever": "{% set x = 'a' * 10**6 %}{% for a in range(99999) %}{{ 'b' in x[1:] }}{% endfor %}",
 }  # fmt: skip
 
 COUNTED = {source for name, source in DOES_TOO_MUCH.items() if "text" in name}  # those that build rather than compute

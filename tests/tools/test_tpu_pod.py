@@ -95,7 +95,7 @@ def test_state_is_updated_in_place(costs: Costs, name: str, bytes_at_least: int)
 
 @pytest.mark.parametrize("name", ["prefill_128", "prefill_256", "extend_128", "extend_256", "decode"])
 def test_no_pool_is_copied(costs: Costs, name: str) -> None:
-    """One that is laid out anew to be written costs more than all that a decode step, or a prompt, reads of it."""
+    """One that is laid out again to be written costs more than all that a decode step, or a prompt, reads of it."""
     logits = SLOTS // DATA * SPEC.vocab_size * 4  # of those who draw, over all words
     assert max({int(size) for size in costs[name]["copies"]} - {logits}, default=0) < POOL_BYTES / 2
 

@@ -304,7 +304,7 @@ def test_the_names_are_those_that_the_module_declares() -> None:
 
 @pytest.mark.soak
 def test_adapters_are_served_and_exported_merged(tmp_path: Path) -> None:
-    """Of a run that trained adapters upon its fresh init: evaluation and export see one array for each parameter."""
+    """Of a run that trained adapters on its fresh init: evaluation and export see one array for each parameter."""
     words = ["model.size=nano", "learner.lora_rank=2", "learner.lora_alpha=6"]
     config = configs.parse(configs.override(configs.to_dict(configs.parse(configs.defaults())), words))
     run = weights.OfRun(run_dir.create(tmp_path / "run", config, []), config)
@@ -335,7 +335,7 @@ def test_adapters_are_served_and_exported_merged(tmp_path: Path) -> None:
     checkpoints.save(Version(0, 4), 9, state, "another base")
     checkpoints.wait()
     checkpoints.close()
-    with pytest.raises(ConfigError, match="trained upon other parameters"), weights.opened(run.path, run):
+    with pytest.raises(ConfigError, match="trained on other parameters"), weights.opened(run.path, run):
         pass
-    with pytest.raises(ConfigError, match="trained upon other parameters"):
+    with pytest.raises(ConfigError, match="trained on other parameters"):
         generate.newest_params(config, spec, run.path, layout)

@@ -111,7 +111,7 @@ def test_slices_of_another_version_are_refused(kit, channel) -> None:
 
 
 def _mix(kit, publisher, channel: str) -> None:
-    """Makes version 0.1 answer with slices of 0.2."""
+    """Make version 0.1 answer with slices of 0.2."""
     if channel == "tensorstore":
         folder = kit.folder / "transfer"
         (folder / "0.1" / "embed").rename(folder / "was")

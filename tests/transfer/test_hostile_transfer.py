@@ -88,7 +88,7 @@ def test_many_boxes_are_compared_within_bounds() -> None:
 
 @pytest.fixture
 def liar(kit) -> Callable[..., str]:
-    """Serves prepared bytes to one reader, some at a time; the address."""
+    """Serve prepared bytes to one reader, some at a time; the address."""
 
     def serve(*pieces: bytes, pause_s: float = 0.0, forever: bytes = b"") -> str:
         listening = socket.create_server(("127.0.0.1", 0))

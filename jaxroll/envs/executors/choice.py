@@ -107,7 +107,7 @@ class InThread:
         return await self._call(lambda: self._env.step(answer), self._declared.step_limit_s, "step")
 
     async def close(self) -> None:
-        """Closes it, unless a call never came back: nobody else may touch it then."""
+        """Close it, unless a call never came back: nobody else may touch it then."""
         if not self._lost:
             await self._call(self._env.close, self._declared.step_limit_s, "close")
 

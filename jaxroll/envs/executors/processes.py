@@ -66,7 +66,7 @@ class EnvProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has not ended, as far as the event loop knows."""
+        """True if it has not ended, as far as the event loop knows."""
         return self._process.returncode is None
 
     async def ask(self, order: words.Order, limit_s: float, what: str) -> words.Answer:

@@ -2,7 +2,7 @@
 
 A call that takes longer than its limit is abandoned: its thread is left to itself, ends when the call ever returns, and
 is replaced as work comes. The standard library's executor would wait for such a thread when the process ends, and would
-count it as a worker for ever; therefore these threads are daemons and are counted here.
+count it as a worker forever; therefore these threads are daemons and are counted here.
 
 Threads: `call` belongs to the event loop; `_work` is what a worker thread runs. They meet in a queue and in one lock.
 One thread is started at a time, by the one that was started before it, so that the loop waits for none to come up.
@@ -97,7 +97,7 @@ class Threads:
             self._start()
 
     def _wants_another(self) -> bool:
-        """Whether to start a thread, which then counts as idle already. Only with the lock."""
+        """True if to start a thread, which then counts as idle already. Only with the lock."""
         if self._starting or self._waiting <= self._idle or self._live >= self._most:
             return False
         self._live, self._idle, self.started = self._live + 1, self._idle + 1, self.started + 1

@@ -108,7 +108,7 @@ def answer(body: bytes) -> Answer:
 
 # --- One process of environments: `python -m jaxroll.envs.executors.worker '{…}'`, orders on stdin, answers on stdout
 #
-# It plays one episode at a time and makes its environment anew for each. It dies with its parent. What an environment
+# It plays one episode at a time and makes its environment again for each. It dies with its parent. What an environment
 # prints goes to stderr, which is the log of the role.
 
 _SHOWN = "what reset() returned"

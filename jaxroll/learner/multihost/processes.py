@@ -4,7 +4,7 @@ JAX knows them as one cluster (`jax.distributed`), whose programs all must dispa
 leader's: what all are to do it says first, over one TCP connection to each follower. A word does not wait for the
 devices, as a broadcast through them would: a claim can be laid out everywhere while the step before it is computed.
 
-Whoever loses one of the others ends at once: a program that they share would wait for ever. The supervisor then starts
+Whoever loses one of the others ends at once: a program that they share would wait forever. The supervisor then starts
 all of them again. The connections are plain text, as JAX's own between the hosts are; where they lead and the secret
 that opens them is handed out through the cluster.
 

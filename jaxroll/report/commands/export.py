@@ -155,13 +155,13 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether `path` is there and not a regular file."""
+    """True if `path` is there and not a regular file."""
     return path.exists() and not path.is_file()
 
 
 @contextmanager
 def open_jsonl(path: Path) -> Iterator[Write]:
-    """Writes one JSON object a line."""
+    """Write one JSON object a line."""
     with path.open("wb") as file:
 
         def write(rows: list[Row]) -> None:
@@ -173,7 +173,7 @@ def open_jsonl(path: Path) -> Iterator[Write]:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[Write]:
-    """Writes one row group a portion; ConfigError without pyarrow."""
+    """Write one row group a portion; ConfigError without pyarrow."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -272,7 +272,7 @@ def store_pid(run_dir: Path) -> int | None:
 
 
 def is_open(run_dir: Path) -> bool:
-    """Whether a store or a supervisor on this machine holds the run."""
+    """True if a store or a supervisor on this machine holds the run."""
     return any(_is_held(run_dir / name) for name in (LOCK, _SUPERVISOR_LOCK))
 
 

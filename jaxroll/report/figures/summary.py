@@ -67,19 +67,19 @@ def weight_lag_s(rows: Sequence[Row], history: History) -> float:
 
 
 def _waits(claims: Sequence[ClaimTimes]) -> bool:
-    """Whether the learner waited for more of its time than the window's control tolerates."""
+    """True if the learner waited for more of its time than the window's control tolerates."""
     waited = sum(min(one.waited_s, one.worked_s) for one in claims)
     return waited > TOLERATED * (waited + sum(one.worked_s for one in claims))
 
 
 def _window_full(rows: Sequence[Row]) -> bool:
-    """Whether the window in force is all that α allows, at the end as far as it is known."""
+    """True if the window in force is all that α allows, at the end as far as it is known."""
     last = next((row for row in reversed(rows) if row.get("kind") == "store"), {})
     return last.get("window") is None or last["window"] >= last["window_full"]
 
 
 def _room(config: Mapping[str, Any], steps: float) -> bool:
-    """Whether the samplers hold what a learner that never waits takes in `steps` steps."""
+    """True if the samplers hold what a learner that never waits takes in `steps` steps."""
     schedule, sampler = config["schedule"], config["sampler"]
     each = schedule["group_size"] + schedule.get("redundant_members", 0)
     held = sampler.get("count", 1) * (sampler.get("episodes") or sampler["slots"] + GROUPS_AHEAD * each)

@@ -39,7 +39,7 @@ def _result(f: Mapping[str, Any]) -> Markup:
 
 
 def _verdict(low: float, high: float) -> str:
-    """Whether the interval lies above 0, below 0, or around it."""
+    """True if the interval lies above 0, below 0, or around it."""
     return "up" if low > 0 else "down" if high < 0 else "even"
 
 

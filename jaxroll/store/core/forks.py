@@ -1,6 +1,6 @@
 """Forks: a new lineage from a checkpoint whose later claims are given up, even if their trajectories are gone.
 
-A rewind replays the claims after its checkpoint; a fork makes them anew. So it goes back to where the prompts stood at
+A rewind replays the claims after its checkpoint; a fork makes them again. So it goes back to where the prompts stood at
 that step (`cuts`). Prompts that claims below the fork used do not come again on the new line, all others do, in their
 order. Pure, like `training`.
 """
@@ -17,7 +17,7 @@ from jaxroll.store.core.state import Lineage, State
 
 
 def fork(state: State, r: rq.Begin) -> Decision:
-    """A new lineage at the checkpoint: everything beyond it ends, and the claims from there on are made anew."""
+    """A new lineage at the checkpoint: everything beyond it ends, and the claims from there on are made again."""
     start = r.durable or Version(0, 0)
     cut = None if _unknown(state, start) else cut_at(state, start)
     if cut is None:

@@ -75,7 +75,7 @@ class Group(msgspec.Struct, gc=False):
 
     @property
     def ready(self) -> bool:
-        """Whether every member that still counts is there (and one at least)."""
+        """True if every member that still counts is there (and one at least)."""
         return self.ready_place is not None
 
     def done(self) -> Iterator[tuple[int, Slot]]:

@@ -38,17 +38,17 @@ def adapted_pace(settings: Settings, state: State, waited_s: float, worked_s: fl
 
 
 def is_slow(settings: Settings, state: State, name: str) -> bool:
-    """Whether members of `name` take longer than the window is deep: (α + 1) steps of a learner that never waits."""
+    """True if members of `name` take longer than the window is deep: (α + 1) steps of a learner that never waits."""
     return 0.0 < (settings.limiter.alpha + 1) * state.step_s < state.member_s.get(name, 0.0)
 
 
 def is_unreliable(state: State, name: str) -> bool:
-    """Whether so many of the last members of `name` failed that groups are late because of it."""
+    """True if so many of the last members of `name` failed that groups are late because of it."""
     return state.failing.get(name, 0.0) > UNRELIABLE
 
 
 def holds_up(settings: Settings, state: State, name: str) -> bool:
-    """Whether claims wait for members of `name`, so that it gets work only if no other holder has room."""
+    """True if claims wait for members of `name`, so that it gets work only if no other holder has room."""
     return is_slow(settings, state, name) or is_unreliable(state, name)
 
 
@@ -77,7 +77,7 @@ def yields_to(settings: Settings, state: State, name: str, now_s: float) -> str:
 
 
 def is_present(settings: Settings, state: State, name: str, now_s: float) -> bool:
-    """Whether `name` was heard of lately."""
+    """True if `name` was heard of lately."""
     return now_s - state.seen_s.get(name, -math.inf) <= max(PRESENT_S, settings.lease_s)
 
 
@@ -86,7 +86,7 @@ def _is_on_trial(state: State, name: str) -> bool:
 
 
 def _waits_for_trial(state: State, name: str, now_s: float) -> bool:
-    """Whether `name` is on trial and need not be tried while others are idle; it is, once in `LONGEST_S`."""
+    """True if `name` is on trial and need not be tried while others are idle; it is, once in `LONGEST_S`."""
     health = state.holders.get(name)
     if health is None or not health.on_trial or health.rested_at_s is None:
         return False
@@ -109,7 +109,7 @@ def kept_groups(state: State) -> int:
 
 
 def checkpoint_wanted(settings: Settings, state: State) -> bool:
-    """Whether what is kept nears a limit, so that the learner should checkpoint at the end of its step."""
+    """True if what is kept nears a limit, so that the learner should checkpoint at the end of its step."""
     limit = settings.limiter.buffer_groups
     full_bytes = held_bytes(state) >= CHECKPOINT_WANTED_AT * settings.retention_bytes
     return full_bytes or (limit > 0 and kept_groups(state) >= CHECKPOINT_WANTED_AT * limit)
@@ -179,7 +179,7 @@ def _running_s(state: State, now_s: float, ended: Slot) -> dict[str, list[float]
 
 
 def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -> bool:
-    """Whether many of the last members of `name` failed while those of other holders succeed.
+    """True if many of the last members of `name` failed while those of other holders succeed.
 
     Then a DATA failure counts against the holder, not against the environment: it is broken on one machine only.
     """
@@ -189,17 +189,17 @@ def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -
 
 
 def left_to_another(settings: Settings, state: State, slot: Slot, now_s: float) -> bool:
-    """Whether a holder is there that has not failed the member, besides the one that fails it now."""
+    """True if a holder is there that has not failed the member, besides the one that fails it now."""
     return any(other not in slot.failed_by for other in others(settings, state, slot.holder, now_s))
 
 
 def has_leases(state: State, name: str) -> bool:
-    """Whether `name` works on a member."""
+    """True if `name` works on a member."""
     return any(slot.holder == name and slot.status == LEASED for g in state.index.lacking.values() for slot in g.slots)
 
 
 def on_trial(state: State, name: str) -> bool:
-    """Whether `name` gets one member at a time."""
+    """True if `name` gets one member at a time."""
     return name in state.holders and state.holders[name].on_trial
 
 
@@ -242,7 +242,7 @@ class MemberChooser:
         return tuple(others(self._settings, self._state, self._name, self._now_s))
 
     def takes(self, slot: Slot) -> bool:
-        """Whether the member is not left to somebody who has not failed it."""
+        """True if the member is not left to somebody who has not failed it."""
         if self._name not in slot.failed_by or slot.avoided_until_s <= self._now_s:
             return True
         return all(other in slot.failed_by for other in self._others)
@@ -258,7 +258,7 @@ def free_members(group: Group, now_s: float, taker: MemberChooser | None = None)
 
 
 def is_awaited(settings: Settings, state: State, place: int) -> bool:
-    """Whether the learner waits for a claim that the unclaimed group at `place` belongs to."""
+    """True if the learner waits for a claim that the unclaimed group at `place` belongs to."""
     return state.awaited_at_s is not None and place < settings.limiter.batch_groups
 
 

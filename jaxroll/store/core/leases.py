@@ -248,7 +248,7 @@ def _grants(settings: Settings, group: Group, members: list[tuple[int, int]]) ->
 
 
 def renew(settings: Settings, state: State, r: rq.Renew, now_s: float) -> Decision:
-    """Extends what the session still holds; answers with what it lost."""
+    """Extend what the session still holds; answers with what it lost."""
     kept: list[tuple[int, int]] = []
     lost: list[rq.Key] = []
     for group, member, attempt in r.members:

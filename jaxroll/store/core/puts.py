@@ -74,7 +74,7 @@ def _took_s(slot: Slot, now_s: float) -> float:
 
 
 def _put_after_end(r: rq.PutMember) -> str | StoreRefusal:
-    """The answer when the group is no longer alive: what was acknowledged once is acknowledged for ever."""
+    """The answer when the group is no longer alive: what was acknowledged once is acknowledged forever."""
     if r.recorded is None or r.attempt > r.recorded.attempt:
         return "SURPLUS"
     if r.attempt < r.recorded.attempt:
@@ -163,7 +163,7 @@ def after_put(settings: Settings, state: State, group: Group, put: ev.Put) -> li
 
 
 def can_spare_one(group: Group) -> bool:
-    """Whether the group can still become complete when a member that is not done is given up."""
+    """True if the group can still become complete when a member that is not done is given up."""
     possible = sum(1 for _ in group.done()) + sum(1 for _ in group.missing())
     return 0 < group.wanted < possible
 

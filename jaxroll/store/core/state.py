@@ -258,7 +258,7 @@ def held_bytes(state: State) -> int:
 
 
 def on_line(lineages: list[Lineage], version: Version, lineage: int | None = None) -> bool:
-    """Whether `version` is an ancestor of (or in) `lineage`, by default the newest."""
+    """True if `version` is an ancestor of (or in) `lineage`, by default the newest."""
     here: int | None = len(lineages) - 1 if lineage is None else lineage
     limit: int | None = None
     while here is not None and here > version.lineage:
@@ -269,7 +269,7 @@ def on_line(lineages: list[Lineage], version: Version, lineage: int | None = Non
 
 
 def was_published(lineages: list[Lineage], version: Version) -> bool:
-    """Whether weights of `version` may exist in a sampler: its lineage published that step or a later one."""
+    """True if weights of `version` may exist in a sampler: its lineage published that step or a later one."""
     if not 0 <= version.lineage < len(lineages):
         return False
     newest = lineages[version.lineage].newest
@@ -309,7 +309,7 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
 
 
 def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:
-    """Whether an unfinished group among the next `batch` is in work for longer than `deadline_s`."""
+    """True if an unfinished group among the next `batch` is in work for longer than `deadline_s`."""
     return any(at_s <= now_s for at_s in _stragglers_s(state, batch, deadline_s))
 
 

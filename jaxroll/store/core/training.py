@@ -91,7 +91,7 @@ def _learner_s(state: State, now_s: float) -> tuple[float, float]:
 
 
 def _hopeless(settings: Settings, group: Group, step: int) -> bool:
-    """Whether the group holds tokens too old for `step`, so many that its policy gives it up."""
+    """True if the group holds tokens too old for `step`, so many that its policy gives it up."""
     finished = [slot for _, slot in group.done() if slot.runs]
     if not finished:
         return False
@@ -128,7 +128,7 @@ def _is_issue(event: ev.Event) -> bool:
 
 
 def _shrunk(settings: Settings, usable: list[Group], now_s: float) -> list[ev.Shrunk]:
-    """Closes groups at the head that are past the straggler deadline with enough finished members."""
+    """Close groups at the head that are past the straggler deadline with enough finished members."""
     if settings.straggler != "shrink":
         return []
     found = []

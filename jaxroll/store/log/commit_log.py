@@ -111,13 +111,13 @@ class Log:
     def begin(self, state: State) -> None:
         """`state` is what `recovered` led to; it need not be read from the disk again for the next snapshot.
 
-        Else a store that is killed in every compaction needs ever longer for the next one.
+        Otherwise a store that is killed in every compaction needs ever longer for the next one.
         """
         known, self.recovered = self.recovered, Recovered(self.recovered.run_id, None, ())  # megabytes
         self._replica.begin(state, known.before_bytes + known.log_bytes)
 
     def compact(self) -> None:
-        """Start to put a snapshot in the place of old records, beside everything else; one at a time."""
+        """Start to put a snapshot in place of old records, beside everything else; one at a time."""
         if self._compacting is None and self.failure is None:
             loop = asyncio.get_running_loop()
             self._compacting = loop.run_in_executor(self._replayer, self._replica.snapshot, self._replaying, self._rest)
@@ -214,7 +214,7 @@ _SELECT_RECORDED = "SELECT attempt, digest FROM members WHERE group_id = ? AND m
 
 
 def _look_at(future: asyncio.Future[None]) -> None:
-    """Marks a failure as seen: a batch that nobody waited for must not warn at shutdown."""
+    """Mark a failure as seen: a batch that nobody waited for must not warn at shutdown."""
     if not future.cancelled():
         future.exception()
 
@@ -326,7 +326,7 @@ class Maintenance:
         self._unkept = True
 
     def _drop_unkept(self, connection: sqlite3.Connection) -> bool:
-        """Removes parts of snapshots that were given up, or never finished."""
+        """Remove parts of snapshots that were given up, or never finished."""
         if not self._unkept:
             return False
         gone = connection.execute(_DROP_PARTS, (PARTS,)).rowcount
@@ -344,7 +344,7 @@ class Maintenance:
     # --- trajectories
 
     def _trim(self, connection: sqlite3.Connection, rows: int) -> bool:
-        """Removes up to `rows` payloads beyond the budget."""
+        """Remove up to `rows` payloads beyond the budget."""
         self._note_retired(connection.execute(_RETIRED_SINCE, (self._last_place,)))
         while self._retired and self._retired_bytes > self._keep_bytes:
             group, size = self._retired[0]

@@ -152,7 +152,7 @@ def unfit(path: Path, mountinfo: str) -> str:
 
 
 def is_remote(kind: str) -> bool:
-    """Whether files of this file system type may be served by another machine."""
+    """True if files of this file system type may be served by another machine."""
     return kind in NETWORK or (kind.startswith("fuse") and kind not in LOCAL_FUSE)
 
 
@@ -195,9 +195,9 @@ def _unescaped(word: str) -> str:
 
 # --- RUN/store.db for readers: of a live run or a finished one, in one transaction, never in the way of the writer
 #
-# The file may come from a stranger. Its tables must be those that a store makes: a view in the place of a table could
+# The file may come from a stranger. Its tables must be those that a store makes: a view in place of a table could
 # run
-# for ever. What its rows hold is believed only as far as the readers get: `damage_named` makes one error of the rest.
+# forever. What its rows hold is believed only as far as the readers get: `damage_named` makes one error of the rest.
 
 DATABASE = "store.db"
 WAIT_S = 10.0
@@ -205,7 +205,7 @@ VALUE_BYTES = 256 << 20  # of one value; the largest that a store writes is a me
 
 
 def is_there(run_dir: Path) -> bool:
-    """Whether a store has made its tables in `run_dir`."""
+    """True if a store has made its tables in `run_dir`."""
     path = run_dir / DATABASE
     if not path.exists():
         return False
@@ -241,7 +241,7 @@ def transaction(run_dir: Path) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def damage_named(run_dir: Path, remedy: str) -> Iterator[None]:
-    """Makes a DataError of whatever rows raise that no store wrote: of another type, out of range, beyond the file."""
+    """Make a DataError of whatever rows raise that no store wrote: of another type, out of range, beyond the file."""
     try:
         yield
     except (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError,

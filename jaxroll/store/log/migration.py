@@ -1,6 +1,6 @@
 """Brings a database of an older schema up to date, in one transaction: all of it or nothing.
 
-Tables whose definition did not change (the payloads, above all) stay where they are. The others are made anew and take
+Tables whose definition did not change (the payloads, above all) stay where they are. The others are made again and take
 over the columns that both have.
 """
 

@@ -115,7 +115,7 @@ _SELECT = "SELECT position, kind, body, group_id FROM log WHERE position > ? ORD
 
 
 def _record(state: State, seen: Seen, position: int, kind: str, body: bytes, group: int | None) -> Violation | None:
-    """Checks one record, then applies it."""
+    """Check one record, then applies it."""
     if position != state.position + 1:
         return Violation(position, kind, f"the record before it is {state.position}: records are missing")
     try:
@@ -129,12 +129,12 @@ def _record(state: State, seen: Seen, position: int, kind: str, body: bytes, gro
 
 
 def broken_by(state: State, seen: Seen, event: ev.Event) -> str:
-    """Applies `event`; why it cannot be, or what it breaks, '' when all is well."""
+    """Apply `event`; why it cannot be, or what it breaks, '' when all is well."""
     return impossible(seen, state, event) or _applied(state, seen, event)
 
 
 def _applied(state: State, seen: Seen, event: ev.Event) -> str:
-    """Applies the event; why what came out cannot be."""
+    """Apply the event; why what came out cannot be."""
     groups = touched(event)
     before = {gid: state_name(state, gid) for gid in groups}
     try:
@@ -154,7 +154,7 @@ def _applied(state: State, seen: Seen, event: ev.Event) -> str:
 
 
 def _snapshot(db: sqlite3.Connection, state: State) -> Violation | None:
-    """Compares the snapshot at the state's position with the state."""
+    """Compare the snapshot at the state's position with the state."""
     try:
         saved = state_checkpoints.load(db, state.position)
     except msgspec.MsgspecError as error:

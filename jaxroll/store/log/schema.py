@@ -7,7 +7,7 @@ rebuilds itself. The other tables follow the log in the same transaction; docs/s
     members      one row for each member leased or put; `leases` is the view of those in work
     payloads     the member's bytes (MessagePack of records.Member); tasks: what its group was asked
     retired      groups that ended, in that order, whose payloads and tasks are still kept (see `upkeep`)
-    claims       one row for each step of the lineage that claimed it (a fork claims its steps anew): the lineages that
+    claims       one row for each step of the lineage that claimed it (a fork claims its steps again): the lineages that
                  trained it and made it durable, and the fork that gave it up before it was
     claim_groups which groups, in order; a group is in one claim at most, and the schema refuses anything else
     questions    how hard each question was: groups issued and trained, members, their rewards' sum

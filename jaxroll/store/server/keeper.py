@@ -46,7 +46,7 @@ class UpdateSlots:
         return self._until_s.pop(name, None) is not None
 
     def take(self, name: str, now_s: float) -> bool:
-        """Whether `name` has a turn from `now_s` on. If not it has a place in the queue, until it has one or leaves."""
+        """True if `name` has a turn from `now_s` on. If not it has a place in the queue, until it has one or leaves."""
         if not self._count:
             return True
         self._until_s = {who: until_s for who, until_s in self._until_s.items() if until_s > now_s}
@@ -94,7 +94,7 @@ class HandshakeCheck:
         self._arrivals = Credit(_ARRIVALS, _ARRIVALS_PER_S)
 
     def check_hello(self, caller: Caller, hello: Hello) -> None:
-        """Raises Unauthorized unless `caller` may join."""
+        """Raise Unauthorized unless `caller` may join."""
         if hello.protocol != wire.PROTOCOL_VERSION:
             raise Unauthorized(
                 f"the store speaks protocol {wire.PROTOCOL_VERSION}, the caller {hello.protocol}: "
@@ -103,12 +103,12 @@ class HandshakeCheck:
         self._check_config(caller, hello.config_digest)
 
     def count_arrival(self, now_s: float) -> None:
-        """Raises TooManyCalls when more processes join than a run can have: is something looping?"""
+        """Raise TooManyCalls when more processes join than a run can have: is something looping?"""
         if not self._arrivals.take(now_s):
             raise TooManyCalls("too many processes join this run; try again")
 
     def check_call(self, caller: Caller, greeted: bool) -> None:
-        """Raises StaleClient or Unauthorized unless `caller` has been welcomed; `greeted`: its name has said hello."""
+        """Raise StaleClient or Unauthorized unless `caller` has been welcomed; `greeted`: its name has said hello."""
         if not (caller.run_id and greeted):
             raise StaleClient(f"this is run {self._run_id}, the caller has not said Hello, its first message")
         if caller.run_id != self._run_id:
@@ -279,7 +279,7 @@ class Wakeups:
         self._go_on()
 
     async def wait(self, topic: str, timeout_s: float) -> bool:
-        """Whether `topic` was notified within `timeout_s`. Nothing is missed between deciding and waiting: no await."""
+        """True if `topic` was notified within `timeout_s`. Nothing is missed between deciding and waiting: no await."""
         waiting, place = self._waiting.setdefault(topic, {}), asyncio.get_running_loop().create_future()
         waiting[place] = None
         try:
@@ -330,7 +330,7 @@ class CancellationInbox:
                 waiting.append(key)
 
     def has(self, session: str) -> bool:
-        """Whether there is something to tell."""
+        """True if there is something to tell."""
         return session in self._by_session
 
     def take(self, session: str) -> tuple[Key, ...]:

@@ -175,7 +175,7 @@ class StoreService:
         return msg.Members(())
 
     async def _put(self, caller: Caller, body: bytes) -> msg.PutReply:
-        """Decides member by member, and answers for all of them once all are on disk.
+        """Decide member by member, and answers for all of them once all are on disk.
 
         Others have their turn in between: a call may hold seconds of decoding, and nobody else is answered meanwhile.
         """
@@ -326,7 +326,7 @@ class StoreService:
         return msg.PublishedReply(snapshot)
 
     def _may_fetch(self, known: Version | None, name: str, now_s: float) -> bool:
-        """Whether there is other than what is known, and it is the turn of `name`, if one is given.
+        """True if there is other than what is known, and it is the turn of `name`, if one is given.
 
         Who has no weights needs none, nor who has those of a lineage that ended: nobody may sample with them.
         """

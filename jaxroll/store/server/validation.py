@@ -72,7 +72,7 @@ def put_request(
 
 
 def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> None:
-    """Raises unless the arrays fit one another and the versions cover the sampled tokens."""
+    """Raise unless the arrays fit one another and the versions cover the sampled tokens."""
     sampled = shown = 0
     for i, segment in enumerate(outcome.segments):
         kinds = (segment.tokens.dtype, segment.loss_mask.dtype, segment.logprobs.dtype)
@@ -105,7 +105,7 @@ def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> Non
 
 
 def _check_length(outcome: Finished, key: tuple[int, int, int], row_tokens: int, prompt_tokens: int) -> None:
-    """Raises if the conversation has more tokens than the learner has room for; see `rollout.episode.Bounds`."""
+    """Raise if the conversation has more tokens than the learner has room for; see `rollout.episode.Bounds`."""
     total, first = sum(segment.tokens.size for segment in outcome.segments), 0
     for segment in outcome.segments:
         if segment.loss_mask.any():

@@ -90,12 +90,12 @@ class Role:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """True if it still runs."""
         return self.process.poll() is None
 
     @property
     def broken(self) -> bool:
-        """Whether it ended by itself, with a failure that no test asked for."""
+        """True if it ended by itself, with a failure that no test asked for."""
         return not self.may_fail and (self.process.poll() or 0) > 0
 
     @property

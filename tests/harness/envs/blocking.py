@@ -27,7 +27,7 @@ class Blocking:
         self._turns, self._failed, self._name = 0, False, config.name
 
     def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """Says where it is."""
+        """Say where it is."""
         return (*task.messages, Message("user", f"{os.getpid()} {threading.get_ident()} {self._name} {seed}"))
 
     def step(self, answer: str) -> StepResult:

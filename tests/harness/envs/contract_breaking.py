@@ -137,12 +137,12 @@ class Shared(Kept):
     turns = 0
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """Sets what belongs to all."""
+        """Set what belongs to all."""
         Shared.turns = 0
         return task.messages
 
     async def step(self, answer: str) -> StepResult:
-        """Counts for all."""
+        """Count for all."""
         await asyncio.sleep(0)
         Shared.turns += 1
         return StepResult(Shared.turns >= 2, (Message("user", "sure?"),), 1.0, {"turns": float(Shared.turns)})

@@ -47,7 +47,7 @@ def breaks(promise: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch]
 
 
 def wrap(patch: Patch, owner: Any, name: Any, wrapper: Callable[..., Any]) -> None:
-    """Replaces owner.name (or owner[name]) by `wrapper(original, *arguments)`."""
+    """Replace owner.name (or owner[name]) by `wrapper(original, *arguments)`."""
     original = owner[name] if isinstance(owner, dict) else getattr(owner, name)
 
     def replaced(*arguments: Any, **named: Any) -> Any:

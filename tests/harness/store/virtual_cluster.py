@@ -41,7 +41,7 @@ class Fault:
     until_s: float = math.inf
 
     def breaks(self, rng: random.Random, now: float) -> bool:
-        """Whether a member that is leased now will break."""
+        """True if a member that is leased now will break."""
         return self.from_s <= now < self.until_s and rng.random() < self.share
 
 

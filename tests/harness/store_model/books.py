@@ -25,7 +25,7 @@ class Broken(AssertionError):
 
 
 def broken(promise: str, text: str) -> NoReturn:
-    """Raises Broken."""
+    """Raise Broken."""
     raise Broken(f"[{promise}] {text}")
 
 
@@ -76,7 +76,7 @@ class Books:
         self.rules = rules
         self.open: dict[int, dict] = {}  # groups that no claim took, in the order of issue
         self.held: dict[int, dict] = {}  # claimed and not trimmed
-        self.finished: dict[tuple[int, int], tuple[int, str]] = {}  # every put that was accepted, for ever
+        self.finished: dict[tuple[int, int], tuple[int, str]] = {}  # every put that was accepted, forever
         self.ended: Counter[str] = Counter()
         self.tokens_ended: Counter[str] = Counter()
         self.batches: dict[int, tuple[tuple[int, ...], int]] = {}  # step → (groups, shuffle seed)
@@ -86,7 +86,7 @@ class Books:
         self.newest: list[int] = [-1]  # lineage → newest published step
         self.branch_of: list[int] = [0]  # lineage → branch: a rewind replays the claims, a fork makes new ones
         self.branches: list[tuple[int, int]] = [(0, 0)]  # branch → (branch and step that it left)
-        self.claims: dict[tuple[int, int], tuple[int, ...]] = {}  # (branch, step) → groups, for ever
+        self.claims: dict[tuple[int, int], tuple[int, ...]] = {}  # (branch, step) → groups, forever
         self.cuts: dict[tuple[int, int], frozenset[int]] = {}  # (branch, claims made) → prompts ended by then
         self.durable_made: set[tuple[int, int]] = set()  # versions that a durable checkpoint holds
         self.forks: set[str] = set()
@@ -149,7 +149,7 @@ class Books:
         return (most if rules.window == "full" else min(most, adapted)), most
 
     def on_line(self, lineage: int, step: int) -> bool:
-        """Whether that version is an ancestor of the current lineage, or in it."""
+        """True if that version is an ancestor of the current lineage, or in it."""
         here, limit = len(self.lines) - 1, math.inf
         while here is not None and here != lineage:
             limit, here = min(limit, self.lines[here][1]), self.lines[here][0]
@@ -200,7 +200,7 @@ class Books:
         return group["members"][number] if group is not None and 0 <= number < self.rules.members else None
 
     def holds(self, session: str, key: tuple[int, int, int]) -> bool:
-        """Whether `session` has this lease."""
+        """True if `session` has this lease."""
         member = self.member(key[0], key[1])
         return (
             member is not None
@@ -235,7 +235,7 @@ class Books:
         return group
 
     def rejects(self, group: dict) -> bool:
-        """Whether the filter wants nothing of this group; in fractions, so that nothing is rounded."""
+        """True if the filter wants nothing of this group; in fractions, so that nothing is rounded."""
         kind, low, high = self.rules.filter
         rewards = [Fraction(m["reward"]) for m in group["members"] if m["status"] == DONE]
         if kind == "pass_rate":
@@ -246,20 +246,20 @@ class Books:
         return kind != "none" and not Fraction(low) < mean < Fraction(high)
 
     def note_completion(self, group: dict) -> None:
-        """Gives it its place in the order of completion once nothing is missing."""
+        """Give it its place in the order of completion once nothing is missing."""
         if all(m["status"] in (DONE, DROPPED) for m in group["members"]):
             group["place"] = self.completions
             self.completions += 1
 
     def free(self, which: Callable[[dict], bool]) -> None:
-        """Ends the leases of the members that are meant."""
+        """End the leases of the members that are meant."""
         for group in self.open.values():
             for member in group["members"]:
                 if member["status"] == LEASED and which(member):
                     member["status"] = FREE
 
     def recovered(self, now: float) -> None:
-        """The store came back: every open lease counts from now, rests are over, waits begin anew."""
+        """The store came back: every open lease counts from now, rests are over, waits begin again."""
         self.idle.clear()
         self.rooms.clear()
         self.seen.clear()

@@ -152,7 +152,7 @@ class Store:
                 self.read_pages(reply)
 
     def read_pages(self, batch: st.Batch) -> None:
-        """Fetches the batch as a learner does: every group must be there, whole, with what was put."""
+        """Fetch the batch as a learner does: every group must be there, whole, with what was put."""
         for gid in batch.groups:
             group = self.core.state.held.get(gid)
             done = {} if group is None else {(gid, n): (s.attempt, s.digest) for n, s in group.done()}
@@ -184,7 +184,7 @@ class Store:
         self.ask(rq.Open())
 
     def compact(self) -> None:
-        """The state in the place of the log, as of now."""
+        """The state in place of the log, as of now."""
         self.done += 1
         self.waiting.append(Waiting(None, None, [], [], [], self.now, state=wire.encode(self.core.state)))
 

@@ -69,13 +69,13 @@ class Sampler:
             world.ask(self, replace(put, digest="other") if rng.random() < 0.3 else put, ignore)
 
     def flip(self, world: World) -> None:
-        """Takes the newest weights that a caller can know of."""
+        """Take the newest weights that a caller can know of."""
         world.sync()
         published = world.store.core.state.published
         self.version = self.version if published is None else published.version
 
     def renew(self, world: World) -> None:
-        """Says that it still works, and drops what was lost."""
+        """Say that it still works, and drops what was lost."""
         world.ask(self, rq.Renew(self.session, tuple(self.holding)), self.drop)
 
     def drop(self, lost: Any) -> None:
@@ -84,7 +84,7 @@ class Sampler:
             self.holding.pop(key, None)
 
     def lease(self, world: World, room: int) -> None:
-        """Asks for work. Once the feeder has no more, the store is told."""
+        """Ask for work. Once the feeder has no more, the store is told."""
         assert self.version is not None
         if world.prompts is not None and world.store.fed >= world.prompts and world.rng.random() < 0.5:
             world.ask(None, rq.EndData(), ignore)
@@ -197,7 +197,7 @@ class Learner:
             self.say(world, rq.ClaimStep(self.session, self.version.lineage, self.version.step), self.claimed(world))
 
     def claim_ahead(self, world: World) -> None:
-        """Asks for the batch of the step after; trains on it when its time comes."""
+        """Ask for the batch of the step after; trains on it when its time comes."""
         assert self.version is not None
 
         def keep(batch: Batch) -> None:
@@ -237,7 +237,7 @@ class Learner:
         self.say(world, rq.Publish(self.session, snapshot), ignore)
 
     def claimed(self, world: World) -> Heard:
-        """Trains on what comes."""
+        """Train on what comes."""
 
         def train(batch: Batch) -> None:
             assert self.version is not None
@@ -253,7 +253,7 @@ class Learner:
         self.version, self.batch = Version(self.version.lineage, self.version.step + 1), None
 
     def make_durable(self, world: World) -> None:
-        """Says that its newest checkpoint is on disk."""
+        """Say that its newest checkpoint is on disk."""
         version, line = world.checkpoints[-1]
         self.say(world, rq.Durable(self.session, version), lambda reply: world.durable(version, line))
 
@@ -275,7 +275,7 @@ class Learner:
         world.ask(None, request, ignore)
 
     def die(self, world: World) -> None:
-        """Forgets all and gets a new name; its successor begins from a checkpoint."""
+        """Forget all and gets a new name; its successor begins from a checkpoint."""
         self.life = world.next_life()
         self.version, self.batch, self.ahead, self.to_publish = None, None, None, False
         self.waits, self.unsaid = False, []

@@ -16,7 +16,7 @@ class Holders(LearnerSide):
     """What the reference knows of holders."""
 
     def is_left_to_another(self, member: dict, name: str, now: float) -> bool:
-        """Whether `name` failed it, and somebody is there who did not."""
+        """True if `name` failed it, and somebody is there who did not."""
         lately = name in member["failed_by"] and now < member["avoid"]
         return lately and any(other not in member["failed_by"] for other in self.helpers(name, now))
 
@@ -26,11 +26,11 @@ class Holders(LearnerSide):
         return [o for o in there if not self.yields(o, now) and not self.is_ill(o, now)]
 
     def is_there(self, name: str, now: float) -> bool:
-        """Whether it was heard of lately."""
+        """True if it was heard of lately."""
         return name in self.seen and now - self.seen[name] <= max(THERE_S, self.rules.lease_s)
 
     def fails(self, name: str) -> bool:
-        """Whether more than a tenth of its last members failed."""
+        """True if more than a tenth of its last members failed."""
         return self.failing.get(name, 0.0) > 0.1
 
     def holds_up(self, name: str) -> bool:
@@ -38,7 +38,7 @@ class Holders(LearnerSide):
         return name in self.slow or self.fails(name)
 
     def yields(self, name: str, now: float) -> bool:
-        """Whether it gets nothing, because one that does better was idle lately."""
+        """True if it gets nothing, because one that does better was idle lately."""
         if name in self.slow and any(
             o != name and not self.holds_up(o) and now - at <= HUNGRY_S for o, (at, _) in self.rooms.items()
         ):
@@ -61,7 +61,7 @@ class Holders(LearnerSide):
             self.failing[name] = (1 - 0.05) * before + 0.05 * failed
 
     def is_broken_alone(self, name: str, now: float) -> bool:
-        """Whether a third of its members fail, and another holder's do not."""
+        """True if a third of its members fail, and another holder's do not."""
         return self.failing.get(name, 0.0) >= 0.3 and any(not self.fails(o) for o in self.helpers(name, now))
 
     def is_ill(self, name: str, now: float) -> bool:
@@ -72,7 +72,7 @@ class Holders(LearnerSide):
         )
 
     def rests(self, name: str, now: float) -> bool:
-        """Whether `name` gets nothing now."""
+        """True if `name` gets nothing now."""
         health = self.health.get(name)
         if health is None or health["at"] is None:
             return False
@@ -80,11 +80,11 @@ class Holders(LearnerSide):
         return health["at"] + rest > now
 
     def on_trial(self, name: str) -> bool:
-        """Whether `name` gets one member at a time."""
+        """True if `name` gets one member at a time."""
         return self.health.get(name, {"rests": 0})["rests"] >= TRIAL
 
     def is_at_rest(self, r: rq.Lease, reply: Any, now: float) -> bool:
-        """Whether the asker gets nothing because its members failed: then it must be told so, and otherwise not."""
+        """True if the asker gets nothing because its members failed: then it must be told so, and otherwise not."""
         busy = any(m["status"] == LEASED and m["name"] == r.name for g in self.open.values() for m in g["members"])
         due = self.rests(r.name, now) or (self.on_trial(r.name) and busy)
         refused = str(reply).startswith(("no credit: resting", "no credit: on trial"))

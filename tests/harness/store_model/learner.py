@@ -107,7 +107,7 @@ class LearnerSide(Books):
         self.asked.clear()
 
     def fork(self, r: rq.Begin, lineage: int, step: int, reply: Any) -> None:
-        """A new lineage whose claims from `step` on are made anew, of all prompts that had not ended by then."""
+        """A new lineage whose claims from `step` on are made again, of all prompts that had not ended by then."""
         known = lineage < len(self.lines) and (step == 0 or self.branch(lineage, step) in self.cuts)
         durable = known and (step == 0 or self.made(lineage, step) in self.durable_made)
         if isinstance(reply, Exception) or not known:
@@ -244,7 +244,7 @@ class LearnerSide(Books):
         return []
 
     def is_stale(self, group: dict, step: int) -> bool:
-        """Whether it holds a token too old for `step`; when such tokens are masked, whether it holds no other."""
+        """True if it holds a token too old for `step`; when such tokens are masked, whether it holds no other."""
         old = [self.too_old(run[1], step) for run in self.runs(group)]
         return any(old) if self.rules.on_stale == "expire" else bool(old) and all(old)
 

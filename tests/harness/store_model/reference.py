@@ -23,7 +23,7 @@ class Reference(Sharing):
     """What a store that keeps its promises knows after the requests it `observe`d."""
 
     def observe(self, request: Any, reply: Any, facts: list[Fact], now: float) -> None:
-        """Raises Broken unless the contract allows `reply` and `facts`; then follows them."""
+        """Raise Broken unless the contract allows `reply` and `facts`; then follows them."""
         self.facts = list(facts)
         getattr(self, "on_" + type(request).__name__)(request, reply, now)
         if self.facts:
@@ -107,7 +107,7 @@ class Reference(Sharing):
             self.seen[r.name] = now
 
     def is_for_another(self, name: str, reply: str, now: float) -> bool:
-        """Whether a slow or failing sampler gets nothing because a better one was idle a moment ago."""
+        """True if a slow or failing sampler gets nothing because a better one was idle a moment ago."""
         refused = reply.startswith(("no credit: slow", "no credit: unreliable"))
         if (due := self.yields(name, now)) != refused:
             broken("7 slow samplers", f"{reply}, and {name} should{'' if due else ' not'} yield: idle {self.idle}")
@@ -137,7 +137,7 @@ class Reference(Sharing):
         group["leased_at"] = now if group["leased_at"] is None else group["leased_at"]
 
     def grant_retries(self, r: rq.Lease, grants: dict, deal: Deal, now: float) -> tuple[dict, int, bool]:
-        """Follows the grants of members that groups in work miss: in order, within the window, none passed over.
+        """Follow the grants of members that groups in work miss: in order, within the window, none passed over.
 
         Returns the grants that are left, what is left of the asker's share, and whether new prompts may follow.
         """
@@ -165,7 +165,7 @@ class Reference(Sharing):
     def grant_prompts(
         self, r: rq.Lease, grants: dict, room: int, may_follow: bool, used: int, deal: Deal, now: float
     ) -> None:
-        """Follows the groups made of new prompts."""
+        """Follow the groups made of new prompts."""
         least, most = self.window(self.base() - r.version.step)
         issued = self.take("issued")
         if issued and not may_follow:
@@ -210,11 +210,11 @@ class Reference(Sharing):
         return f"{self.bytes()} bytes are kept" if full and len(self.open) >= per_claim else ""
 
     def buffer_is_full(self) -> bool:
-        """Whether no more groups may be alive."""
+        """True if no more groups may be alive."""
         return 0 < self.rules.buffer <= len(self.open) + len(self.held)
 
     def may_refuse_to_issue(self) -> bool:
-        """Whether a store that reserves generously may say that its budget, or the run, is at its end."""
+        """True if a store that reserves generously may say that its budget, or the run, is at its end."""
         per_claim = self.rules.batch + self.rules.redundant
         reserve = max(self.largest, FIRST_GUESS_BYTES) * (self.unfinished(LEASED, FREE) + self.rules.members)
         full = self.buffer_is_full() or self.bytes() + reserve >= self.rules.retention_bytes
@@ -286,7 +286,7 @@ class Reference(Sharing):
         return {"StaleClient"} if wrong else {"OK"}
 
     def fail(self, r: rq.PutMember, member: dict, kind: str, now: float) -> None:
-        """INFRA is tried again after a rest, DATA at once with another key, neither for ever."""
+        """INFRA is tried again after a rest, DATA at once with another key, neither forever."""
         member["failed"][r.attempt] = r.digest
         member[kind] += 1
         elsewhere = any(o not in member["failed_by"] for o in self.helpers(member["name"], now))

@@ -30,7 +30,7 @@ class Deal:
     is_known: bool
 
     def splits(self, place: int) -> bool:
-        """Whether the group at `place` of the order is dealt out."""
+        """True if the group at `place` of the order is dealt out."""
         return self.at_head if place < self.head else self.elsewhere
 
     def part(self, members: int, place: int) -> int:

@@ -73,7 +73,7 @@ class World:
         self.granted: list[rq.Key] = []
 
     def run(self) -> None:
-        """Raises Broken where the store does not keep a promise."""
+        """Raise Broken where the store does not keep a promise."""
         while self.store.done < self.quota and not self.over:
             self.act()
         self.finish()
@@ -81,7 +81,7 @@ class World:
     # --- talking to the store
 
     def do(self, *operation: Any) -> Any:
-        """Performs and remembers an operation."""
+        """Perform and remembers an operation."""
         self.operations.append(operation)
         return self.store.perform(operation)
 
@@ -108,7 +108,7 @@ class World:
         self.listening = []
 
     def ask_again(self, client: Any) -> bool:
-        """Whether there was something to ask again, which was done."""
+        """True if there was something to ask again, which was done."""
         if not client.unsaid:
             return False
         request, prompts, heard = client.unsaid.pop(0)
@@ -200,7 +200,7 @@ class World:
 
     @property
     def over(self) -> bool:
-        """Whether everything that was to be trained is trained."""
+        """True if everything that was to be trained is trained."""
         ref = self.store.ref
         return ref.acked >= self.rules.steps or (ref.data_ended and not ref.open and ref.acked == ref.next_claim)
 

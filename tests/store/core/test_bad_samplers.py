@@ -383,7 +383,7 @@ def test_a_rewind_makes_no_healthy_holder_rest() -> None:
 
 
 def test_the_next_deadline_is_not_a_rest_that_is_over() -> None:
-    """Else the store would tick without a pause until somebody leases the member."""
+    """Otherwise the store would tick without a pause until somebody leases the member."""
     m = failing(("A",))
     (key,) = m.lease(1, name="A")
     m.fail(key, "INFRA")

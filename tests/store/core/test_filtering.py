@@ -1,4 +1,4 @@
-"""Dynamic filtering in the core: rejected groups end at once, others take their place, and it cannot spin for ever."""
+"""Dynamic filtering in the core: rejected groups end at once, others take their place, and it cannot spin forever."""
 
 from __future__ import annotations
 

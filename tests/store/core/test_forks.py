@@ -49,7 +49,7 @@ def test_below_the_trim_mark_only_a_fork_goes_on() -> None:
     assert m.states() == {"TRIMMED": 6, "EXPIRED": 4}
     assert m.state.expired == {"lineage": 4}
     m.fill(8, FORKED)
-    assert indices(m, m.train(1, 1, "L2")) == [2, 3], "the claim is made anew, of the prompts that it had"
+    assert indices(m, m.train(1, 1, "L2")) == [2, 3], "the claim is made again, of the prompts that it had"
     durable(m, Version(1, 2), "L2")
     assert m.states()["TRIMMED"] == 8
 

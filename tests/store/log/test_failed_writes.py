@@ -45,7 +45,7 @@ def test_a_commit_that_fails_ends_the_promises_and_keeps_what_was(tmp_path: Path
 
 
 def test_nothing_is_written_after_a_commit_that_failed(tmp_path: Path) -> None:
-    """Else the log would have a hole: the lost decision's records, and later ones behind them."""
+    """Otherwise the log would have a hole: the lost decision's records, and later ones behind them."""
 
     async def failing() -> None:
         log = Log(tmp_path)

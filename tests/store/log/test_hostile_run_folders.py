@@ -52,7 +52,7 @@ def run_dir(whole: Path, tmp_path: Path) -> Path:
 
 
 def sql(*statements: str) -> Callable[[Path], None]:
-    """Runs the statements on the run's log, as somebody with SQLite at hand would."""
+    """Run the statements on the run's log, as somebody with SQLite at hand would."""
 
     def change(run_dir: Path) -> None:
         with contextlib.closing(sqlite3.connect(run_dir / "store.db", isolation_level=None)) as db:
@@ -87,7 +87,7 @@ def fifo(run_dir: Path) -> None:
 
 
 def endless(table: str, columns: str) -> Callable[[Path], None]:
-    """A view in the place of a table that never ends."""
+    """A view in place of a table that never ends."""
     return sql(
         f"DROP TABLE {table}",
         f"CREATE VIEW {table} AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"

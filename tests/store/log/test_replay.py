@@ -79,7 +79,7 @@ def test_whatever_the_store_decides_passes(seed: int, monkeypatch: pytest.Monkey
 
 
 def altered(kind: str, index: int, change: Callable[..., ev.Event]) -> Damage:
-    """Replaces the `index`-th record of a kind by what `change` makes of it."""
+    """Replace the `index`-th record of a kind by what `change` makes of it."""
 
     def damage(db: sqlite3.Connection) -> None:
         rows = db.execute("SELECT position, body FROM log WHERE kind = ? ORDER BY position", (kind,)).fetchall()

@@ -73,7 +73,7 @@ _SPLINTERS = (b"\xdd\xff\xff\xff\xff", b"\xc6\x7f\xff\xff\xff", b"\xcf" + b"\xff
 
 
 def _mutated(body: bytes, chance: random.Random) -> bytes:
-    """`body` with bytes changed, cut, doubled or put in the place of others; or noise."""
+    """`body` with bytes changed, cut, doubled or put in place of others; or noise."""
     if chance.random() < 0.15:
         return chance.randbytes(chance.randint(0, 200))
     data = bytearray(body)
@@ -99,7 +99,7 @@ def _with_another_byte(body: bytes, chance: random.Random) -> bytes:
 
 @contextlib.asynccontextmanager
 async def _speaker(address: str, config_digest: str, run_id: str, right: str):
-    """Sends any bytes to any method as `right`; gives back status and answer."""
+    """Send any bytes to any method as `right`; gives back status and answer."""
     said = {"right": right, "name": right, "session": "s", "run": run_id, "config": config_digest,
             "protocol": str(wire.PROTOCOL_VERSION)}  # fmt: skip
     async with grpc.aio.insecure_channel(address, options=protocol.client_options(2**24)) as channel:
