@@ -1,5 +1,5 @@
 """The configuration: what can be set (`schema`), how text becomes typed values (`parsing`), what must not run together
-(`rules`), and how files are read (`files`). Everybody imports from here.
+(`rules`), and how files are read (`files`). Other packages import from here.
 """
 
 from jaxroll.config.files import RoleArgs, canonical_json, defaults, digest, load, override, parse, read, to_dict

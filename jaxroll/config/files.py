@@ -32,7 +32,7 @@ def defaults() -> ml_collections.ConfigDict:
 
 
 def read(path: str | Path) -> ml_collections.ConfigDict:
-    """What `get_config()` of the config file `path` returns, unchecked."""
+    """Return what `get_config()` of the config file `path` returns, unchecked."""
     path = Path(path)
     if not _is_file(path):
         raise ConfigError(
@@ -118,13 +118,13 @@ def digest(config: Config) -> str:
 
 @dataclass(frozen=True)
 class RoleArgs:
-    """What a role's `main` is given. Without `store_address` the address stands in `run_dir/store.addr`.
+    """Arguments of a role's `main`. Without `store_address` the address is read from `run_dir/store.addr`.
 
     For the store itself `store_address` is where it listens (default: any free port of the loopback). `index` is which
     of several samplers, actors or hosts of the learner; `coordinator` is where those hosts meet, HOST:PORT (None: JAX
-    finds that out; port 0: any, which stands in `run_dir/learner.addr`). `host` is the name under which samplers reach
+    finds that out; port 0: any, written to `run_dir/learner.addr`). `host` is the name under which samplers reach
     the learner, or actors a sampler, which listens for them on `port` (0: any). `samplers` are their addresses, for an
-    actor that does not find them in `run_dir`. What goes beyond the loopback takes certificates (`jaxroll.rpc.tls`), or
+    actor that does not find them in `run_dir`. Traffic beyond the loopback takes certificates (`jaxroll.rpc.tls`), or
     `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the run at, as STEP@NAME (see
     `jaxroll.roles.learner`); None resumes.
     `rest` holds the words of the command line that are not options of the command itself (the prompt of `generate`).

@@ -19,7 +19,7 @@ def check_algorithm(config: Config) -> None:
     name = config.learner.algorithm
     if not is_custom(name) and name not in PRESETS:
         raise ConfigError("learner.algorithm", name, "there is no such algorithm",
-                          f"{nearest(name, tuple(PRESETS))} One's own is named package.module:name.")  # fmt: skip
+                          f"{nearest(name, tuple(PRESETS))} Your own is named package.module:name.")  # fmt: skip
     row, learner = preset(name), settled(config.learner)
     _check_choices(config, row)
     _check_clips(learner)

@@ -144,7 +144,7 @@ def _any_from_text(text: str) -> Any:
 
 
 def _unknown(prefix: str, name: str, value: Any, names: tuple[str, ...], root: type) -> ConfigError:
-    """The refusal of a key nobody reads, with the likeliest full path.
+    """The refusal of a key that nothing reads, with the likeliest full path.
 
     In this order: a sibling with these initials (lr), the same word elsewhere, a sibling or another word spelled alike.
     """

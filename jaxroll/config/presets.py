@@ -58,7 +58,7 @@ def with_model(config: Config) -> Config:
 # --- algorithm presets
 #
 # A key of `learner` that is left at "auto" (or at 0, where 0 says so) takes its value from the row; `settled` gives the
-# config with all of them filled in. What a loss computes stands in `jaxroll.algorithms`; the config room loads without
+# config with all of them filled in. `jaxroll.algorithms` says what a loss computes; the config room loads without
 # JAX.
 
 ESTIMATORS = (
@@ -74,7 +74,7 @@ ICEPOP_FLOOR = 0.5
 
 @dataclass(frozen=True)
 class Preset:
-    """A row. Where several values are allowed the first is the one that "auto" stands for.
+    """One preset. Where several values are allowed, "auto" means the first.
 
     `corrections` is empty where the loss weighs by π_θ/π_b itself, or needs no weight. `credited_only`: denominators
     count the members with an advantage and no others. `overlong`: answers near the limit cost.

@@ -21,9 +21,9 @@ GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commi
 COLOCATED = "colocated"  # the process of all roles with devices, where they share one
 LEADERS = ("learner", COLOCATED)  # of which a run has one: its end is the run's
 GPU_CONTEXT_MB = 512
-GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and whoever else is there
+GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and other processes
 
-MAX_MEMBER_MB = 8  # that a store takes: looking for the end of nonsense holds everybody up, 8 ms a megabyte
+MAX_MEMBER_MB = 8  # that a store takes: parsing malformed data blocks all calls for 8 ms per MB
 TOKEN_BYTES = 16  # of a member on the wire: id, mask, log-prob, and what msgpack adds
 
 
@@ -74,14 +74,14 @@ def lives_in(role: str, process: str) -> bool:
 
 
 def channel_of(config: Config) -> str:
-    """How parameters travel: what `transfer.channel` names, or the best there is."""
+    """The channel for parameters: the one that `transfer.channel` names, or the best available."""
     if config.transfer.channel != "auto":
         return config.transfer.channel
     return "device" if config.placement.colocated else "tcp"
 
 
 def learner_names(config: Config) -> tuple[str, ...]:
-    """The processes of the learner, one on each of its hosts; the first speaks for all."""
+    """The processes of the learner, one on each of its hosts; the first is the leader."""
     return ("learner", *(f"learner-{index}" for index in range(1, config.placement.learner_hosts)))
 
 
@@ -91,13 +91,13 @@ def actor_names(config: Config) -> tuple[str, ...]:
 
 
 def sampler_members(config: Config) -> int:
-    """How many members a sampler plays at once: what is asked for, or its slots and groups enough that a freed slot
+    """Members that a sampler plays at once: as configured, or its slots and groups enough that a freed slot
     never waits for a lease. Members whose environments take their time hold no slot meanwhile."""
     return config.sampler.episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
 
 
 def actor_members(config: Config) -> int:
-    """How many members an actor plays at once: an equal part of what all samplers would play, rounded up."""
+    """Members that an actor plays at once: an equal part of what all samplers would play, rounded up."""
     return math.ceil(config.sampler.count * sampler_members(config) / config.placement.actors)
 
 
@@ -234,7 +234,7 @@ def _check_actors(config: Config) -> None:
 
 
 def _check_colocated(config: Config) -> None:
-    """True if what asks for processes of their own is asked for beside one process for all."""
+    """Refuse options that need separate processes together with one process for all roles."""
     placement = config.placement
     for key, value, none in (("learner_hosts", placement.learner_hosts, 1), ("actors", placement.actors, 0)):
         if placement.colocated and value != none:
@@ -366,7 +366,7 @@ def _check_chips(config: Config, chips: int) -> None:
     if chips < total:
         spelled = ", ".join(f"{name} {count}" for name, count in wanted.items())
         reason = f"{chips} TPU chip{'s' * (chips != 1)} here, {total} needed ({spelled}), and a chip holds one process"
-        together = "placement.colocated = True (all of them in one process, by turns), "
+        together = "placement.colocated = True (all of them in one process, sharing the devices), "
         together = together if chips >= max(roles_with_devices(config).values()) and len(wanted) > 1 else ""
         raise ConfigError("placement.platform", "tpu", reason,
                           f"Use {together}smaller meshes, evaluator.every = 0, a larger slice, or one slice per role "

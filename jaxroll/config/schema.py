@@ -38,7 +38,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model: an entry of `jaxroll.models.families`, or a local Hugging Face folder."""
+    """The model: an entry of `jaxroll.models.families`, or a local Hugging Face folder."""
 
     size: str = "tiny"
     path: str = ""
@@ -55,7 +55,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Where prompts come from and how answers are judged."""
+    """The source of prompts and the judge of answers."""
 
     source: Literal["reasoning_gym", "jsonl", "parquet", "game"] = "reasoning_gym"
     name: str = "spell_backward"
@@ -82,7 +82,7 @@ class SftConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Who may run ahead of whom, and by how much (STORE.md, promises 7 and 8)."""
+    """The bounds on how far samplers run ahead of the learner (STORE.md, promises 7 and 8)."""
 
     mode: Literal["sync", "one_step", "async"] = "async"  # a name for some of the values below (config/schedules.py)
     alpha: float = 1.0
@@ -116,7 +116,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How training answers are drawn. Truncation (top_k, top_p) is refused in training, allowed in `generate`."""
+    """Sampling of training answers. Truncation (top_k, top_p) is refused in training, allowed in `generate`."""
 
     max_tokens: int = 12
     temperature: float = 1.0
@@ -167,7 +167,7 @@ class LearnerConfig:
     positive_weight: float = 1.0  # of topr
     negative_weight: float = 1.0
     discount: float = 0.95  # of later turns; read by segment_return and gigpo
-    step_weight: float = 1.0  # of gigpo's step term beside its episode term
+    step_weight: float = 1.0  # of gigpo's step term next to its episode term
     dpo_beta: float = 0.1
     overlong_tokens: int = 0  # the last tokens before sampling.max_tokens, over which the reward sinks by 1
     reference: Literal["none", "init"] = "none"  # init: the parameters of the start, frozen
@@ -194,7 +194,7 @@ class LearnerConfig:
     substeps: int = 1  # optimizer steps per claim
     micro_rows: int = 8  # rows of one packed micro-batch; of answers, where they share prompts
     row_tokens: int = 128  # tokens of one packed row; without its prompts, where they are shared
-    prompt_tokens: int = 0  # before prompt_rows rows, for prompts that lie there once; 0: one before every answer
+    prompt_tokens: int = 0  # before prompt_rows rows, for prompts that are stored once; 0: one before every answer
     prompt_rows: int = 1  # rows of answers that share their prompts
     remat: Literal["auto", "none", "layer", "dots"] = "auto"  # made again in the backward pass; auto: as the model says
     logits_mb: int = 512  # of float32 logits on a device at once; a large vocabulary is worked through in parts
@@ -249,13 +249,13 @@ class TransferConfig:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """What hardware a role may take. Fractions apply when roles share GPUs."""
+    """The hardware that a role may take. Fractions apply when roles share GPUs."""
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     actors: int = 0  # processes that play the episodes and ask the samplers' engines; 0: the samplers play them
     learner_hosts: int = 1  # processes of the learner, one on each of its hosts; learner.mesh is over all of them
-    colocated: bool = False  # learner, samplers and evaluator in one process, by turns on the same devices
-    cpu_threads: int = 1  # of each role on CPU: one is as fast, unless the others stand idle meanwhile (alpha = 0)
+    colocated: bool = False  # learner, samplers and evaluator in one process, taking turns on the same devices
+    cpu_threads: int = 1  # of each role on CPU: one is as fast, unless the others are idle meanwhile (alpha = 0)
     sampler_memory_fraction: float = 0.30
     learner_memory_fraction: float = 0.40
     evaluator_memory_fraction: float = 0.10
@@ -263,7 +263,7 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class SupervisorConfig:
-    """How often a dead role is started again, and how patiently it is stopped."""
+    """Restarts of dead roles, and the time that a role gets to stop."""
 
     max_restarts: int = 10
     backoff_s: float = 0.5

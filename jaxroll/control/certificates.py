@@ -1,7 +1,7 @@
 """A private certificate authority for one run, made with the program `openssl`.
 
 RUN/tls gets a CA, a certificate for the processes that listen (store, learner), with the names of their hosts, and one
-for those that only call. Made again, the CA stays and the certificates are new: whoever trusts the CA needs no new
+for those that only call. Made again, the CA stays and the certificates are new: clients that trust the CA need no new
 copy of it. The CA is valid ten times as long; one that would end before the new certificates is made new, too.
 """
 
@@ -26,7 +26,7 @@ _CA_LIVES = 10  # of a certificate
 
 
 def make(run_dir: Path, hosts: Sequence[str], days: int) -> str:
-    """What to do next, after making RUN/tls and, where there is none, RUN/token."""
+    """The next steps for a person, after making RUN/tls and, where there is none, RUN/token."""
     if shutil.which("openssl") is None:
         raise ConfigError("openssl", "not found", "certificates are made with it",
                           "Install it (apt install openssl), or put ca.pem, cert.pem and key.pem of your own into "

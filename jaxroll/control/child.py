@@ -24,7 +24,7 @@ LINE_CHARS = 1000  # of a line of a log, where its end is shown
 
 
 class Child:
-    """A started process. It is told its supervisor's pid, to die with it (see `jaxroll.lifeline`).
+    """A started process. It gets its supervisor's pid, to die with it (see `jaxroll.lifeline`).
 
     ConfigError when there is no such program; InfraError when the machine refuses now (no descriptor, process, memory
     or room for the log is left), which may pass.
@@ -69,7 +69,7 @@ class Child:
         try:
             os.killpg(self.pid, signum)
         except (ProcessLookupError, PermissionError):
-            return  # nobody of the group is left
+            return  # no process of the group is left
 
 
 def tail(log: Path, lines: int = 20) -> str:
@@ -100,7 +100,7 @@ FORGIVEN_AFTER_S = 300.0
 
 @dataclass(frozen=True)
 class Lives:
-    """The past of one process: deaths that are not forgiven, and restarts altogether."""
+    """The past of one process: deaths that still count, and all restarts."""
 
     deaths: int = 0
     restarts: int = 0
@@ -130,7 +130,7 @@ Verdict = Done | Restart | GiveUp
 
 
 def after_exit(name: str, code: int, lived_s: float, lives: Lives, config: SupervisorConfig) -> Verdict:
-    """What to do about process `name`, which ended with `code` (negative: killed by that signal) after `lived_s`."""
+    """The reaction to process `name`, which ended with `code` (negative: killed by that signal) after `lived_s`."""
     if code == 0:
         return Done()
     if code == EXIT_CONFIG:
@@ -148,7 +148,7 @@ def after_exit(name: str, code: int, lived_s: float, lives: Lives, config: Super
 
 
 def how(code: int) -> str:
-    """The exit code in words."""
+    """The exit code as text for a person."""
     if code == EXIT_WORN:
         return f"with exit code {code}, worn out by environments that hang in its threads"
     return f"by signal {-code}" if code < 0 else f"with exit code {code}"

@@ -21,7 +21,7 @@ OFFLINE = {
     "eval": "held-out accuracy of a run's newest weights",
     "generate": "try a run's weights: jaxroll generate RUN PROMPT… [--temperature=…]",
 }
-RUNNING = ("train", "demo")  # with the roles: whoever reads their output, the run goes on
+RUNNING = ("train", "demo")  # with the roles: the run goes on without a reader of their output
 PASSED_ON = ("eval", "generate")  # their further words are read by what they call
 
 
@@ -80,7 +80,7 @@ def _commands(top: argparse.ArgumentParser) -> list[str]:
 
 
 def _hint(options: argparse.Namespace, word: str) -> str:
-    """What was meant by a word that the command does not take, as far as it can be guessed."""
+    """The likeliest meaning of an argument that the command does not take."""
     name = word.removeprefix("--").partition("=")[0]
     if word.endswith(".py") and not word.startswith("-") and hasattr(options, "config"):
         return f"A config file is given as --config={word}."
@@ -104,7 +104,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What every command takes."""
+    """The options of every command."""
     top = argparse.ArgumentParser(prog="jaxroll", description="Asynchronous RL for language models in JAX.",
                                   epilog="Any key of the config: --config.learner.learning_rate=1e-4")  # fmt: skip
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")

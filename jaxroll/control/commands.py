@@ -1,4 +1,4 @@
-"""What each command does. Heavy things are imported by the command that needs them."""
+"""The commands. Each imports the heavy modules that it needs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run_train(options: argparse.Namespace) -> int:
         if options.config:
             raise ConfigError("--config", options.config, "a run is resumed with its own config",
                               "Leave --config out; --config.KEY=VALUE may change a few keys.")  # fmt: skip
-        run_dir.load(path)  # first: the lock is a file, and nothing is written into a folder that is no run
+        run_dir.load(path)  # first: the lock is a file, and nothing is written into a folder that is not a run
         with run_dir.locked(path):
             config = run_dir.resume(path, options.overrides, _checked_here)
             return train.train(config, path, train.find_inventory(config), fork=options.fork)
@@ -75,7 +75,7 @@ def run_role(options: argparse.Namespace) -> int:
 
 
 def role_args(options: argparse.Namespace) -> RoleArgs:
-    """What the command line says to a role; a role with a config but no run folder gets a new one."""
+    """The arguments of a role from the command line; a role with a config but no run folder gets a new one."""
     index = getattr(options, "index", 0)
     if index < 0:
         raise ConfigError("--index", index, f"{options.command}s are numbered from 0", "Use 0 for the first.")
@@ -92,7 +92,7 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
 def place_alone(role: str, args: RoleArgs) -> None:
     """Set what the supervisor would have set for a role that has this machine's accelerator to itself.
 
-    JAX is not loaded yet. What the user has set stays.
+    JAX is not loaded yet. Variables that the user has set stay.
     """
     cache_dir = program.default_cache_dir(args.run_dir, os.environ)
     env = placement.common_env(str(cache_dir))
@@ -284,7 +284,7 @@ def run_launch(options: argparse.Namespace) -> None:
     from jaxroll.control import launchers
 
     config = _loaded(options)
-    preflight.check_described(config)  # the files it names stand on the hosts
+    preflight.check_described(config)  # the files it names are on the hosts
     run_dir.checked(os.path.join("/", options.run or ""))
     print(launchers.text(config, launchers.target_of(options), dry_run=options.dry_run))
 

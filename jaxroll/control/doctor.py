@@ -58,8 +58,8 @@ OPTIONAL = (
              "pip install 'jaxroll[gpu]'"),
     Optional("pytest", _module("pytest"), "the tests", "pip install 'jaxroll[dev]', or `make test`"),
     Optional(".venv-torch", _environment("torch"), "comparisons with transformers in `make soak`", "make venv-torch"),
-    Optional(".venv-tunix", _environment("tunix"), "benchmarks beside google-tunix", "make venv-tunix"),
-    Optional(".venv-jetstream", _environment("jetstream"), "tests beside google-jetstream", "make venv-jetstream"),
+    Optional(".venv-tunix", _environment("tunix"), "benchmarks against google-tunix", "make venv-tunix"),
+    Optional(".venv-jetstream", _environment("jetstream"), "tests with google-jetstream", "make venv-jetstream"),
     Optional("math-verify", _module("math_verify"), "nothing yet (no scorer uses it)", "pip install 'jaxroll[math]'"),
     Optional("ray", _module("ray"), "nothing yet (no launcher uses it)", "pip install 'jaxroll[ray]'"),
     Optional("nvidia-smi", _program("nvidia-smi"), "finding NVIDIA GPUs", "comes with the NVIDIA driver"),
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def optional_lines(things: tuple[Optional, ...] = OPTIONAL) -> list[str]:
-    """What is here, and for what is not: what will be skipped, and how to get it."""
+    """Installed optional parts; for missing ones, what is skipped and how to get it."""
     here = [thing.name for thing in things if thing.present()]
     lines = [f"here      {', '.join(here)}"] if here else []
     lines += [
@@ -101,7 +101,7 @@ def optional_lines(things: tuple[Optional, ...] = OPTIONAL) -> list[str]:
 
 
 def certificate_lines(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What is wrong, or soon will be, with the certificates that JAXROLL_TLS names."""
+    """Problems, present or near, of the certificates that JAXROLL_TLS names."""
     folder = environment.get(tls.TLS_VARIABLE, "").strip()
     if not folder:
         return []
@@ -128,7 +128,7 @@ def device_lines(python: str = sys.executable) -> list[str]:
 
 
 def scoring_doors(python: str = sys.executable) -> str:
-    """What scoring processes are kept from here, and by what; asked of a child, which gives it up for good."""
+    """The restrictions of scoring processes here; a child tries them out, because they are permanent."""
     try:
         done = subprocess.run(
             [python, "-m", "jaxroll.rewards.sandbox"],

@@ -33,7 +33,7 @@ CACHE = ".cache/jax"
 
 @dataclass(frozen=True)
 class Target:
-    """Where the roles go and how a host is reached. `hosts` maps process names (or roles) to hosts."""
+    """The hosts of the roles, and the way to reach them. `hosts` maps process names (or roles) to hosts."""
 
     kind: str  # tpu_vm | gpu
     config_file: str

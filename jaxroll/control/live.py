@@ -56,7 +56,7 @@ class View:
         """A sentence worth keeping."""
 
     def close(self) -> None:
-        """Let go of files and terminal."""
+        """Close files and release the terminal."""
         if self._events is not None:
             self._events.close()
 
@@ -124,7 +124,7 @@ class TableView(View):
         self._live.console.print(Text(text))
 
     def close(self) -> None:
-        """Leave the last table standing."""
+        """Leave the last table on the screen."""
         self._spinner.update(text="")
         self._live.update(self._render())
         self._live.stop()
@@ -185,7 +185,7 @@ class StepLine:
                 f"waits: {waits}")  # fmt: skip
 
 
-HEADINGS = ("step", "reward", "held-out", "tokens/s", "age mean / max", "s/step", "who waits for whom")
+HEADINGS = ("step", "reward", "held-out", "tokens/s", "age mean / max", "s/step", "waiting for")
 
 
 @dataclass
@@ -205,7 +205,7 @@ class Status:
         """Fold one row in; the plain line it is worth, if any."""
         role = str(row.get("role"))
         if row.get("kind") in ("step", "eval", "restart", "compile"):
-            self._lines.pop(role, None)  # what it said it was at is over
+            self._lines.pop(role, None)  # its reported activity is over
         match row.get("kind"):
             case "step":
                 return self._step(row)
@@ -233,7 +233,7 @@ class Status:
                 del known[role]
 
     def doing(self, now_unix_s: float, processes: Sequence[ProcessView]) -> str:
-        """What the run is at, in one sentence: never empty."""
+        """One sentence about the run's current activity; never empty."""
         leaving = [f"{p.name} ({p.seconds:.0f} s)" for p in processes if p.state == "stopping"]
         if leaving:
             return f"stopping {', '.join(leaving)}"
@@ -269,7 +269,7 @@ class Status:
         return line.text(self.of_steps)
 
     def _tokens_per_s(self) -> float | None:
-        """Of all samplers together, each averaged over its last reports."""
+        """The sum over all samplers, each averaged over its last reports."""
         return sum(sum(rates) / len(rates) for rates in self._rates.values()) if self._rates else None
 
     def _wait_text(self, row: Mapping[str, Any]) -> str:

@@ -29,7 +29,7 @@ Env = dict[str, str]
 CPU_COLLECTIVE_WARN_S = 120
 CPU_COLLECTIVE_ABORT_S = 1200
 
-# XLA on CPU takes all that a program needs anew in each call, of a training step hundreds of MB: in pages of 4 KB their
+# XLA on CPU allocates all memory of a program in each call, of a training step hundreds of MB: in pages of 4 KB their
 # first touch is a third of the step. From glibc 2.35 on malloc asks for large pages, where the kernel grants them.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
@@ -114,9 +114,9 @@ def _tpu(chips: range, port: int) -> Env:
 
 
 def common_env(cache_dir: str) -> Env:
-    """What every process is started with, whatever its devices."""
+    """The environment variables of every process, for all kinds of devices."""
     return {
-        "PYTHONUTF8": "1",  # files and output are UTF-8 whatever the locale
+        "PYTHONUTF8": "1",  # files and output are UTF-8 in every locale
         "PYTHONUNBUFFERED": "1",  # a killed process leaves its last words in the log
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "JAX_COMPILATION_CACHE_DIR": cache_dir,

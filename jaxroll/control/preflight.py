@@ -1,6 +1,6 @@
-"""What a role would refuse about its config, refused before one is started and before a device is touched.
+"""Refusals that a role would make of its config, before one is started and before a device is touched.
 
-`check_described` judges what stands in the config alone. `check` also opens what the config names on this machine:
+`check_described` judges the config alone. `check` also opens what the config names on this machine:
 files, the task's library, the tokenizer, the environment's module. Neither loads JAX. tests/control/test_preflight.py
 holds the list of refusals in the roles' rooms, and how each is met here.
 """
@@ -88,11 +88,11 @@ def _check_files(config: Config) -> None:
 
 
 def _check_algorithm(name: str) -> None:
-    """True if the module of one's own algorithm is there. It loads JAX, so what stands in it is seen by the learner."""
+    """Check that the module of your own algorithm exists. Loading it would load JAX, so the learner does that."""
     module = name.rpartition(":")[0]
     try:
         found = not module or importlib.util.find_spec(module) is not None
-    except ImportError:  # of a package that it stands in
+    except ImportError:  # of a package that contains it
         found = False
     if not found:
         raise ConfigError("learner.algorithm", name, f"there is no module {module} here",
@@ -100,7 +100,7 @@ def _check_algorithm(name: str) -> None:
 
 
 def _beside(path: Path) -> str:
-    """What stands where the missing `path` should, nearest name first."""
+    """The files next to the missing `path`, the nearest name first."""
     folder = path.expanduser().absolute().parent
     if not folder.is_dir():
         return f"Looked in {Path.cwd()}; there is no folder {folder} either."

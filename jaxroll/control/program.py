@@ -1,4 +1,4 @@
-"""The processes of a run as a value: what to start, with which arguments and environment, after whom.
+"""The processes of a run as a value: the command, arguments and environment of each, and the processes before it.
 
 `build` is pure: the supervisor runs its answer, the launchers print it, tests compare it with a golden file.
 """
@@ -72,13 +72,13 @@ def build(
 
 
 def _meeting(name: str, config: Config) -> tuple[str, ...]:
-    """How the processes of a learner of several find each other on this machine: by a file in the run's folder."""
+    """The meeting point of a learner's processes on this machine: a file in the run's folder."""
     several = name in learner_names(config) and config.placement.learner_hosts > 1
     return ("--coordinator=127.0.0.1:0",) if several else ()
 
 
 def _priority(name: str, inventory: Inventory) -> placement.Env:
-    """On a CPU all give way to the learner, and that to nobody, whatever is set outside."""
+    """On a CPU all roles yield to the learner, and it to none, overriding the environment."""
     if inventory.platform != "cpu":
         return {}
     return {priority.NICE_ENV: "" if role_of(name) in LEADERS else str(priority.NICE)}
@@ -124,7 +124,7 @@ def offline_env(
 
 
 def default_cache_dir(run_dir: Path, environ: Mapping[str, str]) -> Path:
-    """The shared compilation cache: JAXROLL_CACHE, else what JAX is told already, else `.cache/jax` beside `runs/`."""
+    """The shared compilation cache: JAXROLL_CACHE, else the folder set for JAX, else `.cache/jax` next to `runs/`."""
     named = environ.get("JAXROLL_CACHE") or environ.get("JAX_COMPILATION_CACHE_DIR")
     if named:
         return Path(named)

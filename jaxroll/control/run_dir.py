@@ -39,7 +39,7 @@ METRICS_FILE = "metrics.jsonl"
 LOGS = "logs"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "numpy", "grpcio", "msgspec",
             "reasoning-gym", "libtpu")  # fmt: skip
-# What may change when a run is resumed: how long, how watched, how placed; never what is learned from what.
+# What may change when a run is resumed: duration, monitoring and placement; never the data or the objective.
 RESUMABLE = ("schedule.steps", "supervisor.", "placement.", "evaluator.", "store.", "sampler.count", "sampler.slots",
              "sampler.scoring_workers", "sampler.mesh.", "learner.checkpoint", "learner.mesh.", "learner.micro_rows",
              "transfer.")  # fmt: skip
@@ -136,7 +136,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """What run.json of the folder says; ConfigError when there is none, or it is not what JaxRoll writes."""
+    """The content of run.json in the folder; ConfigError when it is missing or not JaxRoll's."""
     file = Path(path) / RUN_FILE
     try:
         values = json.loads(_run_file_bytes(file).decode())
@@ -171,7 +171,7 @@ _FIELDS: dict[str, tuple[type | tuple[type, ...], Any]] = {
 
 
 def _run_file_bytes(file: Path) -> bytes:
-    """ValueError for what is no file (a FIFO would block the reader) and for one that is too large."""
+    """The bytes; ValueError for a path that is not a file (a FIFO would block) or too large."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("not a file")
@@ -309,7 +309,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def link(path: Path, name: str) -> Path:
-    """The symlink `name` beside the run, (re)pointed at it; a real file or folder of that name stays as it is."""
+    """The symlink `name` next to the run, (re)pointed at it; a real file or folder of that name stays as it is."""
     target = path.parent / name
     if target.exists() and not target.is_symlink():
         print(f"{target} is not a link and stays as it is; the run is {path}", file=sys.stderr)
@@ -370,7 +370,7 @@ def _folders(parent: Path) -> list[Path]:
 
 
 def _numbers(rows: Sequence[dict[str, Any]], kind: str, key: str) -> list[float]:
-    """The numbers under `key` in the rows of this kind; a row may come from a stranger."""
+    """The numbers under `key` in the rows of this kind; a row may come from an unknown writer."""
     found = [row.get(key) for row in rows if row.get("kind") == kind]
     return [value for value in found if isinstance(value, (int, float)) and not isinstance(value, bool)]
 

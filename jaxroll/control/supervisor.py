@@ -1,6 +1,6 @@
 """Starts the processes of a program, watches them by pid, starts dead ones again, and stops them in order.
 
-One thread, one loop: start what is due, look who ended (`policy` says what follows), show what is new in the metrics.
+One thread, one loop: start what is due, handle ended processes (`policy` decides), show what is new in the metrics.
 The run is complete when its leader (the learner, or the process it shares) ends with 0; then the evaluator may finish,
 and the others are asked to leave: learner, evaluator, actors, samplers, store. An interrupt asks them in that order; a
 second one kills them. SIGHUP (the terminal is gone) asks them too, and never kills: a shell that ends sends it twice.
@@ -35,7 +35,7 @@ LEAVING = "learner, evaluator, actors, samplers, store"
 
 
 class Observer(Protocol):
-    """Who is shown what happens."""
+    """A receiver of the run's rows and events."""
 
     def rows(self, rows: Sequence[dict[str, Any]]) -> None:
         """New metrics rows."""
@@ -86,7 +86,7 @@ class Guarded:
 
 @dataclass(frozen=True)
 class ProcessView:
-    """What an observer sees of a process: `state` is waiting, starting, running, backoff, stopping or done."""
+    """The view of a process: `state` is waiting, starting, running, backoff, stopping or done."""
 
     name: str
     state: str
@@ -125,7 +125,7 @@ class WakeSignal:
 
 
 class Supervisor:
-    """Runs a program until its leader is done, somebody gives up, or the user interrupts. Use it once.
+    """Run a program until its leader is done, a process is given up, or the user interrupts. Use it once.
 
     `after` of a spec is honoured at its first start only; a restarted process finds its peers by patience.
     """
@@ -180,7 +180,7 @@ class Supervisor:
         """Until the leader is done or the run must end; the exit code."""
         for slot in self._slots.values():
             if slot.spec.ready_file is not None:
-                slot.spec.ready_file.unlink(missing_ok=True)  # of an earlier life
+                slot.spec.ready_file.unlink(missing_ok=True)  # of an earlier process
             slot.since_s = self._clock.now_s()
         finish_by_s: float | None = None
         while True:
@@ -197,7 +197,7 @@ class Supervisor:
             self._pause()
 
     def _advance(self) -> int | None:
-        """Start what is due and look who ended; an exit code when the run must end."""
+        """Start the processes that are due and handle ended ones; an exit code when the run must end."""
         for slot in self._slots.values():
             try:
                 self._start_if_due(slot)

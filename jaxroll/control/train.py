@@ -36,7 +36,7 @@ def find_inventory(config: Config) -> Inventory:
 def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None = None) -> int:
     """Run `config` in the run folder `path`, whose lock the caller holds; the exit code.
 
-    `fork` names the checkpoint of an earlier life to fork at ("": the newest); None continues where it ended.
+    `fork` names the checkpoint of an earlier process to fork at ("": the newest); None continues where it ended.
     """
     began = time.monotonic()
     cache_dir = program.default_cache_dir(path, os.environ)
@@ -81,7 +81,7 @@ def warm_spec(path: Path, env: dict[str, str]) -> ProcessSpec:
 
 
 def closing_words(code: int, path: Path, seconds: float) -> str:
-    """What to type next."""
+    """The command to type next."""
     shown, command = os.path.relpath(path), own_command()
     if code == 0:
         return f"The run is complete after {seconds:.0f} s. See it with: {command} report {shown}"
@@ -91,7 +91,7 @@ def closing_words(code: int, path: Path, seconds: float) -> str:
 
 
 def own_command() -> str:
-    """What to type for `jaxroll` here: the bare word where the shell finds it, else the path of the one that runs."""
+    """The command for `jaxroll` here: the bare name where the shell finds it, else the path of the running one."""
     beside = Path(sys.executable).with_name("jaxroll")
     if shutil.which("jaxroll") or not beside.exists():
         return "jaxroll"
@@ -105,7 +105,7 @@ NAME = "demo"
 
 
 def find_config(file: str | None, here: Path) -> Path:
-    """The demo's config file: `file`, else configs/demo.py under `here`, else beside the package."""
+    """The demo's config file: `file`, else configs/demo.py under `here`, else next to the package."""
     if file is not None:
         return Path(file)
     for root in (here, Path(jaxroll.__file__).parent.parent):

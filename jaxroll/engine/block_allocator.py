@@ -14,7 +14,7 @@ class BlockAllocator:
 
     @property
     def free(self) -> int:
-        """How many can be taken now."""
+        """Pages that can be allocated now."""
         return len(self._free)
 
     @property
@@ -50,5 +50,5 @@ class BlockAllocator:
                 self._free.append(page)
 
     def reference_count(self, page: int) -> int:
-        """How many hold `page`; 0 for a free one."""
+        """The number of references to `page`; 0 for a free one."""
         return self._holders[page]

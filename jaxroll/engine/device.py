@@ -31,7 +31,7 @@ _NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, eq=False)
 class SavedPages:
-    """What one request had in the cache; `tokens` of it count. The copy to the host is under way."""
+    """The cache content of one request; `tokens` of it count. The copy to the host is under way."""
 
     pages: programs.Pages
     tokens: int
@@ -135,11 +135,11 @@ class Device:
 
     @property
     def mask_tokens(self) -> int:
-        """V0: words that a mask speaks of; 0 in an engine without masks."""
+        """V0: tokens of a token mask; 0 in an engine without masks."""
         return self._state.allowed.shape[1]
 
     def set_token_masks(self, masks: Mapping[int, np.ndarray]) -> None:
-        """What the requests in some slots may draw next: slot to bool [V]."""
+        """Set the token masks of the requests in some slots: slot to bool [V]."""
         sizes = self._sizes
         slots = np.full(sizes.slots, sizes.slots, np.int32)
         rows = np.ones((sizes.slots, self.mask_tokens), bool)

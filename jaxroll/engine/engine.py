@@ -146,7 +146,7 @@ class Engine:
     # -------------------------------------------------------------------------------------- by the stepping thread
 
     def warmup(self, params: Params, progress: Progress | None = None) -> None:
-        """Compile every program for parameters like `params`; `progress` is told what and how long."""
+        """Compile every program for parameters like `params`; `progress` gets the program and its seconds."""
         self._device.warmup(params, progress)
 
     def step(self) -> bool:
@@ -206,7 +206,7 @@ class Engine:
             self._deliver_partly(add, drawn)
 
     def _refuse(self) -> bool:
-        """True if somebody had to leave, since its `allowed` gave no answer; it is told why."""
+        """True if a request ended because its `allowed` failed; it gets the error."""
         refused = self._work.refused()
         for add, drawn, error in refused:
             self._is_aborted(add, drawn)

@@ -74,7 +74,7 @@ class JetStreamEngine(engine_api.Engine):
         self, *, params: Params, existing_prefix: Prefix | None = None, padded_tokens: jax.Array | np.ndarray,
         true_length: int, key: GenerationKey | None = None,
     ) -> Prefix:  # fmt: skip
-        """The prefix of a prompt; `key` (this engine's own argument) says who draws its tokens."""
+        """The prefix of a prompt; `key` (this engine's own argument) identifies the request that samples."""
         if existing_prefix is not None:
             raise NotImplementedError("JaxRoll's JetStream engine computes whole prompts: pass no existing_prefix")
         key = key or GenerationKey(next(self._order), 0)
@@ -93,7 +93,7 @@ class JetStreamEngine(engine_api.Engine):
     # --- what JetStream asks about an engine
 
     def get_prefix_destination_sharding(self) -> Prefix:
-        """Where a prefix must lie: a prefix of shardings."""
+        """The shardings of a prefix, as a prefix of shardings."""
         return self._programs.prefix_shardings()
 
     def get_tokenizer(self) -> Any:
@@ -121,7 +121,7 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def mesh(self) -> Mesh:
-        """Where the model lies."""
+        """The mesh of the model."""
         return self._mesh
 
     @property
@@ -131,7 +131,7 @@ class JetStreamEngine(engine_api.Engine):
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """A tokenizer of JaxRoll. Text is encoded as it stands, after the tokenizer's own bos where it has one."""
+    """A tokenizer of JaxRoll. Text is encoded unchanged, after the tokenizer's own bos where it has one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -163,7 +163,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def stop_tokens(self) -> set[int]:
-        """The end of sequence alone: who samples padding has not ended an answer."""
+        """The end of sequence alone: a sampled padding token does not end an answer."""
         return {self.eos_id}
 
 

@@ -22,7 +22,7 @@ from jaxroll.models.params import Params
 from jaxroll.sharding.layout import Layout, replicated
 
 PROMPT_BUCKETS = tuple(2**power for power in range(4, 16))  # the lengths to which JetStream pads prompts
-NO_BOS = -1  # stands before a prompt where JetStream insists on a first token and there is none
+NO_BOS = -1  # put before a prompt where JetStream insists on a first token and there is none
 _IDLE = -1
 
 
@@ -71,7 +71,7 @@ class Prefix:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """What S slots are doing. A slot's last token stands at `positions` (-1: idle) and is not in the cache yet."""
+    """The state of S slots. A slot's last token is at `positions` (-1: idle) and is not in the cache yet."""
 
     cache: kv.KVCache
     tokens: Int[Array, " S"]
@@ -128,7 +128,7 @@ class SlotPrograms:
         return Prefix(keys, values, length, self._sample(logits, identity[None], length[None])[0], identity)
 
     def insert(self, prefix: Prefix, state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
-        """`state` with the prefix in `slot`, whatever stood there."""
+        """`state` with the prefix in `slot`, which replaces its content."""
         own = self.serving.slots // self.shards
         fill = partial(
             kv.filled, shards=(slot // own)[None], tables=self._table(slot % own)[None],
@@ -163,7 +163,7 @@ class SlotPrograms:
         return after, jnp.stack([state.tokens, running.astype(jnp.int32), counts], axis=1)
 
     def _table(self, own: Int[Array, "*S"]) -> Int[Array, "*S J"]:
-        """The pages of slots that stand at `own` in their shard."""
+        """The pages of slots at `own` in their shard."""
         return own[..., None] * self.serving.table + jnp.arange(self.serving.table)
 
     def _sample(

@@ -14,7 +14,7 @@ from jaxroll.records import Version, VersionRun
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """What a request that left its slot before its end had drawn: T tokens, and when it began."""
+    """The T tokens of a request that left its slot before its end, and its start time."""
 
     tokens: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T]
@@ -24,7 +24,7 @@ class Partial:
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A request in a slot. Its tokens after the first `known` ones stand in the history from `start_row` on.
+    """A request in a slot. Its tokens after the first `known` ones are in the history from `start_row` on.
 
     Known are those it had drawn when it came (`before`), or the one that its start draws.
     """
@@ -41,7 +41,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a request ended, and how many of its tokens count (None: all)."""
+    """The end of a request, and the number of its tokens that count (None: all)."""
 
     finish: str
     tokens: int | None = None
@@ -49,7 +49,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Progress:
-    """What one dispatch brought: tokens drawn by decode, who has its first token now, and who ended, by slot."""
+    """The result of one dispatch by slot: decoded tokens, first tokens, and ended requests."""
 
     decoded: int
     begun: tuple[Add, ...]
@@ -57,7 +57,7 @@ class Progress:
 
     @property
     def firsts(self) -> int:
-        """How many tokens were drawn by inserts."""
+        """Tokens that were sampled by inserts."""
         return len(self.begun)
 
 
@@ -153,7 +153,7 @@ def _first(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, .
 
 # --- history: a ring of decode rows from which a finished request takes its column
 #
-# A running slot samples in every decode step, so a request's tokens after its first stand in one column in consecutive
+# A running slot samples in every decode step, so a request's tokens after its first are in one column in consecutive
 # rows. Keeping rows costs one copy a dispatch, however many slots there are; nothing is done per token.
 
 
@@ -184,7 +184,7 @@ class History:
 
 
 class WeightSwaps:
-    """Which version was in force in which row."""
+    """The version in force, by row."""
 
     def __init__(self) -> None:
         self._flips: list[tuple[int, Version]] = []

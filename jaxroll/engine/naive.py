@@ -37,7 +37,7 @@ def generate(spec: ModelSpec, params: Params, request: Request, seed: int) -> tu
 
 
 def trace(spec: ModelSpec, params: Params, request: Request, seed: int) -> Trace:
-    """What `generate` returns, with the margins."""
+    """The result of `generate`, with the margins."""
     wanted = request.params
     end = len(request.prompt) + wanted.max_tokens
     text = np.zeros(-(-end // _LENGTH_STEP) * _LENGTH_STEP, np.int32)

@@ -1,6 +1,6 @@
-"""How requests cross from host to device and results come back: one int32 array each way, one transfer each.
+"""Packed requests and results between host and device: one int32 array each way, one transfer each.
 
-float32 values travel as their bits. What is unused of a batch goes to no slot, no page and no row of logits.
+float32 values travel as their bits. Unused rows of a batch go to no slot, no page and no row of logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxroll.engine.requests import Request
 NO_TOKEN = -1
 OWN_SEED, UNTRUNCATED = 1, 2  # bits of FLAGS
 
-# What has become of a slot.
+# The status of a slot.
 IDLE, RUNNING, STOP, LENGTH = range(4)
 FINISH = {STOP: "stop", LENGTH: "length"}
 
@@ -90,7 +90,7 @@ def _bits(value: float) -> int:
 
 
 def request_row(request: Request, sizes: Sizes) -> list[int]:
-    """What the device must know of `request`, as `sizes.columns` integers."""
+    """The device's data about `request`, as `sizes.columns` integers."""
     key, params = request.key, request.params
     offset = request.first_position - len(request.prompt)
     stops = () if params.ignore_eos else params.stop_tokens
@@ -205,7 +205,7 @@ def is_stop(tokens: Int[Array, " S"], requests: Int[Array, "S C"]) -> Bool[Array
 
 @dataclass(frozen=True)
 class Report:
-    """What one decode dispatch did, on the host (views of the one array that came over).
+    """The report of one decode dispatch, on the host (views of the one array that came over).
 
     `first_*` are the last tokens before the dispatch: the first tokens of requests inserted just before it. `counts`
     are new tokens of each slot's request so far; row t of `tokens` counts for slots that were still running then.

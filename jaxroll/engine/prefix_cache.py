@@ -1,8 +1,8 @@
-"""Beginnings that are in the cache: prompts computed once for all who start with them. Pure: no arrays, no clock.
+"""The prefix cache: prompts computed once for all requests that start with them. Pure: no arrays, no clock.
 
 A *prefix* is a run of tokens whose keys and values stand in pages that it holds. It is *ready* when they are all there;
 then those who wait for it may start. It stays afterwards, for members of its group that come later, until its pages or
-its row of logits are wanted for something else: least recently used first. A flip of the weights forgets all of them.
+its row of logits are wanted for something else: least recently used first. A weight swap forgets all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TOKEN_BYTES = 4  # tokens are compared as the bytes of int32
 
 @dataclass(eq=False, slots=True)
 class Prefix:
-    """`computed` of its tokens stand in `table`'s pages; `row` is where its last logits are kept (None: nowhere).
+    """`computed` of its tokens are in `table`'s pages; `row` is where its last logits are kept (None: nowhere).
 
     `waiting` counts those who were promised it and have not started.
     """
@@ -64,7 +64,7 @@ class PrefixCache:
         return max(found, key=lambda prefix: prefix.length, default=None)
 
     def add(self, prefix: Prefix) -> Prefix | None:
-        """Know `prefix` from now on; what stood under its tokens before is returned: its pages are to be dropped."""
+        """Add `prefix`; the former prefix of its tokens is returned, and its pages must be freed."""
         former = self._known.pop((prefix.shard, prefix.tokens), None)
         self._known[prefix.shard, prefix.tokens] = prefix
         if former is not None and former.row is not None:
@@ -78,7 +78,7 @@ class PrefixCache:
         prefix.used = self._uses
 
     def idle(self, shard: int | None = None) -> Iterator[Prefix]:
-        """Those that nobody waits for, least recently used first; of one shard or of all."""
+        """Prefixes that no request waits for, least recently used first; of one shard or of all."""
         known = (p for p in self._known.values() if not p.waiting and shard in (None, p.shard))
         return iter(sorted(known, key=lambda prefix: prefix.used))
 

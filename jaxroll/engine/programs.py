@@ -35,7 +35,7 @@ from jaxroll.sharding.layout import Layout, Rules, sharding
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """Everything that S slots are doing. A slot's last token stands at `positions` and is not in the cache yet.
+    """The whole state of S slots. A slot's last token is at `positions` and is not in the cache yet.
 
     `logits` are those after the last token of each prompt that is known: who starts draws its first token from there.
     """
@@ -45,7 +45,7 @@ class DecodeState:
     logits: Float[Array, "E V"]
     requests: Int[Array, "S C"]  # see packets.request_row
     text: Int[Array, "S W"]  # prompt and answer up to the last token, where penalties need it (else W = 0)
-    allowed: Bool[Array, "S V0"]  # words that may be drawn, where some requests say so (else V0 = 0)
+    allowed: Bool[Array, "S V0"]  # token masks, where some requests have one (else V0 = 0)
     tokens: Int[Array, " S"]
     logprobs: Float[Array, " S"]
     positions: Int[Array, " S"]
@@ -93,7 +93,7 @@ class Programs:
         )()
 
     def compiled(self) -> int:
-        """How many programs have been compiled so far."""
+        """Number of programs compiled so far."""
         every = (
             *self.prefill.values(), self.insert, self.restore, self.copy, self.decode, self.cancel, self.allow,
             self.save, self.load,
@@ -236,7 +236,7 @@ def _draw(
     by: _SamplingRows, logits: Float[Array, "N V"], positions: Int[Array, " N"], text: Int[Array, "N W"],
     allowed: Bool[Array, "N V0"],
 ) -> tuple[Int[Array, " N"], Float[Array, " N"]]:  # fmt: skip
-    """One token per request for `positions`, and its log-prob; what stands before them is `text`."""
+    """One token per request for `positions`, and its log-prob; `text` is before them."""
     column = by.requests.T
     keys = jax.vmap(sampling.position_key)(by.keys, positions + column[packets.KEY_OFFSET])
     if text.shape[1]:
@@ -272,7 +272,7 @@ def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, pac
 
 
 def _extend(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
-    """`state` with more tokens after those that stand in their pages already, and the logits after them."""
+    """`state` with more tokens after those that are in their pages already, and the logits after them."""
     batch = packets.unpack_prefill(packed, bucket)
     pages = transformer.Pages(batch.shards, batch.tables, batch.starts)
     logits, cache = transformer.extend(

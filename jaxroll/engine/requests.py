@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests, results, and the commands that carry them between threads."""
+"""The engine's inputs and outputs: requests, results, and the commands that carry them between threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxroll.models.params import Params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version
 
-TokenMask = Callable[[np.ndarray], np.ndarray]  # tokens drawn so far, int32 [T]; the words that may be next, bool [V]
+TokenMask = Callable[[np.ndarray], np.ndarray]  # tokens drawn so far, int32 [T]; the mask, bool [V]
 
 _KEY_LIMIT = 2**31
 
@@ -98,12 +98,12 @@ class Swap:
 
 
 def next_mask(request: Request, drawn: np.ndarray, vocab_size: int) -> np.ndarray:
-    """What `request` allows after it has drawn the tokens `drawn`: bool [V]; DataError if that is no answer."""
+    """The token mask of `request` after the tokens `drawn`: bool [V]; DataError for a bad one."""
     assert request.allowed is not None
     name = f"request {request.id}: its `allowed`"
     try:
         mask = np.asarray(request.allowed(drawn), bool)
-    except Exception as error:  # the caller's code: whatever it does is the caller's to hear of, not the engine's
+    except Exception as error:  # the caller's code: its errors go to the caller and do not end the engine
         raise DataError(f"{name} raised {type(error).__name__} after {len(drawn)} tokens: {error}") from error
     if mask.shape != (vocab_size,):
         raise DataError(f"{name} answered with shape {mask.shape}; one bool for each of {vocab_size} words is needed")
@@ -117,7 +117,7 @@ Command = Add | Abort | Suspend | Resume | Swap
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do beyond its sizes, since that takes memory or a tokenizer."""
+    """Optional abilities of an engine, which need memory or a tokenizer."""
 
     penalties: bool = False
     masks: bool = False

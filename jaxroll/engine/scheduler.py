@@ -1,4 +1,4 @@
-"""Who sits in which slot, on which pages, and what must be computed for it: the engine's schedule, a state machine.
+"""The engine's scheduler: assigns slots and pages to sequences and chooses what to compute. A state machine.
 
 Requests are served in order of arrival, whatever their size. A sequence takes a slot and pages; its
 prompt is a prefix that all who begin so share, page for page, except the last partial page, of which everyone has a
@@ -54,11 +54,11 @@ class Scheduler:
         return bool(self._filling)
 
     def shard_of(self, slot: int) -> int:
-        """The shard in which a slot stands."""
+        """The shard of a slot."""
         return slot // (len(self.sequences) // self.shards)
 
     def refill_at(self) -> int | None:
-        """How many slots must be free for admission to be worth its cost; None if none may start.
+        """Free slots from which admission is worth its cost; None if no request may start.
 
         All that wait, or `refill`: a prefill costs the same however full it is.
         """
@@ -67,9 +67,9 @@ class Scheduler:
         return min(self.limits.refill, len(self.waiting), len(self.sequences))
 
     def until_idle(self) -> int | None:
-        """How many slots must stand idle for a dispatch to end early; None if it need not.
+        """Idle slots at which a dispatch ends early; None if it does not.
 
-        It ends when so many have ended that admission is worth its cost, and not for slots that stand idle already.
+        It ends when so many have ended that admission is worth its cost, and not for slots that are idle already.
         """
         wanted = self.refill_at()
         if wanted is None:
@@ -101,7 +101,7 @@ class Scheduler:
         return back
 
     def prefill_chunks(self, *, busy: bool) -> list[Chunk]:
-        """What to compute now, oldest first: `limits.budget` tokens, or while nothing runs until somebody can start."""
+        """The chunks to compute now, oldest first: `limits.budget` tokens, or until a sequence can start."""
         chunks: list[Chunk] = []
         spent = 0
         while self._filling:
@@ -158,7 +158,7 @@ class Scheduler:
         return sequence
 
     def abort(self, id: int) -> Sequence | None:
-        """Request `id` is not wanted any more, wherever it is; None for a stranger."""
+        """Remove request `id` from queue or slot; None for an unknown one."""
         for sequence in self.waiting:
             if sequence.id == id:
                 self.waiting.remove(sequence)
@@ -327,7 +327,7 @@ class Scheduler:
         return Chunk(*chosen, tuple(rows)) if chosen else None
 
     def _next_row(self, owner: Prefix | Sequence) -> Row | None:
-        """What comes next of `owner`; a sequence's own tokens wait for its prefix."""
+        """The next row of `owner`; a sequence's own tokens wait for its prefix."""
         if isinstance(owner, Sequence) and (owner.prefix is None or not owner.prefix.ready):
             return None
         count = min(end_of(owner) - owner.computed, self.limits.chunk)
@@ -368,7 +368,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- leaving
 
     def _free_slot(self, sequence: Sequence) -> None:
-        """`sequence` gives up slot and pages, whatever it was doing."""
+        """Take slot and pages from `sequence`."""
         assert sequence.slot is not None
         self.pages[self.shard_of(sequence.slot)].free_pages(sequence.table)
         self._preempt(sequence)

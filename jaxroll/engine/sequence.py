@@ -1,4 +1,4 @@
-"""The words of the engine's schedule: sequences, the sizes it keeps to, and what it asks of the device."""
+"""Values of the scheduler: sequences, limits, and requests to the device."""
 
 from __future__ import annotations
 
@@ -108,5 +108,5 @@ def bucket_of(tokens: int, buckets: Iterable[int]) -> int:
 
 
 def end_of(owner: Prefix | Sequence) -> int:
-    """How many of its tokens are to be computed."""
+    """Number of its tokens to compute."""
     return owner.length if isinstance(owner, Prefix) else owner.positions_wanted

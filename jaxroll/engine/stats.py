@@ -43,7 +43,7 @@ class EngineStats:
     prefill_tokens: int = 0  # prompt tokens computed, those of requests that begin or go on again included
     prefix_hits: int = 0  # requests whose prompt, or the beginning of it, was in the cache
     preemptions: int = 0  # requests that had to give their pages away
-    tokens_discarded: int = 0  # drawn, and thrown away by a flip (`restart`)
+    tokens_discarded: int = 0  # drawn, and discarded by a weight swap (`restart`)
     step_s: float = 0.0  # time in steps that decoded
     device_s: float = 0.0  # of it, waiting for the device
 
@@ -103,14 +103,14 @@ class Latencies:
         self._last_s = done_s
 
     def idle(self) -> None:
-        """Nobody waits for a token now."""
+        """Note that no request waits for a token now."""
         self._last_s = None
 
     def percentiles(self) -> dict[str, float | None]:
         """`ttft_p50_s`, `ttft_p99_s` (from `add` to the first token on the host), `itl_p50_s`, `itl_p99_s`.
 
         The second two are the mean gap between a running request's tokens within a dispatch, whatever came before it
-        (prompts of others, a flip) included. None before there is one.
+        (prompts of others, a weight swap). None before the first gap.
         """
         found: dict[str, float | None] = {}
         for name, values in (("ttft", tuple(self._firsts)), ("itl", tuple(self._gaps))):

@@ -1,4 +1,4 @@
-"""What the schedule decides, done on the device: prompts computed, requests started, pages moved, tokens recorded."""
+"""Execution of the schedule on the device: compute prompts, start requests, move pages, record tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Filled:
-    """What one step brought into the cache and into slots."""
+    """Changes of cache and slots by one step."""
 
     prefills: int = 0
     rows: int = 0
@@ -62,7 +62,7 @@ class Work:
     # --- before a dispatch
 
     def fill(self, params: Params, version: Version) -> Filled:
-        """Admit, compute prompts within the budget, and start whoever is ready."""
+        """Admit, compute prompts within the budget, and start the ready requests."""
         for sequence in self._scheduler.admit():
             assert sequence.slot is not None
             saved = self._open[sequence.id].saved
@@ -145,7 +145,7 @@ class Work:
         self._device.insert(inserts)
 
     def steps(self) -> int:
-        """How many tokens the next dispatch may draw: one at a time where a request says what is allowed next.
+        """Tokens that the next dispatch may sample: one where a request has a token mask.
 
         0 where even its first token is not known here yet.
         """
@@ -176,7 +176,7 @@ class Work:
             self._device.set_token_masks(masks)
 
     def _drawn(self, sequence: Sequence) -> np.ndarray:
-        """What the request in `sequence` has drawn, as far as it is known here."""
+        """The tokens of the request in `sequence` that the host knows."""
         before = self._open[sequence.id].before
         if sequence.sampled == 0:
             return np.zeros(0, np.int32)
@@ -205,7 +205,7 @@ class Work:
         return progressed
 
     def _completed(self, slot: int, strings: tuple[str, ...]) -> int | None:
-        """How many tokens it takes to complete one of `strings`; None if none is."""
+        """The number of tokens that complete one of `strings`; None if none is complete."""
         assert self._decode is not None
         tokens = self._ledger.tokens(slot).tolist()
         if not any(string in self._decode(tokens) for string in strings):
@@ -216,7 +216,7 @@ class Work:
         """The request in `slot`, which ended, and what it came to."""
         add, result = self._ledger.take(slot, ended, end_s)
         kept = None
-        # What another version computed is no beginning for anyone.
+        # Keys and values of another version are not reused.
         if add.request.keep and all(run.version == version for run in result.completion.versions):
             kept = np.concatenate([add.request.prompt, result.completion.tokens[:-1]]).astype(np.int32).tobytes()
         self._scheduler.release(slot, kept)

@@ -116,7 +116,7 @@ def exact_precision(dtype: jnp.dtype) -> jax.lax.Precision:
 
 @dataclass(frozen=True)
 class SharedRows:
-    """How a row is divided: its first `prompt_tokens` hold prompts, then come `stretches` of `tokens` each."""
+    """The division of a row: its first `prompt_tokens` hold prompts, then come `stretches` of `tokens` each."""
 
     prompt_tokens: int
     stretches: int

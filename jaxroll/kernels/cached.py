@@ -1,7 +1,7 @@
 """Attention over a KV cache: paged (a loop over pages), and contiguous (levels of increasing length).
 
 B rows of T consecutive queries each, N query heads, K key-value heads, H head dimension; a pool of P pages of U tokens;
-a row's table names its J pages in order. Query t of row b stands at position starts[b] + t and sees the keys at
+a row's table names its J pages in order. Query t of row b is at position starts[b] + t and sees the keys at
 positions 0 … starts[b] + t of its own pages. A row that sees no key at all gets a finite, meaningless output.
 """
 
@@ -33,9 +33,9 @@ def paged(
 ) -> Float[Array, "B T N H"]:
     """softmax(q·kᵀ / √H)·v, page by page with a running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867).
 
-    The rows stand in equal blocks, one after the other; of block i only the first reach[i] pages are read: see `reach`.
+    The rows are in equal blocks, one after the other; of block i only the first reach[i] pages are read: see `reach`.
     All blocks are computed by the same operations, and to a row that ended earlier a further page adds exact zeros; so
-    a row's result does not depend, to the bit, on how long the others are, where it stands or where its pages lie.
+    a row's result does not depend, to the bit, on how long the others are, its slot or its pages.
     """
     B, T, N, H = q.shape
     K, U = keys.shape[0], keys.shape[2]
@@ -96,7 +96,7 @@ def blocks(rows: int, layout: Layout | None) -> int:
 
 
 def reach(starts: Int[Array, "*shards B"], queries: int, page_tokens: int, blocks: int = 1) -> Int[Array, " blocks"]:
-    """How many pages the longest row of each block needs, for B rows in `blocks` blocks; the most of all shards."""
+    """Pages of the longest row of each block, for B rows in `blocks` blocks; the most of all shards."""
     count = starts.shape[-1]
     rows = -(-count // blocks)
     begins = np.minimum(np.arange(blocks) * rows, count - rows)
@@ -143,7 +143,7 @@ def dense(
     """softmax(q·kᵀ / √H)·v, a level at a time with a running maximum and sum; those beyond `last` are left out.
 
     To a row that ends earlier a further level adds exact zeros, so its result depends, to the bit, neither on how long
-    the others are nor on where it stands. Keys lie with their tokens last, as the CPU's products want them.
+    the others are nor on its slot. Keys have their tokens last, the layout of the CPU's products.
     """
     B, _, N, H = q.shape
     K = keys[0].shape[1]

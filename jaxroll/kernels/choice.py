@@ -1,4 +1,4 @@
-"""Which implementation computes attention, decided once from what is known before anything is compiled. No JAX here.
+"""The choice of the attention implementation, made once before anything is compiled. No JAX here.
 
 There are three uses: `packed` rows of a training batch, fresh prompts of a `prefill`, and one more token over the
 `paged` cache. Each has a key in the config. `auto` takes what suits the platform where that fits, and the plain XLA
@@ -41,7 +41,7 @@ _SUITED: Mapping[tuple[Use, str], str] = {
 
 
 class Heads(Protocol):
-    """What attention is like in a model."""
+    """The attention heads of a model."""
 
     @property
     def heads(self) -> int: ...
@@ -55,7 +55,7 @@ class Heads(Protocol):
 
 @dataclass(frozen=True)
 class Site:
-    """Where attention is computed: the model, its devices, and the tokens of a row (of a page, for `paged`).
+    """The place of attention: the model, its devices, and the tokens of a row (of a page, for `paged`).
 
     `platform` is cpu, gpu or tpu; empty where it is not known yet. `tensor` devices share the heads. A slot holds up to
     `longest` tokens (0: not known yet); `limited` says that its memory was limited by a number of pages.
@@ -99,7 +99,7 @@ PLAIN = Serving()
 
 
 def choose(use: Use, wanted: str, site: Site) -> Choice:
-    """What `wanted` means at `site`; ConfigError where it is an implementation that cannot work there."""
+    """The choice that `wanted` means at `site`; ConfigError where it is an implementation that cannot work there."""
     if wanted == XLA:
         return Choice(XLA, "as configured")
     if wanted != AUTO:
@@ -122,7 +122,7 @@ def check(use: Use, wanted: str, site: Site) -> None:
 
 
 def _obstacle(use: Use, name: str, site: Site) -> str:
-    """Why `name` cannot serve `use` at `site`; empty when it can."""
+    """The reason that `name` cannot serve `use` at `site`; empty when it can."""
     model = site.model
     if name == DENSE:
         return (
@@ -143,7 +143,7 @@ def _obstacle(use: Use, name: str, site: Site) -> str:
 
 
 def _misfit(use: Use, name: str, site: Site) -> str:
-    """What of the shapes one kernel does not take."""
+    """The shapes that a kernel does not take."""
     head, tokens = site.model.head_dim, site.tokens
     tpu, gpu = site.platform == "tpu", site.platform == "gpu"
     if (name == "splash" or (name == "pallas" and tpu)) and head % _TPU_LANES:

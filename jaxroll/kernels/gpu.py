@@ -44,7 +44,7 @@ def triton(
 def cudnn(
     q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], segments: None
 ) -> Float[Array, "B T N H"]:
-    """Causal attention by cuDNN's flash kernel. It is told no segments: JAX gives it none but as a mask of T·T."""
+    """Causal attention by cuDNN's flash kernel. It gets no segments: JAX passes them only as a mask of T·T."""
     if segments is not None:
         raise ValueError("cuDNN's attention takes no segment ids: use triton or xla for packed rows")
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")

@@ -1,6 +1,6 @@
 """The key-value cache: pages of tokens in a pool, and tables that say which pages are whose.
 
-S slots stand in D shards, S/D in each, as the rules spread slots over the mesh; a shard has P pages of U tokens of its
+S slots are in D shards, S/D in each, as the rules spread slots over the mesh; a shard has P pages of U tokens of its
 own, so that no decode step reads another device's pages. A page number counts inside its shard.
 """
 
@@ -56,7 +56,7 @@ def abstract(spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: M
     shape = (shards, spec.kv_heads, pages, page_tokens, spec.head_dim)
     leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(spec.compute_dtype), sharding=sharding(mesh, LOGICAL, rules, shape))
     leaves = (leaf,) * spec.layers
-    return KVCache(leaves, leaves)  # pyright: ignore[reportArgumentType]  (abstract leaves stand in for arrays)
+    return KVCache(leaves, leaves)  # pyright: ignore[reportArgumentType]  (abstract leaves replace arrays)
 
 
 def empty(spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules) -> KVCache:
@@ -104,7 +104,7 @@ def begun(
     tables: Int[Array, "R J"],
     lengths: Int[Array, " R"],
 ) -> Float[Array, "D K P U H"]:
-    """`filled` from position 0 on, in whole pages: what stands behind a row's tokens in its last one means nothing."""
+    """`filled` from position 0 on, in whole pages: the rest of its last page has no meaning."""
     (K, P, U), (R, T) = pool.shape[1:4], new.shape[:2]
     pages = -(-T // U)
     new = jnp.pad(new.astype(pool.dtype), ((0, 0), (0, pages * U - T), (0, 0), (0, 0)))
@@ -129,7 +129,7 @@ def constrained(cache: KVCache, layout: Layout | None) -> KVCache:
 
 # --- Every slot's keys and values side by side, beside the pages: what decode steps read where that is worth its memory
 #
-# The pages stay what counts: whatever is computed for a request is written there, and a slot is laid out from them when
+# The pages stay authoritative: the values of each request are written there, and a slot is laid out from them when
 # a
 # request takes it. From then on each new token is written to both, so that no step has to copy pages together.
 
@@ -146,7 +146,7 @@ STALE = ("slots", None)
 class ContiguousCache:
     """Keys (already rotated) and values of each layer by level (`kernels.dense`), B slots in each of D shards.
 
-    What stands in a `stale` slot is another request's.
+    A `stale` slot holds values of another request.
     """
 
     keys: tuple[Levels, ...]  # of Float[Array, "D B K H C"]
@@ -217,7 +217,7 @@ def _gathered(
     pool: Float[Array, "D K P U H"], tables: Int[Array, "D R J"], known: Int[Array, "D R"], far: Int[Array, ""],
     begin: int, tokens: int,
 ) -> Float[Array, "D R K C H"]:  # fmt: skip
-    """What R rows have from position `begin` on, as far as it is `known`; zeros, and nothing read, beyond `far`."""
+    """The `known` values of R rows from position `begin` on; zeros, without a read, beyond `far`."""
     D, K, _, U, H = pool.shape
     shape = (D, tables.shape[1], K, tokens, H)
 
@@ -246,7 +246,7 @@ def with_token(
 def attend(
     side: ContiguousCache, layer: int, q: Float[Array, "D B 1 N H"], positions: Int[Array, "D B"], last: Int[Array, ""]
 ) -> Float[Array, "D B 1 N H"]:
-    """Attention of one more token in every slot; none stands beyond position `last`."""
+    """Attention of one more token in every slot; none is beyond position `last`."""
     over_shards = jax.vmap(dense, in_axes=(0, 0, 0, 0, None))
     return over_shards(q, side.keys[layer], side.values[layer], positions, last)
 

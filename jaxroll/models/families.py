@@ -97,7 +97,7 @@ def names() -> tuple[str, ...]:
 
 
 def spec(size: str, *, vocab_size: int | None = None, compute_dtype: str = "float32") -> ModelSpec:
-    """The named size, with the vocabulary of the tokenizer at hand; ConfigError for an unknown name."""
+    """The named size, with the vocabulary of the tokenizer; ConfigError for an unknown name."""
     if size not in _FAMILIES:
         raise ConfigError("model.size", size, "unknown size", f"Known: {', '.join(_FAMILIES)}.")
     family = _FAMILIES[size]
@@ -143,7 +143,7 @@ def _not_covered(key: str, value: Any, covered: str) -> ConfigError:
 def to_huggingface(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The config.json of this model with weights of `dtype`, read by transformers 4.51 and newer.
 
-    What the model does not say (token ids, the longest context) is taken from `base`, the config.json it came from.
+    Fields that the model lacks (token ids, the longest context) are taken from `base`, the config.json it came from.
     """
     said = dict(base or {"max_position_embeddings": LONGEST_CONTEXT})
     for old in ("rope_theta", "torch_dtype", "rope_scaling"):
@@ -164,7 +164,7 @@ def to_huggingface(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None =
 
 LONGEST_CONTEXT = 40_960  # Qwen3's own: nothing here depends on it
 
-# What a config.json may say under these keys (the first is the default where it says nothing).
+# Allowed values of a config.json under these keys (the first is the default).
 _COVERED: dict[str, tuple[Any, ...]] = {
     "model_type": ("qwen3",),
     "hidden_act": ("silu",),

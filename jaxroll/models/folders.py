@@ -1,4 +1,4 @@
-"""What stands in a folder with a model, read without JAX: which model it is, and whether its weights are all there.
+"""The content of a model's folder, read without JAX: its spec, and whether its weights are complete.
 
 Two kinds are known: a Hugging Face checkpoint (config.json, tensors by their names), and what `jaxroll sft` and
 `jaxroll weights import` write (model.json, arrays by ours; see `jaxroll.learner.weights`).
@@ -78,7 +78,7 @@ def check_weights(config: ModelConfig, model: ModelSpec) -> None:
 
 
 def misfit(folder: Path, model: ModelSpec, tensors: Tensors) -> str:
-    """Which tensor of `model` is missing from the folder, or which one in it is not of `model`; empty when none is."""
+    """The first tensor of `model` that the folder lacks, or that is not of `model`; empty if none."""
     if not is_ours(folder):
         return hf_names.misfit(model, tensors.keys())
     wanted = set(hf_names.ours(model))

@@ -39,7 +39,7 @@ def ours(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def misfit(spec: ModelSpec, held: Collection[str]) -> str:
-    """What is missing from a checkpoint that holds these of their tensors, or unexpected in it; empty when neither."""
+    """The missing or unexpected tensors of a checkpoint with these names; empty when there is none."""
     wanted = {name(one): one for one in ours(spec)}
     if missing := sorted(wanted.keys() - set(held)):
         return f"has no tensor {missing[0]!r}, which {wanted[missing[0]]!r} is read from{_more(missing)}"

@@ -159,7 +159,7 @@ class Decoder(nnx.Module):
         return jnp.take(self.embed[...].astype(self.dtype), tokens, axis=0)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Scores of the next token, float32 whatever the compute dtype."""
+        """Scores of the next token, float32 for every compute dtype."""
         equation, weight = ("...d,vd->...v", self.embed) if self.tied else ("...d,dv->...v", self.head)
         return jnp.einsum(
             equation,
@@ -170,7 +170,7 @@ class Decoder(nnx.Module):
         )
 
     def values(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows"]:
-        """What a critic expects to be earned from every state on, float32 whatever the compute dtype."""
+        """A critic's value of every state, float32 for every compute dtype."""
         weight = self.value[...].astype(hidden.dtype)
         product = jnp.einsum(
             "...d,dk->...k",

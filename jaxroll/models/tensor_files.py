@@ -1,7 +1,7 @@
 """Safetensors files, read and written one tensor at a time. No JAX: what is only looked at is not copied.
 
 A file is the length of its header (8 bytes), the header (JSON: name → dtype, shape, offsets), and the bytes of all
-tensors without gaps. A folder holds one file, or several with an index that says which tensor stands in which.
+tensors without gaps. A folder holds one file, or several with an index from tensors to files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 @dataclass(frozen=True)
 class Leaf:
-    """What one tensor is, wherever it stands."""
+    """Dtype and shape of one tensor."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -151,7 +151,7 @@ def _check_contiguous(path: Path, placed: Mapping[str, Placed], data: int, size:
             raise DataError(f"{path.name}: {name!r} begins at byte {one.start}, and the tensor before ends at {end}")
         end += one.leaf.size_bytes
     if end != size:
-        raise DataError(f"{path.name} has {size} bytes and its header speaks of {end}: it was not copied whole")
+        raise DataError(f"{path.name} has {size} bytes and its header needs {end}: it was not copied whole")
 
 
 def opened_folder(folder: Path) -> Tensors | None:
@@ -165,12 +165,12 @@ def opened_folder(folder: Path) -> Tensors | None:
     held = {file: opened(_beside(folder, file)) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in held[file]:
-            raise DataError(f"its {INDEX} says that {name!r} stands in {file}, which does not hold it")
+            raise DataError(f"its {INDEX} puts {name!r} in {file}, which does not hold it")
     return Tensors({name: placed for tensors in held.values() for name, placed in tensors._placed.items()})
 
 
 def write(path: Path, leaves: Mapping[str, Leaf], value: Callable[[str], np.ndarray]) -> None:
-    """Write a file of `leaves` in their order, asking for one `value` after the other and letting it go."""
+    """Write a file of `leaves` in their order, requesting and releasing one `value` after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, leaf in leaves.items():
@@ -205,12 +205,12 @@ def write_folder(folder: Path, leaves: Mapping[str, Leaf], value: Callable[[str]
 
 
 def code(dtype: np.dtype) -> str:
-    """How a header writes this dtype."""
+    """The header's code of this dtype."""
     return _CODES[np.dtype(dtype)]
 
 
 def _shards(leaves: Mapping[str, Leaf], shard_bytes: int) -> list[list[str]]:
-    """Names in order, cut where the next would not fit; one larger than a shard stands alone."""
+    """Names in order, cut where the next would not fit; one larger than a shard is alone in its file."""
     shards: list[list[str]] = [[]]
     held = 0
     for name, leaf in leaves.items():

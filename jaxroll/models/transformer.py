@@ -33,7 +33,7 @@ Layers = tuple[Float[Array, "R T K H"], ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pages:
-    """Where the tokens of R rows stand: the shard and table of each row's pages, and its first position."""
+    """The positions of the tokens of R rows: the shard and table of each row's pages, and its first position."""
 
     shards: Int[Array, " R"]
     tables: Int[Array, "R J"]
@@ -82,7 +82,7 @@ def logits(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> 
 
 
 def values(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows"]:
-    """What a critic (a spec with a value head) expects to be earned after every hidden state, float32."""
+    """A critic's value (of a spec with a value head) after every hidden state, float32."""
     return module(spec, params).values(hidden)
 
 
@@ -126,8 +126,8 @@ def extend(
 ) -> tuple[Float[Array, "R V"], KVCache]:
     """The logits after each row's last token, and the cache with its `lengths` tokens from pages.starts on.
 
-    What stands before them is read from the row's pages: a long prompt comes in several such chunks, a conversation
-    goes on where it stood.
+    Earlier tokens are read from the row's pages: a long prompt comes in several such chunks, a conversation
+    goes on where it ended.
     """
     decoder = module(spec, params)
     T = tokens.shape[1]
@@ -160,7 +160,7 @@ def decode(
 ) -> tuple[Float[Array, "S V"], KVCache]:
     """The logits after one more token in every slot, and the cache with that token's keys and values written.
 
-    `tokens` stand at `positions`; a slot attends to its positions up to and including that one. A position of -1, as
+    `tokens` are at `positions`; a slot attends to its positions up to and including that one. A position of -1, as
     one beyond the table's pages, is not written, and its logits mean nothing.
     """
     decoder = module(spec, params)

@@ -1,1 +1,1 @@
-"""What a finished or live run looks like, read from its folder: summary, plots, page. No JAX, no running process."""
+"""Views of a finished or live run, read from its folder: summary, plots, page. No JAX, no running process."""

@@ -43,7 +43,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def tick(value: float) -> str:
-    """A round value beside an axis."""
+    """A round value next to an axis."""
     return f"{value:,.10g}".replace("-", "−")
 
 
@@ -77,7 +77,7 @@ _GAP = "  "
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a title; without headings it is pairs of name and value. `note` stands below it."""
+    """A table with a title; without headings it is pairs of name and value. `note` is below it."""
 
     title: str
     headings: tuple[str, ...] = ()

@@ -53,7 +53,7 @@ class Samplers:
                 group.create_task(self._follow(remote))
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         for remote in self._remotes.values():
             await remote.raw.close()
 
@@ -71,11 +71,11 @@ class Samplers:
             await self._changed.wait()
 
     def table(self, floor: Version) -> Table:
-        """Seats for the members of one group, which are sampled at `floor` or later."""
+        """Conversations for the members of one group, which are sampled at `floor` or later."""
         return Table(self, floor)
 
     def seated(self) -> dict[str, int]:
-        """How many conversations each sampler has."""
+        """Number of conversations of each sampler."""
         return {remote.name: remote.seated for remote in self._remotes.values()}
 
     def _at(self, floor: Version) -> dict[str, int]:
@@ -90,7 +90,7 @@ class Samplers:
         if version == remote.version:
             return
         remote.version = version
-        self._changed.set()  # wakes all who wait now; who comes later waits for the next change
+        self._changed.set()  # wakes all current waiters; later ones wait for the next change
         self._changed = asyncio.Event()
 
     async def _follow(self, remote: _Remote) -> None:
@@ -111,14 +111,14 @@ class Samplers:
 
 
 class Table:
-    """Where the members of one group sit."""
+    """The samplers of one group's members."""
 
     def __init__(self, samplers: Samplers, floor: Version) -> None:
         self.samplers, self.floor = samplers, floor
         self.last = ""  # the sampler that its last member went to
 
     def conversation(self) -> Conversation:
-        """One member's requests. Use it as a context manager: its seat is free again at the end."""
+        """One member's requests. Use it as a context manager: its slot is free again at the end."""
         return Conversation(self)
 
 
@@ -173,7 +173,7 @@ class Conversation:
 # --- routing of an actor's conversations to samplers: counts in, a name out
 #
 # Members of a group kept together on one sampler have their prompt computed once; spread out they finish sooner. What
-# `replicate` says of groups and samplers that lease for themselves (`jaxroll.policy.order`) holds here as well.
+# `replicate` means for groups and samplers that lease for themselves (`jaxroll.policy.order`) holds here as well.
 
 
 def seat(seated: Mapping[str, int], groups: str, replicate: str) -> str:

@@ -109,7 +109,7 @@ def _settle(job: Callable[[], R], future: Future[R]) -> None:
         return
     try:
         future.set_result(job())
-    except Exception as error:  # noqa: BLE001 - whoever asked gets it, whatever it is; the JAX thread goes on
+    except Exception as error:  # noqa: BLE001 - the caller gets any error; the JAX thread goes on
         future.set_exception(error)
 
 

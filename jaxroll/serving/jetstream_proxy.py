@@ -1,7 +1,7 @@
 """Any engine with JetStream's verbs as an `LLMProxy`: for held-out evaluation, and for training where that is safe.
 
 Only the interface is used, so google-jetstream itself is not imported here. Its ResultTokens carry no log-probs: those
-of the completions are zeros that stand for nothing, which is why `check_training` decides who may learn from them.
+of the completions are placeholder zeros, so `check_training` refuses algorithms that need log-probs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxroll.records import Version, VersionRun
 
 
 class Sampling(NamedTuple):
-    """How an engine draws; the default is greedily."""
+    """Sampling parameters of an engine; the default is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -44,7 +44,7 @@ def check_training(config: Config) -> None:
     if config.learner.correction != "none":
         raise ConfigError(
             "learner.correction", config.learner.correction,
-            "it weighs tokens by the log-probs of who sampled them, and a JetStream engine gives none",
+            "it weighs tokens by the log-probs of their sampler, and a JetStream engine gives none",
             "Set it to 'none': the learner then recomputes the log-probs of what it trains on.",
         )  # fmt: skip
 
@@ -71,7 +71,7 @@ class _Call:
 class JetStreamProxy:
     """Completions of `engine` with `params`, which are `version`, as many at a time as it has slots.
 
-    `trained_by` is the config of the run that learns from the completions, None where nobody does; ConfigError when
+    `trained_by` is the config of the run that learns from the completions, None without one; ConfigError when
     that run must not. `draws` is how the engine was built to draw (its interface cannot say): a request for anything
     else is refused. Random keys are the engine's own. A single thread calls the engine while any request is under way;
     everything else happens on the event loop. An engine that raises fails the requests under way with InfraError.
@@ -96,7 +96,7 @@ class JetStreamProxy:
     ) -> Completion:
         """The completion of `prompt` (int32 [P]), the stop token included; cancelling the call frees its slot.
 
-        JetStream's engines have no cache of beginnings: with `keep` the next turn is computed again all the same.
+        JetStream's engines have no prefix cache: with `keep` the next turn is computed again all the same.
         """
         self._check(prompt, params)
         call = _Call(np.asarray(prompt, np.int32), params, asyncio.get_running_loop().create_future())
@@ -120,7 +120,7 @@ class JetStreamProxy:
             raise DataError(f"this JetStream engine was built to draw by {self._draws}, and {wanted} is asked for")
 
     async def _run(self) -> None:
-        """Step after step until nobody waits."""
+        """Step until no request waits."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -128,11 +128,11 @@ class JetStreamProxy:
                 if not self._seated:
                     return
                 self._deliver(await loop.run_in_executor(self._thread, self._stepped, arrivals))
-        except Exception as error:  # noqa: BLE001 - whatever the engine raises, its requests must not wait forever
+        except Exception as error:  # noqa: BLE001 - after any error of the engine its requests must not wait forever
             self._fail(f"the JetStream engine failed: {type(error).__name__}: {error}")
 
     def _arrivals(self) -> list[tuple[int, np.ndarray]]:
-        """Free slots with the prompts of those who waited longest; who is answered or cancelled leaves first."""
+        """Fill free slots with the prompts that waited longest; answered and cancelled ones are dropped first."""
         self._seated = {slot: call for slot, call in self._seated.items() if not call.answer.done()}
         waiting = deque(call for call in self._waiting if not call.answer.done())
         free = [slot for slot in range(self._engine.max_concurrent_decodes) if slot not in self._seated]
@@ -163,7 +163,7 @@ class JetStreamProxy:
                     call.take(token, bool(valid))
 
     def _fail(self, why: str) -> None:
-        """Everybody is told, and the next request begins with a fresh state: the old one may be half used up."""
+        """Fail all requests; the next one begins with a fresh state, because the old one may be half used."""
         for call in (*self._seated.values(), *self._waiting):
             if not call.answer.done():
                 call.answer.set_exception(InfraError(why))

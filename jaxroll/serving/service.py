@@ -57,7 +57,7 @@ class VersionReply(msgspec.Struct, frozen=True):
 
 
 class Weights(Protocol):
-    """What an engine samples with: every token of a request that is added now is drawn at `version` or later."""
+    """The weights of an engine: every token of a request that is added now is drawn at `version` or later."""
 
     version: Version | None
 
@@ -75,7 +75,7 @@ class Serving:
         self.open = self.served = self.aborted = 0
 
     def methods(self) -> dict[str, Method]:
-        """Every method with who may call it."""
+        """Every method with its allowed callers."""
         return {"Generate": Method(self._generate, CALLERS), "Version": Method(self._version, CALLERS, held=True)}
 
     async def _generate(self, caller: Caller, body: bytes) -> bytes:

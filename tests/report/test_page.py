@@ -19,8 +19,8 @@ from tests.harness.run_folder import GROUPS, REQUIRED, STARTED, make_run, write_
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 TITLES = (
-    "Learning", "Who was at work, when", "What must hold", "Where the time went", "Before and after", "Events",
-    "Age of the trained tokens", "Tokens a second", "Weights on their way", "What became of the groups", "Settings",
+    "Learning", "Activity of the processes", "Invariants", "Time breakdown", "Before and after", "Events",
+    "Age of the trained tokens", "Tokens a second", "Weight transfers", "States of the groups", "Settings",
     "Off-policy by age",
 )  # fmt: skip
 HOSTILE = "</bdi><script>alert(1)</script>\"'><img src=x onerror=alert(2)>\u202e&amp;\x00\ud800]]>"

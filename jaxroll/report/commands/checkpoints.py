@@ -44,7 +44,7 @@ def facts(run_dir: Path, *, verify: bool) -> Facts:
 
 def _row(entry: Entry, durable: set[Version] | None, verify: bool) -> Facts:
     known = durable is not None
-    # Nothing comes before step 0, so the store has nothing to let go: it counts as soon as it is on the disk.
+    # Nothing comes before step 0, so the store has nothing to release: it counts as soon as it is on the disk.
     counts = entry.summed if entry.version.step == 0 else known and entry.version in durable
     unsummed = "" if entry.summed else checkpoint_files.damage(entry.path, durable=counts) or UNSUMMED * verify
     return {

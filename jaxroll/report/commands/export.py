@@ -1,6 +1,6 @@
 """`jaxroll export RUN --parquet=FILE | --jsonl=FILE`: the trajectories that are in the log, one row per member.
 
-What can be exported is what is kept: all that no durable checkpoint covers yet, and of what is done with (trained and
+Only kept groups can be exported: all that no durable checkpoint covers yet, and of the others (trained and
 durable, expired, dead) the newest `store.keep_trajectories_mb`. Rows are streamed; memory holds one row group.
 """
 
@@ -45,7 +45,7 @@ def main(run_dir: Path, config: dict[str, Any], *, parquet: str | None, jsonl: s
 
 
 def _write(run_dir: Path, decode: Decoder | None, write: Write) -> int:
-    """How many rows were written, in portions of bounded size."""
+    """Write the rows in portions of bounded size; their number."""
     count, portion, size = 0, [], 0
     damage = database.damage_named(run_dir, "`jaxroll replay` says what is wrong with it")
     with damage, database.transaction(run_dir) as db:
@@ -104,7 +104,7 @@ def _row(found: Row, decode: Decoder | None) -> Row:
 
 
 def _texts(outcome: Finished, decode: Decoder | None) -> tuple[str | None, str | None]:
-    """What was shown first, and everything after it (with later turns, both speak in it)."""
+    """The first messages, and the text after them (with later turns of both sides)."""
     if decode is None or not outcome.segments:
         return None, None
     first, *rest = outcome.segments
@@ -130,7 +130,7 @@ COLUMNS = (
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A draft beside `path` that takes its place when all went well; ConfigError where it cannot be made or written.
+    """A draft next to `path` that takes its place when all went well; ConfigError where it cannot be made or written.
 
     A pipe or a device (/dev/stdout) is no file that could be replaced: it is its own draft, and its reader may leave.
     """

@@ -1,4 +1,4 @@
-"""What goes on in a run, read off its log: who is waited for, what is leased, what ended and why. Plain values."""
+"""The state of a run from its log: what it waits for, leases, and ended groups with reasons. Plain values."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _unfinished(db: sqlite3.Connection, now: float) -> list[Facts]:
 
 
 def question(messages: str | None) -> str:
-    """What a task asks, from the JSON of its messages; '' when it is not kept."""
+    """The question of a task, from the JSON of its messages; '' when it is not kept."""
     found = msgspec.json.decode(messages) if messages else []
     return found[-1]["content"] if found else ""
 
@@ -218,7 +218,7 @@ def _claims_facts(db: sqlite3.Connection, now: float) -> list[Facts]:
 
 
 def _questions_facts(db: sqlite3.Connection) -> list[Facts]:
-    """How hard questions are that were answered: the hardest first."""
+    """The difficulty of answered questions, the hardest first."""
     sql = (
         "SELECT question_hash, issued, trained, members, reward_sum / members AS mean_reward FROM questions"
         " WHERE members > 0 ORDER BY mean_reward, members DESC LIMIT ?"

@@ -36,14 +36,14 @@ def main(run_dir: Path, *, as_json: bool, console: Console | None = None) -> int
 
 
 def facts(found: Replayed) -> dict[str, Any]:
-    """What was found, ready for JSON."""
+    """The findings, ready for JSON."""
     plain = {key: value for key, value in vars(found).items() if key != "violations"}
     violations = [dataclasses.asdict(violation) for violation in found.violations]
     return plain | {"records": found.records, "violations": violations}
 
 
 def sections(run_dir: Path, found: Replayed) -> list[Section]:
-    """What a person reads."""
+    """The findings for a person."""
     begun = "from the run's first record" if found.whole else f"from the snapshot at record {found.first - 1}"
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.kinds.most_common())
     tables = ", ".join(f"{number(count)} {table}" for table, count in sorted(found.tables.items()))

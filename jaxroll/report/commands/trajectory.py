@@ -1,4 +1,4 @@
-"""One trajectory group in full: what was asked and said, its rewards and versions, and everything that happened."""
+"""One trajectory group in full: its messages, rewards, versions and events."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _member(db: sqlite3.Connection, found: Facts, decode: Decoder | None, step: 
 
 
 def finished_facts(outcome: Finished, decode: Decoder | None, step: int | None) -> Facts:
-    """What a finished member is, beside the log's columns; `age` when `step` is the claim that trained it."""
+    """A finished member's facts beyond the log's columns; `age` when `step` is the claim that trained it."""
     age = ages(outcome.versions, step) if step is not None else None
     return {
         "finish": outcome.finish,

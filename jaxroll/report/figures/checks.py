@@ -1,4 +1,4 @@
-"""What a run promises, held against its figures."""
+"""The invariants of a run, compared with its figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def checks(figures: Mapping[str, Any], config: Mapping[str, Any]) -> list[Check]
             "overlap",
             "overlap",
             0.5,
-            "learner compute with useful decoding beside it",
+            "learner compute with useful decoding at the same time",
             alpha >= 1 and not shared,
         ),
         _least(figures, "slot_occupancy", "slot occupancy", 0.85, "busy slots while requests wait"),

@@ -1,4 +1,4 @@
-"""What the store's log says about a run, read from RUN/store.db without disturbing the store that may be writing it.
+"""A run's figures from the store's log, read from RUN/store.db without disturbing the store that may be writing it.
 
 Everything is read in one transaction. The figures come from the tables (`jaxroll.store.log.schema`); what stands in no
 table (masked tokens, the conservation residual) comes from the state that the log replays to.
@@ -39,7 +39,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class ClaimTimes:
-    """Of one claim: how long the learner waited for it and worked before, and how long its slowest group was in work,
+    """Times of one claim: of the learner's wait and work before it, and of its slowest group,
     from its first lease to its last put, and its members in the mean."""
 
     waited_s: float
@@ -132,7 +132,7 @@ def residual(replayed: state.State, by_state: dict[str, int]) -> int:
 
 
 def trained_twice(db: sqlite3.Connection) -> int:
-    """Groups that stand in two durable steps of the surviving line, or twice in one."""
+    """Groups that are in two durable steps of the surviving line, or twice in one."""
     return db.execute(
         "SELECT COUNT(*) FROM (SELECT group_id FROM claim_groups JOIN claims USING (lineage, step)"
         " WHERE durable_lineage IS NOT NULL GROUP BY group_id HAVING COUNT(*) > 1)"
@@ -285,5 +285,5 @@ def _is_held(path: Path) -> bool:
 
 
 def _lines() -> list[str]:
-    # Taking the lock, even for a moment, could turn away a store that starts just then; the kernel's table says it too.
+    # Taking the lock, even for a moment, could block a store that starts just then; the kernel's table has it too.
     return [line for line in _LOCKS.read_text(encoding="utf-8").splitlines() if "->" not in line]

@@ -1,4 +1,4 @@
-"""How far samplers would have to run ahead for the learner not to wait, held against how far α lets them.
+"""The distance that samplers must run ahead to keep the learner busy, compared with α.
 
 A group for claim v + α may be leased when version v is out, P after the training of claim v began (the one before is
 published meanwhile) and W later at a sampler that has fetched it; it then takes D until its last member is put. If a
@@ -36,7 +36,7 @@ LEAST_CLAIMS = 4  # after those in which the pipeline fills; fewer say nothing
 def alpha_wanted(rows: Sequence[Row], steps: Sequence[Row], history: History, config: Mapping[str, Any]) -> int | None:
     """The smallest α at which the learner would not wait, members taking as long as they do; None where α is no reason.
 
-    It is none where the learner does not wait, where the window is narrower than α allows, where α is more already or
+    It is None where the learner does not wait, where the window is narrower than α allows, where α is more already or
     0 (synchronous by choice), and where the samplers could not hold so many members.
     """
     alpha = config["schedule"]["alpha"]
@@ -365,10 +365,10 @@ def waste(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, Any]:
 
 
 def length_bias(lengths: Mapping[str, Sequence[int]] | None, members: int | None, tokens: int | None) -> float | None:
-    """Mean length of the trained members over that of all: 1 favours nobody, less favours short answers.
+    """Mean length of the trained members over that of all: 1 is unbiased, less favours short answers.
 
     All are the trained ones, the finished ones that were lost (both in `lengths`: members, tokens), and `members` that
-    were let go, for each of which only the tokens count that it had: what comes back is the true bias or more.
+    were aborted, which count with the tokens that they had: the result is at least the true bias.
     """
     if lengths is None or members is None or tokens is None:
         return None
@@ -422,7 +422,7 @@ def warnings(f: Mapping[str, Any]) -> list[str]:
 
 
 def _tokens_let_go(rows: Sequence[Row]) -> int | None:
-    """Tokens that members had when they were let go: of the answer that an engine was at, and of those before it."""
+    """Tokens of aborted members: of the answer that an engine was at, and of those before it."""
     parts = [counted(rows, key) for key in ("tokens_aborted", "tokens_let_go")]
     return sum(part for part in parts if part is not None) if any(part is not None for part in parts) else None
 

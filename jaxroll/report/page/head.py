@@ -64,7 +64,7 @@ def key_figures(view: View) -> Markup:
     row = figures_row(
         (f"{number(f['steps'])} / {number(f['steps_wanted'])}", "steps trained"),
         (duration(f["seconds"]), "from warm start to report"),
-        (percent(f["overlap"]), "of the learner's computing with useful decoding beside it"),
+        (percent(f["overlap"]), "of the learner's computing with useful decoding at the same time"),
         (f"{number(f['age_mean'], 2)} / {number(f['age_max'])}", "age of trained tokens, mean / largest"),
         (number(f["tokens_per_s"]), "tokens decoded a second"),
         (number(f["samples_per_s"]), "samples trained a second"),

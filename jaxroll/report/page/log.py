@@ -23,9 +23,9 @@ GROUP_STATES = {
 
 
 def promises(view: View) -> Markup:
-    """What a run promises, and whether this one kept it."""
+    """The invariants, and whether this run kept them."""
     rows = [_check_row(check) for check in checks(view.figures, view.run.config)]
-    return card("What must hold", "Measured in this run.", tag("table", *rows, class_="checks"))
+    return card("Invariants", "Measured in this run.", tag("table", *rows, class_="checks"))
 
 
 def _check_row(check: Check) -> Markup:
@@ -36,7 +36,7 @@ def _check_row(check: Check) -> Markup:
 
 
 def groups(view: View) -> Markup:
-    """What became of the issued groups, and the last failures."""
+    """The states of the issued groups, and the last failures."""
     history = view.run.history
     if not history.groups_by_state:
         return NOTHING
@@ -48,7 +48,7 @@ def groups(view: View) -> Markup:
         failed = [_row(f"{f.group}.{f.member}", f.kind, _foreign(f.error)) for f in history.failures]
         words = f"failed members: {number(history.failed_members)}, the latest here"
         parts.append(tag("details", tag("summary", words), tag("div", tag("table", *failed), class_="scroll")))
-    return card("What became of the groups", "From the store's log.", *parts)
+    return card("States of the groups", "From the store's log.", *parts)
 
 
 def events(view: View) -> Markup:
@@ -58,7 +58,7 @@ def events(view: View) -> Markup:
         for row in view.run.rows
         if known(row.get("t")) and (words := _event_words(row))
     ]
-    rows += [(a, "run", f"stood still for {duration(b - a)}, then was resumed") for a, b in view.clock.pauses]
+    rows += [(a, "run", f"paused for {duration(b - a)}, then was resumed") for a, b in view.clock.pauses]
     if not rows:
         return NOTHING
     deaths = [(row["t"], "supervisor", _event_words(row)) for row in of_kind(view.run.rows, "restart")]

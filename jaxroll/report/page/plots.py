@@ -15,7 +15,7 @@ from jaxroll.report.page.svg import Frame, Markup, Point, joined, raw, tag
 
 Row = dict[str, Any]
 Score = tuple[float, float, float, float]  # x, accuracy, the 95 % interval
-Place = Callable[[Row], float]  # where on the x axis a row stands
+Place = Callable[[Row], float]  # the position of a row on the x axis
 NOTHING = raw("")
 MAX_BARS = 240
 STEP_PARTS = (("wait_s", "wait"), ("train_s", "train"))
@@ -51,7 +51,7 @@ def _score_note(row: Row) -> str:
 
 
 def _ends(frame: Frame, scores: Sequence[Score]) -> list[Markup]:
-    """The first and the last score in words, outside the curve between them."""
+    """The first and the last score as text, outside the curve between them."""
     if len(scores) < 2:
         return []
     rises = scores[-1][1] >= scores[0][1]
@@ -164,7 +164,7 @@ def _short(value: float) -> str:
 
 
 def step_times(steps: Sequence[Row]) -> Markup:
-    """Seconds of every step, stacked: waiting, computing. It is published beside the next one."""
+    """Seconds of every step, stacked: waiting, computing. Publication overlaps the next step."""
     bars = step_bars(steps)
     if not bars:
         return NOTHING

@@ -135,7 +135,7 @@ def line(frame: Frame, points: Sequence[Point], class_: str) -> Markup:
 
 
 def area(frame: Frame, points: Sequence[Point], class_: str, floor: float = 0.0) -> Markup:
-    """What is under the line."""
+    """The area under the line."""
     if len(points) < 2:
         return raw("")
     few = thinned(points)
@@ -169,13 +169,13 @@ def bar(frame: Frame, left: float, right: float, low: float, high: float, class_
 
 
 def caption(frame: Frame, point: Point, words: str, class_: str = "", dx: float = 0.0, dy: float = 0.0) -> Markup:
-    """Words beside a point."""
+    """Text next to a point."""
     return tag("text", words, class_=f"note {class_}", x=frame.x(point[0]) + dx, y=frame.y(point[1]) + dy)
 
 
 # --- HTML and SVG values: text that is not `Markup` is escaped
 #
-# What a model wrote is hostile. Only `tag`, `joined` and `raw` make Markup, and `raw` is for literals of this package.
+# Text of a model is hostile. Only `tag`, `joined` and `raw` make Markup, and `raw` is for literals of this package.
 
 VOID = frozenset({"br", "hr", "img", "input", "link", "meta"})
 

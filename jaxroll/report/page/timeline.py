@@ -1,4 +1,4 @@
-"""The timeline: who was at what, over the whole run and close up.
+"""The timeline: the activity of each role, over the whole run and close up.
 
 The lanes are drawn once, in seconds along x; the close-up and the overview are two windows on the same drawing, so
 zooming is a change of `viewBox`. The page's script moves the window; without it the close-up shows what is set here.
@@ -36,7 +36,7 @@ THIN = frozenset({"fetch", "flip"})  # drawn over a busy bar
 
 @dataclass(frozen=True)
 class Window:
-    """What the close-up shows first, in seconds of the run."""
+    """The first view of the close-up, in seconds of the run."""
 
     start: float
     span: float
@@ -67,7 +67,7 @@ def timeline(
 
 
 def key(lanes: Sequence[Lane], deaths: Sequence[object]) -> Markup:
-    """What the colours mean, of those that occur."""
+    """The meaning of the colours that occur."""
     kinds = dict.fromkeys(kind for lane in lanes for kind, spans in lane.spans.items() if spans)
     return legend(*((kind, NAMES.get(kind, kind)) for kind in [*kinds, BOTH, *(["died"] if deaths else [])]))
 

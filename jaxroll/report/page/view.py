@@ -1,4 +1,4 @@
-"""What the sections of the page share: the run with its figures, and the card they stand in."""
+"""Shared parts of the page's sections: the run with its figures, and the card around a section."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class View:
     clock: RunClock
 
     def minutes(self, row: Row) -> float:
-        """Where a row stands in the run's time."""
+        """The position of a row in the run's time."""
         return self.clock(row.get("t1") or row["t"]) / 60
 
 
 def view_of(run: Run, figures: Mapping[str, Any]) -> View:
-    """What the page shows of `run`."""
+    """The view of `run` that the page shows."""
     steps = trained_steps(run.rows)
     times = [row["t"] for row in run.rows if known(row.get("t"))]
     origin = run.created_s if run.created_s is not None else min(times, default=0.0)

@@ -36,7 +36,7 @@ def overlap(view: View) -> Markup:
     )
     deaths = [(str(row.get("who")), row["t"]) for row in of_kind(view.run.rows, "restart") if known(row.get("t"))]
     figure = timeline.timeline(view.lanes, view.steps, view.clock, view.clock(max(ends)), deaths)
-    return card("Who was at work, when", hint, timeline.key(view.lanes, deaths), figure)
+    return card("Activity of the processes", hint, timeline.key(view.lanes, deaths), figure)
 
 
 def time_split(view: View) -> Markup:
@@ -56,7 +56,7 @@ def time_split(view: View) -> Markup:
     if too_little := summary.words(view.figures["alpha"], view.figures["alpha_wanted"]):
         hint += f" {too_little}."
     keys = legend(*((kind, timeline.NAMES.get(kind, kind)) for kind in kinds))
-    return card("Where the time went", hint, keys, tag("div", *rows, class_="split"))
+    return card("Time breakdown", hint, keys, tag("div", *rows, class_="split"))
 
 
 def _segments(split: dict[str, float]) -> list[Markup]:
@@ -78,7 +78,7 @@ def ages(view: View) -> Markup:
 
 
 def steps_and_tokens(view: View) -> Markup:
-    """How long steps take, and tokens per second."""
+    """Durations of steps, and tokens per second."""
     return columns(_step_times(view), _throughput(view))
 
 
@@ -102,7 +102,7 @@ def weights_card(view: View) -> Markup:
     if not drawn:
         return NOTHING
     hint = f"{number(len(view.run.history.published))} versions published. " + words(view.steps, view.lanes)
-    return card("Weights on their way", hint, drawn)
+    return card("Weight transfers", hint, drawn)
 
 
 def health(view: View) -> Markup:
@@ -124,7 +124,7 @@ def _spark(steps: Sequence[Row], name: str, words: str) -> Markup:
 
 
 def lags(stats: Sequence[Row], published: Sequence[tuple[float, str]]) -> list[int]:
-    """Of each report of a sampler: the newest published step less the step of its weights.
+    """The lag in each report of a sampler: the newest published step less the step of its weights.
 
     Reports from before the first weights, and of a lineage that ended, are left out.
     """
@@ -146,7 +146,7 @@ def by_lag(found: Sequence[int]) -> dict[int, float]:
 
 
 def words(steps: Sequence[Row], lanes: Sequence[Lane]) -> str:
-    """How long publishing takes (beside the learner's next step), fetching and flipping; medians of what is said."""
+    """Median durations of publication (during the learner's next step), fetch and weight swap."""
     times = {"Publishing": [row for row in numbers(steps, "publish_s") if row > 0]}
     for kind, name in (("fetch", "fetching"), ("flip", "flipping")):
         times[name] = [end - start for lane in lanes for start, end in lane.spans.get(kind, ())]
