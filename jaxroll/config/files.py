@@ -127,7 +127,6 @@ class RoleArgs:
     actor that does not find them in `run_dir`. Traffic beyond the loopback takes certificates (`jaxroll.rpc.tls`), or
     `insecure`: plain text. `fork` is for the learner: the checkpoint to fork the run at, as STEP@NAME (see
     `jaxroll.roles.learner`); None resumes.
-    `rest` holds the words of the command line that are not options of the command itself (the prompt of `generate`).
     """
 
     config: Config
@@ -140,7 +139,6 @@ class RoleArgs:
     insecure: bool = False
     fork: str | None = None
     coordinator: str | None = None
-    rest: tuple[str, ...] = ()
 
     @property
     def config_digest(self) -> str:

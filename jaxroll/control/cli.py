@@ -1,6 +1,6 @@
-"""The command `jaxroll`: reads the command line, nothing else; the work is done by what it calls.
+"""The command `jaxroll`: reads the command line and calls the function of the command in `jaxroll.control.commands`.
 
-Options that begin with `--config.` change keys of the config; everything else is declared in `parser`.
+`GROUPS` lists the commands and `parser` their options. Options that begin with `--config.` change keys of the config.
 """
 
 from __future__ import annotations
@@ -9,20 +9,78 @@ import argparse
 import difflib
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from jaxroll import disk, lifeline
+from jaxroll import __version__, disk, lifeline
 from jaxroll.control import streams
 from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, JaxRollError, exit_code
 
-ROLES = ("store", "sampler", "actor", "learner", "evaluator", "colocated", "feeder")
-OFFLINE = {
-    "sft": "warm start on worked answers",
-    "eval": "held-out accuracy of a run's newest weights",
-    "generate": "try a run's weights: jaxroll generate RUN PROMPT… [--temperature=…]",
-}
-RUNNING = ("train", "demo")  # with the roles: the run goes on without a reader of their output
-PASSED_ON = ("eval", "generate")  # their further words are read by what they call
+
+@dataclass(frozen=True)
+class Command:
+    """One command: its name, its help text and one example."""
+
+    name: str
+    text: str
+    example: str
+
+
+GROUPS: dict[str, tuple[Command, ...]] = {
+    "run": (
+        Command("demo", "train a small model by asynchronous RL on the CPU", "jaxroll demo"),
+        Command("train", "start all roles of a run on this machine and supervise them",
+                "jaxroll train --config=configs/rlvr_tiny.py"),
+        Command("sft", "supervised warm start on worked answers", "jaxroll sft --config=configs/sft_spell.py"),
+        Command("config", "check a config and print it with all defaults", "jaxroll config --config=configs/demo.py"),
+    ),
+    "inspect": (
+        Command("list", "list the runs in a folder", "jaxroll list runs"),
+        Command("report", "print the summary of a run and write its page report.html", "jaxroll report runs/demo"),
+        Command("inspect", "show leases, waits and failures of a run, or one trajectory group in full",
+                "jaxroll inspect runs/demo --group=7"),
+        Command("checkpoints", "list the checkpoints of a run: step, lineage, size, time, log position, durability",
+                "jaxroll checkpoints runs/demo --verify"),
+        Command("export", "write the trajectories that a run keeps, one row per member",
+                "jaxroll export runs/demo --jsonl=trajectories.jsonl"),
+        Command("replay", "replay the log of a run through the store's rules and check every record",
+                "jaxroll replay runs/demo"),
+    ),
+    "models": (
+        Command("generate", "answer prompts with the newest weights of a run",
+                "jaxroll generate runs/demo stone water --temperature=0.7"),
+        Command("eval", "held-out accuracy of the newest weights of a run", "jaxroll eval runs/demo"),
+        Command("weights", "import a model from Hugging Face, or export one",
+                "jaxroll weights export runs/demo exported"),
+    ),
+    "roles": (
+        Command("store", "run the store alone", "jaxroll store runs/a --store=127.0.0.1:7077"),
+        Command("learner", "run the learner alone", "jaxroll learner runs/a --store=127.0.0.1:7077"),
+        Command("sampler", "run one sampler alone", "jaxroll sampler runs/a --store=127.0.0.1:7077 --index=0"),
+        Command("actor", "run one actor alone: it plays episodes and calls the samplers' engines",
+                "jaxroll actor runs/a --store=127.0.0.1:7077 --index=0"),
+        Command("evaluator", "run the evaluator alone", "jaxroll evaluator runs/a --store=127.0.0.1:7077"),
+        Command("colocated", "run learner, samplers and evaluator in one process",
+                "jaxroll colocated runs/a --store=127.0.0.1:7077"),
+        Command("feeder", "run the prompt feeder, which the store starts as its child", "jaxroll feeder runs/a"),
+    ),
+    "setup": (
+        Command("doctor", "list installed and missing dependencies, with the command that installs each",
+                "jaxroll doctor"),
+        Command("env", "check an environment of your own before a run depends on it",
+                "jaxroll env check my_module:MyEnv"),
+        Command("tls", "make certificates in RUN/tls for a run on several machines, or print the token of one role",
+                "jaxroll tls runs/a --host=learner.example"),
+        Command("launch", "print the commands that start the roles on other machines (used by launch/*.sh)",
+                "jaxroll launch --config=configs/rlvr_qwen3_0p6b.py --target=gpu --devices-per-host=8 --dry-run"),
+    ),
+}  # fmt: skip
+ROLES = tuple(command.name for command in GROUPS["roles"])
+RUNNING = ("train", "demo")  # like the roles, these continue when their output has no reader
+HELP = (
+    "RUN is the folder of a run; --run=DIR means the same. --config.KEY=VALUE changes a key of the config, as in\n"
+    "--config.learner.learning_rate=1e-4. `jaxroll COMMAND --help` lists the arguments of a command.\n"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,17 +103,19 @@ def _command(words: list[str], output: streams.Outlet | None) -> int:
         child = lifeline.bind_from_env()
         overrides, rest = split_overrides(words)
         top = parser()
-        if rest and not rest[0].startswith("-") and rest[0] not in (known := _commands(top)):
+        if rest and not rest[0].startswith("-") and rest[0] not in (known := subparsers(top)):
             near = difflib.get_close_matches(rest[0], known, n=1)
             hint = f"Did you mean `jaxroll {near[0]}`?" if near else "`jaxroll --help` lists the commands."
             print(f"jaxroll: there is no command {rest[0]}. {hint}", file=sys.stderr)
             return EXIT_USAGE
         options, extra = top.parse_known_args(rest)
-        if extra and options.command not in PASSED_ON:
-            hint = _hint(options, extra[0])
-            print(f"jaxroll {options.command}: unknown argument {extra[0]}. {hint}", file=sys.stderr)
+        if refused := _settle(options, extra, subparsers(top)[options.command]):
+            print(f"jaxroll {options.command}: {refused}", file=sys.stderr)
             return EXIT_USAGE
-        options.overrides, options.extra, options.words, options.child = overrides, extra, words, child
+        options.overrides, options.words, options.child, options.passed_on = overrides, words, child, []
+        if options.command == "generate":
+            passed = spelled(subparsers(top)["generate"], options, ("help", "run", "config"))
+            options.passed_on = [*passed, "--", *options.prompts]
         if output is not None and options.command in (*RUNNING, *ROLES):
             output.patience_s = streams.NOT_SHOWN_S
         from jaxroll.control import commands
@@ -74,19 +134,58 @@ def _command(words: list[str], output: streams.Outlet | None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _commands(top: argparse.ArgumentParser) -> list[str]:
+def subparsers(top: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, by its name."""
     (action,) = (action for action in top._actions if isinstance(action, argparse._SubParsersAction))
-    return list(action.choices)
+    return dict(action.choices)
 
 
-def _hint(options: argparse.Namespace, word: str) -> str:
+def _settle(options: argparse.Namespace, extra: list[str], one: argparse.ArgumentParser) -> str:
+    """Put RUN and the prompts where the command reads them; return the reason to refuse the arguments, or ''."""
+    if options.command == "generate":  # prompts may follow options
+        end = extra.index("--") if "--" in extra else len(extra)
+        options.prompts += [word for word in extra[:end] if not word.startswith("-")] + extra[end + 1 :]
+        extra = [word for word in extra[:end] if word.startswith("-")]
+        if options.folder is not None and (options.run or options.config):
+            options.prompts.insert(0, options.folder)
+            options.folder = None
+    if extra:
+        return f"unknown argument {extra[0]}. {_hint(options, extra[0], one)}"
+    if (folder := getattr(options, "folder", None)) is None or not hasattr(options, "run"):
+        return ""
+    if folder.endswith(".py"):
+        return f"RUN is a folder. A config file is given as --config={folder}."
+    if options.run:
+        return f"RUN is {folder}, and --run={options.run} names another one. Give one of them."
+    options.run = folder
+    return ""
+
+
+def _hint(options: argparse.Namespace, word: str, one: argparse.ArgumentParser) -> str:
     """The likeliest meaning of an argument that the command does not take."""
-    name = word.removeprefix("--").partition("=")[0]
-    if word.endswith(".py") and not word.startswith("-") and hasattr(options, "config"):
-        return f"A config file is given as --config={word}."
+    name, equals, value = word.partition("=")
     if word.startswith("--") and "." in name and hasattr(options, "config"):
         return f"A key of the config is changed with --config.{word.removeprefix('--')}."
+    known = [text for action in one._actions for text in action.option_strings if text.startswith("--")]
+    if near := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+        return f"Did you mean {near[0]}{equals}{value}?"
     return f"`jaxroll {options.command} --help` lists them."
+
+
+def spelled(one: argparse.ArgumentParser, options: argparse.Namespace, skipped: Sequence[str]) -> list[str]:
+    """The options of a command as words, defaults and those in `skipped` left out."""
+    words = []
+    for action in one._actions:
+        value = getattr(options, action.dest, action.default)
+        if action.dest in skipped or not action.option_strings or value == action.default:
+            continue
+        option = action.option_strings[-1]
+        words += [option] if value is True else [f"{option}={item}" for item in _listed(value)]
+    return words
+
+
+def _listed(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -94,6 +193,8 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     overrides, rest = [], []
     pending = iter(words)
     for word in pending:
+        if word == "--":
+            return overrides, [*rest, word, *pending]
         if not word.startswith("--config."):
             rest.append(word)
         elif "=" in word:
@@ -103,146 +204,190 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return overrides, rest
 
 
+class _Top(argparse.ArgumentParser):
+    """The parser of `jaxroll` itself, whose help lists the commands by group, each with an example."""
+
+    def format_help(self) -> str:
+        lines = [self.format_usage(), f"{self.description}\n"]
+        for title, commands in GROUPS.items():
+            lines.append(f"{title}:")
+            for one in commands:
+                lines += [f"  {one.name:<12}{one.text}", f"{'':14}$ {one.example}"]
+            lines.append("")
+        return "\n".join([*lines, HELP])
+
+
 def parser() -> argparse.ArgumentParser:
     """The options of every command."""
-    top = argparse.ArgumentParser(prog="jaxroll", description="Asynchronous RL for language models in JAX.",
-                                  epilog="Any key of the config: --config.learner.learning_rate=1e-4")  # fmt: skip
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def add(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-
-    train = add("train", "start all roles on this machine and watch over them")
-    _run_options(train)
-    train.add_argument("--resume", action="store_true", help="continue the run in --run")
-    _fork_option(train)
-    for role in ROLES:
-        one = add(role, f"run the role {role} alone")
-        _run_options(one)
-        _role_options(role, one)
-    for name, text in OFFLINE.items():
-        _run_options(add(name, text))
-    config = add("config", "print the resolved config")
-    _run_options(config)
-    report = add("report", "summary of a run, and its page report.html")
-    report.add_argument("folder", metavar="RUN")
-    report.add_argument("--json", action="store_true", help="print one JSON object")
-    inspect = add("inspect", "what goes on in a run: leases, waits, failures; or one trajectory group in full")
-    inspect.add_argument("--group", type=int, metavar="ID", help="this group: text, rewards, versions, events")
-    replay = add("replay", "drive a run's log through the store's rules again and check every record")
-    export = add("export", "the trajectories that a run keeps, one row per member")
-    export.add_argument("--parquet", metavar="FILE", help="needs pyarrow (pip install 'jaxroll[data]')")
-    export.add_argument("--jsonl", metavar="FILE", help="one JSON object a line")
-    for one in (inspect, replay, export):
-        one.add_argument("folder", metavar="RUN")
-    for one in (inspect, replay):
-        one.add_argument("--json", action="store_true", help="print one JSON object")
-    checkpoints = add("checkpoints", "what a run has to resume from: step, lineage, size, time, log position, durable")
-    checkpoints.add_argument("folder", metavar="RUN")
-    checkpoints.add_argument("--verify", action="store_true", help="read every byte and compare it with its sum")
-    checkpoints.add_argument("--json", action="store_true", help="print one JSON object")
-    _weights_options(add("weights", "a model from and to Hugging Face"))
-    _env_options(add("env", "check an environment of your own before a run depends on it"))
-    demo = add("demo", "a small model learns by asynchronous RL on the CPU")
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--config", metavar="FILE", help="default: configs/demo.py")
-    listing = add("list", "the runs in a folder")
-    listing.add_argument("folder", nargs="?", default="runs")
-    tls = add("tls", "certificates for a run whose roles are on several machines, in RUN/tls, and its token")
-    tls.add_argument("folder", metavar="RUN")
-    tls.add_argument(
-        "--host", action="append", default=[], metavar="NAME", help="of the store's and the learner's hosts, repeatedly"
+    top = _Top(prog="jaxroll", usage="jaxroll COMMAND [RUN] [OPTIONS]",
+               description="Asynchronous RL for language models in JAX.")  # fmt: skip
+    top.add_argument("--version", action="version", version=f"jaxroll {__version__}")
+    commands = top.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="jaxroll", parser_class=argparse.ArgumentParser
     )
-    tls.add_argument("--token-of", metavar="ROLE", help="only print what a machine shows that may speak as ROLE alone")
-    tls.add_argument("--days", type=int, default=365, help="how long they are good for")
-    add("doctor", "what is installed here, what will be skipped, how to get it")
-    launch = add("launch", "the same roles on other machines (used by launch/*.sh)")
-    _launch_options(launch)
+    known = {
+        one.name: commands.add_parser(
+            one.name,
+            description=f"{one.text[0].upper()}{one.text[1:]}.",
+            epilog=f"example: {one.example}",
+            allow_abbrev=False,
+        )
+        for group in GROUPS.values()
+        for one in group
+    }
+    for name in ("train", "sft", "config", "generate", "eval", "launch", *ROLES):
+        _run_options(known[name])
+    known["train"].add_argument("--resume", action="store_true", help="continue RUN with its own config")
+    _fork_option(known["train"])
+    for role in ROLES:
+        _role_options(role, known[role])
+    for name in ("report", "inspect", "replay", "export", "checkpoints", "tls"):
+        known[name].add_argument("folder", metavar="RUN", help="the folder of the run")
+    for name in ("report", "inspect", "replay", "checkpoints"):
+        known[name].add_argument("--json", action="store_true", help="print one JSON object")
+    known["inspect"].add_argument(
+        "--group", type=int, metavar="ID", help="show this group: text, rewards, versions, events"
+    )
+    known["export"].add_argument(
+        "--parquet", metavar="FILE", help="write Parquet; needs pyarrow (pip install 'jaxroll[data]')"
+    )
+    known["export"].add_argument("--jsonl", metavar="FILE", help="write one JSON object per line")
+    known["checkpoints"].add_argument("--verify", action="store_true", help="read every byte and compare its checksum")
+    known["demo"].add_argument("--seed", type=int, default=0, help="run.seed (default: 0)")
+    known["demo"].add_argument("--config", metavar="FILE", help="another config file (default: configs/demo.py)")
+    known["list"].add_argument(
+        "folder", nargs="?", default="runs", help="the folder that holds the runs (default: runs)"
+    )
+    _generate_options(known["generate"])
+    _weights_options(known["weights"])
+    _env_options(known["env"])
+    _tls_options(known["tls"])
+    _launch_options(known["launch"])
     return top
+
+
+def _run_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("folder", nargs="?", metavar="RUN", help="the folder of the run")
+    one.add_argument("--run", metavar="DIR", help="the same as RUN")
+    one.add_argument("--config", metavar="FILE", help="a config file (see configs/), for a new run")
 
 
 def _role_options(role: str, one: argparse.ArgumentParser) -> None:
     """The options that `role` reads, and no other."""
-    if role != "feeder":
-        one.add_argument("--store", metavar="HOST:PORT", help="where the store is (for the store: where it listens)")
-    if role in ("store", "learner", "sampler"):
-        one.add_argument("--insecure", action="store_true", help="plain text to other machines, where there is no TLS")
-    if role == "learner":
-        one.add_argument("--host", default="127.0.0.1", help="the name under which samplers reach this process")
-        one.add_argument("--index", type=int, default=0, help="which of the learner's hosts this is")
+    if role == "store":
         one.add_argument(
-            "--coordinator", metavar="HOST:PORT", help="where the learner's hosts meet, on the first; else JAX finds it"
+            "--store", metavar="HOST:PORT", help="the address to listen on (default: a free port of 127.0.0.1)"
         )
+    elif role != "feeder":
+        one.add_argument(
+            "--store", metavar="HOST:PORT", help="the address of the store (default: the one in RUN/store.addr)"
+        )
+    if role in ("store", "learner", "sampler"):
+        one.add_argument("--insecure", action="store_true", help="allow plain text to other machines, without TLS")
+    if role == "learner":
+        one.add_argument("--host", default="127.0.0.1", help="the host name by which samplers reach this process")
+        one.add_argument("--index", type=int, default=0, help="the number of this host among the learner's hosts")
+        one.add_argument(
+            "--coordinator", metavar="HOST:PORT",
+            help="the address on the first host at which the learner's hosts meet (default: JAX finds it)",
+        )  # fmt: skip
     if role in ("learner", "colocated"):
         _fork_option(one)
     if role in ("sampler", "actor"):
-        one.add_argument("--index", type=int, default=0, help=f"which of several {role}s")
+        one.add_argument("--index", type=int, default=0, help=f"the number of this {role}, from 0")
     if role == "sampler":
-        one.add_argument("--host", default="127.0.0.1", help="the name under which actors reach this process")
-        one.add_argument("--port", type=int, default=0, help="where it listens for actors; 0: any that is free")
+        one.add_argument("--host", default="127.0.0.1", help="the host name by which actors reach this process")
+        one.add_argument(
+            "--port", type=int, default=0, help="the port on which it listens for actors (0: any free port)"
+        )
     if role == "actor":
         one.add_argument(
-            "--sampler",
-            action="append",
-            default=[],
-            metavar="HOST:PORT",
-            help="of each sampler; else RUN says it",
-        )
+            "--sampler", action="append", default=[], metavar="HOST:PORT",
+            help="the address of a sampler, once for each (default: those in RUN)",
+        )  # fmt: skip
+
+
+def _generate_options(one: argparse.ArgumentParser) -> None:
+    one.usage = "jaxroll generate RUN PROMPT… [OPTIONS]"
+    one.add_argument("prompts", nargs="*", metavar="PROMPT", help="the text of a user's message")
+    one.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
+    one.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens (default: 0, all)")
+    one.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the most likely tokens of this total probability"
+    )
+    one.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the largest probability")
+    one.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="divide the logits of earlier tokens (default: 1)"
+    )
+    one.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the answer at this text, repeatable"
+    )
+    one.add_argument(
+        "--ignore-eos", action="store_true", help="continue to --max-tokens after an end-of-sequence token"
+    )
+    one.add_argument("--seed", type=int, help="seed of the sampling (default: run.seed)")
+    one.add_argument("--samples", type=int, default=1, help="answers per prompt (default: 1)")
+    one.add_argument("--max-tokens", type=int, help="tokens of an answer (default: sampling.max_tokens)")
+    one.add_argument("--slots", type=int, default=8, help="slots of the engine (default: 8)")
 
 
 def _weights_options(weights: argparse.ArgumentParser) -> None:
     directions = weights.add_subparsers(dest="direction", required=True, metavar="import|export")
     for name, source, text in (
-        ("import", "HF_FOLDER", "a Qwen3 checkpoint as a folder for model.path and tokenizer.path"),
-        ("export", "SOURCE", "a run's newest checkpoint, one checkpoint, or such a folder, for transformers"),
+        ("import", "HF_FOLDER", "convert a Qwen3 checkpoint into a folder for model.path and tokenizer.path"),
+        ("export", "SOURCE", "convert a run's newest checkpoint, one checkpoint, or such a folder, for transformers"),
     ):
         one = directions.add_parser(name, help=text, description=text, allow_abbrev=False)
         one.add_argument("source", metavar=source)
         one.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
-        one.add_argument("--dtype", choices=("as-stored", "float32", "bfloat16"), default="as-stored")
+        one.add_argument("--dtype", choices=("as-stored", "float32", "bfloat16"), default="as-stored",
+                         help="the dtype of the written weights (default: as-stored)")  # fmt: skip
         if name == "export":
-            one.add_argument("--shard-mb", type=int, default=5000, metavar="MB", help="of one file at most")
+            one.add_argument(
+                "--shard-mb", type=int, default=5000, metavar="MB", help="largest size of one file (default: 5000)"
+            )
 
 
 def _env_options(env: argparse.ArgumentParser) -> None:
     actions = env.add_subparsers(dest="action", required=True, metavar="check")
-    text = "play an environment with a scripted model and list what breaks its contract"
+    text = "play an environment with a scripted model and list the violations of its contract"
     check = actions.add_parser("check", help=text, description=text, allow_abbrev=False)
     check.add_argument("name", metavar="MODULE:NAME", help="the environment, as in task.env")
-    check.add_argument("--config", metavar="FILE", help="a config file whose tasks are played (see configs/)")
-    check.add_argument("--episodes", type=int, default=32, metavar="N", help="scripts that are played, one by one")
+    check.add_argument("--config", metavar="FILE", help="a config file with the tasks to play (see configs/)")
+    check.add_argument("--episodes", type=int, default=32, metavar="N", help="episodes to play (default: 32)")
     check.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _tls_options(tls: argparse.ArgumentParser) -> None:
+    tls.add_argument("--host", action="append", default=[], metavar="NAME",
+                     help="a host name of the store or the learner, repeatable")  # fmt: skip
+    tls.add_argument(
+        "--token-of", metavar="ROLE", help="print the token of a machine that may act only as ROLE, and end"
+    )
+    tls.add_argument("--days", type=int, default=365, help="days for which the certificates are valid (default: 365)")
 
 
 def _fork_option(one: argparse.ArgumentParser) -> None:
     one.add_argument(
-        "--fork", metavar="STEP", nargs="?", const="", help="give up what was trained after the checkpoint of STEP (or "
-        "LINEAGE.STEP; the newest without one) and go on from there in a new lineage"
+        "--fork", metavar="STEP", nargs="?", const="",
+        help="discard the training after the checkpoint of STEP (or LINEAGE.STEP; default: the newest checkpoint) and "
+        "continue from it in a new lineage",
     )  # fmt: skip
 
 
-def _run_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--config", metavar="FILE", help="a config file (see configs/)")
-    one.add_argument("--run", metavar="DIR", help="the run's folder")
-
-
 def _launch_options(one: argparse.ArgumentParser) -> None:
-    _run_options(one)
-    one.add_argument("--target", choices=("tpu_vm", "gpu"), required=True)
+    one.add_argument("--target", choices=("tpu_vm", "gpu"), required=True, help="the kind of machine")
+    one.add_argument("--on", action="append", default=[], metavar="ROLE=HOST",
+                     help="the host of a role, repeatable: store=a, learner=b, sampler-0=c")  # fmt: skip
+    one.add_argument("--workdir", default=".", help="the checkout on the hosts (default: .)")
+    one.add_argument("--python", default="python3", help="the interpreter on the hosts (default: python3)")
+    one.add_argument("--port", type=int, default=7077, help="the port of the store (default: 7077)")
     one.add_argument(
-        "--on", action="append", default=[], metavar="ROLE=HOST", help="as store=a, learner=b, sampler-0=c"
+        "--devices-per-host", type=int, default=0, help="TPU chips or GPUs of a host that runs several roles"
     )
-    one.add_argument("--workdir", default=".", help="the checkout on the hosts")
-    one.add_argument("--python", default="python3", help="the interpreter on the hosts")
-    one.add_argument("--port", type=int, default=7077, help="of the store")
-    one.add_argument(
-        "--devices-per-host", type=int, default=0, help="TPU chips or GPUs of a host that has several roles"
-    )
-    one.add_argument("--gpu-memory-mb", type=int, default=0, help="of one GPU that roles share")
-    one.add_argument("--zone", default="", help="of the TPU VMs")
-    one.add_argument("--project", default="", help="of the TPU VMs")
-    one.add_argument("--insecure", action="store_true", help="several hosts: plain text between them, on a trusted net")
-    one.add_argument(
-        "--tls", default="", metavar="DIR", help="several hosts: where their certificates are on each host"
-    )
-    one.add_argument("--dry-run", action="store_true", help="print host, command and environment per role")
+    one.add_argument("--gpu-memory-mb", type=int, default=0, help="memory of one GPU that several roles share")
+    one.add_argument("--zone", default="", help="zone of the TPU VMs")
+    one.add_argument("--project", default="", help="project of the TPU VMs")
+    one.add_argument("--insecure", action="store_true", help="send plain text between the hosts, on a trusted network")
+    one.add_argument("--tls", default="", metavar="DIR", help="folder of the certificates on each host")
+    one.add_argument("--dry-run", action="store_true", help="print host, command and environment of each role")

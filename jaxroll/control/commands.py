@@ -32,10 +32,10 @@ RUNS = Path("runs")
 def run_train(options: argparse.Namespace) -> int:
     """`train`: a new run, or the rest of one."""
     if options.fork is not None and not options.resume:
-        raise ConfigError("--fork", options.fork, "a new run has nothing to fork", "Add --resume and --run=DIR.")
+        raise ConfigError("--fork", options.fork, "a new run has nothing to fork", "Add RUN and --resume.")
     if options.resume:
         if not options.run:
-            raise ConfigError("--resume", True, "no run named", "Add --run=DIR (`jaxroll list` shows them).")
+            raise ConfigError("--resume", True, "no run named", "Add RUN (`jaxroll list` shows the runs).")
         path = run_dir.checked(options.run)
         if options.config:
             raise ConfigError("--config", options.config, "a run is resumed with its own config",
@@ -108,24 +108,24 @@ def place_alone(role: str, args: RoleArgs) -> None:
 
 
 def run_offline(options: argparse.Namespace) -> int:
-    """JAX work outside a run: here when we are the child, else in a child with the right environment."""
-    if not (options.run or options.config) and options.extra and not options.extra[0].startswith("-"):
-        options.run = options.extra.pop(0)  # `generate RUN PROMPT`
+    """`sft`, `eval` and `generate`: JAX work outside a run, in a child with the environment that the devices need."""
+    if options.command == "generate" and (options.run or options.config) and not options.prompts:
+        name = run_dir.checked(options.run).name if options.run else "RUN"
+        raise ConfigError("PROMPT", None, "no prompt given", f"Add one, as in `jaxroll generate {name} PROMPT`.")
     config, path = _config_and_run(options, options.command)
     if options.child:
         module = importlib.import_module(f"jaxroll.tools.{options.command}")
-        code = module.main(RoleArgs(config, path, rest=tuple(options.extra)))
+        args = RoleArgs(config, path)
+        code = module.main(args, options) if options.command == "generate" else module.main(args)
         if options.command == "sft" and not code:
             (path / train.WARM_MARK).touch()
         return code
-    if options.command == "generate":
-        importlib.import_module("jaxroll.tools.generate").arguments(RoleArgs(config, path, rest=tuple(options.extra)))
     if options.command != "sft" and not config.model.path:
         _check_trained(path)
     inventory = train.find_inventory(config)
     cache_dir = program.default_cache_dir(path, os.environ)
     env = program.offline_env(config, inventory, cache_dir, placement.visible_gpus())
-    argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.extra]
+    argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.passed_on]
     with run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext():  # it replaces the warm start
         return run_foreground(argv, env)
 
@@ -136,7 +136,7 @@ def _check_trained(path: Path) -> None:
 
     if not (path / "warm").is_dir() and not checkpoint_files.entries(path / "checkpoints", verify=False):
         raise ConfigError("RUN", str(path), "has neither checkpoints nor a warm start",
-                          f"Train first: jaxroll train --run={os.path.relpath(path)} --resume")  # fmt: skip
+                          f"Train first: jaxroll train {os.path.relpath(path)} --resume")  # fmt: skip
 
 
 def run_foreground(argv: list[str], env: dict[str, str]) -> int:
@@ -312,7 +312,7 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
             return config, _joined_run(folder, config, options.words)
         return config, run_dir.create_unique(RUNS, name, config, options.words)
     if not folder:
-        raise ConfigError("--run", None, "no run named", "Name an existing run (--run=DIR), or give --config=FILE.")
+        raise ConfigError("RUN", None, "no run named", "Name an existing run, or give --config=FILE.")
     if options.overrides:
         raise ConfigError(options.overrides[0], folder, "the run has its config already",
                           "Give --config=FILE with overrides, or none.")  # fmt: skip
@@ -346,7 +346,7 @@ def _joined_run(folder: str, config: Config, words: list[str]) -> Path:
         if not (path / run_dir.RUN_FILE).exists():
             raise
     if configs.digest(run_dir.load_config(path)) != configs.digest(config):
-        raise ConfigError("--config", str(path), "the run in --run has another config", "Leave --config out.")
+        raise ConfigError("--config", str(path), "the run in RUN has another config", "Leave --config out.")
     return path
 
 

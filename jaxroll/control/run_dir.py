@@ -65,7 +65,7 @@ def new_run(path: str | Path, config: Config, argv: Sequence[str]) -> Iterator[P
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError("--run", str(path), f"cannot be made ({error.strerror})", "Name another folder.") from error
+        raise ConfigError("RUN", str(path), f"cannot be made ({error.strerror})", "Name another folder.") from error
     with locked(path):
         check_free(path)  # again: another process may have created it before we had the lock
         _make_logs(path)
@@ -95,7 +95,9 @@ def new_unique_run(parent: Path, name: str, config: Config, argv: Sequence[str],
     """As `new_run`, in a folder of `parent` that is named by the second it was made in; never one that exists."""
     base = new_name(name, time.time(), suffix)
     if "/" in base:
-        raise ConfigError("run.name", name, "names a folder, so it cannot contain '/'", "Use --run=DIR for a path.")
+        raise ConfigError(
+            "run.name", name, "names a folder, so it cannot contain '/'", "Name a folder elsewhere as RUN."
+        )
     checked(parent / base)
     for attempt in range(1, 1000):
         path = parent / (base if attempt == 1 else f"{base}-{attempt}")
@@ -105,12 +107,12 @@ def new_unique_run(parent: Path, name: str, config: Config, argv: Sequence[str],
         except OSError as error:
             if error.errno == errno.EEXIST and parent.is_dir():
                 continue
-            raise ConfigError("--run", str(path), f"cannot be made ({error.strerror})",
-                              "Name a folder with --run.") from error  # fmt: skip
+            raise ConfigError("RUN", str(path), f"cannot be made ({error.strerror})",
+                              "Name another folder as RUN.") from error  # fmt: skip
         with new_run(path, config, argv) as made:
             yield made
         return
-    raise ConfigError("--run", str(parent / base), "no free name", "Name the folder with --run.")
+    raise ConfigError("RUN", str(parent / base), "no free name", "Name the folder as RUN.")
 
 
 def create_unique(parent: Path, name: str, config: Config, argv: Sequence[str], suffix: str = "") -> Path:
@@ -122,11 +124,11 @@ def create_unique(parent: Path, name: str, config: Config, argv: Sequence[str], 
 def check_free(path: Path) -> None:
     """ConfigError when the folder holds a run, or parts of one."""
     if os.path.lexists(path / RUN_FILE):
-        raise ConfigError("--run", str(path), "there is a run here already",
+        raise ConfigError("RUN", str(path), "there is a run here already",
                           "Add --resume to continue it, or name another folder.")  # fmt: skip
     left = [name for name in OF_A_RUN if os.path.lexists(path / name) and not _is_empty_folder(path / name)]
     if left:
-        raise ConfigError("--run", str(path), f"holds {left[0]} of a run that has lost its {RUN_FILE}",
+        raise ConfigError("RUN", str(path), f"holds {left[0]} of a run that has lost its {RUN_FILE}",
                           f"Restore {RUN_FILE} from a copy, or name another folder.")  # fmt: skip
 
 
@@ -141,15 +143,15 @@ def load(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(_run_file_bytes(file).decode())
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError("--run", str(path), "no run here (no run.json)", "`jaxroll list` shows the runs.") from None
+        raise ConfigError("RUN", str(path), "no run here (no run.json)", "`jaxroll list` shows the runs.") from None
     except OSError as error:
         raise ConfigError(
-            "--run", str(file), f"unreadable: {error.strerror}", "Check the path and its permissions."
+            "RUN", str(file), f"unreadable: {error.strerror}", "Check the path and its permissions."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError("--run", str(file), f"unreadable: {error}", "Restore the file from a copy.") from error
+        raise ConfigError("RUN", str(file), f"unreadable: {error}", "Restore the file from a copy.") from error
     if not isinstance(values, dict) or "config" not in values:
-        raise ConfigError("--run", str(file), "holds no config", "Restore the file from a copy.")
+        raise ConfigError("RUN", str(file), "holds no config", "Restore the file from a copy.")
     for key, (kinds, default) in _FIELDS.items():
         value = values.setdefault(key, default)
         if (
@@ -157,7 +159,7 @@ def load(path: Path) -> dict[str, Any]:
             or isinstance(value, bool)
             or (isinstance(value, float) and not math.isfinite(value))
         ):
-            raise ConfigError("--run", str(file), f"{key} is {json.dumps(value)[:60]}, which JaxRoll does not write",
+            raise ConfigError("RUN", str(file), f"{key} is {json.dumps(value)[:60]}, which JaxRoll does not write",
                               "Restore the file from a copy.")  # fmt: skip
     return values
 
@@ -244,7 +246,7 @@ def _make_logs(path: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError("--run", str(path), f"cannot be written ({error.strerror})",
+    return ConfigError("RUN", str(path), f"cannot be written ({error.strerror})",
                        "Make the folder writable and look for free space, or name another one.")  # fmt: skip
 
 
@@ -302,7 +304,7 @@ def locked(path: Path) -> Iterator[None]:
             file = held.enter_context((path / LOCK_FILE).open("ab"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RunInUse("--run", str(path), "another process is running this run", "Stop it first.") from None
+            raise RunInUse("RUN", str(path), "another process is running this run", "Stop it first.") from None
         except OSError as error:
             raise _unwritable(path, error) from error
         yield
@@ -388,7 +390,7 @@ NAME_BYTES = 255  # of one folder's name: the limit of every common file system
 PATH_BYTES = 480  # SQLite opens no database whose path, links resolved, is longer than 512 with its suffixes
 
 
-def checked(path: str | Path, key: str = "--run") -> Path:
+def checked(path: str | Path, key: str = "RUN") -> Path:
     """The absolute path of a run folder; ConfigError for one in which a run cannot work."""
     found = Path(os.path.abspath(path))
     reason, remedy = _problem(str(found))

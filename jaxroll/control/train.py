@@ -86,7 +86,7 @@ def closing_words(code: int, path: Path, seconds: float) -> str:
     if code == 0:
         return f"The run is complete after {seconds:.0f} s. See it with: {command} report {shown}"
     if code == EXIT_INTERRUPTED:
-        return f"Stopped after {seconds:.0f} s. Go on with: {command} train --run={shown} --resume"
+        return f"Stopped after {seconds:.0f} s. Go on with: {command} train {shown} --resume"
     return f"The run ended after {seconds:.0f} s without finishing. Logs: {shown}/{run_dir.LOGS}/"
 
 

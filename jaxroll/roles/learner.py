@@ -95,7 +95,7 @@ def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str,
         return weights.load(warm)
     if config.sft.steps:
         raise ConfigError("sft.steps", config.sft.steps, f"the warm start is not in {warm}",
-                          f"Run `jaxroll sft --config=FILE --run={run_dir}` first, or set sft.steps=0.")  # fmt: skip
+                          f"Run `jaxroll sft {run_dir}` first, or set sft.steps=0.")  # fmt: skip
     return pretrained.weights(config.model, spec) if config.model.path else None
 
 
@@ -180,7 +180,7 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
         def start() -> Mapping[str, np.ndarray]:
             params = first_params(args.config, args.run_dir, trainer.spec)
             if params is None:
-                raise ConfigError("--run", str(args.run_dir), "the first host found a start there, this one none",
+                raise ConfigError("RUN", str(args.run_dir), "the first host found a start there, this one none",
                                   "All its hosts need the run's folder, and that of model.path.")  # fmt: skip
             return params
 

@@ -125,21 +125,19 @@ async def _played(trained: Trained, play: Callable[[EngineProxy], Awaitable[None
         await play(EngineProxy(trained.host, asyncio.get_running_loop()))
 
 
-# --- `jaxroll generate RUN "prompt" …`: what a run's newest weights answer
+# --- `jaxroll generate RUN PROMPT…`: answers of a run's newest weights
 
 
-def main(args: RoleArgs) -> int:
-    """Print one answer (or `--samples`) per prompt; 0."""
-    # loads JAX, which `arguments` does without
-
-    options = arguments(args)
+def main(args: RoleArgs, options: argparse.Namespace) -> int:
+    """Print one answer (or `--samples`) per prompt; 0. `options` are those of the command line."""
+    max_tokens = args.config.sampling.max_tokens if options.max_tokens is None else options.max_tokens
     model = load(
-        args.config, args.run_dir, slots=options.slots, max_tokens=options.max_tokens,
+        args.config, args.run_dir, slots=options.slots, max_tokens=max_tokens,
         penalties=options.repetition_penalty != 1,
     )  # fmt: skip
     print(f"weights: {model.source}")
     params = SamplingParams(
-        options.max_tokens, options.temperature, options.top_k, options.top_p, (model.tokenizer.eos_id,),
+        max_tokens, options.temperature, options.top_k, options.top_p, (model.tokenizer.eos_id,),
         min_p=options.min_p, repetition_penalty=options.repetition_penalty, stop_strings=tuple(options.stop),
         ignore_eos=options.ignore_eos, seed=options.seed,
     )  # fmt: skip
@@ -154,21 +152,3 @@ def main(args: RoleArgs) -> int:
 
     ask(model, play)
     return 0
-
-
-def arguments(args: RoleArgs) -> argparse.Namespace:
-    """The words after RUN; ends the program (2) where they are wrong."""
-    parser = argparse.ArgumentParser(prog="jaxroll generate RUN", description=__doc__)
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.0)
-    parser.add_argument("--repetition-penalty", type=float, default=1.0)
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer at this text")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens whatever is drawn")
-    parser.add_argument("--seed", type=int, help="instead of the run's")
-    parser.add_argument("--samples", type=int, default=1)
-    parser.add_argument("--max-tokens", type=int, default=args.config.sampling.max_tokens)
-    parser.add_argument("--slots", type=int, default=8)
-    return parser.parse_args(args.rest)

@@ -220,7 +220,7 @@ def test_config_files_that_are_none(
     for name in [*files, "folder.py", "missing.py", "", "\0", "x" * 5000]:
         code, err = outcome([command, f"--config={name}", *more], capsys)
         assert code == EXIT_CONFIG and err.count("\n") == 1, (name, err)
-        assert err.startswith(("error: --config", "error: --run")), (name, err)
+        assert err.startswith(("error: --config", "error: RUN")), (name, err)
     assert not (tmp_path / "runs").exists()
 
 

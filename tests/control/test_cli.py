@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shlex
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
+import jaxroll
 from jaxroll import config as configs
 from jaxroll.config import Config, RoleArgs
 from jaxroll.control import cli, commands, run_dir
@@ -54,11 +57,11 @@ def test_config_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -
         (["sampler", f"--config={SMOKE}", "--run=r", "--config.task.env=none"], 64, "task.env"),
         (["sft", f"--config={SMOKE}", "--config.learner.mesh.tensor=3"], 64, "learner.mesh.tensor"),
         (["launch", "--target=gpu", f"--config={SMOKE}", "--config.sampler.mesh.tensor=3"], 64, "sampler.mesh.tensor"),
-        (["train", "--resume"], 64, "--run=DIR"),
-        (["train", "--resume", "--run=nowhere"], 64, "no run here"),
+        (["train", "--resume"], 64, "RUN"),
+        (["train", "nowhere", "--resume"], 64, "no run here"),
         (["train", "--fork=3", "--config=configs/smoke.py"], 64, "--resume"),
-        (["learner"], 64, "--run"),
-        (["generate"], 64, "--run"),
+        (["learner"], 64, "RUN"),
+        (["generate"], 64, "RUN"),
         (["generate", "nowhere", "x"], 64, "no run here"),
         (["learner", "--run=nowhere"], 64, "no run here"),
         (["report", "nowhere"], 64, "no run here"),
@@ -223,24 +226,107 @@ def test_the_demo_is_always_a_new_run_which_its_link_names(here: Path, monkeypat
     assert [run_dir.load_config(path).run.seed for path in reported] == [1, 1, 2]
 
 
-@pytest.mark.process
-@pytest.mark.usefixtures("pretended_python")
-@pytest.mark.parametrize("named", [["r"], ["--run=r"]], ids=str)
-def test_generate_starts_a_child_and_passes_the_words_on_in_order(here: Path, named: list[str]) -> None:
+GENERATED = [
+    # typed after `generate`, the prompts, the options that are not at their default
+    ("r hello", ["hello"], {}),
+    ("r one --temperature 0.5 two --top-k=3", ["one", "two"], {"temperature": 0.5, "top_k": 3}),
+    ("--temperature=0.5 r one", ["one"], {"temperature": 0.5}),
+    ("--run=r one two", ["one", "two"], {}),
+    ("r --stop=a --stop=b --ignore-eos one", ["one"], {"stop": ["a", "b"], "ignore_eos": True}),
+    ("r --max-tokens=5 -- -x --config.run.seed=1", ["-x", "--config.run.seed=1"], {"max_tokens": 5}),
+    ("r '-5 plus 3'", ["-5 plus 3"], {}),
+]
+
+
+@pytest.mark.parametrize(("line", "prompts", "changed"), GENERATED, ids=[line for line, *_ in GENERATED])
+def test_generate_passes_prompts_and_options_to_its_child(
+    line: str, prompts: list[str], changed: dict[str, object], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[RoleArgs, argparse.Namespace]] = []
+    module = types.ModuleType("jaxroll.tools.generate")
+    module.main = lambda args, options: seen.append((args, options))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jaxroll.tools.generate", module)
     path = run_dir.create(here / "r", configs.load(SMOKE), [])
     (path / "warm").mkdir()
-    more = ["--temperature", "0.5", "a prompt", "--top-k=3"]
-    rest = more if "--run=r" in named else ["a prompt", "--top-p", "1"]
-    assert cli.main(["generate", *named, *rest]) == 0
-    assert calls(path) == [["generate", f"--run={path}", *rest]]
+
+    def foreground(argv: list[str], env: dict[str, str]) -> int:
+        monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: True)
+        return cli.main(argv[3:])
+
+    monkeypatch.setattr(commands, "run_foreground", foreground)
+    assert cli.main(["generate", *shlex.split(line)]) == 0
+    ((args, options),) = seen
+    defaults = vars(cli.parser().parse_args(["generate"]))
+    given = {name: value for name, value in vars(options).items() if defaults.get(name, value) != value}
+    assert args.run_dir == path and options.prompts == prompts
+    assert {name: value for name, value in given.items() if name not in ("run", "prompts")} == changed
 
 
-def test_the_child_of_generate_gets_the_words_in_order(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = given_role(monkeypatch, "jaxroll.tools.generate")
-    monkeypatch.setattr(cli.lifeline, "bind_from_env", lambda: True)
-    path = run_dir.create(here / "r", Config(), [])
-    assert cli.main(["generate", f"--run={path}", "--temperature", "0.5", "a prompt"]) == 0
-    assert seen == [RoleArgs(Config(), path, rest=("--temperature", "0.5", "a prompt"))]
+@pytest.mark.process
+@pytest.mark.usefixtures("pretended_python")
+def test_generate_starts_a_child(here: Path) -> None:
+    path = run_dir.create(here / "r", configs.load(SMOKE), [])
+    (path / "warm").mkdir()
+    assert cli.main(["generate", "r", "a prompt", "--top-k=3"]) == 0
+    assert calls(path) == [["generate", f"--run={path}", "--top-k=3", "--", "a prompt"]]
+
+
+COMMANDS = [one for group in cli.GROUPS.values() for one in group]
+
+
+def test_help_lists_every_command_in_its_group_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and max(map(len, lines)) <= 120
+    groups = [line[:-1] for line in lines if line.endswith(":") and " " not in line]
+    assert groups == list(cli.GROUPS) == ["run", "inspect", "models", "roles", "setup"]
+    for one in COMMANDS:
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"  {one.name} "))
+        assert one.text in lines[at] and lines[at + 1].strip() == f"$ {one.example}"
+
+
+@pytest.mark.parametrize("one", COMMANDS, ids=lambda one: one.name)
+def test_help_of_a_command_ends_with_its_example_which_is_valid(
+    one: cli.Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([one.name, "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: jaxroll {one.name} ") and " ".join(shown.split()).endswith(one.example)
+    words = shlex.split(one.example)
+    assert words[:2] == ["jaxroll", one.name]
+    options, extra = cli.parser().parse_known_args(words[1:])
+    assert not extra
+    if config := getattr(options, "config", None):
+        assert (ROOT / config).is_file()
+
+
+@pytest.mark.parametrize("option", ["PROMPT", "--temperature", "--top-k", "--stop", "--max-tokens", "--samples"])
+def test_help_of_generate_shows_its_arguments(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    assert option in capsys.readouterr().out
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"jaxroll {jaxroll.__version__}\n"
+
+
+WITH_RUN = ["train", "sft", "config", "eval", "launch --target=gpu", *cli.ROLES]
+
+
+@pytest.mark.parametrize("line", WITH_RUN)
+@pytest.mark.parametrize("run", ["r", "--run=r", "--run r"])
+def test_run_is_positional_and_has_an_alias(line: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    command = line.split()[0]
+    monkeypatch.setitem(commands.COMMANDS, command, lambda options: seen.append(options.run))
+    for words in (f"{line} {run}", f"{command} {run} {line.removeprefix(command)}"):
+        assert cli.main(words.split()) == 0
+    assert seen == ["r", "r"]
 
 
 def test_sft_marks_its_run_as_warm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,4 +362,4 @@ def test_what_to_type_next_works_where_the_shell_does_not_know_the_command(
     assert train.own_command() == "bin/jaxroll"
     monkeypatch.setenv("PATH", str(here / "bin"))
     assert train.own_command() == "jaxroll"
-    assert train.closing_words(130, here / "r", 3.2).endswith("jaxroll train --run=r --resume")
+    assert train.closing_words(130, here / "r", 3.2).endswith("jaxroll train r --resume")

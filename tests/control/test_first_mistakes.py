@@ -37,12 +37,17 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("train configs/smoke.py", ("--config=configs/smoke.py",), "train --config=configs/smoke.py"),
     ("train --config=configs/smoke.py --run.seed=3", ("--config.run.seed=3",),
      "train --config=configs/smoke.py --config.run.seed=3"),
-    ("train --confg=configs/smoke.py", ("--confg", "train --help"), "train --help"),
+    ("train --confg=configs/smoke.py", ("--confg", "--config=configs/smoke.py"), "train --config=configs/smoke.py"),
+    ("train --config=configs/smoke.py --fast", ("--fast", "train --help"), "train --help"),
+    ("eval begun --samples=3", ("--samples", "eval --help"), "eval --help"),
+    ("train old --run=begun --resume", ("old", "--run=begun"), "train old --resume"),
     ("report", ("RUN",), "report old"),
     ("train", ("--config", "configs/demo.py"), "train --config=configs/demo.py"),
     # configs
     ("train --config=smoke.py", ("smoke.py", "no such file", "configs/"), "train --config=configs/smoke.py"),
     ("train --config=configs/smoke.py --config.learner.lr=1e-4", ("learner.lr", "learner.learning_rate"),
+     "train --config=configs/smoke.py --config.learner.learning_rate=1e-4"),
+    ("train --config=configs/smoke.py --config.lerner.learning_rate=1e-4", ("lerner", "learner"),
      "train --config=configs/smoke.py --config.learner.learning_rate=1e-4"),
     ("train --config=configs/smoke.py --config.schedule.steps=many", ("schedule.steps", "whole number"),
      "train --config=configs/smoke.py --config.schedule.steps=20"),
@@ -56,13 +61,13 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("train --config=configs/smoke.py --config.placement.platform=tpu", ("placement.platform", "'auto'"),
      "train --config=configs/smoke.py --config.placement.platform=auto"),
     # runs
-    ("train --config=configs/smoke.py --run=old", ("--run", "old", "--resume"), "train --run=old --resume"),
-    ("train --resume", ("--run=DIR", "jaxroll list"), "list"),
-    ("train --resume --run=nothing", ("nothing", "jaxroll list"), "list ."),
-    ("train --resume --run=old --config=configs/smoke.py", ("--config", "Leave --config out"),
-     "train --resume --run=old"),
-    ("train --resume --run=old --config.learner.learning_rate=1", ("learner.learning_rate", "new run"),
-     "train --resume --run=old --config.schedule.steps=99"),
+    ("train old --config=configs/smoke.py", ("RUN", "old", "--resume"), "train old --resume"),
+    ("train old", ("RUN", "old", "--resume"), "train old --resume"),
+    ("train --resume", ("RUN", "jaxroll list"), "list"),
+    ("train nothing --resume", ("nothing", "jaxroll list"), "list ."),
+    ("train --resume old --config=configs/smoke.py", ("--config", "Leave --config out"), "train --resume old"),
+    ("train old --resume --config.learner.learning_rate=1", ("learner.learning_rate", "new run"),
+     "train old --resume --config.schedule.steps=99"),
     ("train --fork=1 --config=configs/smoke.py", ("--fork", "--resume"), ""),
     ("report .", ("no run here", "jaxroll list"), "list ."),
     ("report nothing", ("nothing", "jaxroll list"), "list ."),
@@ -74,20 +79,20 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("export old --jsonl=no/out.jsonl", ("no/out.jsonl", "folder"), "export old --jsonl=out.jsonl"),
     ("tls begun --token-of=sampler", ("has no token", "jaxroll tls"), ""),
     # weights
-    ("generate begun hello", ("begun", "train --run=begun --resume"), "train --run=begun --resume"),
+    ("generate begun hello", ("begun", "train begun --resume"), "train begun --resume"),
     ("generate begun", ("PROMPT",), ""),
-    ("generate", ("--run",), ""),
-    ("eval --run=begun", ("begun", "train --run=begun --resume"), "train --run=begun --resume"),
+    ("generate", ("RUN",), ""),
+    ("eval begun", ("begun", "train begun --resume"), "train begun --resume"),
     ("weights import configs out", ("configs", "config.json", "Qwen3"), ""),
-    ("weights export begun out", ("begun", "checkpoints"), "train --run=begun --resume"),
+    ("weights export begun out", ("begun", "checkpoints"), "train begun --resume"),
     ("weights", ("import|export",), "weights import --help"),
     # environments
     ("env check nothing:here", ("nothing:here", "its module cannot be imported"), ""),
     ("env check", ("MODULE:NAME",), "env check --help"),
     # roles and machines
     ("sampler --config=configs/smoke.py --run=r --index=-1", ("--index", "0"), ""),
-    ("actor --run=begun", ("placement.actors",), ""),
-    ("store --run=begun --store=localhost", ("--store", "HOST:PORT"), ""),
+    ("actor begun", ("placement.actors",), ""),
+    ("store begun --store=localhost", ("--store", "HOST:PORT"), ""),
     ("launch --config=configs/smoke.py", ("--target",), "launch --config=configs/smoke.py --target=gpu --dry-run "
      "--devices-per-host=8"),
 ]  # fmt: skip
@@ -153,7 +158,7 @@ def test_the_demo_outside_a_checkout(home: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_run_that_is_read_while_it_begins(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for line in ("report begun", "report begun --json", "checkpoints begun", "list .", "config --run=begun"):
+    for line in ("report begun", "report begun --json", "checkpoints begun", "list .", "config begun"):
         code, answer = typed(line, capsys)
         assert code == 0 and "Traceback" not in answer, answer
 
@@ -162,7 +167,7 @@ def test_a_run_that_is_read_while_it_begins(home: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "line",
     [
-        "trian", "train --config=configs/smoke.py --config.learner.lr=1", "train --config=configs/smoke.py --run=old",
+        "trian", "train --config=configs/smoke.py --config.learner.lr=1", "train old --config=configs/smoke.py",
         "generate begun hello", "weights import configs out", "weights export begun out", "report nothing",
     ],
 )  # fmt: skip
@@ -188,7 +193,7 @@ def _used_s() -> float:
 def test_a_port_that_another_process_has(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        argv = [sys.executable, "-m", "jaxroll", "store", "--run=begun", f"--store=127.0.0.1:{port}"]
+        argv = [sys.executable, "-m", "jaxroll", "store", "begun", f"--store=127.0.0.1:{port}"]
         done = subprocess.run(argv, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
                               encoding="utf-8", timeout=60, check=False)  # fmt: skip
     assert done.returncode == 64 and f"127.0.0.1:{port}" in done.stderr and "another process" in done.stderr

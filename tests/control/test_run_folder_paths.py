@@ -77,7 +77,7 @@ def test_a_path_that_breaks_a_run_is_refused_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", SMOKE, f"--run=new/{name}"]) == EXIT_CONFIG
     said = capsys.readouterr().err
-    assert "--run" in said and "path" in said and any(word in said for word in ("Use ", "UTF-8", "Rename")), said
+    assert "RUN" in said and "path" in said and any(word in said for word in ("Use ", "UTF-8", "Rename")), said
     assert list(tmp_path.iterdir()) == []
 
 

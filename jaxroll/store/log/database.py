@@ -35,7 +35,7 @@ def checked_folder(run_dir: Path) -> None:
         return
     why = unfit(run_dir.resolve(), table)
     if why:
-        raise ConfigError("--run", str(run_dir), why)
+        raise ConfigError("RUN", str(run_dir), why)
 
 
 def locked(path: Path) -> IO[str]:
@@ -85,13 +85,13 @@ def prepared(connection: sqlite3.Connection, path: Path) -> None:
     """Make the tables of a new file, bring those of an older version up to date; ConfigError for any other."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version == 0 and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
-        raise ConfigError("--run", str(path), "is a database that JaxRoll did not make", "Name another folder.")
+        raise ConfigError("RUN", str(path), "is a database that JaxRoll did not make", "Name another folder.")
     if version == 0:
         _create(connection)
     elif version in migration.FROM:
         migration.migrate(connection)
     elif version != schema.SCHEMA_VERSION:
-        raise ConfigError("--run", str(path), *unreadable(version))
+        raise ConfigError("RUN", str(path), *unreadable(version))
 
 
 def unreadable(version: int) -> tuple[str, str]:
@@ -147,7 +147,7 @@ def unfit(path: Path, mountinfo: str) -> str:
     return (
         f"{path} is on {mount.source} ({mount.kind}), mounted at {mount.point}: on a network file system neither the "
         "lock on the run nor an acknowledged write can be relied on. Put the run on a local disk or a block volume "
-        "(--run=/local/path) and copy it away afterwards."
+        "and copy it away afterwards."
     )
 
 
