@@ -30,7 +30,7 @@ def make(run_dir: Path, hosts: Sequence[str], days: int) -> str:
     if shutil.which("openssl") is None:
         raise ConfigError("openssl", "not found", "certificates are made with it",
                           "Install it (apt install openssl), or put ca.pem, cert.pem and key.pem of your own into "
-                          f"{run_dir / tls.TLS_FOLDER} (docs/running.md, Between machines).")  # fmt: skip
+                          f"{run_dir / tls.TLS_FOLDER} (docs/machines.md, Between machines).")  # fmt: skip
     names = tuple(dict.fromkeys((*hosts, *ALWAYS)))
     subject_names = ",".join(map(_subject_name, names))
     folder = run_dir / tls.TLS_FOLDER

@@ -90,7 +90,7 @@ def _handlers() -> dict[str, None]:
 
 
 def test_the_table_in_the_documents_is_the_one_in_force() -> None:
-    text = (ROOT / "docs" / "running.md").read_text()
+    text = (ROOT / "docs" / "security.md").read_text()
     rows = re.findall(
         r"^\| `?([\w, `]+?)`? \| (yes|no|)[^|]*\| (yes|no|)[^|]*\| (yes|no|)[^|]*\| (yes|no|)", text, re.MULTILINE
     )
