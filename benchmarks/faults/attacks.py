@@ -83,7 +83,7 @@ AIMS: dict[str, tuple[str, ...]] = {
         rf"Put {_MALFORMED}\d+ bytes came, 100 were declared",
         rf"Put {_MALFORMED}the message ended after \d+ bytes",
         rf"Put {_MALFORMED}a message of 2147483648 bytes; at most",
-        "Put RESOURCE_EXHAUSTED: the message stopped coming",
+        "Put RESOURCE_EXHAUSTED: the message stalled",
     ),
     "malformed": (
         *(f"{method} {_MALFORMED}" for method in SAMPLER_METHODS if method != "Status"),
@@ -121,7 +121,7 @@ BESIDES: dict[str, tuple[str, ...]] = {
 }
 _BUSY = (
     f"{_METHOD} (DEADLINE_EXCEEDED|UNAVAILABLE): ",
-    rf"{_METHOD} RESOURCE_EXHAUSTED: (\d+ bytes of requests are being worked on|the message stopped coming)",
+    rf"{_METHOD} RESOURCE_EXHAUSTED: (\d+ bytes of requests are being processed|the message stalled)",
 )
 
 

@@ -1,16 +1,16 @@
-"""The actor role: leases groups, plays their members against samplers' engines, puts the finished ones.
+"""Actor role: leases prompt groups, generates their rollouts through samplers' engines and stores the finished ones.
 
-No JAX and no device: environments, scoring and the history of tokens, for environments that are too heavy to live
-beside an engine. One event loop, on a thread of its own; the main thread waits for its end and gets the signals:
+It runs environments and scoring without JAX, for environments that are too heavy for a sampler's process.
 
-- *samplers* keeps up with every sampler's version (`jaxroll.serving.client`);
-- *tell* says to the store which version the newest of them has: leases are granted for that one, and their members are
-  sampled at it or at a later one, so that both guards on age hold;
-- *lease*, *ended* and *renew* are those of `jaxroll.roles.members`;
-- *report* sends metrics every second.
+Threads: the main thread handles signals; this module runs on the asyncio loop thread.
+Tasks: follow every sampler's weight version; report the newest of them to the store; the tasks of
+`jaxroll.roles.members` (request leases, receive cancellations, renew leases); report metrics every second.
+Waits for: leases from the store, and samplers that have weights.
+Stops: when the run is closed or on SIGTERM, after returning unfinished leases. If it dies, its leases expire and the
+store grants them again.
 
-It waits for the store (leases) and for samplers. It ends when the run is closed or on SIGTERM, giving unfinished leases
-back; when it dies, the store gives them to others.
+Leases are granted for the newest version that a sampler has, and their tokens are sampled at that version or at a later
+one, so that the limit on the age of tokens holds.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ REPORT_EVERY_S = 1.0
 
 
 def main(args: RoleArgs) -> int:
-    """Play until the run is closed."""
+    """Generate rollouts until the run is closed; the exit code."""
     pool = registry.scoring_pool(args.config)
     pool.start()
     thread = sessions.loop_thread(f"actor-{args.index}", args.config)
     try:
         session = sessions.Session(f"actor-{args.index}", args, pool, thread.loop)
-        told_to = sessions.install_signal_handlers(session)
+        interrupted = sessions.install_signal_handlers(session)
         sessions.ended(thread.start(_run(session)))
-        return EXIT_INTERRUPTED if told_to.is_set() else 0
+        return EXIT_INTERRUPTED if interrupted.is_set() else 0
     finally:
         thread.close()
         pool.close()
@@ -60,20 +60,22 @@ async def _run(session: sessions.Session) -> None:
 
 
 class ActorLoops:
-    """The members in flight, the samplers that they ask, and the loops around both."""
+    """The members in flight, the connections to the samplers, and the tasks around both."""
 
     def __init__(self, session: sessions.Session, tokenizer: Tokenizer) -> None:
         self.session, self.config, self.store = session, session.config, session.store
         self.samplers = Samplers(self._clients(), self.config.schedule.replicate, session.progress)
-        self.manager = session.play_roles(None, tokenizer, training_params(session, tokenizer))
+        self.manager = session.rollout_manager(None, tokenizer, training_params(session, tokenizer))
         self.members = Members(session, actor_members(self.config), self._version, self._begin)
-        self.version: Version | None = None  # what the store is told: it never goes back
+        self.version: Version | None = None  # reported to the store; it never decreases
         self._first = asyncio.Event()
 
     async def run(self) -> None:
-        """All loops, until one of them ends; then unfinished leases go back."""
+        """Run all tasks until one of them ends, then return unfinished leases."""
         try:
-            await until_one_ends((self.samplers.follow(), self._tell(), *self.members.loops(), self._report()))
+            await until_one_ends(
+                (self.samplers.follow(), self._report_version(), *self.members.loops(), self._report())
+            )
         finally:
             await self.members.give_back()
             self._add_row()
@@ -92,25 +94,25 @@ class ActorLoops:
             client.run_id = self.store.welcome.run_id
         return clients
 
-    async def _tell(self) -> None:
+    async def _report_version(self) -> None:
         while True:
             self.version = await self.samplers.newer_than(self.version)
-            await self.store.published(self.version)  # a lease call that waits with the weights before may be granted
+            await self.store.published(self.version)  # may grant a lease call that waits with the previous version
             self._first.set()
 
     async def _version(self) -> Version:
         await self._first.wait()
-        assert self.version is not None, "`first` says that a sampler has weights"
-        await self.samplers.has(self.version)  # nothing is leased while nobody could sample it
+        assert self.version is not None, "`_first` is set once a sampler has weights"
+        await self.samplers.has(self.version)  # lease nothing that no sampler could generate
         return self.version
 
     def _begin(self, grant: Grant) -> MemberPlayer:
-        assert self.version is not None, "nothing was granted before a version was told"
-        table = self.samplers.table(self.version)
+        assert self.version is not None, "no lease is granted before a version is reported"
+        group = self.samplers.group(self.version)
 
-        async def play(member: int, attempt: int, said: Transcript) -> Member:
-            with table.conversation() as proxy:
-                return await self.manager.run_member(grant, member, attempt, proxy, said)
+        async def play(member: int, attempt: int, transcript: Transcript) -> Member:
+            with group.conversation() as proxy:
+                return await self.manager.run_member(grant, member, attempt, proxy, transcript)
 
         return play
 
@@ -120,8 +122,8 @@ class ActorLoops:
             self._add_row()
 
     def _add_row(self) -> None:
-        counts = self.members.counts() | episode_counts(self.manager, self.session.places)
+        counts = self.members.counts() | episode_counts(self.manager, self.session.executors)
         self.session.add_row(
             {"t": unix_s(), "role": self.session.role, "kind": "stats", **counts,
-             "samplers": self.samplers.seated(), "repeated": self.samplers.repeated}
+             "samplers": self.samplers.conversations(), "repeated": self.samplers.repeated}
         )  # fmt: skip

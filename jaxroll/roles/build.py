@@ -1,4 +1,4 @@
-"""The parts that roles put together: model, tokenizer, engine."""
+"""Construction of the model, tokenizer and engine of a role from its config."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_spec(config: Config, text: Tokenizer) -> families.ModelSpec:
 
 @dataclass(frozen=True)
 class Inference:
-    """An engine with what feeds it."""
+    """An engine, its tokenizer, its thread and the task that brings new weights."""
 
     tokenizer: Tokenizer
     host: EngineHost
@@ -55,9 +55,12 @@ def inference(
     token: str,
     progress: Progress,
     tls: Material | None = None,
-    turn: AbstractContextManager[object] | None = None,
+    device_lock: AbstractContextManager[object] | None = None,
 ) -> Inference:
-    """An engine on this process's devices that compiles when its first weights arrive. It dispatches in `turn`."""
+    """An engine on this process's devices. It compiles with its first weights and dispatches under `device_lock`.
+
+    ConfigError if the model does not fit the mesh.
+    """
     text = tokenizer(config)
     spec = model_spec(config, text)
     families.check_mesh(spec, mesh_config, f"{role}.mesh")
@@ -70,18 +73,18 @@ def inference(
         prefill_attention=config.sampler.prefill_attention, paged_attention=config.sampler.paged_attention,
     )  # fmt: skip
     progress.devices(mesh, engine.attention.described())
-    host = EngineHost(engine, turn)
+    host = EngineHost(engine, device_lock)
     receiver, layout = Receiver(config.transfer, token=token, tls=tls), rules.Layout(mesh, rules.SAMPLER)
     adapters = Lora.of(config.learner)
     if adapters is None or config.learner.lora_publish == "merged":
         arriving = FullParameters(receiver, spec, layout)
     else:
         arriving = AdaptedParameters(receiver, spec, layout, adapters, config.transfer.dtype)
-    in_turns = role == "sampler" and config.schedule.rolling  # who has a turn keeps it until its engine has flipped
-    in_force_s = config.transfer.deadline_s if in_turns else 0.0
+    rolling = role == "sampler" and config.schedule.rolling  # a sampler keeps its update slot until the weight swap
+    in_force_s = config.transfer.deadline_s if rolling else 0.0
     return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s))
 
 
 def cache_tokens(config: Config) -> int:
-    """Positions that a request may need in the cache: those of the longest episode."""
+    """KV cache length of a request, in tokens: that of the longest episode."""
     return max(episode_tokens(config), config.sampler.prefill_buckets[-1])

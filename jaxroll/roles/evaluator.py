@@ -1,9 +1,13 @@
-"""The evaluator role: held-out accuracy on pinned versions while training goes on.
+"""Evaluator role: held-out accuracy at fixed weight versions, while training goes on.
 
-It owns a small engine, so a version stays pinned for a whole evaluation and nobody's training tokens wait for it; its
-permits are its own, the store's limiter never sees it. Every `evaluator.every` steps (and at the first and the last) it
-takes the newest snapshot, answers all held-out items greedily, and reports one row. Threads: see
-`jaxroll.roles.session`. It waits for snapshots only.
+It has a small engine of its own, so that a version stays in it for a whole evaluation and no sampler waits. Every
+`evaluator.every` steps, and at the first and the last one, it fetches the newest weights, answers all held-out items
+greedily and reports one row. The store's limiter does not count its requests.
+
+Threads: the main thread runs JAX; this module runs on the asyncio loop thread (`jaxroll.roles.session`).
+Tasks: one evaluation after the other.
+Waits for: published weights.
+Stops: after evaluating the last step's weights, when the run is closed, or on SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,19 +24,19 @@ from jaxroll.records import Version, VersionRef
 from jaxroll.roles import session as sessions
 from jaxroll.rollout import manager
 
-SNAPSHOT_WAIT_S = 10.0
+PUBLISHED_WAIT_S = 10.0
 EXAMPLES = 8
-TRIES, TRY_AGAIN_S = 50, 0.2
+FETCH_TRIES, FETCH_PAUSE_S = 50, 0.2
 HELDOUT_FILE = "heldout.json"
 
 
 def main(args: RoleArgs) -> int:
-    """Evaluate until the last step's weights are scored."""
-    return sessions.main(part(args.config), args)
+    """Evaluate until the last step's weights are scored; the exit code."""
+    return sessions.main(role_spec(args.config), args)
 
 
-def part(config: Config) -> sessions.RoleSpec:
-    """What the evaluator plays."""
+def role_spec(config: Config) -> sessions.RoleSpec:
+    """The evaluator as a role with an engine."""
     return sessions.RoleSpec(
         "evaluator", lambda session: EvaluatorLoops(session).run(),
         mesh=config.evaluator.mesh, slots=config.evaluator.slots, flip="keep_kv",
@@ -40,7 +44,7 @@ def part(config: Config) -> sessions.RoleSpec:
 
 
 class EvaluatorLoops:
-    """One evaluation after another."""
+    """The sequence of evaluations."""
 
     def __init__(self, session: sessions.EngineSession) -> None:
         self.session, self.config = session, session.config
@@ -49,37 +53,37 @@ class EvaluatorLoops:
         self.manager = session.manager(SamplingParams(self.config.sampling.max_tokens, 0.0, 0, 1.0, eos))
         self.tasks = tasks.tasks(self.config)
         hashes = json.dumps([task.question_hash for task in self.tasks])
-        (session.args.run_dir / HELDOUT_FILE).write_text(
-            hashes, encoding="utf-8"
-        )  # the report checks that none was trained on
+        # the report checks that no held-out item was trained on
+        (session.args.run_dir / HELDOUT_FILE).write_text(hashes, encoding="utf-8")
 
     async def run(self) -> None:
-        """Every due version, until the last."""
+        """Evaluate every version that is due, until the last. InfraError if its weights cannot be fetched."""
         held: Version | None = None
         due, last, failures = 0, self.config.schedule.steps, 0
         while held is None or held.step < last:
-            snapshot = await self.session.store.published(held, SNAPSHOT_WAIT_S)
-            if snapshot is None:
+            ref = await self.session.store.published(held, PUBLISHED_WAIT_S)
+            if ref is None:
                 continue
-            step = snapshot.version.step
+            step = ref.version.step
             if step >= due or step == last:
-                if not await self._bring(snapshot):
+                if not await self._fetch(ref):
                     failures += 1
-                    if failures > TRIES:
-                        raise InfraError(f"the weights of version {snapshot.version} could not be had")
-                    await asyncio.sleep(TRY_AGAIN_S)
+                    if failures > FETCH_TRIES:
+                        raise InfraError(f"the weights of version {ref.version} could not be fetched")
+                    await asyncio.sleep(FETCH_PAUSE_S)
                     continue
                 failures = 0
-                await self.session.store.published(snapshot.version)  # the learner stays until we hold the last
-                self.session.add_row(await self._row(snapshot.version))
+                await self.session.store.published(ref.version)  # the learner waits until this role has the last one
+                self.session.add_row(await self._row(ref.version))
                 due = step - step % self.config.evaluator.every + self.config.evaluator.every
-            held = snapshot.version
+            held = ref.version
 
-    async def _bring(self, snapshot: VersionRef) -> bool:
+    async def _fetch(self, ref: VersionRef) -> bool:
+        """True if the weights are in the engine; they may be replaced by newer ones during the fetch."""
         try:
-            await self.session.parts.follower.bring(snapshot)
-        except TransferError as error:  # superseded while we were busy: the next one will do
-            self.session.progress(f"weights {snapshot.version}: {error}")
+            await self.session.parts.follower.load(ref)
+        except TransferError as error:
+            self.session.progress(f"weights {ref.version}: {error}")
             return False
         return True
 

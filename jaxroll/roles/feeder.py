@@ -1,8 +1,11 @@
-"""Prompts for the store, from a process of their own.
+"""Feeder role: reads prompts from the dataset for the store, in a child process of the store.
 
-grain imports jax, and the store must stay free of it, so the pipeline runs in a child (`jaxroll feeder`) that answers
-length-prefixed MessagePack frames on its standard input and output. The child holds no history: the store keeps the
-pipeline's state bytes with every prompt it issues and gives them back after a restart.
+grain imports jax, which the store must not load, so the prompt pipeline runs in a child (`jaxroll feeder`). The child
+keeps no history: the store saves the pipeline's state with every prompt that it issues and sends it after a restart.
+
+Threads: one, blocking. Messages are length-prefixed MessagePack frames on standard input and output.
+Waits for: requests of the store.
+Stops: when its standard input ends.
 """
 
 from __future__ import annotations
@@ -37,17 +40,17 @@ class FeedRequest(msgspec.Struct, frozen=True):
 
 
 class FeedReply(msgspec.Struct, frozen=True):
-    """The tasks in order, each with the pipeline's state after it; or why there are none; or a sign of progress."""
+    """Tasks in order, each with the pipeline's state after it; or an error; or a progress message."""
 
     tasks: tuple[tuple[Task, bytes], ...] = ()
     error: str = ""
-    progress: str = ""  # what has begun: the answer itself is still to come
+    progress: str = ""  # a phase that began; the reply to the request follows
 
 
 def main(args: RoleArgs) -> None:
     """Answer feed requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what datasets print must not reach the frames
+    os.dup2(2, 1)  # output that datasets print must not mix with the frames
 
     def send(reply: FeedReply) -> None:
         data = wire.encode(reply)
@@ -99,11 +102,11 @@ def _read_frame(stream: BinaryIO) -> bytes | None:
 
 
 class FeederProcess:
-    """The store's side: a feeder child that is started again, at the same place, when it dies or makes no progress.
+    """The store's end of the pipe: a feeder child, restarted at the same prompt if it dies or makes no progress.
 
-    `deadline_s` is how long it may go without a sign of progress; of the second child in a row it is twice, of the
-    third four times that, for a machine may be busy. Used from one event loop. `next` raises ConfigError when the task
-    gives no prompts, InfraError when three children in a row could not answer.
+    `deadline_s` is the longest time without a progress message; the second child in a row has twice, the third four
+    times that, because the machine may be busy. Use it from one event loop. `next` raises ConfigError if the task
+    gives no prompts, InfraError if three children in a row did not answer.
     """
 
     def __init__(self, run_dir: Path, *, deadline_s: float = 120.0, command: Sequence[str] = ()) -> None:
@@ -120,18 +123,18 @@ class FeederProcess:
         await self._stop()
 
     async def next(self, count: int) -> list[tuple[Task, bytes]]:
-        """The next `count` tasks, each with the state after it; fewer only at the end of the data."""
+        """The next `count` tasks, each with the pipeline state after it; fewer only at the end of the data."""
         async with self._lock:
             failures: list[str] = []
             for patience_s in (self._deadline_s, 2 * self._deadline_s, 4 * self._deadline_s):
                 try:
                     reply = await self._ask(count, patience_s)
                 except TimeoutError:
-                    failures.append(f"no progress for {patience_s:g} s, the last sign of it: {self._doing}")
+                    failures.append(f"no progress for {patience_s:g} s; last phase: {self._doing}")
                     await self._stop()
                     continue
                 except (OSError, asyncio.IncompleteReadError) as error:
-                    failures.append(f"it ended ({type(error).__name__}), the last sign of it: {self._doing}")
+                    failures.append(f"it ended ({type(error).__name__}); last phase: {self._doing}")
                     await self._stop()
                     continue
                 if reply.error:
@@ -141,7 +144,7 @@ class FeederProcess:
                 return list(reply.tasks)
             raise InfraError(
                 f"the prompt feeder gave no prompts, three times in a row ({'; '.join(failures)}); "
-                "what it printed is in the store's log"
+                "its output is in the store's log"
             )
 
     async def close(self) -> None:
@@ -149,7 +152,7 @@ class FeederProcess:
         await self._stop()
 
     async def _ask(self, count: int, patience_s: float) -> FeedReply:
-        """The answer; TimeoutError when nothing is heard of the child for so long."""
+        """The reply; TimeoutError if the child sends nothing for `patience_s`."""
         process, fresh = self._process, False
         if process is None or process.returncode is not None:
             process, fresh = await self._start(), True
@@ -171,7 +174,7 @@ class FeederProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "JAX_PLATFORMS": "cpu", lifeline.PARENT_ENV: str(os.getpid())},
-            start_new_session=True,  # what the terminal sends reaches it through the store only
+            start_new_session=True,  # signals of the terminal must reach it through the store only
         )
         return self._process
 

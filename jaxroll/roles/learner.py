@@ -1,7 +1,18 @@
-"""Where a learner starts: the newest checkpoint on the run's line, or the one it was told to fork at.
+"""Learner role: claims batches in order, trains on them and publishes the new weights.
 
-A fork is named, as STEP@NAME, so that a learner that dies and is started with the same words does not fork again, but
-goes on along the fork that the store knows by that name.
+    claim s → train → publish s+1 → acknowledge s → (every C steps) checkpoint s+1 → report s+1 durable
+
+Steps overlap: while the devices compute step s, the claim of s+1 is requested and packed (`_claim_ahead`), and the
+result of step s−1 is published and acknowledged (`BackgroundPublisher`).
+
+Threads: the main thread dispatches JAX; a loop thread talks to the store (`BlockingStore`); a thread publishes; the
+channel's listener serves weights.
+Waits for: claims from the store, and the previous publication.
+Stops: after the schedule's last step, or on SIGTERM, SIGINT or SIGHUP after its step and a checkpoint. If it is killed,
+it starts again from the last durable version, and the store replays the claims after it.
+
+On several hosts the process of the first one does all this; the others repeat its device work
+(`jaxroll.learner.multihost`).
 """
 
 from __future__ import annotations
@@ -50,14 +61,19 @@ from jaxroll.store.core.state import Lineage, on_line
 from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.publish import Exposure, Publisher
 
+# --- The checkpoint to start from: the newest on the run's lineage, or the one that `--fork` names
+#
+# A fork has a name (STEP@NAME), so that a learner that dies and is started with the same arguments continues the fork
+# that the store knows by that name, instead of making another.
+
 
 def start_of(
     checkpoints: Checkpoints, lineages: Sequence[Lineage], claims: int, fork: str | None
 ) -> tuple[Version | None, str]:
     """The checkpoint to restore (None: none) and the name of the fork to make there ("": none).
 
-    `lineages` are the run's, as the store has them, `claims` how many it has made on the newest. ConfigError when
-    `fork` names no checkpoint, and when the store does not know what the checkpoints were trained on.
+    `lineages` are those that the store knows, `claims` the number of claims on the newest. ConfigError if `fork` names
+    no checkpoint, or if the store's log does not belong to the checkpoints.
     """
     lines = list(lineages)
     _check_known(checkpoints, lines, claims if fork is None else None)
@@ -70,10 +86,10 @@ def start_of(
 
 
 def _check_known(checkpoints: Checkpoints, lineages: list[Lineage], claims: int | None) -> None:
-    """ConfigError when the store's log is not the one under which these checkpoints were written.
+    """Raise ConfigError if the store's log is not the one under which these checkpoints were written.
 
-    With a log that is missing or was put back from an old copy the run would begin at an older step, and open lineages
-    whose numbers are taken: what it writes would look older than what is there, or be taken for it.
+    With a log that is missing or restored from an old copy the run would begin at an older step and reuse lineage
+    numbers: its new checkpoints would be mistaken for the existing ones, or look older.
     """
     for version in reversed(checkpoints.versions()):
         ahead = claims is not None and version.step > claims and on_line(lineages, version)
@@ -87,9 +103,9 @@ def _check_known(checkpoints: Checkpoints, lineages: list[Lineage], claims: int 
 
 
 def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
-    """What a run starts from (host arrays): the warm start, or the model of the path. None for a fresh init.
+    """The run's initial parameters (host arrays): the warm start, or the model of `model.path`. None for a fresh init.
 
-    ConfigError when the config asks for a warm start and there is none: roles do not make it, `jaxroll train` does.
+    ConfigError if the config asks for a warm start and there is none: `jaxroll train` makes it, roles do not.
     """
     if (warm := run_dir / "warm").is_dir():
         return weights.load(warm)
@@ -99,36 +115,20 @@ def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str,
     return pretrained.weights(config.model, spec) if config.model.path else None
 
 
-# --- The learner role: claims batches in order, trains on them, publishes what it learned
-#
-# One thread dispatches JAX (the main one); the store is spoken to through a loop thread (`BlockingStore`), the weights
-# are served by the transfer room's listener thread. The order within a step is the contract of STORE.md:
-#
-#     claim s → train → publish s+1 → ack s → (every C steps) checkpoint s+1 → durable s+1
-#
-# Steps overlap: while the devices compute step s, the claim of s+1 is asked for and laid out (`_ahead`), and what step
-# s-1 made is published and acknowledged (`BackgroundPublisher`). It waits for the store only: for claims, and
-# for the publication before this one. On SIGTERM, SIGINT or SIGHUP it finishes its
-# step, checkpoints, and leaves; killed at any other instant it starts again from the last durable version, and the
-# store
-# replays the claims after it.
-#
-# On several hosts all this is done by the process on the first one. The others do after it what lies on all of them:
-# see
-# `hosts` and `lockstep`.
+# --- The process
 
 CLAIM_WAIT_S = 2.0
-AHEAD_WAIT_S = 3600.0  # longer than a step takes, whose end is what ends this wait
-DEVICE_POLL_S = 0.005  # how often it is looked whether the devices are through, while a claim is awaited
+AHEAD_WAIT_S = 3600.0  # longer than a step: the step's end ends this wait
+DEVICE_POLL_S = 0.005  # between two checks whether the devices have finished, while a claim is awaited
 HOLDER_POLL_S = 0.2
 FINISHED = "finished"
-FORKED_FILE = ".forked"  # tells the supervisor that the others may start
+FORKED_FILE = ".forked"  # the supervisor starts the other roles when this file exists
 
 
 @dataclass(frozen=True)
 class ColocationHooks:
-    """What a learner does for others in its process: `trainer` is made in place of a Trainer, `published` is called
-    when the first weights of this life can be fetched, and a fork is done if one is asked for."""
+    """Hooks for roles that share the learner's process: `trainer` constructs its trainer; `published` is called once
+    the first weights of this process can be fetched (and the fork is made, if one is requested)."""
 
     trainer: Callable[..., Trainer]
     published: Callable[[], None]
@@ -138,7 +138,7 @@ ALONE = ColocationHooks(Trainer, lambda: None)
 
 
 def main(args: RoleArgs) -> int:
-    """Train until the schedule's last step is done (0) or until told to stop (EXIT_INTERRUPTED)."""
+    """Train until the schedule's last step is done (0) or a signal stops the process (EXIT_INTERRUPTED)."""
     stop = threading.Event()
     lifeline.on_stop(stop.set)
     others = processes.join(args, stop)
@@ -150,10 +150,10 @@ def main(args: RoleArgs) -> int:
 
 
 def run_learner(
-    args: RoleArgs, stop: threading.Event, leader: Leader | None = None, beside: ColocationHooks = ALONE
+    args: RoleArgs, stop: threading.Event, leader: Leader | None = None, hooks: ColocationHooks = ALONE
 ) -> int:
-    """One life of the learner, until the schedule's last step is done (0) or `stop` is set (EXIT_INTERRUPTED)."""
-    session = LearnerSession(args, stop, leader, beside)
+    """Train until the schedule's last step is done (0) or `stop` is set (EXIT_INTERRUPTED)."""
+    session = LearnerSession(args, stop, leader, hooks)
     try:
         return session.run()
     finally:
@@ -161,7 +161,7 @@ def run_learner(
 
 
 def _run_leader(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:
-    """As on one host; what goes wrong here ends all processes."""
+    """Run as on one host; an error here ends the processes of all hosts."""
     with leader:
         code = run_learner(args, stop, leader)
         leader.end(code)
@@ -169,9 +169,9 @@ def _run_leader(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:
 
 
 def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> int:
-    """What the leader says, done. Asked to leave, this process asks the leader."""
+    """Execute the leader's commands. A stop signal to this process is passed on to the leader."""
     lifeline.on_stop(leader.ask_to_stop)
-    if stop.is_set():  # while the others were not there yet
+    if stop.is_set():  # before the other hosts had joined
         leader.ask_to_stop()
     checkpoints = Checkpoints(args.run_dir / "checkpoints", args.config.learner.checkpoints_kept)
     with leader:
@@ -180,18 +180,18 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
         def start() -> Mapping[str, np.ndarray]:
             params = first_params(args.config, args.run_dir, trainer.spec)
             if params is None:
-                raise ConfigError("RUN", str(args.run_dir), "the first host found a start there, this one none",
-                                  "All its hosts need the run's folder, and that of model.path.")  # fmt: skip
+                raise ConfigError("RUN", str(args.run_dir), "has initial parameters on the first host and none here",
+                                  "All hosts of the learner need the run's folder and that of model.path.")  # fmt: skip
             return params
 
-        code = lockstep.run_follower_steps(leader, trainer, checkpoints, start, _sent(args.config).dtype)
+        code = lockstep.run_follower_steps(leader, trainer, checkpoints, start, _transfer_config(args.config).dtype)
         checkpoints.close()
         return code
 
 
 @dataclass(frozen=True)
 class Work:
-    """A claim that is ready to be trained: since `t0` (unix seconds), after the devices waited `wait_s` for it."""
+    """A packed claim, ready at `t0` (unix seconds); the devices were idle for `wait_s` before it."""
 
     ready: Ready
     wait_s: float
@@ -199,42 +199,44 @@ class Work:
 
 
 class LearnerSession:
-    """One life of the learner."""
+    """The learner of this process: its trainer, publisher and checkpoints, and the loop over steps."""
 
     def __init__(
         self,
         args: RoleArgs,
         stop: threading.Event,
         leader: Leader | None = None,
-        beside: ColocationHooks = ALONE,
+        hooks: ColocationHooks = ALONE,
     ) -> None:
-        self.args, self.config, self._stop, self._beside = args, args.config, stop, beside
-        self._made = beside.trainer if leader is None else functools.partial(lockstep.LeadingTrainer, leader.send)
+        self.args, self.config, self._stop, self._hooks = args, args.config, stop, hooks
+        self._make_trainer = (
+            hooks.trainer if leader is None else functools.partial(lockstep.LeadingTrainer, leader.send)
+        )
         self.store = BlockingStore(
             args.store_address or args.run_dir / "store.addr",
             role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
             call_s=self.config.store.rpc_deadline_s, run_dir=args.run_dir,
         )  # fmt: skip
-        self._end = FINISHED  # the reason with which the run is closed when this life ends it
+        self._end = FINISHED  # the reason with which this process closes the run
         self.progress = Progress("learner", lambda row: self.store.report([row]))
         self.publisher = _publisher(args)
-        self.teller = BackgroundPublisher(self.store, self.publisher)
+        self.background = BackgroundPublisher(self.store, self.publisher)
         folder, kept = args.run_dir / "checkpoints", self.config.learner.checkpoints_kept
         self.checkpoints = lockstep.checkpoints(folder, kept, leader)
 
     def run(self) -> int:
-        """From the last durable version to the end of the schedule: the exit code. Closed when the store ends it."""
+        """Train from the last durable version to the end of the schedule. Raises Closed if the store ends the run."""
         self.progress.start("building the learner")
-        trainer = new_trainer(self.config, self._made)
+        trainer = new_trainer(self.config, self._make_trainer)
         durable = self._restore(trainer)
         try:
             version = self.store.begin(durable, self._fork)
         except Closed as closed:
             if str(closed) not in (FINISHED, END_OF_DATA):
                 raise
-            return 0  # we died between the last word and the exit
+            return 0  # the process before this one closed the run and died before its exit
         except StaleClient as refusal:
-            raise self._no_start(refusal) from refusal
+            raise self._cannot_start(refusal) from refusal
         if self.args.fork is not None:
             self.progress(f"forked: version {version}")
             (self.args.run_dir / FORKED_FILE).touch()
@@ -243,7 +245,7 @@ class LearnerSession:
         if trainer.sends_adapters:
             self.publisher.freeze(version, trainer.base_params())
         self._publish(trainer, version)  # first, so that samplers compile while we do
-        self._beside.published()
+        self._hooks.published()
         self.progress.start("compiling the learner")
         trainer.warmup(self.progress)
         self.progress.end("compiling the learner")
@@ -256,7 +258,7 @@ class LearnerSession:
             version, work = self._step(trainer, version, work)
             if work is None or self._stop.is_set():
                 work = self._claim(trainer, version)
-        self.teller.settle()
+        self.background.settle()
         if self._durable != version:
             self._checkpoint(trainer, version)
         self._settle_durable(wait=True)
@@ -267,24 +269,25 @@ class LearnerSession:
         return 0
 
     def close(self) -> None:
-        """Let go of the store and of the snapshots."""
-        self.teller.close()
+        """Close the connection to the store, the publisher and the checkpoints."""
+        self.background.close()
         self.publisher.close()
         self.checkpoints.close()
         self.store.aclose()
 
     def _restore(self, trainer: Trainer) -> Version | None:
-        """Put the newest checkpoint (or the warm start) into `trainer`; the version restored, None if nothing was.
+        """Put the newest checkpoint (or the initial parameters) into `trainer`; the version restored, None without one.
 
-        One without sums is damaged if the store knows it to be durable; else it is summed up now, since it counts as
-        durable from `begin` on. A damaged checkpoint is said and passed over. Whether an older one will do is the
-        store's to say: it will unless the claims after it are trimmed. CheckpointDamaged when no other is left.
+        A checkpoint without checksums is damaged if the store knows it as durable; otherwise its checksums are computed
+        now, because it counts as durable from `begin` on. A damaged checkpoint is reported and skipped. The store
+        decides in `begin` if an older one is acceptable: the claims after it must not have been trimmed.
+        CheckpointDamaged if no other is left.
         """
         status = self.store.status()
         lineages, claims, durable_steps = self.store.welcome.lineages, status["claims"], status["durable"]
         self._durable, self._fork = start_of(self.checkpoints, lineages, claims, self.args.fork)
-        if trainer.lora and (start := self._start(trainer)) is not None:
-            trainer.set_params(start)  # adapters are put on what the run starts from; no checkpoint holds that
+        if trainer.lora and (start := self._initial_params(trainer)) is not None:
+            trainer.set_params(start)  # the base of the adapters, which no checkpoint contains
         while self._durable is not None:
             try:
                 trainer.state, _ = self.checkpoints.restore(
@@ -299,35 +302,34 @@ class LearnerSession:
                 continue
             self.checkpoints.settle(self._durable)
             self.progress(f"restored version {self._durable}")
-            if trainer.reference is not None and (start := self._start(trainer)) is not None:
+            if trainer.reference is not None and (start := self._initial_params(trainer)) is not None:
                 trainer.set_reference(start)
             return self._durable
-        if (start := self._start(trainer)) is not None:
+        if (start := self._initial_params(trainer)) is not None:
             trainer.set_params(start)
         return self._durable
 
-    def _start(self, trainer: Trainer) -> Mapping[str, np.ndarray] | None:
-        """What the run starts from (host arrays): the warm start, or the model of the path. None for a fresh init."""
+    def _initial_params(self, trainer: Trainer) -> Mapping[str, np.ndarray] | None:
         return first_params(self.config, self.args.run_dir, trainer.spec)
 
-    def _no_start(self, refusal: StaleClient) -> JaxRollError:
-        """Why there is nothing to start from, with the way out if a damaged checkpoint is the reason."""
+    def _cannot_start(self, refusal: StaleClient) -> JaxRollError:
+        """The error for a `begin` that the store refused, with the remedy if a damaged checkpoint is the cause."""
         if not self.checkpoints.damaged:
             return refusal
         damaged = ", ".join(str(self.checkpoints.path(version)) for version in sorted(self.checkpoints.damaged))
         return ConfigError(
-            "checkpoint", damaged, f"is damaged, and an older one will not do: {refusal}",
-            "Put it back from a copy, or go on from the older one with --fork=STEP.",
+            "checkpoint", damaged, f"is damaged, and the store does not accept an older one: {refusal}",
+            "Restore it from a copy, or continue from the older one with --fork=STEP.",
         )  # fmt: skip
 
     def _claim(self, trainer: Trainer, version: Version) -> Work | None:
-        """The batch of this step; None after the last one, when a stop was asked for or the data has ended."""
+        """The batch of this step; None after the last step, after a stop request, and at the end of the data."""
         began = time.monotonic()
         while version.step < self.config.schedule.steps and not self._stop.is_set():
             try:
                 claim = self.store.claim(version.lineage, version.step, CLAIM_WAIT_S)
             except NotReady:
-                self.teller.check()  # what is not published cannot come back as a batch
+                self.background.check()  # without new weights no batch for this step can come
                 continue
             except Closed as closed:
                 if str(closed) != END_OF_DATA:
@@ -338,38 +340,38 @@ class LearnerSession:
             return Work(trainer.prepare(claim), wait_s, t0)
         return None
 
-    def _ahead(self, trainer: Trainer, version: Version, running: Running) -> Ready | None:
-        """The batch of the step at `version`, if it comes while the devices are still at the one before, `running`."""
+    def _claim_ahead(self, trainer: Trainer, version: Version, running: Running) -> Ready | None:
+        """The packed batch of the step at `version`, if it arrives while the devices still compute `running`."""
         if version.step >= self.config.schedule.steps or not trainer.prepares_ahead:
             return None
-        asked = self.store.claim_ahead(version.lineage, version.step, AHEAD_WAIT_S)
+        pending = self.store.claim_ahead(version.lineage, version.step, AHEAD_WAIT_S)
         while not (running.is_done() or self._stop.is_set()):
-            if wait([asked], DEVICE_POLL_S).done:
+            if wait([pending], DEVICE_POLL_S).done:
                 break
-        if not asked.done():
-            asked.cancel()
+        if not pending.done():
+            pending.cancel()
             return None
         try:
-            claim = asked.result()
+            claim = pending.result()
         except (NotReady, Closed, InfraError):
-            return None  # asked again once there is nothing else to do, with new patience
+            return None  # `_claim` requests it again, with its own patience
         return trainer.prepare(claim)
 
     def _step(self, trainer: Trainer, version: Version, work: Work) -> tuple[Version, Work | None]:
-        """Train on `work` and have it told; the version that this made, and the work of the next step if it is here."""
+        """Train on `work` and start publishing; the version made, and the work of the next step if it has arrived."""
         claim, running = work.ready.claim, trainer.dispatch_step(work.ready)
         after = Version(version.lineage, version.step + 1)
-        ready = self._ahead(trainer, after, running)
+        ready = self._claim_ahead(trainer, after, running)
         row, t1 = trainer.await_step(running), unix_s()
-        self.teller.settle()  # who is told of a version finds it: the publisher keeps the last two
+        self.background.settle()  # a published version must be there to fetch: the publisher keeps the last two
         published = after.step % self.config.schedule.publish_every == 0 or after.step == self.config.schedule.steps
         weights = self.publisher.start(after, trainer.publishable_params()) if published else None
         row |= {"role": "learner", "kind": "step", "step": after.step, "lineage": version.lineage,
                 "t0": work.t0, "t1": t1, "train_s": t1 - work.t0, "wait_s": work.wait_s,
                 "replayed": claim.replayed, "groups": [group.group for group in claim.groups]}  # fmt: skip
-        self.teller.publish(version, row, weights)
+        self.background.publish(version, row, weights)
         if claim.checkpoint_wanted or after.step % self.config.learner.checkpoint_every == 0:
-            self.teller.settle()
+            self.background.settle()
             self._checkpoint(trainer, after)
         self._settle_durable(wait=False)
         return after, Work(ready, 0.0, unix_s()) if ready else None
@@ -383,43 +385,43 @@ class LearnerSession:
         self._durable = version
 
     def _settle_durable(self, *, wait: bool) -> None:
-        """Tell the store which checkpoints have reached the disk; with `wait`, all of them. Then remove older ones."""
+        """Report checkpoints that are on disk to the store (with `wait`, all of them), then remove older ones."""
         for version in self.checkpoints.finished(wait=wait):
-            self.store.durable(version)  # raises when another learner has replaced this one
+            self.store.durable(version)  # raises if another learner has replaced this one
             self.checkpoints.remove_old(version)
 
     def _await_evaluator(self, version: Version, limit_s: float) -> None:
-        """Wait until the evaluator holds `version`, which nobody else keeps, but not longer than `limit_s`."""
+        """Wait up to `limit_s` until the evaluator has fetched `version`: only this process can serve it."""
         if not self.config.evaluator.every:
             return
         self.progress(f"waiting until the evaluator has version {version}")
         deadline_s = time.monotonic() + limit_s
         while self.store.status()["holders"].get("evaluator") != str(version):
-            time.sleep(HOLDER_POLL_S)  # not Event.wait: a signal that sets it then would wait for itself
+            time.sleep(HOLDER_POLL_S)  # not Event.wait: a signal handler that sets the event in it would deadlock
             if self._stop.is_set() or time.monotonic() > deadline_s:
                 return
 
 
 def _publisher(args: RoleArgs) -> Publisher | DevicePublisher:
-    """Where samplers have the weights from: of another process, or of this one."""
-    sent = _sent(args.config)
+    """The publisher of the config's channel: for samplers of other processes, or of this one (`device`)."""
+    transfer = _transfer_config(args.config)
     if channel_of(args.config) == "device":
-        return DevicePublisher(sent.dtype)
+        return DevicePublisher(transfer.dtype)
     exposure = Exposure(tls.load(args.run_dir), args.config.store.mutual_tls, args.insecure)
-    return Publisher(sent, args.run_dir, args.host, token=weights_token(args.run_dir), exposure=exposure)
+    return Publisher(transfer, args.run_dir, args.host, token=weights_token(args.run_dir), exposure=exposure)
 
 
-def _sent(config: Config) -> TransferConfig:
-    """How parameters travel: adapters and what they are put on as they are, to be rounded when they are merged."""
+def _transfer_config(config: Config) -> TransferConfig:
+    """The config of weight transfers: adapters and their base travel in float32 and are rounded after merging."""
     if config.learner.lora_publish == "merged":
         return config.transfer
     return replace(config.transfer, dtype="float32")
 
 
-def new_trainer(config: Config, made: Callable[..., Trainer] = Trainer) -> Trainer:
-    """A trainer with freshly initialised parameters, `made` as Trainer is; ConfigError if they do not fit the mesh."""
+def new_trainer(config: Config, make: Callable[..., Trainer] = Trainer) -> Trainer:
+    """A trainer with freshly initialised parameters, built by `make`; ConfigError if they do not fit the mesh."""
     text = build.tokenizer(config)
     spec = build.model_spec(config, text)
     families.check_mesh(spec, config.learner.mesh, "learner.mesh")
     mesh, key = layout.build(config.learner.mesh), jax.random.key(config.run.seed)
-    return made(config, spec, mesh, layout.LEARNER, key=key)
+    return make(config, spec, mesh, layout.LEARNER, key=key)

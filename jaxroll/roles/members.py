@@ -1,11 +1,11 @@
-"""The members that a sampler or an actor holds: leased while there is room, played, put, renewed, given back.
+"""Leased members of a sampler or an actor: requested while there is room, generated, stored, renewed, returned.
 
-Everything runs on one event loop, every member as a task of its own, which plays the episode and puts it. A member has
-its place while it is played: the next one is leased while it is on its way to the store. The loops:
-
-- *lease* asks the store for work while there is room;
-- *ended* hears of leases that are not needed any more, and aborts their members at once;
-- *renew* keeps the leases alive.
+Threads: everything runs on the asyncio loop thread of the role.
+Tasks: request leases while there is room; receive cancelled leases and abort their members; renew leases; one task per
+member, which runs its episode and stores the result. A member counts against the capacity until its episode ends: the
+next one is leased while the result is on its way to the store.
+Waits for: leases, room, and the role's first weights.
+Stops: when its tasks are cancelled; `give_back` then returns unfinished leases.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from jaxroll.rollout.episode import Transcript
 from jaxroll.rollout.manager import RolloutManager
 
 LEASE_WAIT_S, ENDED_WAIT_S = 5.0, 10.0
-LAST_PUTS_S = 2.0  # for what is on its way when all ends; then its lease is given back like any other
-GATHER_S = 0.01  # how long room for a part of a group waits for more: a call less for each member that ends with it
+LAST_PUTS_S = 2.0  # for results on their way to the store at the end; then their leases are returned as well
+GATHER_S = 0.01  # room for less than a group waits this long for more: fewer lease calls when members end together
 MAX_ERROR_CHARS = 1000
 Key = tuple[int, int, int]  # group, member, attempt
-# (member, attempt, where to write what is said) → the member, finished or failed
+# (member, attempt, transcript to fill) → the member, finished or failed
 MemberPlayer = Callable[[int, int, Transcript], Awaitable[Member]]
 
 
 class Members:
-    """The members in flight and the loops around them.
+    """The members in flight and the tasks around them.
 
-    Up to `capacity` are being played, and with those that wait to be put there are up to twice as many: a store that is
-    slow to take members is asked for no more.
+    Up to `capacity` members run, and up to twice as many are open with those that wait to be stored: while the store is
+    slow to accept results no more leases are requested.
 
-    `version` says, once there are weights, which version a lease is asked for with; every token of what is granted is
-    drawn at it or at a later one. `begin` gives what plays the members of a grant.
+    `version` returns, once there are weights, the version to request leases with; every token of the granted members is
+    sampled at it or at a later one. `begin` returns the function that runs the members of a grant.
     """
 
     def __init__(
@@ -56,28 +56,28 @@ class Members:
         self.session, self.config, self.store = session, session.config, session.store
         self.capacity, self._version, self._begin = capacity, version, begin
         self.open: dict[Key, asyncio.Task] = {}  # leased and not put yet
-        self.playing: dict[Key, Transcript] = {}  # those of them whose episode has not ended, and what is said in it
-        self.ended: set[Key] = set()  # not needed any more, and not heard of yet: their lease is still on its way
+        self.playing: dict[Key, Transcript] = {}  # the open ones whose episode has not ended
+        self.ended: set[Key] = set()  # cancelled before the reply that grants their lease arrived
         self.aborted = self.tokens_let_go = self.refused = self.lost = 0
         self._cancelled: set[Key] = set()  # by this object
-        self._failure: BaseException | None = None  # of a member's task: a defect, which ends the role
+        self._failure: BaseException | None = None  # unexpected error of a member's task, which ends the role
         self._failed = asyncio.Event()
         self.room = asyncio.Event()
-        # Whether parts of a group are asked for. Beside other samplers the rest of it may go to one of them: what is to
-        # stay together waits for room instead. An actor's free place is no idle place of a sampler.
+        # True if leases for less than a group may be requested. The rest of it may then go to another sampler, so a
+        # group that should stay together waits for room instead. Free capacity of an actor is not an idle slot.
         actors, replicate = self.config.placement.actors, self.config.schedule.replicate
         alone = max(self.config.sampler.count, actors) == 1
         self._in_parts = alone or replicate == "spread" or (replicate == "auto" and not actors)
-        self._plenty = False  # the last lease brought all that it asked for
+        self._plenty = False  # the last lease call was granted as many members as it requested
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """What is to run forever, side by side."""
-        return (self._lease(), self._end_early(), self._renew(), self._raise_failure())
+        """The tasks to run concurrently, forever."""
+        return (self._lease(), self._abort_cancelled(), self._renew(), self._raise_failure())
 
     def counts(self) -> dict[str, int]:
-        """Members in flight, those of them that are played and not put yet; since the start those let go, and the
-        tokens of the whole answers that they had; members that the store refused as malformed, and those that were lost
-        here: not put, so that the store leases them again."""
+        """Members in flight, and those of them that wait to be stored; since the start: aborted members and the tokens
+        of their complete answers, members that the store rejected as malformed, and members lost here (not stored, so
+        the store leases them again)."""
         unput = len(self.open) - len(self.playing)
         return {
             "open": len(self.open), "unput": unput,
@@ -95,16 +95,17 @@ class Members:
                 for member, attempt in grant.members:
                     if (key := (grant.group, member, attempt)) not in self.ended:
                         self._start(key, play)
-            self.ended.clear()  # what is granted from now on cannot have ended before
+            self.ended.clear()  # later grants are new attempts
 
     async def _free(self) -> int:
-        """For how many members there is room: for those of a group or more, or for fewer while work is plenty.
+        """The number of members to request: those of a group or more, or fewer while the store has plenty of work.
 
-        Where it is not, a call for a few would wait for work, and what becomes free meanwhile for another call. That
-        one follows at once if all that the first asked for was there: what is left needs room for no group then.
+        While work is scarce a call for a few members would wait in the store, and room that becomes free meanwhile
+        would wait for the next call. So a call for less than a group is made only if the call before was granted all
+        that it requested.
         """
         until = 0.0
-        while (free := self._places()) < self.config.schedule.members_per_group:
+        while (free := self._room_left()) < self.config.schedule.members_per_group:
             self.room.clear()
             if not (free and self._in_parts and self._plenty):
                 await self.room.wait()
@@ -116,7 +117,7 @@ class Members:
                 await asyncio.wait_for(self.room.wait(), left)
         return free
 
-    def _places(self) -> int:
+    def _room_left(self) -> int:
         return min(self.capacity - len(self.playing), 2 * self.capacity - len(self.open))
 
     async def _grants(self, free: int) -> list[Grant]:
@@ -133,52 +134,54 @@ class Members:
     def _start(self, key: Key, play: MemberPlayer) -> None:
         self.playing[key] = Transcript()
         self.open[key] = task = asyncio.ensure_future(self._produce(key, play))
-        task.add_done_callback(lambda task: self._over(key, task))  # also of one that is cancelled before it begins
+        task.add_done_callback(
+            lambda task: self._over(key, task)
+        )  # runs also if the task is cancelled before it starts
 
     def _over(self, key: Key, task: asyncio.Task[None]) -> None:
         self.open.pop(key, None)
-        self._play(key)
+        self._free_capacity(key)
         if task.cancelled():
-            if key not in self._cancelled:  # as foreign code does that cancels all tasks of the loop
-                self._drop_leases(key, "its task was cancelled by other code")
+            if key not in self._cancelled:  # by foreign code that cancels all tasks of the loop
+                self._report_lost(key, "its task was cancelled by other code")
             self._cancelled.discard(key)
         elif isinstance(error := task.exception(), InfraError):
-            self._drop_leases(key, described(error))
+            self._report_lost(key, described(error))
         elif error is not None:
             self._failure = error
             self._failed.set()
 
-    def _drop_leases(self, key: Key, why: str) -> None:
-        """Count a member that was not put. Its lease is renewed no more, and the store gives it to another."""
+    def _report_lost(self, key: Key, why: str) -> None:
+        """Count a member that was not stored. Its lease expires, and the store grants it to another sampler."""
         self.lost += 1
-        self.session.progress(f"member {key} was not put: {why}")
+        self.session.progress(f"member {key} was not stored: {why}")
 
     async def _raise_failure(self) -> None:
         await self._failed.wait()
         assert self._failure is not None
         raise self._failure
 
-    def _play(self, key: Key) -> None:
+    def _free_capacity(self, key: Key) -> None:
         self.playing.pop(key, None)
         self.room.set()
 
     async def _produce(self, key: Key, play: MemberPlayer) -> None:
         try:
-            member = await play(key[1], key[2], said := self.playing[key])
-            self._play(key)
+            member = await play(key[1], key[2], transcript := self.playing[key])
+            self._free_capacity(key)
             if await self._put(member) == "SURPLUS":
-                self._abort_members(said)
+                self._count_aborted(transcript)
         except Closed:
             self.session.request_stop()
-        except (Fenced, Conflict) as refusal:  # somebody else owns this member now, or it is there already
+        except (Fenced, Conflict) as refusal:  # another holder has this member now, or it is stored already
             self.session.progress(f"put {key}: {refusal}")
 
     async def _put(self, member: Member) -> str:
-        """Put the member. One that the store cannot take is put as a failure with the store's reason: without that its
-        lease would run out, and be given again, forever.
+        """Store the member; the store's answer. A member that the store rejects is stored as a failure with the store's
+        reason: otherwise its lease would expire and be granted again, without end.
 
-        StaleClient speaks of the versions that the engine stamped (INFRA); every other plain refusal, and a member that
-        cannot be encoded, of what the environment made (DATA).
+        StaleClient is about the versions that the engine recorded (INFRA); any other refusal, and a member that cannot
+        be encoded, is about the environment's output (DATA).
         """
         try:
             return await self.store.put(member)
@@ -190,11 +193,11 @@ class Members:
             kind, why = "DATA", described(error)
         self.refused += 1
         key = (member.group, member.member, member.attempt)
-        self.session.progress(f"put {key} is refused: {why}")
+        self.session.progress(f"the store rejects member {key}: {why}")
         failed = Failed(kind, f"the store refuses this member: {why}"[:MAX_ERROR_CHARS])
         try:
             return await self.store.put(msgspec.structs.replace(member, outcome=failed))
-        except StaleClient as refusal:  # of the lease itself: its group is not known there
+        except StaleClient as refusal:  # the store does not know the member's group
             raise InfraError(str(refusal)) from refusal
 
     async def _renew(self) -> None:
@@ -203,31 +206,33 @@ class Members:
             for key in await self.store.renew(list(self.open)):
                 self._abort(key)
 
-    async def _end_early(self) -> None:
+    async def _abort_cancelled(self) -> None:
         while True:
             for key in await self.store.ended(ENDED_WAIT_S):
                 self._abort(key)
 
     def _abort(self, key: Key) -> None:
-        """Stop working on what nobody needs any more."""
+        """Abort the member of a cancelled lease."""
         if (lost := self.open.get(key)) is None:
             self.ended.add(key)
-        elif key in self.playing and not lost.cancelling():  # of one on its way to the store the store's answer says
+        elif (
+            key in self.playing and not lost.cancelling()
+        ):  # for one on its way to the store, the reply to its put decides
             self._cancel(key)
-            self._abort_members(self.playing[key])
+            self._count_aborted(self.playing[key])
 
     def _cancel(self, key: Key) -> None:
         if (task := self.open.get(key)) is not None:
             self._cancelled.add(key)
             task.cancel()
 
-    def _abort_members(self, said: Transcript) -> None:
-        """One member more that nobody needs; what it drew of an answer that is not whole the engine counts."""
+    def _count_aborted(self, transcript: Transcript) -> None:
+        """Count an aborted member and the tokens of its complete answers; the engine counts the others."""
         self.aborted += 1
-        self.tokens_let_go += said.sampled
+        self.tokens_let_go += transcript.sampled
 
     async def give_back(self) -> None:
-        """End what is unfinished, let what was played reach the store, and release the leases that are left."""
+        """Abort unfinished members, wait `LAST_PUTS_S` for finished ones to be stored, and return the other leases."""
         held = dict(self.open)
         puts = {key: task for key, task in held.items() if key not in self.playing}
         for key in self.playing:
@@ -243,7 +248,7 @@ class Members:
 
 
 async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
-    """Run all jobs until one of them ends, and raise what ended it; the others are cancelled, and have ended."""
+    """Run all jobs until one of them ends, cancel the others, and raise the error of the one that ended."""
     loops = [asyncio.ensure_future(job) for job in jobs]
     try:
         done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
@@ -256,17 +261,17 @@ async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
 
 
 def training_params(session: Session, tokenizer: Tokenizer) -> SamplingParams:
-    """How training answers are drawn."""
+    """The sampling parameters of training rollouts."""
     s = session.config.sampling
     return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, (tokenizer.eos_id,))
 
 
-def episode_counts(manager: RolloutManager, places: Executors) -> dict[str, Any]:
-    """How episodes went since the start: ended, failed, environments that were asked again or given up."""
+def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:
+    """Counts since the start: episodes finished and failed; environment calls, their repetitions and timeouts."""
     counts, asked = manager.counts, manager.env_calls
     return {
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
         "env_retries": asked.retries, "env_overdue": asked.overdue, "env_calls_abandoned": asked.abandoned,
-        "env_closes_failed": counts.closes_failed, **places.counts(),
+        "env_closes_failed": counts.closes_failed, **executors.counts(),
         "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
     }  # fmt: skip

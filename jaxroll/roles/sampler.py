@@ -1,6 +1,14 @@
-"""A sampler's engine served to actors: where it listens, and when that ends.
+"""Sampler role: leases prompt groups, generates their rollouts and stores the finished ones.
 
-RUN/sampler-0.addr holds the address. It waits for calls, and ends when the run is closed.
+Threads: the main thread runs JAX (in a colocated run, a thread of its own); this module runs on the asyncio loop thread
+(`jaxroll.roles.session`).
+Tasks: follow new weights; the tasks of `jaxroll.roles.members` (request leases, receive cancellations, renew leases);
+report metrics every second.
+Waits for: leases from the store, and the learner's first weights before its first token.
+Stops: when the run is closed or on SIGTERM, after returning unfinished leases.
+
+With `placement.actors` > 0 it leases nothing and only serves generation requests of actors (`jaxroll.roles.actor`);
+RUN/sampler-0.addr holds the address.
 """
 
 from __future__ import annotations
@@ -23,18 +31,18 @@ from jaxroll.rpc import auth, protocol, tls
 from jaxroll.rpc.server import RawServer
 from jaxroll.serving import service
 
-LOOK_S = 2.0  # between two looks whether the run is over
+STATUS_EVERY_S = 2.0  # between two checks if the run is closed
 _GRACE_S = 0.5
 _TOKEN_BYTES = 4  # of a prompt on the wire
 
 
 def address_file(run_dir: Path, name: str) -> Path:
-    """Where the address of the sampler `name` stands."""
+    """Path of the file with the address of the sampler `name`."""
     return run_dir / f"{name}.addr"
 
 
 class Serving:
-    """The service beside the engine of `session`."""
+    """Generation service for actors over the engine of `session`."""
 
     def __init__(self, session: EngineSession) -> None:
         self._session, self._args, self._config = session, session.args, session.config
@@ -44,15 +52,15 @@ class Serving:
         )  # fmt: skip
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
-        """What is to run side by side until the run is over."""
+        """The tasks to run concurrently until the run is closed."""
         return (self._serve(), self._until_closed())
 
     def counts(self) -> dict[str, int]:
-        """Requests of actors: held now, and answered since the start."""
+        """Requests of actors: open now, and answered since the start."""
         return {"open": self._service.open, "served": self._service.served}
 
     async def give_back(self) -> None:
-        """Nothing is leased here."""
+        """Do nothing: actors hold the leases."""
 
     async def _serve(self) -> None:
         args, kept = self._args, self._config.store
@@ -74,41 +82,28 @@ class Serving:
 
     async def _until_closed(self) -> None:
         while not (await self._session.store.status())["closed"]:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(STATUS_EVERY_S)
 
 
 def _write(path: Path, address: str) -> None:
-    """Readers see the old address or the new one, never half of it."""
+    """Write the file at once: readers see the old address or the new one."""
     draft = path.with_suffix(".addr.tmp")
     draft.write_text(address + "\n", encoding="utf-8")
     os.replace(draft, path)
 
 
-# --- The sampler role: leases groups, plays their members against its engine, puts the finished ones; or serves actors
-#
-# The main thread dispatches JAX (one of its own where roles share a process); everything here runs on the loop thread
-# (see `jaxroll.roles.session`):
-#
-# - *follow* waits for the learner's snapshots and flips the engine;
-# - *lease*, *ended* and *renew* are those of `jaxroll.roles.members`; an aborted member's slot is free at once;
-# - *report* sends metrics every second.
-#
-# With `placement.actors` the episodes are played in processes of their own (`jaxroll.roles.actor`): it leases nothing
-# then and only serves its engine (`jaxroll.roles.sampler`).
-#
-# It waits for the store (leases) and, before its first token, for the learner's first snapshot. It ends when the run is
-# closed or on SIGTERM, giving unfinished leases back.
+# --- The role
 
 REPORT_EVERY_S = 1.0
 
 
 def main(args: RoleArgs) -> int:
-    """Sample until the run is closed."""
-    return sessions.main(part(args), args)
+    """Sample until the run is closed; the exit code."""
+    return sessions.main(role_spec(args), args)
 
 
-def part(args: RoleArgs) -> sessions.RoleSpec:
-    """What a sampler plays."""
+def role_spec(args: RoleArgs) -> sessions.RoleSpec:
+    """The sampler `args.index` as a role with an engine."""
     config = args.config
     return sessions.RoleSpec(
         f"sampler-{args.index}", lambda session: SamplerLoops(session).run(),
@@ -117,7 +112,7 @@ def part(args: RoleArgs) -> sessions.RoleSpec:
 
 
 class RolloutPlay:
-    """Members that are leased and played here."""
+    """Members that this process leases and generates."""
 
     def __init__(self, session: sessions.EngineSession) -> None:
         self._session = session
@@ -126,36 +121,38 @@ class RolloutPlay:
         self.loops, self.give_back = self._members.loops, self._members.give_back
 
     def counts(self) -> dict[str, Any]:
-        """What the `stats` rows say of members and episodes."""
-        return self._members.counts() | episode_counts(self._manager, self._session.places)
+        """Counts of members and episodes for the `stats` rows."""
+        return self._members.counts() | episode_counts(self._manager, self._session.executors)
 
     async def _version(self) -> Version:
         follower = self._session.parts.follower
         await follower.first.wait()
-        assert follower.version is not None, "`first` says that there are weights"
+        assert follower.version is not None, "`first` is set once there are weights"
         return follower.version
 
     def _begin(self, grant: Grant) -> MemberPlayer:
-        return lambda member, attempt, said: self._manager.run_member(grant, member, attempt, transcript=said)
+        return lambda member, attempt, transcript: self._manager.run_member(
+            grant, member, attempt, transcript=transcript
+        )
 
 
 class SamplerLoops:
-    """The engine, its weights, who asks it, and the loops around them."""
+    """The engine, its weights, the source of its requests, and the tasks around them."""
 
     def __init__(self, session: sessions.EngineSession) -> None:
         self.session, self.store = session, session.store
         self.engine = session.parts.engine
-        self.asking = Serving(session) if session.config.placement.actors else RolloutPlay(session)
+        self.requests = Serving(session) if session.config.placement.actors else RolloutPlay(session)
         self._reported = (time.monotonic(), self.engine.stats())
 
     async def run(self) -> None:
-        """All loops, until one of them ends; then unfinished leases go back."""
+        """Run all tasks until one of them ends, then return unfinished leases."""
         follow = self.session.parts.follower.follow(self.store)
         try:
-            await until_one_ends((follow, *self.asking.loops(), self._report()))
+            await until_one_ends((follow, *self.requests.loops(), self._report()))
         finally:
-            self._add_rows()  # before, or what is given back would be counted among what nobody needs
-            await self.asking.give_back()
+            self._add_rows()  # first: returned leases must not count as aborted members
+            await self.requests.give_back()
 
     async def _report(self) -> None:
         while True:
@@ -163,7 +160,7 @@ class SamplerLoops:
             self._add_rows()
 
     def _add_rows(self) -> None:
-        """What happened since the last call, as rows that the session sends."""
+        """Append metric rows for the interval since the last report."""
         (last_t, last), (now_t, now) = self._reported, (time.monotonic(), self.engine.stats())
         self._reported = (now_t, now)
         for row in self._rows(max(now_t - last_t, 1e-9), last, now):
@@ -184,7 +181,7 @@ class SamplerLoops:
             "slot_steps_busy": busy, "slot_steps_total": total, "slot_occupancy": busy / total if total else None,
             "compiles": now.compiles, "host_share": now.host_share, "prefix_hits": now.prefix_hits,
             "preemptions": now.preemptions, "tokens_discarded": now.tokens_discarded,
-            "prefill_tokens": now.prefill_tokens, "tokens_aborted": now.tokens_aborted, **self.asking.counts(),
+            "prefill_tokens": now.prefill_tokens, "tokens_aborted": now.tokens_aborted, **self.requests.counts(),
             **self.engine.latencies.percentiles(),
         })  # fmt: skip
         return rows

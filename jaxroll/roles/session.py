@@ -1,8 +1,11 @@
-"""The life of a process that plays episodes or owns an engine: sampler, actor, evaluator.
+"""Process of a role that runs episodes or an engine: sampler, actor, evaluator.
 
-The scoring pool starts first (before JAX and gRPC are loaded). With an engine (`main`) the loop thread then connects to
-the store while the main thread builds the engine and becomes the JAX thread. `play`, the role's own coroutine, runs on
-the loop thread. Where several share a process (`jaxroll.roles.colocated`) each has a JAX thread and a loop thread.
+Start: the scoring pool first, before JAX and gRPC are loaded. A role with an engine (`main`) then connects to the store
+on the loop thread while the main thread builds the engine.
+Threads: the main thread becomes the JAX thread; the role's coroutine (`play`) runs on the asyncio loop thread. In a
+colocated run (`jaxroll.roles.colocated`) every role has a JAX thread and a loop thread.
+Waits for: the store, and the engine.
+Stops: when `play` ends, the run is closed, or a signal arrives.
 """
 
 from __future__ import annotations
@@ -41,18 +44,21 @@ if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
 T = TypeVar("T")
 STORE_PATIENCE_S = 60.0
 STOP_S = 15.0
-SEND_EVERY_S, HEARTBEAT_S = 0.5, 10.0  # the latter well below what a closed store waits for (LINGER_S)
+SEND_EVERY_S, HEARTBEAT_S = (
+    0.5,
+    10.0,
+)  # the latter well below the time that the store of a closed run lingers (LINGER_S)
 
 
 class Session:
-    """What `play` works with, all of it on the loop thread: the store, metrics rows, places for environments."""
+    """A role's connection to the store, its metric rows and its environment executors; all on the loop thread."""
 
     def __init__(self, role: str, args: RoleArgs, pool: ScoringPool, loop: asyncio.AbstractEventLoop) -> None:
         self.role, self.args, self.config, self.pool, self.loop = role, args, args.config, pool, loop
         self.stopping = asyncio.Event()
         self._rows: list[dict] = []
         self.store: StoreClient
-        self.places: Executors
+        self.executors: Executors
         self.progress = Progress(role, self.add_row)
 
     def request_stop(self) -> None:
@@ -71,14 +77,14 @@ class Session:
         rows, self._rows = self._rows, []
         return rows
 
-    def play_roles(self, proxy: LLMProxy | None, tokenizer: Tokenizer, sampling: SamplingParams) -> RolloutManager:
-        """Plays members against `proxy` (None: each against its own), each environment where it asks to run."""
-        return RolloutManager(proxy, self.places.create, tokenizer, sampling, bounds=bounds_of(self.config))
+    def rollout_manager(self, proxy: LLMProxy | None, tokenizer: Tokenizer, sampling: SamplingParams) -> RolloutManager:
+        """A manager that generates with `proxy`; None: each member brings its own."""
+        return RolloutManager(proxy, self.executors.create, tokenizer, sampling, bounds=bounds_of(self.config))
 
     async def run(self, ready: Awaitable[None], play: Callable[[], Awaitable[None]]) -> None:
-        """Connect, send rows as they come, and play until `play` ends, the run is closed or a stop is requested.
+        """Connect, send metric rows, and run `play` until it ends, the run is closed or a stop is requested.
 
-        `play` begins when `ready` is there. RestartRequired when environments have left no threads to play with.
+        `play` starts when `ready` is done. RestartRequired if hanging environments occupy all executor threads.
         """
         self.store = await StoreClient.connect(
             self.args.store_address or self.args.run_dir / "store.addr",
@@ -88,75 +94,79 @@ class Session:
         reporting = asyncio.ensure_future(self._send_rows())
         stopping = asyncio.ensure_future(self.stopping.wait())
         playing: asyncio.Future | None = None
-        wearing: asyncio.Future | None = None
+        exhausted: asyncio.Future | None = None
         try:
             await asyncio.wait([wrapped := asyncio.ensure_future(ready), stopping], return_when="FIRST_COMPLETED")
             if not wrapped.done():
                 wrapped.cancel()
                 return
             wrapped.result()
-            self.places = Executors(self.pool, self.config)
+            self.executors = Executors(self.pool, self.config)
             playing = asyncio.ensure_future(play())
-            wearing = asyncio.ensure_future(self.places.raise_when_worn_out())
-            await asyncio.wait([playing, stopping, reporting, wearing], return_when="FIRST_COMPLETED")
-            for job in (playing, reporting, wearing):
+            exhausted = asyncio.ensure_future(self.executors.raise_when_worn_out())
+            await asyncio.wait([playing, stopping, reporting, exhausted], return_when="FIRST_COMPLETED")
+            for job in (playing, reporting, exhausted):
                 if job.done():
                     with contextlib.suppress(Closed):
                         job.result()
         finally:
-            all_jobs: tuple[asyncio.Future[Any] | None, ...] = (playing, wearing, stopping, reporting)
+            all_jobs: tuple[asyncio.Future[Any] | None, ...] = (playing, exhausted, stopping, reporting)
             for job in (jobs := [job for job in all_jobs if job is not None]):
                 job.cancel()
             ends: list[Any] = await asyncio.gather(*jobs, return_exceptions=True)
             if playing is not None:
-                await self.places.close()
+                await self.executors.close()
             with contextlib.suppress(Closed):
                 await self.store.report(self.take_rows())
             await self.store.aclose()
-        for end in ends:  # of a job that failed on its way out
+        for end in ends:  # a job may fail while it is cancelled
             if isinstance(end, Exception) and not isinstance(end, Closed):
                 raise end
 
     async def _send_rows(self) -> None:
-        """Send what there is to say. The store of a closed run leaves when nobody speaks to it any more: an evaluation
-        that takes its time is heard of meanwhile."""
-        said_s = time.monotonic()
+        """Send metric rows as they come, and a heartbeat while there are none.
+
+        The store of a closed run ends once it gets no calls: heartbeats keep it during a long last evaluation.
+        """
+        sent_s = time.monotonic()
         while True:
             await asyncio.sleep(SEND_EVERY_S)
             if self._rows:
                 await self.store.report(self.take_rows())
-            elif time.monotonic() - said_s >= HEARTBEAT_S:
+            elif time.monotonic() - sent_s >= HEARTBEAT_S:
                 await self.store.status()
             else:
                 continue
-            said_s = time.monotonic()
+            sent_s = time.monotonic()
 
 
 class EngineSession(Session):
-    """A session beside an engine of this process."""
+    """A session with an engine in this process."""
 
     parts: Inference
     proxy: EngineProxy
 
     def manager(self, sampling: SamplingParams) -> RolloutManager:
-        """Plays members against this process's engine."""
-        return self.play_roles(self.proxy, self.parts.tokenizer, sampling)
+        """A manager that generates with this process's engine."""
+        return self.rollout_manager(self.proxy, self.parts.tokenizer, sampling)
 
     async def built(self, parts: Future[Inference]) -> None:
-        """Return when the engine is there."""
+        """Return when the engine is built."""
         from jaxroll.serving.engine_thread import EngineProxy
 
-        self.parts = await asyncio.shield(asyncio.wrap_future(parts))  # who stops waiting stops nobody's building
+        self.parts = await asyncio.shield(
+            asyncio.wrap_future(parts)
+        )  # cancelling the wait must not cancel the construction
         self.proxy = EngineProxy(self.parts.host, self.loop)
 
 
 def loop_thread(name: str, config: Config) -> LoopThread:
-    """The loop of a role. Where it is blocked for twice as long as a lease lives, nothing of its work counts anyway."""
+    """The event loop of a role. It fails if it is blocked for twice the lease time: its leases have expired by then."""
     return LoopThread(name, max(BLOCKED_S, 2 * config.store.lease_s))
 
 
 def ended(session: Future[T], timeout_s: float | None = None) -> T:
-    """The result of the `session`. InfraError when foreign code cancelled it."""
+    """The result of `session`. InfraError if foreign code cancelled it."""
     try:
         return session.result(timeout_s)
     except CancelledError as error:
@@ -167,34 +177,33 @@ def ended(session: Future[T], timeout_s: float | None = None) -> T:
 
 
 def install_signal_handlers(session: Session) -> threading.Event:
-    """Stop the session when told to (the event is set then), and print where it is when asked by SIGUSR1."""
-    told_to = threading.Event()
+    """Stop the session on a stop signal, which also sets the returned event, and print stacks on SIGUSR1."""
+    interrupted = threading.Event()
 
     def stop() -> None:
-        told_to.set()
+        interrupted.set()
         session.request_stop()
 
     print_stacks_on_signal(session)
     lifeline.on_stop(stop)
-    return told_to
+    return interrupted
 
 
 def print_stacks_on_signal(*sessions: Session) -> None:
-    """At SIGUSR1 print where every task of the `sessions` is, and every thread."""
+    """On SIGUSR1 print the stack of every task of the `sessions` and of every thread."""
 
     def show(*_: object) -> None:
         for session in sessions:
             session.loop.call_soon_threadsafe(print_stacks, session.loop)
 
     signal.signal(signal.SIGUSR1, show)
-    faulthandler.register(
-        signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True
-    )  # in C: threads too, when one hangs in XLA
+    # in C, so that it prints the threads also while one hangs in XLA
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__ or sys.stderr, chain=True)
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What is played beside an engine of `slots` slots on `mesh`, under the name `role`."""
+    """A role with an engine: its name, its coroutine, and the mesh, slots and weight-swap policy of the engine."""
 
     role: str
     play: Callable[[EngineSession], Awaitable[None]]
@@ -203,57 +212,57 @@ class RoleSpec:
     flip: Flip
 
 
-def main(part: RoleSpec, args: RoleArgs) -> int:
-    """Play `part` until it ends (0) or is stopped (EXIT_INTERRUPTED)."""
-    life = EngineProcess(part, args)
-    told_to = install_signal_handlers(life.open())
-    life.run()
-    return EXIT_INTERRUPTED if told_to.is_set() else 0
+def main(spec: RoleSpec, args: RoleArgs) -> int:
+    """Run the role until it ends (0) or a signal stops it (EXIT_INTERRUPTED)."""
+    process = EngineProcess(spec, args)
+    interrupted = install_signal_handlers(process.open())
+    process.run()
+    return EXIT_INTERRUPTED if interrupted.is_set() else 0
 
 
 class EngineProcess:
-    """One life of a part: its scoring pool, its loop thread, and its engine on the thread that calls `run`.
+    """The scoring pool, loop thread and engine of a role; the engine runs on the thread that calls `run`.
 
-    In the order of construction, `open` and `run`, since the pool starts before JAX and gRPC are loaded.
+    Construct it, then call `open` and `run`: the pool must start before JAX and gRPC are loaded.
     """
 
     session: EngineSession
 
-    def __init__(self, part: RoleSpec, args: RoleArgs) -> None:
-        self.part, self._args = part, args
+    def __init__(self, spec: RoleSpec, args: RoleArgs) -> None:
+        self.spec, self._args = spec, args
         self._pool = registry.scoring_pool(args.config)
-        if not (part.role.startswith("sampler") and args.config.placement.actors):  # its episodes are played elsewhere
+        if not (spec.role.startswith("sampler") and args.config.placement.actors):  # actors run the episodes then
             self._pool.start()
 
     def open(self) -> EngineSession:
-        """The session, on a loop thread of its own; JAX is loaded from here on."""
+        """The session, on a new loop thread. Loads JAX."""
         from jaxroll.roles import build  # noqa: F401 - loads JAX, after the scoring pool has started
 
-        self._thread = loop_thread(self.part.role, self._args.config)
-        self.session = EngineSession(self.part.role, self._args, self._pool, self._thread.loop)
+        self._thread = loop_thread(self.spec.role, self._args.config)
+        self.session = EngineSession(self.spec.role, self._args, self._pool, self._thread.loop)
         return self.session
 
-    def run(self, turn: AbstractContextManager[object] | None = None) -> None:
-        """Play until the part ends or its session is stopped. Its engine dispatches in `turn`."""
+    def run(self, device_lock: AbstractContextManager[object] | None = None) -> None:
+        """Run the role until it ends or its session is stopped. Its engine dispatches under `device_lock`."""
         from jaxroll.roles import build, weights
 
-        part, args, session = self.part, self._args, self.session
+        spec, args, session = self.spec, self._args, self.session
         built: Future[Inference] = Future()
-        finished = self._thread.start(session.run(session.built(built), lambda: part.play(session)))
+        finished = self._thread.start(session.run(session.built(built), lambda: spec.play(session)))
         try:
             session.progress.start("building the engine")
             token = weights.weights_token(args.run_dir)
-            with turn or contextlib.nullcontext():
+            with device_lock or contextlib.nullcontext():
                 parts = build.inference(
                     args.config,
-                    part.role.partition("-")[0],
-                    part.mesh,
-                    slots=part.slots,
-                    flip=part.flip,
+                    spec.role.partition("-")[0],
+                    spec.mesh,
+                    slots=spec.slots,
+                    flip=spec.flip,
                     token=token,
                     progress=session.progress,
                     tls=tls.load(args.run_dir),
-                    turn=turn,
+                    device_lock=device_lock,
                 )
             session.progress.end("building the engine")
             finished.add_done_callback(lambda _: parts.host.stop())
@@ -265,13 +274,13 @@ class EngineProcess:
             self.close()
 
     def close(self) -> None:
-        """Let go of the loop thread and the pool. For a life that was not run; `run` does it by itself."""
+        """End the loop thread and the pool. Call it only if `run` was not called, which does it itself."""
         self._thread.close()
         self._pool.close()
 
 
 def print_stacks(loop: asyncio.AbstractEventLoop) -> None:
-    """Print where every task of `loop` is; `kill -USR1` of a role asks for it."""
+    """Print the stack of every task of `loop` (on `kill -USR1` of a role)."""
     for task in asyncio.all_tasks(loop):
         task.print_stack(file=sys.stderr)
     sys.stderr.flush()

@@ -1,7 +1,9 @@
-"""The store role: the trajectory server, fed by a prompt feeder child.
+"""Store role: the trajectory server, with a prompt feeder as its child process.
 
-One event loop serves everything; one writer thread commits the log (see `jaxroll.store`). It waits for nobody: every
-other role connects to it. It ends on SIGTERM, SIGINT or SIGHUP, or when the run is closed and the supervisor stops it.
+Threads: the main thread runs the asyncio loop that serves all calls; a writer thread commits the log (`jaxroll.store`).
+Tasks: serve calls; read prompts ahead from the feeder; expire leases and report metrics by the clock.
+Waits for: prompts from the feeder; every other role connects to it.
+Stops: on SIGTERM, SIGINT or SIGHUP, or some time after the run is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from jaxroll.text import tokenizers
 
 
 def main(args: RoleArgs) -> None:
-    """Serve the run in `args.run_dir` until told to stop."""
+    """Serve the run in `args.run_dir` until a stop signal arrives or the run is closed."""
     asyncio.run(_serve(args))
 
 
@@ -27,7 +29,7 @@ async def _serve(args: RoleArgs) -> None:
     feeder = FeederProcess(args.run_dir)
     host, _, port = (args.store_address or "127.0.0.1:0").rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ConfigError("--store", args.store_address, "not HOST:PORT", "Write --store=127.0.0.1:7077, say.")
+        raise ConfigError("--store", args.store_address, "not HOST:PORT", "Write for example --store=127.0.0.1:7077.")
     serving = asyncio.ensure_future(
         serve(args.config, args.run_dir, feeder, host=host, port=int(port), ready=_announce, insecure=args.insecure,
               vocab_size=Vocabulary(args.config, args.run_dir))
@@ -36,7 +38,7 @@ async def _serve(args: RoleArgs) -> None:
 
     def stop() -> None:
         nonlocal stopping
-        if not stopping:  # a second cancellation would interrupt the orderly end that the first one began
+        if not stopping:  # a second cancellation would interrupt the orderly shutdown
             stopping = True
             serving.cancel()
 
@@ -52,21 +54,21 @@ async def _serve(args: RoleArgs) -> None:
 
 
 class Vocabulary:
-    """The number of the model's token ids, as far as it can be known here without JAX and the task's data."""
+    """Vocabulary size of the model, as far as it is known without JAX and the task's data."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config, self._run_dir, self._size = config, run_dir, 0
 
     def __call__(self) -> int:
-        """That number; 0 where it is not known (yet).
+        """The number of token ids; 0 if it is not known (yet).
 
-        A `char` tokenizer is known before the first member is put: the feeder notes its alphabet before its first
-        prompt. Of a model by its size with a tokenizer of kind `hf` the number stays unknown: the store loads none.
+        A `char` tokenizer is known before the first result is stored: the feeder writes its alphabet before the first
+        prompt. For a model given by its size with an `hf` tokenizer it stays unknown: the store loads no tokenizer.
         """
         if not self._size:
             try:
                 self._size = self._found()
-            except ConfigError:  # the folder stands on other hosts, say; who needs it names what is wrong with it
+            except ConfigError:  # the folder may be on other hosts; roles that need it report what is wrong
                 return 0
         return self._size
 

@@ -1,4 +1,7 @@
-"""Weights that arrive for an engine: fetched off the JAX thread, placed and swapped in on it."""
+"""Weight sync of an engine, publishing of a learner, and progress messages.
+
+Weights are fetched on a worker thread, then placed and swapped in on the JAX thread.
+"""
 
 from __future__ import annotations
 
@@ -36,31 +39,31 @@ if TYPE_CHECKING:
 
 Params = dict[str, jax.Array]
 RETRY_FIRST_S, RETRY_MAX_S = 0.2, 2.0
-FLIP_POLL_S = 0.005
+SWAP_POLL_S = 0.005
 STARVED_TRIES = 8  # about ten seconds
 
 
 class FullParameters:
-    """Parameters that are published as the model computes with them."""
+    """Weight sync of full parameters, published as the model computes with them."""
 
     def __init__(self, receiver: Receiver, spec: ModelSpec, layout: Layout) -> None:
         self._receiver, self._shapes = receiver, params.served(spec)
         self._target = params.shardings(spec, layout.mesh, layout.rules)
 
-    def fetch(self, snapshot: VersionRef) -> Staged | HandedOver:
-        """All of them, on the host. TransferError and its kinds; any thread may call it."""
-        return self._receiver.fetch(snapshot, self._target, self._shapes)
+    def fetch(self, ref: VersionRef) -> Staged | HandedOver:
+        """The parameters on the host. Raises TransferError and its kinds; any thread may call it."""
+        return self._receiver.fetch(ref, self._target, self._shapes)
 
     def place(self, staged: Staged | HandedOver) -> Params:
-        """On the mesh; call it on the JAX thread."""
+        """The parameters on the mesh; call it on the JAX thread."""
         return staged.place()
 
 
 class AdaptedParameters:
-    """Adapters that are published with what they are put on: the latter is fetched once, and held on the host.
+    """Weight sync of LoRA adapters and their base; the base is fetched once and kept on the host.
 
-    They are merged as the learner merges them (float32), and rounded after it: to `dtype`, that of published
-    parameters, then to the engine's own. So it is nothing to an engine whether it is sent these or the merged ones.
+    They are merged as the learner merges them (float32) and then rounded to `dtype`, that of published parameters, and
+    to the engine's dtype: the engine gets the same parameters as with `lora_publish="merged"`.
     """
 
     def __init__(self, receiver: Receiver, spec: ModelSpec, layout: Layout, adapters: Lora, dtype: str) -> None:
@@ -69,15 +72,15 @@ class AdaptedParameters:
         self._target = target | lora.shardings(spec, layout, adapters)
         self._shapes = self._base | lora.abstract(spec, adapters)
 
-        def merged(base: Params, upon: Params) -> Params:
-            made = lora.merged(spec, layout, adapters, base, upon)
-            return {name: _rounded(value, dtype).astype(shapes[name].dtype) for name, value in made.items()}
+        def merged(base: Params, trained: Params) -> Params:
+            values = lora.merged(spec, layout, adapters, base, trained)
+            return {name: _rounded(value, dtype).astype(shapes[name].dtype) for name, value in values.items()}
 
         self._merged = jax.jit(merged, out_shardings=target)
 
-    def fetch(self, snapshot: VersionRef) -> Staged | HandedOver:
-        """The adapters, and what is new of the rest; see `Whole`."""
-        staged = self._receiver.fetch(snapshot, self._target, self._shapes, self._held)
+    def fetch(self, ref: VersionRef) -> Staged | HandedOver:
+        """The adapters, with the base unless it is held already; see `FullParameters.fetch`."""
+        staged = self._receiver.fetch(ref, self._target, self._shapes, self._held)
         self._held = staged.held(self._base)
         return staged
 
@@ -88,17 +91,17 @@ class AdaptedParameters:
 
 
 def _rounded(value: jax.Array, dtype: str) -> jax.Array:
-    """float32 `value` as it comes back from `dtype`. A cast there and back the compiler might leave out."""
+    """float32 `value`, rounded to `dtype`. The compiler might remove a cast to `dtype` and back."""
     info = jnp.finfo(dtype)
     return jax.lax.reduce_precision(value, info.nexp, info.nmant)
 
 
 class WeightFollower:
-    """Brings published parameters into the engine: fetch off both threads, place and swap on the JAX thread.
+    """Loads published parameters into the engine: fetches on a worker thread, places and swaps on the JAX thread.
 
-    The first weights also compile the engine; `first` is set then. `version` is what the engine was handed last: every
-    token of a request that is added from now on is drawn at it or at a later one. With `in_force_s` a version has come
-    when the engine computes with it (a `drain` takes its time), or that time is over.
+    The first weights also compile the engine; `first` is set then. `version` is the version handed to the engine last:
+    every token of a request that is added from now on is sampled at it or at a later one. With `in_force_s` a load ends
+    when the engine computes with the new version (a `drain` takes a while), or after that time.
     """
 
     def __init__(
@@ -111,69 +114,67 @@ class WeightFollower:
         self._host, self._arriving, self._progress, self._in_force_s = host, arriving, progress, in_force_s
         self.first = asyncio.Event()
         self.version: Version | None = None
-        self._flipped = asyncio.Event()
+        self._changed = asyncio.Event()
 
-    async def bring(self, snapshot: VersionRef) -> None:
-        """Fetch, verify, place and hand `snapshot` to the engine, which flips by its policy. TransferError if not."""
+    async def load(self, ref: VersionRef) -> None:
+        """Fetch, verify and place weights; the engine swaps them in by its policy. Raises TransferError."""
         t0 = unix_s()
-        staged = await asyncio.to_thread(self._arriving.fetch, snapshot)
+        staged = await asyncio.to_thread(self._arriving.fetch, ref)
         t1, size_bytes = unix_s(), staged.fetched_bytes
-        await asyncio.wrap_future(
-            self._host.call(lambda: self._install(snapshot.version, self._arriving.place(staged)))
-        )
-        self.version = snapshot.version
+        await asyncio.wrap_future(self._host.call(lambda: self._install(ref.version, self._arriving.place(staged))))
+        self.version = ref.version
         self.first.set()
-        self._flipped.set()  # wakes all who wait now; who comes later waits for the next flip
-        self._flipped = asyncio.Event()
-        await self._in_force(snapshot.version)
-        self._progress.span("fetch", t0, t1, version=str(snapshot.version), size_bytes=size_bytes)
-        self._progress.span("flip", t1, unix_s(), version=str(snapshot.version))
+        self._changed.set()  # wakes all current waiters; later ones wait for the next change
+        self._changed = asyncio.Event()
+        await self._await_swap(ref.version)
+        self._progress.span("fetch", t0, t1, version=str(ref.version), size_bytes=size_bytes)
+        self._progress.span("flip", t1, unix_s(), version=str(ref.version))
 
-    async def _in_force(self, version: Version) -> None:
-        """Return when the engine computes with `version`, or after `in_force_s`: what it drains may take longer."""
+    async def _await_swap(self, version: Version) -> None:
+        """Return when the engine computes with `version`, or after `in_force_s`: draining may take longer."""
         deadline_s = time.monotonic() + self._in_force_s
         while time.monotonic() < deadline_s and self._host.engine.stats().version != version:
-            await asyncio.sleep(FLIP_POLL_S)
+            await asyncio.sleep(SWAP_POLL_S)
 
     async def other_than(self, known: Version | None, wait_s: float) -> Version | None:
-        """The version, as soon as it is not `known` or `wait_s` is over."""
+        """The version, as soon as it differs from `known` or after `wait_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while self.version == known:
-                    await self._flipped.wait()
+                    await self._changed.wait()
         return self.version
 
     async def follow(self, store: StoreClient, *, wait_s: float = 30.0) -> None:
         """Keep the engine at the newest published version, forever.
 
-        A transfer that fails leaves the engine where it is (the store's age limit then stops its leases) and is tried
-        again after a pause that doubles, or with whatever was published meanwhile. It is said once for each snapshot
-        and kind of failure, and again when it is over: a learner that is down for an hour costs one line.
+        A failed transfer leaves the engine at its version (the store's limit on age then stops its leases). It is
+        repeated after a pause that doubles, with the newest published version. Each kind of failure is reported once
+        per version, and its end: a learner that is down for an hour costs one line.
 
-        Raises InfraError when this process has had no free descriptor at `STARVED_TRIES` attempts in a row.
+        Raises InfraError if this process had no free file descriptor in `STARVED_TRIES` attempts in a row.
         """
         failing: VersionRef | None = None
-        failures, starved, said = 0, 0, ""
+        failures, starved, reported = 0, 0, ""
         while True:
-            snapshot = await store.published(self.version, wait_s, in_turn=True)
-            if snapshot is None:
+            ref = await store.published(self.version, wait_s, in_turn=True)
+            if ref is None:
                 continue
-            if snapshot != failing:
-                failing, failures, said = snapshot, 0, ""
+            if ref != failing:
+                failing, failures, reported = ref, 0, ""
             try:
-                await self.bring(snapshot)
+                await self.load(ref)
             except TransferError as error:
                 failures += 1
                 starved = starved + 1 if _no_descriptor(error) else 0
-                if starved == STARVED_TRIES:  # it may have leaked them: a new process has them all
-                    raise InfraError(f"{error}. Raise the limit of descriptors (ulimit -n).") from error
-                if said != (said := type(error).__name__):
-                    self._progress(f"weights {snapshot.version}: {said}: {error}")
+                if starved == STARVED_TRIES:  # this process may have leaked them; a new one has none open
+                    raise InfraError(f"{error}. Raise the limit of open files (ulimit -n).") from error
+                if reported != (reported := type(error).__name__):
+                    self._progress(f"weights {ref.version}: {reported}: {error}")
                 await asyncio.sleep(min(RETRY_FIRST_S * 2 ** (failures - 1), RETRY_MAX_S))
                 continue
             starved = 0
             if failures:
-                self._progress(f"weights {snapshot.version}: here at attempt {failures + 1}")
+                self._progress(f"weights {ref.version}: fetched at attempt {failures + 1}")
 
     def _install(self, version: Version, params: dict[str, jax.Array]) -> None:
         engine = self._host.engine
@@ -185,53 +186,50 @@ class WeightFollower:
 
 
 def _no_descriptor(error: TransferError) -> bool:
-    """True if this process's own limit of open files is the cause. Not every channel keeps the number of an error."""
+    """True if this process's limit of open files is the cause, by the text: not every channel keeps the errno."""
     return os.strerror(errno.EMFILE) in str(error)
 
 
 def weights_token(run_dir: Path) -> str:
-    """What a process shows to be given parameters, made from the run's secret; empty in a run without one."""
+    """The token that a weight transfer requires, derived from the run's secret; empty in a run without one."""
     secret = auth.load(run_dir)
     return auth.bearer(secret, "sampler") if secret else ""
 
 
-# --- What a finished step is to the others, said behind the learner's back: the weights, the acknowledgement, the row
-#
-# The next step is computed meanwhile. Each step is said in the order of the contract, and none before the one before
-# it.
+# --- Background publisher: publishes, acknowledges and reports a finished step while the next one is computed
 
 Row = dict[str, Any]
 
 
 class BackgroundPublisher:
-    """Publishes, acknowledges and reports one step at a time, on a thread of its own."""
+    """Publishes, acknowledges and reports finished steps on a thread of its own, one at a time and in order."""
 
     def __init__(self, store: BlockingStore, publisher: Publisher | DevicePublisher) -> None:
         self._store, self._publisher = store, publisher
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="teller")
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._last: Future[None] | None = None
 
     def publish(self, trained: Version, row: Row, weights: Future[VersionRef] | None) -> None:
-        """Say that the claim of `trained` was trained, which made `weights` (None: none are published).
+        """Report the claim of `trained` as trained, which made `weights` (None: none are published), in the background.
 
-        Returns when the step before has been said, and raises what went wrong with that one.
+        Waits for the step before, and raises its error.
         """
         self.settle()
         self._last = self._worker.submit(self._publish, trained, row, weights)
 
     def check(self) -> None:
-        """Raise what went wrong, if something did by now; without waiting."""
+        """Raise the error of the last step if it has failed by now; does not wait."""
         if self._last is not None and self._last.done():
             self.settle()
 
     def settle(self) -> None:
-        """Wait until everything is said. Raises what went wrong: JaxRollError of the store's or the transfer's."""
+        """Wait until the last step is reported, and raise its error: a JaxRollError of the store or the transfer."""
         last, self._last = self._last, None
         if last is not None:
             last.result()
 
     def close(self) -> None:
-        """End the thread, after what it is at."""
+        """End the thread, after its current step."""
         self._worker.shutdown(wait=True)
 
     def _publish(self, trained: Version, row: Row, weights: Future[VersionRef] | None) -> None:
@@ -240,47 +238,47 @@ class BackgroundPublisher:
             self._store.publish(self._publisher.finish(made, weights))
             self._publisher.drop_older(made)
         self._store.ack(trained)
-        said = unix_s()
-        self._store.report([row | {"t": said, "publish_s": said - row["t1"]}])
+        t = unix_s()
+        self._store.report([row | {"t": t, "publish_s": t - row["t1"]}])
 
 
-# --- Saying what a role is doing, so that nothing is silent for long
+# --- Progress messages of a role
 
 
 class Progress:
-    """Says what a role is doing: one line in its log and one row in the metrics, at the start and at the end."""
+    """Reports the phases of a role: one line in its log and one metric row, at the start and at the end."""
 
     def __init__(self, role: str, emit: Callable[[Row], None]) -> None:
         self._role, self._emit, self._started = role, emit, {}
 
     def start(self, what: str) -> None:
-        """`what` begins, and may take long."""
+        """Report that the phase `what` begins, which may take long."""
         self._started[what] = time.monotonic()
-        self._say({"kind": "compile", "what": what, "state": "start"}, f"{what} …")
+        self._report({"kind": "compile", "what": what, "state": "start"}, f"{what} …")
 
     def end(self, what: str) -> None:
-        """`what` is over."""
+        """Report that the phase `what` has ended."""
         seconds = time.monotonic() - self._started.pop(what, time.monotonic())
-        self._say({"kind": "compile", "what": what, "state": "end", "seconds": seconds}, f"{what}: {seconds:.1f} s")
+        self._report({"kind": "compile", "what": what, "state": "end", "seconds": seconds}, f"{what}: {seconds:.1f} s")
 
     def devices(self, mesh: Mesh, attention: Mapping[str, str]) -> None:
-        """What this process runs on, as which mesh, and what computes attention there, by use."""
+        """Report the devices of this process, their mesh, and the attention implementation of each use."""
         from jaxroll.sharding import layout  # loads JAX, which must come after a sampler's scoring pool
 
         platform, kind = layout.platform(mesh), layout.device_kind(mesh)
         row = {"kind": "devices", "platform": platform, "devices": f"{mesh.size} x {kind}", "mesh": dict(mesh.shape)}
         chosen = ", ".join(f"{use} {name}" for use, name in attention.items())
         line = f"{mesh.size} x {kind} ({platform}) as {dict(mesh.shape)}; attention: {chosen}"
-        self._say(row | {"attention": dict(attention)}, line)
+        self._report(row | {"attention": dict(attention)}, line)
 
     def span(self, what: str, t0: float, t1: float, **more: Any) -> None:
-        """`what` took from `t0` to `t1` (unix seconds); only the metrics hear of it."""
+        """Report that `what` took from `t0` to `t1` (unix seconds), in the metrics only."""
         self._emit({"t": t1, "role": self._role, "kind": "span", "what": what, "t0": t0, "t1": t1, **more})
 
     def __call__(self, text: str) -> None:
-        """An event worth a line."""
-        self._say({"kind": "event", "text": text}, text)
+        """Report an event."""
+        self._report({"kind": "event", "text": text}, text)
 
-    def _say(self, row: Row, line: str) -> None:
+    def _report(self, row: Row, line: str) -> None:
         print(f"{self._role}: {line}", flush=True)
         self._emit({"t": unix_s(), "role": self._role, **row})

@@ -1,7 +1,7 @@
-"""One episode: a task, an environment and a model talk until it is over.
+"""One episode: the conversation of an environment and a model about one task.
 
-Token truth: the model's context is the concatenation of what was shown to it and what it sampled, as ids. Sampled ids
-are decoded for the environment and never encoded again.
+Token truth: the model's context is the concatenation of the token ids shown to it and those that it sampled. Sampled
+ids are decoded for the environment and never encoded again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GENERATION_LIMIT_S = 600.0
 
 @dataclass
 class Transcript:
-    """What has been said so far, as segments; `context()` is what the model sees next."""
+    """The conversation so far, as segments; `context()` is the model's next prompt."""
 
     segments: list[Segment] = field(default_factory=list)
     versions: list[VersionRun] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Transcript:
         self._append(Segment(tokens, zeros, zeros.astype(np.float32)))
 
     def add(self, completion: Completion) -> None:
-        """Add what the model sampled, exactly as it was sampled."""
+        """Add the sampled tokens unchanged."""
         tokens = np.asarray(completion.tokens, np.int32)
         ones = np.ones(len(tokens), np.uint8)
         self._append(Segment(tokens, ones, np.asarray(completion.logprobs, np.float32)))
@@ -57,7 +57,7 @@ class Transcript:
 
     @property
     def sampled(self) -> int:
-        """Tokens that the model sampled, of answers that are whole."""
+        """Number of sampled tokens in complete answers."""
         return sum(run.count for run in self.versions)
 
     def _append(self, segment: Segment) -> None:
@@ -69,17 +69,16 @@ class Transcript:
         return np.concatenate([segment.tokens for segment in self.segments])
 
     def finished(self, finish: str, reward: float, parts: dict[str, float]) -> Finished:
-        """The outcome with everything said."""
+        """The outcome, with all segments."""
         return Finished(tuple(self.segments), finish, reward, parts, tuple(self.versions))
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What ends an episode that does not end by itself: turns, tokens of the whole conversation (0: no such bound),
-    and seconds that one generation may take.
+    """Limits of an episode: turns, tokens of the whole conversation (0: no limit), seconds of one generation.
 
-    It must also fit where the learner trains on it: into `row_tokens` (0: no such bound), before which a first prompt
-    of up to `prompt_tokens` lies apart, all but its last token.
+    It must also fit into a row of the learner: `row_tokens` (0: no limit), in addition to a first prompt of up to
+    `prompt_tokens`, which is packed separately except for its last token.
     """
 
     turns: int = MAX_TURNS
@@ -96,7 +95,7 @@ class Bounds:
 
 
 def bounds_of(config: Config) -> Bounds:
-    """What the config says of them."""
+    """The limits of the config."""
     learner = config.learner
     return Bounds(tokens=episode_tokens(config), row_tokens=learner.row_tokens, prompt_tokens=learner.prompt_tokens)
 
@@ -110,22 +109,22 @@ async def run(
     tokenizer: Tokenizer,
     sampling: SamplingParams,
     bounds: Bounds = Bounds(),
-    asking: EnvironmentCalls | None = None,
+    env_calls: EnvironmentCalls | None = None,
     transcript: Transcript | None = None,
 ) -> Finished:
-    """The finished episode of `task`; `key` decides the random draws. It is written into `transcript`.
+    """The finished episode of `task`; `key` determines the random draws. It is written into `transcript`.
 
-    A completion that did not end by itself ends the episode with reward 0 (`finish` "length", reward part `truncated`
-    1): a model must end its answer to be paid for it. So do the turn after the last one that `bounds` or the
-    environment allows, and a conversation that has no room for another answer. An environment that does not answer
-    within its limits raises DataError, a proxy within `bounds.generation_s` DeadlineExceeded; whatever else they raise
-    passes through, InfraError after the retries that the environment declares. Cancelling aborts the generation.
+    A truncated completion ends the episode with reward 0 (`finish` "length", reward part `truncated` 1), and so do a
+    conversation that reaches the last turn that `bounds` or the environment allows, and one without room for another
+    answer: a model must end its answer to be rewarded. DataError if the environment exceeds its time limits,
+    DeadlineExceeded if a generation exceeds `bounds.generation_s`; other errors pass through, InfraError after the
+    retries that the environment declares. Cancelling aborts the generation.
     """
-    asking = asking or EnvironmentCalls()
-    traits = asking.traits(env)
+    env_calls = env_calls or EnvironmentCalls()
+    traits = env_calls.traits(env)
     turns, sampling = min(bounds.turns, traits.max_turns), _with_stop(sampling, tokenizer)
     transcript = transcript or Transcript()
-    messages, most = env_checks.messages(await asking.reset(env, task), "what reset() returned"), 0
+    messages, most = env_checks.messages(await env_calls.reset(env, task), "what reset() returned"), 0
     for turn in range(turns):
         transcript.show(_rendered(tokenizer, messages, first=turn == 0))
         most = bounds.most(transcript.length) if turn == 0 else most
@@ -138,7 +137,7 @@ async def run(
         if completion.finish == "length":
             return _cut(transcript)
         answer = tokenizer.decode(_without_stop(completion, sampling))
-        result = env_checks.step_result(await asking.step(env, answer))
+        result = env_checks.step_result(await env_calls.step(env, answer))
         if result.done:
             parts = {**result.reward_parts, "truncated": 0.0}
             return transcript.finished("stop" if turn == 0 else "done", result.reward, parts)
@@ -147,18 +146,18 @@ async def run(
 
 
 def _room(tokens: int, length: int, sampling: SamplingParams) -> SamplingParams | None:
-    """`sampling` with no more tokens than the conversation has room for; None where there is none."""
+    """`sampling`, limited to the tokens that the conversation has room for; None if there is no room."""
     if not tokens or tokens - length >= sampling.max_tokens:
         return sampling
     return msgspec.structs.replace(sampling, max_tokens=tokens - length) if tokens > length else None
 
 
 def _cut(transcript: Transcript) -> Finished:
-    """An episode that did not come to its end."""
+    """The outcome of a truncated episode."""
     if not transcript.versions:
         raise DataError(f"the first message alone has {transcript.length} tokens: there is no room for an answer")
     if not transcript.segments[-1].loss_mask.any():
-        transcript.segments.pop()  # shown, and never answered
+        transcript.segments.pop()  # a message that the model did not answer
     return transcript.finished("length", 0.0, {"truncated": 1.0})
 
 
@@ -176,7 +175,7 @@ def _rendered(tokenizer: Tokenizer, messages: tuple[Message, ...], *, first: boo
 
 
 def _without_stop(completion: Completion, sampling: SamplingParams) -> list[int]:
-    """The sampled ids before the stop token. A completion that says "stop" without one has not ended by itself."""
+    """The sampled ids before the stop token. InfraError if a completion with finish "stop" does not end in one."""
     ids = completion.tokens.tolist()
     if not ids or ids[-1] not in sampling.stop_tokens:
         raise InfraError(f"a completion with finish 'stop' ends in {ids[-1:]}, stop tokens are {sampling.stop_tokens}")
@@ -186,7 +185,7 @@ def _without_stop(completion: Completion, sampling: SamplingParams) -> list[int]
 async def _generated(
     proxy: LLMProxy, prompt: np.ndarray, key: GenerationKey, sampling: SamplingParams, limit_s: float, *, keep: bool
 ) -> Completion:
-    """A completion that holds together; anything else is the engine's failure, not the item's."""
+    """The completion. An inconsistent one is an error of the engine (InfraError), not of the item."""
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:

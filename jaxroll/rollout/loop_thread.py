@@ -1,9 +1,9 @@
-"""The asyncio loop of a role, on a thread of its own, and the watch over it.
+"""The asyncio loop thread of a role, with a watchdog.
 
-Environments run on this loop. SystemExit and KeyboardInterrupt of a task that an environment started, and its
-`loop.stop()`, end `run_forever`, which is then entered again. When the thread ends all the same, or is blocked for
-longer than `blocked_s`, its jobs fail with that cause, so that the process ends instead of holding leases that nothing
-renews.
+Environments run on this loop. A SystemExit or KeyboardInterrupt of a task that an environment started, and a
+`loop.stop()` of its code, end `run_forever`, which is then entered again. If the thread ends nevertheless, or the loop
+is blocked for longer than `blocked_s`, its jobs fail with that cause, so that the process ends instead of holding
+leases without renewing them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from jaxroll.env_checks import described
 from jaxroll.errors import InfraError
 
 BLOCKED_S = 60.0
-_LOOK_S = 1.0
+_WATCH_EVERY_S = 1.0
 _FRAMES = 12  # of the blocked thread, for its error
 
 
 class LoopThread:
     """An asyncio loop on a thread of its own, ended by `close`.
 
-    `escapes` counts exceptions and stops of foreign code that left the loop; `failure` says why the loop is lost.
+    `escapes` counts the exceptions and stops of foreign code that ended `run_forever`; `failure` is the reason why the
+    loop can no longer be used.
     """
 
     def __init__(self, name: str, blocked_s: float = BLOCKED_S) -> None:
@@ -37,13 +38,13 @@ class LoopThread:
         self._name, self._blocked_s, self._closing = name, blocked_s, threading.Event()
         self._jobs: set[Future[Any]] = set()
         self._lock = threading.Lock()
-        self._heard_s = time.monotonic()
+        self._alive_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
         self._thread.start()
         threading.Thread(target=self._watch, name=f"{name}-loop-watch", daemon=True).start()
 
     def start(self, job: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """The future result of `job`, running on the loop. InfraError when the loop ends or is blocked before."""
+        """The future result of `job`, which runs on the loop. It is an InfraError if the loop ends or blocks before."""
         future = asyncio.run_coroutine_threadsafe(job, self.loop)
         with self._lock:
             self._jobs.add(future)
@@ -82,13 +83,15 @@ class LoopThread:
             self._fail(f"{self._name}: {cause}")
 
     def _watch(self) -> None:
-        """Fail the jobs when the loop has not answered for `blocked_s`. A process that was stopped is not blamed: only
-        seconds in which this thread ran as well count."""
-        silent_s, last_s, seen_s = 0.0, time.monotonic(), self._heard_s
-        while not self._closing.wait(_LOOK_S) and self._thread.is_alive():
+        """Fail the jobs when the loop has not answered for `blocked_s`.
+
+        Only seconds in which this thread ran count, so that a process that was suspended does not fail.
+        """
+        silent_s, last_s, seen_s = 0.0, time.monotonic(), self._alive_s
+        while not self._closing.wait(_WATCH_EVERY_S) and self._thread.is_alive():
             now_s = time.monotonic()
-            silent_s = silent_s + min(now_s - last_s, 2 * _LOOK_S) if self._heard_s == seen_s else 0.0
-            last_s, seen_s = now_s, self._heard_s
+            silent_s = silent_s + min(now_s - last_s, 2 * _WATCH_EVERY_S) if self._alive_s == seen_s else 0.0
+            last_s, seen_s = now_s, self._alive_s
             if silent_s >= self._blocked_s:
                 self._fail(f"{self._name}: {self._blocked(silent_s)}")
                 return
@@ -96,10 +99,10 @@ class LoopThread:
                 self.loop.call_soon_threadsafe(self._answer)
 
     def _answer(self) -> None:
-        self._heard_s = time.monotonic()
+        self._alive_s = time.monotonic()
 
     def _blocked(self, silent_s: float) -> str:
-        """Which task blocks the loop, and where."""
+        """Description of the task that blocks the loop, with its source line."""
         task = asyncio.current_task(self.loop)
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
@@ -107,7 +110,7 @@ class LoopThread:
             print(line, end="", file=sys.stderr, flush=True)
         where = f" at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
         name = "a callback" if task is None else f"the task {task.get_name()}"
-        return (f"{name} blocked the event loop for {silent_s:.0f} s{where}. An environment that blocks belongs into "
+        return (f"{name} blocked the event loop for {silent_s:.0f} s{where}. Run an environment that blocks with "
                 'place = "thread" or "process"')  # fmt: skip
 
     def _fail(self, cause: str) -> None:

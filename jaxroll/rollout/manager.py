@@ -1,7 +1,7 @@
-"""Members from leases: many episodes at once, each of which can fail alone.
+"""Rollouts of leased members: many concurrent episodes, which fail independently.
 
-Every member is a coroutine of its own on one event loop: no episode waits for another, and what an environment does to
-one of them is no concern of the others. Thousands of them fit into one process.
+Every member is a coroutine of its own on one event loop: no episode waits for another, and an error in one does not
+affect the others. Thousands of them fit into one process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class Counts:
-    """How the episodes since the start went: finished, failed by kind, and the sums of their reward parts.
+    """Episode counts since the start: finished, failed by kind, and the sums of their reward parts.
 
     `closes_failed` counts environments whose close raised or took too long.
     """
@@ -35,7 +35,7 @@ class Counts:
     parts: dict[str, float] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
-        """One more."""
+        """Count one outcome."""
         if isinstance(outcome, Finished):
             self.finished += 1
             for name, value in outcome.reward_parts.items():
@@ -45,7 +45,7 @@ class Counts:
 
 
 class RolloutManager:
-    """Runs episodes of granted members; all methods run on one event loop. What it holds between calls are counts.
+    """Runs episodes of granted members; all methods run on one event loop. Its only state between calls is counts.
 
     Without a `proxy` every member brings its own.
     """
@@ -60,33 +60,33 @@ class RolloutManager:
         bounds: episode.Bounds = episode.Bounds(),  # noqa: B008 - it is frozen
     ) -> None:
         self._proxy, self._make_env, self._tokenizer, self._sampling = proxy, make_env, tokenizer, sampling
-        self._bounds, self._asking = bounds, EnvironmentCalls()
+        self._bounds, self._env_calls = bounds, EnvironmentCalls()
         self.counts = Counts()
 
     @property
     def env_calls(self) -> EnvCallCounts:
-        """What was asked of environments so far."""
-        return self._asking.asked
+        """Counts of environment calls so far."""
+        return self._env_calls.counts
 
     async def run_member(
         self, grant: Grant, member: int, attempt: int, proxy: LLMProxy | None = None,
         transcript: episode.Transcript | None = None,
     ) -> Member:  # fmt: skip
-        """Member `member`, finished or failed: INFRA where the machinery broke, DATA for whatever else went wrong.
+        """Member `member`, finished or failed: INFRA for errors of the infrastructure, DATA for any other error.
 
-        Never raises for an episode's sake. Cancelling aborts the episode and raises CancelledError. Its completions are
-        asked of `proxy`, where one is given, and what was said so far stands in `transcript`.
+        Errors of the episode are not raised. Cancelling aborts the episode and raises CancelledError. `proxy`, if
+        given, generates its completions; `transcript` contains the conversation so far.
         """
-        asked = proxy or self._proxy
-        assert asked is not None, "a manager without a proxy is given one with every member"
-        outcome = await self._outcome(grant, member, asked, transcript)
+        generator = proxy or self._proxy
+        assert generator is not None, "without a proxy of its own the manager needs one with every member"
+        outcome = await self._outcome(grant, member, generator, transcript)
         self.counts.add(outcome)
         return Member(grant.group, member, attempt, outcome)
 
     async def run_group(self, grant: Grant, put: Callable[[Member], Awaitable[object]]) -> None:
-        """Run all members of the grant at once and puts each the moment it ends, rewarded.
+        """Run all members of the grant concurrently and `put` each one when it ends, with its reward.
 
-        What `put` raises for one member does not stop the others; the first such error is raised at the end.
+        An error of `put` for one member does not stop the others; the first such error is raised at the end.
         """
 
         async def run_and_put(member: int, attempt: int) -> None:
@@ -96,7 +96,7 @@ class RolloutManager:
         try:
             results = await asyncio.gather(*members, return_exceptions=True)
         finally:
-            for task in members:  # only a cancellation from outside finds one unfinished
+            for task in members:  # unfinished only after a cancellation from outside
                 task.cancel()
         for result in results:
             if isinstance(result, BaseException):
@@ -106,7 +106,7 @@ class RolloutManager:
         self, grant: Grant, member: int, proxy: LLMProxy, transcript: episode.Transcript | None
     ) -> Outcome:
         try:
-            env = self._asking.make(self._make_env, grant.task.env)
+            env = self._env_calls.make(self._make_env, grant.task.env)
             try:
                 return await episode.run(
                     grant.task,
@@ -116,7 +116,7 @@ class RolloutManager:
                     tokenizer=self._tokenizer,
                     sampling=self._sampling,
                     bounds=self._bounds,
-                    asking=self._asking,
+                    env_calls=self._env_calls,
                     transcript=transcript,
                 )
             finally:
@@ -129,10 +129,10 @@ class RolloutManager:
             return Failed("DATA", described(error))
 
     async def _close(self, env: Environment) -> None:
-        """Close the environment; a failure of that does not change the outcome, and is counted."""
+        """Close the environment. A failure is counted and does not change the outcome."""
         try:
-            await self._asking.close(env)
-        except Exception as error:  # noqa: BLE001 - foreign code, and the outcome is decided already
+            await self._env_calls.close(env)
+        except Exception as error:  # noqa: BLE001 - foreign code; the outcome is known already
             self.counts.closes_failed += 1
             _LOG.warning("closing an environment failed: %s", described(error))
 
@@ -142,9 +142,9 @@ class RolloutManager:
 
 @dataclass(frozen=True)
 class Score:
-    """One task's result: its text, whether the reward was 1, and whether it counts (`pinned`: wholly at the version).
+    """Result of one task: its text, `right` if the reward was 1, `pinned` if all tokens are of the evaluated version.
 
-    An item that failed or that saw another version is not pinned and enters no mean.
+    A failed item, and one with tokens of another version, is not pinned and does not count in any mean.
     """
 
     task: Task
@@ -169,25 +169,25 @@ async def scores(
 
 
 def accuracy(results: Sequence[Score]) -> float | None:
-    """Share of right answers among the items that count; None when none does."""
+    """Fraction of right answers among the pinned items; None without any."""
     counted = [score.right for score in results if score.pinned]
     return sum(counted) / len(counted) if counted else None
 
 
 def parts(results: Sequence[Score]) -> dict[str, float]:
-    """The mean of every reward part over the items that count."""
+    """The mean of every reward part over the pinned items."""
     counted = [score.parts for score in results if score.pinned]
     names = sorted({name for found in counted for name in found})
     return {name: sum(found.get(name, 0.0) for found in counted) / len(counted) for name in names}
 
 
 def marks(results: Sequence[Score]) -> str:
-    """One character an item: 1 right, 0 wrong, - not counted."""
+    """One character per item: 1 right, 0 wrong, - not pinned."""
     return "".join("01"[score.right] if score.pinned else "-" for score in results)
 
 
 def expected(task: Task) -> str:
-    """The answer that the task's arguments name, for a person to compare with; empty where they name none."""
+    """The reference answer in the task's arguments, for display; empty if there is none."""
     args = task.args()
     entry = args.get("entry")
     answer = args.get("answer", entry.get("answer") if isinstance(entry, dict) else None)

@@ -1,7 +1,7 @@
-"""How processes call one another: raw MessagePack bytes over grpc.aio, a token per run and role, limits, deadlines."""
+"""RPC between processes: MessagePack over grpc.aio, with a token per run and role, TLS, limits and deadlines."""
 
 import os
 
-# gRPC's own line for every handshake or frame that is wrong would let strangers fill the disk with logs. Read by grpc
-# when it is loaded.
+# gRPC logs a line for every malformed handshake or frame, with which an unknown client could fill the disk. gRPC reads
+# this variable when it is loaded.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,7 +1,7 @@
 """Bearer tokens, one per run and role, compared in constant time.
 
-A run has one secret (RUN/token, or JAXROLL_TOKEN). What travels is not the secret but the role's token,
-`role.HMAC(secret, role)`: a machine that was given the sampler's token cannot speak as the learner.
+A run has one secret (RUN/token, or JAXROLL_TOKEN). Processes send the token of their role, `role.HMAC(secret, role)`,
+instead of the secret: a machine with the sampler's token cannot call as the learner.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def right_of(role: str) -> str:
 def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
     """The secret or role token in the environment, else in the run's folder; None when the run has none.
 
-    ConfigError for a token file that is empty or cannot be kept from others.
+    ConfigError for a token file that is empty or cannot be made private.
     """
     text = environment.get(TOKEN_VARIABLE, "").strip()
     if text or run_dir is None:
@@ -46,7 +46,7 @@ def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> s
 
 
 def load_secret(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The run's secret for the process that checks tokens; ConfigError when there is only a role's token."""
+    """The run's secret, for a process that checks tokens; ConfigError if there is only a role's token."""
     secret = load(run_dir, environment)
     if secret is not None and _ROLE_TOKEN.fullmatch(secret):
         raise ConfigError(TOKEN_VARIABLE, "(a role's token)", "the store checks the tokens of all roles",
@@ -63,13 +63,13 @@ def _read(path: Path) -> str | None:
         raise ConfigError(str(path), "(not text)", "holds no secret that JaxRoll makes",
                           "Restore it from a copy, or remove it: `jaxroll train` makes a new one.")  # fmt: skip
     if not text:
-        raise ConfigError(str(path), "", "is empty, which would let everybody in",
+        raise ConfigError(str(path), "", "is empty, which would admit every process",
                           "Write a secret into it, or remove the file: then only this machine is served.")  # fmt: skip
     return text
 
 
 def keep_private(path: Path) -> None:
-    """Take from others the right to read `path`, and say so; ConfigError when it is not ours to change."""
+    """Make `path` readable by its owner only, with a warning if it was not; ConfigError if that fails."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if not mode & 0o077:
         return
@@ -77,7 +77,7 @@ def keep_private(path: Path) -> None:
         path.chmod(0o600)
     except OSError as error:
         raise ConfigError(str(path), f"{mode:o}", "others can read it", "Its owner must chmod 600 it.") from error
-    print(f"{path} could be read by others (mode {mode:o}) and is closed now; make a new one if they matter",
+    print(f"warning: other users could read {path} (mode {mode:o}); it is private now, make a new one if in doubt",
           file=sys.stderr, flush=True)  # fmt: skip
 
 
@@ -92,9 +92,9 @@ def create(run_dir: Path) -> str:
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(secret + "\n")
         file.flush()
-        os.fsync(file.fileno())  # an empty one, as a power failure may leave it, would end the run
+        os.fsync(file.fileno())  # after a power failure an unsynced file may be empty, which would end the run
     try:
-        os.link(draft, path)  # whole or not at all, and never over another's
+        os.link(draft, path)  # atomic, and never replaces the file of another process
     except FileExistsError:
         return create(run_dir)
     finally:
@@ -103,11 +103,11 @@ def create(run_dir: Path) -> str:
 
 
 def bearer(token: str, right: str) -> str:
-    """What a process with `right` shows, made from the run's secret (or the role token itself, unchanged)."""
-    return token if _ROLE_TOKEN.fullmatch(token) else _made(token, right)
+    """The token of `right`, derived from the run's secret; a role token is returned unchanged."""
+    return token if _ROLE_TOKEN.fullmatch(token) else _role_token(token, right)
 
 
-def _made(secret: str, right: str) -> str:
+def _role_token(secret: str, right: str) -> str:
     return f"{right}.{hmac.new(secret.encode(), right.encode(), hashlib.sha256).hexdigest()}"
 
 
@@ -117,8 +117,8 @@ def admits(secret: str | None, right: str, shown: str) -> bool:
 
 
 def tokens(secret: str) -> dict[str, bytes]:
-    """The token of every right: what a server computes once."""
-    return {right: _made(secret, right).encode() for right in ROLES}
+    """The token of every right; a server computes them once."""
+    return {right: _role_token(secret, right).encode() for right in ROLES}
 
 
 def matches(expected: Mapping[str, bytes], right: str, shown: str) -> bool:

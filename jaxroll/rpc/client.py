@@ -1,15 +1,15 @@
-"""The calling side: finds the server by address or by the file that holds it, and survives its restarts.
+"""RPC client: finds the server by its address or the file with it, and repeats calls across restarts of the server.
 
-Every call is idempotent by contract, so a call that met a dead or a busy server is made again, with back-off, until
-`patience_s` is over. For a server that dies it begins again whenever another call has been answered: one that is killed
-again and again never lives through a call that waits there. gRPC forgets an answer that comes while it sends; a call
-that broke off so asks first whether its body is read, and sends it then. Each attempt has a deadline of its own. When
-no connection comes about, the handshake is tried once more by itself (`tls.diagnosis`): what is wrong with
-certificates will not mend by waiting.
+Every call is idempotent. A call that reaches no server, or a busy one, is repeated with back-off until `patience_s` is
+over; each attempt has a deadline of its own. While the server is down, the patience begins again with every answer to
+another call: a server that is killed repeatedly may never live long enough to answer a call that waits there.
 
-gRPC ends a call at its deadline by itself, unless the machine refused it a thread: it waits for that thread from then
-on, often for minutes, and so does every call of this process, each deadline and each cancellation. A call that is
-overdue is therefore ended here, with InfraError, which a new process may spare.
+gRPC drops a reply that arrives while it still sends the body. A call that broke off in this way therefore asks first if
+its body is read, and sends it after that. If no connection can be made, the TLS handshake is tried separately
+(`tls.diagnosis`), because waiting does not fix certificates.
+
+If the machine refuses gRPC a thread, gRPC does not end calls at their deadlines, often for minutes, nor does it handle
+cancellations. An overdue call is therefore ended here with InfraError; a new process may get its threads.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from jaxroll.rpc.tls import Material
 
 _BACKOFF_S = (0.05, 0.1, 0.2, 0.4, 0.5)
 _DIAGNOSE_EVERY_S = 5.0
-_DOUBT_AFTER = 5  # failures in a row, where calls went through before: a restart is no reason to look at certificates
-_LIVES = 4  # a call that its server never survives ends too
-_TRY_AGAIN = frozenset(
+_DOUBT_AFTER = 5  # failures in a row after an answered call: a restart is no reason to check certificates
+_MAX_PATIENCES = 4  # limit on the extension: a call that kills its server must end too
+_RETRYABLE = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -45,15 +45,15 @@ _TRY_AGAIN = frozenset(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )
-_SENDING = "SendMessageOperation"  # where gRPC says what failed; its status is INTERNAL then
-_WHO_ARE_YOU = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+_SENDING = "SendMessageOperation"  # in gRPC's debug string; its status is INTERNAL then
+_UNAUTHORIZED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 _UNREAD = (0, 0)
-_OVERDUE_S = 5  # gRPC is late by milliseconds where it is alive
-_TOO_LARGE = "larger than max"  # gRPC's words for an answer that this side does not take; the only final exhaustion
+_OVERDUE_S = 5  # a working gRPC is late by milliseconds
+_TOO_LARGE = "larger than max"  # in gRPC's text for a reply over this side's limit; the only exhaustion that is final
 
 
 class RawClient:
-    """Calls to one service. Belongs to one event loop; `session` names this life of the caller."""
+    """Calls to one service. Belongs to one event loop; `session` identifies this process of the caller."""
 
     def __init__(
         self,
@@ -76,15 +76,15 @@ class RawClient:
         self._target = self._target_written = ""
         self._file = _UNREAD
         self._channel: grpc.aio.Channel | None = None
-        self._shown: tuple[tuple[int, int], ...] = ()  # the certificates that the channel was made with
+        self._tls_files: tuple[tuple[int, int], ...] = ()  # identity of the certificates that the channel was made with
         self._retired: list[grpc.aio.Channel] = []
         self._diagnosed_s, self._failures_before_doubt = float("-inf"), 0
-        self._heard_s = float("-inf")  # when a call was answered last
+        self._answered_s = float("-inf")  # time of the last reply
         self.run_id = ""
         self.position = 0
 
     async def call(self, method: str, body: bytes, deadline_s: float, *, patience_s: float | None = None) -> bytes:
-        """The body of the answer. Raises the typed refusal, Unauthorized, or InfraError when patience ends."""
+        """The body of the reply. Raises the server's refusal, Unauthorized, or InfraError when the patience is over."""
         started, patience_s = time.monotonic(), self._patience_s if patience_s is None else patience_s
         failures, asks_first = 0, False
         while True:
@@ -93,24 +93,24 @@ class RawClient:
                 break
             except (grpc.aio.AioRpcError, FileNotFoundError) as error:
                 if failures >= self._failures_before_doubt:
-                    await self._raise_if_misfit(method, error)
+                    await self._raise_if_tls_mismatch(method, error)
                 broke_off = _broke_off(error)
                 asks_first = asks_first or broke_off
                 lost = broke_off or isinstance(error, FileNotFoundError) or error.code() is grpc.StatusCode.UNAVAILABLE
-                since = min(max(started, self._heard_s), started + _LIVES * patience_s) if lost else started
+                since = min(max(started, self._answered_s), started + _MAX_PATIENCES * patience_s) if lost else started
                 self._raise_if_final(method, error, since + patience_s)
             self._file = _UNREAD
             self._take_new_certificates()
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1
-        self._failures_before_doubt, self._heard_s = _DOUBT_AFTER, time.monotonic()
+        self._failures_before_doubt, self._answered_s = _DOUBT_AFTER, time.monotonic()
         self.position = max(self.position, envelope.position)
         if envelope.refusal is not None:
             raise error_of(envelope.refusal)
         return envelope.body
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         channels, self._retired = [*self._retired, self._channel], []
         self._channel, self._target = None, ""
         for channel in channels:
@@ -125,7 +125,7 @@ class RawClient:
         elif asks_first:
 
             async def pieces_when_read() -> AsyncIterator[bytes]:
-                if protocol.READS_NOW in dict(await call.initial_metadata()):  # else the refusal is on its way
+                if protocol.READS_NOW in dict(await call.initial_metadata()):  # otherwise the refusal is on its way
                     async for piece in _pieces(body):
                         yield piece
 
@@ -137,53 +137,53 @@ class RawClient:
         try:
             return wire.decode(answer, Envelope)
         except msgspec.MsgspecError as error:
-            raise InfraError(f"{method}: {self._target} answers in another protocol ({error})") from error
+            raise InfraError(f"{method}: {self._target} replies in another protocol ({error})") from error
 
     async def _connected(self) -> grpc.aio.Channel:
-        """The channel to where the server is now: the address file is looked at before every attempt."""
+        """The channel to the server's current address; the address file is read before every attempt."""
         target = self._address if isinstance(self._address, str) else self._written(self._address)
         if target != self._target or self._channel is None:
             if self._channel is not None:
-                self._retired.append(self._channel)  # closing it would cancel the calls under way on it
+                self._retired.append(self._channel)  # closing it would cancel its calls under way
             options = protocol.client_options(self._max_message_bytes)
             if self._tls is None:
                 self._channel = grpc.aio.insecure_channel(target, options=options)
             else:
-                self._shown = self._tls.written()
+                self._tls_files = self._tls.written()
                 self._channel = grpc.aio.secure_channel(target, self._tls.channel_credentials(), options=options)
             self._target = target
         return self._channel
 
     def _take_new_certificates(self) -> None:
-        """Connect again if the certificates were replaced: a channel keeps those that it was made with."""
-        if self._tls is None or self._channel is None or self._tls.written() == self._shown:
+        """Connect again if the certificates were replaced: a channel keeps its certificates."""
+        if self._tls is None or self._channel is None or self._tls.written() == self._tls_files:
             return
-        with contextlib.suppress(ConfigError):  # half a copy: the next refusal looks again
+        with contextlib.suppress(ConfigError):  # files may be half copied; the next failure checks again
             self._tls.client_context()
             self._retired.append(self._channel)
             self._channel = None
 
     def _written(self, path: Path) -> str:
-        """What the file holds; it is replaced as a whole, so an unchanged one need not be read."""
+        """The address in the file; the file is replaced atomically, so an unchanged one is not read again."""
         found = path.stat()
         identity = (found.st_ino, found.st_mtime_ns)
         if identity != self._file:
             self._target_written = path.read_text(encoding="utf-8").strip()
-            if not self._target_written:  # its server's machine failed before it reached the disk: it will come again
+            if not self._target_written:  # the server's machine failed before a sync; it writes it again
                 raise FileNotFoundError(errno.ENOENT, "holds no address", str(path))
             self._file = identity
         return self._target_written
 
     def _metadata(self, size_bytes: int) -> tuple[tuple[str, str], ...]:
-        said = {
+        fields = {
             "name": self._name, "session": self.session, "right": self._right, "run": self.run_id,
             "protocol": str(wire.PROTOCOL_VERSION), "config": self._config_digest, "bytes": str(size_bytes),
         }  # fmt: skip
-        metadata = [(f"jaxroll-{key}", value) for key, value in said.items()]
+        metadata = [(f"jaxroll-{key}", value) for key, value in fields.items()]
         return (*metadata, *self._proof)
 
-    async def _raise_if_misfit(self, method: str, error: grpc.aio.AioRpcError | FileNotFoundError) -> None:
-        """Unauthorized when the two ends do not agree on TLS, which no waiting will change."""
+    async def _raise_if_tls_mismatch(self, method: str, error: grpc.aio.AioRpcError | FileNotFoundError) -> None:
+        """Raise Unauthorized if the TLS settings of the two ends do not match, which waiting does not fix."""
         if isinstance(error, FileNotFoundError) or error.code() is not grpc.StatusCode.UNAVAILABLE:
             return
         if time.monotonic() - self._diagnosed_s < _DIAGNOSE_EVERY_S:
@@ -200,11 +200,11 @@ class RawClient:
                 raise InfraError(f"{where}: no address in that file; is its server running?") from error
             return
         code, details = error.code(), error.details() or ""
-        if code in _WHO_ARE_YOU:
+        if code in _UNAUTHORIZED:
             raise Unauthorized(f"{where}: {details}") from error
         if code is grpc.StatusCode.INVALID_ARGUMENT or _TOO_LARGE in details:
             raise StoreRefusal(f"{where}: {details}") from error
-        if code not in _TRY_AGAIN and not _broke_off(error):
+        if code not in _RETRYABLE and not _broke_off(error):
             raise InfraError(f"{where}: {code.name}: {details}") from error
         if time.monotonic() >= give_up:
             kind = DeadlineExceeded if code is grpc.StatusCode.DEADLINE_EXCEEDED else InfraError
@@ -212,33 +212,33 @@ class RawClient:
 
 
 def _broke_off(error: grpc.aio.AioRpcError | FileNotFoundError) -> bool:
-    """True if the other end was gone or had answered before all pieces were sent; an answer is lost then."""
+    """True if the server was gone or had replied before all pieces were sent; a reply is lost then."""
     if isinstance(error, FileNotFoundError):
         return False
     return error.code() is grpc.StatusCode.INTERNAL and _SENDING in (error.debug_error_string() or "")
 
 
 async def _ended(attempt: Awaitable[bytes], deadline_s: float, where: str) -> bytes:
-    """The answer of `attempt`. InfraError when gRPC does not end it at its deadline.
+    """The reply of `attempt`. InfraError if gRPC does not end it at its deadline.
 
-    A process that was stopped is not blamed: the seconds after the deadline are counted one by one.
+    The seconds after the deadline are counted one by one, so that a process that was suspended does not fail.
     """
     loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
 
-    def look(left_s: int) -> None:
+    def count_down(left_s: int) -> None:
         nonlocal timer
         if left_s > 0:
-            timer = loop.call_later(1.0, look, left_s - 1)
+            timer = loop.call_later(1.0, count_down, left_s - 1)
         else:
             limit.reschedule(loop.time())
 
-    timer = loop.call_later(deadline_s, look, _OVERDUE_S)
+    timer = loop.call_later(deadline_s, count_down, _OVERDUE_S)
     try:
         async with limit:
             return await attempt
     except TimeoutError as error:
         reason = f"gRPC did not end a call at its deadline of {deadline_s:g} s, nor {_OVERDUE_S} s later"
-        raise InfraError(f"{where}: {reason}; the machine may have refused it a thread") from error
+        raise InfraError(f"{where}: {reason}; the machine may have refused gRPC a thread") from error
     finally:
         timer.cancel()
 

@@ -1,10 +1,10 @@
-"""Request bodies, read piece by piece within a budget of bytes for the whole server.
+"""Intake of request bodies, read piece by piece within a memory budget of the server, and a throttle for refusals.
 
-A caller declares the size of its body in the call's metadata. The body is refused unread when it is more than the
-limit, and waits unread until the budget has room for it, so what a caller can make the server hold is what the budget
-says, whatever it declares or sends. Small bodies have a budget of their own: nobody's renewal waits for another's
-megabytes. A body that stops coming is given up: after `STALLED_S` when others wait for its place, after `READ_S` in any
-case. Belongs to one event loop.
+A caller declares the size of its body in the call's metadata. A body over the limit is refused unread; other bodies
+wait unread until the budget has room. So the budget bounds the memory of all bodies, regardless of what callers declare
+or send. Small bodies have a budget of their own, so that a renewal does not wait for megabytes of another caller. A
+stalled body is dropped after `STALLED_S` if other bodies wait for room, and after `READ_S` in any case. Belongs to one
+event loop.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ READ_S = 10.0  # between two pieces
 STALLED_S = 1.0
 SMALL_BYTES = 256 * PIECE_BYTES  # for bodies of one piece, all together
 _LARGE_BODIES = 2  # of the largest size
-_LOOK_S = 0.25
+_POLL_S = 0.25
 
 Read = Callable[[], Awaitable[bytes]]
 
 
 class Malformed(JaxRollError):
-    """The body is not what was declared."""
+    """The body does not match its declaration."""
 
 
 class Busy(InfraError):
-    """No room now; the same call may be made again."""
+    """The server has no room now; the caller may repeat the call."""
 
 
 class Intake:
-    """The bodies being read and worked on, each at most `max_body_bytes`.
+    """The bodies that are being read and processed, each of at most `max_body_bytes`.
 
-    `held_bytes` is room for bodies of calls that are held for long, beyond the usual.
+    `held_bytes` is additional room for bodies of calls that are held for long.
     """
 
     def __init__(self, max_body_bytes: int, held_bytes: int = 0) -> None:
@@ -50,26 +50,26 @@ class Intake:
 
     @property
     def held_bytes(self) -> int:
-        """What all bodies may take now."""
+        """Bytes reserved for bodies now."""
         return self._small.held_bytes + self._large.held_bytes
 
     def body(
         self, read: Read, declared: int | None, deadline_s: float, max_bytes: int | None = None
     ) -> AbstractAsyncContextManager[bytes]:
-        """The body that `read` gives in pieces; its bytes count until the end of the block.
+        """The body that `read` returns in pieces; its bytes count until the end of the block.
 
-        Without a declared size it is one piece. Malformed, unread when it declares too much; Busy when there is no room
-        within the deadline, or when it stops coming.
+        Without a declared size it is one piece. Raises Malformed, before reading, if the declared size is over the
+        limit; Busy if there is no room within the deadline, or if the body stalls.
         """
         most = self.max_body_bytes if max_bytes is None else min(max_bytes, self.max_body_bytes)
         if declared is not None and declared > most:
-            raise Malformed(f"a message of {declared} bytes; at most {most} are taken")
-        size = max(PIECE_BYTES, declared or 0)  # a piece is read whole, however little was declared
+            raise Malformed(f"a message of {declared} bytes; the limit is {most}")
+        size = max(PIECE_BYTES, declared or 0)  # a piece is read as a whole, even if less is declared
         return _Body(self._small if size == PIECE_BYTES else self._large, size, read, declared, min(deadline_s, READ_S))
 
 
 class _Body:
-    """A body in its budget."""
+    """A body with its reservation in a budget."""
 
     def __init__(self, budget: _Budget, size: int, read: Read, declared: int | None, wait_s: float) -> None:
         self._budget, self._size, self._read, self._declared, self._wait_s = budget, size, read, declared, wait_s
@@ -79,18 +79,18 @@ class _Body:
         try:
             data = await self._budget.read(self._read, self._declared)
         except BaseException:
-            self._budget.give_back(self._size)
+            self._budget.release(self._size)
             raise
-        self._budget.give_back(self._size - len(data))
+        self._budget.release(self._size - len(data))
         self._size = len(data)
         return data
 
     async def __aexit__(self, *exc: object) -> None:
-        self._budget.give_back(self._size)
+        self._budget.release(self._size)
 
 
 class _Reader:
-    """A body that is coming in."""
+    """A body that is being read."""
 
     def __init__(self, now_s: float) -> None:
         self.moved_s = now_s
@@ -98,7 +98,7 @@ class _Reader:
         self._ended = False
 
     def end_if_stalled(self, now_s: float) -> None:
-        """Make its reading time out now if nothing has come for a while."""
+        """Time out the reading now if no piece has arrived for `STALLED_S`."""
         if now_s - self.moved_s > STALLED_S and not self._ended:
             self._ended = True
             self.timeout.reschedule(now_s)
@@ -122,11 +122,11 @@ async def _read(read: Read, declared: int | None, reader: _Reader) -> bytes:
                 reader.moved_s = asyncio.get_running_loop().time()
                 reader.timeout.reschedule(reader.moved_s + READ_S)
     except TimeoutError:
-        raise Busy("the message stopped coming; send it again") from None
+        raise Busy("the message stalled; send it again") from None
 
 
 class _Budget:
-    """Bytes, taken first come, first served; who waits makes those end who do not move."""
+    """A memory budget, granted first come, first served; a waiting body ends the reading of stalled ones."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -135,7 +135,7 @@ class _Budget:
         self._readers: set[_Reader] = set()
 
     async def read(self, read: Read, declared: int | None) -> bytes:
-        """The body, read by a reader that may be ended for the sake of others."""
+        """The body, read by a reader that times out early if it stalls while others wait."""
         reader = _Reader(asyncio.get_running_loop().time())
         self._readers.add(reader)
         try:
@@ -144,30 +144,30 @@ class _Budget:
             self._readers.discard(reader)
 
     async def take(self, size: int, wait_s: float) -> None:
-        """Return with `size` bytes; Busy when they are not to be had within `wait_s`."""
+        """Reserve `size` bytes; Busy if there is no room within `wait_s`."""
         if not self._waiting and self.held_bytes + size <= self._budget_bytes:
             self.held_bytes += size
             return
-        loop, place = asyncio.get_running_loop(), asyncio.Event()
+        loop, ticket = asyncio.get_running_loop(), asyncio.Event()
         give_up_s = loop.time() + wait_s
-        self._waiting.append(place)
+        self._waiting.append(ticket)
         try:
-            while self._waiting[0] is not place or self.held_bytes + size > self._budget_bytes:
+            while self._waiting[0] is not ticket or self.held_bytes + size > self._budget_bytes:
                 for reader in self._readers:
                     reader.end_if_stalled(loop.time())
                 if loop.time() >= give_up_s:
-                    raise Busy(f"{self.held_bytes} bytes of requests are being worked on; try again")
-                place.clear()
+                    raise Busy(f"{self.held_bytes} bytes of requests are being processed; try again")
+                ticket.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_S):
-                        await place.wait()
+                    async with asyncio.timeout(_POLL_S):
+                        await ticket.wait()
             self.held_bytes += size
         finally:
-            self._waiting.remove(place)
+            self._waiting.remove(ticket)
             self._wake()
 
-    def give_back(self, size: int) -> None:
-        """Room for others."""
+    def release(self, size: int) -> None:
+        """Return `size` bytes to the budget."""
         self.held_bytes -= size
         self._wake()
 
@@ -176,33 +176,32 @@ class _Budget:
             self._waiting[0].set()
 
 
-# --- Who is turned away, and how slowly: refused callers are held for a while, so that they cannot ask fast
+# --- Refusal throttle: refusals are delayed, so that refused callers cannot call often
 #
-# A connection has a bounded number of calls open (limits.CALLS_PER_CONNECTION), so holding a refusal bounds how often a
-# connection can be refused, at the price of a timer. The first few refusals are told at once: a mistake should not
-# wait.
+# A connection has a bounded number of open calls (protocol.CALLS_PER_CONNECTION), so a delay bounds the rate of its
+# refusals, at the cost of a timer. The first few refusals are sent at once, because they may be mistakes.
 # Belongs to one event loop.
 
 HOLD_S = 2.0
-_TOLD_WITHIN = 0.8  # of a caller's deadline: an answer that comes too late is asked for again
-_AT_ONCE, _AT_ONCE_PER_S = 20.0, 2.0  # refusals that are told without holding
+_DEADLINE_SHARE = 0.8  # of a caller's deadline: a refusal after it would be requested again
+_AT_ONCE, _AT_ONCE_PER_S = 20.0, 2.0  # refusals that are sent without delay
 
-Refused = Callable[[str, str, str], None]  # (peer, who it said it is, why)
+Refused = Callable[[str, str, str], None]  # (peer, role:name that it claims, reason)
 
 
 class TooManyCalls(Busy):
-    """More of this than is allowed; the answer is held back for a while, and the call may be made again."""
+    """Too many calls of a kind; the refusal is delayed, and the caller may repeat the call."""
 
 
 class Credit:
-    """So many at once, so many a second in the long run."""
+    """A token bucket: up to `burst` at once, `per_s` per second on average."""
 
     def __init__(self, burst: float, per_s: float) -> None:
         self._burst, self._per_s = burst, per_s
         self._left, self._at_s = burst, float("-inf")
 
     def take(self, now_s: float) -> bool:
-        """True if there is credit for one more, which is taken."""
+        """Take one credit; True if there was one."""
         self._left = min(self._burst, self._left + (now_s - self._at_s) * self._per_s)
         self._at_s = now_s
         if self._left < 1.0:
@@ -212,29 +211,29 @@ class Credit:
 
 
 class RefusalThrottle:
-    """Counts refusals and polls."""
+    """Delays refusals, and limits the calls that are held."""
 
     def __init__(self, refused: Refused | None = None) -> None:
         self._refused = refused
-        self._at_once, self._nonsense = (Credit(_AT_ONCE, _AT_ONCE_PER_S) for _ in range(2))
+        self._at_once, self._malformed = (Credit(_AT_ONCE, _AT_ONCE_PER_S) for _ in range(2))
         self._polls: Counter[str] = Counter()
         self._waiting = 0
         self.refusals = 0
 
     async def hold(self, left_s: float) -> None:
-        """Return after as long as somebody who asks too much has to wait for the answer, of the `left_s` it waits.
+        """Return after the delay of a refusal, within the `left_s` that the caller still waits.
 
-        Not all wait equally long: who is turned away together should not be back together.
+        The delay is random, so that callers that were refused together do not return together.
         """
-        await asyncio.sleep(min(random.uniform(HOLD_S, 2 * HOLD_S), left_s * _TOLD_WITHIN))
+        await asyncio.sleep(min(random.uniform(HOLD_S, 2 * HOLD_S), left_s * _DEADLINE_SHARE))
 
-    async def misunderstood(self, left_s: float) -> None:
-        """Return when somebody may be told that its message makes no sense. No client of ours says such a thing."""
-        if not self._nonsense.take(asyncio.get_running_loop().time()):
+    async def delay_malformed(self, left_s: float) -> None:
+        """Return when the refusal of a malformed message may be sent. JaxRoll's own clients send none."""
+        if not self._malformed.take(asyncio.get_running_loop().time()):
             await self.hold(left_s)
 
-    async def turn_away(self, peer: str, who: str, why: str, left_s: float) -> None:
-        """Return when the refusal may be told."""
+    async def delay_refusal(self, peer: str, who: str, why: str, left_s: float) -> None:
+        """Count the refusal, and return when it may be sent."""
         self.refusals += 1
         if self._refused is not None:
             self._refused(peer, who, why)
@@ -243,11 +242,11 @@ class RefusalThrottle:
 
     @contextlib.contextmanager
     def poll(self, peer: str) -> Iterator[None]:
-        """Count a call that may be held among those of its connection; TooManyCalls when there are too many."""
+        """Count a call that may be held; TooManyCalls if its connection, or the server, has too many."""
         mine = self._polls[peer]
         assured = mine < protocol.POLLS_ASSURED
         if mine >= protocol.POLLS_PER_CONNECTION or (self._waiting >= protocol.MAX_POLLS and not assured):
-            raise TooManyCalls(f"{mine} calls of this connection wait already, {self._waiting} in all")
+            raise TooManyCalls(f"{mine} calls of this connection are held already, {self._waiting} of all connections")
         self._polls[peer] += 1
         self._waiting += 1
         try:

@@ -1,4 +1,4 @@
-"""Every answer travels in an envelope: a body, or a typed refusal that the caller's side raises again."""
+"""Envelope of every reply (a body, or a typed refusal that the client raises), and the limits of a service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CODES = {kind: code for code, kind in _REFUSALS.items()}
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
-    """A refusal by code, with its reason."""
+    """A refusal: its code and reason."""
 
     code: str
     reason: str
@@ -35,7 +35,7 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """`position` is that of the server's log when it answered."""
+    """A reply; `position` is the position of the server's log when it was sent."""
 
     body: bytes = b""
     refusal: Refusal | None = None
@@ -43,46 +43,45 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 def refusal_of(error: errors.StoreRefusal) -> Refusal:
-    """The refusal that travels for `error`."""
+    """The wire form of `error`."""
     if isinstance(error, errors.NoCredit):
         return Refusal("NO_CREDIT", error.reason, error.retry_after_s)
     return Refusal(_CODES.get(type(error), "REFUSED"), str(error))
 
 
 def error_of(refusal: Refusal) -> errors.StoreRefusal:
-    """The error to raise for `refusal`; a code of a later protocol is a plain StoreRefusal."""
+    """The error to raise for `refusal`; an unknown code becomes a plain StoreRefusal."""
     if refusal.code == "NO_CREDIT":
         return errors.NoCredit(refusal.reason, refusal.retry_after_s)
     kind = _REFUSALS.get(refusal.code, errors.StoreRefusal)
     return kind(refusal.reason)
 
 
-# --- What a peer may send and hold at most, and where a service may listen
+# --- Limits of a service, and the hosts where it may listen
 #
-# One server answers `MAX_CONNECTIONS` connections of `CALLS_PER_CONNECTION` calls each; a call whose body was not asked
-# for costs the flow-control window at most. A connection that has not said who it is (TLS handshake, HTTP/2 settings)
-# is
-# closed after `HANDSHAKE_S`, one without a call after `IDLE_S`.
+# A server accepts `MAX_CONNECTIONS` connections of `CALLS_PER_CONNECTION` calls each; an unread body costs at most the
+# flow-control window. A connection that has not completed its handshake (TLS, HTTP/2 settings) is closed after
+# `HANDSHAKE_S`, one without a call after `IDLE_S`.
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # of a process ("sampler-0"), a session, a request
-MAX_WAIT_S = 30.0  # of one long poll; clients ask again
+MAX_WAIT_S = 30.0  # of one long poll; clients repeat it
 MAX_CONNECTIONS = 1024
 CALLS_PER_CONNECTION = 64
-GENERATIONS_PER_CONNECTION = 4096  # of an actor, at one sampler: each of its episodes may wait for an answer
-POLLS_PER_CONNECTION, MAX_POLLS = 16, 1024  # calls that are held until something happens
-POLLS_ASSURED = 3  # of a connection even beyond MAX_POLLS: a sampler's waits for work, for weights, for ended leases
-ASKS_FIRST = "jaxroll-asks-first"  # in a call's metadata: its body comes once the server says that it reads it,
-READS_NOW = "jaxroll-reads-now"  # by its initial metadata; that of a refusal is without it
-PIECE_BYTES = 256 * 1024  # a longer body travels in pieces of this size, the last one shorter
+GENERATIONS_PER_CONNECTION = 4096  # of an actor at one sampler: each of its episodes may wait for a completion
+POLLS_PER_CONNECTION, MAX_POLLS = 16, 1024  # calls that are held until an event
+POLLS_ASSURED = 3  # per connection even beyond MAX_POLLS: a sampler waits for leases, weights and cancellations
+ASKS_FIRST = "jaxroll-asks-first"  # in a call's metadata: its body is sent after the server announces that it reads it,
+READS_NOW = "jaxroll-reads-now"  # in its initial metadata; that of a refusal does not contain it
+PIECE_BYTES = 256 * 1024  # a longer body is sent in pieces of this size, the last one shorter
 HANDSHAKE_S, IDLE_S = 10.0, 300.0
 MAX_METADATA_BYTES = 16 * 1024
-MIN_SECRET_CHARS = 16  # where other machines can try
+MIN_SECRET_CHARS = 16  # if other machines can connect
 LOOPBACK_NAMES = ("localhost", "ip6-localhost")
-_SPARE_DESCRIPTORS = 512  # beside the connections: database, logs, the feeder
+_SPARE_DESCRIPTORS = 512  # in addition to the connections: database, logs, the feeder
 
 
 def is_name(text: str) -> bool:
-    """True if `text` may name a process, session or request."""
+    """True if `text` is a valid name of a process, session or request."""
     return NAME.fullmatch(text) is not None
 
 
@@ -114,7 +113,7 @@ def address(host: str, port: int) -> str:
 
 
 def check_exposure(host: str, *, secret: str | None, has_tls: bool, insecure: bool) -> None:
-    """ConfigError when `host` can be reached from outside without what that needs: a token, and TLS or consent."""
+    """Raise ConfigError if other machines can reach `host` and there is no token, or neither TLS nor `insecure`."""
     if is_loopback(host):
         return
     if not secret:
@@ -125,12 +124,12 @@ def check_exposure(host: str, *, secret: str | None, has_tls: bool, insecure: bo
                           f"Use at least {MIN_SECRET_CHARS} characters.")  # fmt: skip
     if not (has_tls or insecure):
         raise ConfigError("host", host, "would carry plain text to other machines",
-                          "Make certificates with `jaxroll tls RUN`, or allow it with --insecure on a net you trust.",
+                          "Make certificates with `jaxroll tls RUN`, or allow it with --insecure on a trusted network.",
                           )  # fmt: skip
 
 
 def raise_descriptor_limit() -> int:
-    """The number of descriptors this process may have now: the hard limit, as far as `MAX_CONNECTIONS` need it."""
+    """Raise the limit of open files up to what `MAX_CONNECTIONS` needs; the limit now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + _SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -141,7 +140,7 @@ def raise_descriptor_limit() -> int:
 
 
 def connections(descriptors: int) -> int:
-    """How many connections a server with so many descriptors may accept."""
+    """Number of connections that a server with a limit of `descriptors` open files may accept."""
     if descriptors == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     return max(16, min(MAX_CONNECTIONS, descriptors - min(_SPARE_DESCRIPTORS, descriptors // 2)))
@@ -160,7 +159,7 @@ def _common_options() -> list[tuple[str, int]]:
 def server_options(
     max_message_bytes: int, max_connections: int = MAX_CONNECTIONS, calls: int = CALLS_PER_CONNECTION
 ) -> list[tuple[str, int]]:
-    """gRPC's options for a server that reads messages of at most `max_message_bytes`, `calls` at once a connection.
+    """gRPC options of a server that reads messages of up to `max_message_bytes`, with `calls` open per connection.
 
     `so_reuseport` is off: two servers on one port would share its callers.
     """
@@ -178,9 +177,9 @@ def server_options(
 
 
 def client_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """gRPC's options for a client that takes answers of at most `max_message_bytes`.
+    """gRPC options of a client that accepts replies of up to `max_message_bytes`.
 
-    Every client has connections of its own and comes back to a restarted server within half a second.
+    Every client has connections of its own and reconnects to a restarted server within half a second.
     """
     return [
         *_common_options(),

@@ -1,8 +1,8 @@
-"""TLS between machines: certificates from a folder, both ends verified, errors with a remedy.
+"""TLS between machines: certificates from a folder, verification of both ends, errors with a remedy.
 
-The folder is JAXROLL_TLS, or RUN/tls. What lies in it decides: with `ca.pem` a process speaks TLS and trusts only that
-CA; `cert.pem` and `key.pem` are what it shows as a server; `client-cert.pem` and `client-key.pem` (else the former)
-what it shows as a client where mutual TLS is on. `jaxroll tls RUN` makes them.
+The folder is JAXROLL_TLS, or RUN/tls. With `ca.pem` in it a process uses TLS and trusts only that CA. A server shows
+`cert.pem` with `key.pem`; with mutual TLS a client shows `client-cert.pem` with `client-key.pem`, or the server's if
+they are missing. `jaxroll tls RUN` makes all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ TLS_VARIABLE, TLS_FOLDER = "JAXROLL_TLS", "tls"
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 CLIENT_CERT, CLIENT_KEY = "client-cert.pem", "client-key.pem"
 PROBE_S = 3.0
-SOON_S, SOON_SHARE = 7 * 86400.0, 0.1  # a certificate with less time left, or with a smaller share of its life
+SOON_S, SOON_SHARE = (
+    7 * 86400.0,
+    0.1,
+)  # warn of a certificate with less time, or a smaller fraction of its validity, left
 _MOST_BYTES = 1 << 20  # of one file
 _PROBES, _PROBE_PAUSE_S = 3, 0.2
 _REMAKE = "make new certificates with `jaxroll tls RUN --host=NAME`, and copy RUN/tls to the hosts again"
@@ -37,14 +40,14 @@ _REMAKE = "make new certificates with `jaxroll tls RUN --host=NAME`, and copy RU
 
 @dataclass(frozen=True)
 class Material:
-    """A folder of certificates that has been looked at."""
+    """A folder with certificates."""
 
     folder: Path
 
     def server_credentials(self, *, mutual: bool) -> grpc.ServerCredentials:
-        """What a gRPC server shows; with `mutual` it asks callers for a certificate of the same CA.
+        """Credentials of a gRPC server; with `mutual` it requires a client certificate of the same CA.
 
-        New files in the folder count from the next connection on.
+        New files in the folder are used from the next connection on.
         """
         known, configuration = self.written(), self._server_configuration()
         first = configuration
@@ -53,7 +56,9 @@ class Material:
             nonlocal known, configuration
             found = self.written()
             if found != known:
-                with contextlib.suppress(OSError, ConfigError):  # half a copy: the next one looks
+                with contextlib.suppress(
+                    OSError, ConfigError
+                ):  # files may be half copied; the next connection checks again
                     configuration = self._server_configuration()
                     known = found
             return configuration
@@ -61,12 +66,12 @@ class Material:
         return grpc.dynamic_ssl_server_credentials(first, current, require_client_authentication=mutual)
 
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        self.server_context(mutual=False)  # gRPC takes any bytes, and says nothing of use about those that do not fit
+        self.server_context(mutual=False)  # gRPC accepts any bytes, and its errors for wrong ones are not helpful
         cert, key = self._server_files()
         return grpc.ssl_server_certificate_configuration([(_read(key), _read(cert))], _read(self.folder / CA))
 
     def written(self) -> tuple[tuple[int, int], ...]:
-        """What tells the present files from those that replace them."""
+        """Identity (inode, modification time) of each file, to notice replaced ones."""
         found = []
         for name in (CA, CERT, KEY, CLIENT_CERT, CLIENT_KEY):
             with contextlib.suppress(OSError):
@@ -75,7 +80,7 @@ class Material:
         return tuple(found)
 
     def warnings(self, now_s: float) -> list[str]:
-        """A sentence for each certificate that has expired, is not valid yet, or expires soon."""
+        """A warning for each certificate that has expired, is not valid yet, or expires soon."""
         found = []
         for path in sorted({self.folder / CA, self.folder / CERT, self.folder / CLIENT_CERT}):
             try:
@@ -88,7 +93,7 @@ class Material:
             left_s, at = last_s - now_s, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(last_s))
             if now_s < first_s:
                 begins = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first_s))
-                found.append(f"{path} is not valid before {begins}: look at the clocks, or {_REMAKE}")
+                found.append(f"{path} is not valid before {begins}: check the clocks, or {_REMAKE}")
             elif left_s <= 0:
                 found.append(f"{path} expired at {at}: {_REMAKE}")
             elif left_s < max(SOON_S, SOON_SHARE * (last_s - first_s)):
@@ -96,14 +101,14 @@ class Material:
         return found
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """What a gRPC client trusts and shows."""
+        """Credentials of a gRPC client."""
         self.client_context()  # as in _server_configuration
         files = self.client_certificate()
         shown = (_read(files[1]), _read(files[0])) if files else (None, None)
         return grpc.ssl_channel_credentials(_read(self.folder / CA), *shown)
 
     def server_contexts(self, *, mutual: bool) -> Callable[[], ssl.SSLContext]:
-        """The context for the next connection of a plain socket that listens: of new files once they are whole."""
+        """A function that returns the context for the next connection of a listening socket, from the newest files."""
         known, context = self.written(), self.server_context(mutual=mutual)
 
         def current() -> ssl.SSLContext:
@@ -118,7 +123,7 @@ class Material:
         return current
 
     def server_context(self, *, mutual: bool) -> ssl.SSLContext:
-        """The same for a plain socket that listens."""
+        """The SSL context of a listening socket."""
         cert, key = self._server_files()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -128,7 +133,7 @@ class Material:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """The same for a plain socket that connects; it verifies the name it connects to."""
+        """The SSL context of a connecting socket; it verifies the server's name."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         self._load(context, self.client_certificate())
@@ -137,7 +142,7 @@ class Material:
     def _load(self, context: ssl.SSLContext, shown: tuple[Path, Path] | None) -> None:
         remake = f"{_REMAKE[0].upper()}{_REMAKE[1:]}."
         for path in (self.folder / CA, *(shown or ())):
-            _read(path)  # OpenSSL waits for a pipe, and reads a file of any size
+            _read(path)  # OpenSSL would block on a pipe, and read a file of any size
         try:
             context.load_verify_locations(self.folder / CA)
             if shown:
@@ -152,13 +157,13 @@ class Material:
         cert, key = self.folder / CERT, self.folder / KEY
         for path in (cert, key):
             if not path.is_file():
-                raise ConfigError(str(self.folder), path.name, "is missing, and a server must show a certificate",
+                raise ConfigError(str(self.folder), path.name, "is missing, and a server needs a certificate",
                                   f"Copy {CERT} and {KEY} to this host, which listens.")  # fmt: skip
         auth.keep_private(key)
         return cert, key
 
     def client_certificate(self) -> tuple[Path, Path] | None:
-        """Certificate and key that a client shows; None when there are none."""
+        """Certificate and key of a client; None if there are none."""
         for cert, key in ((CLIENT_CERT, CLIENT_KEY), (CERT, KEY)):
             if (self.folder / cert).is_file() and (self.folder / key).is_file():
                 auth.keep_private(self.folder / key)
@@ -175,20 +180,20 @@ def _read(path: Path) -> bytes:
 
 
 def _no_password(key: Path) -> str:
-    """Refuse an encrypted key, instead of OpenSSL's question on the terminal, which blocks the role."""
+    """Refuse an encrypted key; OpenSSL would ask for its password on the terminal, which blocks the role."""
     raise ConfigError(str(key.parent), key.name, "the key is encrypted, and no role asks for its password",
                       f"Store it in plain form: openssl pkey -in {key.name} -out plain.pem; mv plain.pem {key.name}; "
                       f"chmod 600 {key.name}.")  # fmt: skip
 
 
 def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Material | None:
-    """The certificates of this process; None when there are none, and it speaks plain text."""
+    """The certificates of this process; None if there are none, and its connections are plain text."""
     named = environment.get(TLS_VARIABLE, "").strip()
     folder = Path(named) if named else run_dir / TLS_FOLDER if run_dir is not None else None
     if folder is None or not (named or folder.is_dir()):
         return None
     if not (folder / CA).is_file():
-        raise ConfigError(str(folder), CA, "is missing: nobody could be trusted",
+        raise ConfigError(str(folder), CA, "is missing, and without it no peer can be verified",
                           "Copy the folder that `jaxroll tls RUN` made.")  # fmt: skip
     _warn(folder)
     return Material(folder)
@@ -196,25 +201,25 @@ def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> M
 
 @functools.cache
 def _warn(folder: Path) -> None:
-    """Print once what will soon be wrong with the certificates of `folder`."""
+    """Print the warnings about the certificates of `folder`, once."""
     for line in Material(folder).warnings(time.time()):
         print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def diagnosis(address: str, material: Material | None) -> str | None:
-    """Why no connection to host:port can come about, in words that say what to do; None when TLS is not the reason.
+    """The reason why no connection to host:port can be made, with the remedy; None if TLS is not the cause.
 
-    Tries the handshake once, as gRPC would, within PROBE_S.
+    Tries the handshake as gRPC would, within PROBE_S.
     """
     for _ in range(_PROBES):
         with contextlib.suppress(_HungUp):
             return _probe(address, material)
-        time.sleep(_PROBE_PAUSE_S)  # a server that dies at this moment looks the same, but not three times
-    return None if material is None else _unwelcome(material)
+        time.sleep(_PROBE_PAUSE_S)  # a server that dies in a handshake looks the same, but not three times
+    return None if material is None else _client_refused(material)
 
 
 class _HungUp(Exception):
-    """The other end closed the connection when the handshake seemed done."""
+    """The other end closed the connection after the handshake."""
 
 
 def _probe(address: str, material: Material | None) -> str | None:
@@ -227,11 +232,11 @@ def _probe(address: str, material: Material | None) -> str | None:
             sock.settimeout(PROBE_S)
             return _plain_diagnosis(sock, host) if material is None else _tls_diagnosis(sock, host, material)
     except OSError:
-        return None  # nobody is there: no word about TLS can be said
+        return None  # no server: nothing is known about its TLS
 
 
 def _plain_diagnosis(sock: socket.socket, host: str) -> str | None:
-    """What a peer that speaks plain text should know of the other end."""
+    """The diagnosis for a client without certificates: an advice if the server uses TLS, otherwise None."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -240,7 +245,7 @@ def _plain_diagnosis(sock: socket.socket, host: str) -> str | None:
     except ssl.SSLError as error:
         if "ALERT" not in str(error.reason):
             return None
-    return (f"it speaks TLS and this process has no certificates: copy {CA} of RUN/tls (with mutual TLS also "
+    return (f"it uses TLS and this process has no certificates: copy {CA} of RUN/tls (with mutual TLS also "
             f"{CLIENT_CERT} and {CLIENT_KEY}) to a folder here and name it in {TLS_VARIABLE}")  # fmt: skip
 
 
@@ -253,8 +258,8 @@ def _tls_diagnosis(sock: socket.socket, host: str, material: Material) -> str | 
         return explanation(error, material)
     with secured:
         try:
-            # In TLS 1.3 a server looks at our certificate after we believe to be done; gRPC's then hangs up in silence,
-            # where one that is content speaks first.
+            # In TLS 1.3 a server checks our certificate after our handshake is complete. A gRPC server that refuses it
+            # closes the connection without a message; one that accepts it sends its settings first.
             if secured.recv(1):
                 return None
         except (ssl.SSLEOFError, ConnectionError):
@@ -264,7 +269,7 @@ def _tls_diagnosis(sock: socket.socket, host: str, material: Material) -> str | 
         raise _HungUp
 
 
-def _unwelcome(material: Material) -> str:
+def _client_refused(material: Material) -> str:
     if material.client_certificate() is None:
         return (f"it asks for a certificate (mutual TLS) and {material.folder} has none: copy {CLIENT_CERT} and "
                 f"{CLIENT_KEY} of RUN/tls there")  # fmt: skip
@@ -272,17 +277,17 @@ def _unwelcome(material: Material) -> str:
 
 
 def explanation(error: ssl.SSLError, material: Material | None) -> str | None:
-    """What an error of a handshake means and what to do; None for one that is not about certificates."""
+    """The cause and remedy of a handshake error; None if it is not about certificates."""
     folder = material.folder if material is not None else TLS_FOLDER
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted ({error.verify_message}) by {folder}/{CA}: {_advice(error)}"
     reason = str(error.reason)
     if material is not None and ("CERTIFICATE_REQUIRED" in reason or "HANDSHAKE_FAILURE" in reason):
-        return _unwelcome(material)
+        return _client_refused(material)
     if "ALERT" in reason and any(word in reason for word in ("CERT", "UNKNOWN_CA", "ACCESS_DENIED")):
         return f"it does not accept the certificate in {folder} ({reason}): {_REMAKE}"
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE"):
-        return f"it speaks plain text, and this process has certificates ({folder}): give it some too, or remove these"
+        return f"it uses plain text, and this process has certificates ({folder}): give it some too, or remove these"
     return None
 
 
@@ -291,8 +296,8 @@ def _advice(error: ssl.SSLCertVerificationError) -> str:
     if "mismatch" in words:
         return f"it was made for other names; {_REMAKE}"
     if "expired" in words or "not yet valid" in words:
-        return f"look at the clocks, or {_REMAKE}"
-    return f"it is of another CA; copy {CA} of the run whose store this is"
+        return f"check the clocks, or {_REMAKE}"
+    return f"it is of another CA; copy {CA} of that run's RUN/tls"
 
 
 def _duration(seconds: float) -> str:
@@ -300,12 +305,12 @@ def _duration(seconds: float) -> str:
 
 
 def close_quietly(sock: socket.socket) -> None:
-    """Close a socket whatever state it is in."""
+    """Close a socket in any state."""
     with contextlib.suppress(OSError):
         sock.close()
 
 
-# --- validity of a certificate, read from its PEM text (Python's `ssl` gives that of a peer only)
+# --- Validity of a certificate, read from its PEM text (Python's `ssl` returns only that of a peer)
 
 _VERSION, _UTC_TIME = 0xA0, 0x17  # tags of DER, X.690
 

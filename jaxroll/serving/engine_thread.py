@@ -1,8 +1,8 @@
-"""The engine on a thread of its own, and requests to it from an event loop.
+"""Engine on a thread of its own, and requests to it from an event loop.
 
-Two threads. The *JAX thread* runs `EngineHost.run`: one engine step after another while there is work, jobs from other
-threads in between. The *loop thread* runs asyncio. They meet in `EngineHost.call` (loop to JAX, never blocks the loop)
-and in completion callbacks (JAX to loop).
+Threads: the *JAX thread* runs `EngineHost.run`: engine steps while there are requests, jobs of other threads between
+them. The *loop thread* runs asyncio. `EngineHost.call` passes jobs from the loop to the JAX thread without blocking the
+loop; completion callbacks pass results back.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SPAN_MAX_S = 1.0
 
 
 class Spans:
-    """Busy intervals of the engine, merged; `take` hands over the closed ones. Times are unix seconds."""
+    """Busy intervals of the engine, merged; `take` returns the closed ones. Times are unix seconds."""
 
     def __init__(self) -> None:
         self._open: list[float] | None = None
         self._closed: queue.SimpleQueue[tuple[float, float, int]] = queue.SimpleQueue()
 
     def busy(self, t0: float, t1: float, tokens: int) -> None:
-        """The engine worked from `t0` to `t1` and sampled `tokens`."""
+        """Add an interval from `t0` to `t1` in which the engine sampled `tokens`."""
         span = self._open
         if span is not None and t0 - span[1] <= SPAN_GAP_S and t1 - span[0] <= SPAN_MAX_S:
             span[1], span[2] = t1, span[2] + tokens
@@ -57,13 +57,13 @@ class Spans:
 
 
 class EngineHost:
-    """Runs the engine on the thread that calls `run`; every other thread talks to it through `call` and `wake`.
+    """Runs the engine on the thread that calls `run`; other threads use `call` and `wake`.
 
-    Each step and each job is made in a `turn` of its own, where others dispatch to the same devices.
+    Each step and each job holds `device_lock`, if other roles dispatch to the same devices.
     """
 
-    def __init__(self, engine: Engine, turn: AbstractContextManager[object] | None = None) -> None:
-        self.engine, self.spans, self._turn = engine, Spans(), turn or nullcontext()
+    def __init__(self, engine: Engine, device_lock: AbstractContextManager[object] | None = None) -> None:
+        self.engine, self.spans, self._device_lock = engine, Spans(), device_lock or nullcontext()
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
         self._wake, self._stopping = threading.Event(), threading.Event()
 
@@ -75,7 +75,7 @@ class EngineHost:
         return future
 
     def wake(self) -> None:
-        """Work was added; do not sleep."""
+        """Wake the JAX thread after a request was added."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -88,10 +88,10 @@ class EngineHost:
         tokens = self.engine.stats().tokens_decoded
         while not self._stopping.is_set():
             for job, future in _drain(self._jobs):
-                with self._turn:
+                with self._device_lock:
                     _settle(job, future)
             self._wake.clear()
-            with self._turn:
+            with self._device_lock:
                 t0 = unix_s()
                 worked = self.engine.step()
             if worked:
@@ -109,7 +109,7 @@ def _settle(job: Callable[[], R], future: Future[R]) -> None:
         return
     try:
         future.set_result(job())
-    except Exception as error:  # noqa: BLE001 - the caller gets any error; the JAX thread goes on
+    except Exception as error:  # noqa: BLE001 - the caller gets the error; the JAX thread continues
         future.set_exception(error)
 
 
@@ -126,8 +126,8 @@ class EngineProxy:
     ) -> Completion:  # fmt: skip
         """The completion of `prompt`; cancelling the call aborts the request and discards its tokens.
 
-        With `keep` its keys and values stay in the cache, so that the next turn computes only what is new. `allowed`
-        constrains what is drawn (`Request`); DataError if it leaves no word or fails.
+        With `keep` its KV cache entries are kept, so that the next turn computes only new tokens. `allowed` is the
+        request's token mask (`Request`); DataError if it allows no token or fails.
         """
         done: asyncio.Future = self._loop.create_future()
         request = Request(next(self._ids), prompt, key, params, keep=keep, allowed=allowed)

@@ -34,7 +34,7 @@ GREEDY = Sampling()
 
 
 def check_training(config: Config) -> None:
-    """Nothing, or ConfigError where the run of `config` would need log-probs that a JetStream engine does not give."""
+    """Raise ConfigError if training by `config` needs log-probs, which a JetStream engine does not return."""
     if config.schedule.alpha > 0:
         raise ConfigError(
             "schedule.alpha", config.schedule.alpha,
@@ -71,10 +71,10 @@ class _Call:
 class JetStreamProxy:
     """Completions of `engine` with `params`, which are `version`, as many at a time as it has slots.
 
-    `trained_by` is the config of the run that learns from the completions, None without one; ConfigError when
-    that run must not. `draws` is how the engine was built to draw (its interface cannot say): a request for anything
-    else is refused. Random keys are the engine's own. A single thread calls the engine while any request is under way;
-    everything else happens on the event loop. An engine that raises fails the requests under way with InfraError.
+    `trained_by` is the config of the run that trains on the completions, None without one; ConfigError if it needs
+    log-probs. `draws` are the sampling parameters that the engine was built with, which its interface does not reveal:
+    other requests are refused. The engine uses its own random keys. A single thread calls the engine while requests are
+    under way; everything else runs on the event loop. If the engine raises, requests under way fail with InfraError.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class JetStreamProxy:
         self._engine, self._params, self._version, self._draws = engine, params, version, draws
         self._state: Any = None
         self._waiting: deque[_Call] = deque()
-        self._seated: dict[int, _Call] = {}
+        self._active: dict[int, _Call] = {}
         self._work: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jetstream")
 
@@ -96,7 +96,7 @@ class JetStreamProxy:
     ) -> Completion:
         """The completion of `prompt` (int32 [P]), the stop token included; cancelling the call frees its slot.
 
-        JetStream's engines have no prefix cache: with `keep` the next turn is computed again all the same.
+        JetStream's engines have no prefix cache: the next turn is computed again in spite of `keep`.
         """
         self._check(prompt, params)
         call = _Call(np.asarray(prompt, np.int32), params, asyncio.get_running_loop().create_future())
@@ -108,7 +108,7 @@ class JetStreamProxy:
         return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), runs, finish)
 
     def close(self) -> None:
-        """End the thread, after the step under way."""
+        """End the thread after its current step."""
         self._thread.shutdown()
 
     def _check(self, prompt: np.ndarray, params: SamplingParams) -> None:
@@ -117,7 +117,7 @@ class JetStreamProxy:
             raise DataError(f"a prompt of {len(prompt)} tokens: this JetStream engine takes 1 to {longest}")
         wanted = Sampling(params.temperature, params.top_k, params.top_p)
         if wanted != self._draws:
-            raise DataError(f"this JetStream engine was built to draw by {self._draws}, and {wanted} is asked for")
+            raise DataError(f"this JetStream engine samples with {self._draws}, the request asks for {wanted}")
 
     async def _run(self) -> None:
         """Step until no request waits."""
@@ -125,7 +125,7 @@ class JetStreamProxy:
         try:
             while True:
                 arrivals = self._arrivals()
-                if not self._seated:
+                if not self._active:
                     return
                 self._deliver(await loop.run_in_executor(self._thread, self._stepped, arrivals))
         except Exception as error:  # noqa: BLE001 - after any error of the engine its requests must not wait forever
@@ -133,12 +133,12 @@ class JetStreamProxy:
 
     def _arrivals(self) -> list[tuple[int, np.ndarray]]:
         """Fill free slots with the prompts that waited longest; answered and cancelled ones are dropped first."""
-        self._seated = {slot: call for slot, call in self._seated.items() if not call.answer.done()}
+        self._active = {slot: call for slot, call in self._active.items() if not call.answer.done()}
         waiting = deque(call for call in self._waiting if not call.answer.done())
-        free = [slot for slot in range(self._engine.max_concurrent_decodes) if slot not in self._seated]
+        free = [slot for slot in range(self._engine.max_concurrent_decodes) if slot not in self._active]
         arrived = [(slot, waiting.popleft()) for slot in free[: len(waiting)]]
         self._waiting = waiting
-        self._seated.update(arrived)
+        self._active.update(arrived)
         return [(slot, call.prompt) for slot, call in arrived]
 
     def _stepped(self, arrivals: list[tuple[int, np.ndarray]]) -> Any:
@@ -156,7 +156,7 @@ class JetStreamProxy:
         return min((bucket for bucket in PROMPT_BUCKETS if length <= bucket < longest), default=longest)
 
     def _deliver(self, result: Any) -> None:
-        for slot, call in self._seated.items():
+        for slot, call in self._active.items():
             data = result.get_result_at_slot(slot)
             for token, valid in zip(data.tokens[0].tolist(), data.valid[0].tolist(), strict=True):
                 if not call.answer.done():
@@ -164,7 +164,7 @@ class JetStreamProxy:
 
     def _fail(self, why: str) -> None:
         """Fail all requests; the next one begins with a fresh state, because the old one may be half used."""
-        for call in (*self._seated.values(), *self._waiting):
+        for call in (*self._active.values(), *self._waiting):
             if not call.answer.done():
                 call.answer.set_exception(InfraError(why))
-        self._state, self._seated, self._waiting = None, {}, deque()
+        self._state, self._active, self._waiting = None, {}, deque()

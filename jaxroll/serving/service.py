@@ -1,8 +1,8 @@
-"""An engine served to other processes: the service of a sampler whose episodes are played by actors.
+"""Generation service of a sampler for actors.
 
-A `Generate` call is held until its completion is there. Its caller cancels it, or dies, and the request is aborted. It
-may be made again, here or at another sampler: the same key draws the same tokens at the same version. `Version` says
-which weights are in the engine, and is held until they are other ones than the caller knows.
+`Generate` is held until its completion is ready. If the caller cancels it or dies, the request is aborted. It may be
+repeated, here or at another sampler: the same key draws the same tokens at the same version. `Version` returns the
+engine's weight version, and is held until it differs from the one that the caller knows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from jaxroll.rpc.intake import Busy
 from jaxroll.rpc.server import Caller, Method
 
 SERVICE = "jaxroll.Sampler"
-CALLERS = frozenset({"sampler", "admin"})  # an actor has the right of a sampler: it leases and puts as one
-MAX_OPEN = 16_384  # requests of all actors that one sampler holds
-_REPLY_MARGIN_S = 0.5  # an answer leaves this long before its caller's deadline
+CALLERS = frozenset({"sampler", "admin"})  # an actor has the right of a sampler
+MAX_OPEN = 16_384  # requests of all actors at one sampler
+_REPLY_MARGIN_S = 0.5  # a reply is sent this long before its caller's deadline
 
 
 class GenerateCall(msgspec.Struct, frozen=True):
@@ -37,32 +37,32 @@ class GenerateCall(msgspec.Struct, frozen=True):
 
 
 class GenerateReply(msgspec.Struct, frozen=True):
-    """The completion as the engine delivered it; or why this request can never be served."""
+    """The completion of the engine; or the reason why no sampler can serve this request."""
 
     completion: Completion | None
     error: str = ""
 
 
 class VersionCall(msgspec.Struct, frozen=True):
-    """Wait until the engine's weights are not those of `known`."""
+    """Wait until the engine's version differs from `known`."""
 
     known: Version | None
     wait_s: float
 
 
 class VersionReply(msgspec.Struct, frozen=True):
-    """The version that everything is drawn at from now on, or a later one; None before the first weights."""
+    """New requests are sampled at this version or a later one; None before the first weights."""
 
     version: Version | None
 
 
 class Weights(Protocol):
-    """The weights of an engine: every token of a request that is added now is drawn at `version` or later."""
+    """The weight version of an engine: new requests are sampled at `version` or a later one."""
 
     version: Version | None
 
     async def other_than(self, known: Version | None, wait_s: float) -> Version | None:
-        """The version, as soon as it is not `known` or `wait_s` is over."""
+        """The version, as soon as it differs from `known` or after `wait_s`."""
         ...
 
 

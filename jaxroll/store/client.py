@@ -1,8 +1,7 @@
 """Clients of the store: `StoreClient` for asyncio, `BlockingStore` for a thread.
 
-Every call may be made again without harm, and is, across restarts of the store, for `patience_s`. Answers that are
-refusals are raised: NoCredit, NotReady, StaleClient, Fenced, Conflict, Closed, Unauthorized; a store that stays away
-is an InfraError.
+Every call is idempotent and is repeated for `patience_s` while the store is down. The store's refusals are raised:
+NoCredit, NotReady, StaleClient, Fenced, Conflict, Closed, Unauthorized. InfraError if the store stays away longer.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from jaxroll.rpc.protocol import error_of
 from jaxroll.store import messages as msg
 from jaxroll.store.messages import MAX_PUTS, Key, PutAnswer, PutCall, PutReply, Welcome
 
-MAX_MESSAGE_BYTES = 2**30  # of what the store may send; the store has its own, smaller limit on what it takes
+MAX_MESSAGE_BYTES = 2**30  # of a reply of the store; the store has a smaller limit for requests
 _CALL_S = 10.0  # deadline of one attempt, beyond what a long poll waits
 
 T = TypeVar("T")
@@ -57,13 +56,13 @@ class StoreClient:
         run_dir: Path | None = None,
         session: str = "",
     ) -> StoreClient:
-        """A client that the store has welcomed. `address` is host:port, or the file (RUN/store.addr) that holds it.
+        """A connected client, after the store's welcome. `address` is host:port, or the file (RUN/store.addr) with it.
 
-        `session` is that of another client whose claims this one fetches rows of: the hosts of one learner are one
-        caller, and have one name. Without it the client is a process of its own.
+        `session` is that of another client whose claims this one fetches rows of: the hosts of one learner share a
+        name and a session. Without it the client gets a session of its own.
 
-        Without `token` it is taken from JAXROLL_TOKEN or from RUN/token, as certificates are from JAXROLL_TLS or
-        RUN/tls; RUN is `run_dir`, or the address file's folder.
+        The default of `token` is JAXROLL_TOKEN or RUN/token; certificates come from JAXROLL_TLS or RUN/tls. RUN is
+        `run_dir`, or the address file's folder.
         """
         if run_dir is None and isinstance(address, Path):
             run_dir = address.parent
@@ -82,16 +81,16 @@ class StoreClient:
 
     @property
     def session(self) -> str:
-        """What names this process among those that had its name."""
+        """Identifier of this process among all that had its name."""
         return self._raw.session
 
     @property
     def position(self) -> int:
-        """The newest position of the store's log that an answer showed."""
+        """The newest position of the store's log in any reply."""
         return self._raw.position
 
     async def lease(self, version: Version, max_members: int, wait_s: float = 0.0) -> list[Grant]:
-        """Work for at most `max_members` members. Raises NoCredit when there was none within `wait_s`."""
+        """Grants for at most `max_members` members. Raises NoCredit if there were none within `wait_s`."""
         request = uuid.uuid4().hex
 
         async def ask(left_s: float) -> list[Grant]:
@@ -101,32 +100,32 @@ class StoreClient:
         return await _until(ask, wait_s, NoCredit)
 
     async def renew(self, grants: Sequence[Key]) -> list[Key]:
-        """Those of (group, member, attempt) that are lost; the others have their full time again."""
+        """The leases (group, member, attempt) of `grants` that are lost; the others get their full lease time again."""
         call = msg.Members(tuple((g, m, a) for g, m, a in grants))
         return list((await self._call("Renew", call, msg.Members)).members)
 
     async def ended(self, wait_s: float) -> list[Key]:
-        """Leases of this caller that ended without a put of it, as soon as there are any; none within `wait_s`."""
+        """Leases of this caller that the store cancelled, as soon as there are any; empty after `wait_s`."""
         call = msg.EndedCall(min(wait_s, protocol.MAX_WAIT_S))
         return list((await self._call("Ended", call, msg.Members, call.wait_s)).members)
 
     async def put(self, member: Member) -> str:
-        """OK, or SURPLUS when its group ended without it. Raises Conflict, Fenced."""
+        """Store a member: OK, or SURPLUS if its group ended without it. Raises Conflict, Fenced."""
         return await self._puts.put(wire.encode(member))
 
     async def release(self, grants: Sequence[Key]) -> None:
-        """Give leases back."""
+        """Return leases."""
         await self._call("Release", msg.Members(tuple((g, m, a) for g, m, a in grants)), msg.Members)
 
     async def claim(
         self, lineage: int, step: int, wait_s: float = 0.0, rows: range | None = None, *, ahead: bool = False
     ) -> Claim:
-        """The batch of `step`. Raises NotReady when it is not complete within `wait_s`.
+        """The batch of `step`. Raises NotReady if it is not complete within `wait_s`.
 
-        Asked `ahead`, the time until it comes does not count as the learner's waiting (which sets the window).
+        With `ahead` the wait does not count as an idle learner (which widens the in-flight window).
 
-        With `rows` only these of its members, counted over its groups in their order: what one of a learner's hosts
-        computes. The groups at both ends may then come in part.
+        With `rows` only these members, counted over the groups in order: the share of one of the learner's hosts. The
+        first and the last group may then be incomplete.
         """
         start, stop = (rows.start, rows.stop) if rows is not None else (0, None)
 
@@ -146,22 +145,22 @@ class StoreClient:
     async def begin(self, durable: Version | None, fork: str = "") -> Version:
         """The version to train from, after restoring the checkpoint `durable` (None: nothing was restored).
 
-        `fork` names a fork to make there: a new lineage whose claims from that step on are made again. The same name
-        again makes no second one. Raises StaleClient when the checkpoint is of no use to the run (as one below the
-        trim mark is without a fork).
+        `fork` names a fork to make there: a new lineage whose claims from that step on are made again. A name makes
+        only one fork. Raises StaleClient if the run cannot continue from the checkpoint (for example below the trim
+        mark, without a fork).
         """
         return (await self._call("Begin", msg.BeginCall(durable, fork), msg.VersionCall)).version
 
-    async def publish(self, snapshot: VersionRef) -> None:
-        """Samplers may fetch these weights."""
-        await self._call("Publish", snapshot, msg.Done)
+    async def publish(self, ref: VersionRef) -> None:
+        """Announce weights that samplers can fetch."""
+        await self._call("Publish", ref, msg.Done)
 
     async def published(
         self, known: Version | None, wait_s: float = 0.0, *, in_turn: bool = False
     ) -> VersionRef | None:
-        """A snapshot of another version than `known`, if there is one within `wait_s`.
+        """The newest published version if it differs from `known`; None after `wait_s` without one.
 
-        With `in_turn` it is given when the caller's turn has come (`schedule.rolling`), which ends with its next call.
+        With `in_turn` the reply waits for the caller's update slot (`schedule.rolling`), which its next call ends.
         """
         deadline = time.monotonic() + wait_s
         while True:
@@ -171,11 +170,11 @@ class StoreClient:
                 return reply.snapshot
 
     async def ack(self, version: Version) -> None:
-        """The claim of version.step was trained at `version`."""
+        """Acknowledge that the claim of version.step was trained at `version`."""
         await self._call("Ack", msg.VersionCall(version), msg.Done)
 
     async def durable(self, version: Version) -> None:
-        """A checkpoint of `version` is on disk: it holds the effect of every claim below version.step."""
+        """Report that a checkpoint of `version` is on disk, which contains every claim below version.step."""
         await self._call("Durable", msg.VersionCall(version), msg.Done)
 
     async def report(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -185,25 +184,25 @@ class StoreClient:
             await self._call("Report", msg.ReportCall(lines, uuid.uuid4().hex), msg.Done)
 
     async def status(self) -> dict[str, Any]:
-        """The run in numbers."""
+        """The run's status: counts, versions, waits."""
         return json.loads((await self._call("Status", None, msg.StatusReply)).body)
 
     async def close_run(self, reason: str) -> None:
-        """End the run: leases and new claims answer Closed."""
+        """End the run: lease and claim calls raise Closed from then on."""
         await self._call("Close", msg.CloseCall(reason), msg.Done)
 
     async def aclose(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         await self._puts.close()
         await self._raw.close()
 
     async def _call(self, method: str, message: Any, kind: type[T], held_s: float = 0.0) -> T:
-        """The answer of type `kind`; the store may hold the call for `held_s`."""
+        """The reply of type `kind`; the store may hold the call for `held_s`."""
         return wire.decode(await self._raw.call(method, wire.encode(message), held_s + self._call_s), kind)
 
 
 async def _until(ask, wait_s: float, not_yet: type[Exception]):
-    """The answer of `ask(seconds to wait)`, asked in pieces the store allows, until `wait_s` is over."""
+    """The reply of `ask(seconds to wait)`, repeated in waits that the store allows, until `wait_s` is over."""
     deadline = time.monotonic() + wait_s
     while True:
         left_s = min(max(0.0, deadline - time.monotonic()), protocol.MAX_WAIT_S)
@@ -216,7 +215,7 @@ async def _until(ask, wait_s: float, not_yet: type[Exception]):
 
 
 def _joined(parts: Sequence[msg.ClaimPart]) -> tuple[ClaimedGroup, ...]:
-    """Whole groups out of the parts that pages cut them into."""
+    """The groups, joined from the parts on the pages of a claim."""
     groups: dict[int, tuple[Any, list[Member]]] = {}
     for part in parts:
         members = groups.setdefault(part.group, (part.task, []))[1]
@@ -225,7 +224,7 @@ def _joined(parts: Sequence[msg.ClaimPart]) -> tuple[ClaimedGroup, ...]:
 
 
 class BlockingStore:
-    """StoreClient's methods for ordinary threads: one loop thread of its own does the talking."""
+    """StoreClient's methods for ordinary threads; the calls run on a loop thread of its own."""
 
     def __init__(
         self,
@@ -265,7 +264,7 @@ class BlockingStore:
 
     @property
     def position(self) -> int:
-        """The newest position of the store's log that an answer showed."""
+        """The newest position of the store's log in any reply."""
         return self._held().position
 
     def lease(self, version: Version, max_members: int, wait_s: float = 0.0) -> list[Grant]:
@@ -293,7 +292,7 @@ class BlockingStore:
         return self._run(self._held().claim(lineage, step, wait_s))
 
     def claim_ahead(self, lineage: int, step: int, wait_s: float) -> Future[Claim]:
-        """The claim to come, asked for while the step before is computed. To cancel it changes nothing in the store."""
+        """The future claim of the next step, requested during a step. Cancelling it does not affect the store."""
         job = self._held().claim(lineage, step, wait_s, ahead=True)
         return asyncio.run_coroutine_threadsafe(job, self._loop)
 
@@ -301,9 +300,9 @@ class BlockingStore:
         """See StoreClient.begin."""
         return self._run(self._held().begin(durable, fork))
 
-    def publish(self, snapshot: VersionRef) -> None:
+    def publish(self, ref: VersionRef) -> None:
         """See StoreClient.publish."""
-        self._run(self._held().publish(snapshot))
+        self._run(self._held().publish(ref))
 
     def published(self, known: Version | None, wait_s: float = 0.0) -> VersionRef | None:
         """See StoreClient.published."""
@@ -330,7 +329,7 @@ class BlockingStore:
         self._run(self._held().close_run(reason))
 
     def close(self) -> None:
-        """Let go of the connection and the thread; again without effect."""
+        """Close the connection and end the thread; a second call does nothing."""
         client, self._client = self._client, None
         if client is not None:
             self._run(client.aclose())
@@ -350,11 +349,10 @@ class BlockingStore:
         return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
 
-# --- outbox: members that are ready while a call is under way go together in the next one
+# --- Outbox: batches the members that finish while a put call is under way
 #
-# Most of what a put costs the store is the call. A sampler's members end in bursts, so under load a call carries many
-# of
-# them and the store does more; alone, a member goes at once. Belongs to one event loop.
+# The call is most of the cost of a put. A sampler's members end in bursts, so under load a call carries many of them; a
+# single member is sent at once. Belongs to one event loop.
 
 MAX_CALL_BYTES = 2**20  # of members in one call, unless a single one has more
 
@@ -362,7 +360,7 @@ Waiting = tuple[bytes, asyncio.Future[str]]
 
 
 class Puts:
-    """Puts by way of `call`, which sends some members and is patient with a store that is away."""
+    """Queue of members to store, sent in batches by `call`, which repeats a call while the store is down."""
 
     def __init__(self, call: Callable[[PutCall], Awaitable[PutReply]]) -> None:
         self._call = call
@@ -371,9 +369,9 @@ class Puts:
         self._closed = False
 
     async def put(self, body: bytes) -> str:
-        """The store's answer for the member `body`; raises its refusal, or the InfraError of a store that stays away.
+        """Store the encoded member `body`; the store's answer. Raises its refusal, or InfraError if it stays away.
 
-        Cancelled, it may have been put or not.
+        After a cancellation it may be stored or not.
         """
         if self._closed:
             raise InfraError("this client of the store is closed")
@@ -384,7 +382,7 @@ class Puts:
         return await answer
 
     async def close(self) -> None:
-        """Give up what was not answered."""
+        """Cancel the call under way; unanswered members fail with InfraError."""
         self._closed = True
         if self._sending is not None:
             self._sending.cancel()
@@ -397,11 +395,11 @@ class Puts:
                 await self._send(batch)
         except asyncio.CancelledError:
             self._fail(batch, InfraError("this client of the store was closed before it was answered"))
-        except Exception as error:  # noqa: BLE001 - each put that waits raises it
+        except Exception as error:  # noqa: BLE001 - each waiting put raises it
             self._fail(batch, error)
 
     def _next(self) -> list[Waiting]:
-        """The first of those that somebody still waits for, as many as go into one call."""
+        """The next batch: the oldest members whose callers still wait, as many as fit into one call."""
         batch: list[Waiting] = []
         size = 0
         while self._waiting and len(batch) < MAX_PUTS:
@@ -421,7 +419,7 @@ class Puts:
             if len(batch) == 1:
                 _settle(batch[0][1], refusal)
                 return
-            for one in batch:  # the call was refused as a whole, which may be one member's fault
+            for one in batch:  # one malformed member may have caused the refusal of the whole call
                 await self._send([one])
             return
         if len(answers) != len(batch):
@@ -440,7 +438,7 @@ def _described(answer: PutAnswer) -> str | StoreRefusal:
 
 
 def _settle(waiting: asyncio.Future[str], answer: str | Exception) -> None:
-    if waiting.done():  # whoever waited has gone
+    if waiting.done():  # its caller was cancelled
         return
     if isinstance(answer, Exception):
         waiting.set_exception(answer)

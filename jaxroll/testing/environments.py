@@ -375,7 +375,7 @@ class _Check:
         step.cancel()
         entering.cancel()
         await asyncio.gather(step, entering, return_exceptions=True)
-        if asking.asked.abandoned:
+        if asking.counts.abandoned:
             self.add("a step goes on after it was cancelled", f"task {play.task.index}", "let CancelledError pass")
         try:
             await asking.close(env)

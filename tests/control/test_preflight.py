@@ -363,7 +363,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "learner/weights.py::_file": HERE,
     "roles/feeder.py::FeederProcess.next": ("every row held out",),
     "learner/multihost/processes.py": HERE,
-    "roles/learner.py::LearnerSession._no_start": HERE,
+    "roles/learner.py::LearnerSession._cannot_start": HERE,
     "roles/learner.py::_run_follower.start": HERE,
     "roles/learner.py::_check_known": HERE,
     "roles/learner.py::first_params": HERE,

@@ -137,7 +137,7 @@ def test_an_infra_error_in_a_process_may_be_asked_again() -> None:
         asking = EnvironmentCalls(sleep)
         await asking.reset(env, TASK)
         assert not (await asking.step(env, "flaky")).done
-        assert (len(pauses), asking.asked.retries) == (1, 1)
+        assert (len(pauses), asking.counts.retries) == (1, 1)
         await env.close()  # type: ignore[misc]
 
     play(body)

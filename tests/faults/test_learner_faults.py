@@ -141,7 +141,7 @@ def test_6_a_damaged_checkpoint_is_passed_over_unless_the_older_one_is_of_no_use
         run.learner()
         assert run.ended("learner") == EXIT_CONFIG, "starting again will not help"
         log = run.logs()
-        assert "0001.00000008': is damaged, and an older one will not do" in log and "--fork" in log
+        assert "0001.00000008': is damaged, and the store does not accept an older one" in log and "--fork" in log
         heal()
 
         run.learner()

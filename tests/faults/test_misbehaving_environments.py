@@ -110,7 +110,7 @@ async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, 
     session = sessions.Session("sampler-0", args, ScoringPool(1), loop)
 
     async def body() -> None:
-        manager = session.play_roles(Model(), TOKENIZER, SamplingParams(4, stop_tokens=(TOKENIZER.eos_id,)))
+        manager = session.rollout_manager(Model(), TOKENIZER, SamplingParams(4, stop_tokens=(TOKENIZER.eos_id,)))
 
         async def version() -> Version:
             return V0
@@ -123,7 +123,7 @@ async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, 
             await until_one_ends(work.loops())
         finally:
             await work.give_back()
-            seen.update(work.counts() | episode_counts(manager, session.places))
+            seen.update(work.counts() | episode_counts(manager, session.executors))
 
     await session.run(asyncio.sleep(0), body)
 

@@ -1,4 +1,4 @@
-"""The members that a sampler plays, with a store and an engine that a test answers for."""
+"""The members of a sampler, with a store and an engine that the test controls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TASK = Task(0, (), "single_turn", "{}", 0, "0")
 
 
 class Store:
-    """Grants group 0 and then group 1, each when the test lets it; says what ended when the test says so."""
+    """Grants and cancels leases when the test says so."""
 
     def __init__(self) -> None:
         self.grants: asyncio.Queue[list[Grant]] = asyncio.Queue()
@@ -28,7 +28,7 @@ class Store:
         return await self.endings.get()
 
     async def put(self, member: Member) -> str:
-        raise AssertionError("nobody finishes here")
+        raise AssertionError("no member finishes here")
 
 
 def members(
@@ -43,11 +43,11 @@ def members(
     async def version() -> Version:
         return Version(0, 0)
 
-    async def for_ever(*arguments: Any) -> Any:
+    async def forever(*arguments: Any) -> Any:
         await asyncio.Event().wait()
 
     def endless(grant: Grant) -> MemberPlayer:
-        return for_ever
+        return forever
 
     return Members(session, 8, version, begin or endless)
 

@@ -1,4 +1,4 @@
-"""What a sampler or an actor does about leases that nobody needs any more, also when the end is heard of first."""
+"""Cancelled leases: their members are aborted, also if the cancellation arrives before the lease."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxroll.rollout.episode import Transcript
 from tests.harness.sampler_members import Store, counted, grant, members, settle
 
 
-def test_members_are_aborted_when_they_end_early_and_never_begun_when_they_ended_before() -> None:
+def test_cancelled_members_are_aborted_and_not_started_if_the_cancellation_came_first() -> None:
     async def job() -> None:
         store = Store()
         work = members(store)
-        loops = [asyncio.ensure_future(work._lease()), asyncio.ensure_future(work._end_early())]
+        loops = [asyncio.ensure_future(work._lease()), asyncio.ensure_future(work._abort_cancelled())]
         await store.taken.wait()
         store.grants.put_nowait([grant(0)])
         await settle()
@@ -50,23 +50,23 @@ def test_a_member_that_is_aborted_before_it_begins_makes_room_again() -> None:
     asyncio.run(asyncio.wait_for(job(), 20))
 
 
-def test_what_a_member_had_is_counted_when_it_is_let_go_and_when_it_comes_too_late() -> None:
-    """Of three members of one answer each the first is kept, the second in its environment, the third put too late."""
+def test_tokens_of_aborted_and_of_late_members_are_counted() -> None:
+    """Three members of one answer each: one is stored, one waits in its environment, one is too late."""
 
     class Dropped(Store):
         async def put(self, member: Member) -> str:
             return "SURPLUS" if member.member == 2 else "OK"
 
     def begin(grant: Grant) -> MemberPlayer:
-        async def play(member: int, attempt: int, said: Transcript) -> Member:
-            said.show([1, 2])
+        async def play(member: int, attempt: int, transcript: Transcript) -> Member:
+            transcript.show([1, 2])
             tokens = np.arange(10 * (member + 1), dtype=np.int32)
-            said.add(
+            transcript.add(
                 Completion(tokens, np.zeros(len(tokens), np.float32), (VersionRun(Version(0, 0), len(tokens)),), "stop")
             )
             if member == 1:
                 await asyncio.Event().wait()
-            return Member(grant.group, member, attempt, said.finished("stop", 0.0, {}))
+            return Member(grant.group, member, attempt, transcript.finished("stop", 0.0, {}))
 
         return play
 
@@ -83,7 +83,7 @@ def test_what_a_member_had_is_counted_when_it_is_let_go_and_when_it_comes_too_la
     asyncio.run(asyncio.wait_for(job(), 20))
 
 
-def test_a_member_on_its_way_to_the_store_is_not_let_go_by_a_renewal_that_finds_it_there() -> None:
+def test_a_member_on_its_way_to_the_store_is_not_aborted_by_a_renewal() -> None:
     """Its lease ended with its put, whose answer is still under way."""
 
     class Late(Store):
@@ -93,8 +93,8 @@ def test_a_member_on_its_way_to_the_store_is_not_let_go_by_a_renewal_that_finds_
             await self.answer.wait()
             return "OK"
 
-    async def whole(member: int, attempt: int, said: Transcript) -> Member:
-        return Member(5, member, attempt, said.finished("stop", 0.0, {}))
+    async def whole(member: int, attempt: int, transcript: Transcript) -> Member:
+        return Member(5, member, attempt, transcript.finished("stop", 0.0, {}))
 
     async def job() -> None:
         work = members(store := Late(), lambda grant: whole)

@@ -1,4 +1,4 @@
-"""A learner that finds a checkpoint without sums: damaged if it was durable, else summed up before it counts."""
+"""A checkpoint without checksums: damaged if it was durable, otherwise its checksums are computed on restoring."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ class Bare:
 
 
 @pytest.mark.parametrize(("durable_steps", "restored"), [(0, 4), (2, 4), (4, 2), (6, 2)], ids=str)
-def test_what_is_gone_on_from(tmp_path: Path, durable_steps: int, restored: int) -> None:
-    """0.4 lost its sums, or never had any: nobody but the store knows which."""
+def test_a_checkpoint_without_checksums_is_restored_unless_it_was_durable(
+    tmp_path: Path, durable_steps: int, restored: int
+) -> None:
+    """Checkpoint 0.4 has no checksums: only the store knows if it was durable."""
     checkpoints, said = Checkpoints(tmp_path / "checkpoints", kept=9), []
     for step in (2, 4):
         checkpoints.save(Version(0, step), step, state_of(step))

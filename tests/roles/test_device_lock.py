@@ -1,4 +1,4 @@
-"""Turns at the devices: one at a time, in the order of asking."""
+"""Device lock of colocated roles: one holder at a time, in the order of the requests."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ def until(seen: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def asking(turn: DeviceLock) -> int:
-    """How many wait for it now."""
-    return len(turn._asking)
+def waiting(lock: DeviceLock) -> int:
+    """Number of threads that wait for the lock."""
+    return len(lock._waiting)
 
 
-def test_turns_are_had_in_the_order_in_which_they_were_asked_for() -> None:
-    turn, had, threads = DeviceLock(), [], []
+def test_the_lock_is_granted_in_the_order_of_the_requests() -> None:
+    lock, had, threads = DeviceLock(), [], []
 
     def ask(name: int) -> None:
-        with turn:
+        with lock:
             had.append(name)
 
-    with turn:
+    with lock:
         for name in range(5):
             threads.append(threading.Thread(target=ask, args=(name,), daemon=True))
             threads[-1].start()
-            until(lambda: asking(turn) == len(threads), f"{name} to ask")
+            until(lambda: waiting(lock) == len(threads), f"{name} to ask")
     for thread in threads:
         thread.join(LIMIT_S)
     assert had == [0, 1, 2, 3, 4]
 
 
-def test_who_asks_again_at_once_comes_after_those_who_wait() -> None:
-    """As an engine between two steps. A plain lock is nearly always taken again by who has just let it go."""
-    turn, had = DeviceLock(), []
+def test_a_second_request_comes_after_the_waiting_ones() -> None:
+    """As an engine between two steps. A plain lock is nearly always acquired again by the thread that released it."""
+    lock, had = DeviceLock(), []
 
     def other() -> None:
-        with turn:
+        with lock:
             had.append("other")
 
-    with turn:
+    with lock:
         thread = threading.Thread(target=other, daemon=True)
         thread.start()
-        until(lambda: asking(turn) == 1, "the other to ask")
-    with turn:
+        until(lambda: waiting(lock) == 1, "the other to ask")
+    with lock:
         had.append("again")
     thread.join(LIMIT_S)
     assert had == ["other", "again"]
 
 
-def test_two_are_never_inside_and_none_is_forgotten() -> None:
-    turn, inside, entered, most = DeviceLock(), [0], [0] * 8, [0]
+def test_the_lock_has_one_holder_and_every_request_is_granted() -> None:
+    lock, inside, entered, most = DeviceLock(), [0], [0] * 8, [0]
 
     def work(name: int) -> None:
         for _ in range(200):
-            with turn:
+            with lock:
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 entered[name] += 1
-                time.sleep(0)  # lets another thread run, which finds the turn taken
+                time.sleep(0)  # another thread runs, and finds the lock taken
                 inside[0] -= 1
 
     threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in range(8)]
@@ -80,59 +80,59 @@ def test_two_are_never_inside_and_none_is_forgotten() -> None:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
-    assert (entered, most, asking(turn)) == ([200] * 8, [1], 0)
-    with turn:
-        assert inside == [0], "free again after all"
+    assert (entered, most, waiting(lock)) == ([200] * 8, [1], 0)
+    with lock:
+        assert inside == [0], "the lock is free at the end"
 
 
-def test_a_turn_ends_with_an_error_too() -> None:
-    turn = DeviceLock()
+def test_an_error_releases_the_lock() -> None:
+    lock = DeviceLock()
     for _ in range(2):
         try:
-            with turn:
+            with lock:
                 raise ValueError
         except ValueError:
             continue
-    with turn:
-        assert asking(turn) == 0
+    with lock:
+        assert waiting(lock) == 0
 
 
 READS = {"abstract_state", "base_digest", "await_step", "packed", "params", "prepares_ahead", "train"}
 
 
-def test_a_trainer_has_a_turn_whenever_it_gives_something_to_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`train` is the three halves one after the other; `params` is read by `publishable_params` alone."""
+def test_a_trainer_holds_the_lock_whenever_it_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train` calls the three parts of a step; `params` is read by `publishable_params` only."""
     public = {name for name in vars(Trainer) if not name.startswith("_")}
     dispatching = {name for name in vars(LockedTrainer) if not name.startswith("_")}
-    assert public - dispatching == READS, "a new method of Trainer: does it give the devices something?"
-    turn, had = DeviceLock(), {}
+    assert public - dispatching == READS, "a new method of Trainer: does it dispatch to the devices?"
+    lock, had = DeviceLock(), {}
     trainer = object.__new__(LockedTrainer)
-    trainer._turn = turn
+    trainer._lock = lock
     for name in dispatching:
-        monkeypatch.setattr(Trainer, name, lambda self, *_, name=name: had.update({name: turn._taken}) or name)
+        monkeypatch.setattr(Trainer, name, lambda self, *_, name=name: had.update({name: lock._taken}) or name)
         words = () if name in ("publishable_params", "base_params") else (None,)
         assert getattr(trainer, name)(*words) in (name, None)
-    assert had == dict.fromkeys(dispatching, True) and not turn._taken
+    assert had == dict.fromkeys(dispatching, True) and not lock._taken
 
 
-def test_an_engine_has_a_turn_for_every_step_and_every_job_and_none_while_it_waits() -> None:
-    turn, seen = DeviceLock(), []
+def test_an_engine_holds_the_lock_for_every_step_and_job_and_not_while_idle() -> None:
+    lock, seen = DeviceLock(), []
 
     class Engine:
         def stats(self) -> SimpleNamespace:
             return SimpleNamespace(tokens_decoded=len(seen))
 
         def step(self) -> bool:
-            seen.append(("step", turn._taken))
+            seen.append(("step", lock._taken))
             return len(seen) < 4
 
-    host = EngineHost(Engine(), turn)  # pyright: ignore[reportArgumentType]
+    host = EngineHost(Engine(), lock)  # pyright: ignore[reportArgumentType]
     thread = threading.Thread(target=host.run, daemon=True)
     thread.start()
     try:
-        assert host.call(lambda: turn._taken).result(LIMIT_S), "a job without a turn"
+        assert host.call(lambda: lock._taken).result(LIMIT_S), "a job without the lock"
         until(lambda: len(seen) >= 4, "four steps")
-        until(lambda: not turn._taken, "an idle engine to let go")
+        until(lambda: not lock._taken, "an idle engine to release it")
         assert {taken for _, taken in seen} == {True}
     finally:
         host.stop()

@@ -1,4 +1,4 @@
-"""The store's side of the prompt feeder: patience counts from the last sign of progress, and the cause is named."""
+"""The store's end of the prompt feeder: timeouts count from the last progress message, and errors name the cause."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_three_children_that_end_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the kernel has no descriptors of processes")
 def test_a_child_needs_no_thread_that_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it needed one that was refused, the store ended, since RuntimeError is none of the errors of a child."""
+    """A refused thread ended the store, because RuntimeError is not among the errors of a child."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:

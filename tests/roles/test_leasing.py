@@ -1,4 +1,4 @@
-"""For how many members a sampler asks, and when: whole groups, or as many as end, where work is plenty."""
+"""Sizes of lease requests: whole groups, or as many members as have ended while the store has plenty of work."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.harness.sampler_members import TASK, members
 
 
 class Store:
-    """Grants all that it is asked for while it `has_work`, one member a group; `few`: one less. What is put waits for
-    the test where it is `slow`.
+    """Grants every request while it `has_work`, one member per group; with `few` one member less. A `slow` store
+    replies to puts when the test says so.
     """
 
     def __init__(self, *, few: bool = False, slow: bool = False) -> None:
@@ -41,17 +41,17 @@ class Store:
         return await answer
 
     def take(self, count: int) -> None:
-        """So many of those that wait are put."""
+        """Answer `count` of the waiting puts."""
         for _ in range(count):
             self.unput.pop().set_result("OK")
 
 
-End = Callable[[int], Awaitable[None]]  # so many episodes end at once; returns when all that follows has happened
+End = Callable[[int], Awaitable[None]]  # ends that many episodes together; returns when all tasks are idle again
 
 
 def asked(store: Store, ends: list[int], **options: Any) -> list[int]:
-    """What `store` was asked for when, with its places taken, episodes end: so many at once, and the next when all that
-    follows from these has happened.
+    """The lease requests at `store` when, with all capacity in use, `ends[i]` episodes end together, one i after the
+    other.
     """
 
     async def script(end: End) -> None:
@@ -62,11 +62,11 @@ def asked(store: Store, ends: list[int], **options: Any) -> list[int]:
 
 
 def asked_in(store: Store, script: Callable[[End], Awaitable[None]], **options: Any) -> list[int]:
-    """What `store` was asked for when, with its places taken, `script` happens."""
+    """The lease requests at `store` when, with all capacity in use, `script` runs."""
     over: list[asyncio.Future] = []
 
     def begin(grant: Grant) -> MemberPlayer:
-        async def play(member: int, attempt: int, said: Transcript) -> Any:
+        async def play(member: int, attempt: int, transcript: Transcript) -> Any:
             over.append(done := asyncio.get_running_loop().create_future())
             await done
 
@@ -102,7 +102,7 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rooms, "GATHER_S", 0.0)
 
 
-def test_where_work_is_plenty_a_free_place_takes_the_next_member() -> None:
+def test_while_work_is_plenty_one_free_slot_requests_one_member() -> None:
     assert asked(Store(), [1, 2, 1]) == [8, 1, 2, 1]
 
 
@@ -117,7 +117,9 @@ def test_what_ends_while_room_is_gathered_is_one_call(monkeypatch: pytest.Monkey
     [({"samplers": 2}, "together"), ({"actors": 2}, "together"), ({"actors": 2}, "auto")],
     ids=str,
 )
-def test_beside_others_a_group_that_stays_together_is_leased_whole(options: dict[str, int], replicate: str) -> None:
+def test_with_other_samplers_a_group_that_stays_together_is_leased_as_a_whole(
+    options: dict[str, int], replicate: str
+) -> None:
     """The rest of it would go to one of them."""
     assert asked(Store(), [1, 2, 1], replicate=replicate, **options) == [8, 4]
 
@@ -127,20 +129,22 @@ def test_beside_others_a_group_that_stays_together_is_leased_whole(options: dict
     [({"samplers": 2}, "spread"), ({"samplers": 2}, "auto"), ({"actors": 2}, "spread")],
     ids=str,
 )
-def test_beside_others_a_group_that_may_be_spread_is_leased_in_parts(options: dict[str, int], replicate: str) -> None:
+def test_with_other_samplers_a_group_that_may_be_spread_is_leased_in_parts(
+    options: dict[str, int], replicate: str
+) -> None:
     assert asked(Store(), [1, 2, 1], replicate=replicate, **options) == [8, 1, 2, 1]
     assert asked(Store(few=True), [2, 2], replicate=replicate, **options) == [8, 5], (
-        "where work is scarce for a whole one"
+        "while work is scarce, a request for a whole group"
     )
 
 
-def test_where_work_is_scarce_a_call_is_for_a_whole_group() -> None:
-    """Otherwise a call for one would wait, and what becomes free meanwhile would wait for another."""
+def test_while_work_is_scarce_a_call_is_for_a_whole_group() -> None:
+    """Otherwise a call for one member would wait, and room that becomes free meanwhile would wait for the next call."""
     assert asked(Store(few=True), [2, 2]) == [8, 5]
 
 
-def test_what_became_free_while_a_call_waited_is_asked_for_when_that_one_brought_all() -> None:
-    """Less than a group is free then, and there may be work for it: places would stand empty as long as others play."""
+def test_room_that_became_free_during_a_call_is_requested_if_that_call_was_granted_in_full() -> None:
+    """Less than a group is free then, and there may be work for it: slots would stay idle while other episodes run."""
     store = Store()
 
     async def script(end: End) -> None:
@@ -154,17 +158,17 @@ def test_what_became_free_while_a_call_waited_is_asked_for_when_that_one_brought
     assert asked_in(store, script) == [8, 5, 2]
 
 
-def test_a_place_is_free_while_its_member_is_on_its_way_to_the_store() -> None:
+def test_a_member_on_its_way_to_the_store_takes_no_capacity() -> None:
     assert asked(Store(slow=True), [1, 2, 1]) == [8, 1, 2, 1]
 
 
-def test_a_store_that_is_slow_gives_no_more_than_as_many_again() -> None:
+def test_with_a_slow_store_at_most_twice_the_capacity_is_open() -> None:
     store = Store(slow=True)
 
     async def script(end: End) -> None:
         await end(8)
         await end(6)
-        assert store.asked == [8, 8], "14 are to be put and two are played"
+        assert store.asked == [8, 8], "14 wait to be stored and two run"
         store.take(3)
         await end(0)
         assert store.asked == [8, 8, 3]

@@ -113,7 +113,7 @@ def test_its_lease_is_renewed_and_where_that_is_lost_the_answer_to_its_put_count
 
 def test_one_that_ended_is_put_all_the_same_for_it_may_be_there_already() -> None:
     async def script(store: Store, work: Members) -> None:
-        hearing = asyncio.ensure_future(work._end_early())
+        hearing = asyncio.ensure_future(work._abort_cancelled())
         store.endings.put_nowait([PLAYED])
         await settle()
         store.puts[PLAYED].set_result("OK")

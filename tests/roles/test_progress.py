@@ -1,4 +1,4 @@
-"""What a role says of its devices and of what computes attention there, and what an engine's choice comes from."""
+"""Report of a role's devices and attention implementations, and the reasons of an engine's choice."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ SIZES = Sizes(
 )
 
 
-def test_the_choice_of_attention_is_said_with_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_choice_of_attention_is_reported_with_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
     rows: list[dict] = []
     chosen = device.choose_kernels(families.spec("nano"), MESH, dataclasses.replace(SIZES, max_tokens=128)).described()
     Progress("sampler-0", rows.append).devices(MESH, chosen)

@@ -1,4 +1,4 @@
-"""Where a learner starts, from the checkpoints on disk and the lineages of the store."""
+"""Start of a learner, from the checkpoints on disk and the lineages of the store."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_fork_without_a_name_is_a_new_one_every_time(checkpoints: Checkpoints)
 
 
 def test_a_warm_start_that_is_asked_for_is_not_done_without(tmp_path: Path) -> None:
-    """Roles that are started one by one have nobody who makes it."""
+    """Roles that are started separately do not make the warm start."""
     spec = families.spec("nano", vocab_size=32)
     asked, not_asked = (configs.parse({"sft": {"steps": steps}}) for steps in (5, 0))
     with pytest.raises(ConfigError, match=r"sft\.steps = 5.*not in .*warm.*jaxroll sft"):

@@ -1,4 +1,4 @@
-"""The life of a process that plays: what it says to the store while it is silent otherwise."""
+"""Session of a role: metric rows and heartbeats to the store, and its end."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from jaxroll.store.server.server import LINGER_S
 
 
 class Store:
-    """Writes down what it is asked."""
+    """Records its calls."""
 
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.calls: list[Any] = []
 
     async def report(self, rows: list[dict]) -> None:
-        self.heard += [row["text"] for row in rows]
+        self.calls += [row["text"] for row in rows]
 
     async def status(self) -> dict[str, Any]:
-        self.heard.append("status")
+        self.calls.append("status")
         return {}
 
     async def aclose(self) -> None:
-        self.heard.append("closed")
+        self.calls.append("closed")
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return found
 
 
-def test_a_part_that_is_silent_for_long_is_heard_of_all_the_same(store: Store, tmp_path: Path) -> None:
-    """The store of a closed run leaves when nobody calls any more: it would before the last evaluation is told."""
+def test_a_role_without_rows_sends_heartbeats(store: Store, tmp_path: Path) -> None:
+    """The store of a closed run ends when it gets no calls, which would be before the last evaluation is reported."""
 
     async def job() -> None:
         session = sessions.Session(
@@ -55,22 +55,22 @@ def test_a_part_that_is_silent_for_long_is_heard_of_all_the_same(store: Store, t
 
         async def play() -> None:
             session._add_row({"text": "begins"})
-            while store.heard.count("status") < 3:
+            while store.calls.count("status") < 3:
                 await asyncio.sleep(0.005)
             session._add_row({"text": "scored"})
 
         await session.run(asyncio.sleep(0), play)
 
     asyncio.run(asyncio.wait_for(job(), 20))
-    assert store.heard[0] == "begins" and store.heard[-2:] == ["scored", "closed"]
-    assert store.heard.count("status") >= 3
+    assert store.calls[0] == "begins" and store.calls[-2:] == ["scored", "closed"]
+    assert store.calls.count("status") >= 3
 
 
-def test_it_is_heard_of_more_often_than_a_closed_store_waits_for() -> None:
+def test_heartbeats_come_more_often_than_a_closed_store_waits() -> None:
     assert 2 * sessions.HEARTBEAT_S < LINGER_S
 
 
-def test_a_part_whose_environments_left_no_threads_ends_with_that(store: Store, tmp_path: Path) -> None:
+def test_a_role_whose_environments_occupy_all_threads_ends(store: Store, tmp_path: Path) -> None:
     gone: list[str] = []
 
     async def job() -> None:
@@ -79,13 +79,13 @@ def test_a_part_whose_environments_left_no_threads_ends_with_that(store: Store, 
 
         async def play() -> None:
             try:
-                session.places.threads.worn.set()
+                session.executors.threads.worn.set()
                 await loop.create_future()
             finally:
-                gone.append("gave its leases back")
+                gone.append("returned its leases")
 
         with pytest.raises(RestartRequired, match="threads hang"):
             await session.run(asyncio.sleep(0), play)
 
     asyncio.run(asyncio.wait_for(job(), 20))
-    assert gone == ["gave its leases back"] and store.heard[-1] == "closed"
+    assert gone == ["returned its leases"] and store.calls[-1] == "closed"

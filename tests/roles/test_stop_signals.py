@@ -25,7 +25,7 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Put back whatever handles these signals in the process of the tests."""
+    """Restore the handlers of these signals after the test."""
     numbers = (*STOPS, signal.SIGUSR1)
     previous = {number: signal.getsignal(number) for number in numbers}
     yield
@@ -46,8 +46,8 @@ def sent(signum: signal.Signals, seen: Callable[[], bool]) -> bool:
 def test_a_session_is_asked_to_stop(monkeypatch: pytest.MonkeyPatch, signum: signal.Signals) -> None:
     asked: list[int] = []
     monkeypatch.setattr(sessions, "print_stacks_on_signal", lambda *_: None)
-    told_to = sessions.install_signal_handlers(SimpleNamespace(request_stop=lambda: asked.append(1)))  # type: ignore[arg-type]
-    assert sent(signum, told_to.is_set) and asked == [1]
+    interrupted = sessions.install_signal_handlers(SimpleNamespace(request_stop=lambda: asked.append(1)))  # type: ignore[arg-type]
+    assert sent(signum, interrupted.is_set) and asked == [1]
 
 
 @pytest.mark.parametrize("signum", STOPS, ids=lambda signum: signum.name)
@@ -60,10 +60,10 @@ def test_a_learner_is_asked_to_stop(
     monkeypatch.setattr(colocated, "role_specs", lambda args: [])
     monkeypatch.setattr(sessions, "print_stacks_on_signal", lambda *_: None)
 
-    def lived(args: RoleArgs, stop: threading.Event, *_: object, **__: object) -> int:
+    def run_learner(args: RoleArgs, stop: threading.Event, *_: object, **__: object) -> int:
         return 130 if sent(signum, stop.is_set) else 0
 
-    monkeypatch.setattr(learner, "run_learner", lived)
+    monkeypatch.setattr(learner, "run_learner", run_learner)
     assert role.main(RoleArgs(Config(), tmp_path)) == 130  # type: ignore[attr-defined]
 
 

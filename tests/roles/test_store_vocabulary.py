@@ -1,4 +1,4 @@
-"""How many token ids the store's host knows the model to have."""
+"""The model's vocabulary size, as far as the store knows it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_without_a_folder_the_model_has_the_ids_of_the_alphabet_that_the_feeder_
     tokenizers.note(tmp_path, text)
     assert vocabulary() == folders.spec(Config().model, text.vocab_size).vocab_size >= text.vocab_size
     (tmp_path / tokenizers.ALPHABET_FILE).unlink()
-    assert vocabulary() > 0, "what is known is not read again"
+    assert vocabulary() > 0, "a known size is not read again"
 
 
 def test_a_folder_says_how_many_its_model_has_and_one_of_other_hosts_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Following the published weights through failures: each is said once, and the pauses grow."""
+"""Following the published weights through failures: each is reported once, and the pauses grow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Script:
             raise asyncio.CancelledError
         return self.steps[0][0]
 
-    async def bring(self, snapshot: VersionRef) -> None:
+    async def load(self, snapshot: VersionRef) -> None:
         announced, error = self.steps.pop(0)
         assert snapshot == announced
         if error is not None:
@@ -39,7 +39,7 @@ def followed(script: Script, monkeypatch: pytest.MonkeyPatch) -> Script:
     """`script` after it was followed to its end."""
     nothing: Any = None
     follower = weights.WeightFollower(nothing, nothing, script.lines.append)
-    monkeypatch.setattr(follower, "bring", script.bring)
+    monkeypatch.setattr(follower, "load", script.load)
     monkeypatch.setattr(weights.asyncio, "sleep", script.sleep)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(follower.follow(script))
@@ -55,11 +55,11 @@ def test_a_learner_that_is_down_costs_one_line_and_ever_longer_pauses(monkeypatc
     script = followed(Script(*[(snapshot(1), gone)] * 7, (snapshot(1), None)), monkeypatch)
     assert script.pauses == [0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0]
     assert script.lines == [
-        "weights 0.1: TransferError: no parameters from here", "weights 0.1: here at attempt 8"
+        "weights 0.1: TransferError: no parameters from here", "weights 0.1: fetched at attempt 8"
     ]  # fmt: skip
 
 
-def test_another_kind_of_failure_and_another_snapshot_are_news(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_kind_of_failure_and_another_version_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     gone, damaged = TransferError("gone"), DigestMismatch("damaged")
     steps = [(snapshot(1), gone), (snapshot(1), damaged), (snapshot(1), damaged),
              (snapshot(1, "there"), damaged), (snapshot(2), None)]  # fmt: skip
@@ -70,12 +70,12 @@ def test_another_kind_of_failure_and_another_snapshot_are_news(monkeypatch: pyte
     ]  # fmt: skip
 
 
-def test_a_process_without_free_descriptors_ends_as_a_new_one_has_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_free_descriptors_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     starved = TransferError("no parameters from here: [Errno 24] Too many open files")
     script = Script(*[(snapshot(1 + number // 3), starved) for number in range(20)])
     nothing: Any = None
     follower = weights.WeightFollower(nothing, nothing, script.lines.append)
-    monkeypatch.setattr(follower, "bring", script.bring)
+    monkeypatch.setattr(follower, "load", script.load)
     monkeypatch.setattr(weights.asyncio, "sleep", script.sleep)
     with pytest.raises(InfraError, match="ulimit -n"):
         asyncio.run(follower.follow(script))
@@ -88,18 +88,18 @@ def test_a_shortage_of_descriptors_that_passes_is_waited_for(monkeypatch: pytest
     assert followed(Script(*steps), monkeypatch).steps == []
 
 
-def test_weights_that_come_at_once_are_nothing_to_talk_about(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_come_at_once_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert followed(Script((snapshot(1), None), (snapshot(2), None)), monkeypatch).lines == []
 
 
 class SlowEngine:
-    """An engine that computes with new weights when it has been asked `looks` times which it has, and its host."""
+    """A host and its engine, which computes with the new weights after `looks` calls of `stats`."""
 
     def __init__(self, looks: int) -> None:
         self.engine, self.left, self.calls = self, looks, 0
 
     def call(self, job: Any) -> Future:
-        """Nothing is handed to it: it is told what comes by `coming`."""
+        """Accept the job without running it."""
         done: Future = Future()
         done.set_result(None)
         return done
@@ -111,22 +111,22 @@ class SlowEngine:
 
 
 @pytest.mark.parametrize(("in_force_s", "looks", "calls"), [(60.0, 7, 8), (60.0, 0, 1), (0.0, 7, 0)])
-def test_in_turns_weights_have_come_when_the_engine_computes_with_them(in_force_s, looks, calls) -> None:
-    """Elsewhere when it was handed them; a span says when."""
+def test_with_rolling_updates_a_load_ends_when_the_engine_computes_with_the_weights(in_force_s, looks, calls) -> None:
+    """Otherwise when the engine was handed the weights; the span ends then."""
     engine: Any = SlowEngine(looks)
     spans: list[tuple[str, int]] = []
     progress: Any = SimpleNamespace(span=lambda what, *_, **__: spans.append((what, engine.calls)))
     arriving: Any = SimpleNamespace(fetch=lambda snapshot: SimpleNamespace(fetched_bytes=4))
     follower = weights.WeightFollower(engine, arriving, progress, in_force_s)
-    asyncio.run(follower.bring(snapshot(1)))
+    asyncio.run(follower.load(snapshot(1)))
     assert spans == [("fetch", calls), ("flip", calls)]
     assert follower.version == Version(0, 1)
 
 
-def test_an_engine_that_never_flips_is_not_waited_for_for_ever() -> None:
+def test_the_wait_for_a_weight_swap_is_bounded() -> None:
     engine: Any = SlowEngine(10**9)
     progress: Any = SimpleNamespace(span=lambda *_, **__: None)
     arriving: Any = SimpleNamespace(fetch=lambda snapshot: SimpleNamespace(fetched_bytes=4))
     follower = weights.WeightFollower(engine, arriving, progress, in_force_s=0.05)
-    asyncio.run(asyncio.wait_for(follower.bring(snapshot(1)), 20.0))
+    asyncio.run(asyncio.wait_for(follower.load(snapshot(1)), 20.0))
     assert engine.calls >= 1

@@ -1,4 +1,4 @@
-"""Environments asked with patience: plain or not, in time, again where they allow it; and thousands at once."""
+"""Environment calls: synchronous or not, with time limits, with declared retries; and thousands concurrently."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(coroutine):
 
 
 class Plain:
-    """Plain functions; raises what it is given, one error a call, before it answers."""
+    """Synchronous methods; raises the given errors, one per call, before it replies."""
 
     step_limit_s = 5.0
 
@@ -73,7 +73,7 @@ def test_retries_are_those_declared_with_pauses_that_double() -> None:
     assert run(asking.step(env, "a")).reward == 1.0
     assert env.calls["step"] == 4
     assert pauses.taken == [0.1, 0.2, 0.4]
-    assert (asking.asked.calls, asking.asked.retries) == (4, 3)
+    assert (asking.counts.calls, asking.counts.retries) == (4, 3)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_resets_have_retries_and_a_limit_of_their_own() -> None:
     asking = EnvironmentCalls()
     with pytest.raises(DataError, match=r"reset took longer than 0\.05 s"):
         run(asking.reset(Slow(), TASK))
-    assert asking.asked.overdue == 1
+    assert asking.counts.overdue == 1
 
 
 def test_traits_have_defaults_and_places_are_checked() -> None:
@@ -111,7 +111,7 @@ def test_traits_have_defaults_and_places_are_checked() -> None:
 
 @dataclass
 class Answers:
-    """A proxy that says "a" to everybody."""
+    """A proxy that always generates "a"."""
 
     async def generate(
         self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
@@ -121,7 +121,7 @@ class Answers:
 
 
 class Meeting(Plain):
-    """An environment in which nobody goes on before `wanted` of them stand in it: any barrier elsewhere hangs it."""
+    """An environment that waits until `wanted` episodes are in it: a limit on concurrency anywhere else hangs it."""
 
     place = "loop"
 
@@ -152,7 +152,7 @@ def test_two_thousand_episodes_are_in_their_environments_at_once() -> None:
 
 
 def test_fail_slow_and_fail_stop_environments_cost_their_members_only() -> None:
-    """One in ten hangs forever, one in ten raises: every other member finishes, every lost one has its record."""
+    """One in ten hangs, one in ten raises: the other members finish, and each failed one has its record."""
 
     class Faulty(Plain):
         place, step_limit_s = "loop", 0.2
@@ -188,4 +188,4 @@ def test_fail_slow_and_fail_stop_environments_cost_their_members_only() -> None:
     assert Counter(outcome.kind for outcome in failed) == {"DATA": 20, "INFRA": 20} == manager.counts.failed
     assert sum("took longer than 0.2 s" in outcome.error for outcome in failed) == 20 == manager.env_calls.overdue
     last = [member.member for member in put[180:]]
-    assert sorted(last) == list(range(0, 200, 10)), "nobody waits for those that hang"
+    assert sorted(last) == list(range(0, 200, 10)), "no episode waits for a hanging one"

@@ -1,4 +1,4 @@
-"""One episode: token truth, masks, versions, rewards, and what ends it."""
+"""One episode: token truth, masks, versions, rewards, and its limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def completion(text: str, finish: str = "stop", versions: tuple[VersionRun, ...]
 
 @dataclass
 class FakeProxy:
-    """Gives the listed completions one after the other and remembers what it was asked."""
+    """Returns the listed completions in order and records its requests."""
 
     completions: list[Completion | BaseException]
     asked: list[tuple[list[int], GenerationKey, SamplingParams]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class FakeProxy:
 
 @dataclass
 class FakeEnv:
-    """Answers with the listed results one after the other."""
+    """Returns the listed results in order."""
 
     results: list[StepResult | BaseException]
     step_limit_s: float = 10.0
@@ -147,7 +147,7 @@ def test_several_turns_are_one_unbroken_context() -> None:
 
 @given(st.lists(st.integers(0, 15), max_size=20))
 def test_sampled_ids_are_never_tokenised_again(ids: list[int]) -> None:
-    """Whatever was sampled, also what no text encodes to, comes out as it was and is what the next turn sees."""
+    """Sampled tokens, also those that no text encodes to, are stored unchanged and are in the next turn's prompt."""
     ids = [*[i for i in ids if i != EOS], EOS]
     odd = Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), (VersionRun(V3, len(ids)),), "stop")
     proxy = FakeProxy([odd, completion("a")])
@@ -177,7 +177,7 @@ def test_what_is_computed_is_kept_for_the_next_turn_where_there_can_be_one() -> 
 
 
 def test_a_conversation_ends_where_its_tokens_do() -> None:
-    """5 tokens shown, 2 said, 2 shown, 2 said: there a bound of 11 leaves no third turn."""
+    """5 tokens shown, 2 sampled, 2 shown, 2 sampled: a limit of 11 leaves no third turn."""
     more = StepResult(done=False, messages=(Message("user", "b"),), reward=0.7)
     for tokens, asked in ((8, [3]), (9, [4]), (10, [5, 1]), (11, [6, 2]), (13, [6, 4]), (15, [6, 6, 2])):
         env, proxy = FakeEnv([more] * 9), FakeProxy([completion("a")] * 9)
@@ -185,13 +185,13 @@ def test_a_conversation_ends_where_its_tokens_do() -> None:
         assert [params.max_tokens for _, _, params in proxy.asked] == asked
         assert (finished.finish, finished.reward, finished.reward_parts) == ("length", 0.0, {"truncated": 1.0})
         assert sum(len(segment.tokens) for segment in finished.segments) <= 5 + 4 * len(asked)
-        assert finished.segments[-1].loss_mask.all(), "what nobody answered is not part of the sample"
+        assert finished.segments[-1].loss_mask.all(), "an unanswered message is not part of the sample"
     with pytest.raises(DataError, match="first message alone has 5 tokens"):
         run(FakeEnv([more]), FakeProxy([completion("a")]), bounds=episode.Bounds(tokens=5))
 
 
 def test_a_conversation_ends_where_the_learner_has_no_room_for_it() -> None:
-    """5 tokens shown, 4 of which may lie apart: then a row of 6 holds the fifth and 5 more, else the 5 and 1."""
+    """5 tokens shown, 4 of which may be packed separately: then a row of 6 has room for 5 more, otherwise for 1."""
     more = StepResult(done=False, messages=(Message("user", "b"),), reward=0.7)
     for apart, row, asked in ((4, 6, [5, 1]), (3, 6, [1]), (4, 60, [6, 6, 6, 2]), (0, 60, [6, 6, 6, 2])):
         proxy = FakeProxy([completion("a")] * 9)
@@ -234,7 +234,7 @@ def test_a_completion_that_does_not_hold_together_is_the_machines_fault(what: st
 
 
 class Hangs(FakeEnv):
-    """An environment that never comes back from one of its calls."""
+    """An environment in which one of the calls hangs."""
 
     where = "step"
 
@@ -280,7 +280,7 @@ def test_an_environment_that_makes_no_sense_is_a_data_error(result: StepResult) 
 
 @pytest.mark.parametrize("finish", ["length", "stop"])
 def test_a_completion_without_a_token_is_the_failure_of_the_engine(finish: str) -> None:
-    """It is no part of the conversation: an empty sampled segment would be taken for a shown one."""
+    """An empty sampled segment would be taken for a shown one."""
     empty = Completion(np.array([], np.int32), np.array([], np.float32), (), finish)
     again = StepResult(done=False, messages=(Message("user", "a"),))
     with pytest.raises(InfraError, match="without a token"):

@@ -1,4 +1,4 @@
-"""What an evaluation says for a person."""
+"""Texts of an evaluation for the reader: reference answers and marks."""
 
 import json
 

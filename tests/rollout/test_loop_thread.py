@@ -1,4 +1,4 @@
-"""The loop of a role goes on after foreign exits; when it is lost, its jobs fail with the cause."""
+"""The event loop of a role continues after exits of foreign code; if it is lost, its jobs fail with the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of members: each fails alone, each is put the moment it ends."""
+"""Groups of members: they fail independently, and each is stored when it ends."""
 
 from __future__ import annotations
 

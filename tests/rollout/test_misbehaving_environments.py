@@ -1,4 +1,4 @@
-"""Environments that exit, cancel, ignore their cancellation or return nonsense: each costs its own member."""
+"""Environments that exit, cancel, ignore their cancellation or return malformed data: only their own member fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raw calls over real gRPC: patience, deadlines, typed ends, restarts on the same port."""
+"""Raw calls over real gRPC: retries, deadlines, typed errors, restarts on the same port."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Service:
         return body
 
     async def refuse(self, caller: Caller, body: bytes) -> bytes:
-        raise Fenced("somebody else has it")
+        raise Fenced("another holder has it")
 
     async def malformed(self, caller: Caller, body: bytes) -> bytes:
         return msgspec.msgpack.decode(body, type=bytes)
@@ -84,7 +84,7 @@ def run(job) -> None:
 
 
 def test_a_body_refused_while_it_is_sent_is_refused_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gRPC fails to send a piece once the answer is there, and forgets it; asked before it is sent, it is told."""
+    """gRPC fails to send a piece after the reply has arrived, and drops the reply; asking before sending gets it."""
     broken: list[bool] = []
 
     def noted(error: grpc.aio.AioRpcError) -> bool:
@@ -96,7 +96,7 @@ def test_a_body_refused_while_it_is_sent_is_refused_all_the_same(monkeypatch: py
             address = f"127.0.0.1:{port}"
             async with client(address, token="s" * 32) as known, client(address, token="t" * 32) as stranger:
                 for _ in range(8):
-                    with pytest.raises(StoreRefusal, match="at most 1048576 are taken"):
+                    with pytest.raises(StoreRefusal, match="the limit is 1048576"):
                         await known.call("echo", bytes(8 * 2**20), 5.0)
                     with pytest.raises(Unauthorized, match="no valid token"):
                         await stranger.call("echo", bytes(8 * 2**20), 5.0)
@@ -112,7 +112,7 @@ def test_a_body_refused_while_it_is_sent_is_refused_all_the_same(monkeypatch: py
 
 def test_a_call_that_broke_off_sends_its_body_once_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    pieces, telling = rpc_client._pieces, rpc_server._telling
+    pieces, telling = rpc_client._pieces, rpc_server._announcing_read
 
     async def noted(body: bytes) -> AsyncIterator[bytes]:
         async for piece in pieces(body):
@@ -137,21 +137,21 @@ def test_a_call_that_broke_off_sends_its_body_once_it_is_read(monkeypatch: pytes
             assert await raw.call("echo", body, 5.0) == body
 
     monkeypatch.setattr(rpc_client, "_pieces", noted)
-    monkeypatch.setattr(rpc_server, "_telling", later)
+    monkeypatch.setattr(rpc_server, "_announcing_read", later)
     run(job())
     assert events == ["reads", "piece", "piece", "piece"]
 
 
-def broken_off(times: int, heard: bool = False):
-    """`RawClient._attempt`, of which the first ones break off; if `heard`, another call was answered meanwhile."""
+def broken_off(times: int, answered: bool = False):
+    """`RawClient._attempt`, of which the first ones break off; if `answered`, another call succeeds meanwhile."""
     attempt, left = RawClient._attempt, [times]
 
     async def breaks_off(raw: RawClient, method: str, body: bytes, deadline_s: float, *, asks_first: bool):
         assert asks_first == (left[0] < times)
         if left[0]:
             left[0] -= 1
-            if heard:
-                raw._heard_s = time.monotonic()
+            if answered:
+                raw._answered_s = time.monotonic()
             words, none = f"Failed execute_batch: {rpc_client._SENDING}", grpc.aio.Metadata()
             raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, none, none, "Internal error", words)
         return await attempt(raw, method, body, deadline_s, asks_first=asks_first)
@@ -159,15 +159,15 @@ def broken_off(times: int, heard: bool = False):
     return breaks_off
 
 
-@pytest.mark.parametrize("heard", [True, False])
+@pytest.mark.parametrize("answered", [True, False])
 def test_a_server_that_dies_while_a_body_is_sent_has_the_patience_of_one_that_dies(
-    heard: bool, monkeypatch: pytest.MonkeyPatch
+    answered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def job() -> None:
         async with server(Service()) as port, client(f"127.0.0.1:{port}", patience_s=0.4) as raw:
-            monkeypatch.setattr(RawClient, "_attempt", broken_off(5, heard))  # 0.75 s
-            monkeypatch.setattr(rpc_client, "_LIVES", 100)  # however slow the machine is
-            expected = contextlib.nullcontext() if heard else pytest.raises(InfraError, match="patience is over")
+            monkeypatch.setattr(RawClient, "_attempt", broken_off(5, answered))  # 0.75 s
+            monkeypatch.setattr(rpc_client, "_MAX_PATIENCES", 100)  # however slow the machine is
+            expected = contextlib.nullcontext() if answered else pytest.raises(InfraError, match="patience is over")
             with expected:
                 assert await raw.call("echo", b"x", 5.0) == b"x"
 
@@ -202,7 +202,7 @@ def test_a_call_that_is_refused_in_the_midst_of_its_body_ends_with_a_status() ->
         await context.send_initial_metadata(((protocol.READS_NOW, "1"),))
         for _ in range(1 + calls % 6):
             await context.read()
-        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "it stopped coming")
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the message stalled")
         return b""
 
     async def job() -> None:
@@ -258,7 +258,7 @@ def test_refusals_are_raised_at_once() -> None:
     async def calls() -> None:
         async with server(Service()) as port, client(f"127.0.0.1:{port}", patience_s=60.0) as raw:
             started = time.monotonic()
-            with pytest.raises(Fenced, match="somebody else"):
+            with pytest.raises(Fenced, match="another holder"):
                 await raw.call("refuse", b"", 5.0)
             with pytest.raises(StoreRefusal, match="malformed"):
                 await raw.call("malformed", b"\xc1", 5.0)
@@ -272,7 +272,7 @@ def test_refusals_are_raised_at_once() -> None:
 
 
 def test_who_talks_nonsense_without_end_is_answered_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first twenty are told at once; that mends nothing at a caller that goes on, and costs the others."""
+    """The first twenty refusals are sent at once; a caller that continues does not slow down the others."""
     held: list[int] = []
 
     async def hold(_: intake.RefusalThrottle, left_s: float) -> None:
@@ -291,7 +291,7 @@ def test_who_talks_nonsense_without_end_is_answered_slowly(monkeypatch: pytest.M
 
 
 def test_nothing_large_is_kept_while_an_answer_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message without sense: not by the call that waits, and not by the error that says so."""
+    """A malformed message is kept neither by the delayed call nor by the error."""
     seen: list[int] = []
 
     async def hold(_: intake.RefusalThrottle, left_s: float) -> None:
@@ -316,7 +316,7 @@ def test_nothing_large_is_kept_while_an_answer_is_held_back(monkeypatch: pytest.
 
 
 class Body(list):
-    """What a handler holds of a message."""
+    """A message, weakly referenced while its handler runs."""
 
 
 def test_tokens_are_checked_on_every_call() -> None:
@@ -350,7 +350,7 @@ def test_patience_outlives_failures_and_ends() -> None:
 
 
 def test_a_call_that_waits_outlives_many_servers_and_not_their_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten lives of a server, each too short for what waits there, and longer together than a call's patience."""
+    """Ten processes of a server, each too short-lived for a waiting call, together longer than a call's patience."""
     service, asked = Service(), asyncio.Event()
 
     async def wait(caller: Caller, body: bytes) -> bytes:
@@ -380,7 +380,7 @@ def test_a_call_that_waits_outlives_many_servers_and_not_their_silence(monkeypat
 
 
 def test_a_call_that_no_server_survives_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc_client, "_LIVES", 2)
+    monkeypatch.setattr(rpc_client, "_MAX_PATIENCES", 2)
 
     async def calls() -> None:
         service = Service()
@@ -397,7 +397,7 @@ def test_a_call_that_no_server_survives_ends(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("size", [1, 2**19])
 def test_a_call_that_grpc_does_not_end_at_its_deadline_is_ended(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the machine refused gRPC a thread: deadlines are not kept any more, and each call waited forever."""
+    """If the machine refuses gRPC a thread, gRPC does not keep deadlines, and each call waited forever."""
 
     def without_deadlines(make):
         def made(path: str):
@@ -443,7 +443,7 @@ def test_a_restart_on_the_same_port_is_ridden_out_and_another_is_found_in_the_fi
 
 
 def test_an_address_that_did_not_reach_the_disk_is_waited_for(tmp_path: Path) -> None:
-    """As a machine that lost its power may leave it: an empty file."""
+    """An empty address file, as after a power failure."""
     address = tmp_path / "addr"
     address.write_text("")
 

@@ -1,4 +1,4 @@
-"""What a caller can make the server hold: budgets, lies, bodies that stop coming, crowds. On the loop's own clock."""
+"""Memory that callers can make the server hold: budgets, wrong sizes, stalled bodies, many callers. Virtual clock."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(job):
     sizes=st.lists(st.sampled_from((0, 1, 100, PIECE - 1, PIECE)), max_size=7),
 )
 def test_what_comes_is_what_was_declared_or_it_is_refused(declared: int | None, sizes: list[int]) -> None:
-    """And never is more held than a piece beyond what was declared; afterwards nothing is."""
+    """At most a piece more than declared is held, and afterwards nothing."""
 
     async def body() -> int:
         intake = Intake(LIMIT)
@@ -87,7 +87,7 @@ def test_a_body_too_large_is_refused_unread() -> None:
         async def read() -> bytes:
             raise AssertionError("it was read")
 
-        with pytest.raises(Malformed, match=rf"{LIMIT + 1} bytes; at most {LIMIT}"):
+        with pytest.raises(Malformed, match=rf"{LIMIT + 1} bytes; the limit is {LIMIT}"):
             async with Intake(LIMIT).body(read, LIMIT + 1, 5.0):
                 pass
 
@@ -95,7 +95,7 @@ def test_a_body_too_large_is_refused_unread() -> None:
 
 
 def test_large_bodies_wait_for_room_in_order_and_small_ones_pass_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intakes, "_LOOK_S", 0.01)
+    monkeypatch.setattr(intakes, "_POLL_S", 0.01)
 
     async def crowd() -> list[str]:
         intake, order, leave = Intake(LIMIT), [], asyncio.Event()
@@ -125,7 +125,7 @@ def test_large_bodies_wait_for_room_in_order_and_small_ones_pass_them(monkeypatc
 
 def test_a_body_that_stops_coming_makes_room_for_those_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intakes, "STALLED_S", 0.05)
-    monkeypatch.setattr(intakes, "_LOOK_S", 0.01)
+    monkeypatch.setattr(intakes, "_POLL_S", 0.01)
 
     async def stalls() -> None:
         intake, never = Intake(LIMIT), asyncio.Event()
@@ -139,7 +139,7 @@ def test_a_body_that_stops_coming_makes_room_for_those_who_wait(monkeypatch: pyt
         async with intake.body(pieces(*[PIECE] * 4), LIMIT, 10.0) as body:
             assert len(body) == LIMIT
         for result in await asyncio.gather(*jobs, return_exceptions=True):
-            assert isinstance(result, Busy) and "stopped coming" in str(result)
+            assert isinstance(result, Busy) and "stalled" in str(result)
         assert intake.held_bytes == 0
 
     monkeypatch.setattr(intakes, "READ_S", 1000.0)
@@ -147,7 +147,7 @@ def test_a_body_that_stops_coming_makes_room_for_those_who_wait(monkeypatch: pyt
 
 
 def test_no_room_within_the_deadline_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intakes, "_LOOK_S", 0.01)
+    monkeypatch.setattr(intakes, "_POLL_S", 0.01)
 
     async def full() -> None:
         intake = Intake(LIMIT)
@@ -163,21 +163,21 @@ def test_no_room_within_the_deadline_is_said(monkeypatch: pytest.MonkeyPatch) ->
     run(full())
 
 
-# --- the doorman
+# --- the refusal throttle
 
 
 def test_the_first_refusals_are_told_at_once_and_the_others_held(monkeypatch: pytest.MonkeyPatch) -> None:
     async def knocks() -> list[int]:
-        told: list[tuple[str, str, str]] = []
-        doorman, held = RefusalThrottle(lambda *words: told.append(words)), []
+        reported: list[tuple[str, str, str]] = []
+        throttle, held = RefusalThrottle(lambda *words: reported.append(words)), []
 
         async def hold(left_s: float) -> None:
-            held.append(len(told))
+            held.append(len(reported))
 
-        monkeypatch.setattr(doorman, "hold", hold)
+        monkeypatch.setattr(throttle, "hold", hold)
         for i in range(50):
-            await doorman.turn_away("peer", f"sampler:{i}", "no valid token", 10.0)
-        assert len(told) == doorman.refusals == 50 and told[7] == ("peer", "sampler:7", "no valid token")
+            await throttle.delay_refusal("peer", f"sampler:{i}", "no valid token", 10.0)
+        assert len(reported) == throttle.refusals == 50 and reported[7] == ("peer", "sampler:7", "no valid token")
         return held
 
     held = run(knocks())
@@ -188,31 +188,31 @@ def test_polls_are_counted_by_connection_and_in_all(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(protocol, "POLLS_PER_CONNECTION", 2)
     monkeypatch.setattr(protocol, "MAX_POLLS", 3)
     monkeypatch.setattr(protocol, "POLLS_ASSURED", 0)
-    doorman = RefusalThrottle()
-    with doorman.poll("a"), doorman.poll("b"):
-        with doorman.poll("a"):
+    throttle = RefusalThrottle()
+    with throttle.poll("a"), throttle.poll("b"):
+        with throttle.poll("a"):
             for peer in ("a", "c"):  # one has two, all have three
-                with pytest.raises(TooManyCalls), doorman.poll(peer):
+                with pytest.raises(TooManyCalls), throttle.poll(peer):
                     pass
-        with doorman.poll("c"):
+        with throttle.poll("c"):
             pass
-    assert not doorman._polls
+    assert not throttle._polls
 
 
 def test_each_connection_is_assured_of_some_polls_however_many_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough for one sampler: its wait for work, for weights, for leases that end."""
+    """Enough for one sampler: its waits for leases, weights and cancellations."""
     assert protocol.POLLS_ASSURED >= 3
     monkeypatch.setattr(protocol, "MAX_POLLS", 32)
-    doorman = RefusalThrottle()
+    throttle = RefusalThrottle()
     with contextlib.ExitStack() as held:
         for place in range(32):
-            held.enter_context(doorman.poll(f"crowd-{place // protocol.POLLS_PER_CONNECTION}"))
+            held.enter_context(throttle.poll(f"crowd-{place // protocol.POLLS_PER_CONNECTION}"))
         for _ in range(protocol.POLLS_ASSURED):
-            held.enter_context(doorman.poll("sampler"))
-        with pytest.raises(TooManyCalls), doorman.poll("sampler"):
+            held.enter_context(throttle.poll("sampler"))
+        with pytest.raises(TooManyCalls), throttle.poll("sampler"):
             pass
-    assert not doorman._polls
-    with doorman.poll("sampler"):
+    assert not throttle._polls
+    with throttle.poll("sampler"):
         pass
 
 

@@ -1,4 +1,4 @@
-"""TLS between the ends of a call: what is accepted, and what every misfit is told."""
+"""TLS between the ends of a call: accepted combinations, and the diagnosis of every mismatch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.server import Caller, Method, RawServer
 from jaxroll.rpc.tls import Material, validity
 
-PATIENCE_S = 40.0  # a misfit must be told at once, long before this
+PATIENCE_S = 40.0  # a mismatch must be refused at once, long before this
 
 
 async def _echo(caller: Caller, body: bytes) -> bytes:
@@ -70,14 +70,14 @@ def test_both_ends_with_certificates_of_one_ca_understand_each_other(
         ("server", "stranger", False, r"not accepted.*another CA; copy ca\.pem"),
         ("past", "client", False, r"expired.*clocks.*jaxroll tls"),
         ("elsewhere", "client", False, r"made for other names.*jaxroll tls RUN --host"),
-        ("server", None, False, r"speaks TLS.*no certificates.*copy ca\.pem.*JAXROLL_TLS"),
-        ("server", None, True, r"speaks TLS.*no certificates"),
+        ("server", None, False, r"uses TLS.*no certificates.*copy ca\.pem.*JAXROLL_TLS"),
+        ("server", None, True, r"uses TLS.*no certificates"),
         ("server", "anonymous", True, r"asks for a certificate \(mutual TLS\).*copy client-cert\.pem and client-key"),
         ("server", "trusting_stranger", True, r"does not accept the certificate.*jaxroll tls"),
-        (None, "client", False, r"speaks plain text.*give it some too, or remove these"),
+        (None, "client", False, r"uses plain text.*give it some too, or remove these"),
     ],
 )  # fmt: skip
-def test_a_misfit_is_refused_at_once_and_told_what_to_do(
+def test_a_mismatch_is_refused_at_once_with_the_remedy(
     certified: SimpleNamespace, server: str | None, client: str | None, mutual: bool, words: str
 ) -> None:
     ends = [None if name is None else getattr(certified, name) for name in (server, client)]
@@ -94,12 +94,12 @@ def test_the_folder_of_the_run_or_the_environment_is_used(certified: SimpleNames
 
 def test_a_folder_that_lacks_something_is_named(certified: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "tls").mkdir()
-    with pytest.raises(ConfigError, match=r"ca\.pem.*nobody could be trusted"):
+    with pytest.raises(ConfigError, match=r"ca\.pem.*without it no peer can be verified"):
         tls.load(tmp_path, {})
-    with pytest.raises(ConfigError, match="nobody could be trusted"):
+    with pytest.raises(ConfigError, match="without it no peer can be verified"):
         tls.load(None, {"JAXROLL_TLS": str(tmp_path / "nowhere")})
     for make in (certified.client.server_credentials, certified.client.server_context):
-        with pytest.raises(ConfigError, match=r"cert\.pem.*a server must show a certificate"):
+        with pytest.raises(ConfigError, match=r"cert\.pem.*a server needs a certificate"):
             make(mutual=False)
     for file in ("ca.pem", "cert.pem", "key.pem"):
         (tmp_path / "tls" / file).write_text("no certificate")
@@ -177,14 +177,14 @@ def test_a_key_that_others_can_read_is_closed(certified: SimpleNamespace, tmp_pa
 def test_made_again_the_ca_stays_and_new_hosts_come_in(tmp_path: Path, certified: SimpleNamespace) -> None:
     shutil.copytree(certified.root / "run", tmp_path / "run")
     ca = (tmp_path / "run" / "tls" / "ca.pem").read_bytes()
-    told = certificates.make(tmp_path / "run", ["box", "10.0.0.3", "::2"], 1)
-    assert "box, 10.0.0.3, ::2, localhost" in told and "the CA stayed" in told
+    printed = certificates.make(tmp_path / "run", ["box", "10.0.0.3", "::2"], 1)
+    assert "box, 10.0.0.3, ::2, localhost" in printed and "the CA stayed" in printed
     assert (tmp_path / "run" / "tls" / "ca.pem").read_bytes() == ca
     assert call(Material(tmp_path / "run" / "tls"), certified.client, mutual=True)
     private = [path for path in (tmp_path / "run").rglob("*") if path.name.endswith("key.pem") or path.name == "token"]
     assert len(private) == 4 and all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in private)
     secret = (tmp_path / "run" / "token").read_text().strip()
-    assert secret not in told
+    assert secret not in printed
 
 
 @pytest.mark.parametrize("host", ["a b", "../x", "x,DNS:evil", "", "x\ny"])
@@ -243,7 +243,7 @@ def test_a_ca_that_would_end_before_its_certificates_is_made_new(tmp_path: Path,
 
 
 def test_certificates_are_replaced_while_both_ends_live(tmp_path: Path, certified: SimpleNamespace) -> None:
-    """A server shows new ones from the next connection on; a caller that is refused looks for new ones of its own."""
+    """A server uses new ones from the next connection on; a client that is refused checks for new ones of its own."""
     server_tls, client_tls = made(tmp_path / "server"), made(tmp_path / "client")
 
     def client(port: int) -> RawClient:
@@ -288,6 +288,6 @@ def test_a_listening_socket_shows_new_certificates(tmp_path: Path, certified: Si
     first = contexts()
     assert contexts() is first
     (material.folder / "cert.pem").write_text("half a copy")
-    assert contexts() is first, "what is no certificate is not shown"
+    assert contexts() is first, "an invalid certificate is not used"
     certificates.make(tmp_path / "run", [], 1)
     assert contexts() is not first

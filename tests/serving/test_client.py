@@ -1,4 +1,4 @@
-"""An engine over real gRPC: what an actor asks of samplers, and what becomes of it when they die, flip or refuse."""
+"""Generation over real gRPC: an actor's requests when samplers die, swap weights or refuse."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def run(job) -> None:
 
 
 class Weights:
-    """Weights that flip when the test says so. `told` is the version that callers hear of."""
+    """Weights that the test swaps. `reported` is the version that callers receive."""
 
     def __init__(self, version: Version | None) -> None:
-        self.version = self.told = version
-        self._flipped = asyncio.Event()
+        self.version = self.reported = version
+        self._changed = asyncio.Event()
 
-    def flip(self, version: Version | None) -> None:
-        self.version = self.told = version
-        self._flipped.set()
+    def swap(self, version: Version | None) -> None:
+        self.version = self.reported = version
+        self._changed.set()
 
     async def other_than(self, known: Version | None, wait_s: float) -> Version | None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while self.told == known:
-                    self._flipped.clear()
-                    await self._flipped.wait()
-        return self.told
+                while self.reported == known:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self.reported
 
 
 class Engine:
@@ -74,14 +74,14 @@ class Engine:
 
 
 def drawn(prompt: np.ndarray, key: GenerationKey) -> Completion:
-    """What every engine draws for this prompt and key."""
+    """The completion of every engine for this prompt and key."""
     tokens = np.array([key.group, key.member, int(prompt.sum())], np.int32)
     logprobs = np.nextafter(np.array([-0.1, -1e-30, -7.0], np.float32), np.float32(0)) * np.float32(1 + key.member)
     return Completion(tokens, logprobs, (VersionRun(V0, 1), VersionRun(V1, 2)), "length")
 
 
 class Sampler:
-    """One served engine, which can die and come back on another port."""
+    """One served engine, which can end and start again on another port."""
 
     def __init__(self, folder: Path, name: str, version: Version | None = V0) -> None:
         self.file, self.engine, self.weights = folder / f"{name}.addr", Engine(), Weights(version)
@@ -141,7 +141,7 @@ def same(found: Completion, wanted: Completion) -> bool:
 def test_a_completion_arrives_as_the_engine_delivered_it(tmp_path: Path) -> None:
     async def job() -> None:
         async with served(tmp_path, V0) as ((sampler,), known, _):
-            with known.table(V0).conversation() as proxy:
+            with known.group(V0).conversation() as proxy:
                 for key in (GenerationKey(4, 1), GenerationKey(4, 2, 9)):
                     found = await proxy.generate(PROMPT, key, PARAMS, keep=key.salt == 9)
                     assert same(found, drawn(PROMPT, key))
@@ -154,11 +154,11 @@ def test_a_completion_arrives_as_the_engine_delivered_it(tmp_path: Path) -> None
     run(job())
 
 
-def test_what_can_never_be_served_is_the_items_fault(tmp_path: Path) -> None:
+def test_a_request_that_no_sampler_can_serve_is_a_data_error(tmp_path: Path) -> None:
     async def job() -> None:
         async with served(tmp_path, V0) as ((sampler,), known, _):
             sampler.engine.error = DataError("the prompt is empty")
-            with known.table(V0).conversation() as proxy, pytest.raises(DataError, match="the prompt is empty"):
+            with known.group(V0).conversation() as proxy, pytest.raises(DataError, match="the prompt is empty"):
                 await proxy.generate(PROMPT, GenerationKey(0, 0), PARAMS)
             assert len(sampler.engine.asked) == 1, "it was asked again"
 
@@ -169,16 +169,16 @@ def test_a_cancelled_episode_aborts_its_request_in_the_sampler(tmp_path: Path) -
     async def job() -> None:
         async with served(tmp_path, V0) as ((sampler,), known, _):
             sampler.engine.go.clear()
-            with known.table(V0).conversation() as proxy:
+            with known.group(V0).conversation() as proxy:
                 asking = asyncio.ensure_future(proxy.generate(PROMPT, GenerationKey(0, 0), PARAMS))
                 await sampler.engine.busy.acquire()
-                assert (sampler.service.open, known.seated()) == (1, {"sampler-0": 1})
+                assert (sampler.service.open, known.conversations()) == (1, {"sampler-0": 1})
                 asking.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await asking
                 await sampler.engine.busy.acquire()
             assert sampler.engine.aborted == 1
-            assert known.seated() == {"sampler-0": 0}
+            assert known.conversations() == {"sampler-0": 0}
 
     run(job())
 
@@ -188,10 +188,10 @@ def test_a_request_of_a_dead_sampler_is_made_at_another_one_and_its_conversation
         async with served(tmp_path, V0, V0) as ((first, second), known, _):
             first.engine.go.clear()
             await known.has(V0)
-            key, table = GenerationKey(3, 1), known.table(V0)
+            key, group = GenerationKey(3, 1), known.group(V0)
             while len(known._at(V0)) < 2:
                 await known._changed.wait()
-            with table.conversation() as proxy:
+            with group.conversation() as proxy:
                 asking = asyncio.ensure_future(proxy.generate(PROMPT, key, PARAMS, keep=True))
                 await first.engine.busy.acquire()
                 await first.die()
@@ -208,17 +208,17 @@ def test_a_request_waits_for_its_only_sampler_to_come_back_somewhere_else(tmp_pa
     async def job() -> None:
         async with served(tmp_path, V0) as ((sampler,), known, said):
             sampler.engine.go.clear()
-            with known.table(V0).conversation() as proxy:
+            with known.group(V0).conversation() as proxy:
                 asking = asyncio.ensure_future(proxy.generate(PROMPT, GenerationKey(3, 1), PARAMS))
                 await sampler.engine.busy.acquire()
                 await sampler.die()
                 while known._at(V0):
                     await known._changed.wait()
-                assert any("cannot be asked" in words for words in said)
+                assert any("cannot be reached" in words for words in said)
                 sampler.engine.go.set()
                 await sampler.start()
                 assert same(await asking, drawn(PROMPT, GenerationKey(3, 1)))
-                assert known.seated() == {"sampler-0": 1}
+                assert known.conversations() == {"sampler-0": 1}
 
     run(job())
 
@@ -227,14 +227,14 @@ def test_nothing_is_drawn_below_the_version_that_was_leased_for(tmp_path: Path) 
     async def job() -> None:
         async with served(tmp_path, V0, V1, None) as ((old, new, without), known, _):
             assert await known.newer_than(V0) == V1
-            with known.table(V1).conversation() as proxy:
+            with known.group(V1).conversation() as proxy:
                 for member in range(3):
                     await proxy.generate(PROMPT, GenerationKey(0, member), PARAMS)
             assert (len(old.engine.asked), len(new.engine.asked)) == (0, 3)
-            with known.table(V2).conversation() as proxy:
+            with known.group(V2).conversation() as proxy:
                 asking = asyncio.ensure_future(proxy.generate(PROMPT, GenerationKey(0, 9), PARAMS))
                 waiting = asyncio.ensure_future(known.newer_than(V1))
-                old.weights.flip(V2)
+                old.weights.swap(V2)
                 assert await waiting == V2
                 await asking
             assert [key.member for _, key, _, _ in old.engine.asked] == [9]
@@ -243,17 +243,17 @@ def test_nothing_is_drawn_below_the_version_that_was_leased_for(tmp_path: Path) 
     run(job())
 
 
-def test_a_sampler_refuses_what_it_is_too_old_for_whatever_the_caller_believes(tmp_path: Path) -> None:
+def test_a_sampler_refuses_requests_for_newer_weights_than_it_has(tmp_path: Path) -> None:
     async def job() -> None:
         async with served(tmp_path, V1) as ((sampler,), known, _):
             assert await known.newer_than(None) == V1
-            sampler.weights.version = V0  # and nobody is told
-            with known.table(V1).conversation() as proxy:
+            sampler.weights.version = V0  # without a report to callers
+            with known.group(V1).conversation() as proxy:
                 asking = asyncio.ensure_future(proxy.generate(PROMPT, GenerationKey(0, 0), PARAMS))
                 while known.repeated < 2:
                     await asyncio.sleep(0.01)
                 assert sampler.engine.asked == []
-                sampler.weights.flip(V1)
+                sampler.weights.swap(V1)
                 await asking
 
     run(job())
@@ -266,8 +266,8 @@ def test_as_many_requests_as_episodes_are_under_way_at_once(tmp_path: Path) -> N
     async def job() -> None:
         async with served(tmp_path, V0) as ((sampler,), known, _):
             sampler.engine.go.clear()
-            table = known.table(V0)
-            proxies = [table.conversation() for _ in range(count)]
+            group = known.group(V0)
+            proxies = [group.conversation() for _ in range(count)]
             asking = [
                 asyncio.ensure_future(proxy.generate(PROMPT, GenerationKey(0, member), PARAMS))
                 for member, proxy in enumerate(proxies)
@@ -281,7 +281,7 @@ def test_as_many_requests_as_episodes_are_under_way_at_once(tmp_path: Path) -> N
     run(job())
 
 
-def test_strangers_are_turned_away(tmp_path: Path) -> None:
+def test_unknown_callers_are_refused(tmp_path: Path) -> None:
     async def job() -> None:
         sampler = Sampler(tmp_path, "sampler-0")
         await sampler.start()

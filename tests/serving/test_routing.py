@@ -1,4 +1,4 @@
-"""Where a conversation is seated: with its group, where fewest are, or both in turn."""
+"""Routing of conversations to samplers: together, spread, or auto."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import pytest
 from jaxroll.serving import client
 
 
-def dealt(replicate: str, groups: list[int], samplers: int = 2) -> list[str]:
+def routed(replicate: str, groups: list[int], samplers: int = 2) -> list[str]:
     """The samplers that each group's members went to, one letter a member, when groups come one after the other."""
-    seated = dict.fromkeys("abc"[:samplers], 0)
+    conversations = dict.fromkeys("abc"[:samplers], 0)
     found = []
     for members in groups:
         last = ""
         places = []
         for _ in range(members):
-            last = client.seat(seated, last, replicate)
-            seated[last] += 1
+            last = client.route(conversations, last, replicate)
+            conversations[last] += 1
             places.append(last)
         found.append("".join(places))
     return found
@@ -30,9 +30,9 @@ def dealt(replicate: str, groups: list[int], samplers: int = 2) -> list[str]:
         ("auto", [4, 2], ["abbb", "aa"]),  # the idle one is not left idle; then groups stay together
     ],
 )
-def test_members_are_seated(replicate: str, groups: list[int], places: list[str]) -> None:
-    assert dealt(replicate, groups) == places
+def test_members_are_routed_by_the_policy(replicate: str, groups: list[int], places: list[str]) -> None:
+    assert routed(replicate, groups) == places
 
 
-def test_whose_sampler_is_gone_goes_where_fewest_are() -> None:
-    assert client.seat({"b": 3, "c": 2}, "a", "together") == "c"
+def test_after_its_sampler_is_gone_a_group_goes_to_the_least_busy_one() -> None:
+    assert client.route({"b": 3, "c": 2}, "a", "together") == "c"

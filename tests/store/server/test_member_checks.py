@@ -178,7 +178,7 @@ def test_nobody_makes_the_store_look_for_the_end_of_megabytes_of_nonsense(
     async def refused() -> None:
         async with small.serving(tmp_path, config), small.connected(tmp_path, config, "sampler") as sampler:
             for method in ("Lease", "Published", "Status", "Hello"):
-                with pytest.raises(StoreRefusal, match=r"a message of 2097157 bytes; at most 1048576 are taken"):
+                with pytest.raises(StoreRefusal, match=r"a message of 2097157 bytes; the limit is 1048576"):
                     await sampler._raw.call(method, many, 10.0)
             with pytest.raises(StoreRefusal, match="unknown field `more`"):
                 await sampler._raw.call("Put", stuffed, 10.0)

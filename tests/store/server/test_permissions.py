@@ -123,7 +123,7 @@ def test_what_does_not_agree_is_refused_with_both_sides_values(tmp_path: Path, s
         async with small.serving(tmp_path, config) as address:
             for protocol, shown in (("99", "99"), ("", "none"), ("x" * 100, "x" * 16)):
                 said = await refused(address, protocol=protocol)
-                assert f"protocol {wire.PROTOCOL_VERSION} is spoken here, the caller speaks {shown}:" in said
+                assert f"the server has protocol {wire.PROTOCOL_VERSION}, the caller {shown}:" in said
                 assert "install the same JaxRoll" in said
             ours, theirs = digest(config), "f" * 32
             with pytest.raises(Unauthorized, match=rf"runs config {ours[:12]}, the caller {theirs[:12]}: start both"):
@@ -205,7 +205,7 @@ def test_a_store_that_others_can_reach_speaks_tls(
             await learner.publish(small.snapshot(await learner.begin(None)))
             await small.produce(sampler, V0, 4)
             assert (await learner.claim(0, 0, 10.0)).groups
-            with pytest.raises(Unauthorized, match="speaks TLS and this process has no certificates"):
+            with pytest.raises(Unauthorized, match="uses TLS and this process has no certificates"):
                 await StoreClient.connect(address, role="sampler", name="s", config_digest=digest(config), token=token)
             elsewhere = tmp_path / "elsewhere"
             (elsewhere / "tls").mkdir(parents=True)
