@@ -1,13 +1,13 @@
-"""Which finished groups have something to teach (dynamic filtering): a judgement on a group's rewards alone.
+"""Dynamic filtering: reject finished groups whose rewards carry little or no gradient.
 
-Advantages compare the members of a group, so a group whose rewards are all equal has no gradient, and one that the
-model nearly always solves, or never, has little. Such a group is rejected the moment it is complete, and another prompt
-takes its place. Rewards r of the n members that count, in the order of the members:
+Advantages compare the members of a group. So a group with equal rewards has no gradient, and one that the model nearly
+always or never solves has little. Such a group is rejected as soon as it is complete, and another prompt replaces it.
+With rewards r of the n members that count, in the order of the members, a group is kept if:
 
     mean_band   low < Σr/n < high
     pass_rate   low < (share of members with r ≥ 1) < high
     min_std     √(Σ(r − r̄)²/n) > low
-    a hook      `module:function`, of the tuple of rewards: '' or None keeps the group, a text says why not
+    a hook      `module:function` of the tuple of rewards returns '' or None; another text is the reason to reject it
 
 After Yu et al. 2025 (DAPO, arXiv 2503.14476), 3.2.
 """
@@ -26,12 +26,12 @@ from jaxroll.errors import ConfigError
 KINDS = ("none", "mean_band", "pass_rate", "min_std")
 _HOOK = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _REASON_CHARS = 100
-_TRIED = (0.0, 1.0)  # rewards with which a hook is tried before the run
+_TRIED = (0.0, 1.0)  # rewards for the test call of a hook before the run
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a group is rejected; '' when it is kept. `broken` says that the hook itself failed."""
+    """Reason to reject a group; '' keeps it. `broken`: the hook itself failed."""
 
     reason: str = ""
     broken: bool = False
@@ -39,10 +39,10 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Filter:
-    """What groups must be like, and how many may be rejected between two claims (`windows` times the full window).
+    """Rule for groups, and the number that may be rejected between two claims (`windows` times the full window).
 
-    Beyond that the filter would spin on a task that teaches nothing: `at_limit` says whether the run then stops, or
-    groups are delivered as they are until the next claim.
+    Beyond that number (the task may have no useful groups) `at_limit` decides: "stop" ends the run, "deliver" accepts
+    all groups until the next claim.
     """
 
     kind: str = "none"
@@ -57,30 +57,30 @@ class Filter:
                               f"Use one of {', '.join(KINDS)}, or module:function of your own.")  # fmt: skip
         if self.kind in ("mean_band", "pass_rate") and not self.low < self.high:
             raise ConfigError("schedule.filter_low", self.low,
-                              f"nothing lies between it and schedule.filter_high = {self.high:g}",
+                              f"there is no value between it and schedule.filter_high = {self.high:g}",
                               "Set it below schedule.filter_high.")  # fmt: skip
 
     def verdict(self, rewards: Sequence[float]) -> Verdict:
-        """What becomes of a group with these rewards."""
+        """The verdict on a group with these rewards."""
         if self.kind in _BUILT_IN:
             return Verdict(_BUILT_IN[self.kind](self, rewards))
         try:
-            said = hook(self.kind)(tuple(rewards))
-        except Exception as error:  # noqa: BLE001 - foreign code; what it could not judge is not trained on
+            reason = hook(self.kind)(tuple(rewards))
+        except Exception as error:  # noqa: BLE001 - foreign code may raise anything; its group is not trained
             return Verdict(f"{self.kind} raised {type(error).__name__}: {error}"[:_REASON_CHARS], broken=True)
-        if said is None or isinstance(said, str):
-            return Verdict((said or "")[:_REASON_CHARS])
-        return Verdict(f"{self.kind} answered {said!r}, a text or None is due"[:_REASON_CHARS], broken=True)
+        if reason is None or isinstance(reason, str):
+            return Verdict((reason or "")[:_REASON_CHARS])
+        return Verdict(f"{self.kind} returned {reason!r} instead of a text or None"[:_REASON_CHARS], broken=True)
 
     def check(self) -> None:
-        """Raise ConfigError when a hook cannot be loaded or fails on a first group."""
+        """Raise ConfigError if a hook cannot be loaded or fails on a test group."""
         if self.kind in _BUILT_IN:
             return
         try:
             hook(self.kind)
         except Exception as error:  # importing foreign code may raise anything
             raise ConfigError("schedule.filter", self.kind, f"cannot be loaded: {type(error).__name__}: {error}",
-                              "Install or mend the module, or run where it can be found.") from error  # fmt: skip
+                              "Install or fix the module, or run where it can be imported.") from error  # fmt: skip
         if (tried := self.verdict(_TRIED)).broken:
             raise ConfigError("schedule.filter", self.kind, f"with the rewards {_TRIED}: {tried.reason}",
                               "It takes a tuple of rewards and returns '' or a reason.")  # fmt: skip
@@ -88,7 +88,7 @@ class Filter:
 
 @functools.cache
 def hook(name: str) -> Callable[[tuple[float, ...]], str | None]:
-    """The function `module:function`; imports its module. Whatever the import raises passes through."""
+    """Import and return the function `module:function`; errors of the import pass through."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
 
@@ -103,7 +103,7 @@ def _band(value: float, low: float, high: float, what: str) -> str:
 
 def _spread(rewards: Sequence[float]) -> float:
     if min(rewards) == max(rewards):
-        return 0.0  # exactly, whatever rounding makes of the mean
+        return 0.0  # exactly, regardless of rounding in the mean
     mean = _mean(rewards)
     return math.sqrt(_mean([(reward - mean) ** 2 for reward in rewards]))
 

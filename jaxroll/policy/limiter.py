@@ -7,8 +7,8 @@ Notation: B groups per claim, R redundant groups, v the published version, u the
         ahead < ⌊(α + 1 − max(0, v − u))·B⌋ + R
 
     For a new prompt `ahead` is everything outstanding (leased + ready + claimed and not yet published + to be
-    replayed), which is the form of the contract. A member that is leased again stands earlier in the order and is
-    asked with the smaller number: it is not refused credit that its own group already holds.
+    replayed), which is the form of the contract. A member that is leased again is earlier in the order, so its `ahead`
+    is smaller: it is not refused credit that its own group already holds.
 
 (b) delivery: no token with  trained step − sampled step > ⌈α⌉  is trained.
 
@@ -32,7 +32,7 @@ def max_age(alpha: float) -> int:
 
 @dataclass(frozen=True)
 class AgeLimiter:
-    """Both guards of one run. The constructor refuses settings that must deadlock."""
+    """Admission and delivery guards of a run. The constructor refuses settings that must deadlock."""
 
     alpha: float
     batch_groups: int
@@ -75,7 +75,7 @@ class AgeLimiter:
 
     @property
     def least_window(self) -> int:
-        """The smallest window with which the run goes on: all claims of one publication, and the redundant groups."""
+        """The smallest window without deadlock: all claims of one publication, and the redundant groups."""
         return self.publish_every * self.batch_groups + self.redundant_groups
 
     def admits(
@@ -83,8 +83,8 @@ class AgeLimiter:
     ) -> bool:
         """True if a group with `ahead` groups before it may be sampled at `sampler_step` now.
 
-        `in_force` is a window smaller than the bound, if there is one (see `window.Pace`). `claims` are made and not
-        yet published: when no further claim fits the bound, its R redundant groups would only grow too old.
+        `in_force` is the adapted window, if it is smaller than the bound (see `Pace`). `claims` is the number of claims
+        not yet published: if no further claim fits the bound, the R redundant groups would only grow too old.
         """
         lag = max(0, published_step - sampler_step)
         bound = self.window(lag) if self.window(lag + claims) > 0 else 0
@@ -97,25 +97,25 @@ class AgeLimiter:
 
 # --- in-flight window: `adaptive` is the smallest one that keeps the learner busy
 #
-# The age limiter says how far samplers may run ahead at most: the full window. Beyond what keeps the learner busy,
-# running ahead buys nothing but age. So the window shrinks while the learner finds its claims ready and grows when it
-# waits, between what the next publication needs and the full window.
+# The age limiter bounds how far samplers may run ahead: the full window. A window larger than the one that keeps the
+# learner busy only makes tokens older. So the window shrinks while the learner finds its claims ready and grows when it
+# waits, between the number of groups that the next publication needs and the full window.
 #
-# "Does not wait" is a share of its time, remembered over about a hundred claims: narrower below `TOLERATED`/2, wider
-# above `TOLERATED`. So what trying a smaller window costs is bounded, and when the learner would wait under any window
-# (samplers are too slow, or a few answers are very long), the full one stays. All of it depends on the logged claims
-# alone: how long the learner waited for each, and how long it had worked before.
+# Waiting is measured as a share of the learner's time over about a hundred claims: below `TOLERATED`/2 the window
+# shrinks, above `TOLERATED` it grows. This bounds the cost of trying a smaller window. If the learner would wait under
+# any window (samplers are too slow, or a few answers are very long), the full window stays. The rule depends on the
+# logged claims only: how long the learner waited for each, and how long it worked before.
 
-TOLERATED = 0.01  # share of the learner's time that it may wait
-_KEPT = 0.99  # of the past, at each claim
+TOLERATED = 0.01  # share of its time that the learner may wait
+_KEPT = 0.99  # decay of the past at each claim
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The window in force (`groups`; 0 before the first claim: the full one) and what it was learned from.
+    """Adapted in-flight window: `groups` (0 before the first claim: the full window) and its statistics.
 
-    `hold` claims pass before it changes again: a change shows only when the groups leased under it are claimed. `step`
-    is by how much it grows next; it doubles while growing does not help.
+    The window is constant for `hold` claims, because a change has an effect only when groups leased under it are
+    claimed. `step` is the next increment; it doubles while growing does not help.
     """
 
     groups: int = 0
@@ -132,16 +132,16 @@ class Pace:
 
 
 def adapted(pace: Pace, least: int, most: int, batch: int, waited_s: float, worked_s: float) -> Pace:
-    """The pace after a claim for which the learner waited `waited_s` after working `worked_s` (0: not known).
+    """The pace after a claim for which the learner waited `waited_s` after working `worked_s` (0: unknown).
 
     `least` and `most` are the bounds of the window, `batch` the groups of a claim.
     """
-    if pace.groups == 0:  # until the pipeline has filled, waiting says nothing
+    if pace.groups == 0:  # waits while the pipeline fills do not count
         return Pace(most, _settling(most, batch))
     groups = min(max(pace.groups, least), most)
     if worked_s <= 0:
         return replace(pace, groups=groups)
-    waited_s = min(waited_s, worked_s)  # one long wait, as when a sampler died, must not count forever
+    waited_s = min(waited_s, worked_s)  # one long wait, as after a sampler's death, must not dominate the share
     past = (_KEPT * pace.waited_s + waited_s, _KEPT * pace.worked_s + worked_s)
     return _changed(replace(pace, groups=groups, waited_s=past[0], worked_s=past[1]), least, most, batch, waited_s > 0)
 
@@ -161,5 +161,5 @@ def _changed(pace: Pace, least: int, most: int, batch: int, waited: bool) -> Pac
 
 
 def _settling(groups: int, batch: int) -> int:
-    """Claims until the groups that are in work now have been claimed."""
+    """The number of claims until the groups that are in flight now have been claimed."""
     return math.ceil(groups / batch) + 1

@@ -1,5 +1,5 @@
-"""The trajectory server: a pure state machine, its log on disk, the server around it and the clients of it.
+"""Trajectory store: a pure state machine, its commit log on disk, the RPC server and the client.
 
-`decide` and `apply` are the machine (no clock, no files, no asyncio); `log` makes its events durable; `server` speaks
-for it; `client` is what the other roles hold. What a group can become, and what is promised about it, is STORE.md.
+`core` decides requests and applies events (no clock, no files, no asyncio), `log` makes the events durable, `server`
+answers calls, `client` is used by the other roles. STORE.md defines the states of a group and the store's promises.
 """

@@ -1,4 +1,4 @@
-"""The messages of the store's service. Bodies are MessagePack of these."""
+"""Messages of the store's RPC service, encoded as MessagePack."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_KEYS, MAX_ROWS, MAX_PUTS = 65_536, 65_536, 256  # in one message
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """The first message. An empty digest is for observers, who need no config."""
+    """First message of a caller. `config_digest` is empty for observers, which need no config."""
 
     protocol: int
     config_digest: Label
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The run as it is now. `lineages` says which checkpoints lie on the newest lineage's line."""
+    """Reply to Hello: the run's id and current weights. `lineages` tells a learner which checkpoints it may use."""
 
     run_id: str
     lineage: int
@@ -34,7 +34,7 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class LeaseCall(msgspec.Struct, frozen=True):
-    """`request` is the same when the same asking is sent again."""
+    """Request for leases. A retry carries the same `request` id and gets the same grants."""
 
     version: Version
     max_members: Count
@@ -43,56 +43,56 @@ class LeaseCall(msgspec.Struct, frozen=True):
 
 
 class LeaseReply(msgspec.Struct, frozen=True):
-    """Work."""
+    """Granted leases."""
 
     grants: tuple[Grant, ...]
 
 
 class Members(msgspec.Struct, frozen=True):
-    """Leases by key: to renew, to release, lost, or ended."""
+    """Keys of leases: those to renew or release in a call, those lost or ended in a reply."""
 
     members: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
 
 
 class EndedCall(msgspec.Struct, frozen=True):
-    """Wait until a lease of the caller has ended without a put of it."""
+    """Wait until the store has ended a lease of the caller early."""
 
     wait_s: float
 
 
 class PutCall(msgspec.Struct, frozen=True):
-    """Members, each as the bytes of a records.Member."""
+    """Members to store, each as the bytes of a `records.Member`."""
 
     members: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_PUTS)]
 
 
 class PutBodies(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A PutCall as the store reads it: its members are views of the message, which may be large."""
+    """PutCall as the store decodes it: members are views into the message, so that large ones are not copied."""
 
     members: Annotated[tuple[memoryview, ...], msgspec.Meta(max_length=MAX_PUTS)]
 
 
 class PutAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Of one member: OK or SURPLUS, or why it is refused."""
+    """Answer for one member: `result` is OK or SURPLUS, or `refusal` gives the reason."""
 
     result: str = ""
     refusal: Refusal | None = None
 
 
 class PutReply(msgspec.Struct, frozen=True):
-    """An answer for each member, in their order."""
+    """One answer for each member, in the order of the call."""
 
     answers: tuple[PutAnswer, ...]
 
 
 class Done(msgspec.Struct, frozen=True):
-    """It is on disk."""
+    """Acknowledgement: the change is on disk."""
 
 
 class ClaimCall(msgspec.Struct, frozen=True):
-    """The batch of a step: its members from the `start`-th to before the `stop`-th, or to the last.
+    """Request for the batch of a step: members `start` up to (not including) `stop`; None means to the last.
 
-    `ahead` says that the learner has something else to do until it comes.
+    `ahead`: the learner prefetches this batch while it still computes the step before.
     """
 
     lineage: Count
@@ -104,7 +104,7 @@ class ClaimCall(msgspec.Struct, frozen=True):
 
 
 class ClaimPart(msgspec.Struct, frozen=True):
-    """Members (as they were put) of one group; a group may go on in the next page."""
+    """Members of one group as they were put; a group may continue on the next page."""
 
     group: int
     task: Task
@@ -112,7 +112,7 @@ class ClaimPart(msgspec.Struct, frozen=True):
 
 
 class ClaimPage(msgspec.Struct, frozen=True):
-    """As much of a batch as one message holds; `next_start` is None on the last page."""
+    """Page of a batch that fits into one message; `next_start` is None on the last page."""
 
     step: int
     lineage: int
@@ -124,20 +124,23 @@ class ClaimPage(msgspec.Struct, frozen=True):
 
 
 class BeginCall(msgspec.Struct, frozen=True):
-    """The checkpoint a learner starts from; `fork` names the fork to make there, if any."""
+    """Checkpoint from which a learner starts; a non-empty `fork` is the name of the fork to create there."""
 
     durable: Version | None
     fork: str = ""
 
 
 class VersionCall(msgspec.Struct, frozen=True):
-    """Ack, durable, and the answer to begin."""
+    """Version in the calls Ack and Durable and in the reply to Begin."""
 
     version: Version
 
 
 class PublishedCall(msgspec.Struct, frozen=True):
-    """Wait for a snapshot that is not `known` and, `in_turn`, for the turn to fetch it; the turn before is over."""
+    """Wait for published weights other than `known`.
+
+    With `in_turn` also wait for an update slot (rolling updates); the caller's previous slot ends with this call.
+    """
 
     known: Version | None
     wait_s: float
@@ -145,25 +148,25 @@ class PublishedCall(msgspec.Struct, frozen=True):
 
 
 class PublishedReply(msgspec.Struct, frozen=True):
-    """None: nothing new within the wait."""
+    """Reference of the new weights; None if there were none within the wait."""
 
     snapshot: VersionRef | None
 
 
 class ReportCall(msgspec.Struct, frozen=True):
-    """Metrics rows, each the bytes of a JSON object."""
+    """Metric rows, each the bytes of a JSON object."""
 
     rows: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_ROWS)]
     request: Label
 
 
 class CloseCall(msgspec.Struct, frozen=True):
-    """End the run."""
+    """Request to end the run."""
 
     reason: str
 
 
 class StatusReply(msgspec.Struct, frozen=True):
-    """A JSON object."""
+    """Status of the run as a JSON object."""
 
     body: bytes

@@ -63,7 +63,7 @@ def test_5_killed_between_publish_and_ack_the_published_weights_never_were(tmp_p
         run.until(lambda: run.query("SELECT * FROM lineages WHERE lineage = 1"), "the rewind")
         assert "lineage" in refused_lease(run, Version(0, 5))
         run.until(lambda: run.query("SELECT * FROM versions WHERE lineage = 1"), "weights of the new lineage")
-        assert "of an ended lineage, flip to 1.3 first" in refused_lease(run, Version(0, 5))
+        assert "of an ended lineage, load 1.3 first" in refused_lease(run, Version(0, 5))
         sampler.allow(10**9)
         assert run.ended("learner") == 0, run.logs()
         assert run.query("SELECT parent, fork_step FROM lineages WHERE lineage = 1") == [(0, 3)]

@@ -78,7 +78,7 @@ def test_a_hook_judges_and_one_that_fails_says_how() -> None:
     raised = Filter("my_filters:raises").verdict([1.0, 0.0])
     assert raised.broken and "IndexError" in raised.reason and "my_filters:raises" in raised.reason
     number = Filter("my_filters:number").verdict([1.0, 0.0])
-    assert number.broken and "answered 2" in number.reason
+    assert number.broken and "returned 2" in number.reason
 
 
 @pytest.mark.usefixtures("hooks")

@@ -1,4 +1,4 @@
-"""What every event does to the state. Total and free of choices: replaying the log gives the same state again."""
+"""Effect of each event on the state. Deterministic and total, so that replaying the log restores the same state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ERROR_CHARS = 200
 
 
 def apply(state: State, event: ev.Event, now_s: float) -> None:
-    """Change `state` by `event`, which happened now."""
+    """Change `state` by `event`, which happened at `now_s`."""
     _EFFECTS[type(event)](state, event, now_s)
     if not isinstance(event, ev.NOT_LOGGED):
         state.position += 1
 
 
 def replay(state: State, events: Iterable[ev.Event], now_s: float) -> State:
-    """`state` after `events`; every lease in them counts from `now_s`."""
+    """Apply `events` to `state` and return it; leases among them start at `now_s`."""
     for event in events:
         apply(state, event, now_s)
     return state
@@ -42,21 +42,21 @@ def _issued(state: State, e: ev.Issued, now_s: float) -> None:
     statistics.touch(state.questions, e.task.question_hash).issued += 1
     if e.reissue_of is None:
         state.prompts_issued += 1
-        _read_on(state, ordinal, e.cursor)
+        _advance_prompts(state, ordinal, e.cursor)
     else:
         reissues = state.lengths.reissues
         reissues[e.length] = reissues.get(e.length, 0) + 1
 
 
-def _read_on(state: State, ordinal: int, cursor: bytes | None) -> None:
-    """The prompts up to `ordinal` are used, and the pipeline's state after it is `cursor`."""
+def _advance_prompts(state: State, ordinal: int, cursor: bytes | None) -> None:
+    """Mark the prompts up to `ordinal` as used; `cursor` is the pipeline's state after it."""
     state.cursor, state.next_ordinal = cursor, ordinal + 1
     if cursor is not None:
         state.stream[ordinal] = cursor
 
 
 def _skipped(state: State, e: ev.Skipped, now_s: float) -> None:
-    _read_on(state, e.ordinal, e.cursor)
+    _advance_prompts(state, e.ordinal, e.cursor)
     state.passed = {ordinal for ordinal in state.passed if ordinal > e.ordinal}
 
 
@@ -141,7 +141,7 @@ def _note_end(state: State, holder: str, *, failed: bool) -> None:
 
 def _note_failure(state: State, holder: str, rest_s: float, error: str, now_s: float) -> None:
     health = state.holders.pop(holder, None) or Health()
-    state.holders[holder] = health  # the newest is the last
+    state.holders[holder] = health  # newest last
     health.note_failure(rest_s, error[:_ERROR_CHARS], now_s)
     if rest_s > 0:
         _not_idle(state, holder)
@@ -154,7 +154,7 @@ def _note_success(state: State, holder: str, slow_rest_s: float | None, now_s: f
         state.holders[holder] = health
         if slow_rest_s > 0:
             health.begin_slow_rest(slow_rest_s, now_s)
-            state.recent_s.pop(holder, None)  # its trial is judged by itself
+            state.recent_s.pop(holder, None)  # only members leased for the trial count in it
             _not_idle(state, holder)
         _keep_newest(state.holders)
     elif (health := state.holders.get(holder)) is not None:
@@ -217,10 +217,10 @@ def _died(state: State, e: ev.Died, now_s: float) -> None:
 
 
 def _lost(state: State, group: Group, reason: str) -> None:
-    """The finished members of a group that ended in vain."""
+    """Count the finished members of a group that ended untrained."""
     state.tokens_expired[reason] = state.tokens_expired.get(reason, 0) + group.tokens
     members = sum(1 for _ in group.done())
-    if group.step is not None:  # a fork gave up its claim
+    if group.step is not None:  # a fork ended its claim
         state.lengths.trained_tokens -= group.tokens
         state.lengths.trained_members -= members
     state.lengths.lost_tokens += group.tokens
@@ -240,7 +240,7 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     state.next_claim, state.filtered, state.died = e.step + 1, 0, 0
     state.tokens_masked += e.masked_tokens
     state.pace = e.pace if e.pace is not None else state.pace
-    at_once = not state.step_s and e.step == 1 and state.acked < e.step  # both were there when the learner began
+    at_once = not state.step_s and e.step == 1 and state.acked < e.step  # claims 0 and 1 were ready at the start
     if e.worked_s > 0 and not at_once:
         state.step_s = statistics.recent_mean_s(state.step_s, e.worked_s)
     state.failing = {name: kept for name, share in state.failing.items() if (kept := KEPT_BY_CLAIM * share) > 0.001}
@@ -256,7 +256,7 @@ def _count_trained(state: State, group: Group) -> None:
 
 
 def _count_rewards(state: State, group: Group) -> statistics.Question:
-    """The row of the group's question, with its finished members."""
+    """Add the group's finished members to the row of its question and return the row."""
     rewards = [slot.reward for _, slot in group.done()]
     row = statistics.touch(state.questions, group.task.question_hash)
     row.members, row.reward_sum = row.members + len(rewards), row.reward_sum + sum(rewards)
@@ -282,7 +282,7 @@ def _made_durable(state: State, e: ev.MadeDurable, now_s: float) -> None:
 
 
 def _forget_batches(state: State) -> None:
-    """Batches that are trimmed and published are nobody's business any more."""
+    """Delete the batches that are both durable and published; neither replay nor admission needs them."""
     keep_from = min(state.durable, base_step(state))
     for step in [step for step in state.batches if step < keep_from]:
         del state.batches[step]
@@ -311,14 +311,14 @@ def _began(state: State, e: ev.Began, now_s: float) -> None:
     for group in state.held.values():
         group.acked = group.step is not None and group.step < e.version.step
     for group in state.open.values():
-        for _, slot in group.missing():  # whoever holds it samples in a lineage that ended
+        for _, slot in group.missing():  # the holder samples in a lineage that has ended
             slot.status, slot.fenced = FREE, slot.attempt
         state.index.changed(group)
     state.receipts.clear()
 
 
 def _forked(state: State, version: Version, cut: ev.Cut) -> None:
-    """The claims from version.step on never happened on the new line, and their prompts come again."""
+    """Forget the claims from version.step on: the new lineage lacks them, and their prompts are issued again."""
     state.next_claim = state.durable = state.replay_until = version.step
     state.batches.clear()
     state.claim_cuts.clear()
@@ -329,10 +329,10 @@ def _forked(state: State, version: Version, cut: ev.Cut) -> None:
 
 def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
     state.receipts.pop(state.sessions.pop(e.name, ""), None)
-    state.sessions[e.name] = e.session  # the newest is the last
+    state.sessions[e.name] = e.session  # newest last
     state.failing.pop(e.name, None)
     if (health := state.holders.get(e.name)) is not None:
-        health.failures, health.rested_at_s = 0, None  # another process: on trial, if the one before was
+        health.failures, health.rested_at_s = 0, None  # the new process stays on trial if the old one was
     if len(state.sessions) > NAMES_KNOWN:
         state.receipts.pop(state.sessions.pop(next(iter(state.sessions))), None)
 

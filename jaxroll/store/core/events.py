@@ -1,7 +1,7 @@
-"""The records of the log: every transition of the run, as facts. `apply` says what they do.
+"""Events: every transition of the run, as the records of the log. `apply` defines their effects.
 
-Durations, never clock readings, stand in them. `Awaited`, `Hungry`, `Seen`, `Renewed` and `Extended` move instants of
-the clock only and are not logged, for a restart renews every open lease anyway.
+Events hold durations, never clock readings. `Awaited`, `Hungry`, `Seen`, `Renewed` and `Extended` change only times
+on the store's clock and are not logged, because a restart renews every open lease anyway.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from jaxroll.records import Task, Version, VersionRef, VersionRun
 
 
 class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
-    """A prompt became a group. `cursor` is the prompt pipeline's state after it (None for a re-issue).
+    """A prompt became a group. `cursor` is the prompt pipeline's state after it (None for a reissue).
 
-    `ordinal` is the prompt's place in the stream; −1 is the next one. A re-issue carries that of its prompt, and the
-    length class of the group that ended. Of its `size` members the first `wanted` to finish count; 0: all of them.
+    `ordinal` is the prompt's position in the stream; −1 means the next one. A reissue carries the ordinal of its prompt
+    and the length class of the group that ended. Of the `size` members, the first `wanted` to finish count; 0: all.
     """
 
     group: int
@@ -31,14 +31,17 @@ class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
 
 
 class Skipped(msgspec.Struct, frozen=True, array_like=True, tag="skipped"):
-    """The prompts up to `ordinal` were used on this line before a fork and are passed over; `cursor` is after it."""
+    """Prompts up to `ordinal` are skipped because this line used them before a fork.
+
+    `cursor` is the pipeline's state after them.
+    """
 
     ordinal: int
     cursor: bytes
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
-    """Members (member, attempt) of a group went to a holder."""
+    """A holder leased members (member, attempt) of a group."""
 
     group: int
     members: tuple[tuple[int, int], ...]
@@ -49,7 +52,7 @@ class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):
 
 
 class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"):
-    """Leases ended without a put: expired, released, or their holder came back as another process."""
+    """Leases ended without a put: they expired, were released, or their holder restarted."""
 
     group: int
     members: tuple[int, ...]
@@ -57,9 +60,9 @@ class LeaseEnded(msgspec.Struct, frozen=True, array_like=True, tag="lease_ended"
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
-    """A member is there, `took_s` after its lease (0: not known); its payload is in the same transaction.
+    """A finished member was stored, `took_s` after its lease (0: unknown); its payload is in the same transaction.
 
-    `holder_rest_s` is the rest that it brings its holder because that is slow (0: it rests already); None: it is not.
+    `holder_rest_s` is the rest imposed on a slow holder (0: it is resting already); None: the holder is not slow.
     """
 
     group: int
@@ -71,13 +74,13 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
     reward: float = 0.0
     took_s: float = 0.0
     holder_rest_s: float | None = None
-    is_measured: bool = True  # whether `took_s` counts for the comparison with other holders
+    is_measured: bool = True  # `took_s` counts in the comparison with other holders
 
 
 class MemberFailed(msgspec.Struct, frozen=True, array_like=True, tag="member_failed"):
-    """A member broke (kind INFRA or DATA) and may be leased again after `rest_s`.
+    """A member failed (kind INFRA or DATA) and may be leased again after `rest_s`.
 
-    `holder_rest_s` is the rest that this brings its holder (0: none); None: the failure does not count against it.
+    `holder_rest_s` is the rest imposed on its holder (0: none); None: the failure does not count against the holder.
     """
 
     group: int
@@ -99,7 +102,7 @@ class Shrunk(msgspec.Struct, frozen=True, array_like=True, tag="shrunk"):
 
 
 class Aborted(msgspec.Struct, frozen=True, array_like=True, tag="aborted"):
-    """Redundant members are not needed any more: their group has `enough`, or they `failed` for good."""
+    """Redundant members were aborted: their group has `enough`, or they `failed` and have no retries left."""
 
     group: int
     members: tuple[int, ...]
@@ -107,9 +110,9 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, tag="aborted"):
 
 
 class Expired(msgspec.Struct, frozen=True, array_like=True, tag="expired"):
-    """A group ended untrained: stale, lineage, surplus, last_batch, or filtered and, after a colon, why.
+    """A group ended untrained, with the reason stale, lineage, surplus, last_batch or "filtered: CAUSE".
 
-    A fork may end claimed groups too (lineage).
+    A fork may also end claimed groups (lineage).
     """
 
     group: int
@@ -124,10 +127,11 @@ class Died(msgspec.Struct, frozen=True, array_like=True, tag="died"):
 
 
 class Claimed(msgspec.Struct, frozen=True, array_like=True, tag="claimed"):
-    """The batch of `step` is these groups in this order. `masked_tokens` are too old and get loss mask 0.
+    """The learner claimed these groups, in this order, as the batch of `step`.
 
-    The learner worked `worked_s` since the claim before, then waited `waited_s` for this one; 0 is what the store
-    cannot know (the first claim after a beginning or a restart). `pace` is the window that follows, if any does.
+    `masked_tokens` are too old and get loss mask 0. The learner worked `worked_s` since the previous claim, then waited
+    `waited_s` for this one; `worked_s` is 0 for the first claim after the learner or the store started. `pace` is the
+    adapted in-flight window; None if the window is fixed.
     """
 
     step: int
@@ -159,10 +163,10 @@ class Published(msgspec.Struct, frozen=True, array_like=True, tag="published"):
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True):
-    """Where the prompts stood after a claim, so that a fork can go on from there.
+    """Position of the prompt stream after a claim, from which a fork continues.
 
-    Prompts below `ordinal` had ended by then, and of the later ones those in `passed`; `cursor` is the pipeline's state
-    before `ordinal` (None: the beginning).
+    The prompts below `ordinal` had ended by then, and so had the later ones in `passed`. `cursor` is the pipeline's
+    state before `ordinal` (None: the beginning).
     """
 
     ordinal: int = 0
@@ -171,9 +175,10 @@ class Cut(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
-    """A learner began at `version`; `parent` is the lineage it left, None when it stayed in its own.
+    """A learner began at `version`; `parent` is the lineage that it left, None if it continues its lineage.
 
-    With a `cut` it is the fork called `fork`: the claims from version.step on are made anew, from the prompts of `cut`.
+    With a `cut` it created the fork called `fork`: the claims from version.step on are made again, from the prompts of
+    `cut` on.
     """
 
     version: Version
@@ -184,7 +189,7 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag="began"):
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
-    """`name` is now this session."""
+    """A process joined under `name` with this session."""
 
     name: str
     session: str
@@ -201,17 +206,17 @@ class RunClosed(msgspec.Struct, frozen=True, array_like=True, tag="run_closed"):
 
 
 class RunOpened(msgspec.Struct, frozen=True, array_like=True, tag="run_opened"):
-    """A run that was closed before its end goes on."""
+    """A run that was closed before its last step continues."""
 
 
 class Awaited(msgspec.Struct, frozen=True, array_like=True, tag="awaited"):
-    """The learner asked for the claim of `step` before it was ready. Not logged: the claim itself says how long."""
+    """The learner asked for the claim of `step` before it was ready. Not logged: `Claimed` records the wait."""
 
     step: int
 
 
 class Hungry(msgspec.Struct, frozen=True, array_like=True, tag="hungry"):
-    """`name` has `room` (members) and got nothing because the window is full (or, `hungry` False, that is over).
+    """`name` has room for `room` members and got none because the window is full; `hungry` False ends this state.
 
     Not logged.
     """
@@ -222,20 +227,20 @@ class Hungry(msgspec.Struct, frozen=True, array_like=True, tag="hungry"):
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True, tag="seen"):
-    """`name` asked for work that it could do. Not logged."""
+    """`name` asked for leases and has the newest weights. Not logged."""
 
     name: str
 
 
 class Renewed(msgspec.Struct, frozen=True, array_like=True, tag="renewed"):
-    """Leases (group, member) last another `ttl_s` from now. Not logged."""
+    """Leases (group, member) were extended to `ttl_s` from now. Not logged."""
 
     members: tuple[tuple[int, int], ...]
     ttl_s: float
 
 
 class Extended(msgspec.Struct, frozen=True, array_like=True, tag="extended"):
-    """The store itself stood still for `by_s`: nobody's lease suffers for it. Not logged."""
+    """The store was suspended for `by_s`; every lease is extended by that time. Not logged."""
 
     by_s: float
 

@@ -1,8 +1,8 @@
-"""Forks: a new lineage from a checkpoint whose later claims are given up, even if their trajectories are gone.
+"""Forks: a new lineage from a checkpoint, without the claims after it (their trajectories may be trimmed).
 
-A rewind replays the claims after its checkpoint; a fork makes them again. So it goes back to where the prompts stood at
-that step (`cuts`). Prompts that claims below the fork used do not come again on the new line, all others do, in their
-order. Pure, like `training`.
+A rewind replays the claims after its checkpoint; a fork makes new claims instead, so it also restores the position of
+the prompt stream at that step (`cuts`). The new lineage skips the prompts that claims before the fork used and issues
+all others again, in their order. Pure, like `training`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxroll.store.core.state import Lineage, State
 
 
 def fork(state: State, r: rq.Begin) -> Decision:
-    """A new lineage at the checkpoint: everything beyond it ends, and the claims from there on are made again."""
+    """Open a new lineage at the checkpoint: all groups after it end, and its later claims are made again."""
     start = r.durable or Version(0, 0)
     cut = None if _unknown(state, start) else cut_at(state, start)
     if cut is None:
@@ -47,13 +47,13 @@ def _no_cut(state: State, start: Version) -> StoreRefusal:
 
 # --- position of the prompt stream after each claim, from which a fork continues
 #
-# A cut is kept with every claim that is not trimmed, and for every durable step.
+# The store keeps a cut for every claim that is not trimmed, and for every durable step.
 
-CUTS_KEPT = 1000  # durable steps to which a run can be forked, the newest ones
+CUTS_KEPT = 1000  # the newest durable steps; only these can be forked from
 
 
 def cut_of(state: State) -> Cut | None:
-    """Where the prompts stand now: those below the oldest open group have ended, and some after it.
+    """The current position of the prompt stream: prompts before the oldest open group have ended, and some after it.
 
     None while a group is open whose prompt was read before the log kept the pipeline's states (schema 1).
     """
@@ -67,7 +67,10 @@ def cut_of(state: State) -> Cut | None:
 
 
 def origin(lineages: list[Lineage], version: Version) -> Version:
-    """The same parameters by the lineage that made them: 2.5 is 0.5 when lineage 2 left lineage 0 at 5 or later."""
+    """The same parameters, named by the lineage that trained them.
+
+    Version 2.5 is 0.5 if lineage 2 left lineage 0 at step 5 or later.
+    """
     lineage = version.lineage
     while (parent := lineages[lineage].parent) is not None and version.step <= lineages[lineage].fork_step:
         lineage = parent
@@ -75,7 +78,7 @@ def origin(lineages: list[Lineage], version: Version) -> Version:
 
 
 def cut_at(state: State, version: Version) -> Cut | None:
-    """The cut of `version`; None when the store never knew it, or no longer does."""
+    """The cut of `version`; None if the store never had it or has dropped it."""
     made = origin(state.lineages, version)
     if version.step == 0:
         return Cut()
@@ -86,8 +89,8 @@ def cut_at(state: State, version: Version) -> Cut | None:
 
 
 def keep_cut(state: State, version: Version) -> None:
-    """Remember the cut of a version that becomes durable; the oldest of too many is forgotten."""
-    cut = state.claim_cuts.get(version.step - 1)  # None: the claim is of a log from before there were cuts
+    """Keep the cut of a version that becomes durable; drop the oldest beyond `CUTS_KEPT`."""
+    cut = state.claim_cuts.get(version.step - 1)  # None: an older JaxRoll logged the claim, without a cut
     if cut is not None:
         state.cuts[str(origin(state.lineages, version))] = cut
     for step in [step for step in state.claim_cuts if step < version.step]:
@@ -97,14 +100,14 @@ def keep_cut(state: State, version: Version) -> None:
 
 
 def shared_steps(lineages: list[Lineage], version: Version) -> int:
-    """How many claims of the newest lineage's line are also behind `version`."""
+    """The number of claims that the newest lineage and `version` have in common."""
     here = _line(lineages, Version(len(lineages) - 1, version.step))
     there = _line(lineages, version)
     return max((min(step, there[lineage]) for lineage, step in here.items() if lineage in there), default=0)
 
 
 def _line(lineages: list[Lineage], version: Version) -> dict[int, int]:
-    """Lineage → last step of it on the line that ends at `version`."""
+    """For each lineage on the line that ends at `version`: its last step on that line."""
     lineage: int | None = version.lineage
     last, found = version.step, {}
     while lineage is not None:

@@ -1,4 +1,4 @@
-"""Groups and their members, and an index of those that still lack members. Only `apply` changes them."""
+"""Groups and their members, with an index of the unfinished ones. Only `apply` changes them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ FREE, LEASED, DONE, DROPPED = "free", "leased", "done", "dropped"
 
 
 class Slot(msgspec.Struct, gc=False):
-    """One member of a group. `attempt` counts its leases; a put must carry the current one.
+    """One member of a group. `attempt` counts its leases; a put must carry the current attempt.
 
-    `digest` is that of the put that finished it, `failed_digest` that of the last failure, put by `failed_attempt`.
+    `digest` belongs to the put that finished it; `failed_digest` to its last failure, reported by `failed_attempt`.
     """
 
     status: str = FREE
     attempt: int = 0
-    fenced: int = 0  # attempts up to this one are void since a rewind
+    fenced: int = 0  # a rewind ended the attempts up to this one
     holder: str = ""
     session: str = ""
     deadline_s: float = 0.0
-    leased_at_s: float | None = None  # None: the store was restarted since
+    leased_at_s: float | None = None  # None: the store has restarted since
     rests_until_s: float = 0.0
     digest: str = ""
     size_bytes: int = 0
@@ -35,7 +35,7 @@ class Slot(msgspec.Struct, gc=False):
     infra_failures: int = 0
     data_failures: int = 0
     failed_by: tuple[str, ...] = ()  # holders
-    avoided_until_s: float = 0.0  # not leased again to those before, while others are there
+    avoided_until_s: float = 0.0  # until then the holders in `failed_by` do not get it while others are present
 
     @property
     def tokens(self) -> int:
@@ -44,9 +44,9 @@ class Slot(msgspec.Struct, gc=False):
 
 
 class Group(msgspec.Struct, gc=False):
-    """G members of one task. `step` is the claim that took it; `leased_at_s` its first lease, None before.
+    """G members of one task. `step` is the claim that took it; `leased_at_s` the time of its first lease.
 
-    `ordinal` is the place of its prompt in the stream of prompts.
+    `ordinal` is the position of its prompt in the prompt stream.
     """
 
     id: int
@@ -55,7 +55,7 @@ class Group(msgspec.Struct, gc=False):
     reissue_of: int | None = None
     reissues: int = 0
     ordinal: int = 0
-    wanted: int = 0  # of its members the first so many to finish count; 0: all
+    wanted: int = 0  # the first `wanted` members to finish count; 0: all
     leased_at_s: float | None = None
     ready_place: int | None = None
     step: int | None = None
@@ -64,7 +64,7 @@ class Group(msgspec.Struct, gc=False):
 
     @property
     def state(self) -> str:
-        """The name of its state in the contract."""
+        """The name of its state, as STORE.md defines it."""
         if self.acked:
             return "ACKED"
         if self.step is not None:
@@ -75,7 +75,7 @@ class Group(msgspec.Struct, gc=False):
 
     @property
     def ready(self) -> bool:
-        """True if every member that still counts is there (and one at least)."""
+        """True if all members that still count (at least one) are stored."""
         return self.ready_place is not None
 
     def done(self) -> Iterator[tuple[int, Slot]]:
@@ -83,7 +83,7 @@ class Group(msgspec.Struct, gc=False):
         return ((m, s) for m, s in enumerate(self.slots) if s.status == DONE)
 
     def missing(self) -> Iterator[tuple[int, Slot]]:
-        """The members that must still be put."""
+        """The members that are not stored yet (free or leased), with their numbers."""
         return ((m, s) for m, s in enumerate(self.slots) if s.status in (FREE, LEASED))
 
     @property
@@ -109,17 +109,16 @@ class Group(msgspec.Struct, gc=False):
 
 # --- index of groups with free or unfinished members; derived, never logged
 #
-# A store of a large run has tens of thousands of members in work, and decides a thousand times a second. Most groups
-# are
-# complete and wait for a claim; decisions about work look at the few that are not.
+# The store of a large run has tens of thousands of leased members and takes a thousand decisions per second. Most
+# groups are complete and wait for a claim; decisions about leases look only at the few that are not.
 
 
 class Index:
     """`lacking` are the open groups that miss members, in order of issue; `pending` of them have none leased.
 
-    `leased` members, and `put_bytes` of the finished ones, are those of all groups alive. Groups are issued by rising
-    numbers and never miss a member again once they have all: so the order of issue is that of the numbers, in which
-    `lacking` is filled, and a group is ready when it is not in it.
+    `leased` counts the leased members, and `put_bytes` sums the finished ones, over all groups alive. Groups are issued
+    with rising ids and a complete group never misses a member again. So `lacking` is filled in the order of issue, and
+    an open group is ready exactly if it is not in `lacking`.
     """
 
     def __init__(self, open_: Mapping[int, Group], held: Mapping[int, Group]) -> None:
@@ -140,23 +139,23 @@ class Index:
     __hash__ = None  # type: ignore[assignment]
 
     def place_of(self, group: Group) -> int:
-        """How many open groups were issued before this one, which is open."""
+        """The number of open groups that were issued before this open group."""
         return bisect_left(self._order, group.id)
 
     def with_free(self) -> Iterator[Group]:
-        """The open groups of which a member is not leased, be it that it rests, in order of issue.
+        """The open groups with a free member (which may be resting), in order of issue.
 
-        None may be issued, put or leased before the last was taken.
+        Consume the iterator before you apply another event: events change the index.
         """
         return (self._free[gid] for gid in self._free_order)
 
     def opened(self, group: Group) -> None:
-        """It was issued, after all others."""
+        """Add a group that was issued after all others."""
         self._order.append(group.id)
         self.changed(group)
 
     def changed(self, group: Group) -> None:
-        """Members of an open group are not what they were."""
+        """Update the entries of an open group whose members changed."""
         statuses = [slot.status for slot in group.slots]
         free, leased = FREE in statuses, LEASED in statuses
         if free or leased:
@@ -171,12 +170,12 @@ class Index:
         self._count(group, is_open=True)
 
     def claimed(self, group: Group) -> None:
-        """It is not open any more, but alive."""
+        """Remove a claimed group from the open ones; it stays alive."""
         self._closed(group)
         self._count(group, is_open=False)
 
     def ended(self, group: Group) -> None:
-        """It is not alive any more."""
+        """Remove a group that is not alive any more."""
         self._closed(group)
         self._add(self._shares.pop(group.id), -1)
 

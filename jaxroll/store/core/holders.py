@@ -1,4 +1,7 @@
-"""Admission: the in-flight window in force, and when a checkpoint must come first. Pure queries of the state."""
+"""Admission of lease requests: the in-flight window, and the health, speed and share of each lease holder.
+
+Pure queries of the state.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from jaxroll.store.core.settings import CHECKPOINT_WANTED_AT, END_OF_DATA, Setti
 from jaxroll.store.core.state import Recent, State, held_bytes, unpublished_groups
 
 HUNGRY_S = 10.0  # a sampler with room asks again within this time
-IDLE_S = 120.0  # a holder that was idle so lately can do the work of one that fails
-PRESENT_S = 10.0  # a holder is there for so long after it was last heard of, or for a lease's time if that is longer
+IDLE_S = 120.0  # a holder that was idle within this time can take over the work of one that fails
+PRESENT_S = 10.0  # a holder counts as present for this time (or `lease_s`, if longer) after its last call
 
 
 def window_in_force(settings: Settings, state: State) -> int:
-    """Groups that may be outstanding now for a sampler that is up to date."""
+    """The number of groups that may be outstanding for a sampler with the newest weights."""
     bound = settings.limiter.window(0)
     if settings.window == "full" or state.pace.groups == 0:
         return bound
@@ -29,7 +32,7 @@ def window_in_force(settings: Settings, state: State) -> int:
 
 
 def adapted_pace(settings: Settings, state: State, waited_s: float, worked_s: float) -> Pace | None:
-    """The pace after a claim for which the learner waited `waited_s` after `worked_s` of work; None: it is fixed."""
+    """The pace after a claim for which the learner waited `waited_s` after `worked_s` of work; None: fixed window."""
     limiter = settings.limiter
     if settings.window == "full":
         return None
@@ -38,31 +41,31 @@ def adapted_pace(settings: Settings, state: State, waited_s: float, worked_s: fl
 
 
 def is_slow(settings: Settings, state: State, name: str) -> bool:
-    """True if members of `name` take longer than the window is deep: (α + 1) steps of a learner that never waits."""
+    """True if members of `name` take longer than (α + 1) steps of a learner that never waits."""
     return 0.0 < (settings.limiter.alpha + 1) * state.step_s < state.member_s.get(name, 0.0)
 
 
 def is_unreliable(state: State, name: str) -> bool:
-    """True if so many of the last members of `name` failed that groups are late because of it."""
+    """True if more than `UNRELIABLE` of the last members of `name` failed, which delays their groups."""
     return state.failing.get(name, 0.0) > UNRELIABLE
 
 
 def holds_up(settings: Settings, state: State, name: str) -> bool:
-    """True if claims wait for members of `name`, so that it gets work only if no other holder has room."""
+    """True if `name` delays claims (slow or unreliable); it then gets leases only if no other holder has room."""
     return is_slow(settings, state, name) or is_unreliable(state, name)
 
 
 def with_room(settings: Settings, state: State, but: str, now_s: float) -> list[str]:
-    """Samplers other than `but` that hold nothing up and were turned away a moment ago."""
+    """Samplers other than `but` that delay no claims and were refused within `HUNGRY_S` because the window was full."""
     asking = (name for name, at_s in state.hungry.items() if name != but and now_s - at_s <= HUNGRY_S)
     return [name for name in asking if not holds_up(settings, state, name)]
 
 
 def yields_to(settings: Settings, state: State, name: str, now_s: float) -> str:
-    """A holder that gets the work instead of `name`, whose members are slow or fail; '' when `name` may work.
+    """The holder that gets the work instead of `name`, whose members are slow or fail; '' if `name` may work.
 
-    A slow one yields to a sampler with room. One that fails too often or is on trial yields to a reliable holder that
-    was idle lately. When all others are busy, its work is better than none.
+    A slow holder yields to a sampler with room. A holder that fails too often or is on trial yields to a reliable one
+    that was idle lately. If all others are busy, it may work.
     """
     if is_slow(settings, state, name) and (other := next(iter(with_room(settings, state, name, now_s)), "")):
         return other
@@ -77,7 +80,7 @@ def yields_to(settings: Settings, state: State, name: str, now_s: float) -> str:
 
 
 def is_present(settings: Settings, state: State, name: str, now_s: float) -> bool:
-    """True if `name` was heard of lately."""
+    """True if `name` called recently."""
     return now_s - state.seen_s.get(name, -math.inf) <= max(PRESENT_S, settings.lease_s)
 
 
@@ -86,7 +89,7 @@ def _is_on_trial(state: State, name: str) -> bool:
 
 
 def _waits_for_trial(state: State, name: str, now_s: float) -> bool:
-    """True if `name` is on trial and need not be tried while others are idle; it is, once in `LONGEST_S`."""
+    """True if `name` is on trial and its last rest began less than `LONGEST_S` ago, so that idle others come first."""
     health = state.holders.get(name)
     if health is None or not health.on_trial or health.rested_at_s is None:
         return False
@@ -94,7 +97,7 @@ def _waits_for_trial(state: State, name: str, now_s: float) -> bool:
 
 
 def over(settings: Settings, state: State) -> str:
-    """Why the run is over; '' while it goes on."""
+    """The reason why the run is over; '' while it continues."""
     if state.closed:
         return state.closed
     if state.acked >= settings.steps:
@@ -104,22 +107,21 @@ def over(settings: Settings, state: State) -> str:
 
 
 def kept_groups(state: State) -> int:
-    """Groups that a durable checkpoint has not made dispensable: open, claimed, acked."""
+    """The number of groups that are not covered by a durable checkpoint: open, claimed or acked."""
     return len(state.open) + len(state.held)
 
 
 def checkpoint_wanted(settings: Settings, state: State) -> bool:
-    """True if what is kept nears a limit, so that the learner should checkpoint at the end of its step."""
+    """True if the kept groups approach a limit, so that the learner should checkpoint at the end of its step."""
     limit = settings.limiter.buffer_groups
     full_bytes = held_bytes(state) >= CHECKPOINT_WANTED_AT * settings.retention_bytes
     return full_bytes or (limit > 0 and kept_groups(state) >= CHECKPOINT_WANTED_AT * limit)
 
 
-# --- The holders of leases: which are there, which rest, and which members one of them may take. Pure questions
+# --- lease holders: which are present, which rest, and which members each may take
 #
-# A member that failed is not leased again to the holder that failed it while another is there that has not failed it,
-# for
-# at most `AVOIDED_S`. A holder that keeps failing rests (`jaxroll.policy.health`).
+# A failed member is not leased to the same holder again while another holder is present that has not failed it, for at
+# most `AVOIDED_S`. A holder that keeps failing rests (`jaxroll.policy.health`).
 
 AVOIDED_S = 60.0
 SEEN_EVERY_S = 1.0
@@ -127,7 +129,7 @@ HOLDERS_KEPT = 1000
 
 
 def left_s(settings: Settings, state: State, name: str, now_s: float) -> float:
-    """How much longer `name` rests; 0 when it may work."""
+    """The remaining rest of `name` in seconds; 0 if it may work."""
     health = state.holders.get(name)
     if health is None or health.left_s(now_s, alone=False) <= 0:
         return 0.0
@@ -135,22 +137,22 @@ def left_s(settings: Settings, state: State, name: str, now_s: float) -> float:
 
 
 def others(settings: Settings, state: State, name: str, now_s: float) -> Iterator[str]:
-    """Holders besides `name` that are there and can be counted on: neither at rest, nor on trial, nor slow."""
+    """Holders other than `name` that are present and reliable: not resting, on trial or slow."""
     for other in state.seen_s:
         if other != name and is_present(settings, state, other, now_s):
             if yields_to(settings, state, other, now_s):
-                continue  # it gets no work now
+                continue  # it gets no leases now
             health = state.holders.get(other)
             if health is None or not (health.on_trial or health.left_s(now_s, alone=False) > 0):
                 yield other
 
 
 def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:
-    """The rest that a put which took so long brings its holder; None when the holder keeps up with the others."""
+    """The rest imposed on the holder of a put that took `took_s`; None if the holder keeps up with the others."""
     recent = state.recent_s.get(slot.holder, Recent())
     health = state.holders.get(slot.holder, Health())
     enough = recent.count + 1 >= TRIP or not (health.on_trial and health.error == SLOW)
-    keeps_up = None if enough else 0.0  # one member that ended soon does not end a trial
+    keeps_up = None if enough else 0.0  # a single quick member does not end a trial
     usual = {other: state.recent_s[other] for other in others(settings, state, slot.holder, now_s)
              if other in state.recent_s and state.recent_s[other].count >= TRIP}  # fmt: skip
     if (
@@ -169,7 +171,7 @@ def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now
 
 
 def _running_s(state: State, now_s: float, ended: Slot) -> dict[str, list[float]]:
-    """Holder → how long each of its members has been leased, the one in `ended` left out."""
+    """For each holder: how long each of its members has been leased so far, without the one in slot `ended`."""
     found: dict[str, list[float]] = {}
     for group in state.index.lacking.values():
         for slot in group.slots:
@@ -181,7 +183,7 @@ def _running_s(state: State, now_s: float, ended: Slot) -> dict[str, list[float]
 def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -> bool:
     """True if many of the last members of `name` failed while those of other holders succeed.
 
-    Then a DATA failure counts against the holder, not against the environment: it is broken on one machine only.
+    A DATA failure then counts against the holder, because the environment is broken on its machine only.
     """
     if state.failing.get(name, 0.0) < BROKEN:
         return False
@@ -189,22 +191,22 @@ def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -
 
 
 def left_to_another(settings: Settings, state: State, slot: Slot, now_s: float) -> bool:
-    """True if a holder is there that has not failed the member, besides the one that fails it now."""
+    """True if another holder is present that has not failed this member."""
     return any(other not in slot.failed_by for other in others(settings, state, slot.holder, now_s))
 
 
 def has_leases(state: State, name: str) -> bool:
-    """True if `name` works on a member."""
+    """True if `name` holds a lease."""
     return any(slot.holder == name and slot.status == LEASED for g in state.index.lacking.values() for slot in g.slots)
 
 
 def on_trial(state: State, name: str) -> bool:
-    """True if `name` gets one member at a time."""
+    """True if `name` may hold only one lease at a time."""
     return name in state.holders and state.holders[name].on_trial
 
 
 def refusal(settings: Settings, state: State, name: str, now_s: float) -> str:
-    """Why `name` gets nothing now; '' when it may work."""
+    """The reason why `name` gets no lease now; '' if it may work."""
     if (left := left_s(settings, state, name, now_s)) > 0:
         return f"resting: {name} {why_resting(state, name)}; it gets work again in {left:.1f} s"
     if on_trial(state, name) and has_leases(state, name):
@@ -219,9 +221,9 @@ def why_resting(state: State, name: str) -> str:
 
 
 def resting(settings: Settings, state: State, now_s: float | None = None) -> dict[str, dict[str, float | int | str]]:
-    """The holders at rest or on trial, for people: seconds of rest left, rests in a row, the last error.
+    """Holders that rest or are on trial, for display: remaining rest in seconds, rests in a row, last error.
 
-    Without a clock (the state is read from a log) the seconds are those of the whole rest.
+    Without a clock (a state read from a log) `left_s` is the length of the whole rest.
     """
     found: dict[str, dict[str, float | int | str]] = {}
     for name, health in state.holders.items():
@@ -232,7 +234,7 @@ def resting(settings: Settings, state: State, now_s: float | None = None) -> dic
 
 
 class MemberChooser:
-    """The free members that `name` may be given now."""
+    """Predicate for the free members that `name` may lease now."""
 
     def __init__(self, settings: Settings, state: State, name: str, now_s: float) -> None:
         self._settings, self._state, self._name, self._now_s = settings, state, name, now_s
@@ -242,7 +244,7 @@ class MemberChooser:
         return tuple(others(self._settings, self._state, self._name, self._now_s))
 
     def takes(self, slot: Slot) -> bool:
-        """True if the member is not left to somebody who has not failed it."""
+        """True unless the member is reserved for a holder that has not failed it."""
         if self._name not in slot.failed_by or slot.avoided_until_s <= self._now_s:
             return True
         return all(other in slot.failed_by for other in self._others)
@@ -252,18 +254,18 @@ class MemberChooser:
 
 
 def free_members(group: Group, now_s: float, taker: MemberChooser | None = None) -> list[tuple[int, Slot]]:
-    """The members of a group that can be leased now: to `taker`, or to anybody."""
+    """The members of a group that can be leased now to `taker`; None: to any holder."""
     free = [(m, s) for m, s in group.missing() if s.status == FREE and s.rests_until_s <= now_s]
     return free if taker is None else [(m, s) for m, s in free if taker.takes(s)]
 
 
 def is_awaited(settings: Settings, state: State, place: int) -> bool:
-    """True if the learner waits for a claim that the unclaimed group at `place` belongs to."""
+    """True if the learner waits for a claim that includes the unclaimed group at `place`."""
     return state.awaited_at_s is not None and place < settings.limiter.batch_groups
 
 
 def share_of(settings: Settings, state: State, r: rq.Lease, now_s: float, taker: MemberChooser) -> Share:
-    """The asker's share beside those who have room as well; all that it has room for when it is alone."""
+    """The caller's share if other samplers have room too; all that it has room for if it is alone."""
     others = sum(state.rooms.get(name, 0) for name in with_room(settings, state, r.name, now_s))
     if others == 0:
         return Share(r.max_members)
@@ -272,7 +274,7 @@ def share_of(settings: Settings, state: State, r: rq.Lease, now_s: float, taker:
 
 
 def _available(settings: Settings, state: State, r: rq.Lease, enough: int, now_s: float, taker: MemberChooser) -> int:
-    """Members that may be leased at the asker's version: free ones, and those of new groups; `enough` is counted."""
+    """The number of members that may be leased at the caller's version, free or of new groups; counts to `enough`."""
     assert state.published is not None
     newest, in_force = state.published.version.step, window_in_force(settings, state)
     claimed, unclaimed = unpublished_groups(state), len(state.open)

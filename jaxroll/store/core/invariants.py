@@ -1,7 +1,7 @@
-"""What must be true of every record of a log, given the state before it: written down apart from the deciders.
+"""Invariants of every log record, given the state before it.
 
-Each check gives the reason why its record cannot be, '' when it can. They are kept independent of `work`, `puts` and
-`training`, so that a mistake there is found by replaying the log it wrote.
+Each check returns the reason why a record is impossible, or ''. The checks share no code with the deciders (`leases`,
+`puts`, `training`), so that replaying a log finds mistakes in those.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxroll.store.core.groups import DONE, DROPPED, FREE, LEASED, Group
 from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import State, base_step, on_line, was_published
 
-# From → to, by the contract. A record may leave a group where it is.
+# Allowed transitions (from, to) by STORE.md. A record may also leave the state of a group unchanged.
 EDGES = frozenset({
     ("PENDING", "LEASED"), ("LEASED", "PENDING"), ("LEASED", "READY"), ("PENDING", "READY"), ("READY", "CLAIMED"),
     ("CLAIMED", "ACKED"), ("ACKED", "CLAIMED"), ("ACKED", "TRIMMED"), ("PENDING", "ENDED"), ("LEASED", "ENDED"),
@@ -26,7 +26,7 @@ EDGES = frozenset({
 
 @dataclass
 class Seen:
-    """What the records so far said and the state forgets: every group that was ever in a claim."""
+    """Facts from earlier records that the state does not keep: every group that was ever in a claim."""
 
     settings: Settings | None = None
     claimed: set[int] = field(default_factory=set)
@@ -34,7 +34,7 @@ class Seen:
 
 
 def impossible(seen: Seen, state: State, event: ev.Event) -> str:
-    """Why `event` cannot follow on `state`; '' when it can."""
+    """The reason why `event` cannot follow `state`; '' if it can."""
     check = _CHECKS.get(type(event))
     return check(seen, state, event) if check else ""
 
@@ -67,7 +67,7 @@ def _issued(seen: Seen, state: State, e: ev.Issued) -> str:
     if e.size < 1 or not 0 <= e.wanted <= e.size:
         return f"group {e.group} has {e.size} members, of which {e.wanted} count"
     if e.reissue_of is not None and not 0 <= e.reissue_of < e.group:
-        return f"group {e.group} is issued again for group {e.reissue_of}, which never was"
+        return f"group {e.group} is issued again for group {e.reissue_of}, which never existed"
     return ""
 
 
@@ -129,7 +129,7 @@ def _aborted(seen: Seen, state: State, e: ev.Aborted) -> str:
     there = sum(slot.status in (DONE, LEASED, FREE) for slot in group.slots) - len(e.members)
     done = sum(1 for _ in group.done())
     if not group.wanted or there < group.wanted or (e.reason == "enough" and done != group.wanted):
-        return f"members {e.members} of group {e.group} are let go; {done} are done, {group.wanted} are wanted"
+        return f"members {e.members} of group {e.group} are aborted; {done} are done, {group.wanted} are wanted"
     return ""
 
 
@@ -176,7 +176,7 @@ def _claimable(seen: Seen, state: State, gid: int, step: int) -> str:
 
 
 def _batch(seen: Seen, state: State, e: ev.Claimed) -> str:
-    """The size of the claim, and the age of every token that is trained."""
+    """Check the size of the claim and the age of every trained token."""
     if seen.settings is None:
         return ""
     size, bound = seen.settings.limiter.batch_groups, seen.settings.limiter.max_age
@@ -252,7 +252,7 @@ _CHECKS: dict[type, Callable[[Seen, State, Any], str]] = {
 
 
 def group_contradicts(group: Group) -> str:
-    """Why a group contradicts itself; '' when it does not."""
+    """The reason why a group contradicts itself; '' if it does not."""
     missing = [m for m, s in enumerate(group.slots) if s.status not in (DONE, DROPPED)]
     if group.ready and missing:
         return f"group {group.id} is {group.state} and misses members {missing}"

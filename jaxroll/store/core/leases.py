@@ -1,4 +1,4 @@
-"""Decisions about work: leases, renewals, what time ends. Pure functions of the state."""
+"""Lease decisions: grant, renew, release, expire. Pure functions of the state."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from jaxroll.store.core.holders import (
 from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import State, held_bytes, outstanding, slot_of, unpublished_groups
 
-LAGGING = "weights"  # the reason of a NoCredit that newer weights would mend
+LAGGING = "weights"  # reason of a NoCredit: the sampler needs newer weights
 _ASK_AGAIN_S = 0.05
 
 
 @dataclass
 class Decision:
-    """Events to log, in order, and the answer: a value, or a StoreRefusal (not raised: events may go with it).
+    """Events to log, in order, and the answer: a value, or a StoreRefusal (not raised, because events may go with it).
 
-    `ended` are the leases (session, key) that the events took from their holders, once they are applied.
+    `ended` lists the leases (session, key) that the events ended early; it is filled when they are applied.
     """
 
     events: list[ev.Event] = field(default_factory=list)
@@ -44,12 +44,12 @@ class Decision:
 
 
 def refuse(refusal: StoreRefusal) -> Decision:
-    """No events, this refusal."""
+    """A decision without events that refuses the request."""
     return Decision(reply=refusal)
 
 
 def arrive(settings: Settings, state: State, r: rq.Arrive, now_s: float) -> Decision:
-    """A new process under an old name: the old one is gone, and so are its leases."""
+    """Register a new process under its name and end the leases of an earlier process with that name."""
     if state.sessions.get(r.name) == r.session:
         return Decision()
     events: list[ev.Event] = [ev.Arrived(r.name, r.session)]
@@ -64,7 +64,7 @@ def arrive(settings: Settings, state: State, r: rq.Arrive, now_s: float) -> Deci
 
 
 def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decision:
-    """Members to produce: first what groups in progress still miss, then new prompts, as far as the window goes."""
+    """Grant members: first those that open groups still miss, then new prompts, up to the in-flight window."""
     refusal = _lease_refusal(settings, state, r)
     if refusal is not None:
         return refuse(refusal)
@@ -108,14 +108,14 @@ def _lease_refusal(settings: Settings, state: State, r: rq.Lease) -> StoreRefusa
         return NoCredit(f"{LAGGING}: lineage {state.lineage} has published none yet", _ASK_AGAIN_S)
     version, newest = r.version, state.published.version
     if version.lineage < newest.lineage:
-        return NoCredit(f"{LAGGING}: {version} is of an ended lineage, flip to {newest} first", _ASK_AGAIN_S)
+        return NoCredit(f"{LAGGING}: {version} is of an ended lineage, load {newest} first", _ASK_AGAIN_S)
     if version > newest:
         return StaleClient(f"version {version} was never published here; the newest is {newest}")
     return None
 
 
 def _granted_again(settings: Settings, state: State, r: rq.Lease, members: Iterable[rq.Key]) -> list[Grant]:
-    """What of an earlier answer still holds."""
+    """The grants of an earlier answer that are still held."""
     kept: dict[int, list[int]] = {}
     for group, member, attempt in members:
         slot = slot_of(state.open.get(group), member)
@@ -131,7 +131,10 @@ def _granted_again(settings: Settings, state: State, r: rq.Lease, members: Itera
 def _lease_open(
     settings: Settings, state: State, r: rq.Lease, share: Share, taker: holders.MemberChooser, now_s: float
 ) -> tuple[list[ev.Event], list[Grant], int, str]:
-    """Events and grants for missing members, the share left, and why nothing newer may be leased ('' if it may)."""
+    """Lease missing members of open groups.
+
+    Returns events, grants, the remaining share, and the reason why no newer group may be leased ('' if one may).
+    """
     events: list[ev.Event] = []
     grants: list[Grant] = []
     room, claimed, total = share.members, unpublished_groups(state), len(state.open)
@@ -157,7 +160,7 @@ def _lease_open(
 def _lease_prompts(
     settings: Settings, state: State, r: rq.Lease, share: Share, room: int
 ) -> tuple[int, list[ev.Event], list[Grant], str]:
-    """Prompts used, events and grants for new groups, and why there are not more."""
+    """Lease members of new groups. Returns prompts used, events, grants, and the reason why there are not more."""
     events: list[ev.Event] = []
     grants: list[Grant] = []
     unclaimed, claimed = len(state.open), unpublished_groups(state)
@@ -186,7 +189,7 @@ def _lease_prompts(
 
 
 def _passed(state: State, r: rq.Lease, used: int) -> ev.Skipped | None:
-    """The offered prompts from `used` on that were trained on before a fork, up to the first that was not."""
+    """Skip the offered prompts from `used` on that were trained on before a fork, up to the first that was not."""
     place = used
     while place < len(r.prompts) and state.next_ordinal + place in state.passed:
         place += 1
@@ -194,7 +197,7 @@ def _passed(state: State, r: rq.Lease, used: int) -> ev.Skipped | None:
 
 
 def _issue_refusal(settings: Settings, state: State, unclaimed: int, claimed: int, step: int, spare_bytes: int) -> str:
-    """Why one more prompt must not be issued when `unclaimed` groups are open; '' when it may."""
+    """The reason why one more prompt must not be issued while `unclaimed` groups are open; '' if it may."""
     limiter, newest = settings.limiter, _published_step(state)
     in_force = window_in_force(settings, state)
     if not limiter.admits(unclaimed + claimed, newest, step, in_force, state.next_claim - newest):
@@ -202,7 +205,7 @@ def _issue_refusal(settings: Settings, state: State, unclaimed: int, claimed: in
     per_claim = limiter.batch_groups + limiter.redundant_groups
     if unclaimed >= (settings.steps - state.next_claim) * per_claim:
         return "enough for the steps that are left"
-    # The next claim always gets its groups, or a full budget would wait for a checkpoint that waits for the claim.
+    # The next claim always gets its groups. Otherwise a full budget would wait for a checkpoint that waits for a claim.
     if unclaimed < per_claim:
         return ""
     is_full = 0 < limiter.buffer_groups <= kept_groups(state) - len(state.open) + unclaimed
@@ -222,16 +225,16 @@ def _no_credit(settings: Settings, state: State, r: rq.Lease, refused: str, now_
 
 
 def _seen(state: State, r: rq.Lease, now_s: float) -> list[ev.Event]:
-    """It is there, if it could work; not more often than it matters."""
+    """Note that a sampler with the newest weights is present, at most once per `SEEN_EVERY_S`."""
     before_s = state.seen_s.get(r.name, -math.inf)
     due = r.version.step >= _published_step(state) and now_s - before_s >= holders.SEEN_EVERY_S
     return [ev.Seen(r.name)] if due else []
 
 
 def _hunger(state: State, r: rq.Lease, refused: str) -> list[ev.Event]:
-    """Nothing but the window keeps this sampler from working, or something else does.
+    """Note if the full window is the only reason why this sampler gets no lease.
 
-    Weights on their way do not count: who flips a moment later than another has room all the same.
+    A sampler that is still fetching newer weights keeps its entry: it has room all the same.
     """
     if r.version.step < _published_step(state):
         return []
@@ -240,7 +243,7 @@ def _hunger(state: State, r: rq.Lease, refused: str) -> list[ev.Event]:
 
 
 def _grants(settings: Settings, group: Group, members: list[tuple[int, int]]) -> list[Grant]:
-    """One grant for each key salt among `members` (a DATA failure changes a member's salt)."""
+    """One grant for each salt among `members` (each DATA failure gives a member a new salt)."""
     by_salt: dict[int, list[tuple[int, int]]] = {}
     for member, attempt in members:
         by_salt.setdefault(group.slots[member].data_failures, []).append((member, attempt))
@@ -248,20 +251,20 @@ def _grants(settings: Settings, group: Group, members: list[tuple[int, int]]) ->
 
 
 def renew(settings: Settings, state: State, r: rq.Renew, now_s: float) -> Decision:
-    """Extend what the session still holds; answers with what it lost."""
+    """Extend the leases that the session still holds; the answer lists those it lost."""
     kept: list[tuple[int, int]] = []
     lost: list[rq.Key] = []
     for group, member, attempt in r.members:
         slot = slot_of(state.open.get(group), member)
         if slot is not None and slot.status == LEASED and slot.attempt == attempt and slot.session == r.session:
             kept.append((group, member))
-        elif slot is None or slot.status != DONE or slot.attempt != attempt:  # a put on its way is not a loss
+        elif slot is None or slot.status != DONE or slot.attempt != attempt:  # a member it has put is not lost
             lost.append((group, member, attempt))
     return Decision([ev.Renewed(tuple(kept), settings.lease_s)] if kept else [], tuple(lost))
 
 
 def release(settings: Settings, state: State, r: rq.Release, now_s: float) -> Decision:
-    """Members that will not be produced by this holder."""
+    """Free members that their holder gives back."""
     given: dict[int, list[int]] = {}
     for group, member, attempt in r.members:
         slot = slot_of(state.open.get(group), member)
@@ -271,7 +274,7 @@ def release(settings: Settings, state: State, r: rq.Release, now_s: float) -> De
 
 
 def tick(settings: Settings, state: State, r: rq.Tick, now_s: float) -> Decision:
-    """Ends leases that ran out; a store that stood still forgives everyone that time first."""
+    """End expired leases; after a stall of the store, first extend all leases by its length."""
     if r.stalled_s > 0:
         return Decision([ev.Extended(r.stalled_s)])
     events: list[ev.Event] = []

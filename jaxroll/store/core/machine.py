@@ -34,12 +34,12 @@ _DECIDERS: dict[type, Callable[[Settings, State, Any, float], Decision]] = {
 
 
 def decide(settings: Settings, state: State, request: rq.Request, now_s: float) -> Decision:
-    """The events that `request` causes and its answer; `state` is not changed."""
+    """Return the events that `request` causes and its answer, without changing `state`."""
     return _DECIDERS[type(request)](settings, state, request, now_s)
 
 
 class Core:
-    """Settings and state. Used from one thread; time is an argument."""
+    """Settings and state of the run. Use it from one thread; time is an argument."""
 
     def __init__(self, settings: Settings, state: State | None = None) -> None:
         self.settings = settings
@@ -47,12 +47,12 @@ class Core:
 
     @classmethod
     def recovered(cls, settings: Settings, state: State | None, events: Iterable[ev.Event], now_s: float) -> Core:
-        """The machine after `state` and then `events`; every open lease counts from now."""
+        """The machine after `state` and then `events`; every open lease gets its full time from `now_s`."""
         begun = rebased(state, now_s, settings.lease_s) if state is not None else State(moved_at_s=now_s)
         return cls(settings, rebased(replay(begun, events, now_s), now_s, settings.lease_s))
 
     def handle(self, request: rq.Request, now_s: float) -> Decision:
-        """Decide and apply. The caller makes the events durable before it passes the answer on."""
+        """Decide and apply. The caller must make the events durable before it sends the answer."""
         decision = decide(self.settings, self.state, request, now_s)
         for event in decision.events:
             decision.ended += ended_by(self.state, event)
@@ -60,15 +60,15 @@ class Core:
         return decision
 
 
-# --- leases that end before their holder put anything (early abort)
+# --- leases that the store ends early (abort)
 #
-# A lease that ran out is not among them, for its put still counts; nor what its holder gave back or put itself.
+# Expired leases are not among them, because their puts still count; neither are leases that the holder released or put.
 
 Ending = tuple[str, Key]  # session, (group, member, attempt)
 
 
 def ended_by(state: State, event: ev.Event) -> list[Ending]:
-    """The leases that `event`, which is not applied yet, takes from their holders."""
+    """The leases that `event` (not applied yet) takes from their holders."""
     match event:
         case ev.Shrunk(group=gid, dropped=members) | ev.Aborted(group=gid, members=members):
             return _leases(state.open[gid], members)

@@ -1,4 +1,4 @@
-"""Put decisions: idempotent by (group, member, attempt) and digest, fenced by attempt. Pure."""
+"""Put decisions: idempotent by (group, member, attempt) and digest, fenced by attempt. Pure functions of the state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CAUSE_CHARS = 300
 
 
 def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Decision:
-    """OK once and for all for the first put of an attempt that still counts; see promise 2."""
+    """Accept the first put of the current attempt; the same bytes again get the same answer (STORE.md, promise 2)."""
     settled = by_key(state, r.group, r.member, r.attempt)
     if settled is not None:
         return Decision(reply=settled)
@@ -38,14 +38,14 @@ def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Deci
     took_s = _took_s(slot, now_s)
     rest_s = holders.slow_rest_s(settings, state, slot, took_s, now_s)
     health = state.holders.get(slot.holder)
-    # A trial is judged by the members that were leased for it alone.
+    # Only members that were leased during a trial count in it.
     counts = not rest_s and (health is None or not health.is_of_older_wave(slot.leased_at_s))
     put = ev.Put(r.group, r.member, r.attempt, r.digest, r.size_bytes, r.runs, r.reward, took_s, rest_s, counts)
     return Decision([put, *after_put(settings, state, group, put)], "OK")
 
 
 def by_key(state: State, group: int, member: int, attempt: int) -> str | StoreRefusal | None:
-    """The answer to a put whatever it carries; None when that depends on what it carries."""
+    """The answer to a put that does not depend on its bytes; None if it does."""
     if not 0 <= group < state.next_group:
         return StaleClient(f"group {group} was never issued in this run")
     if (alive := state.find(group)) is None:
@@ -57,7 +57,7 @@ def by_key(state: State, group: int, member: int, attempt: int) -> str | StoreRe
 
 
 def _put_elsewhere(name: str, attempt: int, slot: Slot) -> str | StoreRefusal | None:
-    """The answer to an attempt that is not the slot's own; None to one that is."""
+    """The answer to an attempt that is not the slot's current one; None for the current one."""
     if slot.status == DROPPED:
         return "SURPLUS"
     if attempt < slot.attempt:
@@ -74,7 +74,7 @@ def _took_s(slot: Slot, now_s: float) -> float:
 
 
 def _put_after_end(r: rq.PutMember) -> str | StoreRefusal:
-    """The answer when the group is no longer alive: what was acknowledged once is acknowledged forever."""
+    """The answer for a group that is no longer alive: a put that was acknowledged once is acknowledged again."""
     if r.recorded is None or r.attempt > r.recorded.attempt:
         return "SURPLUS"
     if r.attempt < r.recorded.attempt:
@@ -83,7 +83,7 @@ def _put_after_end(r: rq.PutMember) -> str | StoreRefusal:
 
 
 def _put_known(r: rq.PutMember, slot: Slot) -> str | StoreRefusal | None:
-    """The answer to a put that the slot's history settles; None when the put is news."""
+    """The answer to a put that the slot has already received or replaced; None for a new put."""
     if r.attempt == slot.failed_attempt and r.digest == slot.failed_digest:
         return "OK"
     elsewhere = _put_elsewhere(f"{r.group}.{r.member}", r.attempt, slot)
@@ -107,7 +107,7 @@ def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: 
     failures = 1 + (slot.data_failures if data else slot.infra_failures)
     budget = settings.data_retries if data else settings.infra_retries
     counts = not data or holders.is_broken_alone(settings, state, slot.holder, now_s)
-    # The back-off is for an outage that all holders see; one failure may as well be of one holder.
+    # The back-off is meant for an outage that affects all holders; a first failure may be the holder's own.
     at_once = data or (failures == 1 and holders.left_to_another(settings, state, slot, now_s))
     rest_s = 0.0 if at_once else settings.backoff_s(failures)
     health = state.holders.get(slot.holder, Health())
@@ -121,7 +121,7 @@ def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: 
 
 
 def _bounded(settings: Settings, state: State, group: Group, decision: Decision, failure: tuple[str, str]) -> Decision:
-    """`decision` about a failure, and the end of the run where too many groups have died since the last claim."""
+    """Add the end of the run to `decision` if too many groups have died since the last claim."""
     dead = state.died + sum(isinstance(event, ev.Died) for event in decision.events)
     if state.closed or dead == state.died or not 0 < settings.dead_groups <= dead:
         return decision
@@ -134,7 +134,7 @@ def _bounded(settings: Settings, state: State, group: Group, decision: Decision,
 
 
 def _invalid_runs(state: State, runs: tuple[VersionRun, ...]) -> str:
-    """Why no member of this run can have sampled `runs`; '' when one can."""
+    """The reason why no sampler of this run can have sampled `runs`; '' if one can."""
     last: Version | None = None
     for run in runs:
         if run.count < 1:
@@ -153,7 +153,7 @@ def _invalid_runs(state: State, runs: tuple[VersionRun, ...]) -> str:
 
 
 def after_put(settings: Settings, state: State, group: Group, put: ev.Put) -> list[ev.Event]:
-    """What a put brings about beside itself: nothing, unless its group has enough members with it."""
+    """The further events of a put: none unless it completes its group."""
     rewards = {m: slot.reward for m, slot in group.done()} | {put.member: put.reward}
     missing = tuple(m for m, _ in group.missing() if m != put.member)
     if missing and not 0 < group.wanted <= len(rewards):
@@ -163,7 +163,7 @@ def after_put(settings: Settings, state: State, group: Group, put: ev.Put) -> li
 
 
 def can_spare_one(group: Group) -> bool:
-    """True if the group can still become complete when a member that is not done is given up."""
+    """True if the group can still become complete without one of its unfinished members."""
     possible = sum(1 for _ in group.done()) + sum(1 for _ in group.missing())
     return 0 < group.wanted < possible
 
@@ -171,9 +171,9 @@ def can_spare_one(group: Group) -> bool:
 def judged(
     settings: Settings, state: State, gid: int, rewards: Sequence[float], rejected_before: int = 0
 ) -> list[ev.Event]:
-    """The end of group `gid` if the filter rejects it, and that of the run where it rejects too many.
+    """Expire group `gid` if the filter rejects it, and close the run if the filter has rejected too many.
 
-    `rejected_before` counts those that the same decision rejects.
+    `rejected_before` counts the groups that the same decision has already rejected.
     """
     rule, limit = settings.filter, settings.filter_limit
     rejected = state.filtered + rejected_before
@@ -188,7 +188,7 @@ def judged(
 
 
 def _why_over(settings: Settings, state: State, rejected: int, reason: str, broken: bool) -> str:
-    """Why a run that has rejected so many groups since its last claim cannot go on; '' when it can."""
+    """The reason why a run with `rejected` groups since its last claim must end; '' if it continues."""
     if broken:
         return f"schedule.filter: {reason}"
     if rejected < settings.filter_limit or settings.filter.at_limit == "deliver":

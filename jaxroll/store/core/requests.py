@@ -1,4 +1,4 @@
-"""What may be asked of the state machine, and what it answers besides refusals (`jaxroll.errors`)."""
+"""Requests to the state machine, and its answers other than refusals (`jaxroll.errors`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Key = tuple[int, int, int]  # (group, member, attempt)
 
 @dataclass(frozen=True)
 class Arrive:
-    """A process called `name` speaks for the first time; leases of an earlier process of that name end."""
+    """First request of a process called `name`; leases of an earlier process with that name end."""
 
     name: str
     session: str
@@ -19,9 +19,9 @@ class Arrive:
 
 @dataclass(frozen=True)
 class Lease:
-    """Work for a sampler at `version` with room for `max_members`. `prompts` is what the feeder has ready.
+    """Request for up to `max_members` leases by a sampler at `version`. `prompts` are those that the feeder has ready.
 
-    `request` names the asking: asked again (the reply was lost), it gets the same grants.
+    A retry with the same `request` id (after a lost reply) gets the same grants.
     """
 
     name: str
@@ -34,9 +34,9 @@ class Lease:
 
 @dataclass(frozen=True)
 class Leases:
-    """The answer to Lease. `prompts_used` of the offered prompts became groups (or are passed over, after a fork).
+    """The answer to Lease. `prompts_used` of the offered prompts became groups (or are skipped, after a fork).
 
-    There may be no grants when some were passed over: ask again with the prompts after them.
+    If all offered prompts were skipped there are no grants: ask again with the prompts after them.
     """
 
     grants: tuple[Grant, ...]
@@ -45,7 +45,7 @@ class Leases:
 
 @dataclass(frozen=True)
 class Renew:
-    """Leases that are still being worked on. Answer: those that are lost."""
+    """Renewal of leases. Answer: those that are lost."""
 
     session: str
     members: tuple[Key, ...]
@@ -53,14 +53,14 @@ class Renew:
 
 @dataclass(frozen=True)
 class Release:
-    """Leases given back."""
+    """Return of leases."""
 
     members: tuple[Key, ...]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the log says of a member of a group that is no longer alive."""
+    """The log's record of a member whose group is no longer alive."""
 
     attempt: int
     digest: str
@@ -68,9 +68,9 @@ class Recorded:
 
 @dataclass(frozen=True)
 class PutMember:
-    """A member as it arrived: finished with token `runs`, or failed with (kind, error).
+    """A put of one member: finished with token `runs`, or failed with (kind, error).
 
-    `recorded` is what the log holds of it when its group is no longer alive. Answer: OK or SURPLUS.
+    `recorded` is the log's record of the member if its group is no longer alive. Answer: OK or SURPLUS.
     """
 
     group: int
@@ -86,9 +86,9 @@ class PutMember:
 
 @dataclass(frozen=True)
 class ClaimStep:
-    """The batch of `step` for the learner `session`. Answer: Batch.
+    """Claim of the batch of `step` by the learner `session`. Answer: Batch.
 
-    Asked `ahead`, while the step before is computed, the learner does not wait for it.
+    `ahead`: the learner prefetches it while it computes the step before, so it is not waiting yet.
     """
 
     session: str
@@ -99,10 +99,10 @@ class ClaimStep:
 
 @dataclass(frozen=True)
 class Begin:
-    """A learner starts from the checkpoint `durable` (None: from nothing). Answer: Version to train from.
+    """Start of a learner from the checkpoint `durable` (None: from initial weights). Answer: Version to train from.
 
-    With the name of a `fork` a new lineage begins there, and nothing claimed from that step on is trained again, even
-    if its trajectories are trimmed. Asked again by the same name, it is an ordinary beginning on that line.
+    With the name of a `fork`, a new lineage begins at the checkpoint without the claims from that step on, even if
+    their trajectories are trimmed. Once the fork exists, the same request is an ordinary start on its line.
     """
 
     session: str
@@ -112,7 +112,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Publish:
-    """Weights can be fetched."""
+    """Publication of new weights, which samplers can now fetch."""
 
     session: str
     snapshot: VersionRef
@@ -120,7 +120,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Ack:
-    """The claim of version.step was trained."""
+    """Acknowledgement that the claim of version.step was trained."""
 
     session: str
     version: Version
@@ -128,7 +128,7 @@ class Ack:
 
 @dataclass(frozen=True)
 class Durable:
-    """A checkpoint of `version` (the effect of claims below version.step) is on disk under its final name."""
+    """Notice that the checkpoint of `version` (the effect of claims below version.step) is on disk, finally named."""
 
     session: str
     version: Version
@@ -136,26 +136,26 @@ class Durable:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time passed: end what ran out. `stalled_s` is how long the store itself stood still."""
+    """Passage of time: expired leases end. `stalled_s` is how long the store's process was suspended."""
 
     stalled_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class EndData:
-    """The feeder has no more prompts."""
+    """End of the prompt stream."""
 
 
 @dataclass(frozen=True)
 class Close:
-    """End the run."""
+    """Request to end the run."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Open:
-    """The store starts: a run closed before its end goes on."""
+    """Start of the store: a run that was closed before its last step continues."""
 
 
 Request = (

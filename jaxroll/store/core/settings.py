@@ -1,4 +1,4 @@
-"""What the state machine needs to know of a config."""
+"""Settings of the state machine, derived from the config."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxroll.policy.limiter import AgeLimiter
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 CHECKPOINT_WANTED_AT = 0.8  # of what may be retained
-FILTERED = "filtered"  # a group that ended so; what the filter said follows a colon
-_DEAD_WINDOWS = 4  # below that a run of bad luck would end a run whose environment fails for half of the prompts
-END_OF_DATA = "end of data"  # why a run is over whose prompts are all used
+FILTERED = "filtered"  # first part of the reason of a rejected group; the filter's reason follows a colon
+_DEAD_WINDOWS = 4  # fewer would end a run by chance if its environment fails for half of the prompts
+END_OF_DATA = "end of data"  # reason of a run that ends because all prompts are used
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Settings:
     filter: Filter = field(default_factory=Filter)
     redundant_members: int = 0
     replicate: str = "auto"
-    dead_groups: int = 0  # that may die between two claims; 0: no limit
-    row_tokens: int = 0  # of the learner, into which a member must fit; 0: no limit
-    prompt_tokens: int = 0  # of a first prompt that the learner keeps apart from its row
+    dead_groups: int = 0  # groups that may die between two claims; 0: no limit
+    row_tokens: int = 0  # length of the learner's row, into which a member must fit; 0: no limit
+    prompt_tokens: int = 0  # length of a first prompt that the learner keeps apart from its row
 
     def __post_init__(self) -> None:
         for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
@@ -55,7 +55,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: Config) -> Settings:
-        """The settings that `config` asks for; ConfigError where they must deadlock."""
+        """The settings given by `config`; ConfigError if they must deadlock."""
         s, store = config.schedule, config.store
         limiter = age_limiter(config)
         return cls(
@@ -70,21 +70,21 @@ class Settings:
 
     @property
     def members_leased(self) -> int:
-        """Members of a new group: those that count, and the redundant ones."""
+        """The number of members of a new group, redundant ones included."""
         return self.group_size + self.redundant_members
 
     @property
     def members_wanted(self) -> int:
-        """How many of a group's members count, as its record says it: 0 is all."""
+        """The number of members of a group that count, as in `events.Issued`: 0 means all."""
         return self.group_size if self.redundant_members else 0
 
     @property
     def filter_limit(self) -> int:
-        """Groups that may be rejected between two claims."""
+        """The number of groups that the filter may reject between two claims."""
         return self.filter.windows * self.limiter.window(0)
 
     def backoff_s(self, failures: int) -> float:
-        """How long a member rests after its `failures`-th INFRA failure."""
+        """The rest of a member after its `failures`-th INFRA failure, in seconds."""
         return min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** (failures - 1))
 
     def shuffle_seed(self, step: int) -> int:

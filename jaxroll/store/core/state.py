@@ -1,7 +1,8 @@
-"""Difficulty of questions and speed of lease holders: running means that are part of the state.
+"""State of a run: plain records and queries. Only `apply` changes it.
 
-Every group that is claimed, or rejected by the filter, counts once, however often a learner trains on the claim. Only
-the questions touched last are kept here; the table `questions` of the database has all of them.
+The first part holds running means: the difficulty of questions and the speed of lease holders. Every group that is
+claimed, or rejected by the filter, counts once, however often a learner trains on the claim. Only the questions touched
+last are kept in the state; the table `questions` of the database has all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ QUESTIONS_KEPT = 20_000
 
 
 class Question(msgspec.Struct, array_like=True):
-    """What became of one question: groups issued, groups claimed; finished members judged, the sum of their rewards."""
+    """Counts of one question: groups issued and trained; members claimed or filtered, and the sum of their rewards."""
 
     issued: int = 0
     trained: int = 0
@@ -30,15 +31,15 @@ class Question(msgspec.Struct, array_like=True):
 
     @property
     def reward_mean(self) -> float | None:
-        """Over all members that were claimed or rejected by the filter; None before the first."""
+        """Mean reward over all members that were claimed or rejected by the filter; None before the first."""
         return self.reward_sum / self.members if self.members else None
 
 
 class Lengths(msgspec.Struct):
-    """Tokens and finished members of the groups that were claimed and of those that ended otherwise.
+    """Tokens and finished members of claimed groups (trained) and of groups that ended otherwise (lost).
 
-    `reissues` counts prompts that were issued again, by the length class of the group that ended: tokens of its longest
-    finished member, rounded up to a power of two.
+    `reissues` counts reissued prompts by the length class of the group that ended: the tokens of its longest finished
+    member, rounded up to a power of two.
     """
 
     trained_tokens: int = 0
@@ -49,7 +50,7 @@ class Lengths(msgspec.Struct):
 
 
 def touch(questions: dict[str, Question], question_hash: str) -> Question:
-    """The question's row, made the newest; the oldest of too many is forgotten."""
+    """Return the question's row and make it the newest; drop the oldest beyond `QUESTIONS_KEPT`."""
     row = questions.pop(question_hash, None) or Question()
     questions[question_hash] = row
     if len(questions) > QUESTIONS_KEPT:
@@ -64,11 +65,11 @@ def length_class(tokens: int) -> int:
 
 # --- durations: means over the last few
 
-_HOLDERS_KEPT = 1000  # samplers whose speed is remembered
+_HOLDERS_KEPT = 1000  # holders whose mean duration is kept
 
 
 def recent_mean_s(before_s: float, now_s: float) -> float:
-    """The mean of the last few durations, the newest being `now_s`; `before_s` 0 says that it is the first."""
+    """The running mean of durations after a new one of `now_s`; `before_s` is the mean before, 0 if there was none."""
     return now_s if before_s == 0.0 else 0.8 * before_s + 0.2 * now_s
 
 
@@ -76,7 +77,7 @@ _RECENT = 20  # members
 
 
 class Recent(msgspec.Struct):
-    """The mean duration of the last `_RECENT` members of a holder, the newer ones weighing more."""
+    """Mean duration of the last `_RECENT` members of a holder; newer members weigh more."""
 
     mean_s: float = 0.0
     count: int = 0
@@ -87,9 +88,9 @@ class Recent(msgspec.Struct):
         self.mean_s += (took_s - self.mean_s) / self.count
 
     def at_least_s(self, took_s: float, running_s: list[float]) -> float:
-        """A lower estimate of the mean: one more member took `took_s`, and others run for `running_s` already.
+        """A lower estimate of the mean, if one more member took `took_s` and others have run for `running_s` so far.
 
-        Members that end soon are put first, so the finished ones alone make a slow holder look quick.
+        Short members are put first, so the finished ones alone would make a slow holder look quick.
         """
         longer = [run_s for run_s in running_s if run_s > self.mean_s]
         return (self.count * self.mean_s + took_s + sum(longer)) / (self.count + 1 + len(longer))
@@ -101,23 +102,22 @@ class Recent(msgspec.Struct):
 
 
 def note_duration(durations: dict[str, float], name: str, took_s: float) -> None:
-    """Remember that something of `name` took so long; who was not heard of for longest is forgotten."""
+    """Add a duration of `name` to its running mean; drop the names updated longest ago beyond `_HOLDERS_KEPT`."""
     durations[name] = recent_mean_s(durations.pop(name, 0.0), took_s)
     while len(durations) > _HOLDERS_KEPT:
         del durations[next(iter(durations))]
 
 
-# --- What the store knows: plain records and questions about them. Only `apply` changes them
+# --- the state
 #
-# The whole `State` encodes to MessagePack, which is how the log is compacted. Times are seconds of the store's
-# monotonic
-# clock and mean nothing in another process: `rebased` gives every open lease its full time again after a restart.
+# `State` encodes to MessagePack: compaction of the log writes it. Times are seconds of the store's monotonic clock and
+# have no meaning in another process: after a restart `rebased` gives every open lease its full time again.
 
 NAMES_KNOWN = 10_000
 
 
 class Batch(msgspec.Struct):
-    """The logged claim of one step: these groups, in this order."""
+    """Logged claim of one step: its groups, in the order of training."""
 
     step: int
     groups: tuple[int, ...]
@@ -125,9 +125,9 @@ class Batch(msgspec.Struct):
 
 
 class Lineage(msgspec.Struct):
-    """A line of parameter versions that left `parent` at `fork_step`; `newest` is its last published step.
+    """Line of parameter versions that left `parent` at `fork_step`; `newest` is its last published step.
 
-    `fork` names the fork that began it; it is empty when the learner rewound, and its parent's claims were replayed.
+    `fork` is the name of the fork that began it; it is empty after a rewind, which replays the claims of the parent.
     """
 
     parent: int | None = None
@@ -137,16 +137,16 @@ class Lineage(msgspec.Struct):
 
 
 class LeaseReceipt(msgspec.Struct):
-    """What a session was granted last, so that a repeated request gets the same answer."""
+    """Last grants of a session, so that a repeated request gets the same answer."""
 
     request: str
     members: tuple[tuple[int, int, int], ...]  # (group, member, attempt)
 
 
 class State(msgspec.Struct, dict=True):
-    """The run. `open` are the groups that no claim took yet, in the order of issue; `held` the others alive.
+    """State of the run. `open`: groups not claimed yet, in the order of issue; `held`: the other groups alive.
 
-    `index` finds among them without looking at all; it is made of them, and no part of what is encoded or compared.
+    `index` is derived from both, so that queries need not scan all groups; it is neither encoded nor compared.
     """
 
     position: int = 0  # records in the log
@@ -162,13 +162,13 @@ class State(msgspec.Struct, dict=True):
     lineages: list[Lineage] = msgspec.field(default_factory=lambda: [Lineage()])
     learner: str = ""  # the session that may claim and publish
     published: VersionRef | None = None  # in the current lineage
-    cursor: bytes | None = None  # the prompt pipeline's state (place, seed, epoch) after the last prompt used
+    cursor: bytes | None = None  # the prompt pipeline's state (position, seed, epoch) after the last prompt used
     prompts_issued: int = 0
-    next_ordinal: int = 0  # the place of the next prompt in the stream; smaller again after a fork
+    next_ordinal: int = 0  # the position of the next prompt in the stream; a fork moves it back
     stream: dict[int, bytes] = {}  # ordinal → the pipeline's state after it, from the oldest open group on
     passed: set[int] = set()  # ordinals that were used on this line before a fork
-    cuts: dict[str, Cut] = {}  # durable version → where the prompts stood
-    claim_cuts: dict[int, Cut] = {}  # claim that is not trimmed → where the prompts stood after it
+    cuts: dict[str, Cut] = {}  # durable version → position of the prompt stream
+    claim_cuts: dict[int, Cut] = {}  # claim that is not trimmed → position of the prompt stream after it
     data_ended: bool = False
     closed: str = ""
     receipts: dict[str, LeaseReceipt] = {}
@@ -185,21 +185,21 @@ class State(msgspec.Struct, dict=True):
     tokens_expired: dict[str, int] = {}
     tokens_masked: int = 0
     member_bytes: int = 4096  # the largest member seen: what an open lease reserves
-    moved_at_s: float = 0.0  # when something last came forward
+    moved_at_s: float = 0.0  # time of the last progress
     pace: Pace = Pace()  # the window in force
     step_s: float = 0.0  # how long the learner lately worked on a claim; 0 before it is known
     recent_s: dict[str, Recent] = {}  # holder → durations since it last began to rest for slowness
     member_s: dict[str, float] = {}  # holder → how long its members lately took from lease to put
-    hungry: dict[str, float] = {}  # sampler → when it last got nothing because the window was full
-    idle_s: dict[str, float] = {}  # the same, kept when it got work since
-    rooms: dict[str, int] = {}  # and for how many members it has room
-    seen_s: dict[str, float] = {}  # holder → when it was last given work, put or renewed any, or asked for it
-    holders: dict[str, Health] = {}  # those whose members failed lately
+    hungry: dict[str, float] = {}  # sampler → time of its last refusal because the window was full; cleared by a lease
+    idle_s: dict[str, float] = {}  # the same, but kept when it gets a lease
+    rooms: dict[str, int] = {}  # hungry sampler → members for which it has room
+    seen_s: dict[str, float] = {}  # holder → when it last leased, put, renewed or asked for a lease
+    holders: dict[str, Health] = {}  # holders whose members failed lately
     failing: dict[str, float] = {}  # holder → share of its last members that failed, with DATA or INFRA
     questions: dict[str, Question] = {}  # by question hash, the newest last
     lengths: Lengths = msgspec.field(default_factory=Lengths)
-    claimed_at_s: float | None = None  # when the newest claim went to this learner; None after a beginning or a restart
-    awaited_at_s: float | None = None  # since when the learner waits for the next one
+    claimed_at_s: float | None = None  # time of this learner's newest claim; None after it or the store started
+    awaited_at_s: float | None = None  # since when the learner has waited for the next claim
 
     def __post_init__(self) -> None:
         self.index = Index(self.open, self.held)
@@ -225,17 +225,17 @@ def slot_of(group: Group | None, member: int) -> Slot | None:
 
 
 def base_step(state: State) -> int:
-    """The step samplers are (or, before the first publication in this lineage, will be) at."""
+    """The step of the weights that samplers use (before the first publication in this lineage: will use)."""
     return state.lineages[-1].fork_step if state.published is None else state.published.version.step
 
 
 def unpublished_groups(state: State) -> int:
-    """Groups of logged claims whose effect is not in the published version: claimed or to be replayed."""
+    """The number of groups in logged claims whose effect is not in the published version: claimed or to be replayed."""
     return sum(len(state.batches[step].groups) for step in range(base_step(state), state.next_claim))
 
 
 def outstanding(state: State) -> int:
-    """Leased + ready + claimed and not yet published + to be replayed: what admission counts."""
+    """The number of groups that admission counts: leased + ready + claimed and not yet published + to be replayed."""
     return len(state.open) - state.index.pending + unpublished_groups(state)
 
 
@@ -248,12 +248,12 @@ def counts(state: State) -> dict[str, int]:
 
 
 def conservation_residual(state: State) -> int:
-    """Groups issued less groups accounted for: 0, or something was lost."""
+    """Groups issued minus groups accounted for; anything but 0 is a lost group."""
     return state.issued - sum(counts(state).values())
 
 
 def held_bytes(state: State) -> int:
-    """Payload bytes on disk, and what the open leases reserve."""
+    """Payload bytes on disk plus those reserved for open leases."""
     return state.index.put_bytes + state.index.leased * state.member_bytes
 
 
@@ -277,9 +277,9 @@ def was_published(lineages: list[Lineage], version: Version) -> bool:
 
 
 def next_deadline_s(state: State, now_s: float) -> float | None:
-    """When the next lease ends or the next resting member may be leased; None when nothing is due.
+    """The time at which the next lease expires or the next resting member may be leased; None if there is none.
 
-    A member whose rest is over and that no holder leases is due no more; a lease that ran out is due until a tick.
+    A free member whose rest is over is not due any more; an expired lease stays due until the next tick.
     """
     lacking = state.index.lacking.values()
     due = [s.deadline_s for g in lacking for s in g.slots if s.status == LEASED]
@@ -288,7 +288,7 @@ def next_deadline_s(state: State, now_s: float) -> float | None:
 
 
 def rebased(state: State, now_s: float, lease_s: float) -> State:
-    """`state` on a clock that shows `now_s`: open leases are renewed once, rests and waits start again."""
+    """Move `state` to a clock that shows `now_s` and return it: leases get their full time, rests and waits end."""
     for group in state.open.values():
         if group.leased_at_s is not None:
             group.leased_at_s = now_s
@@ -309,12 +309,12 @@ def rebased(state: State, now_s: float, lease_s: float) -> State:
 
 
 def straggler_due(state: State, batch: int, deadline_s: float, now_s: float) -> bool:
-    """True if an unfinished group among the next `batch` is in work for longer than `deadline_s`."""
+    """True if an unfinished group among the next `batch` has been leased for longer than `deadline_s`."""
     return any(at_s <= now_s for at_s in _stragglers_s(state, batch, deadline_s))
 
 
 def next_straggler_s(state: State, batch: int, deadline_s: float, now_s: float) -> float | None:
-    """When the next of the unfinished groups among the next `batch` is in work for so long; None when none will be."""
+    """The time at which the next unfinished group of the next `batch` reaches `deadline_s`; None if there is none."""
     return min((at_s for at_s in _stragglers_s(state, batch, deadline_s) if at_s > now_s), default=None)
 
 

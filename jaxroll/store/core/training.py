@@ -1,8 +1,8 @@
-"""Decisions about training: claims, acknowledgements, versions, lineages, the end. Pure, like `work`.
+"""Training decisions: claims, acknowledgements, versions, lineages, the end of the run. Pure functions of the state.
 
-The learner's convention: `(lineage, k)` are the parameters after k claims. The claim of step s is trained at version s
-and makes version s + 1; `ack(s)` says it was trained; `durable(k)` says a checkpoint holds the effect of all claims
-below k; `begin(k)` starts from that checkpoint, and the next claim is k.
+The learner's convention: version `(lineage, k)` is the parameters after k claims. The claim of step s is trained at
+version s and yields version s + 1. `ack(s)` confirms that it was trained, `durable(k)` that a checkpoint holds the
+effect of all claims below k. `begin(k)` starts from that checkpoint, and the next claim is k.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHRINK_LEAST = 2  # a group of one has nothing to be compared with
 
 
 def claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) -> Decision:
-    """The batch of `r.step`: the logged one, or the next by the order policy once it is complete."""
+    """Return the batch of `r.step`: the logged one, or the next one by the order policy once it is complete."""
     refusal = _not_the_learner(state, r.session) or _wrong_line(state, r.lineage)
     if refusal is not None:
         return refuse(refusal)
@@ -44,7 +44,7 @@ def claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) -> De
 def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) -> Decision:
     events: list[ev.Event] = []
     old_enough = r.step > settings.limiter.max_age  # before that no token can be too old
-    stale = {g.id for g in state.open.values() if old_enough and _hopeless(settings, g, r.step)}
+    stale = {g.id for g in state.open.values() if old_enough and _is_stale(settings, g, r.step)}
     for gid in sorted(stale):
         events += expire_and_reissue(settings, state, state.open[gid], "stale", sum(map(_is_issue, events)))
     usable = [g for g in state.open.values() if g.id not in stale]
@@ -52,7 +52,7 @@ def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) 
     if last and settings.last_batch == "drop" and len(usable) < settings.limiter.batch_groups:
         events += [ev.Expired(group.id, "last_batch") for group in usable]
         usable = []
-    shrinking = [] if r.ahead else _shrunk(settings, usable, now_s)  # nobody waits for the stragglers yet
+    shrinking = [] if r.ahead else _shrunk(settings, usable, now_s)  # a prefetching learner is not waiting yet
     rejected = _rejected(settings, state, shrinking)
     events += [*shrinking, *rejected]
     if over := [e.reason for e in rejected if isinstance(e, ev.RunClosed)]:
@@ -84,14 +84,17 @@ def _claimed(settings: Settings, state: State, r: rq.ClaimStep, pick: order.Pick
 
 
 def _learner_s(state: State, now_s: float) -> tuple[float, float]:
-    """How long the learner waited for the claim it gets now, and worked since the one before; 0 where not known."""
+    """Seconds that the learner waited for this claim, and worked since the previous one; 0 if unknown."""
     asked_at_s = now_s if state.awaited_at_s is None else state.awaited_at_s
     worked_s = 0.0 if state.claimed_at_s is None else asked_at_s - state.claimed_at_s
     return now_s - asked_at_s, max(0.0, worked_s)
 
 
-def _hopeless(settings: Settings, group: Group, step: int) -> bool:
-    """True if the group holds tokens too old for `step`, so many that its policy gives it up."""
+def _is_stale(settings: Settings, group: Group, step: int) -> bool:
+    """True if `on_stale` ends the group because of tokens too old for `step`.
+
+    With "expire" one such token suffices; with "mask" all tokens must be too old.
+    """
     finished = [slot for _, slot in group.done() if slot.runs]
     if not finished:
         return False
@@ -107,7 +110,7 @@ def _stale_tokens(settings: Settings, group: Group, step: int) -> int:
 def expire_and_reissue(
     settings: Settings, state: State, group: Group, reason: str, issued_before: int
 ) -> list[ev.Event]:
-    """The end of `group` and, within the cap, its prompt as a new group at the end of the order."""
+    """Expire `group` and, up to `settings.reissues` times, issue its prompt again as the newest group."""
     events: list[ev.Event] = [ev.Expired(group.id, reason)]
     if group.reissues < settings.reissues:
         new = state.next_group + issued_before
@@ -140,7 +143,7 @@ def _shrunk(settings: Settings, usable: list[Group], now_s: float) -> list[ev.Sh
 
 
 def _rejected(settings: Settings, state: State, shrinking: list[ev.Shrunk]) -> list[ev.Event]:
-    """What the filter says of the groups that are closed as stragglers in this decision."""
+    """The filter's events for the groups that this decision closes as stragglers."""
     events: list[ev.Event] = []
     for shrunk in shrinking:
         if any(isinstance(e, ev.RunClosed) for e in events):
@@ -151,7 +154,7 @@ def _rejected(settings: Settings, state: State, shrinking: list[ev.Shrunk]) -> l
 
 
 def _candidate(settings: Settings, group: Group, closed: dict[int, int], ready_places: int) -> order.Candidate:
-    """`closed` are the groups that the same decision closes, in the order in which they become ready."""
+    """The group as a candidate for a claim. `closed` maps the groups that this decision closes to their order."""
     place = ready_places + closed[group.id] if group.id in closed else group.ready_place
     return order.Candidate(group.id, place, group.oldest_step if settings.order == "freshest_first" else 0)
 
@@ -164,11 +167,11 @@ def _what_is_missing(state: State, missing: tuple[int, ...], there: int, batch: 
     return f"{len(missing)} groups are not finished; group {head.id} misses members {lacking} ({head.state})"
 
 
-# --- what the learner says
+# --- calls of the learner
 
 
 def begin(settings: Settings, state: State, r: rq.Begin, now_s: float) -> Decision:
-    """The version to train from. A checkpoint below what was published or trained opens a new lineage there."""
+    """Return the version to train from. A checkpoint below the published or trained step opens a new lineage."""
     if r.fork and all(line.fork != r.fork for line in state.lineages):
         return forks.fork(state, r)
     start = r.durable or Version(0, 0)
@@ -203,7 +206,7 @@ def _impossible_start(state: State, start: Version) -> StoreRefusal | None:
 
 
 def _expired_by_rewind(settings: Settings, state: State, fork_step: int) -> list[ev.Event]:
-    """Open groups with tokens of the lineage above the fork: those weights never happened."""
+    """Expire open groups with tokens of versions above the fork, which the new lineage does not contain."""
     lines = [*state.lineages, Lineage(state.lineage, fork_step)]
     events: list[ev.Event] = []
     for group in state.open.values():
@@ -213,7 +216,7 @@ def _expired_by_rewind(settings: Settings, state: State, fork_step: int) -> list
 
 
 def publish(settings: Settings, state: State, r: rq.Publish, now_s: float) -> Decision:
-    """Steps only grow within a lineage; the same version again replaces its address."""
+    """Record new weights. Steps only grow within a lineage; the same version again replaces its address."""
     version = r.snapshot.version
     refusal = _not_the_learner(state, r.session) or _wrong_line(state, version.lineage)
     if refusal is not None:
@@ -228,7 +231,7 @@ def publish(settings: Settings, state: State, r: rq.Publish, now_s: float) -> De
 
 
 def ack(settings: Settings, state: State, r: rq.Ack, now_s: float) -> Decision:
-    """The claim of version.step was trained; in order, and again without effect."""
+    """Record that the claim of version.step was trained. Acks come in order; a repeated one has no effect."""
     refusal = _not_the_learner(state, r.session) or _wrong_line(state, r.version.lineage)
     if refusal is not None:
         return refuse(refusal)
@@ -239,7 +242,7 @@ def ack(settings: Settings, state: State, r: rq.Ack, now_s: float) -> Decision:
 
 
 def durable(settings: Settings, state: State, r: rq.Durable, now_s: float) -> Decision:
-    """Trims the groups of all claims below version.step."""
+    """Trim the groups of all claims below version.step."""
     refusal = _not_the_learner(state, r.session)
     if refusal is None and not on_line(state.lineages, r.version):
         refusal = StaleClient(f"version {r.version} is not of this line (now lineage {state.lineage})")
@@ -264,15 +267,15 @@ def _wrong_line(state: State, lineage: int) -> StoreRefusal | None:
 
 
 def end_data(settings: Settings, state: State, r: rq.EndData, now_s: float) -> Decision:
-    """No further prompts."""
+    """Record that there are no further prompts."""
     return Decision([] if state.data_ended else [ev.DataEnded()])
 
 
 def close(settings: Settings, state: State, r: rq.Close, now_s: float) -> Decision:
-    """The run is over, for the first reason given."""
+    """End the run; later calls keep the first reason."""
     return Decision([] if state.closed else [ev.RunClosed(r.reason)])
 
 
 def open_run(settings: Settings, state: State, r: rq.Open, now_s: float) -> Decision:
-    """A store that starts opens what was closed before all steps were trained."""
+    """Reopen, at the start of the store, a run that was closed before all steps were trained."""
     return Decision([ev.RunOpened()] if state.closed and state.acked < settings.steps else [])

@@ -1,4 +1,4 @@
-"""Who is being waited for, and what for: derived from the state alone."""
+"""Status of a run and what it waits for, derived from the state alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jaxroll.store.core.state import State, conservation_residual, counts, held_
 
 
 def waits(settings: Settings, state: State, prompts_ready: bool = True, now_s: float | None = None) -> dict[str, str]:
-    """Who → why, as far as the state shows it and whether the feeder has prompts; empty when the run is over.
+    """For each role or holder that the run waits for: the reason. Empty if the run is over.
 
-    `now_s` is the store's clock; None: that of a log that is read, where it stands still.
+    `prompts_ready`: the feeder has prompts. `now_s` is the store's clock; None for a state read from a log.
     """
     if over(settings, state):
         return {}
@@ -25,8 +25,8 @@ def waits(settings: Settings, state: State, prompts_ready: bool = True, now_s: f
     if state.acked < state.next_claim:
         found["learner"] = f"is training claim {state.acked}"
     found |= _head(settings, state, prompts_ready)
-    ill = resting(settings, state, now_s) if set(found) - {"learner"} else {}
-    return found | {name: why_resting(state, name) for name in ill}
+    at_rest = resting(settings, state, now_s) if set(found) - {"learner"} else {}
+    return found | {name: why_resting(state, name) for name in at_rest}
 
 
 def _head(settings: Settings, state: State, prompts_ready: bool) -> dict[str, str]:
@@ -52,7 +52,7 @@ def _unfinished(group: Group) -> dict[str, str]:
 
 
 def status(settings: Settings, state: State, prompts_ready: bool = True, now_s: float | None = None) -> dict[str, Any]:
-    """The run in numbers, ready for JSON."""
+    """Status of the run as numbers and texts, ready for JSON."""
     wasted = sum(state.tokens_expired.values()) + state.tokens_masked
     return {
         "counts": counts(state),
@@ -94,5 +94,5 @@ def status(settings: Settings, state: State, prompts_ready: bool = True, now_s: 
 
 
 def unreliable(state: State) -> dict[str, float]:
-    """Holders of whose last members too many failed, with that share."""
+    """The unreliable holders, each with the share of its last members that failed."""
     return {name: round(share, 3) for name, share in state.failing.items() if is_unreliable(state, name)}

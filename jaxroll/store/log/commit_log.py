@@ -1,11 +1,12 @@
 """Commit log on disk: SQLite in WAL mode, synchronous=FULL, one writer thread, group commit.
 
-The event loop appends statements and goes on; the writer thread commits what has gathered in one transaction; whoever
-must not answer before its words are on disk awaits `committed()`. A commit that fails ends the log: its users must not
-answer any more, and the next store continues from what is on disk. RUN/store.lock keeps a second store out.
+The event loop appends statements and continues; the writer thread commits all gathered statements in one transaction;
+a caller that must not answer before its statements are on disk awaits `committed()`. A failed commit ends the log: the
+store must not answer any more, and its next process continues from what is on disk. RUN/store.lock excludes a second
+store.
 
-Compaction stops nobody: a third thread replays the log from disk and makes the snapshot in small pieces; the writer
-thread writes them, and removes what is old, a bounded portion with every commit (`upkeep`).
+Compaction does not block calls: a third thread replays the log from disk and encodes a state checkpoint in small
+parts; the writer thread writes these and deletes old rows, a bounded portion with every commit (`Maintenance`).
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from jaxroll.store.log.state_checkpoints import Mark, StatePart, StateReplica
 
 LOCK = "store.lock"
 HISTORY_BYTES, KEEP_BYTES = 256 * 2**20, 128 * 2**20
-_REST_S = 0.004  # the replaying thread rests this long after every few milliseconds of work: the event loop comes first
+_REST_S = 0.004  # the replaying thread sleeps this long after every few milliseconds of work, for the event loop's sake
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What is on disk: the state at the newest snapshot (None before the first), the events since, and their bytes.
+    """Content of the disk: the state of the newest checkpoint (None before the first), the events since, their bytes.
 
-    `before_bytes` of records were behind that snapshot.
+    `before_bytes` is the size of the log records before that checkpoint.
     """
 
     run_id: str
@@ -52,13 +53,13 @@ class Recovered:
 
 
 class Log:
-    """An open log. All methods belong to one event loop's thread; closing waits for the writer."""
+    """Open commit log. Call all methods from one event loop's thread; closing waits for the writer."""
 
     def __init__(self, run_dir: Path, *, history_bytes: int = HISTORY_BYTES, keep_bytes: int = KEEP_BYTES) -> None:
-        """Open (or make) the log in `run_dir`.
+        """Open the log in `run_dir`, or create it.
 
         `history_bytes` of old records and `keep_bytes` of trajectories that were trained or expired stay readable.
-        InfraError when another store holds it or it cannot be read; ConfigError on a network file system, or when
+        InfraError if another store holds the log or it cannot be read; ConfigError on a network file system, or if
         another version of JaxRoll wrote it.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -84,13 +85,13 @@ class Log:
         self._compacting: asyncio.Future[tuple[Mark, list[StatePart]]] | None = None
         self._gathered: list[schema.Statement] = []
         self._gathering: asyncio.Future[None] | None = None
-        self._writing: asyncio.Future[None] | None = None  # those whose statements are in the writer's hands
-        self._busy = False  # the writer works, if only on upkeep
+        self._writing: asyncio.Future[None] | None = None  # done when the writer has committed its current batch
+        self._busy = False  # the writer works, even if only on maintenance
         self.failure: InfraError | None = None
         self.commits = 0
 
     def append(self, statements: Sequence[schema.Statement]) -> None:
-        """Commit these soon, in order, all or none. Nothing is written any more once a commit has failed."""
+        """Queue statements for the next commit, in order, all or none. Once a commit has failed, nothing is written."""
         if not statements or self.failure is not None:
             return
         self._gathered.extend(statements)
@@ -101,7 +102,7 @@ class Log:
             self._write()
 
     async def committed(self) -> None:
-        """Return when everything appended so far is on disk; InfraError when it will never be."""
+        """Wait until everything appended so far is on disk; InfraError if a commit has failed."""
         waiting = self._gathering or self._writing
         if waiting is not None:
             await asyncio.shield(waiting)
@@ -109,44 +110,44 @@ class Log:
             raise self.failure
 
     def begin(self, state: State) -> None:
-        """`state` is what `recovered` led to; it need not be read from the disk again for the next snapshot.
+        """Take over `state`, to which `recovered` led, so that compaction need not read it from disk again.
 
-        Otherwise a store that is killed in every compaction needs ever longer for the next one.
+        Without it, a store that is killed during each compaction would need longer for every next one.
         """
-        known, self.recovered = self.recovered, Recovered(self.recovered.run_id, None, ())  # megabytes
+        known, self.recovered = self.recovered, Recovered(self.recovered.run_id, None, ())  # frees megabytes
         self._replica.begin(state, known.before_bytes + known.log_bytes)
 
     def compact(self) -> None:
-        """Start to put a snapshot in place of old records, beside everything else; one at a time."""
+        """Start to replace old records by a state checkpoint, in the background; one compaction at a time."""
         if self._compacting is None and self.failure is None:
             loop = asyncio.get_running_loop()
             self._compacting = loop.run_in_executor(self._replayer, self._replica.snapshot, self._replaying, self._rest)
             self._compacting.add_done_callback(self._compacted)
 
     async def tidy(self) -> None:
-        """Return when no compaction and no upkeep is under way."""
+        """Wait until no compaction or maintenance is running."""
         while self.failure is None and (self._busy or self._compacting is not None):
             await asyncio.sleep(0.01)
 
     async def payloads(self, group: int) -> dict[int, bytes]:
-        """The bytes of the group's members; call after `committed()`."""
+        """Read the bytes of the group's members, by member number; call after `committed()`."""
         return dict(await self._read(_SELECT_PAYLOADS, (group,)))
 
     async def recorded(self, group: int, member: int) -> Recorded | None:
-        """What is known of a member whose group ended: its last finished attempt."""
+        """Read the last finished attempt of a member whose group has ended; None if there is none."""
         await self.committed()
         rows = await self._read(_SELECT_RECORDED, (group, member))
         return Recorded(*rows[0]) if rows else None
 
     async def facts(self) -> dict[str, int | str]:
-        """What the connection that writes says of itself, its size on disk, and the transactions it committed."""
+        """Settings of the writing connection, size of the database on disk, and number of committed transactions."""
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._writer, _facts, self._connection)
         wal = self.path.with_name(DATABASE + "-wal")
         return found | {"wal_bytes": wal.stat().st_size if wal.exists() else 0, "commits": self.commits}
 
     async def close(self) -> None:
-        """Commit what is left and let go of the files."""
+        """Commit the remaining statements and close the files."""
         self._closing.set()
         try:
             await self.committed()
@@ -165,7 +166,7 @@ class Log:
             raise InfraError(f"{self.path}: {error}") from error
 
     def _write(self) -> None:
-        """Hand what has gathered to the writer thread; with nothing gathered, a portion of upkeep."""
+        """Pass the gathered statements to the writer thread; without any, it does a portion of maintenance."""
         statements, self._gathered = self._gathered, []
         self._writing, self._gathering = self._gathering, None
         self._busy = True
@@ -214,7 +215,7 @@ _SELECT_RECORDED = "SELECT attempt, digest FROM members WHERE group_id = ? AND m
 
 
 def _look_at(future: asyncio.Future[None]) -> None:
-    """Mark a failure as seen: a batch that nobody waited for must not warn at shutdown."""
+    """Retrieve the future's exception, so that a failed batch without a waiting call does not warn at shutdown."""
     if not future.cancelled():
         future.exception()
 
@@ -229,7 +230,7 @@ def _read(connection: sqlite3.Connection) -> Recovered:
 
 
 def _commit(connection: sqlite3.Connection, statements: Sequence[schema.Statement], upkeep: Maintenance) -> bool:
-    """Commits the statements and some upkeep; whether more upkeep is to be done."""
+    """Commit the statements and a portion of maintenance; return True if more maintenance is due."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         for sql, parameters in statements:
@@ -257,25 +258,25 @@ def _facts(connection: sqlite3.Connection) -> dict[str, int | str]:
     return {key: connection.execute(f"PRAGMA {name}").fetchone()[0] for key, name in names.items()}
 
 
-# --- background work of the writer thread: a bounded portion with every commit, so that no caller waits long
+# --- maintenance by the writer thread: a bounded portion with every commit, so that no caller waits long
 #
-# - write a snapshot that `StateReplica` made, and drop those that are not needed any more;
-# - remove the payloads and tasks of groups that ended, oldest first, down to the budget for trajectories;
-# - remove log records older than the history that is kept;
-# - give pages back to the file system that stayed free from one snapshot to the next (those that come and go with every
-#   checkpoint stay in the file, for they would be asked for again at once).
+# - write the checkpoint that `StateReplica` made, and delete checkpoints that are not needed any more;
+# - delete the payloads and tasks of groups that ended, oldest first, down to the budget for trajectories;
+# - delete log records older than the history that is kept;
+# - return pages to the file system that stayed free from one checkpoint to the next (the others would be allocated
+#   again at once).
 #
-# All of it can be read off the tables, so a store that is killed in between goes on after its restart.
+# The tables hold everything that this work needs, so it continues after a kill and restart.
 
-PARTS = 8  # of a snapshot, in one commit
-PAYLOADS = 16  # and at least as many as the commit has statements
+PARTS = 8  # parts of a checkpoint in one commit
+PAYLOADS = 16  # payloads deleted in one commit, or as many as it has statements if these are more
 RECORDS = 400
 PAGES = 128
-SPARE_PAGES = 1024  # free pages that are never worth giving back
+SPARE_PAGES = 1024  # free pages that always stay in the file
 
 
 class Maintenance:
-    """The jobs of one log. `offer` may be called from any thread, everything else belongs to the writer's."""
+    """Maintenance of one log. `offer` may be called from any thread, all other methods from the writer's only."""
 
     def __init__(self, connection: sqlite3.Connection, history_bytes: int, keep_bytes: int) -> None:
         self._history_bytes, self._keep_bytes = history_bytes, keep_bytes
@@ -289,18 +290,18 @@ class Maintenance:
             self._choose_base(connection)
 
     def offer(self, mark: Mark, parts: list[StatePart]) -> None:
-        """Write this snapshot, little by little."""
+        """Queue a checkpoint, to be written a few parts per commit."""
         self._offered.put((mark, parts))
 
     def portion(self, connection: sqlite3.Connection, statements: int) -> bool:
-        """Do a little inside the open transaction, which has so many statements; whether more is to be done."""
+        """Do a bounded portion inside the open transaction of `statements` statements; return True if more is due."""
         rows = max(PAYLOADS, statements)
         more = self._write_snapshot(connection)
         more |= self._trim(connection, rows)
         more |= self._prune(connection, max(RECORDS, 2 * statements))
         return self._shrink(connection, idle=not more) or more
 
-    # --- snapshots and history
+    # --- state checkpoints and history
 
     def _write_snapshot(self, connection: sqlite3.Connection) -> bool:
         if not self._snapshot:
@@ -326,7 +327,7 @@ class Maintenance:
         self._unkept = True
 
     def _drop_unkept(self, connection: sqlite3.Connection) -> bool:
-        """Remove parts of snapshots that were given up, or never finished."""
+        """Delete parts of checkpoints that are not kept or were never completed."""
         if not self._unkept:
             return False
         gone = connection.execute(_DROP_PARTS, (PARTS,)).rowcount
@@ -344,7 +345,7 @@ class Maintenance:
     # --- trajectories
 
     def _trim(self, connection: sqlite3.Connection, rows: int) -> bool:
-        """Remove up to `rows` payloads beyond the budget."""
+        """Delete up to `rows` payloads beyond the budget."""
         self._note_retired(connection.execute(_RETIRED_SINCE, (self._last_place,)))
         while self._retired and self._retired_bytes > self._keep_bytes:
             group, size = self._retired[0]
@@ -373,19 +374,19 @@ class Maintenance:
         pages = min(self._pages_to_free, free)
         if pages <= 0 or not idle:
             return pages > 0
-        for _ in range(min(PAGES, pages)):  # Python's sqlite3 steps this statement once only: one page each
+        for _ in range(min(PAGES, pages)):  # Python's sqlite3 steps this statement once only, so one page per call
             connection.execute("PRAGMA incremental_vacuum(1)")
         self._pages_to_free = pages - PAGES
         return self._pages_to_free > 0
 
     def _choose_pages(self) -> None:
-        """What was free at every commit since the last snapshot is more than the run needs."""
+        """Mark the pages that stayed free at every commit since the last checkpoint, which the run does not need."""
         self._pages_to_free = max(0, self._least_free - SPARE_PAGES)
         self._least_free = _MANY
 
 
 _MANY = 2**62
-_ROW_BYTES = 200  # what a group's rows take beside its payloads, so that groups without any are bounded too
+_ROW_BYTES = 200  # size of a group's rows without payloads, so that groups without payloads are bounded too
 _DROP_PARTS = (
     "DELETE FROM snapshot_parts WHERE rowid IN (SELECT rowid FROM snapshot_parts WHERE position NOT IN"
     " (SELECT position FROM snapshots) LIMIT ?)"

@@ -1,4 +1,4 @@
-"""Open RUN/store.db for its one writer: lock, connection, version. Nothing is changed before all checks pass."""
+"""Open RUN/store.db: lock, connection and schema version for its one writer, and read transactions for readers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from jaxroll.store.log import migration, schema
 BUSY_S = 30.0
 WAL_LIMIT_BYTES = 64 * 2**20
 _SYNCHRONOUS = "FULL"
-# What the promise "acknowledged means on disk" stands on, as the live connection says it.
+# The settings on which the promise "acknowledged means on disk" depends, as the open connection reports them.
 _PROMISED = {"journal_mode": "wal", "synchronous": 2}
 
 
 def checked_folder(run_dir: Path) -> None:
-    """ConfigError when the folder is on a file system that cannot keep the log's promises."""
+    """Raise ConfigError if the folder is on a file system that cannot keep the log's promises."""
     try:
         table = MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:  # not Linux: nothing to read it from
+    except OSError:  # not Linux: there is no mount table
         return
     why = unfit(run_dir.resolve(), table)
     if why:
@@ -39,7 +39,10 @@ def checked_folder(run_dir: Path) -> None:
 
 
 def locked(path: Path) -> IO[str]:
-    """The lock file, held until it is closed or the process ends; InfraError naming the process that holds it."""
+    """Lock the file and return it; the lock lasts until it is closed or the process ends.
+
+    InfraError names the process that holds the lock.
+    """
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (held until the log closes)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,13 +58,13 @@ def locked(path: Path) -> IO[str]:
 
 
 def connected(path: Path) -> sqlite3.Connection:
-    """A connection whose commits are on disk when they return; InfraError when SQLite would not have it so."""
+    """Open a connection whose commits are on disk when they return; InfraError if SQLite does not guarantee that."""
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new file; an old one keeps what it has
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # affects new files only
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {_SYNCHRONOUS}")
     connection.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}")
-    # Some builds of SQLite write zeros over what is deleted: a quarter more bytes to the disk, for nobody's good.
+    # Some builds of SQLite overwrite deleted rows with zeros: a quarter more bytes to the disk, without a benefit here.
     connection.execute("PRAGMA secure_delete = OFF")
     for name, wanted in _PROMISED.items():
         found = connection.execute(f"PRAGMA {name}").fetchone()[0]
@@ -75,14 +78,14 @@ def connected(path: Path) -> sqlite3.Connection:
 
 
 def reading(path: Path) -> sqlite3.Connection:
-    """A connection of the same process that only reads."""
+    """Open a read-only connection in the store's process."""
     connection = connected(path)
     connection.execute("PRAGMA query_only = 1")
     return connection
 
 
 def prepared(connection: sqlite3.Connection, path: Path) -> None:
-    """Make the tables of a new file, bring those of an older version up to date; ConfigError for any other."""
+    """Create the tables of a new file or migrate those of an older version; ConfigError for any other version."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version == 0 and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
         raise ConfigError("RUN", str(path), "is a database that JaxRoll did not make", "Name another folder.")
@@ -95,15 +98,15 @@ def prepared(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def unreadable(version: int) -> tuple[str, str]:
-    """Why this program cannot use a database of `version`, and what to do."""
+    """The reason why this program cannot use a database of `version`, and the remedy."""
     reason = f"has schema version {version}, this program reads {schema.SCHEMA_VERSION}"
     if version > schema.SCHEMA_VERSION:
         return reason, "A newer JaxRoll wrote it: use that one (run.json says which)."
-    return reason, "It is too old to be brought up to date: use the JaxRoll that wrote it (run.json says which)."
+    return reason, "It is too old to be migrated: use the JaxRoll that wrote it (run.json says which)."
 
 
 def _create(connection: sqlite3.Connection) -> None:
-    """All tables and the version in one transaction, so that a store killed here leaves nothing half made."""
+    """Create all tables and set the version in one transaction, so that a kill leaves no partial database."""
     script = f"BEGIN; {schema.TABLES}"
     script += f"INSERT INTO meta VALUES ('run_id', '{uuid.uuid4().hex}');"
     script += "INSERT INTO lineages VALUES (0, NULL, 0, strftime('%s', 'now'));"
@@ -113,8 +116,8 @@ def _create(connection: sqlite3.Connection) -> None:
 
 # --- file systems on which a log may live, read from /proc/self/mountinfo
 #
-# SQLite's WAL and its locks hold between processes of one machine. On a network file system two stores on two machines
-# would both believe to be the only one, and an acknowledged `fsync` may sit in a cache of the server: they are refused.
+# SQLite's WAL and its locks work between processes of one machine. On a network file system two stores on two machines
+# could both open the run, and the server may cache an acknowledged `fsync`. So such file systems are refused.
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
@@ -123,14 +126,14 @@ NETWORK = frozenset({
     "beegfs", "panfs", "pvfs2", "orangefs", "glusterfs", "ocfs2", "gfs", "gfs2", "virtiofs", "vboxsf", "vmhgfs",
     "prl_fs",
 })  # fmt: skip
-# What stands behind FUSE is mostly a server (sshfs, gcsfuse, s3fs, rclone, …); these are local.
+# Most FUSE file systems are remote (sshfs, gcsfuse, s3fs, rclone, …); these are local.
 LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs", "fuse.lxcfs", "fuse.mergerfs", "fuse.encfs", "fuse.gocryptfs",
                         "fuse.zfs", "fuse.ntfs-3g", "fuse.exfat", "fusectl"})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of the mount table."""
+    """Line of the mount table."""
 
     id: int
     parent: int
@@ -140,7 +143,7 @@ class Mount:
 
 
 def unfit(path: Path, mountinfo: str) -> str:
-    """Why no log may be kept at `path`, by the text of a mount table; '' when it may. `path` has no links in it."""
+    """The reason why `path` cannot hold a log, by the text of a mount table; '' if it can. `path` contains no links."""
     mount = mount_of(str(path), mounts(mountinfo))
     if mount is None or not is_remote(mount.kind):
         return ""
@@ -157,7 +160,7 @@ def is_remote(kind: str) -> bool:
 
 
 def mounts(mountinfo: str) -> list[Mount]:
-    """The mounts in order of the table; lines that are no mounts are left out."""
+    """The mounts in the order of the table; malformed lines are skipped."""
     found = []
     for line in mountinfo.splitlines():
         fields, _, tail = line.partition(" - ")
@@ -168,9 +171,9 @@ def mounts(mountinfo: str) -> list[Mount]:
 
 
 def mount_of(path: str, table: Sequence[Mount]) -> Mount | None:
-    """The mount that holds `path`, walked as the kernel walks it: from the root into the first mount it meets.
+    """The mount that holds `path`, found as the kernel does: from the root into the first mount on the path.
 
-    A mount that was covered later, by another at its point or above it, is never met. None in an empty table.
+    So mounts that a later mount covers are ignored. None for an empty table.
     """
     ids = {mount.id for mount in table}
     roots = [m for m in table if m.point == "/" and (m.parent not in ids or m.parent == m.id)]
@@ -189,23 +192,22 @@ def _holds(point: str, path: str) -> bool:
 
 
 def _unescaped(word: str) -> str:
-    """Blanks, tabs, newlines and backslashes stand in the table as octal numbers."""
+    """Decode the octal escapes that the table uses for blanks, tabs, newlines and backslashes."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found.group(1), 8)), word)
 
 
-# --- RUN/store.db for readers: of a live run or a finished one, in one transaction, never in the way of the writer
+# --- read transactions on RUN/store.db, of a live run or a finished one, without blocking the writer
 #
-# The file may come from a stranger. Its tables must be those that a store makes: a view in place of a table could
-# run
-# forever. What its rows hold is believed only as far as the readers get: `damage_named` makes one error of the rest.
+# The file may come from an untrusted source. Its tables must be those that a store creates: a view in place of a table
+# could run forever. Readers may fail on malformed rows: `damage_named` turns such failures into one kind of error.
 
 DATABASE = "store.db"
 WAIT_S = 10.0
-VALUE_BYTES = 256 << 20  # of one value; the largest that a store writes is a member of 64 MB
+VALUE_BYTES = 256 << 20  # limit of one value; the largest that a store writes is a member of 64 MB
 
 
 def is_there(run_dir: Path) -> bool:
-    """True if a store has made its tables in `run_dir`."""
+    """True if a store has created its tables in `run_dir`."""
     path = run_dir / DATABASE
     if not path.exists():
         return False
@@ -218,9 +220,9 @@ def is_there(run_dir: Path) -> bool:
 
 @contextmanager
 def transaction(run_dir: Path) -> Iterator[sqlite3.Connection]:
-    """One read transaction: what the store commits meanwhile is not seen, and it is not held up by it.
+    """Open a read transaction: a snapshot of the database that does not block the store's commits.
 
-    A log of an older schema is read from a copy that is brought up to date; DataError for any other version.
+    A database with an older schema is read from a migrated copy; DataError for any other version.
     """
     path = run_dir / DATABASE
     connection = _opened(path)
@@ -241,7 +243,7 @@ def transaction(run_dir: Path) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def damage_named(run_dir: Path, remedy: str) -> Iterator[None]:
-    """Make a DataError of whatever rows raise that no store wrote: of another type, out of range, beyond the file."""
+    """Turn the errors that malformed rows cause (wrong type, out of range, beyond the file) into one DataError."""
     try:
         yield
     except (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError,
@@ -251,7 +253,7 @@ def damage_named(run_dir: Path, remedy: str) -> Iterator[None]:
 
 
 def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """DataError when a table of the store is none here or lacks a column or computes one, or a view is another one."""
+    """Raise DataError if a table is missing, virtual, lacks a column or has a computed one, or if a view differs."""
     found = {(kind, name): sql for kind, name, sql in connection.execute("SELECT type, name, sql FROM sqlite_master")}
     wanted = migration.definitions()
     for name in wanted["view"]:
@@ -265,7 +267,7 @@ def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _not_made(path: Path, what: str) -> DataError:
-    return DataError(f"{path}: its {what} is not what a store makes; restore the file from a copy")
+    return DataError(f"{path}: its {what} is not the one that a store creates; restore the file from a copy")
 
 
 @contextmanager
@@ -281,7 +283,7 @@ def _migrated_copy(connection: sqlite3.Connection) -> Iterator[sqlite3.Connectio
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """The database for reading; a finished one in a folder that cannot be written is opened as immutable."""
+    """Open the database for reading; as immutable if it is complete and its folder cannot be written."""
     if not path.exists():
         raise DataError(f"{path}: there is no such log; the store of a run makes it when it starts")
     if not path.is_file():

@@ -1,7 +1,7 @@
-"""Brings a database of an older schema up to date, in one transaction: all of it or nothing.
+"""Migration of a database with an older schema, in one transaction.
 
-Tables whose definition did not change (the payloads, above all) stay where they are. The others are made again and take
-over the columns that both have.
+Tables whose definition did not change (in particular the payloads) stay as they are. The others are created again and
+take over the columns that both versions have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FROM = (1,)
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """From version 1. sqlite3.Error or MsgspecError when the old rows do not make sense; then nothing is changed."""
+    """Migrate from version 1. sqlite3.Error or MsgspecError if the old rows are inconsistent; then nothing changes."""
     wanted = definitions()
     connection.execute("BEGIN IMMEDIATE")
     try:
@@ -50,7 +50,7 @@ def migrate(connection: sqlite3.Connection) -> None:
         connection.execute("COMMIT")
     except KeyError as missing:
         connection.execute("ROLLBACK")
-        raise sqlite3.DatabaseError(f"group {missing} is named, and is not in the table of groups") from missing
+        raise sqlite3.DatabaseError(f"a row names group {missing}, which is not in the table of groups") from missing
     except BaseException:
         connection.execute("ROLLBACK")
         raise
@@ -58,7 +58,7 @@ def migrate(connection: sqlite3.Connection) -> None:
 
 @functools.cache
 def definitions() -> dict[str, dict[str, str]]:
-    """The statements that make today's tables, indexes and views, as SQLite keeps them."""
+    """The statements that create the current tables, indexes and views, as SQLite stores them."""
     fresh = sqlite3.connect(":memory:")
     fresh.executescript(schema.TABLES)
     found: dict[str, dict[str, str]] = {"table": {}, "index": {}, "view": {}}
@@ -71,7 +71,7 @@ def definitions() -> dict[str, dict[str, str]]:
 
 @functools.cache
 def columns() -> dict[str, frozenset[str]]:
-    """The columns of today's tables."""
+    """The columns of the current tables."""
     fresh = sqlite3.connect(":memory:")
     fresh.executescript(schema.TABLES)
     found = {name: frozenset(_columns(fresh, name)) for name in definitions()["table"]}
@@ -95,7 +95,7 @@ def _take_over(connection: sqlite3.Connection, name: str) -> None:
 
 
 def _ordinals(connection: sqlite3.Connection) -> dict[int, int]:
-    """The place in the stream of each group's prompt. Version 1 had no forks: new prompts came in order."""
+    """The position of each group's prompt in the stream. Version 1 had no forks, so new prompts came in order."""
     found: dict[int, int] = {}
     prompts = 0
     for group, original in connection.execute("SELECT id, reissue_of FROM groups ORDER BY id"):
@@ -105,7 +105,10 @@ def _ordinals(connection: sqlite3.Connection) -> dict[int, int]:
 
 
 def _fill_snapshot(connection: sqlite3.Connection, ordinals: dict[int, int]) -> None:
-    """The one snapshot of version 1 was a single value, and said of the prompts only where the newest one stands."""
+    """Write the checkpoint of version 1 in parts.
+
+    It was a single value and held only the position of the newest prompt, so the others come from `ordinals`.
+    """
     row = connection.execute("SELECT position, body FROM snapshot").fetchone()
     if row is None:
         return
@@ -120,7 +123,7 @@ def _fill_snapshot(connection: sqlite3.Connection, ordinals: dict[int, int]) -> 
 
 
 def _fill_log(connection: sqlite3.Connection, ordinals: dict[int, int]) -> None:
-    """The groups that the records name, and the places of their prompts."""
+    """Add the group to each record, and the position of its prompt to each issue."""
     for position, body in connection.execute("SELECT position, body FROM log").fetchall():
         event = wire.decode(body, ev.Event)
         if isinstance(event, ev.Issued):
@@ -130,7 +133,7 @@ def _fill_log(connection: sqlite3.Connection, ordinals: dict[int, int]) -> None:
 
 
 def _fill_questions(connection: sqlite3.Connection) -> None:
-    """What the snapshot and the records since say; version 1 did not count before."""
+    """Fill the table of questions from the checkpoint and the records since; version 1 did not count questions."""
     mark, state = state_checkpoints.newest(connection) or (state_checkpoints.Mark(0, 0), State())
     later = connection.execute("SELECT body FROM log WHERE position > ? ORDER BY position", (mark.position,))
     apply.replay(state, (wire.decode(body, ev.Event) for (body,) in later), 0.0)
@@ -143,7 +146,7 @@ def _fill_questions(connection: sqlite3.Connection) -> None:
 
 
 def _fill_tasks(connection: sqlite3.Connection) -> None:
-    """What the groups alive were asked: from the snapshot and from the records since."""
+    """Fill the table of tasks for the groups alive, from the checkpoint and the records since."""
     found: dict[int, Task] = {}
     if kept := state_checkpoints.newest(connection):
         found = {gid: g.task for gid, g in (*kept[1].open.items(), *kept[1].held.items())}

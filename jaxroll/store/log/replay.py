@@ -1,6 +1,6 @@
-"""Replay: drive the pure core from the log and check every record, every state checkpoint and the tables.
+"""Replay: apply the log to the pure core and check every record, every state checkpoint and the tables.
 
-It begins at the first record when the whole history is kept, else at the oldest snapshot from which all records are.
+It starts at the first record if the whole history is kept, otherwise at the oldest checkpoint without a gap after it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxroll.store.log import state_checkpoints
 
 @dataclass(frozen=True)
 class Violation:
-    """Something that cannot be: at which position (None: in a table), in what, and why."""
+    """Broken invariant: its log position (None: in a table), the kind of record or table, and the reason."""
 
     position: int | None
     kind: str
@@ -35,7 +35,7 @@ class Violation:
 
 @dataclass
 class Replayed:
-    """What was driven and checked. `first` and `last` are positions; `whole` says whether it began with the run."""
+    """Result of a replay. `first` and `last` are positions; `whole` is True if it started at the first record."""
 
     first: int = 1
     last: int = 0
@@ -49,16 +49,16 @@ class Replayed:
 
     @property
     def records(self) -> int:
-        """How many records were driven."""
+        """The number of replayed records."""
         return sum(self.kinds.values())
 
 
 class _Broken(Exception):
-    """The first violation: the state behind it means nothing."""
+    """First violation: the state after it is meaningless, so the replay stops."""
 
 
 def replay_log(db: sqlite3.Connection) -> Replayed:
-    """Everything checked, in one read transaction of a log. Damage that SQLite itself finds raises sqlite3.Error."""
+    """Check everything in one read transaction of a log. Damage that SQLite itself detects raises sqlite3.Error."""
     found = Replayed()
     state = _begun(db, found)
     seen = Seen(rules(db), set(state.held))
@@ -75,7 +75,7 @@ def replay_log(db: sqlite3.Connection) -> Replayed:
 
 
 def rules(db: sqlite3.Connection) -> Settings | None:
-    """The settings the run's store wrote down; None when it did not, or another version did."""
+    """The settings that the run's store recorded; None if there are none or another version recorded them."""
     row = db.execute("SELECT value FROM meta WHERE key = 'rules'").fetchone()
     try:
         return msgspec.json.decode(row[0], type=Settings) if row else None
@@ -84,7 +84,7 @@ def rules(db: sqlite3.Connection) -> Settings | None:
 
 
 def _begun(db: sqlite3.Connection, found: Replayed) -> State:
-    """The state from which all records are there."""
+    """The state from which on no record is missing."""
     first = db.execute("SELECT MIN(position) FROM log").fetchone()[0]
     marks = state_checkpoints.marks(db)
     if first == 1 or not marks:
@@ -115,7 +115,7 @@ _SELECT = "SELECT position, kind, body, group_id FROM log WHERE position > ? ORD
 
 
 def _record(state: State, seen: Seen, position: int, kind: str, body: bytes, group: int | None) -> Violation | None:
-    """Check one record, then applies it."""
+    """Check one record, then apply it."""
     if position != state.position + 1:
         return Violation(position, kind, f"the record before it is {state.position}: records are missing")
     try:
@@ -129,18 +129,18 @@ def _record(state: State, seen: Seen, position: int, kind: str, body: bytes, gro
 
 
 def broken_by(state: State, seen: Seen, event: ev.Event) -> str:
-    """Apply `event`; why it cannot be, or what it breaks, '' when all is well."""
+    """Apply `event`; return the reason why it is impossible or the invariant it breaks, '' if there is none."""
     return impossible(seen, state, event) or _applied(state, seen, event)
 
 
 def _applied(state: State, seen: Seen, event: ev.Event) -> str:
-    """Apply the event; why what came out cannot be."""
+    """Apply the event; return the reason why the resulting state is impossible, or ''."""
     groups = touched(event)
     before = {gid: state_name(state, gid) for gid in groups}
     try:
         apply(state, event, 0.0)
     except (KeyError, IndexError, AttributeError, TypeError) as error:
-        return f"the record fits no group: {type(error).__name__}: {error}"
+        return f"the record matches no group: {type(error).__name__}: {error}"
     if isinstance(event, ev.Claimed):
         seen.claimed.update(groups)
     for gid in groups:
@@ -154,17 +154,17 @@ def _applied(state: State, seen: Seen, event: ev.Event) -> str:
 
 
 def _snapshot(db: sqlite3.Connection, state: State) -> Violation | None:
-    """Compare the snapshot at the state's position with the state."""
+    """Compare the state checkpoint at the state's position with the state."""
     try:
         saved = state_checkpoints.load(db, state.position)
     except msgspec.MsgspecError as error:
         return Violation(state.position, "snapshot", f"cannot be read: {error}")
-    where = next(differences(state, saved), None)
-    return Violation(state.position, "snapshot", f"differs from the log: {where}") if where else None
+    difference = next(differences(state, saved), None)
+    return Violation(state.position, "snapshot", f"differs from the log: {difference}") if difference else None
 
 
 def differences(left: Any, right: Any, path: str = "state") -> Iterator[str]:
-    """Where two states differ, clock readings (names ending in `_s`) aside."""
+    """Yield the differences between two states, ignoring clock readings (names that end in `_s`)."""
     if isinstance(left, msgspec.Struct) and type(left) is type(right):
         for name in left.__struct_fields__:
             if not name.endswith("_s"):
@@ -188,14 +188,14 @@ def _of_table(found: Disagreement) -> Violation:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A table and what is wrong in it."""
+    """Table that disagrees with the log, and the reason."""
 
     table: str
     why: str
 
 
 def table_checks(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
-    """Every disagreement; `checked` counts the rows compared, by table."""
+    """Yield every disagreement; `checked` counts the compared rows by table."""
     for check in (_pages, _groups, _members, _payloads, _claims, _lines, _cursor, _questions):
         yield from check(db, state, checked)
 
@@ -206,9 +206,9 @@ def _alive(state: State) -> list[Group]:
 
 def _pages(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
     checked["pages"] += db.execute("PRAGMA page_count").fetchone()[0]
-    said = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if said != "ok":
-        yield Disagreement("pages", str(said))
+    result = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+    if result != "ok":
+        yield Disagreement("pages", str(result))
 
 
 def _groups(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
@@ -233,7 +233,7 @@ def _members(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Ite
             if slot.digest and (name, attempt, digest) != ("done", slot.attempt, slot.digest):
                 yield Disagreement("members", f"{group.id}.{member} is {name} ({digest}), it was put ({slot.digest})")
             if (name == "leased") != (slot.status == LEASED):
-                yield Disagreement("members", f"{group.id}.{member} is {name or 'not there'}, by the log {slot.status}")
+                yield Disagreement("members", f"{group.id}.{member} is {name or 'missing'}, by the log {slot.status}")
             if slot.status == LEASED and (attempt, holder) != (slot.attempt, slot.holder):
                 yield Disagreement("members", f"{group.id}.{member} is leased by {holder}, by the log {slot.holder}")
 
@@ -242,7 +242,7 @@ _SELECT_MEMBERS = "SELECT member, state, attempt, holder, digest FROM members WH
 
 
 def _payloads(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
-    """One at a time: the payloads may be larger than memory."""
+    """Check the payloads one at a time, because together they may exceed memory."""
     for group, member, body, digest, size in db.execute(_SELECT_PAYLOADS):
         checked["payloads"] += 1
         if digest is None:
@@ -268,12 +268,12 @@ def _claims(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iter
         checked["claims"] += 1
         lineage = db.execute("SELECT MAX(lineage) FROM claims WHERE step = ?", (step,)).fetchone()[0]
         sql = "SELECT group_id FROM claim_groups WHERE lineage = ? AND step = ? ORDER BY place"
-        said = tuple(gid for (gid,) in db.execute(sql, (lineage, step)))
-        if said != batch.groups:
-            yield Disagreement("claim_groups", f"claim {step} is {said}, by the log {batch.groups}")
+        found = tuple(gid for (gid,) in db.execute(sql, (lineage, step)))
+        if found != batch.groups:
+            yield Disagreement("claim_groups", f"claim {step} is {found}, by the log {batch.groups}")
     twice = db.execute(_TRAINED_TWICE).fetchall()
     if twice:
-        yield Disagreement("claim_groups", f"groups {[gid for (gid,) in twice]} stand in two durable steps")
+        yield Disagreement("claim_groups", f"groups {[gid for (gid,) in twice]} are in two durable steps")
 
 
 _TRAINED_TWICE = (
@@ -298,7 +298,10 @@ def _lines(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Itera
 
 
 def _questions(db: sqlite3.Connection, state: State, checked: Counter[str]) -> Iterator[Disagreement]:
-    """Of those that the state has; it forgets, and one that it forgot begins there again and not in the table."""
+    """Check the questions if the state still has all of them.
+
+    It drops the oldest; a dropped question that is issued again starts from zero in the state, but not in the table.
+    """
     rows = {question: rest for question, *rest in db.execute("SELECT * FROM questions")}
     if len(rows) > len(state.questions):
         return

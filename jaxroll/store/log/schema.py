@@ -1,17 +1,17 @@
-"""RUN/store.db: the log, and tables that say the same in rows a person can query.
+"""Schema of RUN/store.db: the log, and tables that hold the same facts in rows that a person can query.
 
-`log` and the newest of `snapshots` (the state at a position, `snapshot_parts`) are the truth, from which the store
-rebuilds itself. The other tables follow the log in the same transaction; docs/store_schema.md tells every column.
+The store restores its state from `log` and the newest of `snapshots` (the state at a position, in `snapshot_parts`).
+The other tables follow the log in the same transaction; docs/store_schema.md describes every column.
 
-    groups       one row each: question, state, claim, why it ended
-    members      one row for each member leased or put; `leases` is the view of those in work
-    payloads     the member's bytes (MessagePack of records.Member); tasks: what its group was asked
-    retired      groups that ended, in that order, whose payloads and tasks are still kept (see `upkeep`)
+    groups       one row per group: question, state, claim, reason of its end
+    members      one row per member leased or put; the view `leases` shows the leased ones
+    payloads     the member's bytes (MessagePack of records.Member); tasks: the prompt of its group
+    retired      groups that ended, in that order, whose payloads and tasks are still kept (`commit_log.Maintenance`)
     claims       one row for each step of the lineage that claimed it (a fork claims its steps again): the lineages that
-                 trained it and made it durable, and the fork that gave it up before it was
-    claim_groups which groups, in order; a group is in one claim at most, and the schema refuses anything else
-    questions    how hard each question was: groups issued and trained, members, their rewards' sum
-    line         the view of the newest lineage's line of ancestry: `claims` below `upto` of `lineage` belong to it
+                 trained it and made it durable, and the fork that dropped it before it was durable
+    claim_groups the groups of each claim, in order; the schema refuses a group in two claims
+    questions    the difficulty of each question: groups issued and trained, members, sum of their rewards
+    line         view of the newest lineage's ancestry: `claims` below `upto` of `lineage` belong to it
     versions lineages failures cursor meta
 
 No step is durable twice along the line, and no group in two durable steps:
@@ -99,7 +99,7 @@ _LIVE = "durable_lineage IS NULL AND forked_by IS NULL"  # claims that may still
 
 
 def statements(event: ev.Event, state: State, position: int, unix_s: float) -> list[Statement]:
-    """The SQL that logs `event` at `position` and brings the tables to `state`, the state after the whole decision."""
+    """The SQL that logs `event` at `position` and updates the tables to `state`, the state after the whole decision."""
     kind = type(event).__struct_config__.tag
     values = (position, unix_s, kind, wire.encode(event), getattr(event, "group", None))
     row: Statement = ("INSERT INTO log (position, unix_s, kind, body, group_id) VALUES (?, ?, ?, ?, ?)", values)
@@ -108,23 +108,23 @@ def statements(event: ev.Event, state: State, position: int, unix_s: float) -> l
 
 
 def record_bytes(row: Statement) -> int:
-    """The size of the log record that `statements` put first."""
+    """The size in bytes of the log record, the first row of `statements`."""
     return len(row[1][3])
 
 
 def payload(group: int, member: int, body: bytes | memoryview) -> Statement:
-    """The SQL that keeps a member's bytes."""
+    """The SQL that stores a member's bytes."""
     return ("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", (group, member, body))
 
 
 def task(group: int, task: Task) -> Statement:
-    """The SQL that keeps what a group is asked; the messages are JSON."""
+    """The SQL that stores a group's task; the messages are JSON."""
     messages = msgspec.json.encode(task.messages).decode()
     return ("INSERT INTO tasks VALUES (?, ?, ?, ?, ?)", (group, task.env, task.env_args, task.seed, messages))
 
 
 def rules(text: str) -> list[Statement]:
-    """The SQL that keeps the rules of the run (JSON of the store's Settings), for readers that have no config."""
+    """The SQL that stores the rules of the run (JSON of `Settings`), for readers without the config."""
     return _meta("rules", text)
 
 
@@ -148,7 +148,7 @@ def _leased(e: ev.Leased, state: State, unix_s: float) -> list[Statement]:
 
 def _group_state(gid: int, state: State) -> list[Statement]:
     group = state.find(gid)
-    if group is None:  # it ended in the same decision, whose last event says how
+    if group is None:  # it ended in the same decision; the last event gives the reason
         return []
     sql = "UPDATE groups SET state = ?, reason = ?, claim_step = ? WHERE id = ?"
     return [(sql, (group.state, group.note, group.step, gid))]
@@ -200,13 +200,13 @@ def _shrunk(e: ev.Shrunk, state: State, unix_s: float) -> list[Statement]:
 
 def _aborted(e: ev.Aborted, state: State, unix_s: float) -> list[Statement]:
     sql = "UPDATE members SET state = 'surplus', ended_unix_s = ? WHERE group_id = ? AND member = ?"
-    needless = e.members if e.reason == "enough" else ()  # the others failed, which their rows say
-    rows: list[Statement] = [(sql, (unix_s, e.group, member)) for member in needless]
+    surplus = e.members if e.reason == "enough" else ()  # the rows of the others already record their failure
+    rows: list[Statement] = [(sql, (unix_s, e.group, member)) for member in surplus]
     rows.append(("UPDATE groups SET size = size - ? WHERE id = ?", (len(e.members), e.group)))
     return rows + _group_state(e.group, state)
 
 
-# Payloads go in bounded portions, later: a transaction that removed those of many groups would hold up every put.
+# Payloads are deleted later, in bounded portions: a transaction that deletes those of many groups would delay puts.
 _RETIRE = (
     "INSERT OR IGNORE INTO retired (group_id, bytes) SELECT id, (SELECT COALESCE(SUM(bytes), 0) FROM members"
     " WHERE group_id = groups.id AND members.state = 'done') FROM groups WHERE {} ORDER BY id"
@@ -228,7 +228,7 @@ def _expired(e: ev.Expired, state: State, unix_s: float) -> list[Statement]:
 
 
 _QUESTION_KNOWN = "INSERT OR IGNORE INTO questions (question_hash) SELECT question_hash FROM groups WHERE id = ?"
-# Of a group that the filter rejects; it is no longer in the state.
+# For a group that the filter rejects; it is no longer in the state.
 _QUESTION_JUDGED = (
     "UPDATE questions SET"
     " members = members + (SELECT COUNT(*) FROM members AS m WHERE m.group_id = ? AND m.state = 'done'),"

@@ -1,7 +1,7 @@
-"""The state at one position, as rows: in pieces, so that neither writing nor reading it holds anybody up.
+"""State checkpoints: the state at one log position, in small parts, so that writing and reading it blocks no call.
 
-`snapshot_parts` holds a few dozen entries of one field of `State` each, and one part with all that is no table
-(field ''). The row in `snapshots` is written last: parts without it are those of a snapshot that was never finished.
+Each row of `snapshot_parts` holds a few dozen entries of one table-like field of `State`; one part (field '') holds
+all other fields. The row in `snapshots` is written last: parts without it belong to an unfinished checkpoint.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from jaxroll.store.core import events as ev
 from jaxroll.store.core.apply import apply
 from jaxroll.store.core.state import State
 
-ENTRIES = 64  # of one field in one part
-_ROWS = 200  # of the log between two chances for others
+ENTRIES = 64  # entries of a field in one part
+_ROWS = 200  # log records between two pauses
 
 _REST = ""
 _TABLES = {name: kind for name, kind in typing.get_type_hints(State).items() if typing.get_origin(kind) is dict}
 
 
 class StatePart(typing.NamedTuple):
-    """Some entries of one field of the state, or (field '') everything else."""
+    """Some entries of one field of the state, or (field '') all other fields."""
 
     field: str
     number: int
@@ -35,14 +35,14 @@ class StatePart(typing.NamedTuple):
 
 
 class Mark(typing.NamedTuple):
-    """A snapshot by its position, and how many bytes of log records stood before it."""
+    """Position of a checkpoint, and the bytes of log records before it."""
 
     position: int
     log_bytes: int
 
 
 def parts(state: State) -> Iterator[StatePart]:
-    """`state` in pieces; it must not change meanwhile."""
+    """Yield `state` in parts; it must not change meanwhile."""
     yield StatePart(_REST, 0, wire.encode(msgspec.structs.replace(state, **{name: {} for name in _TABLES})))
     for name in _TABLES:
         entries = iter(getattr(state, name).items())
@@ -53,7 +53,7 @@ def parts(state: State) -> Iterator[StatePart]:
 
 
 def assembled(pieces: Iterable[StatePart]) -> State:
-    """The state whose `parts` these are, in order of their numbers."""
+    """The state made of these `parts`, which come in the order of their numbers."""
     state, tables = State(), {name: {} for name in _TABLES}
     for piece in pieces:
         if piece.field == _REST:
@@ -64,51 +64,51 @@ def assembled(pieces: Iterable[StatePart]) -> State:
 
 
 def marks(connection: sqlite3.Connection) -> list[Mark]:
-    """The snapshots there are, oldest first."""
+    """The checkpoints in the database, oldest first."""
     return [Mark(*row) for row in connection.execute("SELECT position, log_bytes FROM snapshots ORDER BY position")]
 
 
 def load(connection: sqlite3.Connection, position: int) -> State:
-    """The state of the snapshot at `position`."""
+    """The state of the checkpoint at `position`."""
     sql = "SELECT field, part, body FROM snapshot_parts WHERE position = ? ORDER BY field, part"
     return assembled(StatePart(*row) for row in connection.execute(sql, (position,)))
 
 
 def newest(connection: sqlite3.Connection) -> tuple[Mark, State] | None:
-    """The newest snapshot; None before the first."""
+    """The newest checkpoint; None before the first."""
     found = marks(connection)
     return (found[-1], load(connection, found[-1].position)) if found else None
 
 
 def events_after(connection: sqlite3.Connection, position: int) -> Iterator[tuple[int, ev.Event]]:
-    """The log's records behind `position`, in order: (bytes of the record, event)."""
+    """Yield the log's records after `position`, in order: (bytes of the record, event)."""
     for (body,) in connection.execute("SELECT body FROM log WHERE position > ? ORDER BY position", (position,)):
         yield len(body), wire.decode(body, ev.Event)  # type: ignore[arg-type]
 
 
 def rows_of(mark: Mark, unix_s: float, pieces: Iterable[StatePart]) -> Iterator[tuple[str, tuple]]:
-    """The SQL that keeps a snapshot, its mark last."""
+    """Yield the SQL that stores a checkpoint, its mark last."""
     for piece in pieces:
         yield "INSERT OR REPLACE INTO snapshot_parts VALUES (?, ?, ?, ?)", (mark.position, *piece)
     yield "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)", (mark.position, unix_s, mark.log_bytes)
 
 
-# --- what is kept of the history
+# --- retention of the history
 
 
 @dataclass(frozen=True)
 class KeptCheckpoints:
-    """`base` is the position at which the history begins (0: the run's beginning); `positions` the snapshots kept."""
+    """Retained history: `base` is its first position (0: that of the run), `positions` are the checkpoints to keep."""
 
     base: int
     positions: frozenset[int]
 
 
 def kept(found: Sequence[Mark], whole: bool, budget_bytes: int) -> KeptCheckpoints:
-    """What to keep of snapshots `found` (oldest first, one at least) so that the log behind `base` fits the budget.
+    """Choose the checkpoints to keep from `found` (oldest first, at least one), so that the log after `base` fits.
 
-    The newest is always kept: the store starts from it. Between it and the base stay the few (half a budget apart)
-    at which the history may begin when it has outgrown its budget. `whole` says whether the log begins at 0.
+    The newest is always kept, because the store starts from it. Between it and the base a few are kept, half a budget
+    apart, as later starts of the history. `whole`: the log begins with the first record of the run.
     """
     newest_mark = found[-1]
     starts = ([Mark(0, 0)] if whole else []) + list(found)
@@ -121,22 +121,22 @@ def kept(found: Sequence[Mark], whole: bool, budget_bytes: int) -> KeptCheckpoin
     return KeptCheckpoints(base.position, frozenset(positions))
 
 
-# --- making one beside the running store
+# --- creating a checkpoint while the store runs
 
 
 class StateReplica:
-    """The state as the log on disk tells it, kept up by replaying: a snapshot is made of it, never of the live one."""
+    """Copy of the state, updated by replaying the log on disk, from which checkpoints are made."""
 
     def __init__(self) -> None:
         self._state: State | None = None
         self._mark = Mark(0, 0)
 
     def begin(self, state: State, before_bytes: int) -> None:
-        """Go on from `state`, as the log tells it up to here; before_bytes of records made it."""
+        """Start from a copy of `state`; the log records up to it have `before_bytes` bytes."""
         self._state, self._mark = wire.decode(wire.encode(state), State), Mark(state.position, before_bytes)
 
     def snapshot(self, connection: sqlite3.Connection, pause: Callable[[], None]) -> tuple[Mark, list[StatePart]]:
-        """The newest committed state and its pieces. `pause` is called every few milliseconds, and may raise."""
+        """Return the newest committed position and its state in parts. `pause` is called every few ms and may raise."""
         state = self._begun(connection, pause)
         log_bytes = self._mark.log_bytes
         while True:

@@ -1,8 +1,6 @@
-"""Turns at changing weights (`schedule.rolling`): so many samplers at a time, who has waited longest first.
+"""Keeper: state machine and log together; also update slots, handshake checks, wake-ups and the cancellation inbox.
 
-A sampler has its turn from when it is told of new weights until it asks for others, which it does when its engine
-computes with them, or when it could not have them. A turn that lasts too long is over: whoever had it may be gone.
-Nothing here is kept over a restart of the store: at worst two turns are one too many for once.
+Nothing in this file but the keeper's state survives a restart of the store.
 """
 
 from __future__ import annotations
@@ -32,26 +30,32 @@ from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.messages import MAX_KEYS, Hello
 
+# --- update slots for rolling weight updates (`schedule.rolling`), first come, first served
+#
+# A sampler holds a slot from the reply that names new weights until it asks again, which it does once its engine uses
+# them or the transfer failed. A slot ends after `turn_s`, because its holder may have died. All slots are free after a
+# restart of the store, so once up to twice `count` samplers may update.
+
 
 class UpdateSlots:
-    """Up to `count` turns at a time, of at most `turn_s` each; a `count` of 0 gives one to everybody."""
+    """At most `count` update slots at a time, each for at most `turn_s`; with `count` 0 every caller gets one."""
 
     def __init__(self, count: int, turn_s: float) -> None:
         self._count, self._turn_s = count, turn_s
-        self._until_s: dict[str, float] = {}  # who has a turn → when it is over at the latest
-        self._waiting: dict[str, None] = {}  # in the order in which they came
+        self._until_s: dict[str, float] = {}  # holder of a slot → time at which it ends at the latest
+        self._waiting: dict[str, None] = {}  # names in the order of arrival
 
     def over(self, name: str) -> bool:
-        """The turn of `name` is over; whether it had one."""
+        """End the slot of `name`; return True if it had one."""
         return self._until_s.pop(name, None) is not None
 
     def take(self, name: str, now_s: float) -> bool:
-        """True if `name` has a turn from `now_s` on. If not it has a place in the queue, until it has one or leaves."""
+        """Give `name` a slot from `now_s` on and return True; if none is free, queue `name` and return False."""
         if not self._count:
             return True
         self._until_s = {who: until_s for who, until_s in self._until_s.items() if until_s > now_s}
         if name in self._until_s:
-            return True  # a call of it that nobody hears any more was given the turn
+            return True  # an earlier call got the slot, but its reply was lost
         self._waiting.setdefault(name)
         free = self._count - len(self._until_s)
         if list(self._waiting).index(name) >= free:
@@ -61,33 +65,32 @@ class UpdateSlots:
         return True
 
     def leave(self, name: str) -> bool:
-        """`name` waits no longer; whether it did."""
+        """Remove `name` from the queue; return True if it was waiting."""
         if name not in self._waiting:
             return False
         del self._waiting[name]
         return True
 
     def next_end_s(self, now_s: float) -> float:
-        """When the next of the turns is over by itself; infinite when there is none."""
+        """The time at which the next slot times out; infinite if there is none."""
         return min((until_s for until_s in self._until_s.values() if until_s > now_s), default=math.inf)
 
 
-# --- Whose calls belong to this run: the facts of the first message, which every later call carries again
+# --- handshake check: do the calls belong to this run?
 #
-# What a hello proves (same protocol, same config, this run) is in the metadata of every call, so that a store that
-# started again can check it too; a caller learns the run's id only from the answer to its hello. Of samplers and
-# learners
-# the log also knows the names that said hello.
+# The facts that Hello establishes (protocol, config, run) are in the metadata of every call, so that a restarted store
+# can check them too. A caller learns the run's id only from the reply to Hello. For samplers and learners the log also
+# holds the names that sent Hello.
 
-NAMES_KEPT = 1024  # of which something is remembered that nothing depends on
-_ARRIVALS, _ARRIVALS_PER_S = 512.0, 2.0  # each is a record of the log: a whole pod at once, but no stream of them
-_WITHOUT_CONFIG = frozenset({"observer", "admin"})  # may come without a config; with one, it must be the run's
+NAMES_KEPT = 1024  # names with best-effort entries (last report, version, inbox)
+_ARRIVALS, _ARRIVALS_PER_S = 512.0, 2.0  # each is a log record: enough for a pod that starts at once, not for a loop
+_WITHOUT_CONFIG = frozenset({"observer", "admin"})  # may join without a config; if they have one, it must match
 
 V = TypeVar("V")
 
 
 class HandshakeCheck:
-    """Refuses callers of other runs and configs, and a stream of newcomers."""
+    """Check that refuses callers of other runs and configs, and limits the rate of arrivals."""
 
     def __init__(self, run_id: str, config_digest: str) -> None:
         self._run_id, self._config_digest = run_id, config_digest
@@ -97,37 +100,39 @@ class HandshakeCheck:
         """Raise Unauthorized unless `caller` may join."""
         if hello.protocol != wire.PROTOCOL_VERSION:
             raise Unauthorized(
-                f"the store speaks protocol {wire.PROTOCOL_VERSION}, the caller {hello.protocol}: "
+                f"the store uses protocol {wire.PROTOCOL_VERSION}, the caller {hello.protocol}: "
                 "install the same JaxRoll on both sides"
             )
         self._check_config(caller, hello.config_digest)
 
     def count_arrival(self, now_s: float) -> None:
-        """Raise TooManyCalls when more processes join than a run can have: is something looping?"""
+        """Raise TooManyCalls if more processes join than a run can have, as when one restarts in a loop."""
         if not self._arrivals.take(now_s):
             raise TooManyCalls("too many processes join this run; try again")
 
     def check_call(self, caller: Caller, greeted: bool) -> None:
-        """Raise StaleClient or Unauthorized unless `caller` has been welcomed; `greeted`: its name has said hello."""
+        """Raise StaleClient or Unauthorized unless `caller` has joined this run; `greeted`: its name has sent Hello."""
         if not (caller.run_id and greeted):
-            raise StaleClient(f"this is run {self._run_id}, the caller has not said Hello, its first message")
+            raise StaleClient(
+                f"this is run {self._run_id}, the caller has not sent Hello, the first message of a caller"
+            )
         if caller.run_id != self._run_id:
             raise StaleClient(
                 f"this is run {self._run_id}, the caller belongs to {caller.run_id[:64]}: start it again for this run"
             )
         self._check_config(caller, caller.config_digest)
 
-    def _check_config(self, caller: Caller, said: str) -> None:
-        if said == self._config_digest or (not said and caller.right in _WITHOUT_CONFIG):
+    def _check_config(self, caller: Caller, config_digest: str) -> None:
+        if config_digest == self._config_digest or (not config_digest and caller.right in _WITHOUT_CONFIG):
             return
         raise Unauthorized(
-            f"the store runs config {self._config_digest[:12]}, the caller {said[:12] or 'none'}: "
+            f"the store runs config {self._config_digest[:12]}, the caller {config_digest[:12] or 'none'}: "
             "start both from the same config (`jaxroll config` prints its digest)"
         )
 
 
 class RecentMap(OrderedDict[str, V], Generic[V]):
-    """A dict of the `size` keys written last: what callers choose must not grow without end."""
+    """Dict of the `size` keys written last, for keys that callers choose."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -140,26 +145,26 @@ class RecentMap(OrderedDict[str, V], Generic[V]):
             self.popitem(last=False)
 
 
-# --- State machine and log together: events are logged, waiters wake, an answer waits for the disk
+# --- state machine and log together: decide, log the events, wake the waiting calls, answer once they are on disk
 
-COMPACT_EVERY, COMPACT_BYTES = 20_000, 32 * 2**20  # log records, and their bytes: what a restart reads at most
-_STOOD_STILL_S = 1.0  # a tick this much late was the machine's fault, and no holder's
+COMPACT_EVERY, COMPACT_BYTES = 20_000, 32 * 2**20  # log records and bytes between compactions, which bound a restart
+_STALLED_S = 1.0  # a tick this late means that the process or machine was suspended
 _QUIET = (ev.Leased, ev.Awaited, ev.Hungry, ev.Seen, ev.Renewed, ev.Extended, ev.Arrived)
 
 
 class Keeper:
-    """The run's history, kept. Belongs to one event loop's thread; deciding and logging happen without an await."""
+    """State machine with its log. Use it from one event loop's thread; deciding and logging happen without an await."""
 
     def __init__(self, settings: Settings, log: Log, clock: Clock) -> None:
         self.settings, self.log, self._clock = settings, log, clock
         known = log.recovered
         self.core = Core.recovered(settings, known.state, known.events, clock.now_s())
-        self.wakeups, self.untold = Wakeups(), CancellationInbox()
+        self.wakeups, self.cancellations = Wakeups(), CancellationInbox()
         log.begin(self.core.state)
         self._records, self._bytes = len(known.events), known.log_bytes
-        self.tick_due_s = math.inf  # when the store's own tick is to come; it moves on with every tick
+        self.tick_due_s = math.inf  # time at which the server's next tick is due
         self.on_acked: Callable[[], None] = lambda: None
-        self.on_closed: Callable[[str], None] = lambda reason: None  # by the run itself: nobody asked for it
+        self.on_closed: Callable[[str], None] = lambda reason: None  # called if a decision, not Close, ends the run
         log.append(schema.rules(msgspec.json.encode(settings).decode()))
 
     @property
@@ -168,19 +173,19 @@ class Keeper:
         return self.core.state
 
     def now_s(self) -> float:
-        """The clock that leases live by."""
+        """The time on the clock of leases."""
         return self._clock.now_s()
 
     def decide(self, request: rq.Request, payload: schema.Statement | None = None) -> Any:
-        """The answer to `request`, already decided, applied and handed to the log, but not yet on disk.
+        """Decide and apply `request`, pass its events to the log and return the answer, which is not yet on disk.
 
-        `payload` is committed with the events, if there are any that put it.
+        `payload` is committed with the events if one of them is a Put.
 
-        If the process or its machine stood still, everybody is forgiven that time first: the first request after it
-        may come before the tick.
+        After a suspension of the process or machine, all leases are extended first: this request may come before the
+        tick.
         """
         late_s = self._clock.now_s() - self.tick_due_s
-        if late_s > _STOOD_STILL_S:
+        if late_s > _STALLED_S:
             self.tick_due_s += late_s
             self.decide(rq.Tick(stalled_s=late_s))
         before = self.state.position
@@ -192,12 +197,12 @@ class Keeper:
                 if isinstance(event, ev.RunClosed):
                     self.on_closed(event.reason)
         if decision.ended:
-            self.untold.add(decision.ended)
+            self.cancellations.add(decision.ended)
             self.wakeups.notify(ENDED)
         return decision.reply
 
     async def answer(self, request: rq.Request, payload: schema.Statement | None = None) -> Any:
-        """The answer to `request` once it is on disk; raises it when it is a refusal."""
+        """Return the answer to `request` once it is on disk; raise it if it is a refusal."""
         reply = self.decide(request, payload)
         await self.log.committed()
         if isinstance(reply, StoreRefusal):
@@ -205,7 +210,7 @@ class Keeper:
         return reply
 
     async def answer_when_ready(self, ask: Callable[[], Any], topic: str, wait_s: float) -> Any:
-        """The answer of `ask` (which decides), asked again at every change while it is "not yet" and time is left."""
+        """Return the answer of `ask`, which decides; ask again at every change while it is "not yet", for `wait_s`."""
         started = self._clock.now_s()
         while True:
             reply = ask()
@@ -243,7 +248,7 @@ class Keeper:
     def _wake(self, events: list[ev.Event]) -> None:
         for event in events:
             if isinstance(event, ev.Leased) and self._leaves_members(event.group):
-                self.wakeups.notify(LEASE)  # they were left for somebody who waits
+                self.wakeups.notify(LEASE)  # a waiting sampler may lease the others
             if isinstance(event, _QUIET):
                 continue
             if isinstance(event, ev.Put):
@@ -261,68 +266,68 @@ class Keeper:
 # --- waiting for a change by topic: long polls sleep until an event wakes them
 
 LEASE, CLAIM, PUBLISHED, ENDED = "lease", "claim", "published", "ended"
-_Places = dict[asyncio.Future[None], None]  # in the order in which they were taken
-_AT_ONCE = 64  # who wakes asks again: of thousands, others have their turn in between
+_Futures = dict[asyncio.Future[None], None]  # in the order of arrival
+_WAKEN_AT_ONCE = 64  # woken calls decide again, so thousands of them must leave time for other calls
 
 
 class Wakeups:
-    """Those who wait, by topic, in the order in which they came. For one event loop."""
+    """Waiting calls by topic, in the order of arrival. For one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, _Places] = {}
-        self._due: deque[_Places] = deque()
+        self._waiting: dict[str, _Futures] = {}
+        self._due: deque[_Futures] = deque()
         self._is_waking = False
 
     def notify(self, *topics: str) -> None:
-        """Wake everyone who waits for one of `topics`, a few at each turn of the loop."""
+        """Wake all calls that wait for one of `topics`, a few per iteration of the loop."""
         self._due += [waiting for topic in topics if (waiting := self._waiting.pop(topic, None))]
-        self._go_on()
+        self._schedule()
 
     async def wait(self, topic: str, timeout_s: float) -> bool:
-        """True if `topic` was notified within `timeout_s`. Nothing is missed between deciding and waiting: no await."""
-        waiting, place = self._waiting.setdefault(topic, {}), asyncio.get_running_loop().create_future()
-        waiting[place] = None
+        """Wait for `topic`; return False after `timeout_s`. It registers before its first await, so it misses none."""
+        waiting, woken = self._waiting.setdefault(topic, {}), asyncio.get_running_loop().create_future()
+        waiting[woken] = None
         try:
             async with asyncio.timeout(timeout_s):
-                await place
+                await woken
         except TimeoutError:
             return False
         finally:
-            waiting.pop(place, None)
+            waiting.pop(woken, None)
         return True
 
-    def _go_on(self) -> None:
+    def _schedule(self) -> None:
         if self._due and not self._is_waking:
             self._is_waking = True
             asyncio.get_running_loop().call_soon(self._wake_some)
 
     def _wake_some(self) -> None:
-        left, self._is_waking = _AT_ONCE, False
+        left, self._is_waking = _WAKEN_AT_ONCE, False
         while self._due and left:
             waiting = self._due[0]
-            for place in list(itertools.islice(waiting, left)):
-                del waiting[place]
-                if not place.done():
-                    place.set_result(None)
+            for woken in list(itertools.islice(waiting, left)):
+                del waiting[woken]
+                if not woken.done():
+                    woken.set_result(None)
                     left -= 1
             if not waiting:
                 self._due.popleft()
-        self._go_on()
+        self._schedule()
 
 
-# --- cancellation inbox: ended leases, until their holders ask
+# --- cancellation inbox: leases that the store ended, until their holders fetch them
 #
-# A courtesy: what is lost with an answer, or with the store, the holder learns when it renews.
+# Best effort: if a reply or the store is lost, the holder learns of the end when it renews the lease.
 
 
 class CancellationInbox:
-    """What holders have not been told yet, by session. Bounded in sessions and in leases of each."""
+    """Ended leases that their holders have not fetched yet, by session. Bounded in sessions and leases per session."""
 
     def __init__(self) -> None:
         self._by_session: RecentMap[list[Key]] = RecentMap(NAMES_KEPT)
 
     def add(self, endings: Iterable[Ending]) -> None:
-        """Keep these for their holders; of too many, the first ones."""
+        """Store ended leases for their holders; beyond MAX_KEYS per session, drop the later ones."""
         for session, key in endings:
             if not self.has(session):
                 self._by_session[session] = []
@@ -330,9 +335,9 @@ class CancellationInbox:
                 waiting.append(key)
 
     def has(self, session: str) -> bool:
-        """True if there is something to tell."""
+        """True if there are ended leases for the session."""
         return session in self._by_session
 
     def take(self, session: str) -> tuple[Key, ...]:
-        """What is to be told, which is forgotten."""
+        """Remove and return the ended leases of the session."""
         return tuple(self._by_session.pop(session, ()))

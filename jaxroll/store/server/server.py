@@ -1,7 +1,7 @@
-"""The store as a running server: log, machine, prompts, calls, and the clock that ends what ran out.
+"""Store server: opens the log, serves calls, fills the prompt buffer and ticks, which ends expired leases.
 
-One event loop decides; one thread commits. RUN/store.addr holds the address; a store that starts again tries the port
-it had, so that most callers come back without reading it.
+One event loop decides; one thread commits. RUN/store.addr holds the address. A restarted store tries the port that it
+had before, so that most callers reconnect without reading the file again.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ from jaxroll.store.server.service import PAGE_BYTES, StoreService
 
 ADDRESS_FILE, METRICS_FILE = "store.addr", "metrics.jsonl"
 ROW_EVERY_S = 2.0
-LINGER_S = 30.0  # a closed run is still answered for this long after the last call
-_LOCALLY = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}  # where a store that listens everywhere is found here
+LINGER_S = 30.0  # after the end of the run the store answers until there was no call for this time
+_LOCALLY = {
+    "0.0.0.0": "127.0.0.1",
+    "::": "::1",
+    "[::]": "::1",
+}  # wildcard address → address for callers on this machine
 _GRACE_S = 0.5
-_SWITCH_S = 0.0005  # the loop gets its turn so soon after it asks, whatever another thread is at (large members)
+_SWITCH_S = 0.0005  # interpreter switch interval: the loop must not wait long for the thread that decodes large members
 _TICK_S = 1.0
 _PROMPTS_AHEAD = 256
-_CERTIFICATES_EVERY_S = 3600.0  # how often it is looked whether they expire soon
+_CERTIFICATES_EVERY_S = 3600.0  # interval between checks for certificates that expire soon
 
 
 async def serve(
@@ -57,11 +61,11 @@ async def serve(
     linger_s: float = LINGER_S,
     vocab_size: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Serve the run in `run_dir` until it is closed and nobody calls any more, or until cancelled.
+    """Serve the run in `run_dir` until it is closed and calls have stopped for `linger_s`, or until cancelled.
 
-    `vocab_size` is asked at every put how many token ids the model has; 0: not known.
+    `vocab_size` returns the number of token ids of the model, 0 if unknown; it is called at every put.
 
-    InfraError when the log fails, the feeder fails, or another store has the run open.
+    InfraError if the log or the feeder fails, or another store has the run open.
     """
     settings, before_s = Settings.of(config), sys.getswitchinterval()
     secret, certificates = auth.load_secret(run_dir), tls.load(run_dir)
@@ -98,7 +102,7 @@ async def serve(
 
 
 class _Store:
-    """The jobs beside the calls."""
+    """Background jobs of the server: ticks, prompts, metric rows, stall detection."""
 
     def __init__(
         self,
@@ -129,10 +133,10 @@ class _Store:
         self._row_at_s = self._named_at_s = keeper.now_s()
 
     async def run(self) -> None:
-        """Until the run is over; the first failure of any job ends all."""
+        """Run the jobs until the run is over; the first failure of a job ends all."""
         state = self._keeper.state
         filling = self._prompts.fill(state.cursor, ended=state.data_ended)
-        jobs = [asyncio.ensure_future(job) for job in (self._tick_for_ever(), filling)]
+        jobs = [asyncio.ensure_future(job) for job in (self._tick_until_over(), filling)]
         try:
             await self._until_over(jobs)
         finally:
@@ -143,14 +147,14 @@ class _Store:
             self._write_row()
 
     async def _until_over(self, jobs: Sequence[asyncio.Future]) -> None:
-        """The ticker returns when the run is over; the feeding job never does."""
+        """Wait until the ticker (the first job) returns; the other one does not return."""
         pending = set(jobs)
         while jobs[0] in pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for job in done:
                 job.result()
 
-    async def _tick_for_ever(self) -> None:
+    async def _tick_until_over(self) -> None:
         keeper, last_s = self._keeper, self._keeper.now_s()
         longest_s = min(_TICK_S, keeper.settings.lease_s / 4, max(0.05, keeper.settings.straggler_deadline_s / 4))
         while not self._is_over():
@@ -170,7 +174,7 @@ class _Store:
             last_s = now_s
 
     def _wake_for_time(self, last_s: float, now_s: float) -> None:
-        """Those who wait for time itself: resting members and holders, stragglers."""
+        """Wake calls that wait for a point in time: the end of a rest of a member or holder, a straggler deadline."""
         state, settings = self._keeper.state, self._keeper.settings
         if any(last_s < s.rests_until_s <= now_s for g in state.index.with_free() for s in g.slots):
             self._keeper.wakeups.notify(LEASE)
@@ -186,7 +190,7 @@ class _Store:
         return next_straggler_s(self._keeper.state, batch, deadline_s, now_s)
 
     def _watch(self, now_s: float) -> None:
-        """The store's row, and the word about a run that does not move."""
+        """Write the store's metric row; report certificates that expire soon and a stalled run, or close the latter."""
         if now_s - self._row_at_s >= ROW_EVERY_S:
             self._row_at_s = now_s
             self._write_row()
@@ -198,10 +202,10 @@ class _Store:
         if report is None or report["closed"]:
             return
         still_s = now_s - self._keeper.state.moved_at_s
-        waited_for = "; ".join(f"{who} {why}" for who, why in report["waits"].items()) or "nobody in particular"
+        waited_for = "; ".join(f"{who} {why}" for who, why in report["waits"].items()) or "no known role"
         if now_s - self._named_at_s >= self._config.stall_s:
             self._named_at_s = now_s
-            self._event(f"nothing moved for {still_s:.0f} s; waiting for: {waited_for}")
+            self._event(f"no progress for {still_s:.0f} s; waiting for: {waited_for}")
         if still_s >= self._config.stall_abort_s:
             why = f"stalled for {still_s:.0f} s; waited for: {waited_for}"
             self._keeper.decide(rq.Close(why))
@@ -226,7 +230,7 @@ class _Store:
 
 
 def _port_before(run_dir: Path) -> int:
-    """The port this run's store had last; 0 when there was none."""
+    """The port of this run's previous store process; 0 if there was none."""
     try:
         text = (run_dir / ADDRESS_FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -236,7 +240,7 @@ def _port_before(run_dir: Path) -> int:
 
 
 def _write_address(run_dir: Path, address: str) -> None:
-    """Readers see the old address or the new one, never half of it, also after the machine has failed."""
+    """Replace the address file atomically, so that readers see a whole address even after a crash of the machine."""
     path = run_dir / ADDRESS_FILE
     draft = path.with_suffix(".addr.tmp")
     disk.write_synced(draft, address + "\n")

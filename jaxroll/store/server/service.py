@@ -1,4 +1,4 @@
-"""The store's methods: bytes to requests, answers to bytes."""
+"""RPC methods of the store: decode each call, decide it, encode the answer."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ from jaxroll.store.server.prompts import PromptBuffer
 from jaxroll.store.server.validation import Key, key_of, masked, put_request
 
 PAGE_BYTES = 8 * 2**20
-_TURN_S = 0.005  # of one call among others
-_AT_ONCE_BYTES, _AT_ONCE_SEGMENTS = 2**18, 64  # of a member that is looked at on the loop: a millisecond, mostly
-_REPLY_MARGIN_S = 0.5  # an answer leaves this long before its caller's deadline
+_TURN_S = 0.005  # a put yields to other calls after this time
+_ON_LOOP_BYTES, _ON_LOOP_SEGMENTS = 2**18, 64  # members up to this size are decoded on the loop, mostly in 1 ms
+_REPLY_MARGIN_S = 0.5  # an answer is sent this long before its caller's deadline
 
 WORKERS = frozenset({"sampler", "admin"})
 LEARNERS = frozenset({"learner", "admin"})
 EVERYONE = frozenset({"sampler", "learner", "admin", "observer"})
-_WITH_LEASES = frozenset({"sampler", "learner"})  # whose former process must be forgotten when a new one arrives
-_HELD = frozenset({"Lease", "Ended", "Claim", "Published"})  # these wait for something to happen
+_WITH_LEASES = frozenset({"sampler", "learner"})  # a new process of these ends the leases of the one before
+_HELD = frozenset({"Lease", "Ended", "Claim", "Published"})  # long polls
 MAX_MEMBERS_PER_LEASE = 4096
 MAX_REPORT_BYTES = 4 * 2**20
-_MAX_CALL_BYTES = 2**20  # of all messages but those of `_LARGE`; for puts as much as the server takes
+_MAX_CALL_BYTES = 2**20  # for all methods not in `_LARGE`; None: the server's limit
 _LARGE = {"Put": None, "Report": MAX_REPORT_BYTES + 2**20, "Renew": 2**22, "Release": 2**22}  # 65,536 keys
 
 
 class StoreService:
-    """Answers calls about one run."""
+    """RPC methods of the store of one run."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class StoreService:
         self._run_id = keeper.log.recovered.run_id
         self._guests = HandshakeCheck(self._run_id, config_digest)
         self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)
-        self.holders: dict[str, Version | None] = RecentMap(NAMES_KEPT)  # the version that each caller says it holds
+        self.holders: dict[str, Version | None] = RecentMap(NAMES_KEPT)  # caller → the version that it reports to have
         self.last_call_s = keeper.now_s()
-        self._aside = ThreadPoolExecutor(1, "large-puts")  # one: it has its turns with the loop, 5 ms each
+        self._large_puts = ThreadPoolExecutor(1, "large-puts")  # one thread, which shares the GIL with the loop
 
     def methods(self) -> dict[str, Method]:
-        """Every method with who may call it."""
+        """The methods by name, each with the rights that may call it."""
         table: dict[str, tuple[Callable[[Caller, bytes], Awaitable[Any]], frozenset[str]]] = {
             "Hello": (self._hello, EVERYONE),
             "Lease": (self._lease, WORKERS),
@@ -115,12 +115,12 @@ class StoreService:
         return answer
 
     def _greeted(self, name: str) -> bool:
-        """As far as is known: of so many names that some were forgotten, whoever knows the run's id said hello once."""
+        """True if `name` has sent Hello. Once names were dropped (beyond NAMES_KNOWN), the run's id is proof enough."""
         known = self._keeper.state.sessions
         return name in known or len(known) >= NAMES_KNOWN
 
     def _wait_s(self, caller: Caller, wanted_s: float) -> float:
-        """How long a call may be held: what it asked for, within limits and its deadline."""
+        """The time for which a call may be held: what it asked for, within the limit and its deadline."""
         return max(0.0, min(wanted_s, protocol.MAX_WAIT_S, caller.deadline_s - _REPLY_MARGIN_S))
 
     async def _hello(self, caller: Caller, body: bytes) -> msg.Welcome:
@@ -149,7 +149,7 @@ class StoreService:
             if isinstance(reply, rq.Leases):
                 self._prompts.take(reply.prompts_used)
                 if not reply.grants and reply.prompts_used:
-                    return ask()  # all that was offered had been trained before a fork
+                    return ask()  # all offered prompts had been trained before a fork
             elif isinstance(reply, NoCredit):
                 self._prompts.want(count)
             return reply
@@ -164,9 +164,9 @@ class StoreService:
     async def _ended(self, caller: Caller, body: bytes) -> msg.Members:
         wanted_s = wire.decode(body, msg.EndedCall).wait_s
         keeper, deadline_s = self._keeper, self._keeper.now_s() + self._wait_s(caller, wanted_s)
-        while not keeper.untold.has(caller.session) and (left_s := deadline_s - keeper.now_s()) > 0:
+        while not keeper.cancellations.has(caller.session) and (left_s := deadline_s - keeper.now_s()) > 0:
             await keeper.wakeups.wait(ENDED, left_s)
-        ended = keeper.untold.take(caller.session)
+        ended = keeper.cancellations.take(caller.session)
         await keeper.log.committed()
         return msg.Members(ended)
 
@@ -175,9 +175,9 @@ class StoreService:
         return msg.Members(())
 
     async def _put(self, caller: Caller, body: bytes) -> msg.PutReply:
-        """Decide member by member, and answers for all of them once all are on disk.
+        """Decide member by member, then answer for all of them once all are on disk.
 
-        Others have their turn in between: a call may hold seconds of decoding, and nobody else is answered meanwhile.
+        A call may need seconds of decoding, so it yields to other calls between members.
         """
         answers, turn_ends = [], time.monotonic() + _TURN_S
         for one in wire.decode(body, msg.PutBodies).members:
@@ -192,14 +192,14 @@ class StoreService:
         try:
             key = key_of(body)
             reply = puts.by_key(self._keeper.state, key.group, key.member, key.attempt)
-            if reply is None:  # else what it carries costs nothing
+            if reply is None:  # otherwise the answer needs no decoding
                 was_alive = self._is_alive(key.group)
                 recorded = None if was_alive else await self._keeper.log.recorded(key.group, key.member)
                 request = await self._request_of(key, body, recorded)
-                if was_alive and not self._is_alive(key.group):  # its group ended while it was looked at
+                if was_alive and not self._is_alive(key.group):  # its group ended while the thread decoded it
                     request = replace(request, recorded=await self._keeper.log.recorded(key.group, key.member))
                 reply = self._decide_put(caller, request, schema.payload(key.group, key.member, body))
-        except StoreRefusal as refusal:  # not kept under another name: its traceback holds all that was decoded
+        except StoreRefusal as refusal:  # keep no reference to it: its traceback holds the decoded member
             return msg.PutAnswer("", refusal_of(refusal))
         return msg.PutAnswer("", refusal_of(reply)) if isinstance(reply, StoreRefusal) else msg.PutAnswer(reply)
 
@@ -207,10 +207,10 @@ class StoreService:
         return self._keeper.state.find(group) is not None
 
     async def _request_of(self, key: Key, body: memoryview, recorded: rq.Recorded | None) -> rq.PutMember:
-        """Large members are looked at in a thread: of thousands of segments one alone would hold up everybody."""
-        if len(body) <= _AT_ONCE_BYTES and len(key.outcome.segments) <= _AT_ONCE_SEGMENTS:
+        """Decode a member; large ones in a thread, because one with thousands of segments would block all calls."""
+        if len(body) <= _ON_LOOP_BYTES and len(key.outcome.segments) <= _ON_LOOP_SEGMENTS:
             return self._read(body, recorded)
-        return await asyncio.get_running_loop().run_in_executor(self._aside, self._read, body, recorded)
+        return await asyncio.get_running_loop().run_in_executor(self._large_puts, self._read, body, recorded)
 
     def _read(self, body: memoryview, recorded: rq.Recorded | None) -> rq.PutMember:
         settings = self._keeper.settings
@@ -220,11 +220,11 @@ class StoreService:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Let go of the thread."""
-        self._aside.shutdown(wait=False, cancel_futures=True)
+        """Stop the thread that decodes large members."""
+        self._large_puts.shutdown(wait=False, cancel_futures=True)
 
     def _decide_put(self, caller: Caller, request: rq.PutMember, payload: schema.Statement) -> str | StoreRefusal:
-        """The answer; when a group dies of a member that failed, the audit says so."""
+        """Decide a put; if its failure ends a group, add an audit row."""
         if request.failure is None:
             return self._keeper.decide(request, payload)
         alive = self._keeper.state.find(request.group) is not None
@@ -307,18 +307,19 @@ class StoreService:
         in_turn = call.in_turn and caller.right in WORKERS
         if self.holders.get(caller.name) != call.known:
             self.holders[caller.name] = call.known
-            self._keeper.wakeups.notify(LEASE)  # a lease call that waits with the weights before these may be granted
+            self._keeper.wakeups.notify(LEASE)  # a lease call that was refused for its older weights may be granted now
         if in_turn and self._turns.over(caller.name):
             self._keeper.wakeups.notify(PUBLISHED)
         deadline_s = self._keeper.now_s() + self._wait_s(caller, call.wait_s)
         try:
             while True:
                 now_s = self._keeper.now_s()
-                if (told := self._may_fetch(call.known, caller.name if in_turn else "", now_s)) or now_s >= deadline_s:
+                may_fetch = self._may_fetch(call.known, caller.name if in_turn else "", now_s)
+                if may_fetch or now_s >= deadline_s:
                     break
                 until_s = min(deadline_s, self._turns.next_end_s(now_s))
                 await self._keeper.wakeups.wait(PUBLISHED, until_s - now_s)
-            snapshot = self._keeper.state.published if told else None
+            snapshot = self._keeper.state.published if may_fetch else None
         finally:
             if in_turn and self._turns.leave(caller.name):
                 self._keeper.wakeups.notify(PUBLISHED)
@@ -326,18 +327,18 @@ class StoreService:
         return msg.PublishedReply(snapshot)
 
     def _may_fetch(self, known: Version | None, name: str, now_s: float) -> bool:
-        """True if there is other than what is known, and it is the turn of `name`, if one is given.
+        """True if there are weights other than `known` and `name` (if not empty) has an update slot or needs none.
 
-        Who has no weights needs none, nor who has those of a lineage that ended: nobody may sample with them.
+        A sampler without weights, or with those of an ended lineage, cannot sample, so it needs no slot.
         """
         snapshot = self._keeper.state.published
         if snapshot is None or snapshot.version == known:
             return False
-        useless = known is None or known.lineage < snapshot.version.lineage
-        return useless or not name or self._turns.take(name, now_s)
+        cannot_sample = known is None or known.lineage < snapshot.version.lineage
+        return cannot_sample or not name or self._turns.take(name, now_s)
 
     async def _report(self, caller: Caller, body: bytes) -> msg.Done:
-        """Appends the rows that readers can work with; a report sent again (same request) is not written again."""
+        """Append the valid rows to metrics.jsonl; a repeated report (same request id) is not written again."""
         call = wire.decode(body, msg.ReportCall)
         if (size := sum(map(len, call.rows))) > MAX_REPORT_BYTES:
             raise StoreRefusal(f"a report of {size} bytes; at most {MAX_REPORT_BYTES} are taken: send it in parts")
@@ -362,7 +363,7 @@ class StoreService:
         return msg.Done()
 
     async def _recorded(self, caller: Caller, what: str, detail: str, reply: Any) -> Any:
-        """The decided `reply`, once it and the row that says who asked are on disk; raises it when it is a refusal."""
+        """Record the decision in the audit, wait for the disk, then return `reply` or raise it if it is a refusal."""
         self._audit.record(caller, what, detail, reply)
         await self._keeper.log.committed()
         if isinstance(reply, StoreRefusal):

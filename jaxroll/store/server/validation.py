@@ -1,4 +1,4 @@
-"""Validation of what callers send: members as bytes, metrics rows. Masks stale tokens on the way out."""
+"""Validation of members and metric rows that callers send, and masking of stale tokens in claims."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jaxroll.store.core.requests import PutMember, Recorded
 FAILURE_KINDS = ("INFRA", "DATA")
 _ERROR_CHARS = 2000
 _KINDS = (np.dtype("int32"), np.dtype("uint8"), np.dtype("float32"))
-_LARGEST_ID = 2**53  # of a group: what every table and JSON reader can hold
+_LARGEST_ID = 2**53  # ids below this are exact in SQLite and in every JSON reader
 
 
 class Outline(msgspec.Struct, frozen=True):
-    """How many segments a member has; a failed one has none."""
+    """Undecoded segments of a member, of which only the number is used; a failed member has none."""
 
     segments: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
 
 
 class Key(msgspec.Struct, frozen=True):
-    """Which member the bytes of a records.Member are of; what it carries is counted, not looked at."""
+    """Key of a `records.Member`, read without decoding the arrays."""
 
     group: Count
     member: Count
@@ -37,9 +37,9 @@ class Key(msgspec.Struct, frozen=True):
 
 
 def key_of(body: bytes | memoryview) -> Key:
-    """The key in the bytes of a member; StoreRefusal unless it is made of numbers the log can hold."""
+    """Read the key from the bytes of a member; StoreRefusal unless its numbers are in the range of the log."""
     if len(body) > MAX_MEMBER_MB * 2**20:
-        raise StoreRefusal(f"put: a member of {len(body)} bytes; at most {MAX_MEMBER_MB} MB are taken")
+        raise StoreRefusal(f"put: a member of {len(body)} bytes; at most {MAX_MEMBER_MB} MB are accepted")
     key = wire.decode(body, Key)
     if not all(0 <= number < _LARGEST_ID for number in (key.group, key.member, key.attempt)):
         raise StoreRefusal(f"put {(key.group, key.member, key.attempt)}: not a member of any group")
@@ -54,10 +54,10 @@ def put_request(
     prompt_tokens: int = 0,
     vocab_size: int = 0,
 ) -> PutMember:
-    """The request that the bytes of a member make; StoreRefusal when it contradicts itself, else msgspec's errors.
+    """Decode the bytes of a member into a request. StoreRefusal if it is inconsistent; msgspec's errors if malformed.
 
-    `row_tokens` (0: no limit) and `prompt_tokens` are those of the learner, which could not train a longer member.
-    `vocab_size` is that of the model; 0: not known.
+    `row_tokens` (0: no limit) and `prompt_tokens` are the learner's limits; it could not train a longer member.
+    `vocab_size` is the model's; 0: unknown.
     """
     member = wire.decode(body, Member)
     outcome = member.outcome
@@ -72,7 +72,7 @@ def put_request(
 
 
 def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> None:
-    """Raise unless the arrays fit one another and the versions cover the sampled tokens."""
+    """Raise StoreRefusal unless the arrays match one another and the versions cover the sampled tokens."""
     sampled = shown = 0
     for i, segment in enumerate(outcome.segments):
         kinds = (segment.tokens.dtype, segment.loss_mask.dtype, segment.logprobs.dtype)
@@ -89,9 +89,9 @@ def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> Non
             raise StoreRefusal(f"put {key}: {named}; the model's ids are 0 to {vocab_size - 1}")
         ones = np.count_nonzero(segment.loss_mask)
         if np.count_nonzero(segment.loss_mask == 1) != ones:
-            raise StoreRefusal(f"put {key}: segment {i} has a loss mask beside 0 and 1")
+            raise StoreRefusal(f"put {key}: segment {i} has a loss mask with values other than 0 and 1")
         if segment.sampled.size:
-            raise StoreRefusal(f"put {key}: segment {i} marks sampled tokens beside its loss mask, as only claims do")
+            raise StoreRefusal(f"put {key}: segment {i} has the field `sampled`, which only claims have")
         if not np.isfinite(segment.logprobs).all():
             raise StoreRefusal(f"put {key}: segment {i} has a log-prob that is not a finite number")
         if sampled + shown == 0 and ones and segment.loss_mask[0]:
@@ -105,7 +105,7 @@ def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> Non
 
 
 def _check_length(outcome: Finished, key: tuple[int, int, int], row_tokens: int, prompt_tokens: int) -> None:
-    """Raise if the conversation has more tokens than the learner has room for; see `rollout.episode.Bounds`."""
+    """Raise StoreRefusal if the conversation does not fit into the learner's row; see `rollout.episode.Bounds`."""
     total, first = sum(segment.tokens.size for segment in outcome.segments), 0
     for segment in outcome.segments:
         if segment.loss_mask.any():
@@ -115,15 +115,15 @@ def _check_length(outcome: Finished, key: tuple[int, int, int], row_tokens: int,
     apart = first - 1 if 0 < first <= prompt_tokens + 1 else 0
     if 0 < row_tokens < total - apart:
         raise StoreRefusal(
-            f"put {key}: {total} tokens, {apart} of them of a prompt that is kept apart, do not fit into "
+            f"put {key}: {total} tokens, {apart} of them in a prompt that is kept apart, do not fit into "
             f"learner.row_tokens = {row_tokens}: the learner could never train it"
         )
 
 
 def masked(body: bytes, step: int, max_age: int) -> bytes:
-    """`body` with loss mask 0 wherever a token is older than `max_age` at `step`; unchanged when none is.
+    """Return `body` with loss mask 0 for tokens older than `max_age` at `step`; unchanged if there are none.
 
-    Its segments then say which tokens were sampled: a stale one cannot be told from a shown one by its values.
+    A changed member gets the field `sampled`: with loss mask 0, stale tokens would look like prompt tokens.
     """
     member = wire.decode(body, Member)
     outcome = member.outcome
@@ -143,10 +143,10 @@ def masked(body: bytes, step: int, max_age: int) -> bytes:
     return wire.encode(msgspec.structs.replace(member, outcome=kept))
 
 
-# --- metrics rows: only kinds that belong to the caller's role
+# --- metric rows: each role may write only its own kinds
 
 _ALL = frozenset({"span", "compile", "devices", "warm", "event"})
-# The kinds that a caller with this right may report. Those of the store and the supervisor are written without a call.
+# Right of the caller → kinds that it may report. The store and the supervisor write theirs without a call.
 KINDS: Mapping[str, frozenset[str]] = {
     "learner": _ALL | {"step"},
     "sampler": _ALL | {"stats", "members"},
@@ -154,7 +154,7 @@ KINDS: Mapping[str, frozenset[str]] = {
     "admin": _ALL | {"step", "stats", "members", "eval", "restart"},
 }
 KNOWN = frozenset().union(*KINDS.values()) | {"store"}
-_ROLES: Mapping[str, frozenset[str]] = {  # the roles whose name a row may carry, by right; admin: any
+_ROLES: Mapping[str, frozenset[str]] = {  # right of the caller → roles that a row may name; admin: any
     "learner": frozenset({"learner"}),
     "sampler": frozenset({"sampler", "actor"}),
     "observer": frozenset({"evaluator", "observer", "report"}),
@@ -162,9 +162,9 @@ _ROLES: Mapping[str, frozenset[str]] = {  # the roles whose name a row may carry
 
 
 def rows_of(lines: Iterable[bytes], right: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows in `lines` that every reader can work with, and why the others are left out.
+    """The well-formed rows in `lines`, and the reasons why the others are left out.
 
-    StoreRefusal when one is no JSON object, or is not for a caller with this right to write: then none is taken.
+    StoreRefusal (for all of them) if one is not a JSON object, or a caller with this right may not write it.
     """
     rows, left_out = [], []
     for place, line in enumerate(lines):
@@ -180,7 +180,7 @@ def _row(line: bytes, place: int, right: str) -> dict[str, Any]:
     try:
         row = msgspec.json.decode(line, type=dict)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise StoreRefusal(f"row {place} of a report is no JSON object: {error}") from error
+        raise StoreRefusal(f"row {place} of a report is not a JSON object: {error}") from error
     kind, role = row.get("kind"), row.get("role")
     if isinstance(kind, str) and kind in KNOWN and kind not in KINDS[right]:
         raise StoreRefusal(f"row {place} of a report: a caller with the right of {right} may not write {kind} rows")

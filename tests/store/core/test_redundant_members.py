@@ -134,9 +134,9 @@ def test_the_log_says_the_same_and_no_wanted_member_is_let_go() -> None:
     m = started()
     m.lease(3)
     why = impossible(seen, m.state, ev.Aborted(0, (0, 1), "failed"))
-    assert "are let go; 0 are done, 2 are wanted" in why
+    assert "are aborted; 0 are done, 2 are wanted" in why
     assert impossible(seen, m.state, ev.Aborted(0, (0,), "failed")) == ""
-    assert "are let go" in impossible(seen, m.state, ev.Aborted(0, (0,), "enough"))
+    assert "are aborted" in impossible(seen, m.state, ev.Aborted(0, (0,), "enough"))
 
 
 def test_records_from_before_there_were_redundant_members_still_open() -> None:

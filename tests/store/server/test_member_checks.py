@@ -184,7 +184,7 @@ def test_nobody_makes_the_store_look_for_the_end_of_megabytes_of_nonsense(
                 await sampler._raw.call("Put", stuffed, 10.0)
             reply = await sampler._raw.call("Put", wire.encode(msg.PutCall((large,))), 10.0)
             (answer,) = wire.decode(reply, msg.PutReply).answers
-            assert answer.refusal is not None and "at most 8 MB are taken" in answer.refusal.reason
+            assert answer.refusal is not None and "at most 8 MB are accepted" in answer.refusal.reason
 
     run(refused())
 

@@ -130,7 +130,7 @@ def test_what_does_not_agree_is_refused_with_both_sides_values(tmp_path: Path, s
                 async with small.connected(tmp_path, config, "sampler", config_digest=theirs):
                     pass
             async with small.connected(tmp_path, config, "observer", config_digest="") as observer:
-                with pytest.raises(Unauthorized, match=rf"speaks protocol {wire.PROTOCOL_VERSION}, the caller 99"):
+                with pytest.raises(Unauthorized, match=rf"uses protocol {wire.PROTOCOL_VERSION}, the caller 99"):
                     await observer._call("Hello", msg.Hello(99, ""), msg.Welcome)
 
     run(tries())
@@ -149,7 +149,7 @@ def test_calls_before_the_hello_and_with_another_config_are_refused(
                 silent = raw(address, "sampler", None, config_digest=digest(config))
                 for known in ("", run_id):
                     silent.run_id = known
-                    with pytest.raises(StaleClient, match="has not said Hello"):
+                    with pytest.raises(StaleClient, match="has not sent Hello"):
                         await silent.call("Lease", wire.encode(msg.LeaseCall(V0, 1, 0.0, "r")), 10.0)
                 await silent.close()
                 async with small.connected(tmp_path, config, "learner") as learner:
