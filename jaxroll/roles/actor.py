@@ -56,7 +56,7 @@ def main(args: RoleArgs) -> int:
 async def _run(session: sessions.Session) -> None:
     config = session.config
     tokenizer = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
-    await session.run(asyncio.sleep(0), lambda: ActorLoops(session, tokenizer).run())
+    await session.run(lambda: asyncio.sleep(0), lambda: ActorLoops(session, tokenizer).run())
 
 
 class ActorLoops:

@@ -81,10 +81,11 @@ class Session:
         """A manager that generates with `proxy`; None: each member brings its own."""
         return RolloutManager(proxy, self.executors.create, tokenizer, sampling, bounds=bounds_of(self.config))
 
-    async def run(self, ready: Awaitable[None], play: Callable[[], Awaitable[None]]) -> None:
-        """Connect, send metric rows, and run `play` until it ends, the run is closed or a stop is requested.
+    async def run(self, ready: Callable[[], Awaitable[None]], play: Callable[[], Awaitable[None]]) -> None:
+        """Connect, send metric rows, and run `play()` until it ends, the run is closed or a stop is requested.
 
-        `play` starts when `ready` is done. RestartRequired if hanging environments occupy all executor threads.
+        `play()` starts when `ready()` is done, which is called after the connection. RestartRequired if hanging
+        environments occupy all executor threads.
         """
         self.store = await StoreClient.connect(
             self.args.store_address or self.args.run_dir / "store.addr",
@@ -96,7 +97,7 @@ class Session:
         playing: asyncio.Future | None = None
         exhausted: asyncio.Future | None = None
         try:
-            await asyncio.wait([wrapped := asyncio.ensure_future(ready), stopping], return_when="FIRST_COMPLETED")
+            await asyncio.wait([wrapped := asyncio.ensure_future(ready()), stopping], return_when="FIRST_COMPLETED")
             if not wrapped.done():
                 wrapped.cancel()
                 return
@@ -248,7 +249,7 @@ class EngineProcess:
 
         spec, args, session = self.spec, self._args, self.session
         built: Future[Inference] = Future()
-        finished = self._thread.start(session.run(session.built(built), lambda: spec.play(session)))
+        finished = self._thread.start(session.run(lambda: session.built(built), lambda: spec.play(session)))
         try:
             session.progress.start("building the engine")
             token = weights.weights_token(args.run_dir)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import sys
 import threading
 import time
@@ -36,7 +37,7 @@ class LoopThread:
     def __init__(self, name: str, blocked_s: float = BLOCKED_S) -> None:
         self.loop, self.escapes, self.failure = asyncio.new_event_loop(), 0, ""
         self._name, self._blocked_s, self._closing = name, blocked_s, threading.Event()
-        self._jobs: set[Future[Any]] = set()
+        self._jobs: dict[Future[Any], Coroutine[Any, Any, Any]] = {}
         self._lock = threading.Lock()
         self._alive_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"{name}-loop", daemon=True)
@@ -45,11 +46,16 @@ class LoopThread:
 
     def start(self, job: Coroutine[Any, Any, Any]) -> Future[Any]:
         """The future result of `job`, which runs on the loop. It is an InfraError if the loop ends or blocks before."""
+        if self.failure:
+            job.close()
+            future: Future[Any] = Future()
+            future.set_exception(InfraError(self.failure))
+            return future
         future = asyncio.run_coroutine_threadsafe(job, self.loop)
         with self._lock:
-            self._jobs.add(future)
+            self._jobs[future] = job
         future.add_done_callback(self._forget)
-        if self.failure:
+        if self.failure:  # since the test above
             self._fail(self.failure)
         return future
 
@@ -62,7 +68,7 @@ class LoopThread:
 
     def _forget(self, future: Future[Any]) -> None:
         with self._lock:
-            self._jobs.discard(future)
+            self._jobs.pop(future, None)
 
     def _run(self) -> None:
         cause = "its event loop ended"
@@ -116,7 +122,9 @@ class LoopThread:
     def _fail(self, cause: str) -> None:
         self.failure = cause
         with self._lock:
-            jobs = list(self._jobs)
-        for job in jobs:
+            jobs = dict(self._jobs)
+        for future, job in jobs.items():
             with contextlib.suppress(InvalidStateError):  # it ended meanwhile
-                job.set_exception(InfraError(cause))
+                future.set_exception(InfraError(cause))
+            if inspect.getcoroutinestate(job) == inspect.CORO_CREATED:  # the loop will not start it any more
+                job.close()

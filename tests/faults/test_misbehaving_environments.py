@@ -125,7 +125,7 @@ async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, 
             await work.give_back()
             seen.update(work.counts() | episode_counts(manager, session.executors))
 
-    await session.run(asyncio.sleep(0), body)
+    await session.run(lambda: asyncio.sleep(0), body)
 
 
 def run(run_dir: Path, config: Config, feed: Feed, over: Callable[[dict[str, Any]], bool]) -> tuple[dict, dict]:

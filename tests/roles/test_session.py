@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxroll.config import Config, RoleArgs
-from jaxroll.errors import RestartRequired
+from jaxroll.errors import RestartRequired, Unauthorized
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles import session as sessions
 from jaxroll.store.server.server import LINGER_S
@@ -59,7 +61,7 @@ def test_a_role_without_rows_sends_heartbeats(store: Store, tmp_path: Path) -> N
                 await asyncio.sleep(0.005)
             session._add_row({"text": "scored"})
 
-        await session.run(asyncio.sleep(0), play)
+        await session.run(lambda: asyncio.sleep(0), play)
 
     asyncio.run(asyncio.wait_for(job(), 20))
     assert store.calls[0] == "begins" and store.calls[-2:] == ["scored", "closed"]
@@ -85,7 +87,28 @@ def test_a_role_whose_environments_occupy_all_threads_ends(store: Store, tmp_pat
                 gone.append("returned its leases")
 
         with pytest.raises(RestartRequired, match="threads hang"):
-            await session.run(asyncio.sleep(0), play)
+            await session.run(lambda: asyncio.sleep(0), play)
 
     asyncio.run(asyncio.wait_for(job(), 20))
     assert gone == ["returned its leases"] and store.calls[-1] == "closed"
+
+
+def test_a_session_that_cannot_connect_raises_that_error_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The store refuses the process before anything waits for its engine: no coroutine is left without an awaiter."""
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise Unauthorized("another config")
+
+    async def job() -> None:
+        session = sessions.EngineSession(
+            "sampler-0", RoleArgs(Config(), tmp_path), ScoringPool(1), asyncio.get_running_loop()
+        )
+        await session.run(lambda: session.built(Future()), lambda: asyncio.sleep(0))
+
+    monkeypatch.setattr(sessions.StoreClient, "connect", refuse)
+    with pytest.raises(Unauthorized, match="another config"):
+        asyncio.run(job())
+    gc.collect()
+    assert [one for one in recwarn if "never awaited" in str(one.message)] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 import threading
 import time
@@ -55,7 +56,8 @@ def test_a_loop_that_is_lost_fails_its_jobs_with_the_cause() -> None:
     with pytest.raises(InfraError, match="the selector is gone"):
         waiting.result(DEADLINE_S)
     with pytest.raises(InfraError, match="the selector is gone"):
-        thread.start(asyncio.sleep(0)).result(DEADLINE_S)
+        thread.start(late := asyncio.sleep(0)).result(DEADLINE_S)
+    assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED, "or Python warns that it was never awaited"
 
 
 def test_a_blocked_loop_fails_its_jobs_and_names_the_task_and_the_line() -> None:
