@@ -7,9 +7,11 @@ holds the list of refusals in the roles' rooms, and how each is met here.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from jaxroll.config import Config, MeshConfig
@@ -88,15 +90,38 @@ def _check_files(config: Config) -> None:
 
 
 def _check_algorithm(name: str) -> None:
-    """Check that the module of your own algorithm exists. Loading it would load JAX, so the learner does that."""
-    module = name.rpartition(":")[0]
+    """Check that your own algorithm is in its module. Loading it would load JAX, so its source is read instead."""
+    module, _, short = name.rpartition(":")
+    if not module:
+        return
     try:
-        found = not module or importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except ImportError:  # of a package that contains it
-        found = False
-    if not found:
+        spec = None
+    if spec is None:
         raise ConfigError("learner.algorithm", name, f"there is no module {module} here",
                           "Run where it can be found, or install it.")  # fmt: skip
+    names = _registered(spec)
+    if names is not None and short not in names:
+        raise ConfigError("learner.algorithm", name, f"{spec.origin} registers no algorithm of that name",
+                          nearest(short, names) if names else f"Put @register({short!r}) before it.")  # fmt: skip
+
+
+def _registered(spec: ModuleSpec) -> tuple[str, ...] | None:
+    """The names that the source of a module registers; None if only its execution can tell."""
+    if not spec.has_location or not spec.origin or not spec.origin.endswith(".py") or spec.submodule_search_locations:
+        return None
+    try:
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return None  # the learner gives the reason
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _callee(node.func) == "register"]
+    names = [node.args[0].value for node in calls if node.args and isinstance(node.args[0], ast.Constant)]
+    return tuple(map(str, names)) if len(names) == len(calls) else None
+
+
+def _callee(function: ast.expr) -> str:
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
 
 
 def _beside(path: Path) -> str:

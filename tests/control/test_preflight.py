@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -132,6 +134,12 @@ CASES: dict[str, Case] = {
         "task.args.problem", "product", "Did you mean 'products'?"),
     "algorithm's module absent": (
         None, ["learner.algorithm=nowhere_at_all.inner:x"], "learner.algorithm", "nowhere_at_all.inner:x", "no module"),
+    "algorithm absent in its module": (
+        module("from jaxroll.algorithms.registry import register\n@register('mine')\ndef f(learner): ..."),
+        ["learner.algorithm=game:main"], "learner.algorithm", "game:main", "Did you mean 'mine'?"),
+    "algorithm not registered": (
+        module("def mine(learner): ..."), ["learner.algorithm=game:mine"], "learner.algorithm", "game:mine",
+        "@register('mine')"),
     "no such rows": (None, JSONL, "task.path", "x.jsonl", "no such file"),
     "rows, nearly": (rows(GOOD), [*JSONL, "task.path=x.json"], "task.path", "x.json", "Did you mean 'x.jsonl'?"),
     "no rows": (rows(), JSONL, "task.path", "x.jsonl", "no rows"),
@@ -230,6 +238,37 @@ def test_the_configs_pass(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.model.path or preflight.check(loaded) is None
 
 
+TYPED_COMMANDS = [
+    (path.stem, line)
+    for path in sorted((ROOT / "configs").glob("*.py"))
+    for line in re.findall(r"\bjaxroll (?:train|sft|demo) [^)\n]*", path.read_text())
+    if "--config=" in line
+]
+
+
+@pytest.mark.parametrize(("name", "line"), TYPED_COMMANDS, ids=[line for _, line in TYPED_COMMANDS])
+def test_the_commands_in_the_configs_are_accepted(name: str, line: str) -> None:
+    overrides, words = cli.split_overrides(shlex.split(line)[1:])
+    options = cli.parser().parse_args(words)
+    assert options.config == f"configs/{name}.py"
+    config = configs.load(ROOT / options.config, overrides)
+    assert preflight.check_described(config) is None  # it raises what does not pass
+    assert config.model.path or preflight.check(config) is None
+
+
+@pytest.mark.parametrize("module_text", [
+    "from jaxroll.algorithms import registry\n@registry.register('mine')\ndef f(learner): ...",
+    "from jaxroll.algorithms.registry import register\nfor name in ('mine', 'yours'): register(name)(print)",
+])  # fmt: skip
+def test_an_algorithm_of_your_own_is_found_without_jax(module_text: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "game", raising=False)
+    module(module_text)(tmp_path)
+    assert preflight.check(configs.load(SMOKE, ["learner.algorithm=game:mine"])) is None
+    assert "game" not in sys.modules, "its source is read, not run"
+
+
 def test_the_sizes_of_the_schema_are_those_of_the_families() -> None:
     assert families.names() == MODEL_SIZES
 
@@ -278,7 +317,11 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "rpc/tls.py": HERE,
     "rpc/server.py::RawServer.bind": HERE,
     "algorithms/losses.py::loss": CODE,
-    "algorithms/registry.py::_custom": ("algorithm's module absent",),
+    "algorithms/registry.py::_custom": (
+        "algorithm's module absent",
+        "algorithm absent in its module",
+        "algorithm not registered",
+    ),
     "sharding/layout.py::platform": HERE,
     "sharding/layout.py::build": HERE,
     "sharding/layout.py::spec": CODE,
