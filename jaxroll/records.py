@@ -1,4 +1,4 @@
-"""The words of a run (DESIGN.md, "The words"): immutable records that every process understands.
+"""The words of a run (docs/glossary.md): immutable records that every process understands.
 
 Array fields are numpy arrays; `jaxroll.wire` carries them as raw little-endian buffers with declared dtype and shape.
 T is the number of tokens of a segment. A store holds many thousands of some of them at once: those are kept from the

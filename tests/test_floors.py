@@ -1,6 +1,6 @@
 """Holds jaxroll/ to its rooms and floors: who may import whom, and who must load without JAX.
 
-The table is the design's "Rooms and floors" as data. A room imports only from floors below it. The words of floor 0 are
+docs/design.md shows the table. A room imports only from floors below it. The words of floor 0 are
 single modules that may import one another, without a cycle. Imports are read from the source, also inside functions.
 """
 

@@ -303,7 +303,7 @@ def _check_learner(config: Config) -> None:
 
 
 def _check_ranges(config: Config) -> None:
-    """Procedural items are numbered; train, warm start and held-out ranges must not touch (DESIGN.md, 16)."""
+    """Procedural items are numbered; train, warm start and held-out ranges must not touch (docs/design.md, 16)."""
     if config.evaluator.every and config.task.heldout_items == 0:
         raise ConfigError("task.heldout_items", 0, "the evaluator has nothing to evaluate on",
                           "Set it to 512, or evaluator.every to 0.")  # fmt: skip

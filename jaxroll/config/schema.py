@@ -82,7 +82,7 @@ class SftConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The bounds on how far samplers run ahead of the learner (STORE.md, promises 7 and 8)."""
+    """The bounds on how far samplers run ahead of the learner (docs/store_contract.md, promises 7 and 8)."""
 
     mode: Literal["sync", "one_step", "async"] = "async"  # a name for some of the values below (config/schedules.py)
     alpha: float = 1.0

@@ -1,6 +1,6 @@
 """Placement: devices per role as environment variables, and the accelerators of this machine.
 
-DESIGN.md, "Placement", has the reasons. The names are those of the process list: learner, sampler-0, …, evaluator.
+docs/design.md, "Placement", has the reasons. The names are those of the process list: learner, sampler-0, …, evaluator.
 """
 
 from __future__ import annotations

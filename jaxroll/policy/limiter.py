@@ -1,4 +1,6 @@
-"""Staleness limiter: one inequality admits work, one bounds the age of trained tokens (STORE.md, promise 7).
+"""Staleness limiter: one inequality admits work, one bounds the age of trained tokens.
+
+The contract is docs/store_contract.md, promise 7.
 
 Notation: B groups per claim, R redundant groups, v the published version, u the version a sampler serves, α the bound.
 

@@ -1,4 +1,4 @@
-"""Claim order (STORE.md, promise 8), and the share of scarce work that one sampler may lease. Pure.
+"""Claim order (docs/store_contract.md, promise 8), and the share of scarce work that one sampler may lease. Pure.
 
 `lease_order` takes groups in the order of their prompts, so short answers are not favoured and a run is reproducible;
 `ready_first` takes the groups that finished first; `freshest_first` those sampled last. With the latter two, the other

@@ -29,13 +29,17 @@ from jaxroll.records import Message, Task
 from jaxroll.report.figures import record, summary
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.env_calls import EnvironmentCalls
+from jaxroll.store.core.state import State, counts
 from tests.docs.blocks import blocks
+from tests.test_floors import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 ENVIRONMENT = ROOT / "docs" / "add_an_environment.md"
+DESIGN, CONTRACT = ROOT / "docs" / "design.md", ROOT / "docs" / "store_contract.md"
+USES = {"no": "none", "no devices": "no backend", "yes": "any"}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -45,6 +49,21 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\":]+)\"", page.read_text())
     missing = [target for pair in targets for target in pair if target and not (page.parent / target).exists()]
     assert missing == []
+
+
+@pages
+def test_links_to_sections_lead_to_a_heading(page: Path) -> None:
+    lost = []
+    for target, section in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        text = (page.parent / target if target else page).read_text()
+        if section not in {_slug(heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}:
+            lost.append(f"{target}#{section}")
+    assert lost == []
+
+
+def _slug(heading: str) -> str:
+    """The name of a heading in links, on GitHub as on the site."""
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 
 @pages
@@ -119,6 +138,21 @@ def test_terms_of_the_glossary_are_those_of_the_code() -> None:
         for name in re.findall(r"`([\w.]+)`", names):
             missing += [] if name in keys or re.search(rf"\b{re.escape(name)}\b", code) else [name]
         assert missing == [], f"the glossary's row {word!r} has terms that the code does not use"
+
+
+def test_the_floors_of_the_design_are_those_in_force() -> None:
+    section = DESIGN.read_text().partition("## Packages and floors")[2].partition("\n## ")[0]
+    told = {}
+    for floor, names, jax_use in re.findall(r"^\| (\d) \| (`.*?) \|.*\| ([\w ]+) \|$", section, re.MULTILINE):
+        told |= {name: (int(floor), USES[jax_use]) for name in re.findall(r"`(\w+)`", names)}
+    rooms = {name: (room.floor, room.jax) for name, room in ROOMS.items() if (ROOT / "jaxroll" / name).is_dir()}
+    modules = {name: (room.floor, room.jax) for name, room in ROOMS.items() if (ROOT / f"jaxroll/{name}.py").exists()}
+    assert told == rooms | {name: use for name, use in modules.items() if name != "__main__"}
+
+
+def test_the_states_of_the_contract_are_those_of_the_store() -> None:
+    (diagram,) = blocks(CONTRACT, "text")
+    assert set(re.findall(r"[A-Z]{4,}", diagram.text)) == set(counts(State()))
 
 
 # --- pages with code and tables of names

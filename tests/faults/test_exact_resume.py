@@ -1,8 +1,8 @@
 """A learner killed at five random instants ends, bit for bit, where an undisturbed one does.
 
-Bit for bit holds for one device count, one jaxlib, one CPU model and NPROC=1 (STORE.md, fault 4). The claims are the
-same because the members are a function of their question, and because their tokens are stamped with the version that
-no rewind disowns, under an α that lets them be trained to the end.
+Bit for bit holds for one device count, one jaxlib, one CPU model and NPROC=1 (docs/store_contract.md, fault 4). The
+claims are the same because the members are a function of their question, and because their tokens are stamped with the
+version that no rewind disowns, under an α that lets them be trained to the end.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ learner waits unless
 
     α·s ≥ P + W + D,
 
-with D of the claim's slowest group. STORE.md, promise 7, has the case D ≤ s.
+with D of the claim's slowest group. docs/store_contract.md, promise 7, has the case D ≤ s.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Group(msgspec.Struct, gc=False):
 
     @property
     def state(self) -> str:
-        """The name of its state, as STORE.md defines it."""
+        """The name of its state, as docs/store_contract.md defines it."""
         if self.acked:
             return "ACKED"
         if self.step is not None:

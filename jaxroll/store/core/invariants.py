@@ -16,7 +16,7 @@ from jaxroll.store.core.groups import DONE, DROPPED, FREE, LEASED, Group
 from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import State, base_step, on_line, was_published
 
-# Allowed transitions (from, to) by STORE.md. A record may also leave the state of a group unchanged.
+# Allowed transitions (from, to) by docs/store_contract.md. A record may also leave the state of a group unchanged.
 EDGES = frozenset({
     ("PENDING", "LEASED"), ("LEASED", "PENDING"), ("LEASED", "READY"), ("PENDING", "READY"), ("READY", "CLAIMED"),
     ("CLAIMED", "ACKED"), ("ACKED", "CLAIMED"), ("ACKED", "TRIMMED"), ("PENDING", "ENDED"), ("LEASED", "ENDED"),

@@ -19,7 +19,7 @@ _CAUSE_CHARS = 300
 
 
 def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Decision:
-    """Accept the first put of the current attempt; the same bytes again get the same answer (STORE.md, promise 2)."""
+    """Accept the first put of the current attempt; the same bytes again get the same answer (promise 2)."""
     settled = by_key(state, r.group, r.member, r.attempt)
     if settled is not None:
         return Decision(reply=settled)

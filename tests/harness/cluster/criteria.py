@@ -1,4 +1,4 @@
-"""What must hold after every fault (STORE.md): asked of the store, of RUN/store.db, and of what the others wrote down.
+"""Criteria after every fault (docs/store_contract.md): of the store, of RUN/store.db, and of the other roles' records.
 
 `judge` asks everything of a scripted cluster; the single questions serve tests whose learner is the real one.
 """
@@ -191,6 +191,6 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _place(row: Row) -> tuple[int, str]:
-    """By the number the fault has in STORE.md."""
+    """By the number the fault has in docs/store_contract.md."""
     number = row.fault.split()[0]
     return (int(number) if number.isdecimal() else 99, row.fault)
