@@ -16,6 +16,7 @@ from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Item
+from jaxroll.rewards.scorers import import_library
 
 # What generators of third parties raise when a seed does not suit them.
 _GENERATOR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -91,7 +92,7 @@ def _create_dataset(name: str, args: dict[str, Any]) -> Any:
             )
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            import reasoning_gym
+            reasoning_gym = import_library("reasoning_gym")
     except ImportError as error:
         raise ConfigError(
             "task.source",

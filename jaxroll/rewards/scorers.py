@@ -7,8 +7,11 @@ an answer that the guard rejects scores 0 and is counted by reason.
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,6 +35,9 @@ COMPARE_ONLY = frozenset({
     "letter_counting", "mini_sudoku", "products", "ransom_note", "simple_equations",
     "spell_backward", "string_splitting", "string_synthesis", "word_sorting",
 })  # fmt: skip
+
+# reasoning-gym imports these for tasks that JaxRoll refuses. They have no wheels, and pycosat needs a C compiler.
+_NOT_NEEDED = {"reasoning_gym": ("cellpylib", "pycosat", "zss")}
 
 
 class Scorer(NamedTuple):
@@ -116,6 +122,26 @@ def reasoning_gym(args: Mapping[str, Any], answer: str) -> float:
 @cache
 def _dataset(name: str) -> Any:
     """The dataset whose scorer is used; it reads the entry only, so its own settings do not matter."""
-    import reasoning_gym as library
+    return import_library("reasoning_gym").create_dataset(name, seed=0, size=1)
 
-    return library.create_dataset(name, seed=0, size=1)
+
+def import_library(name: str) -> ModuleType:
+    """Import a library, with empty modules in place of missing packages that only refused tasks use.
+
+    reasoning-gym imports all its tasks at once. Raises ImportError where the library itself is not installed.
+    """
+    absent = [] if name in sys.modules else [each for each in _NOT_NEEDED.get(name, ()) if not _importable(each)]
+    sys.modules.update((each, ModuleType(each)) for each in absent)
+    try:
+        return importlib.import_module(name)
+    finally:
+        for each in absent:
+            sys.modules.pop(each, None)
+
+
+def _importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True

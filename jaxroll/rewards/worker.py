@@ -203,7 +203,7 @@ def _load(settings: WorkerSettings) -> None:
     """
     for library in settings.libraries:
         if importlib.util.find_spec(library) is not None:
-            importlib.import_module(library)
+            scorers.import_library(library)
     for module in settings.modules:
         importlib.import_module(module)
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import re
+import subprocess
 import sys
 from typing import Any
 
@@ -157,8 +158,7 @@ def test_an_item_that_cannot_be_generated_is_a_data_error(monkeypatch: pytest.Mo
 
 
 def test_what_a_dataset_prints_does_not_reach_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
-    import reasoning_gym
-
+    reasoning_gym = scorers.import_library("reasoning_gym")
     original = reasoning_gym.create_dataset
 
     def talks(*args: Any, **kwargs: Any) -> Any:
@@ -177,10 +177,31 @@ def test_without_reasoning_gym_the_error_names_the_extra(monkeypatch: pytest.Mon
         sources.open_source(SPELL)
 
 
+NO_WHEELS = ("cellpylib", "pycosat", "zss")
+PLAYED_WITHOUT = """
+import json, sys
+sys.modules.update(dict.fromkeys(sys.argv[1:]))
+from jaxroll.config import TaskConfig
+from jaxroll.data import sources
+from jaxroll.data.gym import TASKS
+from jaxroll.rewards import scorers
+for name in TASKS:
+    item = sources.open_source(TaskConfig(name=name, args={}, prompt="full")).item(7)
+    assert scorers.score(json.dumps(item.env_args), item.answer) == 1.0, name
+assert all(sys.modules.get(name) is None for name in sys.argv[1:])
+print("all")
+"""
+
+
+def test_every_offered_task_plays_without_the_packages_that_have_no_wheels() -> None:
+    command = [sys.executable, "-c", PLAYED_WITHOUT, *NO_WHEELS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.stdout, done.returncode) == ("all\n", 0), done.stderr
+
+
 def test_neighbouring_seeds_share_items_which_is_why_ranges_are_indices() -> None:
     """The trap: item i of seed s is Random(s + i). If this stops being so, the ranges may be simplified."""
-    import reasoning_gym
-
+    reasoning_gym = scorers.import_library("reasoning_gym")
     zero = reasoning_gym.create_dataset("spell_backward", seed=0, size=100)
     one = reasoning_gym.create_dataset("spell_backward", seed=1, size=100)
     assert [zero[i]["question"] for i in range(1, 100)] == [one[i]["question"] for i in range(99)]
