@@ -1,4 +1,4 @@
-"""Sets JAX up for the tests before anything imports it, and fails a `process` test that leaves something behind."""
+"""Set JAX up for the tests before anything imports it, and fail a `process` test that leaves something behind."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _XLA_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
     "--xla_cpu_collective_call_terminate_timeout_seconds=240",
     "--xla_cpu_collective_timeout_seconds=240",
-    # XLA's own passes as ever, but LLVM's left out: compilation is most of the tests' time, and takes half as long so.
-    # Roles in processes of their own are compiled as users' are.
+    # XLA's own passes, without LLVM's: compilation is most of the tests' time, and this halves it. Roles that run as
+    # processes are compiled as users' are.
     "--xla_backend_optimization_level=0",
 )
 # `nohup` and some CI runners start the tests with SIGHUP ignored. Every process that they start would inherit that.
@@ -69,14 +69,14 @@ _MAPS, _MANY = Path("/proc/self/maps"), 15_000  # Linux grants a process 65,530 
 
 @pytest.fixture(scope="session")
 def program_holders() -> list[Callable[[], None]]:
-    """What tests keep compiled over modules: each entry lets go of some, and is called before JAX forgets."""
+    """Callbacks that release the programs which tests keep across modules, called before JAX's caches are cleared."""
     return []
 
 
 @pytest.fixture(scope="session")
 def forget_programs(program_holders: list[Callable[[], None]]) -> Callable[[], None]:
-    """Forget every compiled program. All holders let go, whoever's tests just ran: one that kept an engine would find
-    its programs gone from JAX's caches and compile them again."""
+    """Clear every compiled program. All holders release theirs first: an engine that a module keeps would find its
+    programs missing from JAX's caches and compile them again."""
 
     def forget() -> None:
         for let_go in program_holders:
@@ -89,7 +89,7 @@ def forget_programs(program_holders: list[Callable[[], None]]) -> Callable[[], N
 
 @pytest.fixture(scope="module", autouse=True)
 def programs_are_forgotten(forget_programs: Callable[[], None]) -> Iterator[None]:
-    """Between two modules, where there are many: each takes dozens of mappings, and XLA dies where none are left."""
+    """Clear the programs between two modules where there are many: each takes dozens of memory mappings."""
     yield
     if "jax" in sys.modules and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > _MANY:
         forget_programs()
@@ -99,12 +99,12 @@ def programs_are_forgotten(forget_programs: Callable[[], None]) -> Iterator[None
 
 TEST_ID_VARIABLE = "JAXROLL_TEST_ID"
 _SHM = Path("/dev/shm")
-_GRACE_S = 5.0  # what has been told to stop may take this long to be gone
+_GRACE_S = 5.0  # a process that was stopped may take this long to exit
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What outlived a test."""
+    """Processes, listening sockets and shared memory that outlived a test."""
 
     processes: tuple[psutil.Process, ...] = ()
     listeners: tuple[tuple[int, str], ...] = ()  # (file descriptor in this process, address)
@@ -114,7 +114,7 @@ class Leftovers:
         return bool(self.processes or self.listeners or self.shm_blocks)
 
     def lines(self) -> list[str]:
-        """One line for each thing, for a person."""
+        """One line for each of them."""
         return [
             *(f"process {process.pid}: {_command_line(process)}" for process in self.processes),
             *(f"listening socket {address} (descriptor {fd})" for fd, address in self.listeners),
@@ -122,7 +122,7 @@ class Leftovers:
         ]
 
     def end(self) -> None:
-        """Kills the processes, stops the sockets from listening, removes the blocks."""
+        """Kill the processes, stop the sockets from listening, remove the blocks."""
         for process in self.processes:
             _kill(process)
         psutil.wait_procs(self.processes, timeout=10)
@@ -134,7 +134,7 @@ class Leftovers:
 
 @dataclass(frozen=True)
 class Before:
-    """What stood when a test began, so that only the test's own leftovers count."""
+    """The state when a test began, so that only the test's own leftovers count."""
 
     test_id: str
     children: frozenset[psutil.Process] = field(default_factory=lambda: frozenset(_children()))
@@ -142,7 +142,7 @@ class Before:
     shm_blocks: frozenset[Path] = field(default_factory=lambda: frozenset(_shm_blocks()))
 
     def leftovers(self) -> Leftovers:
-        """What stands now, stood not then, and is this test's doing."""
+        """The processes, sockets and blocks of this test that exist now and did not exist before it."""
         processes = (set(_children()) - self.children) | set(_marked(self.test_id))
         blocks = _shm_blocks() - self.shm_blocks
         return Leftovers(
@@ -154,10 +154,10 @@ class Before:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fail a test marked `process` that leaves a process, a listening socket or a shared-memory block, and ends them.
+    """Fail a test marked `process` that leaves a process, a listening socket or a shared-memory block, and end them.
 
-    Children are found by kinship and, when they cut it, by JAXROLL_TEST_ID in their environment. Being automatic, this
-    fixture is set up before the test's own and torn down after them: what a fixture stops does not count.
+    Processes are found as descendants, and detached ones by JAXROLL_TEST_ID in their environment. Being automatic, this
+    fixture is set up before the test's own and torn down after them: processes that they stop do not count.
     """
     if request.node.get_closest_marker("process") is None:
         yield
@@ -180,7 +180,7 @@ def _children() -> set[psutil.Process]:
 
 
 def _marked(test_id: str) -> set[psutil.Process]:
-    """Processes that were started with the test's id in their environment, whoever their parent is now."""
+    """Processes that were started with the test's id in their environment, with any parent."""
     marked = set()
     for process in psutil.process_iter():
         try:
@@ -192,7 +192,7 @@ def _marked(test_id: str) -> set[psutil.Process]:
 
 
 def _counts(process: psutil.Process) -> bool:
-    """True if a live process is the test's doing: a zombie is over, and multiprocessing's helpers live with pytest."""
+    """True if a live process belongs to the test: no zombie, and no multiprocessing helper of pytest."""
     try:
         if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
             return False
@@ -221,7 +221,7 @@ def _listeners() -> set[tuple[int, str]]:
 
 
 def _stop_listening(fd: int) -> None:
-    """End the listening without closing a descriptor that some object still believes to own."""
+    """Stop listening without closing a descriptor that some object still owns."""
     try:
         with socket.socket(fileno=os.dup(fd)) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)
@@ -234,7 +234,7 @@ def _shm_blocks() -> set[Path]:
 
 
 def _mapped_by_others(blocks: set[Path], ours: set[psutil.Process]) -> set[Path]:
-    """Those of the blocks that a stranger has mapped: another run of the tests on this machine may make some too."""
+    """The blocks that other processes have mapped, such as another run of the tests on this machine."""
     mapped: set[Path] = set()
     own = {os.getpid(), *(process.pid for process in ours)}
     for process in psutil.process_iter():
@@ -252,7 +252,7 @@ def _mapped_by_others(blocks: set[Path], ours: set[psutil.Process]) -> set[Path]
 
 @pytest.fixture(scope="session")
 def certified(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """Folders as hosts have them: a server's, a caller's with and without a certificate, strangers', a past one's."""
+    """Certificate folders: of servers (one for another host, one expired), of clients, of clients with another CA."""
     from jaxroll.control import certificates
     from jaxroll.rpc.tls import Material
 
@@ -281,13 +281,13 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         past=picked("past-server", "past", *server),
         client=picked("client", "run", *client),
         anonymous=picked("anonymous", "run", "ca.pem"),
-        stranger=picked("stranger", "other", *client),
-        trusting_stranger=_trusting(root, client),
+        other_ca=picked("other-ca", "other", *client),
+        trusting_other_ca=_trusting(root, client),
     )
 
 
 def _rename_hosts(run_dir: Path) -> None:
-    """A server certificate of the same CA for another host only."""
+    """Replace the server certificate by one of the same CA for another host only."""
     from jaxroll.control import certificates
 
     always, certificates.ALWAYS = certificates.ALWAYS, ()
@@ -298,7 +298,7 @@ def _rename_hosts(run_dir: Path) -> None:
 
 
 def _trusting(root: Path, files: tuple[str, ...]):
-    """One that trusts the run's CA and shows a certificate of another."""
+    """A folder that trusts the run's CA and shows a certificate of another."""
     from jaxroll.rpc.tls import Material
 
     folder = root / "trusting"
