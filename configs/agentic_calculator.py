@@ -36,12 +36,12 @@ def get_config() -> ConfigDict:
     config.schedule.group_size = 8
     config.sampling.max_tokens = 24
     config.sampler.slots = 32
-    config.sampler.episodes = 64
+    config.sampler.concurrent_episodes = 64
     config.sampler.prefill_buckets = (8, 32)
     config.sampler.decode_chunk = 4
     config.sampler.page_tokens = 8
     config.sampler.cache_pages = 1200
     config.learner.row_tokens = 96
-    config.learner.micro_rows = 16
+    config.learner.micro_batch_rows = 16
     config.evaluator.every = 20
     return config

@@ -33,12 +33,12 @@ def get_config() -> ConfigDict:
     config.schedule.group_size = 8
     config.sampling.max_tokens = 7
     config.sampler.slots = 32
-    config.sampler.episodes = 64
+    config.sampler.concurrent_episodes = 64
     config.sampler.prefill_buckets = (24, 96)
     config.sampler.decode_chunk = 4
     config.sampler.page_tokens = 16
     config.sampler.cache_pages = 1600
     config.learner.row_tokens = 288
-    config.learner.micro_rows = 8
+    config.learner.micro_batch_rows = 8
     config.evaluator.every = 60
     return config

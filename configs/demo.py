@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     config.schedule.steps = 100
     config.sft.steps = 140
     config.learner.mesh.fsdp = 2
-    config.learner.micro_rows = 16
+    config.learner.micro_batch_rows = 16
     config.learner.row_tokens = 64
     config.sampler.mesh.tensor = 2
     config.sampler.slots = 8

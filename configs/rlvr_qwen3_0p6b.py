@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
     config.tokenizer.path = "../models/Qwen3-0.6B"
     config.task.name = "chain_sum"
     config.task.args = {"min_terms": 2, "max_terms": 4}
-    config.task.prompt = "full"
+    config.task.prompt_style = "full"
     config.task.max_prompt_tokens = 256
     config.sft.steps = 0
     config.sampling.max_tokens = 512

@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
     config.sampling.max_tokens = 2048
     config.sampler.mesh.tensor = 8
     config.learner.mesh.fsdp = 8
-    config.learner.micro_rows = 8
+    config.learner.micro_batch_rows = 8
     config.learner.row_tokens = 4096
     config.placement.learner_memory_fraction = 0.5
     return config

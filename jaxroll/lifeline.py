@@ -1,7 +1,7 @@
-"""Ties a process to the life of its parent: when the parent dies, however it dies, so does the child. Requests to stop.
+"""Process control: death with the parent process, stop signals, scheduling priority.
 
-Every role binds itself to its supervisor as its first act, and every worker a role starts binds itself to the role, so
-that `kill -9` of the supervisor leaves nothing behind. Where the kernel has no parent-death signal, a thread watches.
+A role binds itself to its supervisor first, and a worker to the role that started it, so that `kill -9` of the
+supervisor leaves no process behind. On kernels without a parent-death signal a thread polls for the parent.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import contextlib
 import ctypes
 import errno
 import os
+import random
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from jaxroll.errors import EXIT_FAILURE
+from jaxroll.errors import EXIT_FAILURE, ConfigError
 
 PARENT_ENV = "JAXROLL_PARENT"
 POLL_S = 0.5
@@ -168,3 +171,50 @@ def on_stop(stop: Callable[[], object]) -> None:
     """Call `stop` at every signal that asks this process to stop. To be called by the main thread."""
     for signum in stop_signals():
         signal.signal(signum, lambda *_: stop())
+
+
+# --- scheduling priority: on a CPU every process gives way to the learner
+#
+# The learner is the critical path: samplers run as far ahead of it as the age limit allows. On Linux the scheduler may
+# treat each session as one group (sched(7), autogroup), and then the priority of a process counts only within its
+# session. So a process that leads a session lowers the priority of its group too, as do workers in their own sessions.
+
+NICE_ENV = "JAXROLL_NICE"
+NICE = 10
+LOWEST = 19
+_AUTOGROUP = Path("/proc/self/autogroup")
+_LIMIT_S, _PAUSE_S = 5.0, 0.2  # the kernel accepts one change per 0.1 s from users other than root
+
+
+def give_way(environ: Mapping[str, str] = os.environ, autogroup: Path = _AUTOGROUP) -> bool:
+    """Lower the priority of this process and of its session to `environ[NICE_ENV]`; do nothing where it is unset.
+
+    Call it before threads start: existing threads keep their priority. False when the session could not be lowered
+    because too many processes asked for that at once. ConfigError for a value that is no priority.
+    """
+    given = environ.get(NICE_ENV) or "0"
+    if not given.isdecimal() or (wanted := int(given)) > LOWEST:
+        raise ConfigError(NICE_ENV, given, f"a priority is a number from 0 to {LOWEST}", "Unset it, or use 10.")
+    if wanted == 0:
+        return True
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, max(wanted, os.getpriority(os.PRIO_PROCESS, 0)))
+    return lower_session(autogroup)
+
+
+def lower_session(autogroup: Path = _AUTOGROUP) -> bool:
+    """Lower the session that this process leads, if any, to the priority of the process; False as in `give_way`."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    if own <= 0 or os.getsid(0) != os.getpid():
+        return True  # nothing to lower, or another process leads the session
+    deadline_s = time.monotonic() + _LIMIT_S
+    while time.monotonic() < deadline_s:
+        try:
+            autogroup.write_text(str(own), encoding="utf-8")
+        except BlockingIOError:
+            time.sleep(_PAUSE_S * random.random())
+        except OSError:
+            return True  # no such kernel: the priority alone counts
+        else:
+            return True
+    return False

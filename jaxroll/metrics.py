@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from jaxroll import migration
 from jaxroll.clock import unix_s
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Tracker
@@ -55,12 +56,15 @@ def _plain(value: Any) -> Any:
 
 
 def loads(line: bytes | str) -> Row | None:
-    """The row that `line` holds; None when the line is torn, no JSON object, or no valid row (`checked_row`)."""
+    """The row that `line` holds; None when the line is torn, no JSON object, or no valid row (`checked_row`).
+
+    A row of an earlier version gets the names of this one.
+    """
     try:
         row = json.loads(line, parse_constant=lambda _: None)  # NaN and Infinity, which JSON does not have
     except (ValueError, RecursionError):  # no JSON, no UTF-8, an integer of thousands of digits; nested too deep
         return None
-    return checked_row(row)
+    return checked_row(migration.row(row) if isinstance(row, dict) else row)
 
 
 def read(path: str | Path) -> list[Row]:
@@ -367,7 +371,7 @@ class _Stats(_Known):
     compiles: Number | None = None
     members_aborted: Count | None = None
     tokens_aborted: Count | None = None
-    tokens_let_go: Count | None = None
+    tokens_aborted_done: Count | None = None
     answers_rejected: dict[str, Count] | None = None
 
 
@@ -389,8 +393,8 @@ class _Lengths(msgspec.Struct):
 
 
 class _Store(_Known):
-    window: Number | None = None
-    window_full: Number | None = None
+    in_flight_window: Number | None = None
+    in_flight_window_max: Number | None = None
     waits: dict[str, str] | None = None
     shrunk: Count | None = None
     tokens_put: Count | None = None
@@ -417,7 +421,7 @@ class _Warm(_Known):
 
 
 class _Restart(_Known):
-    who: Name
+    process: Name
     pid: int | None = None
     code: int | None = None
 

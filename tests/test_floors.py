@@ -38,13 +38,13 @@ PURE = ("asyncio", "threading", "time", "sqlite3", "socket", "subprocess")
 
 ROOMS: Mapping[str, Room] = {
     "config": Room(0, "none"),
-    "lifeline": Room(0, "none"),  # a process dies with its parent
-    "priority": Room(0, "none"),  # a process gives way to the learner
+    "lifeline": Room(0, "none"),  # death with the parent process, stop signals, priority
     "records": Room(0, "none"),
     "env_checks": Room(0, "none"),  # what an environment returned fits the records
     "protocols": Room(0, "none"),
     "wire": Room(0, "none"),
     "metrics": Room(0, "none"),
+    "migration": Room(0, "none"),  # names that earlier versions wrote
     "errors": Room(0, "none"),
     "clock": Room(0, "none"),
     "disk": Room(0, "none"),  # full and broken disks, and files from strangers

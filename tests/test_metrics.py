@@ -33,25 +33,34 @@ GOOD: dict[str, dict[str, Any]] = {
     "eval": {"step": 3, "n": 2, "correct": "1-0", "accuracy": None},
     "stats": {}, "span": {"what": "decode", "t0": 1.0, "t1": 2.0}, "members": {"rows": [[1, 0, 1.0, 2.0, 9]]},
     "store": {}, "compile": {"what": "the step", "state": "end"}, "devices": {}, "warm": {},
-    "restart": {"who": "sampler-0"}, "event": {"text": ""},
+    "restart": {"process": "sampler-0"}, "event": {"text": ""},
 }  # fmt: skip
 HUGE = 10**400
 BAD: dict[str, dict[str, list[Any]]] = {
     "step": {
-        "step": [None, "3", -1, 1.5, True, HUGE], "t0": [None, "now", -1.0, 1e300, HUGE], "train_s": [None, [1.0]],
-        "age_hist": [None, [], {"old": 1}, {"0": None}], "groups": [3, [[1]], [None]], "lineage": ["0"],
-        "by_age": [[], {"0": 1.0}, {"0": {"ess": "x"}}], "reward_mean": ["x", {}, float("inf"), HUGE],
+        "step": [None, "3", -1, 1.5, True, HUGE],
+        "t0": [None, "now", -1.0, 1e300, HUGE],
+        "train_s": [None, [1.0]],
+        "age_hist": [None, [], {"old": 1}, {"0": None}],
+        "groups": [3, [[1]], [None]],
+        "lineage": ["0"],
+        "by_age": [[], {"0": 1.0}, {"0": {"ess": "x"}}],
+        "reward_mean": ["x", {}, float("inf"), HUGE],
     },
     "eval": {"accuracy": [-0.1, 1.1, "all"], "correct": [None, "10x", [1, 0]], "n": [None], "examples": ["x", 3]},
     "stats": {"tokens_per_s": ["fast"], "members_aborted": [-1, 0.5], "version": [{"step": 1}]},
     "span": {"what": [None, 3, []], "t1": [None], "version": [[1]]},
     "members": {"rows": [None, [1], [[1, 0, 1.0]], [[[1], 0, 1.0, 2.0, 9]]]},
-    "store": {"waits": ["x", {"learner": None}], "lengths": [{}, {"trained": [1], "lost": [0, 0]}], "window": ["x"]},
+    "store": {
+        "waits": ["x", {"learner": None}],
+        "lengths": [{}, {"trained": [1], "lost": [0, 0]}],
+        "in_flight_window": ["x"],
+    },
     "compile": {"seconds": ["x"], "what": [None]},
     "devices": {"mesh": [3], "attention": ["xla"]},
-    "restart": {"who": [None, []]},
+    "restart": {"process": [None, []]},
     "event": {"text": [None, 3]},
-}  # fmt: skip
+}
 
 
 @given(ROWS)

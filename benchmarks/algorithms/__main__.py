@@ -29,7 +29,7 @@ ALPHAS, SEEDS, STEPS = (0, 2, 8), (0, 1, 2), 60
 HELDOUT = 512  # questions
 QUICK_ALPHAS, QUICK_STEPS = (2,), 3
 OFFLINE = {"reference": "init"}
-PAIRS = {"prompt_tokens": 0, "prompt_rows": 1, "row_tokens": 64}  # each answer has its prompt
+PAIRS = {"shared_prompt_tokens": 0, "shared_prompt_rows": 1, "row_tokens": 64}  # each answer has its prompt
 FULL: Mapping[str, dict[str, Any]] = {
     "grpo": {"correction": "none"},
     "decoupled": {},
@@ -40,8 +40,8 @@ FULL: Mapping[str, dict[str, Any]] = {
     "rloo": {"algorithm": "rloo"},
     "dpo": {"algorithm": "dpo", **OFFLINE, **PAIRS},
     # With one optimizer step a claim these have one gradient, `decoupled` and `tis` above.
-    "decoupled, two substeps": {"substeps": 2},
-    "tis, two substeps": {"algorithm": "tis", "substeps": 2},
+    "decoupled, two minibatches": {"minibatches": 2},
+    "tis, two minibatches": {"algorithm": "tis", "minibatches": 2},
 }
 ONCE: Mapping[str, dict[str, Any]] = {
     "dapo": {"algorithm": "dapo"},
@@ -49,7 +49,7 @@ ONCE: Mapping[str, dict[str, Any]] = {
     "dr_grpo": {"algorithm": "dr_grpo"},
     "decoupled, masked": {"correction_mode": "mask"},
     "icepop": {"algorithm": "icepop"},
-    "tis, sequence": {"algorithm": "tis", "level": "sequence"},
+    "tis, sequence": {"algorithm": "tis", "ratio_level": "sequence"},
     "reinforce_pp": {"algorithm": "reinforce_pp"},
     "topr, losses half": {"algorithm": "topr", "negative_weight": 0.5},
     "raft_pp": {"algorithm": "raft_pp"},
@@ -69,13 +69,13 @@ def settings(quick: bool) -> Any:
     values["schedule"] |= {"alpha": float(max(ALPHAS)), "steps": STEPS, "groups_per_step": 24, "group_size": 8}
     values["task"] |= {"heldout_items": HELDOUT}
     values["sft"] |= {"steps": 140}
-    values["learner"] |= {"micro_rows": 32, "row_tokens": 28, "prompt_tokens": 32, "prompt_rows": 4}
+    values["learner"] |= {"micro_batch_rows": 32, "row_tokens": 28, "shared_prompt_tokens": 32, "shared_prompt_rows": 4}
     if quick:
         values["model"] |= {"size": "nano"}
         values["schedule"] |= {"steps": QUICK_STEPS, "groups_per_step": 8, "group_size": 8}
         values["task"] |= {"heldout_items": 32, "args": {"min_word_len": 3, "max_word_len": 4}}
         values["sft"] |= {"steps": 150, "batch": 32}
-        values["learner"] |= {"micro_rows": 4}
+        values["learner"] |= {"micro_batch_rows": 4}
     return configs.parse(values)
 
 

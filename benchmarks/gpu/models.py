@@ -358,7 +358,7 @@ def shares(done: float, tokens: int, seconds: float, limit: float) -> dict[str, 
 def _stepping(spec: ModelSpec, tokens: int, **options: Any) -> tuple[Callable[[], float], str]:
     """Seconds of one step on a group of full rows, and the attention that was chosen."""
     gc.collect()  # the one before has its memory back to give
-    trainer, work = prepared(spec, GROUP, tokens, micro_rows=1 if tokens > 8192 else 2, **options)
+    trainer, work = prepared(spec, GROUP, tokens, micro_batch_rows=1 if tokens > 8192 else 2, **options)
 
     def once() -> float:
         started = time.perf_counter()

@@ -235,7 +235,7 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
                 spec,
                 GROUP,
                 shape.row_tokens,
-                micro_rows=2,
+                micro_batch_rows=2,
                 algorithm="grpo",
                 advantage="group_std",
                 aggregation="seq_mean_token_mean",

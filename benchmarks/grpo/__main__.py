@@ -60,7 +60,10 @@ class Case:
 
 _OURS = [{"schedule.alpha": 2.0}, {"schedule.alpha": 1.0}, {"schedule.alpha": 2.0, "learner.mesh.data": 2}]
 # What waits for its judgement needs no slot: as many episodes as may be in work at all.
-_WAITING = [{"schedule.alpha": alpha, "sampler.episodes": int(alpha + 1) * GROUPS * GROUP} for alpha in (2.0, 3.0, 4.0)]
+_WAITING = [
+    {"schedule.alpha": alpha, "sampler.concurrent_episodes": int(alpha + 1) * GROUPS * GROUP}
+    for alpha in (2.0, 3.0, 4.0)
+]
 _LEARNER = [{"apart": apart, "threads": threads} for apart, threads in ((False, 2), (True, 2), (False, 1))]
 # Apart and ahead is no setting of 0.1.7: its lock is taken on the thread of its event loop, so that an episode that
 # begins while new weights wait for those under way keeps these from ending, and all stand still.

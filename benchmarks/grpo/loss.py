@@ -57,7 +57,7 @@ def claim(batch: Batch, behaviour: np.ndarray) -> Claim:
 
 def logprobs(trainer: Trainer, config: Config, batch: Batch) -> np.ndarray:
     """Those of what was said in `batch` under the trainer's parameters, float32 [N, T]; 0 where the mask is False."""
-    (samples,) = minibatch.prepare(claim(batch, np.zeros(batch.said.shape)), config).substeps
+    (samples,) = minibatch.prepare(claim(batch, np.zeros(batch.said.shape)), config).minibatches
     found, prompt = np.zeros(batch.said.shape, np.float32), batch.prompts.shape[1]
     for micro in trainer.packed(samples):
         values = jax.device_get(trainer.programs.logprobs(trainer.params(), trainer.programs.placed(micro.streams)))
@@ -81,7 +81,7 @@ def main() -> None:
         behaviour = logprobs(trainer, config, batch)
         np.save(folder / "behaviour.npy", behaviour)
         work = claim(batch, behaviour)
-        (samples,) = minibatch.prepare(work, config).substeps
+        (samples,) = minibatch.prepare(work, config).minibatches
         accumulator = trainer.programs.zeros()
         for micro in trainer.packed(samples):
             streams = trainer.programs.placed(micro.streams)

@@ -27,7 +27,7 @@ def overrides(work: Work, folder: Path, steps: int, options: dict[str, Any]) -> 
     longest, members = work.prompt_tokens + work.said_tokens, GROUPS * GROUP
     several = {"task.max_episode_tokens": longest} if work.turns > 1 else {}
     # Of one turn an answer and the last token of its prompt; the rest of it lies once for its group.
-    shared = {"learner.prompt_tokens": work.prompt_tokens - 1, "learner.prompt_rows": GROUP,
+    shared = {"learner.shared_prompt_tokens": work.prompt_tokens - 1, "learner.shared_prompt_rows": GROUP,
               "learner.row_tokens": work.answer_tokens + 1} if work.turns == 1 else {}  # fmt: skip
     buckets = [work.prompt_tokens] + [longest] * (work.turns > 1)
     return {
@@ -39,7 +39,7 @@ def overrides(work: Work, folder: Path, steps: int, options: dict[str, Any]) -> 
         "schedule.alpha": 1.0, "sampling.max_tokens": work.answer_tokens,
         "sampler.slots": members, "sampler.prefill_rows": GROUPS, "sampler.prefill_buckets": tuple(buckets),
         "sampler.decode_chunk": work.answer_tokens, "sampler.page_tokens": 8,
-        "learner.row_tokens": longest, "learner.micro_rows": members, "learner.remat": "none",
+        "learner.row_tokens": longest, "learner.micro_batch_rows": members, "learner.remat": "none",
         "learner.learning_rate": LEARNING_RATE, "learner.warmup_steps": 1, "learner.max_grad_norm": MAX_NORM,
         "learner.checkpoint_every": steps, **shared,
         **options,

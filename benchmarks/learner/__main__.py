@@ -6,9 +6,9 @@ The same Qwen3 of 0.62 million parameters, the same answered prompts, a long-liv
 gradients of the first step are compared, name by name; without equality there is no race. Then runs of several steps
 alternate, compiled beforehand, each arm with the number of threads that suits it best. Only tokens that are not padding
 count. Ours begins with the claim (advantages, packing), the peers' with padded arrays that are ready. In `tunix_shared`
-ours computes the prompt of a group once (`learner.prompt_tokens`); gradient and counted tokens are the same. On a
-GPU `gpu_0p6b` and `gpu_1p7b` say how much of its promised rate a step of Qwen3's shapes uses at 4,096 tokens a row. The
-last line is one JSON object with a case each.
+ours computes the prompt of a group once (`learner.shared_prompt_tokens`); gradient and counted tokens are the same. On
+a GPU `gpu_0p6b` and `gpu_1p7b` say how much of its promised rate a step of Qwen3's shapes uses at 4,096 tokens a row.
+The last line is one JSON object with a case each.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class Case:
 
 
 CASES = [
-    Case("tunix_equal", "tunix", 1.1, 64, 16, 32, options={"row_tokens": 48, "micro_rows": 64}),
+    Case("tunix_equal", "tunix", 1.1, 64, 16, 32, options={"row_tokens": 48, "micro_batch_rows": 64}),
     Case("tunix_shared", "tunix", 1.5, 64, 16, 32,
-         options={"prompt_tokens": 15, "prompt_rows": GROUP, "row_tokens": 33, "micro_rows": 64}),
+         options={"shared_prompt_tokens": 15, "shared_prompt_rows": GROUP, "row_tokens": 33, "micro_batch_rows": 64}),
     Case("tunix_lognormal", "tunix", 2.0, 64, 16, 32, sigma=1.0, most=512,
-         options={"row_tokens": 528, "micro_rows": 4}),
-    Case("torch_equal", "torch", 1.0, 64, 16, 32, options={"row_tokens": 48, "micro_rows": 64}),
+         options={"row_tokens": 528, "micro_batch_rows": 4}),
+    Case("torch_equal", "torch", 1.0, 64, 16, 32, options={"row_tokens": 48, "micro_batch_rows": 64}),
 ]  # fmt: skip
 
 
@@ -123,9 +123,9 @@ def large(case: Large, runs: Runs) -> dict[str, Any]:
 def small(case: Case) -> Case:
     """The same in small, for --quick."""
     most = 32 if case.sigma else 0
-    rows = {"row_tokens": 48, "micro_rows": 4} if case.sigma else {"row_tokens": 12, "micro_rows": 16}
-    if "prompt_tokens" in case.options:
-        rows = {"prompt_tokens": 7, "row_tokens": 5, "micro_rows": 16}
+    rows = {"row_tokens": 48, "micro_batch_rows": 4} if case.sigma else {"row_tokens": 12, "micro_batch_rows": 16}
+    if "shared_prompt_tokens" in case.options:
+        rows = {"shared_prompt_tokens": 7, "row_tokens": 5, "micro_batch_rows": 16}
     return replace(case, sequences=16, prompt_tokens=8, median=4, most=most, steps=2, options=case.options | rows)
 
 
@@ -179,7 +179,7 @@ def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, in
     if not apart <= EQUAL:
         return result | {"met": False, "why": "the arms' gradients differ: no race"}
     found, of = raced(case.name, best, runs, run, rounds)
-    computed = flops(batch, case.options.get("prompt_tokens", 0))
+    computed = flops(batch, case.options.get("shared_prompt_tokens", 0))
     limit = runs.run(f"{case.name} matmul, {best['ours']} threads", 0, lambda: _matmul(best["ours"]))["flops_per_s"]
     return result | found | {
         "met": found["ratio"] >= case.aim, "tokens": batch.tokens, "flops": computed,

@@ -46,14 +46,16 @@ def flops(spec: ModelSpec, rows: int, tokens: int) -> float:
     return 6 * rows * ((families.parameter_count(spec) - looked_up) * tokens + share * tokens**2)
 
 
-def prepared(spec: ModelSpec, rows: int, tokens: int, *, micro_rows: int, **options: Any) -> tuple[Trainer, Claim]:
+def prepared(
+    spec: ModelSpec, rows: int, tokens: int, *, micro_batch_rows: int, **options: Any
+) -> tuple[Trainer, Claim]:
     """A warm trainer of `spec`, random, under the learner's `options`, and a claim of full rows."""
     mesh = MeshConfig(fsdp=jax.device_count())
     config = Config(
         model=ModelConfig(dtype=spec.compute_dtype),  # pyright: ignore[reportArgumentType]
         schedule=ScheduleConfig(alpha=0.0, groups_per_step=rows // GROUP, group_size=GROUP),
         sampling=SamplingConfig(max_tokens=tokens),
-        learner=LearnerConfig(mesh=mesh, correction="none", row_tokens=tokens, micro_rows=micro_rows,
+        learner=LearnerConfig(mesh=mesh, correction="none", row_tokens=tokens, micro_batch_rows=micro_batch_rows,
                               learning_rate=LEARNING_RATE, warmup_steps=1, max_grad_norm=MAX_NORM, **options),
     )  # fmt: skip
     trainer = Trainer(config, spec, layout.build(mesh), layout.LEARNER, key=jax.random.key(0))
@@ -66,7 +68,7 @@ def main() -> None:
     say = answering()
     size, dtype, rows, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     spec = families.spec(size, compute_dtype=dtype)
-    trainer, work = prepared(spec, rows, tokens, micro_rows=max(2, jax.device_count()))
+    trainer, work = prepared(spec, rows, tokens, micro_batch_rows=max(2, jax.device_count()))
     trainer.train(work)
     kind, done = jax.devices()[0].device_kind, flops(spec, rows, tokens)
     promised = peak(kind)

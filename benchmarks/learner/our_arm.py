@@ -62,7 +62,7 @@ def made(folder: Path, batch: Batch) -> Arm:
     work = claim(batch)
 
     def gradients() -> dict[str, np.ndarray]:
-        (samples,) = minibatch.prepare(work, config).substeps
+        (samples,) = minibatch.prepare(work, config).minibatches
         accumulator = trainer.programs.zeros()
         for micro in trainer.packed(samples):
             streams = trainer.programs.placed(micro.streams)

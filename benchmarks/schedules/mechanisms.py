@@ -60,7 +60,7 @@ class Mechanism:
 
 
 def _workload(name: str, race: Race, env: str = "lottery", median: int = 8, **more: Any) -> Workload:
-    quick = {"sft.steps": 40, "sampler.episodes": 2 * ENVIRONMENTS, "learner.learning_rate": 1e-6}
+    quick = {"sft.steps": 40, "sampler.concurrent_episodes": 2 * ENVIRONMENTS, "learner.learning_rate": 1e-6}
     return Workload(
         name,
         _STEPS,
@@ -79,7 +79,7 @@ def _pair(name: str, on: Race, off: Race, **more: Any) -> tuple[Workload, Worklo
 def _queue() -> Mechanism:
     # One turn of a log-normal number of answers would be CPU-bound: here each environment's length is a sleep.
     def both(name: str, latency_s: tuple[float, float]) -> tuple[Workload, Workload]:
-        seats, all_of_them = ({"sampler.episodes": count} for count in (_WAVE, ENVIRONMENTS))
+        seats, all_of_them = ({"sampler.concurrent_episodes": count} for count in (_WAVE, ENVIRONMENTS))
         return (
             _workload(f"{name}_on", Race(latency_s), settings=seats),
             _workload(f"{name}_off", Race(latency_s, wave=_WAVE), settings=all_of_them),
@@ -89,7 +89,13 @@ def _queue() -> Mechanism:
 
 
 def _env_async() -> Mechanism:
-    more = {"settings": {"task.max_episode_tokens": 96, "sampler.episodes": ENVIRONMENTS, "learner.row_tokens": 96}}
+    more = {
+        "settings": {
+            "task.max_episode_tokens": 96,
+            "sampler.concurrent_episodes": ENVIRONMENTS,
+            "learner.row_tokens": 96,
+        }
+    }
     on, same = Race((0.4, 0.4), turns=4), Race((0.4, 0.0), turns=4)
     return Mechanism(
         *_pair("env_async", on, replace(on, barrier=ENVIRONMENTS), **more),
@@ -119,10 +125,10 @@ def _redundant_envs() -> Mechanism:
 
 def _replication() -> Mechanism:
     def both(name: str, sigma: float) -> tuple[Workload, Workload]:
-        two = {"sampler.count": 2, "sampler.slots": ENVIRONMENTS // 2, "sampler.episodes": ENVIRONMENTS // 2}
+        two = {"sampler.count": 2, "sampler.slots": ENVIRONMENTS // 2, "sampler.concurrent_episodes": ENVIRONMENTS // 2}
         tail = {"median": 8, "sigma": sigma, "most": 64 if sigma else 0}
         made = [
-            _workload(f"{name}_{how}", Race(), settings=two | {"schedule.replicate": how}, **tail)
+            _workload(f"{name}_{how}", Race(), settings=two | {"schedule.group_placement": how}, **tail)
             for how in ("spread", "together")
         ]
         return made[0], made[1]
@@ -133,10 +139,10 @@ def _replication() -> Mechanism:
 def _replication_seats(how: str) -> Mechanism:
     # Three groups for two samplers with seats for one each: whole, the third waits until all of another has ended.
     def both(name: str, latency_s: tuple[float, float]) -> tuple[Workload, Workload]:
-        seats = {"sampler.count": 2, "sampler.slots": GROUP_SIZE, "sampler.episodes": GROUP_SIZE}
+        seats = {"sampler.count": 2, "sampler.slots": GROUP_SIZE, "sampler.concurrent_episodes": GROUP_SIZE}
         shape = seats | {"schedule.groups_per_step": 3}
         made = [
-            _workload(f"{name}_{kind}", Race(latency_s), settings=shape | {"schedule.replicate": kind})
+            _workload(f"{name}_{kind}", Race(latency_s), settings=shape | {"schedule.group_placement": kind})
             for kind in (how, "together")
         ]
         return made[0], made[1]
@@ -161,15 +167,19 @@ def _straggler() -> Mechanism:
 def _window() -> Mechanism:
     # Rows with room to spare make the learner the slower side; few large groups, so that the control is soon through.
     shape = {
-        "schedule.groups_per_step": 2, "schedule.group_size": 32, "learner.prompt_tokens": 0, "learner.prompt_rows": 1,
-        "learner.micro_rows": 64, "learner.row_tokens": 384,
-    }  # fmt: skip
+        "schedule.groups_per_step": 2,
+        "schedule.group_size": 32,
+        "learner.shared_prompt_tokens": 0,
+        "learner.shared_prompt_rows": 1,
+        "learner.micro_batch_rows": 64,
+        "learner.row_tokens": 384,
+    }
     on, off = (
-        _workload(f"window_{kind}", Race(), settings=shape | {"schedule.window": window})
+        _workload(f"window_{kind}", Race(), settings=shape | {"schedule.in_flight_window": window})
         for kind, window in (("on", "adaptive"), ("off", "full"))
     )
     slow_on, slow_off = (
-        _workload(f"window_null_{kind}", Race((0.5, 0.5)), settings={"schedule.window": window})
+        _workload(f"window_null_{kind}", Race((0.5, 0.5)), settings={"schedule.in_flight_window": window})
         for kind, window in (("on", "adaptive"), ("off", "full"))
     )
     null = replace(slow_on, steps=_LONGER), replace(slow_off, steps=_LONGER)
@@ -178,11 +188,11 @@ def _window() -> Mechanism:
 
 def _rolling() -> Mechanism:
     def both(name: str, flip: str) -> tuple[Workload, Workload]:
-        two = {"sampler.count": 2, "sampler.slots": ENVIRONMENTS // 2, "sampler.episodes": ENVIRONMENTS // 2}
+        two = {"sampler.count": 2, "sampler.slots": ENVIRONMENTS // 2, "sampler.concurrent_episodes": ENVIRONMENTS // 2}
         made = [
             _workload(
                 f"{name}_{kind}", Race(), sigma=1.0, most=64,
-                settings=two | {"schedule.flip": flip, "schedule.rolling": count},
+                settings=two | {"schedule.weight_swap": flip, "schedule.rolling_updates": count},
             )
             for kind, count in (("on", 1), ("off", 0))
         ]  # fmt: skip
@@ -215,7 +225,7 @@ def _neighbour(fault: str) -> Mechanism:
     name, race = f"neighbour_{fault}", Race((1.0, 0.25))
     # 16 of 48 members that may be in work, of the smallest model: the latency limits the rate, on a busy core as well.
     small = {"schedule.groups_per_step": 4, "schedule.group_size": 4, "model.size": "nano", "sft.steps": 5}
-    one = small | {"sampler.slots": _WAVE, "sampler.episodes": _WAVE}
+    one = small | {"sampler.slots": _WAVE, "sampler.concurrent_episodes": _WAVE}
     on = _workload(f"{name}_on", replace(race, neighbour=fault), settings=one | {"sampler.count": 2})
     off = _workload(f"{name}_off", race, settings=one)
     return Mechanism(replace(on, steps=_BESIDE), replace(off, steps=_BESIDE), None, alpha=2.0)

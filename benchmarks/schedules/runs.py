@@ -60,19 +60,38 @@ class Workload:
         """The config of a run, over the defaults."""
         longest, every = self.most or self.median, self.steps // self.evaluations if self.evaluations else 0
         return {
-            "run.seed": seed, "placement.platform": "cpu", "placement.cpu_threads": threads,
-            "task.source": "jsonl", "task.path": str(folder / f"{self.name}.jsonl"), "task.env": self.env,
-            "task.max_prompt_tokens": longest + 8, "task.heldout_start": WARM[1], "task.heldout_items": 256,
-            "sft.start": WARM[0], "sft.steps": 120, "schedule.alpha": alpha, "schedule.steps": self.steps,
-            "schedule.groups_per_step": GROUPS, "schedule.group_size": GROUP_SIZE, "schedule.window": "full",
-            "sampling.max_tokens": longest + 2, "sampler.slots": ENVIRONMENTS, "sampler.episodes": ENVIRONMENTS,
-            "sampler.prefill_rows": 8, "sampler.prefill_buckets": f"({longest + 8},)", "sampler.decode_chunk": 8,
+            "run.seed": seed,
+            "placement.platform": "cpu",
+            "placement.cpu_threads": threads,
+            "task.source": "jsonl",
+            "task.path": str(folder / f"{self.name}.jsonl"),
+            "task.env": self.env,
+            "task.max_prompt_tokens": longest + 8,
+            "task.heldout_start": WARM[1],
+            "task.heldout_items": 256,
+            "sft.start": WARM[0],
+            "sft.steps": 120,
+            "schedule.alpha": alpha,
+            "schedule.steps": self.steps,
+            "schedule.groups_per_step": GROUPS,
+            "schedule.group_size": GROUP_SIZE,
+            "schedule.in_flight_window": "full",
+            "sampling.max_tokens": longest + 2,
+            "sampler.slots": ENVIRONMENTS,
+            "sampler.concurrent_episodes": ENVIRONMENTS,
+            "sampler.prefill_rows": 8,
+            "sampler.prefill_buckets": f"({longest + 8},)",
+            "sampler.decode_chunk": 8,
             # An answer and the last token of its prompt; the rest of it lies once before four rows of answers.
-            "learner.row_tokens": longest + 3, "learner.prompt_tokens": longest + 8, "learner.prompt_rows": 4,
-            "learner.micro_rows": 16, "learner.learning_rate": 1e-4,
-            "learner.checkpoint_every": self.steps, "evaluator.every": every,
+            "learner.row_tokens": longest + 3,
+            "learner.shared_prompt_tokens": longest + 8,
+            "learner.shared_prompt_rows": 4,
+            "learner.micro_batch_rows": 16,
+            "learner.learning_rate": 1e-4,
+            "learner.checkpoint_every": self.steps,
+            "evaluator.every": every,
             **self.settings,
-        }  # fmt: skip
+        }
 
 
 def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
@@ -96,7 +115,7 @@ def resting(run_dir: Path) -> dict[str, Any]:
     """The samplers at rest or on trial, as `jaxroll inspect` shows them."""
     line = [sys.executable, "-m", "jaxroll", "inspect", str(run_dir), "--json"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
-    return json.loads(done.stdout)["resting"]
+    return json.loads(done.stdout)["backoff"]
 
 
 def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: dict[str, str]) -> None:
@@ -140,7 +159,7 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "decode_tokens_per_s": sum(row["tokens"] for row in during) / sum(row["t1"] - row["t0"] for row in during),
         "age_mean": statistics.mean(row["age_mean"] or 0.0 for row in counted),
         "age_max": max(row["age_max"] for row in steps),
-        "window": next(row["window"] for row in reversed(rows) if row["kind"] == "store"),
+        "window": next(row["in_flight_window"] for row in reversed(rows) if row["kind"] == "store"),
         **thrown_away(rows, steps),
         "accuracy": [accuracy for _, accuracy, _ in evals], "accuracy_t": [t - steps[0]["t0"] for _, _, t in evals],
     }  # fmt: skip

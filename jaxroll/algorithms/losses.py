@@ -206,7 +206,7 @@ def tis(learner: LearnerConfig) -> Objective:
     """−sg[min(ρ, c)] · A · log π_θ (TIS); with level "sequence" ρ is that of the whole sequence."""
 
     def token_loss(tokens: Tokens) -> TokenLoss:
-        rho, cap = behaviour_ratio(tokens, learner.level), learner.correction_cap
+        rho, cap = behaviour_ratio(tokens, learner.ratio_level), learner.correction_cap
         loss = truncated(rho, cap) * policy_gradient(tokens.logprob, tokens.advantage)
         return TokenLoss(loss, beyond(rho, cap))
 
@@ -238,7 +238,7 @@ def topr(learner: LearnerConfig) -> Objective:
     """
 
     def token_loss(tokens: Tokens) -> TokenLoss:
-        rho, good = behaviour_ratio(tokens, learner.level), tokens.advantage > 0
+        rho, good = behaviour_ratio(tokens, learner.ratio_level), tokens.advantage > 0
         weight = jnp.where(good, learner.positive_weight, learner.negative_weight * jnp.minimum(rho, 1.0))
         loss = weight * policy_gradient(tokens.logprob, tokens.advantage)
         return TokenLoss(loss, ~good & (rho > 1.0))

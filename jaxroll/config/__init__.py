@@ -8,7 +8,6 @@ from jaxroll.config.schema import (
     MODEL_SIZES,
     Config,
     EvaluatorConfig,
-    Flip,
     LearnerConfig,
     MeshConfig,
     ModelConfig,
@@ -23,13 +22,13 @@ from jaxroll.config.schema import (
     TaskConfig,
     TokenizerConfig,
     TransferConfig,
+    WeightSwap,
 )
 
 __all__ = [
     "MODEL_SIZES",
     "Config",
     "EvaluatorConfig",
-    "Flip",
     "LearnerConfig",
     "MeshConfig",
     "ModelConfig",
@@ -45,6 +44,7 @@ __all__ = [
     "TaskConfig",
     "TokenizerConfig",
     "TransferConfig",
+    "WeightSwap",
     "canonical_json",
     "check",
     "defaults",

@@ -46,7 +46,7 @@ def _check_choices(config: Config, row: Preset) -> None:
         ("advantage", learner.advantage, row.advantages),
         ("aggregation", learner.aggregation, row.aggregations),
         ("correction", learner.correction, row.corrections),
-        ("level", learner.level, levels),
+        ("ratio_level", learner.ratio_level, levels),
     ):
         if value != "auto" and value not in allowed:
             words = " or ".join(map(repr, allowed)) or "'auto'"
@@ -77,7 +77,7 @@ def _check_unread(given: LearnerConfig, learner: LearnerConfig) -> None:
         ("positive_weight", name == "topr", "algorithm 'topr'"),
         ("negative_weight", name == "topr", "algorithm 'topr'"),
         ("dpo_beta", name == "dpo", "algorithm 'dpo'"),
-        ("discount", learner.advantage in OF_TURNS, "advantage 'gigpo' or 'segment_return'"),
+        ("turn_discount", learner.advantage in OF_TURNS, "advantage 'gigpo' or 'segment_return'"),
         ("step_weight", learner.advantage == "gigpo", "advantage 'gigpo'"),
         ("correction_floor", learner.correction == "icepop", "correction 'icepop'"),
         ("kl_in", learner.kl_coef > 0, "learner.kl_coef above 0"),
@@ -107,16 +107,20 @@ def _check_adapters(config: Config, learner: LearnerConfig) -> None:
 
 
 def _check_shared_prompts(learner: LearnerConfig, row: Preset) -> None:
-    if learner.prompt_rows != 1 and not learner.prompt_tokens:
-        raise ConfigError("learner.prompt_rows", learner.prompt_rows, "nothing is shared, learner.prompt_tokens is 0",
-                          "Leave it out, or set learner.prompt_tokens to task.max_prompt_tokens.")  # fmt: skip
-    if learner.prompt_tokens and row.loss == "preference":
-        raise ConfigError("learner.prompt_tokens", learner.prompt_tokens,
+    if learner.shared_prompt_rows != 1 and not learner.shared_prompt_tokens:
+        raise ConfigError(
+            "learner.shared_prompt_rows",
+            learner.shared_prompt_rows,
+            "nothing is shared, learner.shared_prompt_tokens is 0",
+            "Leave it out, or set learner.shared_prompt_tokens to task.max_prompt_tokens.",
+        )
+    if learner.shared_prompt_tokens and row.loss == "preference":
+        raise ConfigError("learner.shared_prompt_tokens", learner.shared_prompt_tokens,
                           "dpo compares answers that lie side by side in a row, each with its prompt",
                           "Leave it out.")  # fmt: skip
-    if learner.prompt_tokens and learner.attention not in ("auto", "xla"):
+    if learner.shared_prompt_tokens and learner.attention not in ("auto", "xla"):
         raise ConfigError("learner.attention", learner.attention, "no fused kernel knows prompts that answers share",
-                          "Set it to 'xla', or leave learner.prompt_tokens out.")  # fmt: skip
+                          "Set it to 'xla', or leave learner.shared_prompt_tokens out.")  # fmt: skip
 
 
 def _clips(learner: LearnerConfig) -> bool:

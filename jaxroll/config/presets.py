@@ -17,11 +17,19 @@ from typing import Any
 from jaxroll.config.schema import Config, LearnerConfig, ScheduleConfig, SftConfig
 from jaxroll.errors import ConfigError
 
-MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
-    "sync": {"alpha": 0.0, "publish_every": 1, "window": "full", "order": "lease_order"},
-    "one_step": {"alpha": 1.0, "publish_every": 1, "window": "full", "order": "lease_order", "flip": "drain"},
-    "async": {},
-})  # fmt: skip
+MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "sync": {"alpha": 0.0, "publish_every": 1, "in_flight_window": "full", "order": "lease_order"},
+        "one_step": {
+            "alpha": 1.0,
+            "publish_every": 1,
+            "in_flight_window": "full",
+            "order": "lease_order",
+            "weight_swap": "drain",
+        },
+        "async": {},
+    }
+)
 
 
 def with_mode(schedule: ScheduleConfig, mode: str) -> ScheduleConfig:
@@ -138,12 +146,12 @@ def settled(learner: LearnerConfig) -> LearnerConfig:
     """`learner` with every value that was left to the algorithm."""
     row = preset(learner.algorithm)
     correction = _chosen(learner.correction, row.corrections)
-    level = _chosen(learner.level, ("token", "sequence") if correction == "tis" else row.levels)
+    level = _chosen(learner.ratio_level, ("token", "sequence") if correction == "tis" else row.levels)
     values: dict[str, Any] = {
         "advantage": _chosen(learner.advantage, row.advantages),
         "aggregation": _chosen(learner.aggregation, row.aggregations),
         "correction": correction,
-        "level": level,
+        "ratio_level": level,
         "clip_low": learner.clip_low or row.clip_low,
         "clip_high": learner.clip_high or row.clip_high,
         "correction_cap": learner.correction_cap or CAPS.get(correction, CAPS[learner.correction_mode]),

@@ -93,7 +93,7 @@ def actor_names(config: Config) -> tuple[str, ...]:
 def sampler_members(config: Config) -> int:
     """Members that a sampler plays at once: as configured, or its slots and groups enough that a freed slot
     never waits for a lease. Members whose environments take their time hold no slot meanwhile."""
-    return config.sampler.episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
+    return config.sampler.concurrent_episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
 
 
 def actor_members(config: Config) -> int:
@@ -148,18 +148,18 @@ def age_limiter(config: Config) -> AgeLimiter:
 def _check_schedule(config: Config) -> None:
     schedule = config.schedule
     age_limiter(config)
-    if schedule.rolling and schedule.rolling >= config.sampler.count:
-        raise ConfigError("schedule.rolling", schedule.rolling,
+    if schedule.rolling_updates and schedule.rolling_updates >= config.sampler.count:
+        raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
                           f"sampler.count is {config.sampler.count}: all change their weights at once, as without it",
                           "Set it below sampler.count, or to 0.")  # fmt: skip
     # The learner claims a step ahead: who is a publication behind has two steps less, and none left at alpha = 1.
-    if schedule.rolling and schedule.alpha < schedule.publish_every + 1:
-        raise ConfigError("schedule.rolling", schedule.rolling,
+    if schedule.rolling_updates and schedule.alpha < schedule.publish_every + 1:
+        raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
                           f"with alpha = {schedule.alpha:g} samplers have no work while they wait for their turn",
                           f"Raise schedule.alpha to publish_every + 1 = {schedule.publish_every + 1} or more, or set "
-                          "schedule.rolling to 0.")  # fmt: skip
-    if schedule.rolling and config.placement.actors:
-        raise ConfigError("schedule.rolling", schedule.rolling,
+                          "schedule.rolling_updates to 0.")  # fmt: skip
+    if schedule.rolling_updates and config.placement.actors:
+        raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
                           "actors lease for the newest weights that any sampler has: the others would get no new work",
                           "Set it to 0, or placement.actors to 0.")  # fmt: skip
     sampling = config.sampling
@@ -192,10 +192,14 @@ def _check_shapes(config: Config) -> None:
         raise ConfigError("learner.row_tokens", learner.row_tokens,
                           f"two answers to a question share a row, and may have {2 * budget} tokens",
                           f"Set it to {2 * budget} or more.")  # fmt: skip
-    if 0 < sampler.episodes < config.schedule.members_per_group:
-        raise ConfigError("sampler.episodes", sampler.episodes, "a group is leased whole, and schedule.group_size + "
-                          f"redundant_members = {config.schedule.members_per_group}",
-                          f"Set it to {config.schedule.members_per_group} or more, or to 0.")  # fmt: skip
+    if 0 < sampler.concurrent_episodes < config.schedule.members_per_group:
+        raise ConfigError(
+            "sampler.concurrent_episodes",
+            sampler.concurrent_episodes,
+            "a group is leased whole, and schedule.group_size + "
+            f"redundant_members = {config.schedule.members_per_group}",
+            f"Set it to {config.schedule.members_per_group} or more, or to 0.",
+        )
     _check_actors(config)
     _check_colocated(config)
     buckets = sampler.prefill_buckets
@@ -212,14 +216,20 @@ def _check_shapes(config: Config) -> None:
         raise ConfigError("store.max_message_mb", config.store.max_message_mb,
                           f"a member of {budget} tokens needs messages of {math.ceil(member_mb)} MB",
                           f"Set it to {math.ceil(member_mb)} or more.")  # fmt: skip
-    for key, rows, mesh, of in (("learner.micro_rows", learner.micro_rows, learner.mesh, learner.prompt_rows),
-                                ("sampler.slots", sampler.slots, sampler.mesh, 1),
-                                ("evaluator.slots", config.evaluator.slots, config.evaluator.mesh, 1)):  # fmt: skip
+    for key, rows, mesh, of in (
+        ("learner.micro_batch_rows", learner.micro_batch_rows, learner.mesh, learner.shared_prompt_rows),
+        ("sampler.slots", sampler.slots, sampler.mesh, 1),
+        ("evaluator.slots", config.evaluator.slots, config.evaluator.mesh, 1),
+    ):
         shards = mesh.data * mesh.fsdp
         if rows % (shards * of):
-            up, shared = math.ceil(rows / (shards * of)) * shards * of, " * learner.prompt_rows" if of > 1 else ""
-            raise ConfigError(key, rows, f"not divisible by the mesh's data * fsdp{shared} = {shards * of}",
-                              f"Set it to {up}.")  # fmt: skip
+            up, shared = (
+                math.ceil(rows / (shards * of)) * shards * of,
+                " * learner.shared_prompt_rows" if of > 1 else "",
+            )
+            raise ConfigError(
+                key, rows, f"not divisible by the mesh's data * fsdp{shared} = {shards * of}", f"Set it to {up}."
+            )
 
 
 def _check_actors(config: Config) -> None:
@@ -230,7 +240,7 @@ def _check_actors(config: Config) -> None:
     if actors > most:
         raise ConfigError("placement.actors", actors, f"the {count} * {each} members in flight are divided among them, "
                           f"and each leases whole groups of {group}",
-                          f"Set it to {most} or less, or raise sampler.episodes.")  # fmt: skip
+                          f"Set it to {most} or less, or raise sampler.concurrent_episodes.")  # fmt: skip
 
 
 def _check_colocated(config: Config) -> None:
@@ -252,7 +262,7 @@ def episode_tokens(config: Config) -> int:
 
 def sample_tokens(learner: LearnerConfig) -> int:
     """The most tokens of a sample that the learner takes: a row, and before it a prompt that it shares."""
-    return learner.prompt_tokens + learner.row_tokens
+    return learner.shared_prompt_tokens + learner.row_tokens
 
 
 def _shares_every_prompt(config: Config) -> bool:
@@ -260,7 +270,9 @@ def _shares_every_prompt(config: Config) -> bool:
 
     The last token of a prompt lies with each answer. Of several turns the first prompt may be short, and the rest long.
     """
-    return config.learner.prompt_tokens >= config.task.max_prompt_tokens - 1 and not config.task.max_episode_tokens
+    return (
+        config.learner.shared_prompt_tokens >= config.task.max_prompt_tokens - 1 and not config.task.max_episode_tokens
+    )
 
 
 def page_size(wanted: int, longest: int) -> int:
@@ -287,8 +299,8 @@ def _check_learner(config: Config) -> None:
         raise ConfigError("placement.learner_hosts", hosts, "each host has as many devices as the others, and "
                           f"learner.mesh has {learner.mesh.devices}",
                           "Set it to a divisor of that, or make the mesh larger.")  # fmt: skip
-    if groups % learner.substeps:
-        raise ConfigError("learner.substeps", learner.substeps,
+    if groups % learner.minibatches:
+        raise ConfigError("learner.minibatches", learner.minibatches,
                           f"does not divide schedule.groups_per_step = {groups}",
                           "Set it to a divisor (1 is one optimizer step per claim).")  # fmt: skip
     unknown = sorted(set(learner.lora_targets) - set(LORA_TARGETS))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Flip = Literal["keep_kv", "reprefill", "restart", "drain"]  # what new weights do to running requests
+WeightSwap = Literal["keep_kv", "reprefill", "restart", "drain"]  # what new weights do to running requests
 LORA_TARGETS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
 MODEL_SIZES = ("nano", "tiny", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
 
@@ -61,7 +61,7 @@ class TaskConfig:
     name: str = "spell_backward"
     args: dict = field(default_factory=lambda: {"min_word_len": 3, "max_word_len": 10})
     path: str = ""
-    prompt: Literal["compact", "full"] = "compact"
+    prompt_style: Literal["compact", "full"] = "compact"
     env: str = "single_turn"
     max_prompt_tokens: int = 16
     max_episode_tokens: int = 0  # of a whole conversation of several turns; 0: of one question and one answer
@@ -91,10 +91,12 @@ class ScheduleConfig:
     group_size: int = 8
     buffer_groups: int = 0  # groups kept (in work, waiting, or trained without a checkpoint) at most; 0: no such limit
     redundant_groups: int = 0
-    replicate: Literal["auto", "together", "spread"] = "auto"  # whether a group's members are split over samplers
+    group_placement: Literal["auto", "together", "spread"] = "auto"  # whether a group's members are split over samplers
     redundant_members: int = 0  # leased beyond group_size; the first group_size to finish make the group
     publish_every: int = 1
-    window: Literal["adaptive", "full"] = "adaptive"  # adaptive: the smallest at which the learner does not wait
+    in_flight_window: Literal["adaptive", "full"] = (
+        "adaptive"  # adaptive: the smallest at which the learner does not wait
+    )
     last_batch: Literal["deliver", "drop"] = "deliver"  # what is left at the data's end, too little for a whole claim
     order: Literal["lease_order", "ready_first", "freshest_first"] = "lease_order"
     on_stale: Literal["expire", "mask"] = "expire"
@@ -103,8 +105,8 @@ class ScheduleConfig:
     filter_high: float = 1.0  # what is judged must lie strictly between the two; min_std has no upper bound
     filter_limit: int = 10  # groups rejected between two claims at most, in windows: (alpha + 1) * groups_per_step
     on_filter_limit: Literal["stop", "deliver"] = "stop"
-    flip: Flip = "keep_kv"
-    rolling: int = 0  # of several samplers, how many change their weights at a time; 0: all of them
+    weight_swap: WeightSwap = "keep_kv"
+    rolling_updates: int = 0  # of several samplers, how many change their weights at a time; 0: all of them
     straggler: Literal["wait", "shrink"] = "shrink"
     straggler_deadline_s: float = 300.0
 
@@ -140,7 +142,9 @@ class SamplerConfig:
     scoring_workers: int = 1
     prefill_attention: Literal["auto", "xla", "splash", "triton", "cudnn"] = "auto"  # of fresh prompts: docs/kernels.md
     paged_attention: Literal["auto", "xla", "dense", "pallas"] = "auto"  # of one more token over the cache
-    episodes: int = 0  # played at once, at most; 0: the slots and four groups. More, where environments take their time
+    concurrent_episodes: int = (
+        0  # played at once, at most; 0: the slots and four groups. More, where environments take their time
+    )
     env_threads: int = 1024  # for environments that block, at most; they are started as they are wanted
     env_processes: int = 8  # for environments that ask for one each, at most
 
@@ -160,13 +164,13 @@ class LearnerConfig:
     correction_cap: float = 0.0
     correction_floor: float = 0.0  # of icepop
     correction_mode: Literal["truncate", "mask"] = "truncate"
-    level: Literal["auto", "token", "sequence"] = "auto"  # of the ratios
+    ratio_level: Literal["auto", "token", "sequence"] = "auto"  # of the ratios
     clip_low: float = 0.0
     clip_high: float = 0.0
     dual_clip: float = 0.0  # bounds the loss of A < 0 at this many |A| (3 is usual); 0: no bound
     positive_weight: float = 1.0  # of topr
     negative_weight: float = 1.0
-    discount: float = 0.95  # of later turns; read by segment_return and gigpo
+    turn_discount: float = 0.95  # of later turns; read by segment_return and gigpo
     step_weight: float = 1.0  # of gigpo's step term next to its episode term
     dpo_beta: float = 0.1
     overlong_tokens: int = 0  # the last tokens before sampling.max_tokens, over which the reward sinks by 1
@@ -191,11 +195,13 @@ class LearnerConfig:
     decay_steps: int = 0  # 0 keeps the learning rate constant after warm-up
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    substeps: int = 1  # optimizer steps per claim
-    micro_rows: int = 8  # rows of one packed micro-batch; of answers, where they share prompts
+    minibatches: int = 1  # optimizer steps per claim
+    micro_batch_rows: int = 8  # rows of one packed micro-batch; of answers, where they share prompts
     row_tokens: int = 128  # tokens of one packed row; without its prompts, where they are shared
-    prompt_tokens: int = 0  # before prompt_rows rows, for prompts that are stored once; 0: one before every answer
-    prompt_rows: int = 1  # rows of answers that share their prompts
+    shared_prompt_tokens: int = (
+        0  # before prompt_rows rows, for prompts that are stored once; 0: one before every answer
+    )
+    shared_prompt_rows: int = 1  # rows of answers that share their prompts
     remat: Literal["auto", "none", "layer", "dots"] = "auto"  # made again in the backward pass; auto: as the model says
     logits_mb: int = 512  # of float32 logits on a device at once; a large vocabulary is worked through in parts
     attention: Literal["auto", "xla", "splash", "triton"] = "auto"  # of packed rows; see docs/kernels.md
@@ -269,7 +275,7 @@ class SupervisorConfig:
     backoff_s: float = 0.5
     backoff_max_s: float = 10.0
     stop_s: float = 20.0
-    finish_s: float = 600.0  # patience with the evaluator's last evaluation after the learner is done
+    final_eval_s: float = 600.0  # patience with the evaluator's last evaluation after the learner is done
 
 
 @dataclass(frozen=True)

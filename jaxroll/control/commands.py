@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from jaxroll import config as configs
-from jaxroll import priority
+from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs
 from jaxroll.config.rules import COLOCATED, device_processes, roles_with_devices
 from jaxroll.control import placement, preflight, program, run_dir, train
@@ -66,7 +66,7 @@ def run_role(options: argparse.Namespace) -> int:
     args = role_args(options)
     if not options.child:
         place_alone(options.command, args)
-    if not priority.give_way():
+    if not lifeline.give_way():
         print(f"{options.command}: too many start at once: this session keeps the learner's priority", flush=True)
     module = importlib.import_module(f"jaxroll.roles.{options.command}")
     alone = options.command == "store" and not options.child

@@ -222,7 +222,7 @@ class Status:
                 self._lines[role] = (str(row.get("text")), float(row.get("t") or 0.0))
                 return f"{role}: {row.get('text')}"
             case "restart":
-                self.forget(str(row.get("who")))
+                self.forget(str(row.get("process")))
         return None
 
     def forget(self, process: str) -> None:

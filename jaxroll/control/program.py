@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jaxroll import priority
+from jaxroll import lifeline
 from jaxroll.config import Config
 from jaxroll.config.rules import COLOCATED, LEADERS, Inventory, actor_names, learner_names
 from jaxroll.control import placement
@@ -81,7 +81,7 @@ def _priority(name: str, inventory: Inventory) -> placement.Env:
     """On a CPU all roles yield to the learner, and it to none, overriding the environment."""
     if inventory.platform != "cpu":
         return {}
-    return {priority.NICE_ENV: "" if role_of(name) in LEADERS else str(priority.NICE)}
+    return {lifeline.NICE_ENV: "" if role_of(name) in LEADERS else str(lifeline.NICE)}
 
 
 def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -> tuple[ProcessSpec, ...]:

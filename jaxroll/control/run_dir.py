@@ -25,7 +25,7 @@ from typing import Any
 
 import jaxroll
 from jaxroll import config as configs
-from jaxroll import disk
+from jaxroll import disk, migration
 from jaxroll.config import Config
 from jaxroll.errors import ConfigError
 
@@ -40,9 +40,21 @@ LOGS = "logs"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "numpy", "grpcio", "msgspec",
             "reasoning-gym", "libtpu")  # fmt: skip
 # What may change when a run is resumed: duration, monitoring and placement; never the data or the objective.
-RESUMABLE = ("schedule.steps", "supervisor.", "placement.", "evaluator.", "store.", "sampler.count", "sampler.slots",
-             "sampler.scoring_workers", "sampler.mesh.", "learner.checkpoint", "learner.mesh.", "learner.micro_rows",
-             "transfer.")  # fmt: skip
+RESUMABLE = (
+    "schedule.steps",
+    "supervisor.",
+    "placement.",
+    "evaluator.",
+    "store.",
+    "sampler.count",
+    "sampler.slots",
+    "sampler.scoring_workers",
+    "sampler.mesh.",
+    "learner.checkpoint",
+    "learner.mesh.",
+    "learner.micro_batch_rows",
+    "transfer.",
+)
 
 
 def new_name(name: str, now_s: float, suffix: str = "") -> str:
@@ -69,8 +81,17 @@ def new_run(path: str | Path, config: Config, argv: Sequence[str]) -> Iterator[P
     with locked(path):
         check_free(path)  # again: another process may have created it before we had the lock
         _make_logs(path)
-        write(path, {"created": time.time(), "argv": list(argv), **description(), **_config_part(config),
-                     "devices": {}})  # fmt: skip
+        write(
+            path,
+            {
+                "format": migration.FORMAT,
+                "created": time.time(),
+                "argv": list(argv),
+                **description(),
+                **_config_part(config),
+                "devices": {},
+            },
+        )
         yield path
 
 
@@ -142,6 +163,7 @@ def load(path: Path) -> dict[str, Any]:
     file = Path(path) / RUN_FILE
     try:
         values = json.loads(_run_file_bytes(file).decode())
+        values = migration.run_file(values, file) if isinstance(values, dict) else values
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError("RUN", str(path), "no run here (no run.json)", "`jaxroll list` shows the runs.") from None
     except OSError as error:

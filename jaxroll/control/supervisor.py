@@ -191,7 +191,7 @@ class Supervisor:
             if failure is not None:
                 return failure
             if self._slots[self._leader].done:
-                finish_by_s = finish_by_s or self._clock.now_s() + self._config.finish_s
+                finish_by_s = finish_by_s or self._clock.now_s() + self._config.final_eval_s
                 if self._evaluated(finish_by_s):
                     return 0
             self._pause()
@@ -250,7 +250,7 @@ class Supervisor:
                 slot.lives = lives
                 for mate in self._gang(slot):
                     mate.due_s, mate.since_s, mate.done = now + delay_s, now, False
-                self._tracker.log({"t": unix_s(), "role": "supervisor", "kind": "restart", "who": slot.spec.name,
+                self._tracker.log({"t": unix_s(), "role": "supervisor", "kind": "restart", "process": slot.spec.name,
                                    "pid": pid, "code": code})  # fmt: skip
                 self._observer.say(f"{slot.spec.name} died {policy.how(code)}; it starts again in {delay_s:.1f} s.")
             case policy.GiveUp(reason):
@@ -290,7 +290,9 @@ class Supervisor:
             return True
         if self._clock.now_s() < by_s:
             return False
-        self._observer.say(f"The last evaluation took longer than supervisor.finish_s = {self._config.finish_s:g} s.")
+        self._observer.say(
+            f"The last evaluation took longer than supervisor.final_eval_s = {self._config.final_eval_s:g} s."
+        )
         return True
 
     def _stop_all(self) -> None:

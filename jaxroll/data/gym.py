@@ -32,15 +32,15 @@ class GymSource:
 
     def __init__(self, cfg: TaskConfig) -> None:
         self._task = allowed(cfg.name)
-        if cfg.prompt == "compact" and self._task.compact is None:
+        if cfg.prompt_style == "compact" and self._task.compact is None:
             raise ConfigError(
-                "task.prompt",
-                cfg.prompt,
+                "task.prompt_style",
+                cfg.prompt_style,
                 f"{cfg.name} has no compact prompt",
-                f"Use task.prompt='full' (compact: {', '.join(_with_compact())}).",
+                f"Use task.prompt_style='full' (compact: {', '.join(_with_compact())}).",
             )
         self._name = cfg.name
-        self._as_compact = cfg.prompt == "compact"
+        self._as_compact = cfg.prompt_style == "compact"
         self._dataset = _create_dataset(cfg.name, dict(cfg.args))
         self.identity = f"reasoning_gym/{cfg.name}/{json.dumps(dict(cfg.args), sort_keys=True, default=list)}"
 

@@ -90,7 +90,9 @@ def _fingerprint(config: Config, candidates: Candidates) -> str:
     """Identifies everything that decides the sequence."""
     ranges, task = candidates.ranges, config.task
     parts = (candidates.identity, config.run.seed, repr(ranges.train), repr(ranges.heldout), task.heldout_items)
-    return hashlib.blake2b(repr((*parts, task.prompt, task.max_prompt_tokens)).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        repr((*parts, task.prompt_style, task.max_prompt_tokens)).encode(), digest_size=8
+    ).hexdigest()
 
 
 # --- Whether a config's task gives what its run will ask for: held-out items, training prompts, worked answers
@@ -154,7 +156,7 @@ def _check_length(config: Config, text: Tokenizer, found: Candidate) -> None:
             "learner.row_tokens",
             config.learner.row_tokens,
             f"the worked answer of item {found.task.index} has {tokens} tokens with its question",
-            f"Set it to {tokens - config.learner.prompt_tokens} or more, or sft.steps to 0.",
+            f"Set it to {tokens - config.learner.shared_prompt_tokens} or more, or sft.steps to 0.",
         )
 
 

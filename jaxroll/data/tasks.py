@@ -50,7 +50,7 @@ class Candidates:
     def at(self, index: int) -> Candidate:
         """Item `index`. Raises DataError where the source cannot make it or its prompt is too long."""
         item = self._source.item(index)
-        text = item.compact if self._config.prompt == "compact" else item.question
+        text = item.compact if self._config.prompt_style == "compact" else item.question
         messages = (Message("user", text),)
         tokens = len(self.tokenizer.render(messages))
         if tokens > self._config.max_prompt_tokens:

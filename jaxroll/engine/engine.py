@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxroll.clock import unix_s
-from jaxroll.config import Flip
+from jaxroll.config import WeightSwap
 from jaxroll.config.rules import page_size
 from jaxroll.engine import device, requests
 from jaxroll.engine.device import Device
@@ -52,9 +52,9 @@ class Engine:
     requests take pages as they grow; when none is left the one that came last waits, its pages kept on the host, and
     goes on later with the same tokens.
 
-    `flip` says what a swap does to running requests. `keep_kv`: they go on with the new weights over the old cache.
-    `reprefill`: they go on, after their cache is computed again with the new weights. `restart`: they begin again.
-    `drain`: they end first, and none starts meanwhile.
+    `weight_swap` decides what happens to running requests when weights change. `keep_kv`: they continue with the new
+    weights over the old KV cache. `reprefill`: they continue after their KV cache is recomputed with the new weights.
+    `restart`: they start over. `drain`: the swap waits until they have finished, and no other request starts meanwhile.
 
     Requests may have a repetition penalty only with `penalties`, say what is allowed next only with `masks` (both take
     memory of the device), and have stop strings only with `decode`, the tokenizer's.
@@ -64,7 +64,7 @@ class Engine:
 
     def __init__(
         self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, slots: int, max_tokens: int, prefill_rows: int,
-        prefill_buckets: Iterable[int], decode_chunk: int, seed: int, flip: Flip = "keep_kv",
+        prefill_buckets: Iterable[int], decode_chunk: int, seed: int, weight_swap: WeightSwap = "keep_kv",
         refill: int | None = None, insert_rows: int | None = None, max_stops: int = 4, page_tokens: int = 0,
         cache_pages: int = 0, prefill_budget: int = 0, penalties: bool = False, masks: bool = False,
         decode: Callable[[list[int]], str] | None = None, clock: Callable[[], float] = unix_s,
@@ -78,10 +78,10 @@ class Engine:
             slots, max_tokens, prefill_rows, inserts, tuple(sorted(set(prefill_buckets))), decode_chunk, max_stops,
             page_tokens, -(-cache_pages // shards), max(2 * prefill_rows, 16), shards, penalties, masks,
         )  # fmt: skip
-        _check_sizes(sizes, flip)
+        _check_sizes(sizes, weight_swap)
         budget = prefill_budget or prefill_rows * sizes.buckets[-1]
         limits = Limits(prefill_rows, inserts, refill, sizes.buckets, page_tokens, budget, reserve=not cache_pages)
-        self._sizes, self._flip, self._clock, self._vocab_size = sizes, flip, clock, spec.vocab_size
+        self._sizes, self._weight_swap, self._clock, self._vocab_size = sizes, weight_swap, clock, spec.vocab_size
         self.attention = device.choose_kernels(spec, mesh, sizes, prefill=prefill_attention, paged=paged_attention)
         self._device = Device(spec, mesh, rules, sizes, seed=seed, attention=self.attention)
         self._scheduler = Scheduler(slots, shards, sizes.shard_pages, sizes.logit_rows, limits)
@@ -185,15 +185,20 @@ class Engine:
         if swap is None:
             return
         scheduler, stats = self._scheduler, self._stats
-        if self._flip == "drain" and (scheduler.active or any(sequence.sampled for sequence in scheduler.waiting)):
+        if self._weight_swap == "drain" and (
+            scheduler.active or any(sequence.sampled for sequence in scheduler.waiting)
+        ):
             scheduler.held = True
             return
         scheduler.held = False
-        discarded = self._work.flip(swap.version, running=self._flip in ("restart", "reprefill"),
-                                    forget_tokens=self._flip == "restart")  # fmt: skip
+        discarded = self._work.swap_weights(swap.version, running=self._weight_swap in ("restart", "reprefill"),
+                                    forget_tokens=self._weight_swap == "restart")  # fmt: skip
         self._params, self._next = swap.params, None
         self._stats = replace(
-            stats, version=swap.version, flips=stats.flips + 1, tokens_discarded=stats.tokens_discarded + discarded
+            stats,
+            version=swap.version,
+            weight_swaps=stats.weight_swaps + 1,
+            tokens_discarded=stats.tokens_discarded + discarded,
         )
 
     def _abort(self, command: requests.Abort) -> None:
@@ -272,10 +277,12 @@ class Engine:
             self._ids.difference_update(ids)
 
 
-def _check_sizes(sizes: Sizes, flip: str) -> None:
+def _check_sizes(sizes: Sizes, weight_swap: str) -> None:
     """ConfigError for sizes that no program can have."""
-    if flip not in get_args(Flip):
-        raise ConfigError("schedule.flip", flip, "unknown policy", f"Use one of {', '.join(get_args(Flip))}.")
+    if weight_swap not in get_args(WeightSwap):
+        raise ConfigError(
+            "schedule.weight_swap", weight_swap, "unknown policy", f"Use one of {', '.join(get_args(WeightSwap))}."
+        )
     counts = {"slots": sizes.slots, "prefill_rows": sizes.rows, "decode_chunk": sizes.chunk}
     for name, count in counts.items():
         if count < 1:

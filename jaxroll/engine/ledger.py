@@ -66,13 +66,13 @@ class Ledger:
 
     def __init__(self, slots: int, rows: int) -> None:
         self._running: list[_Running | None] = [None] * slots
-        self._history, self._flips = History(rows, slots), WeightSwaps()
+        self._history, self._swaps = History(rows, slots), WeightSwaps()
 
     def swap_version(self, version: Version) -> None:
         """Tokens are drawn at `version` from now on."""
         row = self._history.rows
-        self._flips.forget_before(min((r.start_row for r in self._running if r is not None), default=row))
-        self._flips.add(row, version)
+        self._swaps.forget_before(min((r.start_row for r in self._running if r is not None), default=row))
+        self._swaps.add(row, version)
 
     def start(self, slot: int, add: Add, start_s: float, version: Version, before: Partial | None = None) -> None:
         """A request begins in `slot` at `version`, or goes on there after what it had drawn `before`."""
@@ -134,7 +134,7 @@ class Ledger:
         )  # fmt: skip
         later = running.count - len(before.tokens)
         tokens, logprobs = self._history.column(slot, running.start_row, later)
-        versions = self._flips.runs(before.versions, running.start_row, later)
+        versions = self._swaps.runs(before.versions, running.start_row, later)
         return running.add, Partial(
             np.concatenate([before.tokens, tokens]), np.concatenate([before.logprobs, logprobs]), versions,
             running.start_s,
@@ -187,22 +187,22 @@ class WeightSwaps:
     """The version in force, by row."""
 
     def __init__(self) -> None:
-        self._flips: list[tuple[int, Version]] = []
+        self._swaps: list[tuple[int, Version]] = []
 
     def add(self, row: int, version: Version) -> None:
         """From `row` on, tokens are drawn at `version`."""
-        self._flips.append((row, version))
+        self._swaps.append((row, version))
 
     def forget_before(self, row: int) -> None:
         """Drop what only concerns rows before `row`."""
-        while len(self._flips) > 1 and self._flips[1][0] <= row:
-            del self._flips[0]
+        while len(self._swaps) > 1 and self._swaps[1][0] <= row:
+            del self._swaps[0]
 
     def runs(self, before: tuple[VersionRun, ...], start: int, count: int) -> tuple[VersionRun, ...]:
         """The run-length encoded versions of tokens drawn `before` and `count` tokens from row `start` on."""
         runs = [[run.version, run.count] for run in before]
-        for index, (row, version) in enumerate(self._flips):
-            following = self._flips[index + 1][0] if index + 1 < len(self._flips) else start + count
+        for index, (row, version) in enumerate(self._swaps):
+            following = self._swaps[index + 1][0] if index + 1 < len(self._swaps) else start + count
             drawn = min(following, start + count) - max(row, start)
             if drawn <= 0:
                 continue

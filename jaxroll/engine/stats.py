@@ -34,7 +34,7 @@ class EngineStats:
     finished: int = 0
     aborted: int = 0
     tokens_aborted: int = 0  # drawn by requests that were aborted before their end
-    flips: int = 0
+    weight_swaps: int = 0
     queue_depth: int = 0
     active: int = 0
     version: Version | None = None

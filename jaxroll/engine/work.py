@@ -248,7 +248,7 @@ class Work:
         self._ledger.forget(slot)  # even its first token is not known here
         return one.add, one.before
 
-    def flip(self, version: Version, *, running: bool, forget_tokens: bool) -> int:
+    def swap_weights(self, version: Version, *, running: bool, forget_tokens: bool) -> int:
         """New weights from now on; returns how many tokens were thrown away for it."""
         sequences = {sequence.slot: sequence.id for sequence in self._scheduler.running}
         slots = self._scheduler.swap_weights(running=running, forget_tokens=forget_tokens)

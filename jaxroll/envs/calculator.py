@@ -216,7 +216,7 @@ class CalculatorSource:
         refuse_unknown(args, ("problem", "problem_args", "direct", "slips"))
         if problem not in _PROBLEMS:
             raise ConfigError("task.args.problem", problem, "it is not arithmetic", nearest(str(problem), _PROBLEMS))
-        self._as_compact = cfg.prompt == "compact"
+        self._as_compact = cfg.prompt_style == "compact"
         self._gym = GymSource(dataclasses.replace(cfg, source="reasoning_gym", name=problem, args=settings))
         self.identity = f"calculator/{self._gym.identity}"
 

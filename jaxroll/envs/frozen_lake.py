@@ -234,7 +234,7 @@ class FrozenLakeSource:
         args = dict(cfg.args)
         self._noise = share(args, "noise")
         self._settings = settings_of(Settings, args)
-        self._as_compact = cfg.prompt == "compact"
+        self._as_compact = cfg.prompt_style == "compact"
         self.identity = f"frozen_lake/{json.dumps(dataclasses.asdict(self._settings))}"
 
     def item(self, index: int) -> Item:

@@ -112,16 +112,16 @@ class Critic:
         return _read(streams) | placing.placed(rows, self._batch)
 
     def trained(
-        self, state: TrainState, substeps: Sequence[Sequence[Streams]]
+        self, state: TrainState, minibatches: Sequence[Sequence[Streams]]
     ) -> tuple[TrainState, list[dict[str, Any]]]:
-        """The state after one optimizer step over each of `substeps`, and their reports, still on the devices.
+        """The state after one optimizer step over each of `minibatches`, and their reports, still on the devices.
 
         `state` is donated where it lies on the devices.
         """
         if self.offload:
             state = jax.device_put(state, step.shardings_of(self.here))
         reports, accumulator = [], self._get("zeros")()
-        for batches in substeps:
+        for batches in minibatches:
             for streams in batches:
                 accumulator = self._get("accumulate", _rows(streams))(state.params, accumulator, streams)
             state, accumulator, report = self._get("apply")(state, accumulator)
@@ -177,7 +177,7 @@ def token_values(recipe: Recipe, params: Params, streams: Streams) -> Float[Arra
 
 
 def metrics(samples: Sequence[Sample], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a step says of its critic; `reports` are those of the substeps, on the host.
+    """What a step says of its critic; `reports` are those of the minibatches, on the host.
 
     The explained variance is 1 − Var(R − V)/Var(R) over the trained tokens, R the target and V the value of the claim's
     start; None where all targets are equal.

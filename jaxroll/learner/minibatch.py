@@ -29,10 +29,10 @@ Numbers = Callable[[Sequence[Sample]], list[np.ndarray]]  # of each sample a num
 
 @dataclass(frozen=True)
 class Prepared:
-    """`groups` as they came, rewards untouched; `substeps` the weighted samples of each optimizer step, in order."""
+    """`groups` as they came, rewards untouched; `minibatches` the weighted samples of each optimizer step, in order."""
 
     groups: Groups
-    substeps: list[list[Sample]]
+    minibatches: list[list[Sample]]
 
 
 def prepare(
@@ -43,7 +43,7 @@ def prepare(
     costs: Numbers | None = None,
     values: Numbers | None = None,
 ) -> Prepared:
-    """Samples of `claim` with advantages and weights, divided into `learner.substeps` optimizer steps.
+    """Samples of `claim` with advantages and weights, divided into `learner.minibatches` optimizer steps.
 
     The denominators of a step are counted over all its samples, before any micro-batch is made. `costs` prices tokens
     before advantages are taken: a KL penalty in the reward. `values` is what the critic says, in a run that has one.
@@ -69,7 +69,7 @@ def prepare(
             [replace(sample, advantage=a) for sample, a in zip(group, of_group, strict=True)]
             for group, of_group in zip(groups, advantages, strict=True)
         ]
-    parts = divided(credited, learner.substeps, claim.shuffle_seed)
+    parts = divided(credited, learner.minibatches, claim.shuffle_seed)
     length = config.sampling.max_tokens
     return Prepared(groups, [weighted(part, learner.aggregation, algorithm, length) for part in parts])
 
@@ -83,12 +83,12 @@ def shuffled(groups: Groups, claim: Claim, seed: int) -> Groups:
     return out
 
 
-def divided(groups: Groups, substeps: int, shuffle_seed: int) -> list[list[Sample]]:
-    """`substeps` lists of samples; groups stay whole and are dealt by the claim's logged seed."""
-    if substeps == 1:
+def divided(groups: Groups, minibatches: int, shuffle_seed: int) -> list[list[Sample]]:
+    """`minibatches` lists of samples; groups stay whole and are dealt by the claim's logged seed."""
+    if minibatches == 1:
         return [[sample for group in groups for sample in group]]
     order = np.random.default_rng(abs(shuffle_seed)).permutation(len(groups))
-    return [[sample for index in part for sample in groups[index]] for part in np.array_split(order, substeps)]
+    return [[sample for index in part for sample in groups[index]] for part in np.array_split(order, minibatches)]
 
 
 def weighted(samples: list[Sample], aggregation: str, algorithm: Algorithm, length: int = 1) -> list[Sample]:
@@ -173,9 +173,9 @@ def estimator(config: Config) -> credit.Credit:
         baseline = kind == "group_mean_batch_std"
         return lambda groups: _listed(credit.batch_standardised(_rewards(groups), group_baseline=baseline))
     if kind == "segment_return":
-        return lambda groups: [credit.segment_return(group, learner.discount) for group in groups]
+        return lambda groups: [credit.segment_return(group, learner.turn_discount) for group in groups]
     if kind == "gigpo":
-        return lambda groups: [credit.gigpo(group, learner.discount, learner.step_weight) for group in groups]
+        return lambda groups: [credit.gigpo(group, learner.turn_discount, learner.step_weight) for group in groups]
     of_group = _PER_GROUP[kind]
     return lambda groups: _listed([of_group(_of(group), _trainable(group)) for group in groups])
 

@@ -62,20 +62,20 @@ STREAMS: dict[str, np.dtype] = {
 PROMPT_IDS = "prompt_ids"  # one stream more in rows that share prompts: the segment that a token's own continues
 
 
-def row_buckets(micro_rows: int, divisor: int, sharing: int = 1) -> tuple[int, ...]:
-    """Row counts a micro-batch may have, largest first: `micro_rows` and its halves that `divisor` still divides.
+def row_buckets(micro_batch_rows: int, divisor: int, sharing: int = 1) -> tuple[int, ...]:
+    """Row counts a micro-batch may have, largest first: `micro_batch_rows` and its halves that `divisor` still divides.
 
     Where `sharing` rows share their prompts they count as one.
     """
-    if micro_rows % (divisor * sharing):
-        shared = f" times learner.prompt_rows = {sharing}" if sharing > 1 else ""
+    if micro_batch_rows % (divisor * sharing):
+        shared = f" times learner.shared_prompt_rows = {sharing}" if sharing > 1 else ""
         raise ConfigError(
-            "learner.micro_rows",
-            micro_rows,
+            "learner.micro_batch_rows",
+            micro_batch_rows,
             f"it must be divisible by data*fsdp = {divisor} of learner.mesh{shared}",
-            f"Use {-(-micro_rows // (divisor * sharing)) * divisor * sharing}.",
+            f"Use {-(-micro_batch_rows // (divisor * sharing)) * divisor * sharing}.",
         )
-    buckets = [micro_rows // sharing]
+    buckets = [micro_batch_rows // sharing]
     while len(buckets) < BUCKETS and buckets[-1] % 2 == 0 and (buckets[-1] // 2) % divisor == 0:
         buckets.append(buckets[-1] // 2)
     return tuple(buckets)

@@ -126,10 +126,12 @@ def pack(
 def _check(longest: int, rows: SharedRows) -> None:
     if longest > rows.tokens:
         raise ConfigError(
-            "learner.row_tokens", rows.tokens, f"an answer of {longest} tokens does not fit into a row",
-            f"Use at least {longest}, or lower sampling.max_tokens; a prompt of more than learner.prompt_tokens = "
-            f"{rows.prompt_tokens} lies before each of its answers.",
-        )  # fmt: skip
+            "learner.row_tokens",
+            rows.tokens,
+            f"an answer of {longest} tokens does not fit into a row",
+            f"Use at least {longest}, or lower sampling.max_tokens; a prompt of more than learner.shared_prompt_tokens "
+            f"= {rows.prompt_tokens} tokens is stored before each of its answers.",
+        )
 
 
 def _first_fit(units: Sequence[PromptGroup], rows: SharedRows, quadratic: float) -> list[_Row]:

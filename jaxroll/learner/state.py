@@ -30,7 +30,7 @@ Params = dict[str, jax.Array]
 class TrainState:
     """The learner's arrays. `params` are what is trained: all parameters, or adapters (see `lora`).
 
-    `step` (int32) counts optimizer steps, which is claims × substeps.
+    `step` (int32) counts optimizer steps, which is claims × minibatches.
     A state that only describes one holds ShapeDtypeStructs or shardings in their places. `critic` is the TrainState of
     the critic in a run that has one; the policy's own programs neither take nor give it.
     """
@@ -194,7 +194,7 @@ def adamw(schedule: optax.Schedule, weight_decay: float, max_grad_norm: float) -
 
 
 def build(config: LearnerConfig) -> Optimizer:
-    """The optimizer that the config describes; steps are optimizer steps (claims × substeps)."""
+    """The optimizer that the config describes; steps are optimizer steps (claims × minibatches)."""
     schedule = learning_rate(config.learning_rate, config.warmup_steps, config.decay_steps)
     return adamw(schedule, config.weight_decay, config.max_grad_norm)
 

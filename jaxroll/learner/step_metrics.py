@@ -1,7 +1,7 @@
 """What a step tells about itself: per-token quantities summed on the device by age, and read on the host once a step.
 
 R rows, T tokens of a row, A age buckets; the last bucket also takes whatever is older. Every statistic is a float32
-array [A] over the trained tokens, so that sums over micro-batches and substeps are plain additions.
+array [A] over the trained tokens, so that sums over micro-batches and minibatches are plain additions.
 """
 
 from __future__ import annotations

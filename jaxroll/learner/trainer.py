@@ -83,11 +83,13 @@ class Trainer:
         self.config, self.spec = config, spec
         self.layout = Layout(mesh, rules)
         self._shards, self._quadratic = mesh.shape["data"] * mesh.shape["fsdp"], packing.attention_share(spec)
-        self.buckets = packing.row_buckets(config.learner.micro_rows, self._shards, config.learner.prompt_rows)
+        self.buckets = packing.row_buckets(
+            config.learner.micro_batch_rows, self._shards, config.learner.shared_prompt_rows
+        )
         self.algorithm = registry.build(config.learner)
         self._rows = shared_rows(config.learner)
         if self._rows and self.algorithm.together > 1:
-            raise ConfigError("learner.prompt_tokens", config.learner.prompt_tokens,
+            raise ConfigError("learner.shared_prompt_tokens", config.learner.shared_prompt_tokens,
                               "this algorithm compares samples that lie side by side in a row",
                               "Set it to 0: every sample then has its own copy of its prompt.")  # fmt: skip
         self.programs = Programs(recipe(config, spec, self.layout, self.algorithm))
@@ -157,7 +159,7 @@ class Trainer:
         costs = self._kl_costs if _kl_in_reward(self.config) else None
         values = self._values if self.critic else None
         prepared = minibatch.prepare(claim, self.config, algorithm=self.algorithm, costs=costs, values=values)
-        packed = [self.packed(samples, self.algorithm.together) for samples in prepared.substeps]
+        packed = [self.packed(samples, self.algorithm.together) for samples in prepared.minibatches]
         return Ready(
             claim, prepared, packed, [[self.programs.placed(batch.streams) for batch in batches] for batches in packed]
         )
@@ -168,7 +170,7 @@ class Trainer:
         for name in self.programs.recipe.added:
             placed = self._with_logprobs(placed, name)
         reports = [self._substep(batches) for batches in placed]
-        return Running(ready, reports, self._train_critic(ready.prepared.substeps, ready.packed, placed))
+        return Running(ready, reports, self._train_critic(ready.prepared.minibatches, ready.packed, placed))
 
     def await_step(self, running: Running) -> Metrics:
         """The metrics of the step, once the devices are through with it.
@@ -182,14 +184,14 @@ class Trainer:
         batches = [batch for of_substep in packed for batch in of_substep]
         seen = _step_metrics(reports)
         if of_critic:
-            seen |= critic.metrics([sample for samples in prepared.substeps for sample in samples], of_critic)
+            seen |= critic.metrics([sample for samples in prepared.minibatches for sample in samples], of_critic)
         rewards = rewards_by_age(prepared.groups, self.programs.recipe.age_buckets)
         seen["by_age"] = {age: {"tokens": 0} | earned | seen["by_age"].get(age, {}) for age, earned in rewards.items()}
         return data_metrics(prepared.groups) | seen | {
             "padding_waste": packing.padding_waste(batches),
             "shared_tokens": packing.shared_tokens(batches),
             "shard_imbalance": packing.shard_imbalance(batches, self._shards, self._quadratic),
-            "tokens_computed": sum(sample.trained_tokens for samples in prepared.substeps for sample in samples),
+            "tokens_computed": sum(sample.trained_tokens for samples in prepared.minibatches for sample in samples),
             "micro_batches": len(batches),
             "compiles": self._compiles.count,
         }  # fmt: skip
@@ -214,7 +216,7 @@ class Trainer:
         )  # fmt: skip
 
     def _with_logprobs(self, placed: list[list[Streams]], name: str) -> list[list[Streams]]:
-        """The micro-batches of all substeps with the stream `name`: log π of whom it is named for."""
+        """The micro-batches of all minibatches with the stream `name`: log π of whom it is named for."""
         if name == PROXIMAL:
             params = nullcontext(self.params())
         else:
@@ -241,14 +243,14 @@ class Trainer:
         return packing.gathered(batches, self.critic.values(self.state.critic, placed), len(samples))
 
     def _train_critic(
-        self, substeps: Sequence[Sequence[Sample]], packed: list[list[MicroBatch]], placed: list[list[Streams]]
+        self, minibatches: Sequence[Sequence[Sample]], packed: list[list[MicroBatch]], placed: list[list[Streams]]
     ) -> list[dict[str, Any]]:
         """As many optimizer steps of the critic, over the same micro-batches; their reports, still on the devices."""
         if not self.critic:
             return []
         streams = [
             [self.critic.placed(batch, samples, of) for batch, of in zip(batches, on_devices, strict=True)]
-            for samples, batches, on_devices in zip(substeps, packed, placed, strict=True)
+            for samples, batches, on_devices in zip(minibatches, packed, placed, strict=True)
         ]
         judge, reports = self.critic.trained(self.state.critic, streams)
         self.state = dataclasses.replace(self.state, critic=judge)
@@ -268,7 +270,7 @@ class Trainer:
 def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm | None = None) -> Recipe:
     """What the learner's programs are made of under this config."""
     algorithm = algorithm or registry.build(config.learner)
-    added = [PROXIMAL] if config.learner.substeps > 1 else []
+    added = [PROXIMAL] if config.learner.minibatches > 1 else []
     remat, rows = config.learner.remat, shared_rows(config.learner)
     return Recipe(
         spec=spec if remat == "auto" else dataclasses.replace(spec, remat=remat),
@@ -288,9 +290,9 @@ def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm
 
 def shared_rows(learner: LearnerConfig) -> SharedRows | None:
     """How a row is divided under this config; None where every sample has its own copy of its prompt."""
-    if not learner.prompt_tokens:
+    if not learner.shared_prompt_tokens:
         return None
-    return SharedRows(learner.prompt_tokens, learner.prompt_rows, learner.row_tokens)
+    return SharedRows(learner.shared_prompt_tokens, learner.shared_prompt_rows, learner.row_tokens)
 
 
 def attention(config: Config, spec: ModelSpec, layout: Layout) -> choice.Choice:
@@ -335,7 +337,7 @@ def rewards_by_age(groups: Sequence[Sequence[Sample]], age_buckets: int) -> dict
 
 
 def _step_metrics(reports: Sequence[Mapping[str, Any]]) -> Metrics:
-    """The substeps' reports as one: statistics over all tokens, the mean loss and gradient norm."""
+    """The minibatches' reports as one: statistics over all tokens, the mean loss and gradient norm."""
     row = step_metrics.metrics(step_metrics.totals([report["statistics"] for report in reports]))
     return row | {
         "loss": row["loss"] / len(reports),

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from jaxroll import lifeline, priority
+from jaxroll import lifeline
 from jaxroll.env_checks import described
 from jaxroll.rewards import sandbox, scorers
 from jaxroll.rewards.sandbox import Doors
@@ -121,7 +121,7 @@ def main(argument: str) -> int:
     """Run until stdin ends; returns the exit status."""
     settings = msgspec.json.decode(argument, type=WorkerSettings)
     lifeline.bind(settings.parent_pid)
-    priority.lower_session()
+    lifeline.lower_session()
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_AS, settings.memory_bytes)
     work, replies = _private_pipes()

@@ -64,7 +64,7 @@ class ActorLoops:
 
     def __init__(self, session: sessions.Session, tokenizer: Tokenizer) -> None:
         self.session, self.config, self.store = session, session.config, session.store
-        self.samplers = Samplers(self._clients(), self.config.schedule.replicate, session.progress)
+        self.samplers = Samplers(self._clients(), self.config.schedule.group_placement, session.progress)
         self.manager = session.rollout_manager(None, tokenizer, training_params(session, tokenizer))
         self.members = Members(session, actor_members(self.config), self._version, self._begin)
         self.version: Version | None = None  # reported to the store; it never decreases
@@ -125,5 +125,5 @@ class ActorLoops:
         counts = self.members.counts() | episode_counts(self.manager, self.session.executors)
         self.session.add_row(
             {"t": unix_s(), "role": self.session.role, "kind": "stats", **counts,
-             "samplers": self.samplers.conversations(), "repeated": self.samplers.repeated}
+             "samplers": self.samplers.conversations(), "requests_retried": self.samplers.repeated}
         )  # fmt: skip

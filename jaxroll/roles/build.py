@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from jaxroll.config import Config, Flip, MeshConfig
+from jaxroll.config import Config, MeshConfig, WeightSwap
 from jaxroll.config.rules import episode_tokens
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine
@@ -51,7 +51,7 @@ def inference(
     mesh_config: MeshConfig,
     *,
     slots: int,
-    flip: Flip,
+    weight_swap: WeightSwap,
     token: str,
     progress: Progress,
     tls: Material | None = None,
@@ -66,12 +66,22 @@ def inference(
     families.check_mesh(spec, mesh_config, f"{role}.mesh")
     mesh = meshes.build(mesh_config)
     engine = Engine(
-        spec, mesh, rules.SAMPLER, slots=slots, max_tokens=cache_tokens(config), flip=flip, seed=config.run.seed,
-        prefill_rows=min(config.sampler.prefill_rows, slots), prefill_buckets=config.sampler.prefill_buckets,
-        decode_chunk=config.sampler.decode_chunk, prefill_budget=config.sampler.prefill_budget,
-        page_tokens=config.sampler.page_tokens, cache_pages=config.sampler.cache_pages if role == "sampler" else 0,
-        prefill_attention=config.sampler.prefill_attention, paged_attention=config.sampler.paged_attention,
-    )  # fmt: skip
+        spec,
+        mesh,
+        rules.SAMPLER,
+        slots=slots,
+        max_tokens=cache_tokens(config),
+        weight_swap=weight_swap,
+        seed=config.run.seed,
+        prefill_rows=min(config.sampler.prefill_rows, slots),
+        prefill_buckets=config.sampler.prefill_buckets,
+        decode_chunk=config.sampler.decode_chunk,
+        prefill_budget=config.sampler.prefill_budget,
+        page_tokens=config.sampler.page_tokens,
+        cache_pages=config.sampler.cache_pages if role == "sampler" else 0,
+        prefill_attention=config.sampler.prefill_attention,
+        paged_attention=config.sampler.paged_attention,
+    )
     progress.devices(mesh, engine.attention.described())
     host = EngineHost(engine, device_lock)
     receiver, layout = Receiver(config.transfer, token=token, tls=tls), rules.Layout(mesh, rules.SAMPLER)
@@ -80,7 +90,8 @@ def inference(
         arriving = FullParameters(receiver, spec, layout)
     else:
         arriving = AdaptedParameters(receiver, spec, layout, adapters, config.transfer.dtype)
-    rolling = role == "sampler" and config.schedule.rolling  # a sampler keeps its update slot until the weight swap
+    # With rolling updates a sampler keeps its update slot until the weight swap.
+    rolling = role == "sampler" and config.schedule.rolling_updates
     in_force_s = config.transfer.deadline_s if rolling else 0.0
     return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s))
 

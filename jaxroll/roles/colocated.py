@@ -155,7 +155,7 @@ def main(args: RoleArgs) -> int:
         code = learner.run_learner(args, stop, hooks=hooks)
         if code == 0:  # the run is closed: the evaluator ends after its last answers
             evaluating = [other for other in others if other.name == "evaluator"]
-            _wait_for(evaluating, args.config.supervisor.finish_s, interrupted)
+            _wait_for(evaluating, args.config.supervisor.final_eval_s, interrupted)
     finally:
         stop_all(others)
     errors = [other.error for other in others if other.error is not None]

@@ -39,7 +39,7 @@ def role_spec(config: Config) -> sessions.RoleSpec:
     """The evaluator as a role with an engine."""
     return sessions.RoleSpec(
         "evaluator", lambda session: EvaluatorLoops(session).run(),
-        mesh=config.evaluator.mesh, slots=config.evaluator.slots, flip="keep_kv",
+        mesh=config.evaluator.mesh, slots=config.evaluator.slots, weight_swap="keep_kv",
     )  # fmt: skip
 
 

@@ -264,7 +264,7 @@ class LearnerSession:
         self._settle_durable(wait=True)
         if version.step < self.config.schedule.steps and self._end == FINISHED:
             return EXIT_INTERRUPTED
-        self._await_evaluator(version, self.config.supervisor.finish_s)
+        self._await_evaluator(version, self.config.supervisor.final_eval_s)
         self.store.close_run(self._end)
         return 0
 

@@ -65,9 +65,9 @@ class Members:
         self.room = asyncio.Event()
         # True if leases for less than a group may be requested. The rest of it may then go to another sampler, so a
         # group that should stay together waits for room instead. Free capacity of an actor is not an idle slot.
-        actors, replicate = self.config.placement.actors, self.config.schedule.replicate
+        actors, placement = self.config.placement.actors, self.config.schedule.group_placement
         alone = max(self.config.sampler.count, actors) == 1
-        self._in_parts = alone or replicate == "spread" or (replicate == "auto" and not actors)
+        self._in_parts = alone or placement == "spread" or (placement == "auto" and not actors)
         self._plenty = False  # the last lease call was granted as many members as it requested
 
     def loops(self) -> tuple[Coroutine[Any, Any, None], ...]:
@@ -80,8 +80,8 @@ class Members:
         the store leases them again)."""
         unput = len(self.open) - len(self.playing)
         return {
-            "open": len(self.open), "unput": unput,
-            "members_aborted": self.aborted, "tokens_let_go": self.tokens_let_go,
+            "members_in_flight": len(self.open), "members_unstored": unput,
+            "members_aborted": self.aborted, "tokens_aborted_done": self.tokens_let_go,
             "puts_refused": self.refused, "members_lost": self.lost,
         }  # fmt: skip
 
@@ -271,7 +271,7 @@ def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, A
     counts, asked = manager.counts, manager.env_calls
     return {
         "episodes": counts.finished, "failed": dict(counts.failed), "env_calls": asked.calls,
-        "env_retries": asked.retries, "env_overdue": asked.overdue, "env_calls_abandoned": asked.abandoned,
+        "env_retries": asked.retries, "env_timeouts": asked.overdue, "env_calls_abandoned": asked.abandoned,
         "env_closes_failed": counts.closes_failed, **executors.counts(),
         "reward_parts": {name: total / counts.finished for name, total in counts.parts.items()},
     }  # fmt: skip

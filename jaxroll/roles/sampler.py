@@ -57,7 +57,7 @@ class Serving:
 
     def counts(self) -> dict[str, int]:
         """Requests of actors: open now, and answered since the start."""
-        return {"open": self._service.open, "served": self._service.served}
+        return {"requests_in_flight": self._service.open, "requests_served": self._service.served}
 
     async def give_back(self) -> None:
         """Do nothing: actors hold the leases."""
@@ -107,7 +107,7 @@ def role_spec(args: RoleArgs) -> sessions.RoleSpec:
     config = args.config
     return sessions.RoleSpec(
         f"sampler-{args.index}", lambda session: SamplerLoops(session).run(),
-        mesh=config.sampler.mesh, slots=config.sampler.slots, flip=config.schedule.flip,
+        mesh=config.sampler.mesh, slots=config.sampler.slots, weight_swap=config.schedule.weight_swap,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxroll import lifeline
-from jaxroll.config import Config, Flip, MeshConfig, RoleArgs
+from jaxroll.config import Config, MeshConfig, RoleArgs, WeightSwap
 from jaxroll.envs import registry
 from jaxroll.envs.executors.choice import Executors
 from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
@@ -210,7 +210,7 @@ class RoleSpec:
     play: Callable[[EngineSession], Awaitable[None]]
     mesh: MeshConfig
     slots: int
-    flip: Flip
+    weight_swap: WeightSwap
 
 
 def main(spec: RoleSpec, args: RoleArgs) -> int:
@@ -259,7 +259,7 @@ class EngineProcess:
                     spec.role.partition("-")[0],
                     spec.mesh,
                     slots=spec.slots,
-                    flip=spec.flip,
+                    weight_swap=spec.weight_swap,
                     token=token,
                     progress=session.progress,
                     tls=tls.load(args.run_dir),

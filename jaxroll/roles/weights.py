@@ -128,7 +128,7 @@ class WeightFollower:
         self._changed = asyncio.Event()
         await self._await_swap(ref.version)
         self._progress.span("fetch", t0, t1, version=str(ref.version), size_bytes=size_bytes)
-        self._progress.span("flip", t1, unix_s(), version=str(ref.version))
+        self._progress.span("weight_swap", t1, unix_s(), version=str(ref.version))
 
     async def _await_swap(self, version: Version) -> None:
         """Return when the engine computes with `version`, or after `in_force_s`: draining may take longer."""

@@ -97,7 +97,9 @@ class Bounds:
 def bounds_of(config: Config) -> Bounds:
     """The limits of the config."""
     learner = config.learner
-    return Bounds(tokens=episode_tokens(config), row_tokens=learner.row_tokens, prompt_tokens=learner.prompt_tokens)
+    return Bounds(
+        tokens=episode_tokens(config), row_tokens=learner.row_tokens, prompt_tokens=learner.shared_prompt_tokens
+    )
 
 
 async def run(

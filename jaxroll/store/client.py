@@ -160,7 +160,8 @@ class StoreClient:
     ) -> VersionRef | None:
         """The newest published version if it differs from `known`; None after `wait_s` without one.
 
-        With `in_turn` the reply waits for the caller's update slot (`schedule.rolling`), which its next call ends.
+        With `in_turn` the reply waits for the caller's update slot (`schedule.rolling_updates`); its next call
+        gives the slot back.
         """
         deadline = time.monotonic() + wait_s
         while True:

@@ -154,11 +154,11 @@ GAINS = {
     "cispo-mask": (LearnerConfig(algorithm="cispo", correction_mode="mask"), 5),
     "topr": (LearnerConfig(algorithm="topr"), 1),
     "topr-weighted": (LearnerConfig(algorithm="topr", positive_weight=0.5, negative_weight=2.0), 8),
-    "tis-sequence": (LearnerConfig(algorithm="tis", level="sequence"), 22),
+    "tis-sequence": (LearnerConfig(algorithm="tis", ratio_level="sequence"), 22),
     "gspo": (LearnerConfig(algorithm="gspo"), 22),
     "gspo-mask": (LearnerConfig(algorithm="gspo", correction_mode="mask"), 18),
 }
-TOPR_TOKEN = LearnerConfig(algorithm="topr", level="token")  # 0.6 ± 1.0: no correction of the angle, see below
+TOPR_TOKEN = LearnerConfig(algorithm="topr", ratio_level="token")  # 0.6 ± 1.0: no correction of the angle, see below
 EVERY = {name: config for name, (config, _) in GAINS.items()} | {"topr-token": TOPR_TOKEN}
 
 
@@ -203,7 +203,7 @@ def test_topr_pulls_whoever_drew_and_pushes_no_harder_than_the_policy_would():
 @pytest.mark.parametrize(("name", "step"), [("tis", 0.0), ("tis", STEP), ("gspo", 0.0)])
 def test_the_uncapped_weight_of_the_sequence_gives_the_true_gradient(name, step):
     """That of TIS in every step of a claim; GSPO's w · s in the first alone, for s is the root of π_θ/π_prox."""
-    config = LearnerConfig(algorithm=name, level="sequence", correction_cap=1e6)
+    config = LearnerConfig(algorithm=name, ratio_level="sequence", correction_cap=1e6)
     for seed in range(4):
         w = world(seed, DRIFT, step)
         np.testing.assert_allclose(stale_gradient(w, config, w.behaviour), true_gradient(w), atol=1e-5)

@@ -37,9 +37,9 @@ def configs() -> dict[str, LearnerConfig]:
         "grpo-none": replace(grpo, correction="none"),
         "grpo-cap": replace(grpo, correction_cap=1.1),
         "icepop-narrow": replace(named["icepop"], correction_cap=1.4, correction_floor=0.8),
-        "tis-sequence": replace(named["tis"], level="sequence", correction_cap=1.3),
+        "tis-sequence": replace(named["tis"], ratio_level="sequence", correction_cap=1.3),
         "cispo-mask": replace(named["cispo"], correction_mode="mask", clip_high=0.3, clip_low=0.4),
-        "topr-token": replace(named["topr"], level="token"),
+        "topr-token": replace(named["topr"], ratio_level="token"),
         "topr-weighted": replace(named["topr"], positive_weight=0.5, negative_weight=2.0),
         "gspo-none": replace(named["gspo"], correction="none", clip_low=0.3, clip_high=0.2),
         "gspo-mask": replace(named["gspo"], correction_mode="mask", clip_low=0.3, clip_high=0.2),
@@ -237,7 +237,7 @@ def test_the_second_step_worked_by_hand():
         (LearnerConfig(algorithm="gspo", correction_cap=4.0), -1.0, [3.375 * s] * 3),
         (LearnerConfig(algorithm="tis"), 1.0, [-2.0, -1.65, -0.75]),
         (LearnerConfig(algorithm="cispo"), 1.0, [-3.0, -1.65, -0.75]),
-        (LearnerConfig(algorithm="topr", level="token"), -1.0, [1.0, 1.0, 0.75]),
+        (LearnerConfig(algorithm="topr", ratio_level="token"), -1.0, [1.0, 1.0, 0.75]),
     ):
         _, grad, _ = losses(config, [one | {"adv": np.full(3, adv)}])
         np.testing.assert_allclose(grad[0], want, rtol=1e-5, err_msg=str(config))
@@ -251,12 +251,12 @@ def test_cispo_and_topr_worked_by_hand():
         (LearnerConfig(algorithm="cispo", correction_mode="mask"), 1.0, [0.0, -0.5]),
         (LearnerConfig(algorithm="cispo", correction_mode="mask"), -1.0, [4.0, 0.5]),
         (LearnerConfig(algorithm="topr"), 1.0, [-1.0, -1.0]),
-        (LearnerConfig(algorithm="topr", level="token"), 1.0, [-1.0, -1.0]),
+        (LearnerConfig(algorithm="topr", ratio_level="token"), 1.0, [-1.0, -1.0]),
         (LearnerConfig(algorithm="topr"), -1.0, [1.0, 1.0]),
-        (LearnerConfig(algorithm="topr", level="token"), -1.0, [1.0, 0.5]),
+        (LearnerConfig(algorithm="topr", ratio_level="token"), -1.0, [1.0, 0.5]),
         (LearnerConfig(algorithm="topr", negative_weight=0.5), -1.0, [0.5, 0.5]),
         (LearnerConfig(algorithm="tis", correction_cap=1.0), 1.0, [-1.0, -0.5]),
-        (LearnerConfig(algorithm="tis", level="sequence"), 1.0, [-2.0, -2.0]),
+        (LearnerConfig(algorithm="tis", ratio_level="sequence"), 1.0, [-2.0, -2.0]),
     ):
         _, grad, _ = losses(config, [one | {"adv": np.full(2, adv)}])
         np.testing.assert_allclose(grad[0], want, rtol=1e-5, err_msg=str(config))

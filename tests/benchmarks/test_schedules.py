@@ -103,14 +103,20 @@ def test_each_side_of_a_race_has_what_is_fastest_for_it(
 
 def store_row(window: int = 10, **lengths: list[int]) -> dict[str, Any]:
     return {"kind": "store", "role": "store", "tokens_put": 900, "tokens_expired": {"surplus": 50}, "tokens_masked": 0,
-            "window": window, "lengths": lengths}  # fmt: skip
+            "in_flight_window": window, "lengths": lengths}  # fmt: skip
 
 
 def test_what_is_dropped_is_waste_and_long_ones_are_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     """85 trained members of ten tokens, five of ten lost, ten of twenty dropped: in environments, or at an answer."""
     races = importlib.import_module("benchmarks.schedules.runs")
     steps = [{"kind": "step", "samples": 85, "tokens_trained": 850}]
-    stats = {"kind": "stats", "role": "sampler-0", "members_aborted": 10, "tokens_aborted": 40, "tokens_let_go": 160}
+    stats = {
+        "kind": "stats",
+        "role": "sampler-0",
+        "members_aborted": 10,
+        "tokens_aborted": 40,
+        "tokens_aborted_done": 160,
+    }
     found = races.thrown_away([stats, store_row(trained=[85, 850], lost=[5, 50])], steps)
     assert found["waste_members"] == pytest.approx(15 / 100)
     assert found["waste_tokens"] == pytest.approx((50 + 200) / (900 + 200))
@@ -211,9 +217,9 @@ def test_three_groups_on_the_seats_of_two_are_spread_or_kept_together(monkeypatc
     mechanisms = importlib.import_module("benchmarks.schedules.mechanisms").MECHANISMS
     for name, how in (("replication_seats", "spread"), ("replication_auto", "auto")):
         for on, off in ((mechanisms[name].on, mechanisms[name].off), mechanisms[name].null):
-            assert on.settings | {"schedule.replicate": "together"} == off.settings
-            assert (on.settings["schedule.replicate"], on.race) == (how, off.race)
-            seats = on.settings["sampler.count"] * on.settings["sampler.episodes"]
+            assert on.settings | {"schedule.group_placement": "together"} == off.settings
+            assert (on.settings["schedule.group_placement"], on.race) == (how, off.race)
+            seats = on.settings["sampler.count"] * on.settings["sampler.concurrent_episodes"]
             assert (seats, on.settings["schedule.groups_per_step"]) == (2 * 8, 3)
         assert mechanisms[name].on.race.latency_s[1] > 0.0 == mechanisms[name].null[0].race.latency_s[1]
 
@@ -268,15 +274,19 @@ def test_the_adaptive_window_and_the_full_one_are_raced_on_the_same_work(
     case = importlib.import_module("benchmarks.schedules.mechanisms").MECHANISMS["window"]
     for pair in ((case.on, case.off), case.null):
         on, off = (workload.overrides(tmp_path, 4.0, 0, 1) for workload in pair)
-        assert {key for key in on if on[key] != off[key]} == {"schedule.window", "task.path"}
-        assert (on["schedule.window"], off["schedule.window"]) == ("adaptive", "full")
+        assert {key for key in on if on[key] != off[key]} == {"schedule.in_flight_window", "task.path"}
+        assert (on["schedule.in_flight_window"], off["schedule.in_flight_window"]) == ("adaptive", "full")
 
 
 SWITCHES = {
-    "replication": "schedule.replicate", "replication_seats": "schedule.replicate",
-    "replication_auto": "schedule.replicate", "rolling": "schedule.rolling", "colocated": "placement.colocated",
-    "window": "schedule.window", "straggler": "schedule.straggler",
-}  # fmt: skip
+    "replication": "schedule.group_placement",
+    "replication_seats": "schedule.group_placement",
+    "replication_auto": "schedule.group_placement",
+    "rolling": "schedule.rolling_updates",
+    "colocated": "placement.colocated",
+    "window": "schedule.in_flight_window",
+    "straggler": "schedule.straggler",
+}
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -297,7 +307,7 @@ def test_the_window_of_a_run_is_the_last_one(monkeypatch: pytest.MonkeyPatch) ->
     step = {"kind": "step", "publish_s": 0.1, "samples": 4, "tokens_trained": 40, "wait_s": 0.5, "train_s": 0.4,
             "age_max": 1, "t0": 0.0}  # fmt: skip
     steps = [step | {"step": number, "t1": number, "age_mean": number % 2} for number in range(1, 9)]
-    stats = {"kind": "stats", "role": "sampler-0", "members_aborted": 0, "tokens_aborted": 0, "tokens_let_go": 0}
+    stats = {"kind": "stats", "role": "sampler-0", "members_aborted": 0, "tokens_aborted": 0, "tokens_aborted_done": 0}
     decode = {"kind": "span", "what": "decode", "role": "sampler-0", "t0": 6.0, "t1": 7.0, "tokens": 9}
     stores = [store_row(window, trained=[32, 320], lost=[0, 0]) for window in (10, 3)]
     found = races.measured([*steps, *stores, stats, decode | {"t0": 1.0, "t1": 2.0}, decode])

@@ -16,12 +16,12 @@ SMOKE = ROOT / "configs" / "smoke.py"
 
 
 @pytest.mark.parametrize(
-    ("mode", "alpha", "window", "flip"),
+    ("mode", "alpha", "window", "weight_swap"),
     [("sync", 0.0, "full", "keep_kv"), ("one_step", 1.0, "full", "drain"), ("async", 1.0, "adaptive", "keep_kv")],
 )
-def test_a_mode_is_what_it_fixes(mode: str, alpha: float, window: str, flip: str) -> None:
+def test_a_mode_is_what_it_fixes(mode: str, alpha: float, window: str, weight_swap: str) -> None:
     schedule = configs.load(SMOKE, [f"schedule.mode={mode}"]).schedule
-    assert (schedule.alpha, schedule.window, schedule.flip) == (alpha, window, flip)
+    assert (schedule.alpha, schedule.in_flight_window, schedule.weight_swap) == (alpha, window, weight_swap)
 
 
 def test_a_resolved_config_resolves_to_itself() -> None:
@@ -32,7 +32,7 @@ def test_a_resolved_config_resolves_to_itself() -> None:
 
 @pytest.mark.parametrize(
     ("mode", "override"),
-    [("sync", "alpha=2"), ("sync", "order=ready_first"), ("one_step", "alpha=0.5"), ("one_step", "flip=restart"),
+    [("sync", "alpha=2"), ("sync", "order=ready_first"), ("one_step", "alpha=0.5"), ("one_step", "weight_swap=restart"),
      ("one_step", "publish_every=2")],
 )  # fmt: skip
 def test_another_value_for_what_a_mode_fixes_is_refused(mode: str, override: str) -> None:
@@ -42,7 +42,7 @@ def test_another_value_for_what_a_mode_fixes_is_refused(mode: str, override: str
 
 
 def test_async_leaves_everything_as_it_is() -> None:
-    schedule = ScheduleConfig(alpha=2.5, publish_every=3, order="freshest_first", flip="restart")
+    schedule = ScheduleConfig(alpha=2.5, publish_every=3, order="freshest_first", weight_swap="restart")
     assert with_mode(schedule, "async") == schedule
 
 

@@ -63,7 +63,7 @@ def test_compiling_is_named_with_its_age_until_it_ends_or_its_process_dies() -> 
     said = status.take({**begin, "state": "end", "t": 115.0, "seconds": 15.0})
     assert said == "learner: compiling learner step took 15.0 s"
     assert "compiling" not in status.doing(116.0, up)
-    assert "compiling" not in folded([begin, {"kind": "restart", "who": "learner"}]).doing(114.0, up)
+    assert "compiling" not in folded([begin, {"kind": "restart", "process": "learner"}]).doing(114.0, up)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_roles_of_one_process_say_stands_while_it_runs_and_goes_when_it_die
     up = [ProcessView("store", "running", 20.0), ProcessView("colocated", "running", 20.0)]
     for shown in ("learner: waiting until the evaluator has", "sampler-0: compiling the engine", "store: compacting"):
         assert shown in folded(words).doing(107.0, up)
-    status = folded([*words, {"kind": "restart", "who": "colocated"}, STEP])
+    status = folded([*words, {"kind": "restart", "process": "colocated"}, STEP])
     assert "compil" not in (said := status.doing(107.0, up)) and "waiting until" not in said
     assert "store: compacting" in said, "another process, which lives on"
     assert status.steps[-1].cells(50)[3] == "-", "the rate of the dead life"

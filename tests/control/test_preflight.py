@@ -96,7 +96,7 @@ CASES: dict[str, Case] = {
     "sampler's heads": (None, ["sampler.mesh.tensor=3"], "sampler.mesh.tensor", "3", "Use one of [1, 2]"),
     "learner's heads": (None, ["learner.mesh.tensor=8"], "learner.mesh.tensor", "8", "4 query heads"),
     "learner's width": (
-        None, ["learner.mesh.fsdp=5", "learner.micro_rows=10"], "learner.mesh.fsdp", "5", "32 of width"),
+        None, ["learner.mesh.fsdp=5", "learner.micro_batch_rows=10"], "learner.mesh.fsdp", "5", "32 of width"),
     "evaluator's heads": (None, ["evaluator.mesh.tensor=3"], "evaluator.mesh.tensor", "3", "does not divide"),
     "task unknown": (None, ["task.name=spell_backwards"], "task.name", "spell_backwards", "'spell_backward'"),
     "task refused": (None, ["task.name=countdown"], "task.name", "countdown", "executes"),
@@ -105,7 +105,7 @@ CASES: dict[str, Case] = {
     "task's setting wrong": (None, ["task.args.min_word_len=-1"], "task.args", "-1", "min_word_len"),
     "task's range": (None, ["task.args.seed=3"], "task.args.seed", "3", "task.train_start"),
     "no compact prompt": (
-        None, ["task.name=leg_counting", "task.args={}"], "task.prompt", "compact", "task.prompt='full'"),
+        None, ["task.name=leg_counting", "task.args={}"], "task.prompt_style", "compact", "task.prompt_style='full'"),
     "task too small": (
         None, ["task.name=count_bits", 'task.args={"max_n": 9}'], "task.heldout_items", "16", "distinct questions"),
     "prompts too long": (None, ["task.max_prompt_tokens=1"], "task.heldout_items", "16", "max_prompt_tokens"),

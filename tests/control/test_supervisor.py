@@ -65,7 +65,7 @@ class Stage:
             specs.append({"name": name, "argv": [*argv, *common.get(name, []), *words.get(name, [])],
                           "after": [] if name == "store" else ["store"], "gang": "all" if name in gang else "",
                           "ready_file": str(self.run_dir / "store.addr") if name == "store" else None})  # fmt: skip
-        settings = {"backoff_s": 0.05, "backoff_max_s": 0.2, "stop_s": 15.0, "finish_s": 30.0, **config}
+        settings = {"backoff_s": 0.05, "backoff_max_s": 0.2, "stop_s": 15.0, "final_eval_s": 30.0, **config}
         file = self.events.with_name("specs.json")
         file.write_text(json.dumps({"specs": specs, "config": settings}))
         on_terminal = [] if terminal is None else [sys.executable, "-c", TAKE_TERMINAL]
@@ -148,11 +148,11 @@ def test_nobody_is_started_before_the_store_can_be_spoken_to(stage: Stage) -> No
 
 
 def test_an_evaluation_that_never_ends_is_cut_off(stage: Stage) -> None:
-    stage.start(finish_s=0.2)
+    stage.start(final_eval_s=0.2)
     stage.all_up()
     stage.learner_done.touch()
     code, out = stage.finish()
-    assert code == 0 and "supervisor.finish_s" in out
+    assert code == 0 and "supervisor.final_eval_s" in out
     assert stage.names("term")[0] == "evaluator"
 
 
@@ -168,7 +168,7 @@ def test_of_a_gang_all_are_started_again_when_one_dies(stage: Stage, victim: str
     stage.evaluator_done.touch()
     assert stage.finish()[0] == 0
     assert sorted(stage.names("again")) == ["learner", "sampler-1"], "and nobody else, and once"
-    restarts = [row["who"] for row in metrics.read(stage.run_dir / "metrics.jsonl") if row["kind"] == "restart"]
+    restarts = [row["process"] for row in metrics.read(stage.run_dir / "metrics.jsonl") if row["kind"] == "restart"]
     assert restarts == [victim]
 
 
@@ -198,7 +198,9 @@ def test_a_killed_role_is_started_again(stage: Stage) -> None:
     code, out = stage.finish()
     assert code == 0
     rows = metrics.read(stage.run_dir / "metrics.jsonl")
-    assert {row["who"]: (row["pid"], row["code"]) for row in rows} == {name: (pid, -9) for name, pid in killed.items()}
+    assert {row["process"]: (row["pid"], row["code"]) for row in rows} == {
+        name: (pid, -9) for name, pid in killed.items()
+    }
     assert all(row["kind"] == "restart" and row["role"] == "supervisor" for row in rows)
     assert "sampler-1 died by signal 9" in out
 

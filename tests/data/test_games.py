@@ -88,7 +88,7 @@ def test_a_dialogue_is_the_tokens_of_an_episode() -> None:
 
 def test_full_prompts_say_the_rules() -> None:
     for path, words in ((AGENTIC[0], "Answer with one word"), (AGENTIC[1], "<calc>12*7</calc>")):
-        task = dataclasses.replace(loaded(path).task, prompt="full")
+        task = dataclasses.replace(loaded(path).task, prompt_style="full")
         source = sources.open_source(task)
         assert words in source.item(3).question
         assert set(source.item(3).question) <= set(source.alphabet())

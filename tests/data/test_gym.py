@@ -26,7 +26,7 @@ SPELL = TaskConfig()
 
 
 def cfg(name: str, prompt: Any = "compact", **args: Any) -> TaskConfig:
-    return TaskConfig(name=name, args=args, prompt=prompt)
+    return TaskConfig(name=name, args=args, prompt_style=prompt)
 
 
 @pytest.mark.parametrize("name", COMPACT)
@@ -77,7 +77,7 @@ def test_what_data_offers_is_what_the_scorers_allow() -> None:
 
 def test_spell_backward_compact_is_the_word_alone_in_lower_case() -> None:
     source = sources.open_source(SPELL)
-    full = sources.open_source(dataclasses.replace(SPELL, prompt="full"))
+    full = sources.open_source(dataclasses.replace(SPELL, prompt_style="full"))
     words = set()
     for index in range(2000):
         item, long = source.item(index), full.item(index)

@@ -116,7 +116,7 @@ def test_a_task_carries_what_it_needs() -> None:
 def test_full_and_compact_prompts_are_the_same_question() -> None:
     compact = PromptPipeline(config())
     full = PromptPipeline(
-        config(task=TaskConfig(prompt="full", max_prompt_tokens=80, heldout_items=16)),
+        config(task=TaskConfig(prompt_style="full", max_prompt_tokens=80, heldout_items=16)),
     )
     one, other = draw(compact, 20), draw(full, 20)
     assert [t.question_hash for t in one] == [t.question_hash for t in other]

@@ -139,7 +139,7 @@ def test_keep_kv_goes_on_with_new_weights_over_the_old_cache(bench, spec, seed, 
 
 def test_drain_ends_the_running_requests_first_and_holds_the_others(bench, spec, seed, model):
     """One of the first four ends early: its slot must stay empty until the other three have ended too."""
-    b = bench(flip="drain")
+    b = bench(weight_swap="drain")
     requests = long_requests(7)
     requests[0] = dataclasses.replace(requests[0], params=SamplingParams(6))
     b.add(*requests)
@@ -158,7 +158,7 @@ def test_drain_ends_the_running_requests_first_and_holds_the_others(bench, spec,
 
 
 def test_of_two_swaps_that_wait_for_draining_the_later_counts(bench):
-    b = bench(flip="drain")
+    b = bench(weight_swap="drain")
     b.add(*long_requests(5))
     b.steps(1)
     b.swap(V2, 1)
@@ -170,8 +170,8 @@ def test_of_two_swaps_that_wait_for_draining_the_later_counts(bench):
 
 
 def test_an_idle_engine_swaps_at_once_under_either_policy(bench):
-    for flip in ("keep_kv", "drain"):
-        b = bench(flip=flip)
+    for weight_swap in ("keep_kv", "drain"):
+        b = bench(weight_swap=weight_swap)
         b.swap(V2, 1)
         assert not b.engine.step() and b.engine.version == V2
 
@@ -247,7 +247,7 @@ def test_commands_come_from_any_thread(bench, work):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"flip": "later"}, "keep_kv, reprefill, restart, drain"),
+        ({"weight_swap": "later"}, "keep_kv, reprefill, restart, drain"),
         ({"cache_pages": 4}, "sampler.cache_pages = 4.*needs 5 pages of 8 tokens"),
         ({"slots": 0}, "sampler.slots = 0"),
         ({"decode_chunk": 0}, "sampler.decode_chunk = 0"),

@@ -118,7 +118,7 @@ def test_a_conversation_does_not_go_on_across_weights(bench, assert_replayed):
 
 
 def test_what_mixes_two_weights_is_no_beginning_for_anyone(bench):
-    b = bench(**LONG, flip="keep_kv")
+    b = bench(**LONG, weight_swap="keep_kv")
     first = Request(0, prompt(13, 12), GenerationKey(0, 0), SamplingParams(20), keep=True)
     b.add(first)
     b.steps(1)

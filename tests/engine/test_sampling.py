@@ -202,10 +202,10 @@ def test_what_an_engine_was_not_made_for_is_refused(bench, params, more, words):
         b.add(*requests_of(params, 1, **more))
 
 
-@pytest.mark.parametrize("flip", ["keep_kv", "reprefill"])
-def test_penalties_and_masks_go_on_after_pages_were_given_away(bench, flip):
+@pytest.mark.parametrize("weight_swap", ["keep_kv", "reprefill"])
+def test_penalties_and_masks_go_on_after_pages_were_given_away(bench, weight_swap):
     sizes = {"slots": 8, "max_tokens": 64, "page_tokens": 8, "cache_pages": 16, "penalties": True, "masks": True}
-    make = lambda: bench(**sizes, decode=letters, flip=flip)  # noqa: E731
+    make = lambda: bench(**sizes, decode=letters, weight_swap=weight_swap)  # noqa: E731
     requests = requests_of(SamplingParams(40, repetition_penalty=1.5), 12)
     requests += [dataclasses.replace(r, id=100 + r.id, allowed=rising) for r in requests[:4]]
     alone = {r.id: make().run([r])[r.id].completion for r in requests}

@@ -47,9 +47,9 @@ def test_a_quarter_of_the_memory_gives_the_tokens_of_all_of_it(bench, assert_rep
     assert_replayed(requests, all_of_it.results)
 
 
-@pytest.mark.parametrize("flip", ["keep_kv", "reprefill", "restart", "drain"])
-def test_flips_and_aborts_while_some_wait_for_pages(bench, assert_replayed, flip):
-    b = bench(**PAGED, cache_pages=QUARTER, flip=flip)
+@pytest.mark.parametrize("weight_swap", ["keep_kv", "reprefill", "restart", "drain"])
+def test_flips_and_aborts_while_some_wait_for_pages(bench, assert_replayed, weight_swap):
+    b = bench(**PAGED, cache_pages=QUARTER, weight_swap=weight_swap)
     before, requests = b.engine.stats(), uneven(24)
     b.add(*requests)
     while b.engine.stats().preemptions < before.preemptions + 3:
@@ -62,8 +62,8 @@ def test_flips_and_aborts_while_some_wait_for_pages(bench, assert_replayed, flip
     kept = b.results[waiting[0]].completion
     assert kept.finish == "abort" and len(kept.tokens) > 0
     rest = [request for request in requests if request.id != waiting[0]]
-    if flip != "keep_kv":  # over pages that were computed in two programs of weights only the engine can go on
-        assert_replayed(rest, b.results, reprefill=flip == "reprefill")
+    if weight_swap != "keep_kv":  # over pages that were computed in two programs of weights only the engine can go on
+        assert_replayed(rest, b.results, reprefill=weight_swap == "reprefill")
     assert sorted(b.results) == [request.id for request in requests]
 
 

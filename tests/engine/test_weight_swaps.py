@@ -22,7 +22,7 @@ def requests_of(count: int, tokens: int = 15, prompt: int = 3) -> list[Request]:
 
 
 def test_restart_begins_again_and_says_how_much_was_thrown_away(bench, spec, seed, model):
-    b = bench(flip="restart")
+    b = bench(weight_swap="restart")
     before = b.engine.stats()
     requests = requests_of(7)
     b.add(*requests)
@@ -39,7 +39,7 @@ def test_restart_begins_again_and_says_how_much_was_thrown_away(bench, spec, see
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, tensor=2)], ids=["one device", "data=2,tensor=2"])
 def test_reprefill_goes_on_over_a_cache_of_the_new_weights(bench, assert_replayed, mesh):
-    b = bench(mesh, flip="reprefill")
+    b = bench(mesh, weight_swap="reprefill")
     before, requests = b.engine.stats(), requests_of(6)
     b.add(*requests)
     b.steps(2)
@@ -56,8 +56,8 @@ def test_reprefill_goes_on_over_a_cache_of_the_new_weights(bench, assert_replaye
 
 def test_reprefill_and_keep_kv_are_not_the_same(bench):
     drawn = []
-    for flip in ("keep_kv", "reprefill"):
-        b = bench(flip=flip)
+    for weight_swap in ("keep_kv", "reprefill"):
+        b = bench(weight_swap=weight_swap)
         b.add(*requests_of(4))
         b.steps(1)
         b.swap(V2, 1)
@@ -66,12 +66,12 @@ def test_reprefill_and_keep_kv_are_not_the_same(bench):
     assert drawn[0] != drawn[1]
 
 
-@pytest.mark.parametrize("flip", ["keep_kv", "reprefill", "restart", "drain"])
+@pytest.mark.parametrize("weight_swap", ["keep_kv", "reprefill", "restart", "drain"])
 @pytest.mark.parametrize(("case", "paged"), [(0, "dense"), (1, "xla")])
-def test_random_arrivals_aborts_and_flips_equal_the_slow_loop(bench, work, assert_replayed, flip, case, paged):
+def test_random_arrivals_aborts_and_flips_equal_the_slow_loop(bench, work, assert_replayed, weight_swap, case, paged):
     """Every completion is what its recorded versions say; the first three policies never wait, the last never mixes."""
     rng = np.random.default_rng(case)
-    b, step = bench(flip=flip, max_tokens=48, page_tokens=8, paged_attention=paged), 1
+    b, step = bench(weight_swap=weight_swap, max_tokens=48, page_tokens=8, paged_attention=paged), 1
     requests = [dataclasses.replace(r, id=200 * case + r.id) for r in work(20 + case, 24, stop_tokens=())]
     requests += [
         Request(900 + i, rng.integers(0, 64, 30).astype(np.int32), GenerationKey(50 + i, 0), SamplingParams(12))
@@ -88,13 +88,13 @@ def test_random_arrivals_aborts_and_flips_equal_the_slow_loop(bench, work, asser
     assert step > 2
     whole = [r for r in requests if r.id in b.results and b.results[r.id].completion.finish != "abort"]
     assert len(whole) >= len(requests) - 1
-    if flip in ("drain", "restart"):
+    if weight_swap in ("drain", "restart"):
         assert all(len(b.results[r.id].completion.versions) == 1 for r in whole)
-    assert_replayed(whole, b.results, reprefill=flip == "reprefill")
+    assert_replayed(whole, b.results, reprefill=weight_swap == "reprefill")
 
 
 def test_what_was_aborted_after_a_flip_keeps_its_tokens(bench):
-    b = bench(flip="reprefill")
+    b = bench(weight_swap="reprefill")
     b.add(*requests_of(2))
     b.steps(1)
     b.swap(V2, 1)

@@ -161,7 +161,9 @@ def issued(run: World) -> int:
 def flipped(run: World) -> list[int]:
     """The steps of the versions that the sampler has flipped to."""
     run.step_rows()
-    flips = (row for row in run.rows if row["kind"] == "span" and row["what"] == "flip" and row["role"] == "sampler-0")
+    flips = (
+        row for row in run.rows if row["kind"] == "span" and row["what"] == "weight_swap" and row["role"] == "sampler-0"
+    )
     return [int(row["version"].partition(".")[2]) for row in flips]
 
 

@@ -35,7 +35,7 @@ OTHER_MESHES = {
     "data 4": ("learner.mesh.fsdp=1", "learner.mesh.data=4"),
     "one device": ("learner.mesh.fsdp=1",),
 }
-SUBSTEPS = {"tensor 2": 1, "data 4": 2, "one device": 1}  # with two the logged shuffle says which groups come first
+MINIBATCHES = {"tensor 2": 1, "data 4": 2, "one device": 1}  # with two the logged shuffle says which groups come first
 Curves = tuple[dict[int, dict], list[tuple]]  # the row of every step, and which groups it was given
 
 
@@ -65,11 +65,11 @@ def four_devices() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Curves]:
-    """What a run of so many substeps does that nobody kills; each is run once."""
+    """What a run of so many minibatches does that nobody kills; each is run once."""
 
     @functools.cache
-    def curves(substeps: int) -> Curves:
-        with World(tmp_path_factory.mktemp("whole") / "run", **RULES, learner__substeps=substeps) as run:
+    def curves(minibatches: int) -> Curves:
+        with World(tmp_path_factory.mktemp("whole") / "run", **RULES, learner__minibatches=minibatches) as run:
             with ScriptedSampler(run.tap.address, run.config):
                 run.learner()
                 assert run.ended("learner") == 0, run.logs()
@@ -88,8 +88,8 @@ def chance() -> random.Random:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mesh", OTHER_MESHES)
 def test_killed_and_resumed_on_another_mesh(mesh: str, tmp_path: Path, undisturbed: Callable[[int], Curves]) -> None:
-    rules = RULES | {"learner__substeps": SUBSTEPS[mesh]}
-    rows, wanted_claims = undisturbed(SUBSTEPS[mesh])
+    rules = RULES | {"learner__minibatches": MINIBATCHES[mesh]}
+    rows, wanted_claims = undisturbed(MINIBATCHES[mesh])
     drawn, folder = chance(), tmp_path / "run"
     step, delay_s = drawn.randrange(CHECKPOINT_EVERY + 1, STEPS - 1), drawn.uniform(0.0, 0.1)
     print(f"killed {delay_s:.3f} s after the claim of step {step}")

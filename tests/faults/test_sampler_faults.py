@@ -17,13 +17,15 @@ SMALL = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=
 
 
 def test_1_a_sampler_killed_idle_costs_nothing(tmp_path: Path, note: Callable[[Row], None]) -> None:
-    with Cluster(tmp_path / "run", *SMALL, "schedule.window=full", "schedule.steps=12", "store.lease_s=20") as run:
+    with Cluster(
+        tmp_path / "run", *SMALL, "schedule.in_flight_window=full", "schedule.steps=12", "store.lease_s=20"
+    ) as run:
         run.allow(4)
         run.learner()
         first = run.sampler("sampler-0", seed=1)
         run.sampler("sampler-1", seed=2)
         run.until_acked(4)
-        window = run.status()["window"]
+        window = run.status()["in_flight_window"]
         run.until(lambda: run.status()["counts"]["READY"] == window, "a full window, in which everybody is idle")
         first.kill()
         run.allow(12)

@@ -82,7 +82,7 @@ def test_no_sampler_takes_everything_while_another_is_idle(
 ) -> None:
     """Each of two could hold a whole step. The first one to come may have the first step to itself, but no other."""
     shape = ("schedule.groups_per_step=4", "schedule.group_size=4", "schedule.alpha=0", f"schedule.steps={STEPS}",
-             f"schedule.replicate={replicate}")  # fmt: skip
+             f"schedule.group_placement={replicate}")  # fmt: skip
     with Cluster(tmp_path / "run", *shape) as run:
         run.allow(0)
         run.learner(step_s=1.0)

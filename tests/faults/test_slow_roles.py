@@ -37,7 +37,7 @@ def test_12_a_learner_ten_times_slower_is_waited_for(tmp_path: Path, note: Calla
                 memory.append(run.store.rss_bytes)
                 disk.append(run.disk_bytes())
                 retained.append(observer.status()["retained_bytes"])
-            window = observer.status()["window_full"]
+            window = observer.status()["in_flight_window_max"]
         run.finish()
         in_flight = (window + 2 * 3 + 3) * 4 * MEMBER_BYTES  # window, two claims until a checkpoint, one being trained
         assert max(retained) <= in_flight

@@ -37,7 +37,7 @@ def assert_sampled_from_what_was_published(run: World) -> None:
 def flips(run: World) -> list[str]:
     """The versions that the sampler has flipped to."""
     run.step_rows()
-    return [row["version"] for row in run.rows if row.get("kind") == "span" and row.get("what") == "flip"]
+    return [row["version"] for row in run.rows if row.get("kind") == "span" and row.get("what") == "weight_swap"]
 
 
 def test_18_a_flipped_byte_and_a_snapshot_overwritten_in_transfer_are_fetched_again(tmp_path: Path, note) -> None:

@@ -43,7 +43,7 @@ def clipped(s, c):
 
 def tis(s, c):
     rho = np.exp(s["logp"] - s["beh"])
-    if c.level == "sequence":
+    if c.ratio_level == "sequence":
         rho = np.full_like(rho, np.prod(rho))
     return -np.minimum(rho, c.correction_cap) * s["adv"] * s["logp"]
 
@@ -67,7 +67,7 @@ def cispo(s, c):
 
 def topr(s, c):
     rho = np.exp(s["logp"] - s["beh"])
-    if c.level == "sequence":
+    if c.ratio_level == "sequence":
         rho = np.full_like(rho, np.exp(np.sum(s["logp"] - s["beh"])))
     out = []
     for logp, ratio, a in zip(s["logp"], rho, s["adv"], strict=True):

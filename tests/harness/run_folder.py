@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import tarfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxroll.store.core.state import State
 from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import Log
 
+FORMAT_1 = Path(__file__).parents[1] / "golden" / "run_format_1.tar.xz"
 STARTED = 1_790_000_000.0
 WARM_S, COMPILE_S = 32.0, 16.0
 GROUPS, MEMBERS, TOKENS = 4, 4, 9
@@ -117,7 +119,7 @@ def make_run(run_dir: Path, *, steps: int = 60, steps_wanted: int = 60, hostile:
     log.add(ev.Issued(steps * GROUPS, task(steps * GROUPS), MEMBERS, cursor=b"c"))
     log.add(ev.Leased(steps * GROUPS, ((0, 1),), "sampler-0", "s", "r", 30.0), failed, t=t)
     rows += [
-        {"t": t - 20.0, "role": "supervisor", "kind": "restart", "who": "sampler-0", "pid": 4711, "code": -9},
+        {"t": t - 20.0, "role": "supervisor", "kind": "restart", "process": "sampler-0", "pid": 4711, "code": -9},
         {"t": t, "role": "learner", "kind": "event", "text": f"waiting for the last evaluation {hostile}"},
     ]
     log.write(run_dir)
@@ -205,3 +207,12 @@ REQUIRED = frozenset({
     "learner_mesh", "sampler_mesh", "padding_waste", "slot_occupancy", "compiles_after_warmup", "groups_trained_twice",
     "wasted_tokens",
 })  # fmt: skip
+
+
+def run_of_format_1(path: Path) -> Path:
+    """Unpack the run that commit 46eae24 recorded (tests/control/test_older_runs.py) as folder `path`."""
+    with tarfile.open(FORMAT_1) as packed:
+        packed.extractall(path.parent / f".{path.name}", filter="data")
+    (path.parent / f".{path.name}" / "run").rename(path)
+    (path.parent / f".{path.name}").rmdir()
+    return path

@@ -32,12 +32,14 @@ class Store:
 
 
 def members(
-    store: Any, begin: Any = None, *, samplers: int = 1, actors: int = 0, size: int = 2, replicate: str = "auto"
+    store: Any, begin: Any = None, *, samplers: int = 1, actors: int = 0, size: int = 2, group_placement: str = "auto"
 ) -> Members:
     config = SimpleNamespace(
-        schedule=SimpleNamespace(members_per_group=size, replicate=replicate), sampler=SimpleNamespace(count=samplers),
-        placement=SimpleNamespace(actors=actors), store=SimpleNamespace(lease_s=0.0),
-    )  # fmt: skip
+        schedule=SimpleNamespace(members_per_group=size, group_placement=group_placement),
+        sampler=SimpleNamespace(count=samplers),
+        placement=SimpleNamespace(actors=actors),
+        store=SimpleNamespace(lease_s=0.0),
+    )
     session: Any = SimpleNamespace(config=config, store=store, progress=lambda text: None)
 
     async def version() -> Version:

@@ -22,7 +22,13 @@ def small_config() -> Callable[..., Config]:
     """A config for claims of `make_claim`; keyword arguments replace fields of its learner section."""
 
     def make(alpha: float = 1.0, **learner: Any) -> Config:
-        fields = {"micro_rows": 2, "row_tokens": 64, "mesh": MeshConfig(), "learning_rate": 1e-2, "warmup_steps": 1}
+        fields = {
+            "micro_batch_rows": 2,
+            "row_tokens": 64,
+            "mesh": MeshConfig(),
+            "learning_rate": 1e-2,
+            "warmup_steps": 1,
+        }
         return Config(
             schedule=ScheduleConfig(alpha=alpha, groups_per_step=4, group_size=4),
             learner=replace(LearnerConfig(), **(fields | learner)),

@@ -71,9 +71,9 @@ def test_whole_sequences_whatever_rows_order_micro_batches_and_mesh(
     small_config, make_claim, make_trainer, learner, plain
 ):
     """The gradient of a sequence loss is that of sequences one by one, and no layout changes it."""
-    config = small_config(micro_rows=1, **learner)
+    config = small_config(micro_batch_rows=1, **learner)
     trainer = moved(make_trainer, config)
-    (samples,) = minibatch.prepare(make_claim(age=1), config).substeps
+    (samples,) = minibatch.prepare(make_claim(age=1), config).minibatches
     count, loss, grads = accumulated(trainer, samples)
     assert count > 1, "the denominators must span micro-batches"
     rows = Padded(trainer.spec, samples)
@@ -81,7 +81,7 @@ def test_whole_sequences_whatever_rows_order_micro_batches_and_mesh(
     want_loss, want = textbook(trainer.state.params)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-4, atol=1e-6)
     same_gradients(grads, jax.device_get(want))
-    other = moved(make_trainer, small_config(micro_rows=4, row_tokens=40, mesh=CUBE, **learner))
+    other = moved(make_trainer, small_config(micro_batch_rows=4, row_tokens=40, mesh=CUBE, **learner))
     others, other_loss, got = accumulated(other, samples[::-1])
     assert others != count or other.config.learner.row_tokens != config.learner.row_tokens
     np.testing.assert_allclose(other_loss, loss, rtol=1e-5, atol=1e-6)
@@ -97,7 +97,7 @@ def same_gradients(got, want):
 
 def test_pairs_share_a_row_side_by_side(small_config, make_claim):
     config = small_config(**DPO)
-    (samples,) = minibatch.prepare(make_claim(groups=4), config).substeps
+    (samples,) = minibatch.prepare(make_claim(groups=4), config).minibatches
     assert samples and len(samples) % 2 == 0
     assert [s.advantage + t.advantage for s, t in zip(samples[::2], samples[1::2], strict=True)] == [0] * (
         len(samples) // 2
@@ -138,7 +138,7 @@ def test_a_kl_in_the_loss_holds_the_policy_near_the_reference(small_config, make
     trainer = make_trainer(config)
     trainer.set_reference(perturbed(trainer))
     claim = make_claim()
-    samples = minibatch.prepare(claim, config).substeps[0]
+    samples = minibatch.prepare(claim, config).minibatches[0]
     losses = []
     for _ in range(4):
         silent = [replace(sample, advantage=0.0) for sample in samples]
@@ -156,7 +156,7 @@ def test_a_kl_in_the_loss_is_added_to_a_loss_of_the_credited(small_config, make_
     claim, found = make_claim(), []
     for config, silent in zip(configs, (False, False, True), strict=True):
         trainer = moved(make_trainer, config)
-        (samples,) = minibatch.prepare(claim, config).substeps
+        (samples,) = minibatch.prepare(claim, config).minibatches
         found.append(accumulated(trainer, [replace(s, advantage=0.0) if silent else s for s in samples])[2])
     for name, both in found[0].items():
         np.testing.assert_allclose(both, found[1][name] + found[2][name], rtol=1e-3, atol=1e-5, err_msg=name)
@@ -174,16 +174,16 @@ def test_a_kl_in_the_reward_is_charged_by_the_token(small_config, make_claim, ma
     assert np.abs(costs).max() > 0.01
     want = earned - earned.mean()
     assert [s.reward for s in given.groups[0]] == [m.outcome.reward for m in claim.groups[0].members]
-    np.testing.assert_allclose([s.advantage for s in given.substeps[0]], want, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose([s.advantage for s in given.minibatches[0]], want, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("learner", "added"),
-    [(DPO | {"substeps": 2}, (PROXIMAL, REFERENCE)), ({"kl_coef": 0.1, "kl_in": "reward", "reference": "init"}, ())],
+    [(DPO | {"minibatches": 2}, (PROXIMAL, REFERENCE)), ({"kl_coef": 0.1, "kl_in": "reward", "reference": "init"}, ())],
     ids=["both streams", "prices only"],
 )
 def test_with_a_reference_nothing_compiles_after_the_warm_up(small_config, make_claim, make_trainer, learner, added):
-    trainer = make_trainer(small_config(**learner, micro_rows=1))
+    trainer = make_trainer(small_config(**learner, micro_batch_rows=1))
     trainer.warmup()
     assert trainer.programs.recipe.added == added
     counter = CompileCounter()

@@ -66,7 +66,7 @@ def test_what_is_restored_is_what_was_saved(folder, trainer):
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
 def test_onto_another_mesh(folder, trainer, small_config, make_trainer, mesh):
     checkpoints = saved(folder, trainer, Version(0, 7))
-    other = make_trainer(small_config(mesh=mesh, micro_rows=4))
+    other = make_trainer(small_config(mesh=mesh, micro_batch_rows=4))
     state, _ = checkpoints.restore(Version(0, 7), other.abstract_state())
     assert same_bits(state, trainer.state)
     embed = state.params["embed"]
@@ -91,7 +91,7 @@ def test_training_goes_on_upon_another_mesh_as_if_nothing_had_happened(
     """The claims are the same and so are the losses, up to the order in which another mesh takes its sums."""
     checkpoints = saved(folder, trainer, Version(0, 1))
     undisturbed = [trainer.train(make_claim(step)) for step in (2, 3, 4)]
-    other = make_trainer(small_config(mesh=mesh, micro_rows=4))
+    other = make_trainer(small_config(mesh=mesh, micro_batch_rows=4))
     other.state, _ = checkpoints.restore(Version(0, 1), other.abstract_state())
     resumed = [other.train(make_claim(step)) for step in (2, 3, 4)]
     for key in ("loss", "entropy", "grad_norm"):

@@ -117,7 +117,7 @@ def first_update(params, grads, rate, clip):
 
 def test_the_whole_update_is_that_of_the_papers(small_config, make_claim, make_trainer):
     """Values, GAE, whitening, both losses, clipping and Adam, against formulas without packing, weights or mesh."""
-    config = small_config(micro_rows=1, max_grad_norm=0.05, gae_lambda=0.8, gae_discount=0.97, **PPO)
+    config = small_config(micro_batch_rows=1, max_grad_norm=0.05, gae_lambda=0.8, gae_discount=0.97, **PPO)
     trainer, claim = judging(make_trainer(config)), make_claim(age=1)
     before, judge = jax.device_get(trainer.state.params), jax.device_get(trainer.state.critic.params)
     book = Textbook(trainer, claim)
@@ -149,9 +149,9 @@ def test_the_whole_update_is_that_of_the_papers(small_config, make_claim, make_t
 
 def test_the_critics_gradient_agrees_with_a_finite_difference(small_config, make_claim, make_trainer):
     """Along the gradient itself; the targets are data, so the loss can be differenced."""
-    trainer = judging(make_trainer(small_config(micro_rows=1, max_grad_norm=1e9, **PPO)))
+    trainer = judging(make_trainer(small_config(micro_batch_rows=1, max_grad_norm=1e9, **PPO)))
     claim = make_claim(age=1)
-    (ones,) = minibatch.prepare(claim, trainer.config, values=trainer._values).substeps
+    (ones,) = minibatch.prepare(claim, trainer.config, values=trainer._values).minibatches
     batches = [(batch, trainer.programs.placed(batch.streams)) for batch in trainer.packed(ones)]
     streams = [trainer.critic.placed(batch, ones, of) for batch, of in batches]
 
@@ -250,9 +250,9 @@ def test_neither_rows_nor_order_nor_mesh_change_the_update(small_config, make_cl
     turned = msgspec.structs.replace(claim, groups=claim.groups[::-1])
     rows, found = [], []
     for config, given in (
-        (small_config(micro_rows=1, **PPO), claim),
-        (small_config(micro_rows=3, row_tokens=32, **PPO), turned),
-        (small_config(micro_rows=4, row_tokens=40, mesh=CUBE, **PPO), turned),
+        (small_config(micro_batch_rows=1, **PPO), claim),
+        (small_config(micro_batch_rows=3, row_tokens=32, **PPO), turned),
+        (small_config(micro_batch_rows=4, row_tokens=40, mesh=CUBE, **PPO), turned),
     ):
         trainer = judging(make_trainer(config))
         rows.append(trainer.train(given))
@@ -268,7 +268,7 @@ def test_neither_rows_nor_order_nor_mesh_change_the_update(small_config, make_cl
 def test_offloaded_it_does_the_same_bit_for_bit(small_config, make_claim, make_trainer):
     states = []
     for offload in (False, True):
-        trainer = make_trainer(small_config(critic_offload=offload, substeps=2, **PPO))
+        trainer = make_trainer(small_config(critic_offload=offload, minibatches=2, **PPO))
         trainer.set_params(jax.device_get(trainer.state.params))
         for step in (1, 2):
             leaves = jax.tree.leaves(trainer.state.critic)
@@ -283,8 +283,8 @@ def test_the_value_clip_binds_from_the_second_substep_on(small_config, make_clai
     """At the start of a claim V is V₀ and nothing is clipped; a step later a narrow clip takes the worse of two."""
     losses = {}
     for clip in (0.0, 1e-3):
-        for substeps in (1, 2):
-            trainer = judging(make_trainer(small_config(value_clip=clip, substeps=substeps, **PPO)))
-            losses[clip, substeps] = trainer.train(make_claim(age=1))["value_loss"]
+        for minibatches in (1, 2):
+            trainer = judging(make_trainer(small_config(value_clip=clip, minibatches=minibatches, **PPO)))
+            losses[clip, minibatches] = trainer.train(make_claim(age=1))["value_loss"]
     assert losses[0.0, 1] == losses[1e-3, 1]
     assert losses[0.0, 2] < losses[1e-3, 2]

@@ -19,7 +19,7 @@ from tests.harness.learner_critic import CUBE, PPO, bits, sample_of
 
 def test_it_starts_as_the_policy_says_zero_and_learns(small_config, make_claim, make_trainer):
     slow = {"learning_rate": 1e-4, "critic_learning_rate": 5e-3}  # the policy, and with it what is to be said, stays
-    config = small_config(micro_rows=4, value_clip=0.0, **(PPO | slow))
+    config = small_config(micro_batch_rows=4, value_clip=0.0, **(PPO | slow))
     trainer, claim = make_trainer(config), make_claim(age=1)
     policy, critic = jax.device_get((trainer.state.params, trainer.state.critic.params))
     assert critic.keys() - policy.keys() == {"value"} and critic["value"].shape == (trainer.spec.width, 1)
@@ -32,7 +32,7 @@ def test_it_starts_as_the_policy_says_zero_and_learns(small_config, make_claim, 
 
 
 def test_nothing_compiles_after_the_warm_up(small_config, make_claim, make_trainer):
-    learner = {"critic_offload": True, "substeps": 2, "micro_rows": 4, "mesh": MeshConfig(fsdp=2)}
+    learner = {"critic_offload": True, "minibatches": 2, "micro_batch_rows": 4, "mesh": MeshConfig(fsdp=2)}
     kl = {"reference": "init", "kl_coef": 0.1, "kl_in": "reward"}
     trainer = make_trainer(small_config(**(PPO | learner | kl)))
     trainer.warmup()
@@ -73,7 +73,7 @@ def test_a_member_without_trained_tokens_has_no_say():
 @pytest.mark.parametrize("offload", [False, True], ids=["colocated", "offloaded"])
 def test_a_resume_is_exact(tmp_path, small_config, make_claim, make_trainer, lora, offload):
     """The critic and its moments come back, while the state that was saved is already donated."""
-    config = small_config(critic_offload=offload, micro_rows=4, **PPO, **lora)
+    config = small_config(critic_offload=offload, micro_batch_rows=4, **PPO, **lora)
     trainer = make_trainer(config)
     trainer.train(make_claim(1))
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
@@ -93,13 +93,13 @@ def test_a_resume_is_exact(tmp_path, small_config, make_claim, make_trainer, lor
 
 
 def test_a_resume_upon_another_mesh(tmp_path, small_config, make_claim, make_trainer):
-    trainer = make_trainer(small_config(micro_rows=4, **PPO))
+    trainer = make_trainer(small_config(micro_batch_rows=4, **PPO))
     trainer.train(make_claim(1))
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
     checkpoints.save(Version(0, 1), 1, trainer.state)
     checkpoints.wait()
     want = [trainer.train(make_claim(step)) for step in (2, 3)]
-    other = make_trainer(small_config(micro_rows=4, mesh=CUBE, critic_offload=True, **PPO))
+    other = make_trainer(small_config(micro_batch_rows=4, mesh=CUBE, critic_offload=True, **PPO))
     other.state, _ = checkpoints.restore(Version(0, 1), other.abstract_state())
     got = [other.train(make_claim(step)) for step in (2, 3)]
     for key in ("loss", "value_loss", "returns_mean", "critic_grad_norm"):
@@ -110,7 +110,7 @@ def test_a_resume_upon_another_mesh(tmp_path, small_config, make_claim, make_tra
 
 def test_what_was_trained_is_found_beside_its_critic(tmp_path, small_config, make_claim, make_trainer):
     """`generate` and `eval` of a run restore its newest checkpoint; they are given the policy."""
-    trainer = make_trainer(small_config(micro_rows=4, critic_offload=True, **PPO))
+    trainer = make_trainer(small_config(micro_batch_rows=4, critic_offload=True, **PPO))
     trainer.train(make_claim(1))
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
     checkpoints.save(Version(0, 1), 1, trainer.state)

@@ -19,7 +19,7 @@ from jaxroll.models import families, params
 from jaxroll.records import Version
 
 TARGETS = ("attn.q", "attn.o", "mlp.down")
-ADAPTERS = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": TARGETS, "micro_rows": 4}
+ADAPTERS = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": TARGETS, "micro_batch_rows": 4}
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def streams_of(trainer, claim) -> dict[str, jax.Array]:
     from jaxroll.learner import minibatch
 
     prepared = minibatch.prepare(claim, trainer.config)
-    return trainer.programs.placed(trainer.packed(prepared.substeps[0])[0].streams)
+    return trainer.programs.placed(trainer.packed(prepared.minibatches[0])[0].streams)
 
 
 def test_gradients_are_the_dense_ones_projected(adapted, make_claim):
@@ -68,7 +68,7 @@ def test_gradients_are_the_dense_ones_projected(adapted, make_claim):
 
 
 def test_the_first_step_sees_the_model_that_the_run_starts_from(adapted, small_config, make_trainer, make_claim):
-    trainer, whole = adapted(), make_trainer(small_config(micro_rows=4))
+    trainer, whole = adapted(), make_trainer(small_config(micro_batch_rows=4))
     assert all(np.array_equal(trainer.params()[name], whole.state.params[name]) for name in whole.state.params)
     first, same = trainer.train(make_claim()), whole.train(make_claim())
     assert first["loss"] == pytest.approx(same["loss"], rel=1e-5) and first["entropy"] == pytest.approx(same["entropy"])
@@ -155,7 +155,7 @@ def test_another_mesh_gives_the_same_losses(adapted, make_claim):
 
 
 def test_nothing_compiles_after_the_warm_up(adapted, make_claim):
-    trainer = adapted(substeps=2, micro_rows=1)  # the proximal log-probs are of the merged parameters
+    trainer = adapted(minibatches=2, micro_batch_rows=1)  # the proximal log-probs are of the merged parameters
     trainer.warmup()
     assert trainer.train(make_claim())["compiles"] == 0
     trainer.params(), trainer.base_digest()

@@ -1,4 +1,4 @@
-"""From claims to weighted samples: advantages, denominators, substeps, and the control with shuffled rewards."""
+"""From claims to weighted samples: advantages, denominators, minibatches, and the control with shuffled rewards."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GRPO = registry.build(LearnerConfig())
 
 
 def rewards_and_advantages(claim: Claim, config) -> list[tuple[float, float]]:
-    return [(s.reward, s.advantage) for part in minibatch.prepare(claim, config).substeps for s in part]
+    return [(s.reward, s.advantage) for part in minibatch.prepare(claim, config).minibatches for s in part]
 
 
 def test_advantages_are_centred_in_each_group(small_config, make_claim):
     claim = make_claim(groups=3)
-    (part,) = minibatch.prepare(claim, small_config()).substeps
+    (part,) = minibatch.prepare(claim, small_config()).minibatches
     for first in range(0, len(part), 4):
         group = part[first : first + 4]
         rewards = np.array([s.reward for s in group])
@@ -40,9 +40,9 @@ def test_more_groups_than_a_step_and_groups_that_shrank(small_config, make_claim
     prepared = minibatch.prepare(claim, small_config())
     assert [len(group) for group in prepared.groups] == [1, 3, 4, 4, 4, 4, 4, 4, 4]
     only = prepared.groups[0][0]  # the only member of its group: nothing to compare it with
-    assert not any(np.array_equal(only.tokens, s.tokens) for s in prepared.substeps[0])
-    alone = minibatch.prepare(Claim(1, 0, groups[:2], 1, False), small_config()).substeps[0]
-    assert [s.advantage for s in alone] == [s.advantage for s in prepared.substeps[0][: len(alone)]]
+    assert not any(np.array_equal(only.tokens, s.tokens) for s in prepared.minibatches[0])
+    alone = minibatch.prepare(Claim(1, 0, groups[:2], 1, False), small_config()).minibatches[0]
+    assert [s.advantage for s in alone] == [s.advantage for s in prepared.minibatches[0][: len(alone)]]
     assert len(alone) > 0
 
 
@@ -57,18 +57,18 @@ def test_a_group_larger_than_the_config_says_is_refused(small_config, make_claim
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
 def test_weights_are_counted_over_the_whole_step(small_config, make_claim, aggregation):
-    (part,) = minibatch.prepare(make_claim(), small_config(aggregation=aggregation)).substeps
+    (part,) = minibatch.prepare(make_claim(), small_config(aggregation=aggregation)).minibatches
     total = sum(s.weight * s.trained_tokens for s in part)
     mean_length = sum(s.trained_tokens for s in part) / len(part)
     np.testing.assert_allclose(total, mean_length if aggregation.endswith("sum") else 1.0, rtol=1e-5)
 
 
-def test_substeps_hold_every_group_once_and_whole(small_config, make_claim):
+def test_minibatches_hold_every_group_once_and_whole(small_config, make_claim):
     claim = make_claim(groups=4)
-    parts = minibatch.prepare(claim, small_config(substeps=3)).substeps
+    parts = minibatch.prepare(claim, small_config(minibatches=3)).minibatches
     assert [len(part) for part in parts] == [8, 4, 4]
     tokens = sorted(tuple(s.tokens) for part in parts for s in part)
-    whole = minibatch.prepare(claim, small_config()).substeps[0]
+    whole = minibatch.prepare(claim, small_config()).minibatches[0]
     assert tokens == sorted(tuple(s.tokens) for s in whole)
     for part in parts:
         np.testing.assert_allclose(sum(s.weight * s.trained_tokens for s in part), 1.0, rtol=1e-5)
@@ -127,8 +127,8 @@ def test_members_without_advantage_count_in_the_denominator_only(small_config, m
 def test_a_kl_in_the_loss_reaches_members_without_credit(small_config, make_claim, algorithm, aggregation):
     """They pay it by its own denominators, over everyone; what the others earn keeps those over the credited."""
     claim, learner = make_claim(), {"algorithm": algorithm, "aggregation": aggregation}
-    (alone,) = minibatch.prepare(claim, small_config(**learner)).substeps
-    (held,) = minibatch.prepare(claim, small_config(kl_coef=0.5, reference="init", **learner)).substeps
+    (alone,) = minibatch.prepare(claim, small_config(**learner)).minibatches
+    (held,) = minibatch.prepare(claim, small_config(kl_coef=0.5, reference="init", **learner)).minibatches
     everyone = [replace(sample, advantage=1.0) for group in of_claim(claim) for sample in group]
     wanted = minibatch.weighted(everyone, aggregation, GRPO, small_config().sampling.max_tokens)
     assert 0 < len(alone) < len(held) == 16
@@ -141,7 +141,7 @@ def test_a_kl_in_the_loss_reaches_members_without_credit(small_config, make_clai
 def test_a_critic_hears_of_members_without_credit(small_config, make_claim):
     learner = {"algorithm": "raft_pp", "advantage": "gae", "critic": "init", "raw_advantages": True}
     numbers = lambda samples: [np.zeros(len(s.tokens), np.float32) for s in samples]  # noqa: E731
-    (part,) = minibatch.prepare(make_claim(), small_config(**learner), values=numbers).substeps
+    (part,) = minibatch.prepare(make_claim(), small_config(**learner), values=numbers).minibatches
     assert len(part) == 16 and 0 < sum(sample.credited for sample in part) < 16
     np.testing.assert_allclose(sum(s.weight * s.trained_tokens for s in part), 1.0, rtol=1e-5)
 
@@ -164,7 +164,7 @@ def two_turns(config, rewards, shown):
         outcome = Finished(segments, "done", sum(earned), parts, (VersionRun(Version(0, 0), 4),))
         members.append(Member(0, member, 0, outcome))
     claim = Claim(0, 0, (ClaimedGroup(0, Task(0, (), "none", "{}", 0, "0"), tuple(members)),), 0, False)
-    (samples,) = minibatch.prepare(claim, config).substeps
+    (samples,) = minibatch.prepare(claim, config).minibatches
     return samples
 
 
@@ -173,7 +173,7 @@ def test_step_advantages_reach_the_tokens_of_their_turns(small_config):
 
     The first turns stand in one state; the second in one where the same was shown, else each is alone in its own.
     """
-    config = small_config(algorithm="gigpo", discount=0.5, step_weight=2.0)
+    config = small_config(algorithm="gigpo", turn_discount=0.5, step_weight=2.0)
     half = 2**-0.5
     for shown, second in (([[7], [8]], 0.0), ([[7], [7]], 2 * half)):
         good, bad = two_turns(config, [(0.0, 1.0), (0.0, 0.0)], shown)

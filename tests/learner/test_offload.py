@@ -59,7 +59,7 @@ def test_the_reference_is_on_the_devices_only_while_it_is_used(small_config, mak
 @pytest.mark.parametrize("offload", [False, True], ids=["colocated", "offloaded"])
 def test_the_critic_is_on_the_devices_only_while_it_is_used(small_config, make_claim, make_trainer, offload):
     """Its parameters and its moments; it is used twice in a step, to say values and to be trained."""
-    trainer = make_trainer(small_config(critic_offload=offload, substeps=2, **PPO))
+    trainer = make_trainer(small_config(critic_offload=offload, minibatches=2, **PPO))
     params, made = jax.device_get(trainer.state.params), Made()
     trainer.set_params(params)
     for step in (1, 2):

@@ -20,7 +20,7 @@ def short(values: np.ndarray) -> np.ndarray:
 
 def gradients(trainer, claim) -> list[dict[str, np.ndarray]]:
     """Of the micro-batches one by one, and of all of them accumulated."""
-    (samples,) = minibatch.prepare(claim, trainer.config).substeps
+    (samples,) = minibatch.prepare(claim, trainer.config).minibatches
     batches = packing.pack(samples, trainer.config.learner.row_tokens, trainer.buckets)
     programs, params = trainer.programs, trainer.state.params
     each, every = [], programs.zeros()
@@ -40,7 +40,7 @@ def test_bfloat16_is_for_the_computation_alone(small_config, make_claim, make_tr
 
     The step is so small that parameters in bfloat16 would stay where they are.
     """
-    claim, config = make_claim(age=1), small_config(micro_rows=1, learning_rate=1e-5)
+    claim, config = make_claim(age=1), small_config(micro_batch_rows=1, learning_rate=1e-5)
     made = {}
     for dtype in ("float32", "bfloat16"):
         trainer = make_trainer(replace(config, model=replace(config.model, dtype=dtype)))

@@ -33,7 +33,7 @@ def programs(small_config, make_trainer):
     """The programs of a learner with `learner.remat`."""
 
     def make(remat: str) -> Programs:
-        config = small_config(micro_rows=ROWS, row_tokens=TOKENS, remat=remat)
+        config = small_config(micro_batch_rows=ROWS, row_tokens=TOKENS, remat=remat)
         recipe = make_trainer(config).programs.recipe
         return Programs(dataclasses.replace(recipe, spec=dataclasses.replace(SPEC, remat=recipe.spec.remat)))
 

@@ -159,13 +159,13 @@ def test_attention_is_that_of_each_sample_by_itself(seed):
         np.testing.assert_allclose(got, expected[place.skipped : place.skipped + place.length], atol=2e-6)
 
 
-SHARED = {"prompt_tokens": 16, "prompt_rows": 4, "row_tokens": 16, "micro_rows": 8}
+SHARED = {"shared_prompt_tokens": 16, "shared_prompt_rows": 4, "row_tokens": 16, "micro_batch_rows": 8}
 MESHES = {"one": MeshConfig(), "many": MeshConfig(data=1, fsdp=2, tensor=2)}
 
 
 def gradients(trainer, config, claim) -> dict[str, np.ndarray]:
     """Those of the claim's first optimizer step, as the trainer would pack it."""
-    samples = minibatch.prepare(claim, config, algorithm=trainer.algorithm).substeps[0]
+    samples = minibatch.prepare(claim, config, algorithm=trainer.algorithm).minibatches[0]
     accumulator = trainer.programs.zeros()
     for batch in trainer.packed(samples):
         streams = trainer.programs.placed(batch.streams)
@@ -177,7 +177,7 @@ def gradients(trainer, config, claim) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("algorithm", ["grpo", "gspo"])
 def test_the_gradient_is_that_of_samples_with_a_prompt_each(small_config, make_claim, make_trainer, mesh, algorithm):
     claim = make_claim(groups=6, size=5, age=1)
-    config = small_config(algorithm=algorithm, mesh=MESHES[mesh], micro_rows=4)
+    config = small_config(algorithm=algorithm, mesh=MESHES[mesh], micro_batch_rows=4)
     config = replace(config, schedule=replace(config.schedule, group_size=5))
     sharing_ = replace(config, learner=replace(config.learner, **SHARED))
     plain, once = make_trainer(config), make_trainer(sharing_)
@@ -196,13 +196,13 @@ def test_the_gradient_is_that_of_samples_with_a_prompt_each(small_config, make_c
 @pytest.mark.parametrize(
     "learner",
     [
-        {"substeps": 2},
+        {"minibatches": 2},
         {"algorithm": "ppo", "critic": "init"},
         {"reference": "init", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
         {"reference": "init", "kl_coef": 0.1},
         {"lora_rank": 4},
     ],
-    ids=["substeps", "critic", "kl in reward", "kl in loss", "lora"],
+    ids=["minibatches", "critic", "kl in reward", "kl in loss", "lora"],
 )
 def test_all_that_reads_rows_reads_shared_ones(small_config, make_claim, make_trainer, learner):
     """Several steps, so that reference, critic and proximal policy are others than the trained one."""
@@ -220,5 +220,5 @@ def test_all_that_reads_rows_reads_shared_ones(small_config, make_claim, make_tr
 
 
 def test_samples_that_are_compared_side_by_side_share_nothing(small_config, make_trainer):
-    with pytest.raises(ConfigError, match=r"learner\.prompt_tokens"):
+    with pytest.raises(ConfigError, match=r"learner\.shared_prompt_tokens"):
         make_trainer(small_config(algorithm="dpo", reference="init", **SHARED))

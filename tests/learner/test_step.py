@@ -86,7 +86,7 @@ def assert_same_gradients(got, want, tolerance=1e-5):
 def test_gradients_are_those_of_the_plain_loss(small_config, make_claim, make_trainer, correction, mode, aggregation):
     config = small_config(correction=correction, correction_mode=mode, aggregation=aggregation, correction_cap=0.9)
     trainer = make_trainer(config)
-    (samples,) = minibatch.prepare(make_claim(age=1), config).substeps
+    (samples,) = minibatch.prepare(make_claim(age=1), config).minibatches
     plain = jax.jit(jax.value_and_grad(plain_loss(config, trainer.spec, samples)))
     want_loss, want = plain(trainer.state.params)
     count, loss, grads = accumulated(trainer, samples)
@@ -99,7 +99,7 @@ def test_gradients_agree_with_a_finite_difference(small_config, make_claim, make
     """Along the gradient itself; TIS with a cap far below every ρ has a constant weight, so it can be differenced."""
     config = small_config(correction="tis", correction_cap=1e-2)
     trainer = make_trainer(config)
-    (samples,) = minibatch.prepare(make_claim(age=1), config).substeps
+    (samples,) = minibatch.prepare(make_claim(age=1), config).minibatches
     _, _, grads = accumulated(trainer, samples)
     norm = np.sqrt(sum(np.square(leaf).sum() for leaf in grads.values()))
     losses, params = [], trainer.state.params
@@ -113,11 +113,11 @@ def test_gradients_agree_with_a_finite_difference(small_config, make_claim, make
 def test_neither_rows_nor_order_nor_mesh_change_the_gradient(small_config, make_claim, make_trainer):
     claim = make_claim(age=1)
     config = small_config()
-    (samples,) = minibatch.prepare(claim, config).substeps
+    (samples,) = minibatch.prepare(claim, config).minibatches
     _, loss, want = accumulated(make_trainer(config), samples)
     variants = [
-        (small_config(micro_rows=3, row_tokens=32), samples[::-1]),
-        (small_config(micro_rows=4, mesh=CUBE), samples),
+        (small_config(micro_batch_rows=3, row_tokens=32), samples[::-1]),
+        (small_config(micro_batch_rows=4, mesh=CUBE), samples),
     ]
     for variant, order in variants:
         _, other_loss, got = accumulated(make_trainer(variant), order)
@@ -126,7 +126,7 @@ def test_neither_rows_nor_order_nor_mesh_change_the_gradient(small_config, make_
 
 
 def test_parameters_and_moments_lie_split_over_the_mesh(small_config, make_trainer):
-    state = make_trainer(small_config(micro_rows=4, mesh=CUBE)).state
+    state = make_trainer(small_config(micro_batch_rows=4, mesh=CUBE)).state
     leaves = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.size > 1]
     total = sum(leaf.nbytes for leaf in leaves)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)

@@ -74,14 +74,16 @@ def mixed_claim(trainer, claim: Claim) -> tuple[Claim, Figures]:
     return msgspec.structs.replace(claim, groups=tuple(groups)), figures
 
 
-@pytest.mark.parametrize("substeps", [1, 2])
-def test_every_figure_of_every_age(small_config, make_claim, make_trainer, substeps):
-    """Also with substeps: they compare with the policy of the claim's start, not with the one of their own start."""
-    config = small_config(alpha=1.5, correction_cap=CAP, substeps=substeps, micro_rows=1, learning_rate=1e-5)
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_every_figure_of_every_age(small_config, make_claim, make_trainer, minibatches):
+    """Also with minibatches: they compare with the policy of the claim's start, not with the one of their own start."""
+    config = small_config(
+        alpha=1.5, correction_cap=CAP, minibatches=minibatches, micro_batch_rows=1, learning_rate=1e-5
+    )
     trainer = make_trainer(config)
     claim, figures = mixed_claim(trainer, make_claim(step=9))
     row = trainer.train(claim)
-    assert row["micro_batches"] > substeps, "sums and maxima span micro-batches"
+    assert row["micro_batches"] > minibatches, "sums and maxima span micro-batches"
     assert row["by_age"].keys() == {"0", "1", "2"}
     for age, got in row["by_age"].items():
         want = figures.of(np.minimum(figures.age, 2) == int(age))

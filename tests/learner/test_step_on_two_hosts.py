@@ -25,11 +25,11 @@ MESHES = {
 }
 LEARNERS = {
     "grpo": {"aggregation": "token_mean"},
-    "by sequence": {"aggregation": "seq_mean_token_mean", "algorithm": "gspo", "substeps": 2},
+    "by sequence": {"aggregation": "seq_mean_token_mean", "algorithm": "gspo", "minibatches": 2},
     "constant": {"aggregation": "constant_length", "algorithm": "dr_grpo"},
     "critic": {"algorithm": "ppo", "critic": "init"},
     "kl": {"reference": "init", "kl_coef": 0.1, "kl_in": "reward"},
-    "shared": {"prompt_tokens": 16, "prompt_rows": 2, "row_tokens": 32, "micro_rows": 8},
+    "shared": {"shared_prompt_tokens": 16, "shared_prompt_rows": 2, "row_tokens": 32, "micro_batch_rows": 8},
     "lora": {"lora_rank": 4},
     "sums": {"aggregation": "seq_mean_token_sum", "algorithm": "rloo"},
     "offloaded": {

@@ -1,4 +1,4 @@
-"""Whole training steps: determinism, no recompilation, substeps, metrics, and claims that are nearly empty."""
+"""Whole training steps: determinism, no recompilation, minibatches, metrics, and claims that are nearly empty."""
 
 from __future__ import annotations
 
@@ -54,26 +54,28 @@ def test_what_others_of_the_process_compile_is_not_counted():
         counter.close()
 
 
-@pytest.mark.parametrize("substeps", [1, 2])
-def test_the_same_claims_give_the_same_bits(small_config, make_claim, make_trainer, substeps):
-    config = small_config(mesh=MeshConfig(fsdp=2), micro_rows=4, substeps=substeps)
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_same_claims_give_the_same_bits(small_config, make_claim, make_trainer, minibatches):
+    config = small_config(mesh=MeshConfig(fsdp=2), micro_batch_rows=4, minibatches=minibatches)
     claims = [make_claim(step, age=1) for step in (1, 2)]
     first, second = make_trainer(config), make_trainer(config)
     rows = [trained(trainer, claims) for trainer in (first, second)]
     assert same_bits(jax.device_get(first.state), jax.device_get(second.state))
     assert [row["loss"] for row in rows[0]] == [row["loss"] for row in rows[1]]
-    assert int(first.state.step) == 2 * substeps
+    assert int(first.state.step) == 2 * minibatches
     replayed = make_trainer(config)
     trained(replayed, [msgspec.structs.replace(claim, replayed=True, lineage=1) for claim in claims])
     assert same_bits(jax.device_get(first.state), jax.device_get(replayed.state))
 
 
-@pytest.mark.parametrize("substeps", [1, 2])
-def test_nothing_compiles_after_the_warm_up(small_config, make_claim, make_trainer, substeps):
-    config = small_config(mesh=MeshConfig(fsdp=2), micro_rows=4, substeps=substeps, weight_decay=0.01)  # no one else's
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_nothing_compiles_after_the_warm_up(small_config, make_claim, make_trainer, minibatches):
+    config = small_config(
+        mesh=MeshConfig(fsdp=2), micro_batch_rows=4, minibatches=minibatches, weight_decay=0.01
+    )  # no one else's
     trainer, said = make_trainer(config), []
     trainer.warmup(said.append)
-    assert len([text for text in said if text.startswith("compiled")]) == 2 + 2 * substeps
+    assert len([text for text in said if text.startswith("compiled")]) == 2 + 2 * minibatches
     counter = CompileCounter()
     counts = set()
     for step, (groups, size) in enumerate([(4, 4), (1, 1), (2, 3), (8, 4), (3, 2)], start=1):
@@ -88,7 +90,7 @@ def test_nothing_compiles_after_the_warm_up(small_config, make_claim, make_train
 def test_a_step_makes_good_answers_likelier(small_config, make_claim, make_trainer):
     config = small_config(alpha=0.0, correction="none")
     trainer, claim = make_trainer(config), make_claim()
-    (samples,) = minibatch.prepare(claim, config).substeps
+    (samples,) = minibatch.prepare(claim, config).minibatches
     batches = packing.pack(samples, 64, trainer.buckets)
 
     def gain() -> float:
@@ -124,10 +126,10 @@ def test_the_row_of_a_step(small_config, make_claim, make_trainer):
     msgspec.json.encode(row)  # goes into a JSON line
 
 
-@pytest.mark.parametrize("substeps", [1, 2])
-def test_mismatch_is_read_off_members_of_the_trained_version(small_config, make_claim, make_trainer, substeps):
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_mismatch_is_read_off_members_of_the_trained_version(small_config, make_claim, make_trainer, minibatches):
     """Behaviour log-probs taken from the trainer itself: mismatch 0, ess 1, KL 0; shift one token and it shows."""
-    config = small_config(substeps=substeps)
+    config = small_config(minibatches=minibatches)
     trainer, claim = make_trainer(config), make_claim(step=3)
     true = own_logprobs(trainer, claim)
     row = trainer.train(with_logprobs(claim, true))
@@ -146,7 +148,7 @@ def test_mismatch_is_read_off_members_of_the_trained_version(small_config, make_
 
 def test_the_shards_of_a_mesh_get_equal_work(small_config, make_claim, make_trainer, monkeypatch):
     """Very unequal lengths on four devices: the work of each, counted off what lies on it, and the metric says so."""
-    config = small_config(mesh=MeshConfig(data=2, fsdp=2), micro_rows=8, row_tokens=256)
+    config = small_config(mesh=MeshConfig(data=2, fsdp=2), micro_batch_rows=8, row_tokens=256)
     trainer, there = make_trainer(config), []
     place = trainer.programs.placed
     monkeypatch.setattr(trainer.programs, "placed", lambda streams: there.append(place(streams)) or there[-1])
@@ -204,7 +206,7 @@ def own_logprobs(trainer, claim):
     out = [None] * len(samples)
     params = trainer.state.params
     other = type(trainer)(
-        replace(trainer.config, learner=replace(trainer.config.learner, substeps=2)),
+        replace(trainer.config, learner=replace(trainer.config.learner, minibatches=2)),
         trainer.spec, trainer.layout.mesh, trainer.layout.rules, key=jax.random.key(0),
     )  # fmt: skip
     for batch in packing.pack(samples, 64, trainer.buckets):
@@ -228,10 +230,10 @@ def with_logprobs(claim: Claim, logprobs) -> Claim:
     return with_outcomes(claim, change)
 
 
-def test_substeps_take_several_optimizer_steps_with_real_ratios(small_config, make_claim, make_trainer):
+def test_minibatches_take_several_optimizer_steps_with_real_ratios(small_config, make_claim, make_trainer):
     """From the second substep on r ≠ 1, so a tight clip binds somewhere; with one substep r = 1 and it never does."""
     tight = {"correction": "none", "clip_low": 1e-4, "clip_high": 1e-4, "learning_rate": 5e-2}
-    once, twice = (make_trainer(small_config(substeps=n, **tight)).train(make_claim(age=1)) for n in (1, 2))
+    once, twice = (make_trainer(small_config(minibatches=n, **tight)).train(make_claim(age=1)) for n in (1, 2))
     assert once["clip_share"] == 0.0
     assert twice["clip_share"] > 0.0
     assert twice["tokens_trained"] == once["tokens_trained"]
@@ -341,11 +343,11 @@ def test_ages_across_lineages_count_by_step(small_config, make_claim, make_train
     assert row["age_hist"].keys() == {"1"}
 
 
-@pytest.mark.parametrize("settings", [{}, {"substeps": 2}, {"kl_in": "loss", "kl_coef": 0.1, "reference": "init"}])
+@pytest.mark.parametrize("settings", [{}, {"minibatches": 2}, {"kl_in": "loss", "kl_coef": 0.1, "reference": "init"}])
 def test_a_claim_laid_out_while_the_step_before_is_computed_changes_no_bit(
     small_config, make_claim, make_trainer, settings
 ):
-    """Micro-batches ask no model; what a step asks of one (substeps, a reference) is asked when it starts."""
+    """Micro-batches ask no model; what a step asks of one (minibatches, a reference) is asked when it starts."""
     config, claims = small_config(**settings), [make_claim(step, age=1) for step in (1, 2, 3)]
     one_by_one, ahead = make_trainer(config), make_trainer(config)
     want = [one_by_one.train(claim) for claim in claims]

@@ -49,7 +49,7 @@ def asking(rows: list[dict], names: tuple[str, ...], since: float) -> bool:
     A seat is held from the first question until the episode is scored: `since` must lie that time after the stop.
     """
     last = {row["role"]: row for row in rows if row["kind"] == "stats" and row["t"] > since}
-    said = [(row["samplers"]["sampler-0"], row["open"]) for name, row in last.items() if name in names]
+    said = [(row["samplers"]["sampler-0"], row["members_in_flight"]) for name, row in last.items() if name in names]
     return (
         len(said) == len(names) and all(seated == playing for seated, playing in said) and sum(p for _, p in said) > 0
     )
@@ -114,14 +114,14 @@ def assert_actors_are_told_of(train: Train) -> None:
     last = {row["role"]: row for row in train.rows if row["kind"] == "stats"}
     assert set(last) == {*ACTORS, "sampler-0"}
     episodes = sum(last[name]["episodes"] for name in ACTORS)
-    assert episodes >= 3 * 16 and last["sampler-0"]["served"] >= episodes
+    assert episodes >= 3 * 16 and last["sampler-0"]["requests_served"] >= episodes
     assert all(last[name]["failed"] == {} and last[name]["samplers"].keys() == {"sampler-0"} for name in ACTORS)
     assert sum(len(row["rows"]) for row in train.rows if row["kind"] == "members") >= episodes
 
 
 def test_a_run_survives_the_kill_of_an_actor_and_of_its_sampler_in_mid_episode(free_run_dir) -> None:
     words = (*WORDS, "--config.task.env=tests.harness.envs.slow_reward:slow_reward", "--config.schedule.steps=12",
-             "--config.schedule.window=full", "--config.store.lease_s=20")  # fmt: skip
+             "--config.schedule.in_flight_window=full", "--config.store.lease_s=20")  # fmt: skip
     with Train(free_run_dir, *words) as train:
         train.until_step(2)
         orphans = killed_at_work(train, actor(train, "actor-0"), "actor-0")["actor-0"]
@@ -137,4 +137,6 @@ def test_a_run_survives_the_kill_of_an_actor_and_of_its_sampler_in_mid_episode(f
         kept = {key: done[key] for key in held if key in done}
         assert kept and kept == {key: held[key] for key in kept}, "a member was lost with the sampler"
         assert train.query("SELECT kind, error FROM failures") == []
-        assert sum(row.get("repeated", 0) for row in train.rows if row["kind"] == "stats") > 0, "nobody was asking"
+        assert sum(row.get("requests_retried", 0) for row in train.rows if row["kind"] == "stats") > 0, (
+            "nobody was asking"
+        )

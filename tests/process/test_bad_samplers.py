@@ -25,7 +25,7 @@ PLAYED = 24  # members that a sampler of this config plays at once
 
 def resting(rows: list[dict]) -> dict:
     """The newest row of the store about samplers at rest."""
-    return next((row["resting"] for row in reversed(rows) if row["kind"] == "store"), {})
+    return next((row["backoff"] for row in reversed(rows) if row["kind"] == "store"), {})
 
 
 def inspected(train: Train, *words: str) -> str:
@@ -44,13 +44,13 @@ def test_a_bad_sampler_rests_and_is_reported_and_no_group_dies(free_run_dir: Pat
     with Train(free_run_dir, *WORDS, f"--config.task.env=tests.harness.envs.bad_sampler:{env}") as train:
         train.until(lambda rows: BAD in resting(rows), "the bad sampler's rest in the store's rows")
         train.until_step(last_step(train.rows) + 6)
-        assert set(json.loads(inspected(train, "--json"))["resting"]) == {BAD}, "a live run shows it"
+        assert set(json.loads(inspected(train, "--json"))["backoff"]) == {BAD}, "a live run shows it"
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=2)
         assert not any(GOOD in resting([row]) for row in train.rows), "the healthy one never rests"
         found = json.loads(inspected(train, "--json"))
-        assert set(found["resting"]) == {BAD} and error in found["resting"][BAD]["error"]
+        assert set(found["backoff"]) == {BAD} and error in found["backoff"][BAD]["error"]
         assert "holders that rest or fail" in (page := inspected(train)) and BAD in page
         assert train.query("SELECT COUNT(*) FROM groups WHERE state = 'DEAD'") == [(0,)]
         assert train.report()["restarts"] == 0

@@ -26,7 +26,7 @@ def test_a_sampler_without_threads_is_started_again_as_often_as_it_takes(free_ru
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
-        assert {row["who"] for row in restarts(train.rows)} == {"sampler-0"}
+        assert {row["process"] for row in restarts(train.rows)} == {"sampler-0"}
         assert "worn out by environments that hang" in train.output.read_text()
         lost = train.query("SELECT COUNT(*) FROM failures WHERE kind = 'DATA'")[0][0]
         assert lost >= 2 * THREADS // 4, "each that hung has its record"

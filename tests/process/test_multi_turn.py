@@ -7,7 +7,7 @@ from tests.harness.train_process import Train, assert_sound
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 SMALL = ("--config.model.size=nano", "--config.sft.steps=3", "--config.schedule.steps=3", "--config.sft.batch=8",
          "--config.schedule.groups_per_step=4", "--config.schedule.group_size=4", "--config.task.heldout_items=8",
-         "--config.evaluator.every=0", "--config.sampler.slots=8", "--config.sampler.episodes=24",
+         "--config.evaluator.every=0", "--config.sampler.slots=8", "--config.sampler.concurrent_episodes=24",
          "--config.sampler.cache_pages=600")  # fmt: skip
 
 

@@ -1,11 +1,15 @@
 """Ctrl-C, or a closed terminal, and `--resume`: two lives of a run see the questions that one life would have seen."""
 
+import json
 import signal
 from pathlib import Path
 
 import pytest
 
+from jaxroll import metrics, migration
+from jaxroll.control import cli
 from jaxroll.errors import EXIT_CONFIG, EXIT_INTERRUPTED
+from tests.harness.run_folder import run_of_format_1
 from tests.harness.train_process import SMALL, Train, assert_sound, last_step, trained_questions
 
 pytestmark = pytest.mark.process
@@ -32,6 +36,22 @@ def test_resume_after_a_clean_stop_sees_the_undisturbed_questions(tmp_path, sign
         assert trained == list(range(stopped_at + 1, steps + 1)), "it goes on where the last durable step ended"
         assert {row["lineage"] for row in second.rows if row["kind"] == "step"} == {0}, "a clean stop loses nothing"
         assert trained_questions(second) == undisturbed
+
+
+@pytest.mark.timeout(600)
+def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    """Step 9 trains groups of the earlier version's log, by its checkpoint; step 10 new ones."""
+    older = run_of_format_1(tmp_path / "before")
+    rows = len(metrics.read(older / "metrics.jsonl"))
+    with Train(older, "--config.schedule.steps=10", "--config.evaluator.every=0", resume=True) as train:
+        assert train.finish() == 0, train.logs()
+        assert_sound(train, steps=10, alpha=1)
+        assert [row["step"] for row in train.rows if row["kind"] == "step"] == [9, 10]
+    written = json.loads((older / "run.json").read_text())
+    assert written["format"] == migration.FORMAT and written["config"]["schedule"]["weight_swap"] == "reprefill"
+    after = metrics.read(older / "metrics.jsonl")
+    assert len(after) > rows and {row["what"] for row in after if row["kind"] == "span"} >= {"weight_swap"}
+    assert cli.main(["replay", str(older)]) == 0
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""Two samplers that change their weights in turns (`schedule.rolling`), or whenever there are new ones."""
+"""Two samplers that change their weights in turns (`schedule.rolling_updates`), or whenever there are new ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from jaxroll.errors import EXIT_INTERRUPTED
 from tests.harness.train_process import LEARNING, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-WORDS = (*LEARNING, "--config.schedule.steps=5000", "--config.schedule.alpha=2", "--config.sampling.max_tokens=48",
-         "--config.schedule.flip=drain", "--config.sampler.count=2", "--config.sampler.mesh.tensor=1")  # fmt: skip
+WORDS = (
+    *LEARNING,
+    "--config.schedule.steps=5000",
+    "--config.schedule.alpha=2",
+    "--config.sampling.max_tokens=48",
+    "--config.schedule.weight_swap=drain",
+    "--config.sampler.count=2",
+    "--config.sampler.mesh.tensor=1",
+)
 CHANGES = 5  # of each sampler
 Spans = dict[str, list[tuple[float, float]]]  # sampler → from when to when it was at other weights, in order
 
@@ -26,7 +33,7 @@ def changes(rows: list[dict]) -> Spans:
     for row in rows:
         if row["kind"] == "span" and row["what"] == "fetch":
             begun[row["role"], row["version"]] = row["t0"]
-        elif row["kind"] == "span" and row["what"] == "flip":
+        elif row["kind"] == "span" and row["what"] == "weight_swap":
             found[row["role"]].append((begun[row["role"], row["version"]], row["t1"]))
     return {role: spans[1:] for role, spans in found.items()}
 
@@ -46,7 +53,7 @@ def further(rows: list[dict], known: Spans) -> bool:
 
 @pytest.mark.parametrize("rolling", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_samplers_change_their_weights_one_after_the_other_or_at_once(free_run_dir, rolling):
-    with Train(free_run_dir, *WORDS, f"--config.schedule.rolling={rolling}") as train:
+    with Train(free_run_dir, *WORDS, f"--config.schedule.rolling_updates={rolling}") as train:
         train.until_step(1)
         train.until(
             lambda rows: sum(len(spans) >= CHANGES for spans in changes(rows).values()) == 2, "changes of both samplers"
@@ -65,7 +72,11 @@ def test_samplers_change_their_weights_one_after_the_other_or_at_once(free_run_d
 @pytest.mark.soak
 def test_a_sampler_that_is_killed_holds_the_other_up_no_longer_than_it_takes_to_come_back(free_run_dir):
     """Twice the deadline of a transfer, ten minutes here, is what a turn of one that stays away would take."""
-    words = ("--config.schedule.rolling=1", "--config.transfer.deadline_s=300", "--config.supervisor.backoff_s=0.1")
+    words = (
+        "--config.schedule.rolling_updates=1",
+        "--config.transfer.deadline_s=300",
+        "--config.supervisor.backoff_s=0.1",
+    )
     with Train(free_run_dir, *WORDS, *words) as train:
         for kill in range(3):
             train.until_step(3 * kill + 1)

@@ -53,8 +53,8 @@ def test_one_step_samples_every_member_wholly_at_one_version(free_run_dir):
 def test_two_samplers_flip_by_themselves_beside_a_learner_at_half_a_step_of_staleness(free_run_dir):
     words = ("--config.schedule.alpha=0.5", "--config.schedule.steps=5000", "--config.sampler.count=2",
              "--config.sampler.mesh.tensor=1", "--config.sft.steps=0", "--config.evaluator.every=0",
-             "--config.sampler.slots=8", "--config.sampler.episodes=8",
-             "--config.learner.prompt_tokens=16", "--config.learner.prompt_rows=2",
+             "--config.sampler.slots=8", "--config.sampler.concurrent_episodes=8",
+             "--config.learner.shared_prompt_tokens=16", "--config.learner.shared_prompt_rows=2",
              "--config.task.env=tests.harness.envs.dense_reward:dense_reward")  # fmt: skip
     with Train(free_run_dir, *words) as train:
         train.until_step(1)

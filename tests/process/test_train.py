@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from jaxroll import priority
+from jaxroll import lifeline
 from jaxroll.errors import EXIT_INTERRUPTED
 from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step
 
@@ -77,7 +77,7 @@ def test_the_tensorstore_channel_carries_a_run(free_run_dir):
         train.until_step(4)
         learner = train.role("learner").nice()
         others = [train.role(name).nice() for name in ("sampler", "store")]
-        assert others == [max(learner, priority.NICE)] * 2, "on a CPU all give way to the learner"
+        assert others == [max(learner, lifeline.NICE)] * 2, "on a CPU all give way to the learner"
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)

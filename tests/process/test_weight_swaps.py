@@ -1,4 +1,4 @@
-"""Requests that run when new weights come, by `schedule.flip`, in whole runs; and samplers beside an evaluation."""
+"""`schedule.weight_swap` in whole runs: running requests at a weight swap; samplers during an evaluation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mixed(train: Train) -> int:
 
 
 def discarded(rows: list[dict]) -> int:
-    """Tokens that a flip threw away."""
+    """Tokens that were discarded at weight swaps."""
     return max((row["tokens_discarded"] for row in rows if row["kind"] == "stats"), default=0)
 
 
@@ -34,15 +34,15 @@ def sampled_beside_an_evaluation(rows: list[dict]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("flip", "evaluated"),
+    ("weight_swap", "evaluated"),
     [
         ("reprefill", True),
-        *(pytest.param(flip, False, marks=pytest.mark.soak) for flip in ("keep_kv", "restart", "drain")),
+        *(pytest.param(weight_swap, False, marks=pytest.mark.soak) for weight_swap in ("keep_kv", "restart", "drain")),
     ],
 )
-def test_running_requests_go_on_as_the_flip_says(free_run_dir, flip, evaluated):
-    words = (*ENDLESS, f"--config.schedule.flip={flip}", f"--config.evaluator.every={int(evaluated)}")
-    goes_on, throws_away = flip in ("reprefill", "keep_kv"), flip == "restart"
+def test_running_requests_go_on_as_the_flip_says(free_run_dir, weight_swap, evaluated):
+    words = (*ENDLESS, f"--config.schedule.weight_swap={weight_swap}", f"--config.evaluator.every={int(evaluated)}")
+    goes_on, throws_away = weight_swap in ("reprefill", "keep_kv"), weight_swap == "restart"
     with Train(free_run_dir, *words) as train:
         train.until(lambda rows: last_step(rows) >= 4, "four steps")
         train.until(lambda rows: not goes_on or mixed(train) > 0, "a member of several versions")

@@ -21,7 +21,7 @@ LINE = "α = 1 is less than the 3 that the learner would need not to wait"
 
 def config(alpha: float = 1.0, **sampler: int) -> dict[str, Any]:
     schedule = {"alpha": alpha, "groups_per_step": 4, "group_size": 4, "redundant_members": 0}
-    return {"schedule": schedule, "sampler": {"count": 1, "slots": 64, "episodes": 0} | sampler}
+    return {"schedule": schedule, "sampler": {"count": 1, "slots": 64, "concurrent_episodes": 0} | sampler}
 
 
 def history(made_s: float = 2.1, waited_s: float = 0.5) -> History:
@@ -31,9 +31,11 @@ def history(made_s: float = 2.1, waited_s: float = 0.5) -> History:
 
 def rows(window: int = 8) -> list[dict[str, Any]]:
     """Samplers that have a version 0.3 s after its publication, and the store's last word on the window."""
-    flips = [{"kind": "span", "what": "flip", "role": "sampler-0", "version": version, "t0": t + 0.2, "t1": t + 0.3}
-             for t, version in PUBLISHED]  # fmt: skip
-    return [*flips, {"kind": "store", "role": "store", "window": window, "window_full": 8}]
+    flips = [
+        {"kind": "span", "what": "weight_swap", "role": "sampler-0", "version": version, "t0": t + 0.2, "t1": t + 0.3}
+        for t, version in PUBLISHED
+    ]
+    return [*flips, {"kind": "store", "role": "store", "in_flight_window": window, "in_flight_window_max": 8}]
 
 
 STEPS = [{"publish_s": 0.1, "train_s": 0.9, "wait_s": wait_s} for wait_s in (0.6, 0.1, 0.6, 0.6)]
@@ -53,7 +55,7 @@ def test_groups_that_take_longer_than_the_steps_that_alpha_gives_them_want_more(
         pytest.param(history(), config(3.0), 8, id="alpha suffices"),
         pytest.param(history(waited_s=0.005), config(), 8, id="the learner hardly waits"),
         pytest.param(history(), config(), 6, id="the control wants less than alpha allows"),
-        pytest.param(history(), config(episodes=32), 8, id="samplers cannot hold more"),
+        pytest.param(history(), config(concurrent_episodes=32), 8, id="samplers cannot hold more"),
         pytest.param(history(), config(0.0), 8, id="synchronous by choice"),
         pytest.param(replace(history(), claim_times=history().claim_times[:7]), config(), 8, id="too short to say"),
         pytest.param(History(), config(), 8, id="no log"),
@@ -67,7 +69,7 @@ def test_alpha_is_not_blamed_where_it_is_not_the_reason(found: History, settings
 @pytest.mark.parametrize(("made_s", "shown"), [(2.1, True), (0.5, False)])
 def test_the_report_says_so_on_the_page_and_on_the_terminal(tmp_path: Path, made_s: float, shown: bool) -> None:
     run = record.load(make_run(tmp_path / "run", steps=20))
-    run.config["sampler"]["episodes"] = 1000
+    run.config["sampler"]["concurrent_episodes"] = 1000
     run = replace(run, history=replace(run.history, claim_times=history(made_s).claim_times))
     figures, out = summary.summary(run), io.StringIO()
     report.show(run, figures, Console(file=out, width=120))

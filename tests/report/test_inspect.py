@@ -89,7 +89,7 @@ def test_one_group_in_full(run_dir: Path) -> None:
     assert found["group"]["state"] == "ACKED" and found["claim"]["step"] == 1
     assert found["task"]["messages"] == [{"role": "user", "content": "spell d"}]
     first = found["members"][0]
-    assert [(s["who"], s["text"]) for s in first["segments"]] == [("shown", "�d�"), ("model", "dddd")]
+    assert [(s["source"], s["text"]) for s in first["segments"]] == [("shown", "�d�"), ("model", "dddd")]
     assert first["segments"][1]["logprobs"] == [-1.0, -0.666667, -0.333333, 0.0]
     assert first["reward_parts"] == {"exact": 1.0, "format": 0.5} and first["age"] == 0
     assert first["versions"] == [{"version": "0.1", "tokens": 4}]
@@ -233,7 +233,7 @@ def test_holders_that_rest_or_fail_are_shown(tmp_path: Path) -> None:
     asyncio.run(broken())
     with database.transaction(tmp_path) as db:
         found = inspect.facts(tmp_path, db)
-    assert found["resting"]["actor-3"]["error"] == "its scorer is gone"
+    assert found["backoff"]["actor-3"]["error"] == "its scorer is gone"
     assert found["unreliable"]["actor-3"] == pytest.approx(0.185, abs=0.01)
     out = io.StringIO()
     write_run_file(tmp_path)

@@ -14,7 +14,7 @@ STEPS = [{"samples": 4, "tokens_trained": 100}, {"samples": 6, "tokens_trained":
 
 
 def stats(role: str, members: int, tokens: int, whole: int = 0) -> dict[str, Any]:
-    counts = {"members_aborted": members, "tokens_aborted": tokens, "tokens_let_go": whole}
+    counts = {"members_aborted": members, "tokens_aborted": tokens, "tokens_aborted_done": whole}
     return {"kind": "stats", "role": role, **counts}
 
 
@@ -40,7 +40,7 @@ def test_stragglers_that_were_dropped_count_with_the_tokens_they_had() -> None:
 
 
 def test_an_actor_counts_the_members_and_whole_answers_and_its_sampler_the_rest() -> None:
-    actor = {"kind": "stats", "role": "actor-0", "members_aborted": 2, "tokens_let_go": 100}
+    actor = {"kind": "stats", "role": "actor-0", "members_aborted": 2, "tokens_aborted_done": 100}
     sampler = {"kind": "stats", "role": "sampler-0", "tokens_aborted": 60}
     assert waste([STORE, actor, sampler], STEPS) == waste([STORE, stats("sampler-0", 2, 60, whole=100)], STEPS)
 

@@ -18,10 +18,18 @@ from jaxroll.sharding import layout
 from jaxroll.transfer.publish import Publisher
 from jaxroll.transfer.receive import Receiver
 
-CONFIG = configs.parse({
-    "model": {"size": "nano"},
-    "learner": {"mesh": {"fsdp": 2}, "micro_rows": 4, "row_tokens": 64, "lora_rank": 4, "lora_publish": "adapters"},
-})  # fmt: skip
+CONFIG = configs.parse(
+    {
+        "model": {"size": "nano"},
+        "learner": {
+            "mesh": {"fsdp": 2},
+            "micro_batch_rows": 4,
+            "row_tokens": 64,
+            "lora_rank": 4,
+            "lora_publish": "adapters",
+        },
+    }
+)
 SAMPLER = layout.Layout(layout.build(MeshConfig(tensor=2)), layout.SAMPLER)
 
 

@@ -75,10 +75,20 @@ def test_tokens_of_aborted_and_of_late_members_are_counted() -> None:
         for member in range(3):
             work._start((5, member, 1), work._begin(grant(5)))
         await settle()
-        assert counted(work) == {"open": 1, "unput": 0, "members_aborted": 1, "tokens_let_go": 30}
+        assert counted(work) == {
+            "members_in_flight": 1,
+            "members_unstored": 0,
+            "members_aborted": 1,
+            "tokens_aborted_done": 30,
+        }
         work._abort((5, 1, 1))
         await settle()
-        assert counted(work) == {"open": 0, "unput": 0, "members_aborted": 2, "tokens_let_go": 30 + 20}
+        assert counted(work) == {
+            "members_in_flight": 0,
+            "members_unstored": 0,
+            "members_aborted": 2,
+            "tokens_aborted_done": 30 + 20,
+        }
 
     asyncio.run(asyncio.wait_for(job(), 20))
 
@@ -102,9 +112,19 @@ def test_a_member_on_its_way_to_the_store_is_not_aborted_by_a_renewal() -> None:
         await settle()
         work._abort((5, 0, 1))
         await settle()
-        assert counted(work) == {"open": 1, "unput": 1, "members_aborted": 0, "tokens_let_go": 0}
+        assert counted(work) == {
+            "members_in_flight": 1,
+            "members_unstored": 1,
+            "members_aborted": 0,
+            "tokens_aborted_done": 0,
+        }
         store.answer.set()
         await settle()
-        assert counted(work) == {"open": 0, "unput": 0, "members_aborted": 0, "tokens_let_go": 0}
+        assert counted(work) == {
+            "members_in_flight": 0,
+            "members_unstored": 0,
+            "members_aborted": 0,
+            "tokens_aborted_done": 0,
+        }
 
     asyncio.run(asyncio.wait_for(job(), 20))

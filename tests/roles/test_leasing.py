@@ -113,27 +113,27 @@ def test_what_ends_while_room_is_gathered_is_one_call(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("options", "replicate"),
+    ("options", "group_placement"),
     [({"samplers": 2}, "together"), ({"actors": 2}, "together"), ({"actors": 2}, "auto")],
     ids=str,
 )
 def test_with_other_samplers_a_group_that_stays_together_is_leased_as_a_whole(
-    options: dict[str, int], replicate: str
+    options: dict[str, int], group_placement: str
 ) -> None:
     """The rest of it would go to one of them."""
-    assert asked(Store(), [1, 2, 1], replicate=replicate, **options) == [8, 4]
+    assert asked(Store(), [1, 2, 1], group_placement=group_placement, **options) == [8, 4]
 
 
 @pytest.mark.parametrize(
-    ("options", "replicate"),
+    ("options", "group_placement"),
     [({"samplers": 2}, "spread"), ({"samplers": 2}, "auto"), ({"actors": 2}, "spread")],
     ids=str,
 )
 def test_with_other_samplers_a_group_that_may_be_spread_is_leased_in_parts(
-    options: dict[str, int], replicate: str
+    options: dict[str, int], group_placement: str
 ) -> None:
-    assert asked(Store(), [1, 2, 1], replicate=replicate, **options) == [8, 1, 2, 1]
-    assert asked(Store(few=True), [2, 2], replicate=replicate, **options) == [8, 5], (
+    assert asked(Store(), [1, 2, 1], group_placement=group_placement, **options) == [8, 1, 2, 1]
+    assert asked(Store(few=True), [2, 2], group_placement=group_placement, **options) == [8, 5], (
         "while work is scarce, a request for a whole group"
     )
 

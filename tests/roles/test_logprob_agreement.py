@@ -17,7 +17,7 @@ VOCAB, GROUPS, MEMBERS = 32, 4, 4
 CONFIG = configs.parse({
     "model": {"size": "nano"},
     "schedule": {"groups_per_step": GROUPS, "group_size": MEMBERS},
-    "learner": {"mesh": {"fsdp": 2}, "micro_rows": 8, "row_tokens": 64},
+    "learner": {"mesh": {"fsdp": 2}, "micro_batch_rows": 8, "row_tokens": 64},
     "sampler": {"mesh": {"tensor": 2}, "slots": 8, "prefill_rows": 2},
 })  # fmt: skip
 

@@ -68,13 +68,13 @@ async def under_way(store: Store) -> Members:
         work._start(key, work._begin(granted(0)))
     await settle()
     assert list(store.puts) == [PLAYED] and not store.puts[PLAYED].done()
-    assert counted(work) == {"open": 2, "unput": 1, "members_aborted": 0}
+    assert counted(work) == {"members_in_flight": 2, "members_unstored": 1, "members_aborted": 0}
     return work
 
 
 def counted(work: Members) -> dict[str, int]:
     """Without the tokens, of which these members have none."""
-    return {key: count for key, count in all_counted(work).items() if key != "tokens_let_go"}
+    return {key: count for key, count in all_counted(work).items() if key != "tokens_aborted_done"}
 
 
 async def ended(*tasks: asyncio.Future[Any]) -> None:
@@ -105,7 +105,7 @@ def test_its_lease_is_renewed_and_where_that_is_lost_the_answer_to_its_put_count
         assert list(work.open) == [PLAYED, PLAYING]
         store.puts[PLAYED].set_result("SURPLUS")
         await settle()
-        assert counted(work) == {"open": 1, "unput": 0, "members_aborted": 1}
+        assert counted(work) == {"members_in_flight": 1, "members_unstored": 0, "members_aborted": 1}
         await ended(renewing)
 
     played(script)
@@ -118,7 +118,7 @@ def test_one_that_ended_is_put_all_the_same_for_it_may_be_there_already() -> Non
         await settle()
         store.puts[PLAYED].set_result("OK")
         await settle()
-        assert counted(work) == {"open": 1, "unput": 0, "members_aborted": 0}
+        assert counted(work) == {"members_in_flight": 1, "members_unstored": 0, "members_aborted": 0}
         await ended(hearing)
 
     played(script)

@@ -119,7 +119,7 @@ def test_with_rolling_updates_a_load_ends_when_the_engine_computes_with_the_weig
     arriving: Any = SimpleNamespace(fetch=lambda snapshot: SimpleNamespace(fetched_bytes=4))
     follower = weights.WeightFollower(engine, arriving, progress, in_force_s)
     asyncio.run(follower.load(snapshot(1)))
-    assert spans == [("fetch", calls), ("flip", calls)]
+    assert spans == [("fetch", calls), ("weight_swap", calls)]
     assert follower.version == Version(0, 1)
 
 

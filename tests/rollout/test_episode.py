@@ -199,7 +199,7 @@ def test_a_conversation_ends_where_the_learner_has_no_room_for_it() -> None:
         run(FakeEnv([more] * 9), proxy, bounds=bounds)
         assert [params.max_tokens for _, _, params in proxy.asked] == asked
     assert episode.Bounds().most(5) == 0 and episode.Bounds(tokens=9).most(5) == 9
-    learner = LearnerConfig(row_tokens=13, prompt_tokens=15)
+    learner = LearnerConfig(row_tokens=13, shared_prompt_tokens=15)
     bounds = episode.bounds_of(Config(learner=learner))
     assert [bounds.most(first) for first in (1, 5, 16, 17)] == [13, 17, 28, 13]
 

@@ -24,7 +24,7 @@ def config(steps: int) -> Config:
     return Config(
         model=ModelConfig(size="nano"),
         task=TaskConfig(args=LETTERS, heldout_items=16),
-        learner=LearnerConfig(mesh=MeshConfig(fsdp=2), micro_rows=4, row_tokens=64),
+        learner=LearnerConfig(mesh=MeshConfig(fsdp=2), micro_batch_rows=4, row_tokens=64),
         sft=SftConfig(steps=steps, batch=28, learning_rate=1e-2),
     )
 
@@ -45,7 +45,7 @@ def test_it_learns_to_spell_three_letters_backward(warm):
 
 def test_where_prompts_are_shared_a_worked_answer_has_the_room_of_both():
     cfg = config(1)
-    cfg = replace(cfg, learner=replace(cfg.learner, prompt_tokens=16, row_tokens=13))
+    cfg = replace(cfg, learner=replace(cfg.learner, shared_prompt_tokens=16, row_tokens=13))
     course = sft.prepared(cfg, tokenizers.build(cfg.tokenizer, sources.alphabet(cfg.task)), (4,))
     assert {batch.streams["tokens"].shape[1] for batches in course.batches for batch in batches} == {29}
     assert max(place.length for batches in course.batches for batch in batches for place in batch.placements) <= 29

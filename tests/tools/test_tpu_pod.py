@@ -18,7 +18,7 @@ PARAMETER_BYTES = 4 * PARAMETERS  # float32
 HEAD = SPEC.vocab_size * SPEC.width  # of these: the embedding, which is the head too
 DOWN = SPEC.layers * SPEC.hidden * SPEC.width  # and each layer's last product
 
-ROWS, ROW_TOKENS, LOGITS_BYTES = 32, 1024, 512 * 2**20  # learner.micro_rows, row_tokens, logits_mb
+ROWS, ROW_TOKENS, LOGITS_BYTES = 32, 1024, 512 * 2**20  # learner.micro_batch_rows, row_tokens, logits_mb
 PARTS = 4  # the fewest, halving, at which the float32 logits of a chip's 8 rows by 37,984 words stay below that
 SLOTS, PROMPTS, LOGIT_ROWS = 256, 32, 64  # sampler.slots, prefill_rows, and twice as many rows of logits
 PAGES = SLOTS // DATA * 12 + LOGIT_ROWS  # 12 of 64 tokens for 256 + 512, and a copy for each prompt

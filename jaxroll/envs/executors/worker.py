@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from jaxroll import env_checks, lifeline, priority
+from jaxroll import env_checks, lifeline
 from jaxroll.config import TaskConfig
 from jaxroll.env_checks import described
 from jaxroll.envs import registry
@@ -172,7 +172,7 @@ def main(argument: str) -> int:
     """Answers orders until stdin ends; returns the exit status."""
     settings = msgspec.json.decode(argument, type=Settings)
     lifeline.bind(settings.parent_pid)
-    priority.lower_session()
+    lifeline.lower_session()
     orders, answers = _private_pipes()
     answers.write(frame(Ready()))
     with asyncio.Runner() as runner:

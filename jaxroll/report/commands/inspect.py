@@ -75,7 +75,7 @@ def _head_facts(run_dir: Path, db: sqlite3.Connection, state: State, now: float)
         "last_put_ago_s": None if put is None else now - put[0],
         "last_ack_ago_s": None if acked is None else now - acked[0],
         "waits": waits(settings, state) if settings else {},
-        "resting": resting(settings, state) if settings else {},
+        "backoff": resting(settings, state) if settings else {},
         "unreliable": unreliable(state),
         "steps": settings.steps if settings else None,
         "lineage": state.lineage,
@@ -84,8 +84,8 @@ def _head_facts(run_dir: Path, db: sqlite3.Connection, state: State, now: float)
         "acked": state.acked,
         "durable": state.durable,
         "issued": state.issued,
-        "outstanding": outstanding(state),
-        "window": settings.limiter.window(0) if settings else None,
+        "groups_in_flight": outstanding(state),
+        "in_flight_window": settings.limiter.window(0) if settings else None,
         "retained_bytes": held_bytes(state),
         "retention_bytes": settings.retention_bytes if settings else None,
         "conservation_residual": conservation_residual(state),
@@ -279,7 +279,7 @@ def _now(f: Facts) -> Section:
         ("last put, last step", f"{_ago(f['last_put_ago_s'])}, {_ago(f['last_ack_ago_s'])}"),
         ("steps", f"{f['acked']} trained, {f['claims_made']} claimed, {f['durable']} durable, of {number(f['steps'])}"),
         ("weights", f"{f['published'] or 'none'} in lineage {f['lineage']}"),
-        ("outstanding", f"{f['outstanding']} groups of a window of {number(f['window'])}"),
+        ("in flight", f"{f['groups_in_flight']} groups of a window of {number(f['in_flight_window'])}"),
         ("retained", f"{_mb(f['retained_bytes'])} of {_mb(f['retention_bytes'])} MB"),
         ("unaccounted", f"{f['conservation_residual']} groups of {f['issued']}"),
     ]
@@ -368,7 +368,7 @@ def _failures(f: Facts) -> Section:
 
 def _holders(f: Facts) -> Section:
     """Holders that get less work, or none, because of their failures."""
-    resting, unreliable = f["resting"], f["unreliable"]
+    resting, unreliable = f["backoff"], f["unreliable"]
     rows = []
     for name in sorted(resting | unreliable):
         rest = resting.get(name, {})
@@ -465,5 +465,5 @@ def _member(m: Facts) -> Section:
     ]
     for segment in m["segments"]:
         words = segment.get("text", " ".join(map(str, segment["tokens"])))
-        rows.append((f"{segment['who']}, {len(segment['tokens'])}", words))
+        rows.append((f"{segment['source']}, {len(segment['tokens'])}", words))
     return Section(title, (), rows)

@@ -117,7 +117,7 @@ def finished_facts(outcome: Finished, decode: Decoder | None, step: int | None) 
 
 def _segment(segment: Segment, decode: Decoder | None) -> Facts:
     sampled = bool(segment.loss_mask.any())
-    found: Facts = {"who": "model" if sampled else "shown", "tokens": segment.tokens.tolist()}
+    found: Facts = {"source": "model" if sampled else "shown", "tokens": segment.tokens.tolist()}
     if sampled:
         found["logprobs"] = [round(float(value), 6) for value in segment.logprobs]
     if decode is not None:

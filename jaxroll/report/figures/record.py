@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxroll import config as configs
-from jaxroll import metrics
+from jaxroll import metrics, migration
 from jaxroll.config import Config
 from jaxroll.errors import ConfigError
 from jaxroll.records import Version
@@ -198,6 +198,7 @@ def _about(path: Path) -> dict[str, Any]:
     remedy = "Name the folder of a run; `jaxroll list` shows them."
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
+        about = migration.run_file(about, file) if isinstance(about, dict) else about
     except (FileNotFoundError, NotADirectoryError):
         reason = "no run here (no run.json)" if path.is_dir() else "no such folder"
         raise ConfigError("RUN", str(path), reason, remedy) from None

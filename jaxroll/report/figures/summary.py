@@ -61,8 +61,10 @@ def words(alpha: float, wanted: int | None) -> str:
 def weight_lag_s(rows: Sequence[Row], history: History) -> float:
     """Median time from a version's publication until a sampler draws with it; 0 when none is known."""
     published = {version: t for t, version in history.published}
-    flips = [row for row in rows if row.get("kind") == "span" and row["what"] == "flip" and row["role"] != "evaluator"]
-    lags = [row["t1"] - published[row["version"]] for row in flips if row.get("version") in published]
+    swaps = [
+        row for row in rows if row.get("kind") == "span" and row["what"] == "weight_swap" and row["role"] != "evaluator"
+    ]
+    lags = [row["t1"] - published[row["version"]] for row in swaps if row.get("version") in published]
     return max(0.0, statistics.median(lags)) if lags else 0.0
 
 
@@ -75,14 +77,14 @@ def _waits(claims: Sequence[ClaimTimes]) -> bool:
 def _window_full(rows: Sequence[Row]) -> bool:
     """True if the window in force is all that α allows, at the end as far as it is known."""
     last = next((row for row in reversed(rows) if row.get("kind") == "store"), {})
-    return last.get("window") is None or last["window"] >= last["window_full"]
+    return last.get("in_flight_window") is None or last["in_flight_window"] >= last["in_flight_window_max"]
 
 
 def _room(config: Mapping[str, Any], steps: float) -> bool:
     """True if the samplers hold what a learner that never waits takes in `steps` steps."""
     schedule, sampler = config["schedule"], config["sampler"]
     each = schedule["group_size"] + schedule.get("redundant_members", 0)
-    held = sampler.get("count", 1) * (sampler.get("episodes") or sampler["slots"] + GROUPS_AHEAD * each)
+    held = sampler.get("count", 1) * (sampler.get("concurrent_episodes") or sampler["slots"] + GROUPS_AHEAD * each)
     return steps * schedule["groups_per_step"] * each <= held
 
 
@@ -154,7 +156,7 @@ def numbers(rows: Iterable[Row], key: str) -> list[float]:
 def accuracy(evals: Sequence[Row]) -> dict[str, Any]:
     """Held-out accuracy at the first and the last evaluation, and the gain with its 95 % interval."""
     names = ("accuracy_start", "accuracy_end", "accuracy_gain", "accuracy_gain_low", "accuracy_gain_high",
-             "heldout_items", "eval_steps", "parts_start", "parts_end")  # fmt: skip
+             "heldout_items", "eval_steps", "reward_parts_start", "reward_parts_end")  # fmt: skip
     if not evals:
         return dict.fromkeys(names)
     first, last = evals[0], evals[-1]
@@ -417,13 +419,15 @@ def warnings(f: Mapping[str, Any]) -> list[str]:
     reasons = ", ".join(f"{count} {reason}" for reason, count in (f["answers_rejected"] or {}).items())
     found = f"Every step had the mean reward {value}, so the policy was given nothing to learn from."
     if f["reward_max"] == 0:
-        found += " No answer was right: look at some with `jaxroll trajectory`, and check task.prompt and the scorer."
+        found += (
+            " No answer was right: look at some with `jaxroll trajectory`, and check task.prompt_style and the scorer."
+        )
     return [found + (f" The scorer's guard rejected answers: {reasons}." if reasons else "")]
 
 
 def _tokens_let_go(rows: Sequence[Row]) -> int | None:
     """Tokens of aborted members: of the answer that an engine was at, and of those before it."""
-    parts = [counted(rows, key) for key in ("tokens_aborted", "tokens_let_go")]
+    parts = [counted(rows, key) for key in ("tokens_aborted", "tokens_aborted_done")]
     return sum(part for part in parts if part is not None) if any(part is not None for part in parts) else None
 
 

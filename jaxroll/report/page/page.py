@@ -146,7 +146,7 @@ rect.train { fill: var(--learner); } rect.wait { fill: var(--wait); } rect.publi
 .key.publish, .seg.publish { background: var(--publish); } .key.decode, .seg.decode { background: var(--sampler); }
 .key.decode_other, .seg.decode_other { background: var(--sampler-dim); } .key.both { background: var(--both); }
 .key.eval, .seg.eval { background: var(--evaluator); } .key.fetch, .seg.fetch { background: var(--publish); }
-.key.flip, .seg.flip { background: var(--bad); } .key.rest, .seg.rest { background: var(--grid); }
+.key.weight_swap, .seg.weight_swap { background: var(--bad); } .key.rest, .seg.rest { background: var(--grid); }
 .key.reward { background: var(--learner); } .key.heldout { background: var(--evaluator); }
 .key.age-0 { background: var(--sampler); } .key.age-1 { background: var(--learner); }
 .key.age-2 { background: var(--publish); } .key.age-3 { background: var(--bad); }
@@ -175,7 +175,7 @@ rect.train { fill: var(--learner); } rect.wait { fill: var(--wait); } rect.publi
 .span.wait { fill: var(--wait); } .span.train { fill: var(--learner); } .span.publish { fill: var(--publish); }
 .span.decode { fill: var(--sampler); } .span.decode_other { fill: var(--sampler-dim); }
 .span.eval { fill: var(--evaluator); }
-.span.fetch { fill: var(--publish); } .span.flip { fill: var(--bad); } .span.both { fill: var(--both); }
+.span.fetch { fill: var(--publish); } .span.weight_swap { fill: var(--bad); } .span.both { fill: var(--both); }
 .span.warm { fill: var(--warm); } .span.compile { fill: var(--compile); }
 .died { stroke: var(--bad); stroke-width: 3; fill: none; }
 

@@ -26,12 +26,12 @@ MAX_SPANS = 8000  # of one kind in one lane; beyond it gaps too short to see are
 NAMES = {
     "wait": "waits for groups", "train": "computes", "publish": "publishes weights",
     "decode": "decodes (trained later)", "decode_other": "decodes (not trained)",
-    "fetch": "fetches weights", "flip": "flips weights", "eval": "evaluates",
+    "fetch": "fetches weights", "weight_swap": "swaps weights", "eval": "evaluates",
     "both": "computes and decodes at once", "warm": "warm start", "compile": "builds and compiles",
     "rest": "nothing reported", "died": "died",
 }  # fmt: skip
 BOTH = "both"
-THIN = frozenset({"fetch", "flip"})  # drawn over a busy bar
+THIN = frozenset({"fetch", "weight_swap"})  # drawn over a busy bar
 
 
 @dataclass(frozen=True)

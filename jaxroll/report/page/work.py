@@ -34,7 +34,7 @@ def overlap(view: View) -> Markup:
         "A few steps close up, and the whole run under them. Scroll to zoom, drag to move, or drag the frame over the"
         " whole run. The numbers are steps; the last lane shows when both sides were at work."
     )
-    deaths = [(str(row.get("who")), row["t"]) for row in of_kind(view.run.rows, "restart") if known(row.get("t"))]
+    deaths = [(str(row.get("process")), row["t"]) for row in of_kind(view.run.rows, "restart") if known(row.get("t"))]
     figure = timeline.timeline(view.lanes, view.steps, view.clock, view.clock(max(ends)), deaths)
     return card("Activity of the processes", hint, timeline.key(view.lanes, deaths), figure)
 
@@ -148,7 +148,7 @@ def by_lag(found: Sequence[int]) -> dict[int, float]:
 def words(steps: Sequence[Row], lanes: Sequence[Lane]) -> str:
     """Median durations of publication (during the learner's next step), fetch and weight swap."""
     times = {"Publishing": [row for row in numbers(steps, "publish_s") if row > 0]}
-    for kind, name in (("fetch", "fetching"), ("flip", "flipping")):
+    for kind, name in (("fetch", "fetching"), ("weight_swap", "swapping weights")):
         times[name] = [end - start for lane in lanes for start, end in lane.spans.get(kind, ())]
     parts = [f"{name} takes {duration(sorted(found)[len(found) // 2])}" for name, found in times.items() if found]
     return ", ".join(parts) + (" (median)." if parts else "")

@@ -61,11 +61,11 @@ class Settings:
         return cls(
             limiter, s.group_size, s.steps, config.run.seed, s.order, s.on_stale, s.straggler, s.straggler_deadline_s,
             store.lease_s, store.infra_retries, store.data_retries, store.reissues, store.retention_mb * 2**20,
-            s.window, s.last_batch,
+            s.in_flight_window, s.last_batch,
             Filter(s.filter, s.filter_low, s.filter_high, s.filter_limit, s.on_filter_limit), s.redundant_members,
-            s.replicate,
+            s.group_placement,
             store.dead_limit and max(store.dead_limit, _DEAD_WINDOWS * limiter.window(0)),
-            config.learner.row_tokens, config.learner.prompt_tokens,
+            config.learner.row_tokens, config.learner.shared_prompt_tokens,
         )  # fmt: skip
 
     @property

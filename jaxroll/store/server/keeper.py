@@ -30,7 +30,7 @@ from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.messages import MAX_KEYS, Hello
 
-# --- update slots for rolling weight updates (`schedule.rolling`), first come, first served
+# --- update slots for rolling weight updates (`schedule.rolling_updates`), first come, first served
 #
 # A sampler holds a slot from the reply that names new weights until it asks again, which it does once its engine uses
 # them or the transfer failed. A slot ends after `turn_s`, because its holder may have died. All slots are free after a

@@ -126,10 +126,17 @@ class _Store:
         page_bytes = min(PAGE_BYTES, config.store.max_message_mb * 2**20 // 4)
         self.audit = Audit(keeper.log.append, keeper.now_s)
         self.service = StoreService(
-            keeper, self._prompts, metrics, self.audit, config_digest=digest(config), page_bytes=page_bytes,
-            turns=UpdateSlots(config.schedule.rolling, 2 * config.transfer.deadline_s),  # the fetch and the swap
+            keeper,
+            self._prompts,
+            metrics,
+            self.audit,
+            config_digest=digest(config),
+            page_bytes=page_bytes,
+            turns=UpdateSlots(
+                config.schedule.rolling_updates, 2 * config.transfer.deadline_s
+            ),  # the fetch and the swap
             vocab_size=vocab_size,
-        )  # fmt: skip
+        )
         self._row_at_s = self._named_at_s = keeper.now_s()
 
     async def run(self) -> None:

@@ -31,7 +31,7 @@ START_S, LIMIT_S = 120.0, 240.0
 NANO = {
     "model.size": "nano", "placement.platform": "cpu", "evaluator.every": 0, "sft.steps": 0, "sampler.slots": 8,
     "schedule.groups_per_step": 4, "schedule.group_size": 4, "learner.learning_rate": 3e-3, "learner.warmup_steps": 1,
-    "schedule.window": "full", "store.lease_s": 20.0, "transfer.deadline_s": 30.0,
+    "schedule.in_flight_window": "full", "store.lease_s": 20.0, "transfer.deadline_s": 30.0,
 }  # fmt: skip
 
 

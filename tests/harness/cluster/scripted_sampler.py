@@ -167,7 +167,7 @@ async def put(store: StoreClient, journal: Journal, member: Member) -> str:
 
 
 def _runs(first: Version, last: Version, count: int) -> tuple[VersionRun, ...]:
-    """`count` tokens, the second half at `last` if the weights flipped meanwhile (as with flip=keep_kv)."""
+    """`count` tokens, the second half at `last` if the weights flipped meanwhile (as with weight_swap=keep_kv)."""
     if first == last or count < 2:
         return (VersionRun(first, count),)
     return (VersionRun(first, count - count // 2), VersionRun(last, count // 2))

@@ -34,7 +34,7 @@ KEPT = ("grpo on parameters", "critic on parameters", "lora on heads")  # what c
 def config_of(options: dict) -> Config:
     """The config of the learner options in the folder."""
     mesh = MeshConfig(**options.pop("mesh"))
-    fields = {"micro_rows": 4, "row_tokens": 64, "learning_rate": 1e-2, "warmup_steps": 1}
+    fields = {"micro_batch_rows": 4, "row_tokens": 64, "learning_rate": 1e-2, "warmup_steps": 1}
     return Config(
         schedule=ScheduleConfig(alpha=1.0, groups_per_step=4, group_size=4),
         learner=dataclasses.replace(LearnerConfig(), mesh=mesh, **(fields | options)),

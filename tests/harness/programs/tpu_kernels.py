@@ -36,7 +36,7 @@ class Case:
     learner_mesh: MeshConfig
     sampler_mesh: MeshConfig
     row_tokens: int
-    micro_rows: int
+    micro_batch_rows: int
     sizes: packets.Sizes
 
 
@@ -61,7 +61,7 @@ def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.L
         config = Config(learner=LearnerConfig(row_tokens=case.row_tokens, attention=wanted))
         layout = Layout(aot.topology_mesh(case.learner_mesh, topology), LEARNER)
         recipe = trainer.recipe(config, case.spec, layout)
-        yield "accumulate", str(recipe.attention), step.Programs(recipe).lowered("accumulate", case.micro_rows)
+        yield "accumulate", str(recipe.attention), step.Programs(recipe).lowered("accumulate", case.micro_batch_rows)
         mesh = aot.topology_mesh(case.sampler_mesh, topology)
         serving = device.choose_kernels(case.spec, mesh, case.sizes, prefill=wanted, paged=wanted)
         lowered = engine.lowered(case.spec, mesh, SAMPLER, case.sizes, serving)

@@ -48,7 +48,7 @@ def tiny() -> Config:
 
 def qwen3() -> Config:
     """Its config file, which gives four chips to each role, with sixteen: four times the rows and slots."""
-    more = ("learner.mesh.tensor=4", "learner.micro_rows=32", "sampler.mesh.data=4", "sampler.slots=256",
+    more = ("learner.mesh.tensor=4", "learner.micro_batch_rows=32", "sampler.mesh.data=4", "sampler.slots=256",
             "sampler.prefill_rows=32")  # fmt: skip
     return files.load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
 
@@ -62,7 +62,7 @@ def learner_programs(config: Config, spec: ModelSpec, topology: str) -> Programs
     layout = Layout(aot.topology_mesh(config.learner.mesh, topology), LEARNER)
     recipe = trainer.recipe(config, spec, layout)
     programs = step.Programs(recipe)
-    yield "accumulate", str(recipe.attention), programs.lowered("accumulate", config.learner.micro_rows)
+    yield "accumulate", str(recipe.attention), programs.lowered("accumulate", config.learner.micro_batch_rows)
     yield "apply", "", programs.lowered("apply")
 
 

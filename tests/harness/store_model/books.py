@@ -275,7 +275,7 @@ class Books:
     def figures(self) -> dict[str, Any]:
         """What the store must say of itself after every operation."""
         return {
-            "counts": self.counts(), "outstanding": self.outstanding(), "claims": self.next_claim,
+            "counts": self.counts(), "groups_in_flight": self.outstanding(), "claims": self.next_claim,
             "acked": self.acked, "durable": self.durable, "lineage": len(self.lines) - 1, "published": self.published,
             "prompts": self.prompts, "closed": self.closed, "completions": self.completions, "put": self.tokens_put,
             "failing": self.failing, "masked": self.tokens_masked,

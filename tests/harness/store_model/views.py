@@ -64,7 +64,7 @@ def figures(state: st.State) -> dict[str, Any]:
     """What the core says of itself, in the reference's words."""
     published = state.published
     return {
-        "counts": st.counts(state), "outstanding": st.outstanding(state),
+        "counts": st.counts(state), "groups_in_flight": st.outstanding(state),
         "claims": state.next_claim, "acked": state.acked, "durable": state.durable, "lineage": state.lineage,
         "published": published and (published.version.lineage, published.version.step, published.address),
         "prompts": state.prompts_issued, "closed": state.closed, "completions": state.ready_places,

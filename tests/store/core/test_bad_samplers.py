@@ -164,7 +164,7 @@ def test_a_holder_whose_members_keep_failing_rests_and_is_reported() -> None:
     with pytest.raises(NoCredit, match=r"resting: A .*it broke"):
         m.lease(4, name="A")
     report = status(m.core.settings, m.state, now_s=m.now)
-    assert report["resting"]["A"]["error"] == "it broke"
+    assert report["backoff"]["A"]["error"] == "it broke"
     assert "it broke" in waits(m.core.settings, m.state, now_s=m.now)["A"]
     assert m.lease(4, name="B"), "the others work on"
     m.now += 1.1

@@ -54,8 +54,8 @@ def fill(m: Machine, version: Version) -> None:
 def test_the_window_in_force_is_what_leases_are_held_to() -> None:
     m = busy(40)
     report = status(m.core.settings, m.state)
-    assert (report["window"], report["window_full"]) == (2, 6)
-    assert report["learner_waiting_share"] == 0.0
+    assert (report["in_flight_window"], report["in_flight_window_max"]) == (2, 6)
+    assert report["learner_wait_share"] == 0.0
     fill(m, Version(0, 40))
     assert sum(m.states().get(name, 0) for name in ("READY", "LEASED", "PENDING")) == 2
     with pytest.raises(NoCredit, match="groups outstanding of 2 "):
@@ -170,7 +170,7 @@ def test_a_full_window_keeps_no_pace() -> None:
     m.fill(4)
     m.train(0)
     assert m.state.pace.groups == 0
-    assert status(m.core.settings, m.state)["window"] == 4
+    assert status(m.core.settings, m.state)["in_flight_window"] == 4
 
 
 # --- what it buys: class S, the core itself on a virtual clock (pytest -s prints the table)

@@ -43,7 +43,7 @@ def test_the_limits_are_those_of_the_config() -> None:
     config = Config()
     settings = Settings.of(config)
     assert settings.row_tokens == config.learner.row_tokens > 0
-    assert settings.prompt_tokens == config.learner.prompt_tokens
+    assert settings.prompt_tokens == config.learner.shared_prompt_tokens
 
 
 def test_without_a_limit_every_length_is_taken() -> None:

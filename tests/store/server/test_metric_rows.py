@@ -42,7 +42,7 @@ def rows_in(run_dir: Path) -> list[dict]:
         ("sampler", EVENT | {"role": "store"}),
         ("sampler", {"t": 1.0, "role": "sampler-0", "kind": "store"}),
         ("learner", STATS),
-        ("learner", {"t": 1.0, "role": "learner", "kind": "restart", "who": "learner"}),
+        ("learner", {"t": 1.0, "role": "learner", "kind": "restart", "process": "learner"}),
     ],
 )
 def test_a_caller_writes_rows_of_its_own_kinds_and_role_only(

@@ -76,7 +76,7 @@ def test_at_random_never_too_many_and_all_come_on(seed: int) -> None:
 @contextlib.asynccontextmanager
 async def two_told(small: SimpleNamespace, folder: Path, turn_s: float) -> AsyncIterator[Any]:
     """A learner, samplers a and b that hold the first weights, an evaluator, and whoever makes the next weights."""
-    config = dataclasses.replace(small.configured(rolling=1), transfer=TransferConfig(deadline_s=turn_s))
+    config = dataclasses.replace(small.configured(rolling_updates=1), transfer=TransferConfig(deadline_s=turn_s))
     async with (
         small.serving(folder, config),
         small.connected(folder, config, "learner") as learner,

@@ -16,7 +16,7 @@ WAIT_S = 20.0
 
 
 def test_a_group_is_spread_over_two_samplers(tmp_path: Path, small: SimpleNamespace, run) -> None:
-    config = small.configured(alpha=0.0, groups_per_step=2, group_size=4, replicate="spread", steps=3)
+    config = small.configured(alpha=0.0, groups_per_step=2, group_size=4, group_placement="spread", steps=3)
     v0, v1 = Version(0, 0), Version(0, 1)
 
     async def job() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxroll import priority
+from jaxroll import lifeline
 from jaxroll.control.program import ProcessSpec
 from jaxroll.errors import ConfigError
 from tests.harness.process_specs import built
@@ -17,8 +17,8 @@ from tests.harness.process_specs import built
 SAID = """
 import json, os
 from pathlib import Path
-from jaxroll import priority
-assert priority.give_way()
+from jaxroll import lifeline
+assert lifeline.give_way()
 group = Path("/proc/self/autogroup")
 print(json.dumps([os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split() if group.exists() else None]))
 """
@@ -26,7 +26,7 @@ print(json.dumps([os.getpriority(os.PRIO_PROCESS, 0), group.read_text().split() 
 
 def said(nice: str | None, *, session: bool) -> tuple[int, int | None]:
     """The priority of a process that gave way, and that of its session, if the kernel knows such a thing."""
-    env = {"PATH": "", **({priority.NICE_ENV: nice} if nice is not None else {})}
+    env = {"PATH": "", **({lifeline.NICE_ENV: nice} if nice is not None else {})}
     done = subprocess.run(
         [sys.executable, "-c", SAID], env=env, capture_output=True, text=True, timeout=60, check=True,
         start_new_session=session,
@@ -43,7 +43,7 @@ def test_who_is_not_asked_stays_as_it_is(nice: str | None) -> None:
 @pytest.mark.parametrize("nice", ["a lot", "-5", "20", "1.5"])
 def test_what_is_no_priority_is_refused(nice: str) -> None:
     with pytest.raises(ConfigError, match="from 0 to 19"):
-        priority.give_way({priority.NICE_ENV: nice})
+        lifeline.give_way({lifeline.NICE_ENV: nice})
 
 
 def test_who_is_asked_gives_way_with_its_session() -> None:
@@ -88,12 +88,12 @@ def test_who_is_refused_for_a_moment_asks_again(monkeypatch: pytest.MonkeyPatch)
                 raise error
 
     busy: Any = Busy()
-    monkeypatch.setattr(priority.os, "getpriority", lambda *_: 12)
-    monkeypatch.setattr(priority.os, "getsid", lambda _: priority.os.getpid())
-    assert priority.lower_session(busy) and not busy.answers
+    monkeypatch.setattr(lifeline.os, "getpriority", lambda *_: 12)
+    monkeypatch.setattr(lifeline.os, "getsid", lambda _: lifeline.os.getpid())
+    assert lifeline.lower_session(busy) and not busy.answers
     busy.answers = [BlockingIOError] * 1000
-    monkeypatch.setattr(priority, "_LIMIT_S", 0.2)
-    assert not priority.lower_session(busy)
+    monkeypatch.setattr(lifeline, "_LIMIT_S", 0.2)
+    assert not lifeline.lower_session(busy)
 
 
 def test_a_session_of_somebody_else_is_left_alone() -> None:
@@ -104,7 +104,7 @@ def test_a_session_of_somebody_else_is_left_alone() -> None:
 
 def test_only_the_learner_does_not_give_way_and_only_on_a_cpu() -> None:
     def asked(specs: tuple[ProcessSpec, ...]) -> set[str]:
-        return {spec.name for spec in specs if spec.env.get(priority.NICE_ENV)}
+        return {spec.name for spec in specs if spec.env.get(lifeline.NICE_ENV)}
 
     everyone = {spec.name for spec in built("cpu")}
     assert asked(built("cpu")) == everyone - {"learner"}
