@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -104,14 +103,14 @@ class Members:
         would wait for the next call. So a call for less than a group is made only if the call before was granted all
         that it requested.
         """
-        until = 0.0
+        now_s, until = asyncio.get_running_loop().time, 0.0
         while (free := self._room_left()) < self.config.schedule.members_per_group:
             self.room.clear()
             if not (free and self._in_parts and self._plenty):
                 await self.room.wait()
                 continue
-            until = until or time.monotonic() + GATHER_S
-            if (left := until - time.monotonic()) <= 0:
+            until = until or now_s() + GATHER_S
+            if (left := until - now_s()) <= 0:
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.room.wait(), left)

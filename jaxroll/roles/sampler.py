@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -143,7 +142,7 @@ class SamplerLoops:
         self.session, self.store = session, session.store
         self.engine = session.parts.engine
         self.requests = Serving(session) if session.config.placement.actors else RolloutPlay(session)
-        self._reported = (time.monotonic(), self.engine.stats())
+        self._reported = (session.loop.time(), self.engine.stats())
 
     async def run(self) -> None:
         """Run all tasks until one of them ends, then return unfinished leases."""
@@ -161,7 +160,7 @@ class SamplerLoops:
 
     def _add_rows(self) -> None:
         """Append metric rows for the interval since the last report."""
-        (last_t, last), (now_t, now) = self._reported, (time.monotonic(), self.engine.stats())
+        (last_t, last), (now_t, now) = self._reported, (self.session.loop.time(), self.engine.stats())
         self._reported = (now_t, now)
         for row in self._rows(max(now_t - last_t, 1e-9), last, now):
             self.session.add_row({"t": unix_s(), "role": self.session.role, **row})

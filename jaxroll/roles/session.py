@@ -16,7 +16,6 @@ import faulthandler
 import signal
 import sys
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
@@ -35,6 +34,7 @@ from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.loop_thread import BLOCKED_S, LoopThread
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.rpc import tls
+from jaxroll.rpc.client import Transport
 from jaxroll.store.client import StoreClient
 
 if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
@@ -44,16 +44,24 @@ if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
 T = TypeVar("T")
 STORE_PATIENCE_S = 60.0
 STOP_S = 15.0
-SEND_EVERY_S, HEARTBEAT_S = (
-    0.5,
-    10.0,
-)  # the latter well below the time that the store of a closed run lingers (LINGER_S)
+SEND_EVERY_S, HEARTBEAT_S = 0.5, 10.0  # a closed store lingers for longer than a heartbeat (LINGER_S)
 
 
 class Session:
-    """A role's connection to the store, its metric rows and its environment executors; all on the loop thread."""
+    """A role's connection to the store, its metric rows and its environment executors; all on the event loop `loop`.
 
-    def __init__(self, role: str, args: RoleArgs, pool: ScoringPool, loop: asyncio.AbstractEventLoop) -> None:
+    `transport` replaces the connection over gRPC.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        args: RoleArgs,
+        pool: ScoringPool,
+        loop: asyncio.AbstractEventLoop,
+        transport: Transport | None = None,
+    ) -> None:
+        self._store_at = transport or args.store_address or args.run_dir / "store.addr"
         self.role, self.args, self.config, self.pool, self.loop = role, args, args.config, pool, loop
         self.stopping = asyncio.Event()
         self._rows: list[dict] = []
@@ -88,8 +96,7 @@ class Session:
         environments occupy all executor threads.
         """
         self.store = await StoreClient.connect(
-            self.args.store_address or self.args.run_dir / "store.addr",
-            role=self.role.partition("-")[0], name=self.role, config_digest=self.args.config_digest,
+            self._store_at, role=self.role.partition("-")[0], name=self.role, config_digest=self.args.config_digest,
             patience_s=STORE_PATIENCE_S, call_s=self.config.store.rpc_deadline_s, run_dir=self.args.run_dir,
         )  # fmt: skip
         reporting = asyncio.ensure_future(self._send_rows())
@@ -129,16 +136,16 @@ class Session:
 
         The store of a closed run ends once it gets no calls: heartbeats keep it during a long last evaluation.
         """
-        sent_s = time.monotonic()
+        sent_s = self.loop.time()
         while True:
             await asyncio.sleep(SEND_EVERY_S)
             if self._rows:
                 await self.store.report(self.take_rows())
-            elif time.monotonic() - sent_s >= HEARTBEAT_S:
+            elif self.loop.time() - sent_s >= HEARTBEAT_S:
                 await self.store.status()
             else:
                 continue
-            sent_s = time.monotonic()
+            sent_s = self.loop.time()
 
 
 class EngineSession(Session):

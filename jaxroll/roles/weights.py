@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,18 @@ SWAP_POLL_S = 0.005
 STARVED_TRIES = 8  # about ten seconds
 
 
+class Arriving(Protocol):
+    """Published weights on their way into an engine."""
+
+    async def fetch(self, ref: VersionRef) -> Staged | HandedOver:
+        """The parameters on the host. Raises TransferError and its kinds."""
+        ...
+
+    def place(self, staged: Staged | HandedOver) -> Params:
+        """The parameters on the mesh; call it on the JAX thread."""
+        ...
+
+
 class FullParameters:
     """Weight sync of full parameters, published as the model computes with them."""
 
@@ -50,9 +62,9 @@ class FullParameters:
         self._receiver, self._shapes = receiver, params.served(spec)
         self._target = params.shardings(spec, layout.mesh, layout.rules)
 
-    def fetch(self, ref: VersionRef) -> Staged | HandedOver:
-        """The parameters on the host. Raises TransferError and its kinds; any thread may call it."""
-        return self._receiver.fetch(ref, self._target, self._shapes)
+    async def fetch(self, ref: VersionRef) -> Staged | HandedOver:
+        """The parameters on the host, fetched on a worker thread. Raises TransferError and its kinds."""
+        return await asyncio.to_thread(self._receiver.fetch, ref, self._target, self._shapes)
 
     def place(self, staged: Staged | HandedOver) -> Params:
         """The parameters on the mesh; call it on the JAX thread."""
@@ -78,9 +90,9 @@ class AdaptedParameters:
 
         self._merged = jax.jit(merged, out_shardings=target)
 
-    def fetch(self, ref: VersionRef) -> Staged | HandedOver:
+    async def fetch(self, ref: VersionRef) -> Staged | HandedOver:
         """The adapters, with the base unless it is held already; see `FullParameters.fetch`."""
-        staged = self._receiver.fetch(ref, self._target, self._shapes, self._held)
+        staged = await asyncio.to_thread(self._receiver.fetch, ref, self._target, self._shapes, self._held)
         self._held = staged.held(self._base)
         return staged
 
@@ -107,7 +119,7 @@ class WeightFollower:
     def __init__(
         self,
         host: EngineHost,
-        arriving: FullParameters | AdaptedParameters,
+        arriving: Arriving,
         progress: Progress,
         in_force_s: float = 0.0,
     ) -> None:
@@ -119,7 +131,7 @@ class WeightFollower:
     async def load(self, ref: VersionRef) -> None:
         """Fetch, verify and place weights; the engine swaps them in by its policy. Raises TransferError."""
         t0 = unix_s()
-        staged = await asyncio.to_thread(self._arriving.fetch, ref)
+        staged = await self._arriving.fetch(ref)
         t1, size_bytes = unix_s(), staged.fetched_bytes
         await asyncio.wrap_future(self._host.call(lambda: self._install(ref.version, self._arriving.place(staged))))
         self.version = ref.version
@@ -132,8 +144,9 @@ class WeightFollower:
 
     async def _await_swap(self, version: Version) -> None:
         """Return when the engine computes with `version`, or after `in_force_s`: draining may take longer."""
-        deadline_s = time.monotonic() + self._in_force_s
-        while time.monotonic() < deadline_s and self._host.engine.stats().version != version:
+        now_s = asyncio.get_running_loop().time
+        deadline_s = now_s() + self._in_force_s
+        while now_s() < deadline_s and self._host.engine.stats().version != version:
             await asyncio.sleep(SWAP_POLL_S)
 
     async def other_than(self, known: Version | None, wait_s: float) -> Version | None:

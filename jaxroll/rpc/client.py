@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -47,18 +47,46 @@ _RETRYABLE = frozenset(
 )
 _SENDING = "SendMessageOperation"  # in gRPC's debug string; its status is INTERNAL then
 _UNAUTHORIZED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
+Metadata = tuple[tuple[str, str], ...]
 _UNREAD = (0, 0)
 _OVERDUE_S = 5  # a working gRPC is late by milliseconds
 _TOO_LARGE = "larger than max"  # in gRPC's text for a reply over this side's limit; the only exhaustion that is final
 
 
+class Transport(Protocol):
+    """Delivery of single attempts of calls to a server. Used from one event loop."""
+
+    target: str  # the server's address, for error messages
+
+    async def attempt(
+        self, path: str, body: bytes, metadata: Metadata, deadline_s: float, *, asks_first: bool
+    ) -> bytes:
+        """The reply to one attempt. Raises AioRpcError, or FileNotFoundError while the server's address is unknown."""
+        ...
+
+    async def diagnosis(self) -> str | None:
+        """The reason, with the remedy, why no connection can ever be made; None if there may be one later."""
+        ...
+
+    def refresh(self) -> None:
+        """Use the server's current address, and current certificates, from the next attempt on."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connection."""
+        ...
+
+
 class RawClient:
-    """Calls to one service. Belongs to one event loop; `session` identifies this process of the caller."""
+    """Calls to one service. Belongs to one event loop, whose clock it uses; `session` identifies this process.
+
+    `address` is host:port, the file that holds it, or another transport than gRPC.
+    """
 
     def __init__(
         self,
         service: str,
-        address: str | Path,
+        address: str | Path | Transport,
         *,
         role: str,
         name: str,
@@ -68,16 +96,12 @@ class RawClient:
         config_digest: str = "",
         tls: Material | None = None,
     ) -> None:
-        self._service, self._address, self._patience_s = service, address, patience_s
+        self._service, self._patience_s = service, patience_s
+        is_address = isinstance(address, (str, Path))
+        self._transport = GrpcTransport(address, max_message_bytes, tls) if is_address else address
         self._right, self._name, self.session = auth.right_of(role), name, uuid.uuid4().hex
-        self._max_message_bytes, self._tls = max_message_bytes, tls
         self._proof = () if token is None else (("authorization", f"Bearer {auth.bearer(token, self._right)}"),)
         self._config_digest = config_digest
-        self._target = self._target_written = ""
-        self._file = _UNREAD
-        self._channel: grpc.aio.Channel | None = None
-        self._tls_files: tuple[tuple[int, int], ...] = ()  # identity of the certificates that the channel was made with
-        self._retired: list[grpc.aio.Channel] = []
         self._diagnosed_s, self._failures_before_doubt = float("-inf"), 0
         self._answered_s = float("-inf")  # time of the last reply
         self.run_id = ""
@@ -85,7 +109,8 @@ class RawClient:
 
     async def call(self, method: str, body: bytes, deadline_s: float, *, patience_s: float | None = None) -> bytes:
         """The body of the reply. Raises the server's refusal, Unauthorized, or InfraError when the patience is over."""
-        started, patience_s = time.monotonic(), self._patience_s if patience_s is None else patience_s
+        now_s = asyncio.get_running_loop().time
+        started, patience_s = now_s(), self._patience_s if patience_s is None else patience_s
         failures, asks_first = 0, False
         while True:
             try:
@@ -98,12 +123,11 @@ class RawClient:
                 asks_first = asks_first or broke_off
                 lost = broke_off or isinstance(error, FileNotFoundError) or error.code() is grpc.StatusCode.UNAVAILABLE
                 since = min(max(started, self._answered_s), started + _MAX_PATIENCES * patience_s) if lost else started
-                self._raise_if_final(method, error, since + patience_s)
-            self._file = _UNREAD
-            self._take_new_certificates()
+                self._raise_if_final(method, error, is_over=now_s() >= since + patience_s)
+            self._transport.refresh()
             await asyncio.sleep(_BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)])
             failures += 1
-        self._failures_before_doubt, self._answered_s = _DOUBT_AFTER, time.monotonic()
+        self._failures_before_doubt, self._answered_s = _DOUBT_AFTER, now_s()
         self.position = max(self.position, envelope.position)
         if envelope.refusal is not None:
             raise error_of(envelope.refusal)
@@ -111,15 +135,75 @@ class RawClient:
 
     async def close(self) -> None:
         """Close the connection."""
-        channels, self._retired = [*self._retired, self._channel], []
-        self._channel, self._target = None, ""
-        for channel in channels:
-            if channel is not None:
-                await channel.close()
+        await self._transport.close()
 
     async def _attempt(self, method: str, body: bytes, deadline_s: float, *, asks_first: bool) -> Envelope:
-        channel = await self._connected()
         path, metadata = f"/{self._service}/{method}", self._metadata(len(body))
+        reply = await self._transport.attempt(path, body, metadata, deadline_s, asks_first=asks_first)
+        try:
+            return wire.decode(reply, Envelope)
+        except msgspec.MsgspecError as error:
+            raise InfraError(f"{method}: {self._transport.target} replies in another protocol ({error})") from error
+
+    def _metadata(self, size_bytes: int) -> Metadata:
+        fields = {
+            "name": self._name, "session": self.session, "right": self._right, "run": self.run_id,
+            "protocol": str(wire.PROTOCOL_VERSION), "config": self._config_digest, "bytes": str(size_bytes),
+        }  # fmt: skip
+        metadata = [(f"jaxroll-{key}", value) for key, value in fields.items()]
+        return (*metadata, *self._proof)
+
+    async def _raise_if_tls_mismatch(self, method: str, error: grpc.aio.AioRpcError | FileNotFoundError) -> None:
+        """Raise Unauthorized if the TLS settings of the two ends do not match, which waiting does not fix."""
+        now_s = asyncio.get_running_loop().time()
+        if isinstance(error, FileNotFoundError) or error.code() is not grpc.StatusCode.UNAVAILABLE:
+            return
+        if now_s - self._diagnosed_s < _DIAGNOSE_EVERY_S:
+            return
+        self._diagnosed_s = now_s
+        if (why := await self._transport.diagnosis()) is not None:
+            raise Unauthorized(f"{self._service}.{method} at {self._transport.target}: {why}") from error
+
+    def _raise_if_final(self, method: str, error: grpc.aio.AioRpcError | FileNotFoundError, *, is_over: bool) -> None:
+        """Raise the error of a call that must not be repeated, or whose patience `is_over`."""
+        where = f"{self._service}.{method} at {self._transport.target}"
+        if isinstance(error, FileNotFoundError):
+            if is_over:
+                raise InfraError(f"{where}: no address in that file; is its server running?") from error
+            return
+        code, details = error.code(), error.details() or ""
+        if code in _UNAUTHORIZED:
+            raise Unauthorized(f"{where}: {details}") from error
+        if code is grpc.StatusCode.INVALID_ARGUMENT or _TOO_LARGE in details:
+            raise StoreRefusal(f"{where}: {details}") from error
+        if code not in _RETRYABLE and not _broke_off(error):
+            raise InfraError(f"{where}: {code.name}: {details}") from error
+        if is_over:
+            kind = DeadlineExceeded if code is grpc.StatusCode.DEADLINE_EXCEEDED else InfraError
+            raise kind(f"{where}: no answer ({code.name}: {details}); patience is over") from error
+
+
+class GrpcTransport:
+    """Transport over grpc.aio: a channel to the server's current address, with the current certificates."""
+
+    def __init__(self, address: str | Path, max_message_bytes: int, tls: Material | None) -> None:
+        self._address, self._max_message_bytes, self._tls = address, max_message_bytes, tls
+        self._target = self._target_written = ""
+        self._file = _UNREAD
+        self._channel: grpc.aio.Channel | None = None
+        self._tls_files: tuple[tuple[int, int], ...] = ()  # identity of the certificates that the channel was made with
+        self._retired: list[grpc.aio.Channel] = []
+
+    @property
+    def target(self) -> str:
+        """See Transport."""
+        return self._target or str(self._address)
+
+    async def attempt(
+        self, path: str, body: bytes, metadata: Metadata, deadline_s: float, *, asks_first: bool
+    ) -> bytes:
+        """See Transport."""
+        channel = await self._connected()
         if len(body) <= protocol.PIECE_BYTES:
             attempt = channel.unary_unary(path)(body, timeout=deadline_s, metadata=metadata)
         elif asks_first:
@@ -133,11 +217,24 @@ class RawClient:
             attempt = call = channel.stream_unary(path)(pieces_when_read(), timeout=deadline_s, metadata=metadata)
         else:
             attempt = channel.stream_unary(path)(_pieces(body), timeout=deadline_s, metadata=metadata)
-        answer = await _ended(attempt, deadline_s, f"{self._service}.{method} at {self._target}")
-        try:
-            return wire.decode(answer, Envelope)
-        except msgspec.MsgspecError as error:
-            raise InfraError(f"{method}: {self._target} replies in another protocol ({error})") from error
+        return await _ended(attempt, deadline_s, f"{path[1:].replace('/', '.')} at {self.target}")
+
+    async def diagnosis(self) -> str | None:
+        """See Transport."""
+        return await asyncio.to_thread(tls_files.diagnosis, self._target, self._tls)
+
+    def refresh(self) -> None:
+        """See Transport."""
+        self._file = _UNREAD
+        self._take_new_certificates()
+
+    async def close(self) -> None:
+        """See Transport."""
+        channels, self._retired = [*self._retired, self._channel], []
+        self._channel, self._target = None, ""
+        for channel in channels:
+            if channel is not None:
+                await channel.close()
 
     async def _connected(self) -> grpc.aio.Channel:
         """The channel to the server's current address; the address file is read before every attempt."""
@@ -173,42 +270,6 @@ class RawClient:
                 raise FileNotFoundError(errno.ENOENT, "holds no address", str(path))
             self._file = identity
         return self._target_written
-
-    def _metadata(self, size_bytes: int) -> tuple[tuple[str, str], ...]:
-        fields = {
-            "name": self._name, "session": self.session, "right": self._right, "run": self.run_id,
-            "protocol": str(wire.PROTOCOL_VERSION), "config": self._config_digest, "bytes": str(size_bytes),
-        }  # fmt: skip
-        metadata = [(f"jaxroll-{key}", value) for key, value in fields.items()]
-        return (*metadata, *self._proof)
-
-    async def _raise_if_tls_mismatch(self, method: str, error: grpc.aio.AioRpcError | FileNotFoundError) -> None:
-        """Raise Unauthorized if the TLS settings of the two ends do not match, which waiting does not fix."""
-        if isinstance(error, FileNotFoundError) or error.code() is not grpc.StatusCode.UNAVAILABLE:
-            return
-        if time.monotonic() - self._diagnosed_s < _DIAGNOSE_EVERY_S:
-            return
-        self._diagnosed_s = time.monotonic()
-        why = await asyncio.to_thread(tls_files.diagnosis, self._target, self._tls)
-        if why is not None:
-            raise Unauthorized(f"{self._service}.{method} at {self._target}: {why}") from error
-
-    def _raise_if_final(self, method: str, error: grpc.aio.AioRpcError | FileNotFoundError, give_up: float) -> None:
-        where = f"{self._service}.{method} at {self._target or self._address}"
-        if isinstance(error, FileNotFoundError):
-            if time.monotonic() >= give_up:
-                raise InfraError(f"{where}: no address in that file; is its server running?") from error
-            return
-        code, details = error.code(), error.details() or ""
-        if code in _UNAUTHORIZED:
-            raise Unauthorized(f"{where}: {details}") from error
-        if code is grpc.StatusCode.INVALID_ARGUMENT or _TOO_LARGE in details:
-            raise StoreRefusal(f"{where}: {details}") from error
-        if code not in _RETRYABLE and not _broke_off(error):
-            raise InfraError(f"{where}: {code.name}: {details}") from error
-        if time.monotonic() >= give_up:
-            kind = DeadlineExceeded if code is grpc.StatusCode.DEADLINE_EXCEEDED else InfraError
-            raise kind(f"{where}: no answer ({code.name}: {details}); patience is over") from error
 
 
 def _broke_off(error: grpc.aio.AioRpcError | FileNotFoundError) -> bool:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -22,7 +21,7 @@ from jaxroll import metrics, wire
 from jaxroll.errors import InfraError, NoCredit, NotReady, StoreRefusal
 from jaxroll.records import Claim, ClaimedGroup, Grant, Member, Version, VersionRef
 from jaxroll.rpc import auth, protocol, tls
-from jaxroll.rpc.client import RawClient
+from jaxroll.rpc.client import RawClient, Transport
 from jaxroll.rpc.protocol import error_of
 from jaxroll.store import messages as msg
 from jaxroll.store.messages import MAX_PUTS, Key, PutAnswer, PutCall, PutReply, Welcome
@@ -45,7 +44,7 @@ class StoreClient:
     @classmethod
     async def connect(
         cls,
-        address: str | Path,
+        address: str | Path | Transport,
         *,
         role: str,
         name: str,
@@ -56,7 +55,7 @@ class StoreClient:
         run_dir: Path | None = None,
         session: str = "",
     ) -> StoreClient:
-        """A connected client, after the store's welcome. `address` is host:port, or the file (RUN/store.addr) with it.
+        """A connected client, after the store's welcome. `address`: host:port, the file with it, or a transport.
 
         `session` is that of another client whose claims this one fetches rows of: the hosts of one learner share a
         name and a session. Without it the client gets a session of its own.
@@ -163,11 +162,12 @@ class StoreClient:
         With `in_turn` the reply waits for the caller's update slot (`schedule.rolling_updates`); its next call
         gives the slot back.
         """
-        deadline = time.monotonic() + wait_s
+        now_s = asyncio.get_running_loop().time
+        deadline = now_s() + wait_s
         while True:
-            left_s = min(max(0.0, deadline - time.monotonic()), protocol.MAX_WAIT_S)
+            left_s = min(max(0.0, deadline - now_s()), protocol.MAX_WAIT_S)
             reply = await self._call("Published", msg.PublishedCall(known, left_s, in_turn), msg.PublishedReply, left_s)
-            if reply.snapshot is not None or time.monotonic() >= deadline:
+            if reply.snapshot is not None or now_s() >= deadline:
                 return reply.snapshot
 
     async def ack(self, version: Version) -> None:
@@ -204,14 +204,15 @@ class StoreClient:
 
 async def _until(ask, wait_s: float, not_yet: type[Exception]):
     """The reply of `ask(seconds to wait)`, repeated in waits that the store allows, until `wait_s` is over."""
-    deadline = time.monotonic() + wait_s
+    now_s = asyncio.get_running_loop().time
+    deadline = now_s() + wait_s
     while True:
-        left_s = min(max(0.0, deadline - time.monotonic()), protocol.MAX_WAIT_S)
+        left_s = min(max(0.0, deadline - now_s()), protocol.MAX_WAIT_S)
         try:
             return await ask(left_s)
         except not_yet as refusal:
             retry_s = getattr(refusal, "retry_after_s", 0.0)
-            if time.monotonic() + retry_s >= deadline or left_s < protocol.MAX_WAIT_S:
+            if now_s() + retry_s >= deadline or left_s < protocol.MAX_WAIT_S:
                 raise
 
 

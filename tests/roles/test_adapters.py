@@ -1,5 +1,6 @@
 """Adapters that travel by themselves: engines compute with what they would have been sent merged."""
 
+import asyncio
 import dataclasses
 
 import jax
@@ -60,9 +61,10 @@ def test_an_engine_gets_the_same_from_adapters_as_from_merged_parameters(tmp_pat
         for version in (Version(0, 0), Version(0, 1), Version(0, 2)):
             trainer.state = dataclasses.replace(trainer.state, params=stirred(trainer.state.params, version.step))
             assert trainer.publishable_params() is trainer.state.params
-            staged = adapted.fetch(alone.publish(version, trainer.publishable_params()))
+            staged = asyncio.run(adapted.fetch(alone.publish(version, trainer.publishable_params())))
             sizes.append(staged.fetched_bytes)
-            found, wanted = adapted.place(staged), whole.place(whole.fetch(merged.publish(version, trainer.params())))
+            merged_staged = asyncio.run(whole.fetch(merged.publish(version, trainer.params())))
+            found, wanted = adapted.place(staged), whole.place(merged_staged)
             assert found.keys() == wanted.keys() == params.abstract(spec).keys()
             for name, leaf in wanted.items():
                 assert found[name].dtype == leaf.dtype == jnp.dtype(compute) and found[name].sharding == leaf.sharding

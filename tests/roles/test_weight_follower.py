@@ -92,6 +92,10 @@ def test_weights_that_come_at_once_are_not_reported(monkeypatch: pytest.MonkeyPa
     assert followed(Script((snapshot(1), None), (snapshot(2), None)), monkeypatch).lines == []
 
 
+async def fetched(ref: VersionRef) -> Any:
+    return SimpleNamespace(fetched_bytes=4)
+
+
 class SlowEngine:
     """A host and its engine, which computes with the new weights after `looks` calls of `stats`."""
 
@@ -116,7 +120,7 @@ def test_with_rolling_updates_a_load_ends_when_the_engine_computes_with_the_weig
     engine: Any = SlowEngine(looks)
     spans: list[tuple[str, int]] = []
     progress: Any = SimpleNamespace(span=lambda what, *_, **__: spans.append((what, engine.calls)))
-    arriving: Any = SimpleNamespace(fetch=lambda snapshot: SimpleNamespace(fetched_bytes=4))
+    arriving: Any = SimpleNamespace(fetch=fetched)
     follower = weights.WeightFollower(engine, arriving, progress, in_force_s)
     asyncio.run(follower.load(snapshot(1)))
     assert spans == [("fetch", calls), ("weight_swap", calls)]
@@ -126,7 +130,7 @@ def test_with_rolling_updates_a_load_ends_when_the_engine_computes_with_the_weig
 def test_the_wait_for_a_weight_swap_is_bounded() -> None:
     engine: Any = SlowEngine(10**9)
     progress: Any = SimpleNamespace(span=lambda *_, **__: None)
-    arriving: Any = SimpleNamespace(fetch=lambda snapshot: SimpleNamespace(fetched_bytes=4))
+    arriving: Any = SimpleNamespace(fetch=fetched)
     follower = weights.WeightFollower(engine, arriving, progress, in_force_s=0.05)
     asyncio.run(asyncio.wait_for(follower.load(snapshot(1)), 20.0))
     assert engine.calls >= 1

@@ -410,7 +410,7 @@ def test_a_call_that_grpc_does_not_end_at_its_deadline_is_ended(size: int, monke
 
     async def job() -> None:
         async with server(Service()) as port, client(f"127.0.0.1:{port}") as raw:
-            channel = await raw._connected()
+            channel = await raw._transport._connected()
             for kind in ("unary_unary", "stream_unary"):
                 monkeypatch.setattr(channel, kind, without_deadlines(getattr(channel, kind)))
             with pytest.raises(InfraError, match="gRPC did not end a call"):

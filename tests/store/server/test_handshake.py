@@ -74,7 +74,7 @@ def test_a_message_too_large_is_refused_before_it_is_read(tmp_path: Path, small:
 
     async def large() -> None:
         async with small.serving(tmp_path, config), small.connected(tmp_path, config, "sampler") as sampler:
-            with pytest.raises(StoreRefusal, match="1048577 bytes; at most 1048576"):
+            with pytest.raises(StoreRefusal, match="1048577 bytes; the limit is 1048576"):
                 await sampler._raw.call("Put", bytes(2**20 + 1), 5.0)
             assert (await sampler.status())["issued"] == 0
 

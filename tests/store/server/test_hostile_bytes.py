@@ -268,7 +268,7 @@ def test_a_report_is_no_way_around(tmp_path: Path, small: SimpleNamespace, run, 
 
     async def reports() -> None:
         async with small.serving(tmp_path, config), small.connected(tmp_path, config, "learner") as learner:
-            with pytest.raises(StoreRefusal, match=r"at most|length <="):
+            with pytest.raises(StoreRefusal, match=r"the limit is|length <="):
                 await learner._call("Report", msg.ReportCall(rows, "r"), msg.PutReply)
 
     run(reports())
