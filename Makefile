@@ -28,7 +28,7 @@ help:
 	@echo "                  test-jetstream: only the tests with google-jetstream (with TensorFlow, 5 GB of disk)"
 	@echo "make lint         ruff and pyright"
 	@echo "make bench        every benchmark; BENCH=store ARGS=--quick for one of them"
-	@echo "make docs         the reference pages, in docs/_build"
+	@echo "make docs         the documentation site, in build/site"
 	@echo "make package      build the sdist and the wheel in dist/, and install the wheel into an empty environment"
 	@echo "make venv         only install what the tests need"
 	@echo "make peers        only install torch, tunix, jetstream, each in an environment of its own; PEERS=torch for one of them,"
@@ -70,14 +70,10 @@ BENCH ?= algorithms engine environments faults.chaos faults.hostile gpu grpo lea
 bench: venv peers
 	@set -e; for name in $(BENCH); do echo "== $$name"; $(VENV)/bin/python -m "benchmarks.$$name" $(ARGS) </dev/null; done
 
-# pdoc looks for the annotations of a NamedTuple's fields in another module than ours and says that it finds none. It
-# cannot load what needs google-jetstream, which this environment has not.
+# The site: pages of docs/, README.md and docstrings, with navigation and search. Warnings are errors; no network is used.
 docs: venv
-	@rm -rf docs/_build
-	@$(TEST_ENV) $(VENV)/bin/python -W 'ignore:Error parsing type annotation ForwardRef' \
-	  -W "ignore:Couldn't import jaxroll.engine.jetstream" \
-	  -m pdoc --docformat google -o docs/_build jaxroll '!jaxroll\.engine\.jetstream$$'
-	@echo "docs/_build/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html; for the search: $(VENV)/bin/python -m http.server --bind 127.0.0.1 --directory build/site"
 
 # uv resolves for every Python and platform at once; it lives in a folder of its own and is used for nothing else.
 # torch is pinned by hand, because its CPU build is in no ordinary index; below are the packages that its wheel asks for.
@@ -110,7 +106,7 @@ package: venv
 
 clean:
 	@find . \( -path ./.git -o -path './.venv*' -o -path ./runs \) -prune -o -type d -name __pycache__ -print0 | xargs -0 rm -rf
-	@rm -rf .cache .pytest_cache .ruff_cache .hypothesis docs/_build build dist
+	@rm -rf .cache .pytest_cache .ruff_cache .hypothesis build dist
 
 venv-demo:       ; @$(call install,demo,core + environments,--no-deps -r requirements.txt -e .)
 venv: venv-demo  ; @$(call install,test,tools for tests$(comma) and libtpu on Linux x86-64,$(TEST_REQUIREMENTS))

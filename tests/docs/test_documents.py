@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxroll
 from jaxroll import config as configs
 from jaxroll.algorithms import registry as algorithms
 from jaxroll.algorithms.tokens import Tokens
@@ -69,7 +70,7 @@ def _slug(heading: str) -> str:
 @pages
 def test_files_that_are_named_exist(page: Path) -> None:
     named = set(re.findall(r"`((?:tests|configs|launch|jaxroll|docs|colabs)/[\w./-]+)", page.read_text()))
-    assert [name for name in sorted(named) if not (ROOT / name).exists() and name != "docs/_build"] == []
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
 @pages
@@ -111,6 +112,13 @@ def _keys(tree: dict[str, Any], prefix: str = "") -> set[str]:
 
 
 # --- README, guarantees, glossary
+
+
+def test_the_notebook_is_cloned_from_the_projects_address() -> None:
+    """The notebook cannot import jaxroll before it has cloned it, so it repeats `PROJECT_URL`."""
+    cells = json.loads((ROOT / "colabs" / "jaxroll_demo.ipynb").read_text())["cells"]
+    (line,) = (line for cell in cells for line in cell["source"] if line.startswith("REPOSITORY = "))
+    assert ast.literal_eval(line.partition("=")[2].partition("#")[0].strip()) == jaxroll.PROJECT_URL
 
 
 def test_the_readme_is_short_and_shows_a_curve_early() -> None:
