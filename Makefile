@@ -72,7 +72,7 @@ bench: venv peers
 
 # The site: pages of docs/, README.md and docstrings, with navigation and search. Warnings are errors; no network is used.
 docs: venv
-	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo "build/site/index.html; for the search: $(VENV)/bin/python -m http.server --bind 127.0.0.1 --directory build/site"
 
 # uv resolves for every Python and platform at once; it lives in a folder of its own and is used for nothing else.
