@@ -1,19 +1,24 @@
-"""From claims to parameters: samples → packed micro-batches → gradients → one optimizer step → checkpoints.
+"""The learner: turns claimed groups into packed micro-batches, gradients, optimizer steps and checkpoints.
 
-    samples     what a claim's members say, as flat per-token streams (numpy)
-    credit      advantages, by the estimator of the config (numpy)
-    minibatch   shaped rewards, aggregation weights and the split of a claim into optimizer steps (numpy)
-    packing     samples → rows of a few fixed shapes (numpy)
-    state       parameters and optimizer state, born sharded
-    lora        adapters on frozen parameters, and their merge
-    optimizer   AdamW, clipping, learning-rate schedule
-    step        the compiled programs: accumulate gradients, recompute log-probs, apply
-    reference   the frozen model that a KL penalty or a preference compares with
-    critic      the second model that says what is to be earned, and its own optimizer step
-    statistics  what a step tells about itself, summed on the device
-    trainer     one claim → one new version
-    checkpoint  durable versions on disk
+Read `trainer` first (one claim in, one new version out), then `minibatch`, `packing` and `step` in the order in which
+a claim passes through them.
 
-The learner is blind to the algorithm: mask, behaviour, proximal and reference log-prob, advantage and age are streams
-of numbers, one per token; `jaxroll.algorithms` alone knows what they mean.
+    samples           the members of a claim as flat per-token streams (numpy)
+    minibatch         advantages, aggregation weights and the split of a claim into optimizer steps (numpy)
+    packing           samples → rows of a few fixed shapes (numpy)
+    sharing           the same for rows in which several answers share one copy of their prompt (numpy)
+    state             parameters, optimizer state, the optimizer itself, and the frozen reference model
+    lora              low-rank adapters on frozen parameters, and their merge
+    step              compiled programs: accumulate gradients, recompute log-probs, apply an optimizer step
+    step_metrics      training-step metrics, grouped by token age and summed on the device
+    critic            the value model with its own optimizer step
+    compiles          ahead-of-time compilation and the count of compilations
+    trainer           one claim → one new version
+    checkpoint        durable versions on disk, written by orbax
+    checkpoint_files  checkpoints as files: versions, checksums, readability (no JAX)
+    weights           parameters in a folder that other tools can open (safetensors)
+    multihost         a learner that spans several hosts
+
+The learner does not depend on the algorithm. Mask, behaviour, proximal and reference log-prob, advantage and age are
+streams of numbers, one per token; only `jaxroll.algorithms` interprets them.
 """

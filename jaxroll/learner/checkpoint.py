@@ -2,14 +2,15 @@
 
 A checkpoint is the folder `LINEAGE.STEP` (zero-padded) with two items: `state`, the arrays under flat names, and
 `about`, a JSON object with version, log position and the shape of every array. Orbax writes into a folder with another
-name and renames it when all is on disk, so a folder with the right name is a whole checkpoint. The mesh it was written
-from is not part of it: it is restored into whatever shardings are asked for.
+name and renames it when all is on disk, so a folder with the right name is a whole checkpoint. A checkpoint does not
+depend on the mesh that wrote it: `restore` accepts any shardings.
 
-`save` returns when the arrays have been copied to the host; a thread of orbax writes them, and one of ours then sums up
-the files (see `checksums`) and sees to it that they reach the disk. Nothing else waits for it.
+`save` returns when the arrays have been copied to the host. A thread of orbax writes them; a thread of this module then
+writes the checksums of the files (see `checkpoint_files`) and syncs them to disk. Nothing else waits for it.
 
-Where a state lies on several processes each of them calls `write` and `read`, for its own parts; all the rest, such as
-what is there, what is whole and what is durable, is the first one's. The folder is one that all of them reach.
+When the state is sharded over several processes, each process calls `write` and `read` for its own shards. Process 0
+does everything else: it lists checkpoints, verifies them and decides which are durable. All processes must reach the
+same folder.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ _WRITE_ERRORS = (OSError, ValueError, RuntimeError)  # orbax and tensorstore rai
 
 
 class Checkpoints:
-    """The checkpoints of one run; only the learner writes, anyone may read."""
+    """The checkpoints of one run; only the learner writes, any process may read."""
 
     def __init__(self, folder: Path, kept: int) -> None:
         if kept < 1:
             raise ConfigError("learner.checkpoints_kept", kept, "at least one checkpoint must stay to resume from")
         self.folder, self.kept = Path(folder).absolute(), kept
-        self.damaged: set[Version] = set()  # found to be when they were to be read; not what `latest` is asked for
+        self.damaged: set[Version] = set()  # `restore` found them damaged; `latest` skips them
         self._writing: list[Version] = []
         self._writer: ocp.AsyncCheckpointer | None = None
         self._settler = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-settle")
         self._settling: dict[Version, Future[None]] = {}
 
     def save(self, version: Version, position: int, state: TrainState, base: str = "") -> None:
-        """Start writing `state` as `version`; the caller may donate it as soon as this returns.
+        """Start writing `state` as `version`; the caller may donate `state` as soon as this returns.
 
-        `base` is the digest of what a state of adapters is put on (`Trainer.base_digest`).
+        `base` is the digest of the frozen parameters under adapters (`Trainer.base_digest`).
 
-        Waits for the write before it, if that still goes on. A version that is already on disk is not written again.
+        Waits for the previous write if it is still running. A version that is already on disk is not written again.
         """
         self._writing.append(version)
         if self.path(version).exists():
@@ -62,7 +63,7 @@ class Checkpoints:
         self.write(version, position, state, base)
 
     def write(self, version: Version, position: int, state: TrainState, base: str) -> None:
-        """Start writing this process's parts of `state`; it is whole once all have written theirs."""
+        """Start writing this process's shards of `state`; the checkpoint is whole once all processes have written."""
         self._writer = self._writer or ocp.AsyncCheckpointer(_handler())
         arrays = _flat(state)
         about = {
@@ -82,7 +83,7 @@ class Checkpoints:
     def finished(self, *, wait: bool) -> list[Version]:
         """Versions that have become durable since the last call, oldest first; with `wait`, all that were started.
 
-        Raises InfraError when a write failed, or what was written cannot be opened. Nothing is removed: see
+        Raises InfraError when a write failed or a written checkpoint cannot be opened. Removes nothing: see
         `remove_old`.
         """
         self._raise_failure(wait)
@@ -100,20 +101,21 @@ class Checkpoints:
         return durable
 
     def remove_old(self, durable: Version) -> None:
-        """Remove checkpoints older than `durable`, so that `kept` are left with it.
+        """Remove checkpoints older than `durable`, so that `kept` are left, `durable` included.
 
-        Only once the store knows that `durable` is: a learner that another one has replaced (while it was suspended,
-        say) is refused there, and must not remove what its successor started from.
+        Call this only after the store has recorded that `durable` is durable. The store refuses a learner that has
+        been replaced (for example while it was suspended), and such a learner must not remove the checkpoint that its
+        successor started from.
         """
         older = [version for version in self.versions() if version < durable]
         for version in older[: max(0, len(older) - (self.kept - 1))]:
             removed = self.path(version).with_name(f"{self.path(version).name}.removed")
             shutil.rmtree(removed, ignore_errors=True)
-            self.path(version).rename(removed)  # first: who looks meanwhile finds it whole or not at all
+            self.path(version).rename(removed)  # first: a reader finds the checkpoint whole or not at all
             shutil.rmtree(removed, ignore_errors=True)
 
     def wait(self) -> list[Version]:
-        """Versions that have become durable since the last call, once no write is going on."""
+        """Versions that have become durable since the last call, after waiting for all writes."""
         return self.finished(wait=True)
 
     def versions(self) -> tuple[Version, ...]:
@@ -121,28 +123,28 @@ class Checkpoints:
         return checkpoint_files.versions(self.folder)
 
     def latest(self, usable: Callable[[Version], bool] = lambda version: True) -> Version | None:
-        """The newest usable checkpoint: of the highest lineage, the highest step; None when there is none.
+        """The newest usable checkpoint (highest lineage, then highest step); None when there is none.
 
-        Those that `restore` found damaged are not usable.
+        Checkpoints that `restore` found damaged are not usable.
         """
         return max((v for v in self.versions() if v not in self.damaged and usable(v)), default=None)
 
-    def at(self, words: str) -> Version | None:
-        """The checkpoint that STEP or LINEAGE.STEP names (of the highest lineage that has it), or "" for the newest.
+    def at(self, name: str) -> Version | None:
+        """The checkpoint named STEP (of the highest lineage that has it), LINEAGE.STEP, or "" (the newest).
 
-        None is the run's beginning, step 0, when it has no checkpoint. ConfigError when there is no such checkpoint.
+        None means the start of the run: step 0, which has no checkpoint. ConfigError when there is no such checkpoint.
         """
-        lineage, dot, step = words.rpartition(".")
-        found = [v for v in self.versions() if words in ("", str(v)) or (not dot and words == str(v.step))]
+        lineage, dot, step = name.rpartition(".")
+        found = [v for v in self.versions() if name in ("", str(v)) or (not dot and name == str(v.step))]
         if found:
             return max(found)
         if step == "0" and lineage in ("", "0"):
             return None
         have = ", ".join(map(str, self.versions())) or "none"
-        raise ConfigError("--fork", words, "no such checkpoint in this run", f"There are: {have}.")
+        raise ConfigError("--fork", name, "no such checkpoint in this run", f"There are: {have}.")
 
     def about(self, version: Version) -> dict[str, Any]:
-        """What the checkpoint says about itself: format, lineage, step, position, arrays."""
+        """The checkpoint's metadata: format, lineage, step, position, arrays."""
         self._check_whole(version)
         try:
             return checkpoint_files.about(self.path(version))
@@ -152,11 +154,12 @@ class Checkpoints:
     def restore(
         self, version: Version, abstract: TrainState, base: str = "", *, durable: bool = False
     ) -> tuple[TrainState, int]:
-        """The state of `version`, lying as `abstract` says, and its log position.
+        """The state of `version`, sharded like `abstract`, and its log position.
 
-        One that the store knows to be `durable` has sums; without that they are looked at where there are any.
-        Raises InfraError when it is not there, CheckpointDamaged when it cannot be read or is not what was written,
-        ConfigError when it is of another model or optimizer, or its adapters were trained on another `base`.
+        Pass `durable` when the store has recorded the version as durable: its checksums must then exist. Otherwise
+        they are checked only if they exist.
+        Raises InfraError when the checkpoint is missing, CheckpointDamaged when it cannot be read or differs from what
+        was written, ConfigError when its model, its optimizer or the `base` of its adapters is another one.
         """
         self._check_whole(version)
         if wrong := checkpoint_files.damage(self.path(version), durable=durable):
@@ -168,7 +171,7 @@ class Checkpoints:
         return self.read(version, abstract), int(about["position"])
 
     def read(self, version: Version, abstract: TrainState) -> TrainState:
-        """This process's parts of a checkpoint that was found to be this model's. CheckpointDamaged like `restore`."""
+        """This process's shards of a checkpoint that `restore` has checked. Raises CheckpointDamaged like `restore`."""
         wanted = _flat(abstract)
         arguments = jax.tree.map(
             lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), wanted
@@ -179,16 +182,16 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
 
     def settle(self, version: Version) -> None:
-        """Make a whole checkpoint durable whose writer was killed before it had summed it up; else without effect."""
+        """Make a whole checkpoint durable if its writer was killed before writing checksums; otherwise do nothing."""
         if not (self.path(version) / checkpoint_files.SUMS).exists():
             _settle(self.path(version))
 
     def path(self, version: Version) -> Path:
-        """Where `version` is or would be."""
+        """The path of `version`, which need not exist."""
         return checkpoint_files.path_of(self.folder, version)
 
     def close(self) -> None:
-        """Wait for what is being written and let the writer's threads go."""
+        """Wait for running writes and stop the writer's threads."""
         writer, self._writer = self._writer, None
         try:
             if writer is not None:
@@ -232,9 +235,9 @@ class Checkpoints:
         return InfraError(f"writing a checkpoint to {self.folder} failed: {error}. {advice}".strip())
 
     def _discard_unfinished(self, lineage: int) -> None:
-        """Remove what a killed learner left half-written or half-removed; it has no checkpoint's name.
+        """Remove folders that a killed learner left half-written or half-removed, known by their temporary names.
 
-        What a higher lineage writes is left: it belongs to the learner that has replaced this one.
+        Folders of a higher lineage stay: they belong to the learner that has replaced this one.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -247,18 +250,17 @@ class Checkpoints:
 
 
 def _settle(folder: Path) -> None:
-    """Sum up a whole checkpoint and make it survive a power cut; InfraError when it cannot be opened."""
+    """Write the checksums of a whole checkpoint and sync it to disk; InfraError when it cannot be opened."""
     if wrong := checkpoint_files.unreadable(folder):
         raise InfraError(f"checkpoint {folder} was written and cannot be read ({wrong})")
     checkpoint_files.write(folder)
-    disk.sync_folder(folder)  # orbax renames without asking the disk
+    disk.sync_folder(folder)  # orbax renames without fsync
 
 
 def _handler() -> ocp.CompositeCheckpointHandler:
-    """How the two items are written: replicas whole by their first owner.
-
-    Orbax would let every replica write a slice of it, and compiles a program for each shape to cut them.
-    """
+    """The handlers of the two items."""
+    # By default orbax lets every replica write a slice, and compiles a program per shape to cut the slices.
+    # Here the first replica writes the whole array.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     return ocp.CompositeCheckpointHandler(
@@ -267,7 +269,7 @@ def _handler() -> ocp.CompositeCheckpointHandler:
 
 
 def _flat(state: TrainState) -> dict[str, Any]:
-    """The leaves of `state` by name, such as "params['embed']"; independent of optax's classes."""
+    """The leaves of `state` by name, such as "params['embed']"; the names do not depend on optax's classes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in leaves}
 

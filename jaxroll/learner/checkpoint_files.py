@@ -1,6 +1,6 @@
-"""Checkpoint files of a run: versions, contents, checksums, readability. No JAX.
+"""Checkpoints as files: versions, metadata, checksums, readability. No JAX.
 
-What a checkpoint is and how it is written says `checkpoint`; this is what can be known of one without loading it.
+`checkpoint` describes the layout and writes it; this module inspects a checkpoint without loading its arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
 class _About(msgspec.Struct):
-    """What every checkpoint says of itself, as far as it must be right to be read at all."""
+    """The part of a checkpoint's metadata without which it cannot be read."""
 
     position: Annotated[int, msgspec.Meta(ge=0)]
     arrays: dict[str, Annotated[list[str | _Size], msgspec.Meta(min_length=1)]]
@@ -42,14 +42,14 @@ PARAMS = re.compile(r"params\['(.+)'\]")
 
 @dataclass(frozen=True)
 class Entry:
-    """One whole checkpoint. `position` is that of the store's log when it was written; `problem` is empty if none."""
+    """One whole checkpoint. `position` is the store's log position at the time of writing; `problem` may be empty."""
 
     version: Version
     path: Path
     position: int
     size_bytes: int
     written_s: float  # since the epoch
-    summed: bool  # its files were summed up and have reached the disk
+    summed: bool  # it has checksums and was synced to disk
     problem: str
 
 
@@ -62,14 +62,14 @@ def versions(folder: Path) -> tuple[Version, ...]:
 
 
 def path_of(folder: Path, version: Version) -> Path:
-    """Where `version` is or would be."""
+    """The path of `version`, which need not exist."""
     return folder / f"{version.lineage:04d}.{version.step:08d}"
 
 
 def entries(folder: Path, *, verify: bool) -> list[Entry]:
-    """Every whole checkpoint, oldest first. With `verify` all bytes are compared with their sums, all arrays opened.
+    """Every whole checkpoint, oldest first. With `verify`, check the checksum of every file and open every array.
 
-    One that the run removes meanwhile is left out.
+    A checkpoint that the run removes meanwhile is left out.
     """
     found = []
     for version in versions(folder):
@@ -82,28 +82,28 @@ def entries(folder: Path, *, verify: bool) -> list[Entry]:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """What a checkpoint says about itself: format, lineage, step, position, arrays. CheckpointDamaged if unreadable."""
+    """A checkpoint's metadata: format, lineage, step, position, arrays. CheckpointDamaged if unreadable."""
     file = path / ABOUT / _ABOUT_FILE
     try:
-        said = disk.read_json(file)
-        msgspec.convert(said, _About)
-        for dtype, *shape in said["arrays"].values():
+        found = disk.read_json(file)
+        msgspec.convert(found, _About)
+        for dtype, *shape in found["arrays"].values():
             msgspec.convert(shape, tuple[_Size, ...])
             if np.dtype(dtype).hasobject:
                 raise DataError(f"an array of {dtype}")
     except (OSError, DataError, ValueError, TypeError) as error:  # msgspec's errors are ValueErrors
         raise CheckpointDamaged(one_line(f"{file} cannot be read ({error})")) from error
-    return said
+    return found
 
 
 def params(about: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtype and shape of every parameter by its flat name, of what a checkpoint says about itself."""
+    """Dtype and shape of every parameter by its flat name, from a checkpoint's metadata."""
     named = ((PARAMS.fullmatch(name), described) for name, described in about["arrays"].items())
     return {match[1]: (dtype, tuple(shape)) for match, (dtype, *shape) in named if match}
 
 
 def unreadable(path: Path, *, every_byte: bool = False) -> str:
-    """Why the arrays of a checkpoint cannot be opened; empty when they can. With `every_byte` all are read."""
+    """The reason why a checkpoint's arrays cannot be opened; empty when they can. With `every_byte` read all values."""
     try:
         arrays = about(path)["arrays"]
     except CheckpointDamaged as error:
@@ -119,23 +119,23 @@ def _entry(version: Version, path: Path, *, verify: bool) -> Entry:
         problem = str(error)
     if verify:
         problem = damage(path) or unreadable(path, every_byte=True)
-    summed = (path / SUMS).exists()  # first: of one that is removed meanwhile it would be gone
+    summed = (path / SUMS).exists()  # before the walk below, which fails if the run removes the checkpoint meanwhile
     sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
     return Entry(version, path, position, sum(sizes), path.stat().st_mtime, summed, problem)
 
 
 # --- readability: every array can be opened, without JAX and without loading it
 #
-# Orbax writes the arrays of each process into a database of its own and then merges these into one. When it finds no
+# Orbax writes the arrays of each process into a separate database and then merges these into one. When it finds no
 # process's database (as under a path that its glob pattern does not match) it skips the merge and reports success.
 
 _MANIFEST, _SHAPE = "manifest.ocdbt", ".zarray"
 
 
 def problem(state: Path, arrays: Mapping[str, Iterable[Any]], *, every_byte: bool = False) -> str:
-    """Why the arrays in the folder `state` cannot be opened; empty when they can.
+    """The reason why the arrays in the folder `state` cannot be opened; empty when they can.
 
-    `arrays` holds dtype and shape by name, as the checkpoint describes itself. With `every_byte` all values are read.
+    `arrays` holds dtype and shape by name, from the checkpoint's metadata. With `every_byte` all values are read.
     """
     import tensorstore  # 0.2 s, and only where a checkpoint is written or verified
 
@@ -161,14 +161,12 @@ def problem(state: Path, arrays: Mapping[str, Iterable[Any]], *, every_byte: boo
     return ""
 
 
-# --- checksums: what is read is what was written, or the damaged file is named
+# --- checksums: a damaged file is found and named before training continues from it
 #
-# They are taken once the folder is complete and before the store hears that it is durable, so one that counts has them.
-# A whole folder without them is one whose writer was killed in between: it counts for nobody, and a learner that goes
-# on
-# from it takes them then, before it says so. Orbax finds damage in its own metadata, but the bytes of arrays carry no
-# sum
-# of their own: a flipped bit in them would be trained on.
+# They are written once the folder is complete and before the store records the checkpoint as durable, so every durable
+# checkpoint has them. A whole folder without checksums is one whose writer was killed in between: it is not durable,
+# and a learner that resumes from it writes them before it reports the checkpoint. Orbax detects damage in its own
+# metadata, but the bytes of arrays carry no checksum: a flipped bit in them would go unnoticed.
 
 SUMS = "sums.json"
 _DIGEST, _LIMIT_BYTES = "blake2b", 64 << 20
@@ -179,7 +177,7 @@ class _Sums(msgspec.Struct):
 
 
 def write(folder: Path) -> None:
-    """Put the sums of all files of `folder` beside them, in one rename; again without effect."""
+    """Write the checksums of all files of `folder` into it, in one rename; do nothing if they exist."""
     if (folder / SUMS).exists():
         return
     draft = folder / f".{SUMS}"
@@ -188,18 +186,18 @@ def write(folder: Path) -> None:
 
 
 def damage(folder: Path, *, durable: bool = False) -> str:
-    """What is wrong with the files of `folder`, in words; empty when nothing is.
+    """The first difference between the files of `folder` and their checksums, as a message; empty when there is none.
 
-    Without sums there is nothing to go by, and that is wrong only of one that is known to be `durable`.
+    Missing checksums count as damage only for a checkpoint that is known to be `durable`.
     """
     try:
-        said = msgspec.convert(disk.read_json(folder / SUMS, _LIMIT_BYTES), _Sums).files
+        expected = msgspec.convert(disk.read_json(folder / SUMS, _LIMIT_BYTES), _Sums).files
     except FileNotFoundError:
         return f"{SUMS} is gone: it was written before the checkpoint was durable" if durable else ""
-    except (OSError, DataError, msgspec.ValidationError) as error:  # no JSON any more, or not what `write` makes
+    except (OSError, DataError, msgspec.ValidationError) as error:  # not JSON, or JSON that `write` does not write
         return one_line(f"{SUMS} is damaged: {error}")
     found = _sums(folder)
-    for name, digest in sorted(said.items()):
+    for name, digest in sorted(expected.items()):
         if found.get(name) != digest:
             return one_line(f"{one_line(name, 300)} is {'not what was written' if name in found else 'gone'}")
     return ""

@@ -1,4 +1,4 @@
-"""Programs compiled ahead of time, and how many XLA has compiled on this thread: the witness that no more are."""
+"""Programs compiled ahead of time, and a counter of XLA compilations that shows that no others are compiled."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 class AheadOfTime:
     """Programs by name and number of rows, each compiled once; calls only look them up.
 
-    `lowered(name, rows)` gives one before compilation; `who` and the tokens of a row are for what is said of it.
+    `lowered(name, rows)` returns a program before compilation. `owner` and `row_tokens` appear in progress messages.
     """
 
-    def __init__(self, who: str, row_tokens: int, lowered: Callable[[str, int], jax.stages.Lowered]) -> None:
-        self._who, self._row_tokens, self._lowered = who, row_tokens, lowered
+    def __init__(self, owner: str, row_tokens: int, lowered: Callable[[str, int], jax.stages.Lowered]) -> None:
+        self._owner, self._row_tokens, self._lowered = owner, row_tokens, lowered
         self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
 
     def get(self, name: str, rows: int = 0, progress: Progress | None = None) -> Callable[..., Any]:
-        """The program, compiled if it was not; says before what it is, and after it how long that took."""
+        """The program, compiled on first use; `progress` gets its name before and the duration after compilation."""
         key = (name, rows)
         if key not in self._compiled:
-            what = f"{self._who} {name}" + (f" [{rows}, {self._row_tokens}]" if rows else "")
+            what = f"{self._owner} {name}" + (f" [{rows}, {self._row_tokens}]" if rows else "")
             if progress:
                 progress(f"compiling {what}")
             started = time.monotonic()
@@ -40,9 +40,9 @@ class AheadOfTime:
 
 
 class CompileCounter:
-    """Counts what its thread compiles, from its creation or last `reset`; what the persistent cache has counts too.
+    """Count of compilations on one thread since creation or the last `reset`; hits of the persistent cache count too.
 
-    Where roles share a process, others compile for themselves.
+    It counts one thread only, because roles that share a process compile on threads of their own.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,15 @@
-"""The critic: a second set of parameters of the same decoder, with one number for every state in place of logits.
+"""The critic: a second set of parameters of the same decoder, with a value head in place of logits.
 
-It begins as the parameters that the run starts from, its value head at zero, and has an optimizer of its own. Its state
-is a part of the trainer's, so a checkpoint holds it; this file has what is done with it, and keeps nothing. It lies
-beside the parameters, or in the host's memory and on the devices only while it is used.
+It starts from the run's initial parameters with its value head at zero, and has its own optimizer. Its state is a part
+of the trainer's state, so checkpoints contain it; this module holds the programs and no state. Between two uses the
+state is stored on the devices or, with `learner.critic_offload`, in host memory.
 
     values      (params, micro-batch) → V per token                  one per row bucket
     accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
     apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
 
-R rows, T tokens of a row. The value of token t is that of the state in which it was drawn: it comes from the hidden
-state at t − 1 of the same segment, as its log-prob does.
+R rows, T tokens of a row. The value of token t is the value of the state in which it was sampled: it comes from the
+hidden state at t − 1 of the same segment, like its log-prob.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ from jaxroll.sharding.layout import Layout, batch_spec, replicated
 
 _Leaf = TypeVar("_Leaf")
 HEAD = "value"
-BEFORE, TARGET = "value", "target"  # streams: V of the claim's start, and what V should have been
+BEFORE, TARGET = "value", "target"  # streams: V at the start of the claim, and its regression target
 _READ = ("tokens", "positions", "segment_ids", packing.PROMPT_IDS, "mask", "weight")  # of the policy's streams
 
 
 def abstract(learner: LearnerConfig, spec: ModelSpec, layout: Layout) -> TrainState | None:
-    """What the state of the critic of a policy of `spec` is, lying where it lies between two uses; None for none."""
+    """The critic's state for a policy of `spec`, as ShapeDtypeStructs sharded as between two uses.
+
+    None when the config has no critic.
+    """
     if learner.critic == "none":
         return None
     transform = optimizer.of_critic(learner).transform
@@ -56,18 +59,21 @@ def abstract(learner: LearnerConfig, spec: ModelSpec, layout: Layout) -> TrainSt
 
 
 class Critic:
-    """What is done with a critic's state."""
+    """The programs that evaluate and train a critic; the caller keeps the state."""
 
     def __init__(self, learner: LearnerConfig, policy: Recipe) -> None:
         self.recipe = dataclasses.replace(
-            policy, spec=dataclasses.replace(policy.spec, value_head=True), optimizer=optimizer.of_critic(learner),
-            added=(), lora=None,
-        )  # fmt: skip
+            policy,
+            spec=dataclasses.replace(policy.spec, value_head=True),
+            optimizer=optimizer.of_critic(learner),
+            added=(),
+            lora=None,
+        )
         self.clip, self.offload = learner.value_clip, learner.critic_offload
         layout, transform = policy.layout, self.recipe.optimizer.transform
         self.here = states.abstract(self.recipe.spec, layout, transform)  # on the devices
         kept = abstract(learner, policy.spec, layout)
-        assert kept is not None  # `of` asks
+        assert kept is not None  # `of` builds a Critic only when the config has one
         self.state: TrainState = kept
         seen = {"loss": jax.ShapeDtypeStruct((), np.dtype(np.float32))}
         self.accumulator = step.described(self.here.params, seen, layout.mesh)
@@ -77,7 +83,7 @@ class Critic:
 
     @classmethod
     def of(cls, learner: LearnerConfig, policy: Recipe) -> Critic | None:
-        """The critic that the config asks for, beside a policy of this recipe; None for none."""
+        """The critic that the config asks for, for a policy with this recipe; None when it asks for none."""
         return None if learner.critic == "none" else cls(learner, policy)
 
     def compile(self, buckets: Sequence[int], progress: Progress | None = None) -> None:
@@ -89,7 +95,7 @@ class Critic:
             self._get("accumulate", rows, progress)
 
     def fresh(self, policy: Params) -> TrainState:
-        """The state before the first step, of a run that starts from the parameters `policy`."""
+        """The critic's state before the first step of a run that starts from the parameters `policy`."""
         spec, layout = self.recipe.spec, self.recipe.layout
         # Copied: a step donates the parameters that it replaces.
         params = {name: jnp.copy(policy[name]) for name in self.here.params if name != HEAD}
@@ -105,9 +111,11 @@ class Critic:
         return placing.fetched([self._get("values", _rows(of))(params, _read(of)) for of in batches])
 
     def placed(self, batch: MicroBatch, samples: Sequence[Sample], streams: Streams) -> Streams:
-        """What the critic is trained on: `streams` (those of the policy, on the devices), values and targets."""
-        given = {BEFORE: [_given(sample.value) for sample in samples],
-                 TARGET: [_given(sample.target) for sample in samples]}  # fmt: skip
+        """The critic's training streams: `streams` (the policy's, on the devices) with values and targets."""
+        given = {
+            BEFORE: [_given(sample.value) for sample in samples],
+            TARGET: [_given(sample.target) for sample in samples],
+        }
         rows = {name: packing.spread(batch, values) for name, values in given.items()}
         return _read(streams) | placing.placed(rows, self._batch)
 
@@ -116,7 +124,7 @@ class Critic:
     ) -> tuple[TrainState, list[dict[str, Any]]]:
         """The state after one optimizer step over each of `minibatches`, and their reports, still on the devices.
 
-        `state` is donated where it lies on the devices.
+        Donates `state` if it is on the devices.
         """
         if self.offload:
             state = jax.device_put(state, step.shardings_of(self.here))
@@ -134,8 +142,11 @@ class Critic:
         if name == "zeros":
             return jax.jit(lambda: step.zeroed(accumulator), out_shardings=out).lower()
         if name == "apply":
-            apply = jax.jit(self._applied, donate_argnums=(0, 1),
-                            out_shardings=(step.shardings_of(self.here), out, self._everywhere))  # fmt: skip
+            apply = jax.jit(
+                self._applied,
+                donate_argnums=(0, 1),
+                out_shardings=(step.shardings_of(self.here), out, self._everywhere),
+            )
             return apply.lower(self.here, accumulator)
         streams = {key: self._stream(rows, dtype) for key, dtype in _read(self.recipe.streams).items()}
         if name == "values":
@@ -148,14 +159,14 @@ class Critic:
         return jax.ShapeDtypeStruct((rows, self.recipe.row_tokens), dtype, sharding=self._batch)
 
     def _kept(self, state: TrainState) -> TrainState:
-        """`state` where it lies between two uses."""
+        """`state`, moved to where it is stored between two uses."""
         return jax.device_put(state, step.shardings_of(self.state)) if self.offload else state
 
     def _values(self, params: Params, streams: Streams) -> Array:
         return jnp.where(streams["mask"], token_values(self.recipe, params, streams), 0.0)
 
     def _accumulate(self, params: Params, accumulator: Accumulator, streams: Streams) -> Accumulator:
-        """Σ weight · value loss, with the weights and so with the denominators of the policy's loss."""
+        """Add ∇ Σ weight · value loss; the weights, and so the denominators, are those of the policy's loss."""
 
         def total(params: Params) -> Array:
             values = token_values(self.recipe, params, streams)
@@ -171,16 +182,16 @@ class Critic:
 
 
 def token_values(recipe: Recipe, params: Params, streams: Streams) -> Float[Array, "R T"]:
-    """V of every token of packed rows, float32; of no meaning where `mask` is False."""
+    """V of every token of packed rows, float32; undefined where `mask` is False."""
     hidden = step.hidden_states(recipe, params, streams)
     return jnp.roll(transformer.values(recipe.spec, params, hidden), 1, axis=1)
 
 
 def metrics(samples: Sequence[Sample], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a step says of its critic; `reports` are those of the minibatches, on the host.
+    """The critic's metrics of a step; `reports` are those of the substeps, on the host.
 
-    The explained variance is 1 − Var(R − V)/Var(R) over the trained tokens, R the target and V the value of the claim's
-    start; None where all targets are equal.
+    The explained variance is 1 − Var(R − V)/Var(R) over the trained tokens, where R is the target and V the value at
+    the start of the claim; None if all targets are equal.
     """
     given = [(_given(sample.value)[sample.mask], _given(sample.target)[sample.mask]) for sample in samples]
     values, targets = (

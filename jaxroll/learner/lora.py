@@ -1,4 +1,4 @@
-"""Low-rank adapters: the model computes with W + (α/r)·A·B, where W is frozen and A and B are what is trained.
+"""Low-rank adapters: the model computes with W + (α/r)·A·B, where W is frozen and A and B are trained.
 
 E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (their ΔW = BA is our AB: weights here are
 [*in, *out]). B begins at zero, so the first step sees the model that the run starts from. Samplers, evaluation and
@@ -30,7 +30,7 @@ _A, _B = ".A", ".B"
 
 @dataclass(frozen=True)
 class Lora:
-    """Which parameters are adapted, at which rank; `alpha` / `rank` scales the product."""
+    """The adapted parameters and the adapters' rank; `alpha` / `rank` scales the product."""
 
     rank: int
     alpha: float
@@ -38,7 +38,7 @@ class Lora:
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> Lora | None:
-        """The adapters that the config asks for; None where all parameters are trained."""
+        """The adapters that the config asks for; None when all parameters are trained."""
         if not learner.lora_rank:
             return None
         return cls(learner.lora_rank, learner.lora_alpha, tuple(learner.lora_targets))
@@ -49,7 +49,7 @@ class Lora:
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
-        """True if the parameter of this name has adapters: "layers.03.attn.q" of the target "attn.q"."""
+        """True if the parameter of this name has adapters: the target "attn.q" matches "layers.03.attn.q"."""
         return name.startswith("layers.") and name.split(".", 2)[2] in self.targets
 
 
@@ -65,7 +65,7 @@ def abstract(spec: ModelSpec, lora: Lora) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def shardings(spec: ModelSpec, layout: Layout, lora: Lora) -> dict[str, jax.NamedSharding]:
-    """Name to where the adapter lies: its axes as those of its parameter, the rank whole everywhere."""
+    """The sharding of every adapter by name: its parameter's axes are sharded alike, the rank axis is replicated."""
     axes = model_params.logical_axes(spec)
 
     def logical(adapter: str) -> tuple[str | None, ...]:
@@ -77,7 +77,7 @@ def shardings(spec: ModelSpec, layout: Layout, lora: Lora) -> dict[str, jax.Name
 
 
 def init(spec: ModelSpec, layout: Layout, lora: Lora, key: PRNGKeyArray) -> Params:
-    """Fresh adapters, sharded at birth: A normal with deviation 1/√in, B zero. The mesh does not change them."""
+    """Fresh adapters, created sharded: A normal with deviation 1/√in, B zero; the same on every mesh."""
     create = jax.jit(functools.partial(_created, spec, lora), out_shardings=shardings(spec, layout, lora))
     return create(key)
 
@@ -85,9 +85,9 @@ def init(spec: ModelSpec, layout: Layout, lora: Lora, key: PRNGKeyArray) -> Para
 def merged(
     spec: ModelSpec, layout: Layout | None, lora: Lora, base: Mapping[str, Array], adapters: Mapping[str, Array]
 ) -> Params:
-    """The parameters that the model computes with, by name: W, or W + (α/r)·A·B (float32) where there are adapters.
+    """The parameters that the model computes with, by name: W, or W + (α/r)·A·B (float32) for adapted parameters.
 
-    With a `layout` each product lies where its parameter does.
+    With a `layout`, each product is sharded like its parameter.
     """
     axes = model_params.logical_axes(spec)
 
@@ -102,7 +102,7 @@ def merged(
 
 
 def merged_on_host(lora: Lora, name: str, base: np.ndarray, adapters: Mapping[str, np.ndarray]) -> np.ndarray:
-    """One parameter as `merged` has it, of host arrays."""
+    """One parameter of `merged`, from host arrays."""
     if not lora.adapts(name):
         return base
     product = np.tensordot(adapters[name + _A], adapters[name + _B], 1)
@@ -110,9 +110,9 @@ def merged_on_host(lora: Lora, name: str, base: np.ndarray, adapters: Mapping[st
 
 
 def digest(base: Mapping[str, Any]) -> str:
-    """A name for the frozen parameters, by their bits: what adapters were trained on is what they are put upon.
+    """A digest of the frozen parameters' bits, which shows that adapters are applied to the base they were trained on.
 
-    Each is asked for once, and let go.
+    Reads each parameter once and keeps none.
     """
     text = ",".join(f"{name}:{int(_bit_sum(jnp.asarray(base[name], jnp.float32))):08x}" for name in sorted(base))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -120,10 +120,8 @@ def digest(base: Mapping[str, Any]) -> str:
 
 @jax.jit
 def _bit_sum(value: Array) -> Array:
-    """uint32: the sum, modulo 2³², of each number's bits mixed with its place; a sum is the same on every mesh.
-
-    Mixed before they are summed: changes at two places would else cancel, such as two signs that are turned.
-    """
+    """uint32: the sum, modulo 2³², of each number's bits hashed with its index; a sum is the same on every mesh."""
+    # Hashed before summing: otherwise two changes could cancel, such as two swapped signs.
     bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
     place = jnp.zeros(bits.shape, jnp.uint32)
     for axis, stride in enumerate(_strides(bits.shape)):
@@ -132,7 +130,7 @@ def _bit_sum(value: Array) -> Array:
 
 
 def _mixed(bits: Array) -> Array:
-    """uint32, one to one: every bit changes about half of the others (the finaliser of MurmurHash3, A. Appleby)."""
+    """uint32, bijective: every input bit changes about half of the output bits (MurmurHash3 finaliser, A. Appleby)."""
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)
@@ -155,5 +153,5 @@ def _created(spec: ModelSpec, lora: Lora, key: PRNGKeyArray) -> Params:
 
 
 def _inputs(name: str) -> int:
-    """How many of a parameter's axes are its inputs: heads and head dimension of the output projection, else one."""
+    """The number of a parameter's input axes: 2 for the output projection (heads, head dimension), 1 otherwise."""
     return 2 if name.endswith(".attn.o") else 1

@@ -1,6 +1,6 @@
-"""Optimizer batches of a claim, with their advantages: a function of the claim and the config alone.
+"""Optimizer batches of a claim, with their advantages: a pure function of the claim and the config.
 
-Rewards as earned → shuffled (the control) → shaped (overlong answers, KL to the reference) → advantages → weights.
+Rewards as earned → shuffled (in control runs) → shaped (overlong answers, KL to the reference) → advantages → weights.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jaxroll.learner.samples import Sample, of_claim
 from jaxroll.records import Claim
 
 Groups = list[list[Sample]]
-Numbers = Callable[[Sequence[Sample]], list[np.ndarray]]  # of each sample a number for every token, float [T]
+PerToken = Callable[[Sequence[Sample]], list[np.ndarray]]  # samples → one number per token of each, float [T]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """`groups` as they came, rewards untouched; `minibatches` the weighted samples of each optimizer step, in order."""
+    """`groups` as claimed, with unshaped rewards; `substeps` the weighted samples of each optimizer step, in order."""
 
     groups: Groups
     minibatches: list[list[Sample]]
@@ -40,14 +40,14 @@ def prepare(
     config: Config,
     *,
     algorithm: Algorithm | None = None,
-    costs: Numbers | None = None,
-    values: Numbers | None = None,
+    costs: PerToken | None = None,
+    values: PerToken | None = None,
 ) -> Prepared:
     """Samples of `claim` with advantages and weights, divided into `learner.minibatches` optimizer steps.
 
-    The denominators of a step are counted over all its samples, before any micro-batch is made. `costs` prices tokens
-    before advantages are taken: a KL penalty in the reward. `values` is what the critic says, in a run that has one.
-    `algorithm` is the config's, built here if it is not given.
+    The denominators of a step are counted over all its samples, before they are split into micro-batches.
+    `costs` returns per-token costs (a KL penalty in the reward), which are subtracted before advantages are computed.
+    `values` returns the critic's values, in a run that has a critic. `algorithm` is the config's, built here if None.
     """
     learner: LearnerConfig = settled(config.learner)
     groups = of_claim(claim)
@@ -56,12 +56,12 @@ def prepare(
     shaped = _shaped(shuffled(groups, claim, config.run.seed) if learner.shuffle_rewards else groups, config)
     if costs:
         priced = iter(costs([sample for group in shaped for sample in group]))
-        shaped = [[sample.charged(next(priced)) for sample in group] for group in shaped]
+        shaped = [[sample.with_costs(next(priced)) for sample in group] for group in shaped]
     if values:
-        everyone = [sample for group in shaped for sample in group]
-        judged = iter(by_critic(everyone, values(everyone), config))
+        samples = [sample for group in shaped for sample in group]
+        valued = iter(critic_advantages(samples, values(samples), config))
         credited = [
-            [replace(next(judged), reward=sample.reward, turns=sample.turns) for sample in group] for group in groups
+            [replace(next(valued), reward=sample.reward, turns=sample.turns) for sample in group] for group in groups
         ]
     else:
         advantages = (algorithm.credit or estimator(config))(shaped)
@@ -75,55 +75,53 @@ def prepare(
 
 
 def shuffled(groups: Groups, claim: Claim, seed: int) -> Groups:
-    """`groups` with rewards permuted inside each, the same way whenever this claim is trained: the control of a run."""
+    """`groups` with the rewards permuted inside each group, for control runs; the same claim is permuted alike."""
     key, out = (seed, claim.shuffle_seed, claim.step), []
     for claimed, group in zip(claim.groups, groups, strict=True):
         order = np.random.default_rng([abs(int(part)) for part in (*key, claimed.group)]).permutation(len(group))
-        out.append([sample.earning(group[other].reward) for sample, other in zip(group, order, strict=True)])
+        out.append([sample.with_reward(group[other].reward) for sample, other in zip(group, order, strict=True)])
     return out
 
 
-def divided(groups: Groups, minibatches: int, shuffle_seed: int) -> list[list[Sample]]:
-    """`minibatches` lists of samples; groups stay whole and are dealt by the claim's logged seed."""
-    if minibatches == 1:
+def divided(groups: Groups, substeps: int, shuffle_seed: int) -> list[list[Sample]]:
+    """`substeps` lists of samples; groups stay whole and are assigned at random by the claim's logged seed."""
+    if substeps == 1:
         return [[sample for group in groups for sample in group]]
     order = np.random.default_rng(abs(shuffle_seed)).permutation(len(groups))
     return [[sample for index in part for sample in groups[index]] for part in np.array_split(order, minibatches)]
 
 
 def weighted(samples: list[Sample], aggregation: str, algorithm: Algorithm, length: int = 1) -> list[Sample]:
-    """Those of `samples` that move the parameters, with the weight that `aggregation` gives each of their tokens.
+    """The samples that contribute a gradient, with the per-token weight of `aggregation`.
 
-    Where the loss is a multiple of the advantage, a sample whose advantage is 0 has no gradient: it counts in the
-    denominators, like any other (unless they count those with an advantage only), and is not computed. Groups whose
-    members all did equally well cost nothing. With a KL penalty in the loss, or a critic that has something to learn
-    of it, every sample is computed, and counts in their denominators; see `_raised` for those of the policy.
+    If the loss is a multiple of the advantage, a sample with advantage 0 has no gradient and is not computed. It still
+    counts in the denominators, unless the algorithm counts only samples with an advantage. So a group whose members
+    all earned the same reward costs no computation. With a KL penalty in the loss, or with a critic, every sample is
+    computed and counts in those denominators; `_rescaled` then corrects the denominators of the policy loss.
     """
     samples = [sample for sample in samples if sample.mask.any()]
     credited = [sample for sample in samples if sample.credited]
     skips = algorithm.multiple_of_advantage
-    everyone = algorithm.penalised or any(sample.target is not None for sample in samples)
-    if algorithm.credited_only and not (everyone and skips):
-        return _weighed(credited, aggregation, length)
-    weighed = _weighed(samples, aggregation, length)
+    needs_all = algorithm.penalised or any(sample.target is not None for sample in samples)
+    if algorithm.credited_only and not (needs_all and skips):
+        return _with_weights(credited, aggregation, length)
+    with_weights = _with_weights(samples, aggregation, length)
     if algorithm.credited_only:
-        return _raised(weighed, _weighed(credited, aggregation, length))
-    return [sample for sample in weighed if sample.credited or not skips or everyone]
+        return _rescaled(with_weights, _with_weights(credited, aggregation, length))
+    return [sample for sample in with_weights if sample.credited or not skips or needs_all]
 
 
-def _weighed(samples: list[Sample], aggregation: str, length: int) -> list[Sample]:
-    """`samples` with the weights that they have among each other."""
+def _with_weights(samples: list[Sample], aggregation: str, length: int) -> list[Sample]:
+    """`samples` with weights whose denominators count exactly these samples."""
     counts = np.array([sample.trained_tokens for sample in samples])
     weights = tokens.sequence_weights(counts, aggregation, length)
     return [replace(sample, weight=float(w)) for sample, w in zip(samples, weights, strict=True)]
 
 
-def _raised(samples: list[Sample], credited: list[Sample]) -> list[Sample]:
-    """`samples` with advantages so much larger that weight times advantage is what it is among the `credited` alone.
-
-    A token has one weight, for a penalty that is counted over everyone too. The loss is a multiple of the advantage, so
-    its denominators can stand there.
-    """
+def _rescaled(samples: list[Sample], credited: list[Sample]) -> list[Sample]:
+    """`samples` with advantages scaled so that weight · advantage is the same as among the `credited` alone."""
+    # A token has one weight, which also applies to a penalty averaged over all samples. The policy loss is a multiple
+    # of the advantage, so the ratio of the two denominators can go into the advantage.
     weights = iter(sample.weight for sample in credited)
     return [
         replace(sample, advantage=sample.advantage * (next(weights) / sample.weight)) if sample.credited else sample
@@ -132,7 +130,7 @@ def _raised(samples: list[Sample], credited: list[Sample]) -> list[Sample]:
 
 
 def _shaped(groups: Groups, config: Config) -> Groups:
-    """`groups` with the penalty for answers that come near the limit of their length."""
+    """`groups` with the penalty for answers close to the token limit."""
     limit = config.sampling.max_tokens
     last = config.learner.overlong_tokens
     if not last and preset(config.learner.algorithm).overlong:
@@ -144,18 +142,18 @@ def _shaped(groups: Groups, config: Config) -> Groups:
         cost = np.zeros(len(sample.mask))
         longest = max((turn.stop - turn.start for turn in sample.turns), default=0)
         cost[np.flatnonzero(sample.mask)[-1:]] = -overlong_penalty(longest, limit, last)
-        return sample.charged(cost)
+        return sample.with_costs(cost)
 
     return [[shaped(sample) for sample in group] for group in groups]
 
 
-# --- advantages of a claim: the algorithm's own rule, or the estimator that `learner.advantage` names
+# --- advantages of a claim: the algorithm's rule, or the estimator that `learner.advantage` names
 #
 # G is the group size, N the number of groups.
 
 _GAE = jax.jit(jax.vmap(advantage.gae, in_axes=(0, 0, 0, None, None)))
 
-_PER_GROUP: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # rewards, who can be trained on
+_PER_GROUP: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # (rewards, trainable) → advantages
     "group_std": lambda rewards, _: credit.standardised(rewards),
     "group_mean": lambda rewards, _: credit.standardised(rewards, divide_by_std=False),
     "leave_one_out": lambda rewards, _: credit.leave_one_out(rewards),
@@ -166,7 +164,7 @@ _PER_GROUP: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # rew
 
 
 def estimator(config: Config) -> credit.Credit:
-    """groups → the advantage of every member, by `learner.advantage`; with a critic see `by_critic`."""
+    """groups → the advantage of every member, by `learner.advantage`; with a critic see `critic_advantages`."""
     learner: LearnerConfig = settled(config.learner)
     kind = learner.advantage
     if kind in ("batch_std", "group_mean_batch_std"):
@@ -186,14 +184,14 @@ def warmup(config: Config) -> None:
         _gae(config, np.zeros((3, *_gae_shape(config)), np.float32))
 
 
-def by_critic(samples: Sequence[Sample], values: Sequence[np.ndarray], config: Config) -> list[Sample]:
-    """`samples` with the advantages that `values` (of each the critic's V [T]) make, with V and its targets A + V.
+def critic_advantages(samples: Sequence[Sample], values: Sequence[np.ndarray], config: Config) -> list[Sample]:
+    """`samples` with advantages A from the critic's `values` (V [T] of each sample), with V and its targets A + V.
 
-    A is GAE over the trained tokens of an episode, one after the other whoever speaks between them: what an environment
-    or another speaker says is no action and has no step in the chain, and neither has a token that was drawn and is not
-    trained on. Costs (a KL in the reward, an answer too long) are paid at their tokens; the reward of the whole episode
-    is earned at the last trained token, whatever turns may have earned. Without `learner.raw_advantages` they, not the
-    targets, are then standardised over all trained tokens of `samples`.
+    A is GAE over the trained tokens of an episode. Tokens of the environment, and sampled tokens that are not trained
+    on, are not steps of the chain: the next step is the next trained token. Costs (a KL penalty in the reward, an
+    overlong answer) count at their tokens; the whole episode's reward counts at the last trained token, regardless of
+    the rewards of single turns. Without `learner.raw_advantages` the advantages (not the targets) are then
+    standardised over all trained tokens of `samples`.
     """
     block, tokens = _gae_shape(config)
     advantages: list[np.ndarray] = []
@@ -212,14 +210,14 @@ def by_critic(samples: Sequence[Sample], values: Sequence[np.ndarray], config: C
 
 
 def token_rewards(sample: Sample) -> np.ndarray:
-    """float64 [T]: what is earned at every token; the sum is `sample.reward`, 0 where nothing is trained."""
+    """float64 [T]: the reward at every token; the sum is `sample.reward`, or 0 if no token is trained."""
     earned = np.where(sample.mask, -np.asarray(sample.costs), 0.0)
     earned[np.flatnonzero(sample.mask)[-1:]] += sample.reward - earned.sum()
     return earned
 
 
 def whitened(samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The advantages ([T] of each), standardised over the trained tokens of all samples; 0 elsewhere."""
+    """The advantages ([T] of each sample), standardised over the trained tokens of all samples; 0 elsewhere."""
     each = [a[sample.mask] for sample, a in zip(samples, advantages, strict=True)]
     every = credit.standardised(np.concatenate([np.zeros(0), *each]))
     out, first = [], 0
@@ -232,18 +230,18 @@ def whitened(samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> lis
 
 
 def _gae_shape(config: Config) -> tuple[int, int]:
-    """Samples and tokens of a block: one program serves every claim."""
+    """The numbers of samples and tokens of a block; with a fixed shape, one program serves every claim."""
     return config.schedule.groups_per_step * config.schedule.group_size, sample_tokens(config.learner)
 
 
 def _gae(config: Config, given: np.ndarray) -> np.ndarray:
-    """float32 [N, T] of rewards, values and mask [3, N, T]."""
+    """Advantages, float32 [N, T], from rewards, values and mask [3, N, T]."""
     learner = config.learner
     return np.asarray(_GAE(*given, np.float32(learner.gae_discount), np.float32(learner.gae_lambda)))
 
 
 def check_sizes(groups: Sequence[Group], size: int) -> None:
-    """DataError for a group larger than the config says."""
+    """Raise DataError if a group is larger than `schedule.group_size`."""
     largest = max((len(group) for group in groups), default=0)
     if largest > size:
         raise DataError(f"a claimed group has {largest} members, schedule.group_size is {size}")

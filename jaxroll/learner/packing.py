@@ -1,10 +1,11 @@
-"""Samples into rows of one length, rows into micro-batches of a few fixed shapes. Pure; nothing is lost or repeated.
+"""Packing of samples into rows of one length, and of rows into micro-batches of a few fixed shapes. Pure.
 
-R rows, T tokens of a row. Several samples share a row; `segment_ids` tells them apart (0 is padding) and attention
-stays inside a segment. The same samples always give the same micro-batches.
+R rows, T tokens of a row. Several samples share a row; `segment_ids` separates them (0 is padding) and attention stays
+inside a segment. The same samples always give the same micro-batches, which contain each sample exactly once.
 
-All shards wait for the slowest at the end of a micro-batch, so each should have the same work: `work` counts it.
-Rows are filled evenly and dealt whole, or samples go to the shards at once: of the two, the more even packing counts.
+All shards wait for the slowest at the end of a micro-batch, so each should have the same work (see `work`). Two
+packings are tried, and the more even one is used: fill rows evenly and assign whole rows to shards (`rows_first`), or
+assign samples to shards and pack each shard's rows (`shards_first`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, np.inf)  # tried in turn, until the sa
 
 @dataclass(frozen=True)
 class Placement:
-    """Where sample `sample` lies: `length` tokens of row `row` from `start`."""
+    """The position of sample `sample` in a micro-batch: `length` tokens of row `row` from `start`."""
 
     sample: int
     row: int
     start: int
     length: int
-    skipped: int = 0  # tokens of the sample before these: they lie in a prompt that it shares
+    skipped: int = 0  # tokens of the sample before these, stored in a shared prompt
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class MicroBatch:
 
     streams: dict[str, np.ndarray]
     placements: tuple[Placement, ...]
-    prompts: tuple[Placement, ...] = ()  # those that lie once for several samples, each of the first of them
+    prompts: tuple[Placement, ...] = ()  # shared prompts; `sample` is the first of the samples that share one
 
     @property
     def rows(self) -> int:
@@ -59,13 +60,13 @@ STREAMS: dict[str, np.dtype] = {
     "advantage": np.dtype(np.float32),
     "weight": np.dtype(np.float32),
 }
-PROMPT_IDS = "prompt_ids"  # one stream more in rows that share prompts: the segment that a token's own continues
+PROMPT_IDS = "prompt_ids"  # extra stream in rows that share prompts: the segment of the prompt that a token continues
 
 
 def row_buckets(micro_batch_rows: int, divisor: int, sharing: int = 1) -> tuple[int, ...]:
     """Row counts a micro-batch may have, largest first: `micro_batch_rows` and its halves that `divisor` still divides.
 
-    Where `sharing` rows share their prompts they count as one.
+    `sharing` rows that share their prompts count as one. ConfigError when `micro_rows` is not divisible.
     """
     if micro_batch_rows % (divisor * sharing):
         shared = f" times learner.shared_prompt_rows = {sharing}" if sharing > 1 else ""
@@ -82,7 +83,7 @@ def row_buckets(micro_batch_rows: int, divisor: int, sharing: int = 1) -> tuple[
 
 
 def split_rows(rows: int, buckets: Sequence[int]) -> list[int]:
-    """Row counts of the micro-batches that hold `rows` rows: as few rows in all, then as few batches, as possible."""
+    """Row counts of the micro-batches for `rows` rows: as few rows in total, then as few batches, as possible."""
     smallest = buckets[-1]
     left = -(-rows // smallest) * smallest
     counts = []
@@ -111,19 +112,19 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def work(lengths: np.ndarray | Sequence[int], quadratic: float) -> np.ndarray:
-    """float64: what a sample of n tokens costs, n + quadratic·n², in units of one token's matrix products.
+    """float64: the cost of a sample of n tokens, n + quadratic·n², in units of one token's matrix products.
 
-    Attention is the quadratic part: a token meets n/2 others in the mean. See `attention_share`.
+    Attention is the quadratic part: a token attends to n/2 tokens on average. See `attention_share`.
     """
     tokens = np.asarray(lengths, np.float64)
     return tokens + quadratic * tokens**2
 
 
 def attention_share(spec: ModelSpec) -> float:
-    """`quadratic` of `work` for this model: multiplications a pair of tokens costs over those that one token costs.
+    """`quadratic` of `work` for this model: multiplications per pair of tokens over multiplications per token.
 
-    Per layer a query meets a key in N·H products for its score and as many for its value, for half of all pairs; one
-    token costs a product a parameter that it is multiplied with (embeddings count once, for the logits).
+    Per layer, a query and a key need N·H multiplications for the score and as many for the value, for half of all
+    pairs. A token needs one multiplication per parameter (embeddings count once, for the logits).
     """
     products = parameter_count(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.width)
     return spec.layers * spec.heads * spec.head_dim / products
@@ -138,10 +139,11 @@ def pack(
     quadratic: float = 0.0,
     together: int = 1,
 ) -> list[MicroBatch]:
-    """Micro-batches that hold every token of `samples` exactly once; none when there are no samples.
+    """Micro-batches that contain every token of `samples` exactly once; none when there are no samples.
 
-    `shards` are the parts into which the mesh cuts the rows; `quadratic` is that of `work`. Of `samples` each
-    `together` that follow one another (2: 0 and 1, 2 and 3, …) share a row, side by side and in order.
+    `shards` is the number of parts into which the mesh divides the rows; `quadratic` is the argument of `work`. Each
+    run of `together` consecutive samples (for 2: samples 0 and 1, 2 and 3, …) is adjacent in one row, in order.
+    ConfigError when a sample (or such a run) is longer than a row.
     """
     units = [range(first, first + together) for first in range(0, len(samples), together)]
     lengths = [sum(len(samples[index].tokens) for index in unit) for unit in units]
@@ -159,7 +161,7 @@ def pack(
     ways = [rows_first(rows, lengths, cost, counts, row_tokens, shards)]
     if shards > 1 and (other := shards_first(lengths, cost, counts, row_tokens, shards)):
         ways.append(other)
-    evenest = min(ways, key=lambda way: sum(_busiest(filled, cost, shards) for filled in way))
+    evenest = min(ways, key=lambda way: sum(_largest_cost(filled, cost, shards) for filled in way))
     return [
         _filled(samples, [[index for unit in row for index in units[unit]] for row in filled], count, row_tokens)
         for filled, count in zip(evenest, counts, strict=True)
@@ -174,11 +176,11 @@ def rows_first(
     capacity: int,
     shards: int,
 ) -> list[list[list[int]]]:
-    """The rows of micro-batches of `counts` rows: `rows` as they follow one another, levelled, then dealt whole."""
+    """The rows of micro-batches of `counts` rows: consecutive `rows`, balanced, then assigned whole to shards."""
     ends = np.cumsum(counts).tolist()
     taken = [rows[end - count : end] for count, end in zip(counts, ends, strict=True)]
     return [
-        dealt(levelled(part, lengths, cost, count, capacity), cost, shards)
+        sharded(balanced(part, lengths, cost, count, capacity), cost, shards)
         for part, count in zip(taken, counts, strict=True)
     ]
 
@@ -186,12 +188,13 @@ def rows_first(
 def shards_first(
     lengths: Sequence[int], cost: np.ndarray, counts: Sequence[int], capacity: int, shards: int
 ) -> list[list[list[int]]] | None:
-    """The rows of micro-batches of `counts` rows, filled shard by shard; None where the samples do not fit in so.
+    """The rows of micro-batches of `counts` rows, filled shard by shard; None if the samples do not fit that way.
 
-    Each sample, dearest first, goes to the cheapest shard with room for it, there into the fullest such row. A shard
-    of one micro-batch takes its share of what is left, or what the dearest sample costs where that is more: beside
-    that sample all others get as much, and later micro-batches are even without it. Dear samples are few tokens for
-    their cost, so those left may be too many for the rows left: then earlier micro-batches take more (`SLACKS`).
+    Samples are placed in order of falling cost, each on the cheapest shard with room, in the fullest row that fits.
+    A shard of one micro-batch takes up to its share of the remaining cost, or the cost of the most expensive sample if
+    that is larger: the other shards are then filled to the same level, and later micro-batches are even without that
+    sample. Expensive samples have few tokens for their cost, so the remaining ones may need more rows than are left;
+    then earlier micro-batches take more (`SLACKS`).
     """
     order = sorted(range(len(lengths)), key=lambda i: (-cost[i], i))
     for slack in SLACKS:
@@ -200,27 +203,27 @@ def shards_first(
             share = sum(cost[index] for index in left) * count / rows_left / shards
             rows_left -= count
             level = max([slack * share, *(cost[index] for index in left[:1])]) if rows_left else np.inf
-            filled, left = _dearest_first(left, lengths, cost, (shards, count // shards), capacity, level)
+            filled, left = _costliest_first(left, lengths, cost, (shards, count // shards), capacity, level)
             batches.append(filled)
         if not left and all(any(filled) for filled in batches):
             return batches
     return None
 
 
-def levelled(
+def balanced(
     rows: Sequence[list[int]], lengths: Sequence[int], cost: np.ndarray, count: int, capacity: int
 ) -> list[list[int]]:
-    """The samples of `rows` in `count` rows of as even a cost as dearest-first finds; the given ones if better.
+    """The samples of `rows` in `count` rows of more even cost; the given rows if those are as even.
 
-    Full rows often admit no other arrangement: they stay, and are nearly even because they are full.
+    Full rows often allow no other arrangement; they are nearly even because they are full.
     """
     given = [*rows, *([] for _ in range(count - len(rows)))]
     order = sorted((i for row in rows for i in row), key=lambda i: (-cost[i], i))
-    even, left = _dearest_first(order, lengths, cost, (count, 1), capacity)
-    return even if not left and _busiest(even, cost, count) < _busiest(given, cost, count) else given
+    even, left = _costliest_first(order, lengths, cost, (count, 1), capacity)
+    return even if not left and _largest_cost(even, cost, count) < _largest_cost(given, cost, count) else given
 
 
-def _dearest_first(
+def _costliest_first(
     order: Sequence[int],
     lengths: Sequence[int],
     cost: np.ndarray,
@@ -228,17 +231,16 @@ def _dearest_first(
     capacity: int,
     level: float = np.inf,
 ) -> tuple[list[list[int]], list[int]]:
-    """The rows of `blocks` (how many, of how many rows each), and those of `order` for which there was no room.
+    """The rows of `blocks` (number of blocks, rows of each), and the samples of `order` that did not fit.
 
-    Each goes into the cheapest block with room for it (R. L. Graham, "Bounds on multiprocessing timing anomalies",
-    1969), if that does not lift it above `level`.
+    Each sample goes into the cheapest block with room for it (R. L. Graham, "Bounds on multiprocessing timing
+    anomalies", 1969) whose cost stays at or below `level`.
     """
     count, each = blocks
     rows: list[list[int]] = [[] for _ in range(count * each)]
     room, total, left = [capacity] * (count * each), [0.0] * count, []
     for index in order:
-        fits = [r for r in range(count * each)
-                if room[r] >= lengths[index] and total[r // each] + cost[index] <= level]  # fmt: skip
+        fits = [r for r in range(count * each) if room[r] >= lengths[index] and total[r // each] + cost[index] <= level]
         if not fits:
             left.append(index)
             continue
@@ -249,50 +251,50 @@ def _dearest_first(
     return rows, left
 
 
-def dealt(rows: list[list[int]], cost: np.ndarray, shards: int) -> list[list[int]]:
-    """`rows` in the order in which `shards` parts of a mesh get equal work: part s holds the s-th block of them."""
+def sharded(rows: list[list[int]], cost: np.ndarray, shards: int) -> list[list[int]]:
+    """`rows` reordered so that `shards` parts of a mesh get similar work; shard s computes the s-th block of rows."""
     if shards == 1:
         return rows
     totals, each = _costs(rows, cost), len(rows) // shards
-    hands: list[list[int]] = [[] for _ in range(shards)]
+    assigned: list[list[int]] = [[] for _ in range(shards)]
     held = [0.0] * shards
     for row in sorted(range(len(rows)), key=lambda r: (-totals[r], r)):
-        shard = min((s for s in range(shards) if len(hands[s]) < each), key=lambda s: (held[s], s))
-        hands[shard].append(row)
+        shard = min((s for s in range(shards) if len(assigned[s]) < each), key=lambda s: (held[s], s))
+        assigned[shard].append(row)
         held[shard] += totals[row]
-    return [rows[row] for hand in hands for row in hand]
+    return [rows[row] for of_shard in assigned for row in of_shard]
 
 
 def shard_imbalance(batches: Sequence[MicroBatch], shards: int, quadratic: float) -> float:
-    """Work of the busiest shard over the mean, each micro-batch by itself and weighted by its work; 1 is even."""
+    """Work of the busiest shard over the mean, per micro-batch, averaged by their work; 1 is perfectly even."""
     busiest = mean = 0.0
     for batch in batches:
         held = np.zeros(shards)
         for place in (*batch.placements, *batch.prompts):
-            before = place.skipped * place.length * 2.0  # as many pairs again as the place has by itself
+            before = place.skipped * place.length * 2.0  # pairs with the shared prompt, in the units of n² in `work`
             held[place.row * shards // batch.rows] += work([place.length], quadratic)[0] + quadratic * before
         busiest, mean = busiest + held.max(), mean + held.mean()
     return float(busiest / mean) if mean else 1.0
 
 
 def padding_waste(batches: Sequence[MicroBatch]) -> float:
-    """1 − real tokens / (rows · row tokens): the share of the device's work spent on padding; 0 for no batches."""
+    """1 − real tokens / (rows · row tokens): the fraction of row tokens that are padding; 0 for no batches."""
     cells = sum(batch.streams["segment_ids"].size for batch in batches)
     real = sum(int((batch.streams["segment_ids"] > 0).sum()) for batch in batches)
     return 1.0 - real / cells if cells else 0.0
 
 
 def shared_tokens(batches: Sequence[MicroBatch]) -> float:
-    """The share of the samples' tokens that are not computed, for they lie in a prompt that another sample had too."""
-    lying = sum(place.length for batch in batches for place in (*batch.placements, *batch.prompts))
-    all_of_them = sum(place.length + place.skipped for batch in batches for place in batch.placements)
-    return 1.0 - lying / all_of_them if all_of_them else 0.0
+    """The fraction of the samples' tokens that are not computed again because they belong to a shared prompt."""
+    computed = sum(place.length for batch in batches for place in (*batch.placements, *batch.prompts))
+    total = sum(place.length + place.skipped for batch in batches for place in batch.placements)
+    return 1.0 - computed / total if total else 0.0
 
 
 def gathered(batches: Sequence[MicroBatch], values: Sequence[np.ndarray], samples: int) -> list[np.ndarray]:
-    """[T] for each of the samples: what `values` (an array [R, T] for every micro-batch) say about its tokens.
+    """Per-token values of each sample ([T]), collected from `values` (an array [R, T] for every micro-batch).
 
-    0 for those of a prompt that it shares: nothing trains on them.
+    Tokens of a shared prompt get 0: they are not trained on.
     """
     found = [np.zeros(0)] * samples
     for batch, rows in zip(batches, values, strict=True):
@@ -303,7 +305,7 @@ def gathered(batches: Sequence[MicroBatch], values: Sequence[np.ndarray], sample
 
 
 def spread(batch: MicroBatch, values: Sequence[np.ndarray]) -> np.ndarray:
-    """float32 [R, T]: the values of each sample ([T] for every one) where it lies in `batch`, 0 in the padding."""
+    """float32 [R, T]: the values of each sample ([T]) at its position in `batch`, 0 in the padding."""
     rows = np.zeros(batch.streams["tokens"].shape, np.float32)
     for place in batch.placements:
         rows[place.row, place.start : place.start + place.length] = values[place.sample][place.skipped :]
@@ -314,8 +316,8 @@ def _costs(rows: Sequence[Sequence[int]], cost: np.ndarray) -> list[float]:
     return [float(sum(cost[index] for index in row)) for row in rows]
 
 
-def _busiest(rows: Sequence[Sequence[int]], cost: np.ndarray, parts: int) -> float:
-    """The cost of the dearest of `parts` blocks of as many `rows`."""
+def _largest_cost(rows: Sequence[Sequence[int]], cost: np.ndarray, parts: int) -> float:
+    """The cost of the most expensive of `parts` equal blocks of `rows`."""
     each = len(rows) // parts
     totals = _costs(rows, cost)
     return max(sum(totals[first : first + each]) for first in range(0, len(rows), each))
@@ -327,7 +329,7 @@ def empty_streams(rows: int, row_tokens: int) -> dict[str, np.ndarray]:
 
 
 def _filled(samples: Sequence[Sample], rows: list[list[int]], count: int, row_tokens: int) -> MicroBatch:
-    """A micro-batch of `count` rows; the first of them hold the samples that `rows` lists."""
+    """A micro-batch of `count` rows; the first rows hold the samples that `rows` lists, the others are empty."""
     streams, placements = empty_streams(count, row_tokens), []
     for row, indices in enumerate(rows):
         start = 0
@@ -340,7 +342,7 @@ def _filled(samples: Sequence[Sample], rows: list[list[int]], count: int, row_to
 
 
 def write(streams: dict[str, np.ndarray], place: Placement, sample: Sample, segment: int) -> None:
-    """Put what of one sample belongs to a place there."""
+    """Write the tokens of `sample` that belong to `place` into `streams`."""
     at = (place.row, slice(place.start, place.start + place.length))
     of = slice(place.skipped, place.skipped + place.length)
     mask = sample.mask[of]

@@ -1,4 +1,4 @@
-"""What a member says about its tokens, as flat streams: the only place where the learner reads records.
+"""Members of a claim as flat per-token streams; the only module of the learner that reads their records.
 
 T is the number of tokens of one member, prompt included.
 """
@@ -17,22 +17,21 @@ from jaxroll.records import Claim, Finished, Member, Segment, Version, ages
 
 @dataclass(frozen=True)
 class Sample:
-    """One trainable sequence. `weight` belongs to every trained token of it, and so does an `advantage` that is one
-    number."""
+    """One trainable sequence. `weight`, and an `advantage` that is one number, apply to each trained token."""
 
     tokens: np.ndarray  # int32 [T]
     mask: np.ndarray  # bool [T]: trained on
     behaviour: np.ndarray  # float32 [T]: log-prob under the policy that sampled, 0 where not sampled
     ages: np.ndarray  # int32 [T]: trained step minus sampled step, 0 where not sampled
-    sampled_tokens: int  # sampled, whether trained on or masked as stale
-    fresh: bool  # all sampled tokens are of the very version, lineage included, that is being trained
+    sampled_tokens: int  # sampled, including those masked as stale
+    fresh: bool  # all tokens were sampled by the version (lineage included) that is being trained
     reward: float
     turns: tuple[Turn, ...] = ()
     advantage: Advantage = 0.0
     weight: float = 0.0
-    costs: float | np.ndarray = 0.0  # of the tokens, float [T]: already taken off `reward`
-    value: np.ndarray | None = None  # float32 [T]: what the critic expected at the start of the claim
-    target: np.ndarray | None = None  # float32 [T]: what it should have expected
+    costs: float | np.ndarray = 0.0  # per token, float [T]; already subtracted from `reward`
+    value: np.ndarray | None = None  # float32 [T]: the critic's value at the start of the claim
+    target: np.ndarray | None = None  # float32 [T]: the regression target of that value
 
     @property
     def trained_tokens(self) -> int:
@@ -44,14 +43,14 @@ class Sample:
         """True if some trained token has an advantage other than 0."""
         return bool(np.any(np.where(self.mask, self.advantage, 0.0)))
 
-    def earning(self, reward: float) -> Sample:
-        """The same sample as if `reward` was what its last turn earned, and the others nothing."""
+    def with_reward(self, reward: float) -> Sample:
+        """The same sample with `reward` as the reward of its last turn, and 0 for the other turns."""
         last = len(self.turns) - 1
         turns = tuple(turn._replace(reward=reward if k == last else 0.0) for k, turn in enumerate(self.turns))
         return replace(self, reward=reward, turns=turns)
 
-    def charged(self, costs: np.ndarray) -> Sample:
-        """The same sample with the costs (float [T]) of its trained tokens taken off what it and its turns earned."""
+    def with_costs(self, costs: np.ndarray) -> Sample:
+        """The same sample with the `costs` (float [T]) of trained tokens subtracted from all its rewards."""
         costs = np.where(self.mask, costs, 0.0)
         turns = tuple(
             turn._replace(reward=turn.reward - float(costs[turn.start : turn.stop].sum())) for turn in self.turns
@@ -60,7 +59,10 @@ class Sample:
 
 
 def of_member(member: Member, trained_at: Version) -> Sample:
-    """The sample of a finished member whose claim is trained at `trained_at`; DataError when it contradicts itself."""
+    """The sample of a finished member whose claim is trained at `trained_at`.
+
+    DataError when the member failed or its record is inconsistent.
+    """
     where = f"group {member.group}, member {member.member}"
     outcome = member.outcome
     if not isinstance(outcome, Finished):
@@ -90,7 +92,7 @@ def of_claim(claim: Claim) -> list[list[Sample]]:
 
 
 def supervised(runs: Sequence[tuple[Sequence[int], bool]]) -> Sample:
-    """A sample of token runs end to end that trains, with advantage 1, on those that say so."""
+    """A sample made of concatenated (tokens, trained) runs, with advantage 1 on the trained ones."""
     mask = np.concatenate([np.full(len(run), trained, bool) for run, trained in runs])
     return Sample(
         tokens=np.concatenate([np.asarray(run, np.int32) for run, _ in runs]),
@@ -107,9 +109,9 @@ def supervised(runs: Sequence[tuple[Sequence[int], bool]]) -> Sample:
 def _turns(
     segments: tuple[Segment, ...], sampled: np.ndarray, reward: float, parts: Mapping[str, float]
 ) -> tuple[Turn, ...]:
-    """The sampled segments, each with the tokens shown since the one before it as its state.
+    """One turn per sampled segment; its state is the bytes of the tokens shown since the previous sampled segment.
 
-    Turn k earns the reward part `turn.k`; where an environment gives none of these the last turn earns it all.
+    Turn k earns the reward part `turn.k`. If the environment gives no such part, the last turn earns the whole reward.
     """
     is_sampled = np.zeros(sum(len(segment.tokens) for segment in segments), bool)
     is_sampled[sampled] = True
@@ -131,7 +133,7 @@ def _turns(
 
 
 def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, mask and behaviour log-probs of all segments, end to end."""
+    """Tokens, mask and behaviour log-probs of all segments, concatenated."""
     for segment in segments:
         if not len(segment.tokens) == len(segment.loss_mask) == len(segment.logprobs) == len(segment.sampled_mask):
             raise DataError(f"{where}: a segment's tokens, loss_mask, logprobs and sampled marks differ in length")
@@ -141,14 +143,14 @@ def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.
     mask = np.concatenate([segment.loss_mask for segment in segments]).astype(bool)
     behaviour = np.concatenate([segment.logprobs for segment in segments]).astype(np.float32)
     if len(tokens) == 0 or mask[0]:
-        raise DataError(f"{where} starts with a sampled token: nothing predicts it, so a prompt must come first")
+        raise DataError(f"{where} starts with a sampled token; a prompt must precede it, since its log-prob needs one")
     if not np.isfinite(behaviour[mask]).all():
         raise DataError(f"{where} has a sampled token whose behaviour log-prob is not finite")
     return tokens, mask, behaviour
 
 
 def _sampled_positions(segments: tuple[Segment, ...], count: int, where: str) -> np.ndarray:
-    """int [count]: the positions of the sampled tokens, those masked as stale included."""
+    """int [count]: the positions of the sampled tokens, including those masked as stale."""
     sampled = np.concatenate([segment.sampled_mask for segment in segments])
     if sampled.sum() != count:
         raise DataError(f"{where}: versions cover {count} tokens, its segments hold {int(sampled.sum())} sampled ones")

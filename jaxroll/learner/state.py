@@ -28,11 +28,11 @@ Params = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The learner's arrays. `params` are what is trained: all parameters, or adapters (see `lora`).
+    """The learner's arrays. `params` are the trained parameters: all of the model's, or adapters (see `lora`).
 
-    `step` (int32) counts optimizer steps, which is claims × minibatches.
-    A state that only describes one holds ShapeDtypeStructs or shardings in their places. `critic` is the TrainState of
-    the critic in a run that has one; the policy's own programs neither take nor give it.
+    `step` (int32) counts optimizer steps, which is claims × substeps. `critic` is the critic's TrainState in a run that
+    has one; the programs of the policy neither take nor return it. An abstract state has ShapeDtypeStructs or
+    shardings as leaves.
     """
 
     params: dict[str, Any]
@@ -44,7 +44,7 @@ class TrainState:
 def shardings(
     spec: ModelSpec, layout: Layout, transform: optax.GradientTransformation, lora: Lora | None = None
 ) -> TrainState:
-    """A TrainState of NamedShardings: moments lie where their parameter lies, counters everywhere."""
+    """A TrainState of NamedShardings: moments are sharded like their parameters, counters are replicated."""
     params = adapters.shardings(spec, layout, lora) if lora else model_params.shardings(spec, layout.mesh, layout.rules)
     everywhere = replicated(layout.mesh)
     opt_state = optax.tree_map_params(
@@ -60,7 +60,7 @@ def shardings(
 def abstract(
     spec: ModelSpec, layout: Layout, transform: optax.GradientTransformation, lora: Lora | None = None
 ) -> TrainState:
-    """A TrainState of ShapeDtypeStructs with shardings: what to compile against and to restore into."""
+    """A TrainState of ShapeDtypeStructs with shardings, to compile against and to restore into."""
     params = _trained(spec, lora)
     shapes = TrainState(params, jax.eval_shape(transform.init, params), jax.ShapeDtypeStruct((), jnp.int32))
     return jax.tree.map(
@@ -81,48 +81,48 @@ def fresh(
     transform: optax.GradientTransformation,
     lora: Lora | None = None,
 ) -> TrainState:
-    """The state of `params` (of the adapters, with `lora`) before the first step; moments are made where they lie."""
+    """The state of `params` (with `lora`: of the adapters) before the first step; moments are created sharded."""
     placed = shardings(spec, layout, transform, lora)
     opt_state = jax.jit(transform.init, out_shardings=placed.opt_state)(params)
     return TrainState(params, opt_state, placing.placed_once(np.array(0, np.int32), placed.step))
 
 
 def placed(params: Mapping[str, np.ndarray], spec: ModelSpec, layout: Layout) -> Params:
-    """Host arrays as sharded float32 parameters; ConfigError when they are not this model's."""
+    """Host arrays as sharded float32 parameters; ConfigError when names or shapes are not this model's."""
     expected = model_params.abstract(spec)
     missing, unknown = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())
     if missing or unknown:
         raise ConfigError(
             "model.size",
             spec.name,
-            f"the weights lack {missing[:3]} and have {unknown[:3]} besides",
-            "Another model's?",
+            f"the weights lack {missing[:3]} and have the unknown parameters {unknown[:3]}",
+            "Check that they belong to this model.",
         )
     where = model_params.shardings(spec, layout.mesh, layout.rules)
     return {name: _on_devices(spec, name, params[name], where[name]) for name in expected}
 
 
 def _on_devices(spec: ModelSpec, name: str, value: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
-    """One leaf, once it has arrived: `params` may read each from a file, and then only one is in memory at a time."""
+    """One parameter on the devices, after its transfer is complete."""
+    # Waiting keeps one host array in memory at a time: `params` may read each of them from a file.
     shape = model_params.abstract(spec)[name].shape
     if value.shape != shape:
         reason = f"{name} has shape {value.shape} in the weights, the model has {shape}"
-        raise ConfigError("model.size", spec.name, reason, "Another model's?")
+        raise ConfigError("model.size", spec.name, reason, "Check that the weights belong to this model.")
     # Copied: a step donates its parameters, and the caller still holds the host arrays.
     return jax.block_until_ready(placing.placed_once(np.asarray(value, np.float32), where))
 
 
-# --- reference model: a frozen copy of the initial parameters, on the learner's own mesh
+# --- reference model: a frozen copy of the initial parameters, on the learner's mesh
 #
-# It lies beside the parameters, or in the host's memory and on the devices only while it is used. No checkpoint holds
-# it:
-# a run that goes on makes it again from what it started with.
+# Between two uses it is stored on the devices or in host memory. Checkpoints do not contain it: a resumed run rebuilds
+# it from the parameters that the run started from.
 
 HOST_MEMORY = "pinned_host"
 
 
 class Reference:
-    """The frozen parameters; `params()` lends them."""
+    """The frozen parameters of the reference model; `params()` gives access to them."""
 
     def __init__(self, params: Params, *, offload: bool) -> None:
         self._shardings = {name: value.sharding for name, value in params.items()}
@@ -132,17 +132,17 @@ class Reference:
 
     @classmethod
     def of(cls, learner: LearnerConfig, params: Params) -> Reference | None:
-        """The reference that the config asks for, made of `params`; None for none."""
+        """The reference that the config asks for, with a copy of `params`; None when it asks for none."""
         return None if learner.reference == "none" else cls(params, offload=learner.reference_offload)
 
     @property
     def memory_kinds(self) -> set[str]:
-        """Where the parameters lie between two uses."""
+        """The kinds of memory that store the parameters between two uses, as JAX names them."""
         return {str(value.sharding.memory_kind) for value in self._kept.values()}
 
     @contextmanager
     def params(self) -> Iterator[Params]:
-        """The parameters on the devices, until the block ends. Programs dispatched inside it keep what they need."""
+        """The parameters on the devices, until the block ends; programs dispatched inside it may finish later."""
         if not self.offload:
             yield self._kept
             return
@@ -150,7 +150,7 @@ class Reference:
 
 
 def _on_host(params: Params) -> Params:
-    """Copies in the memory of the hosts, each device's part beside it."""
+    """Copies in host memory; each shard is on the host of its device."""
     return {
         name: jax.device_put(value, value.sharding.with_memory_kind(HOST_MEMORY), may_alias=False)
         for name, value in params.items()
@@ -159,8 +159,8 @@ def _on_host(params: Params) -> Params:
 
 # --- AdamW with clipping by global norm and a learning-rate schedule, by optax
 
-BETA1, BETA2 = 0.9, 0.95  # the shorter second moment of language-model training: a run is a few hundred steps
-DECAYED_TO = 0.1  # of the peak, at the end of a cosine decay
+BETA1, BETA2 = 0.9, 0.95  # not 0.999: a run is a few hundred steps, so the second moment must adapt faster
+DECAYED_TO = 0.1  # fraction of the peak at the end of a cosine decay
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,9 @@ class Optimizer:
 
 
 def learning_rate(peak: float, warmup_steps: int, decay_steps: int) -> optax.Schedule:
-    """Linear warm-up that reaches `peak` at update `warmup_steps` (the first update is not lost on a rate of 0).
+    """Linear warm-up that reaches `peak` at update `warmup_steps`; the first update already has a rate above 0.
 
-    Then constant when `decay_steps` is 0, else a cosine to DECAYED_TO · peak over that many updates.
+    Then constant if `decay_steps` is 0, otherwise a cosine to DECAYED_TO · peak over that many updates.
     """
     warmup_steps = max(warmup_steps, 1)
     after = optax.cosine_decay_schedule(peak, decay_steps, DECAYED_TO) if decay_steps else optax.constant_schedule(peak)
@@ -183,7 +183,7 @@ def learning_rate(peak: float, warmup_steps: int, decay_steps: int) -> optax.Sch
 
 
 def adamw(schedule: optax.Schedule, weight_decay: float, max_grad_norm: float) -> Optimizer:
-    """Clip by global norm, then AdamW; only matrices decay (a norm's scale has nothing to shrink towards)."""
+    """AdamW after clipping by global norm; weight decay applies to matrices only, not to the scales of norms."""
     return Optimizer(
         optax.chain(
             optax.clip_by_global_norm(max_grad_norm),
@@ -194,13 +194,13 @@ def adamw(schedule: optax.Schedule, weight_decay: float, max_grad_norm: float) -
 
 
 def build(config: LearnerConfig) -> Optimizer:
-    """The optimizer that the config describes; steps are optimizer steps (claims × minibatches)."""
+    """The policy's optimizer; its steps are optimizer steps (claims × substeps)."""
     schedule = learning_rate(config.learning_rate, config.warmup_steps, config.decay_steps)
     return adamw(schedule, config.weight_decay, config.max_grad_norm)
 
 
 def of_critic(config: LearnerConfig) -> Optimizer:
-    """The critic's: of its own rate, and clipped by the norm of its own gradient."""
+    """The critic's optimizer: its own learning rate, and clipping by the norm of its own gradient."""
     return build(replace(config, learning_rate=config.critic_learning_rate))
 
 

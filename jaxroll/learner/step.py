@@ -1,11 +1,11 @@
-"""Compiled programs of the learner. After `Programs.compile` nothing compiles again, whatever the claims look like.
+"""Compiled programs of the learner. After `Programs.compile` nothing compiles again, for any claim.
 
     accumulate  (params, accumulator, micro-batch) → accumulator     one per row bucket; the accumulator is donated
     logprobs    (params, micro-batch) → log π per token              one per row bucket, if the recipe adds streams
     apply       (state, accumulator) → (state, zeros, report)        one; both arguments are donated
 
-R rows, T tokens of a row. The log-prob of token t comes from the hidden state at t − 1 of the same segment; the first
-token of a segment has none and never carries loss.
+R rows, T tokens of a row. The log-prob of token t comes from the hidden state at t − 1 of the same segment. The first
+token of a segment has no log-prob and never carries loss.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ PROXIMAL, REFERENCE = "proximal", "reference"  # streams that `logprobs` adds to
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Accumulator:
-    """Gradients (float32, lying like the parameters) and statistics summed over micro-batches, or their description."""
+    """Gradients (float32, sharded like the parameters) and statistics, summed over micro-batches.
+
+    An abstract accumulator has ShapeDtypeStructs as leaves.
+    """
 
     grads: dict[str, Any]
     statistics: dict[str, Any]
@@ -55,8 +58,10 @@ class Accumulator:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What the programs are made of. `added` names the streams of log-probs that are computed before the gradients: of
-    the trainer at the start of the claim (PROXIMAL), of the reference model (REFERENCE).
+    """Everything that determines the programs.
+
+    `added` names the log-prob streams computed before the gradients: under the parameters at the start of the claim
+    (PROXIMAL), and under the reference model (REFERENCE).
     """
 
     spec: ModelSpec
@@ -64,13 +69,13 @@ class Recipe:
     token_loss: Objective
     optimizer: Optimizer
     temperature: float
-    row_tokens: int  # T, all that a row has
+    row_tokens: int  # T
     age_buckets: int = 1
     added: tuple[str, ...] = ()
-    logits_mb: float = math.inf  # of `head.token_terms`
+    logits_mb: float = math.inf  # see `token_terms`
     attention: Choice = UNASKED
-    lora: Lora | None = None  # with it `params` of a state are adapters, and `base` what they are put on
-    rows: SharedRows | None = None  # how a row is divided where prompts are shared
+    lora: Lora | None = None  # if set, `params` of a state are adapters and `base` the frozen parameters
+    rows: SharedRows | None = None  # layout of a row that shares prompts
 
     @property
     def streams(self) -> Mapping[str, np.dtype]:
@@ -81,13 +86,20 @@ class Recipe:
 def hidden_states(recipe: Recipe, params: Params, streams: Streams) -> Array:
     """The final hidden states [R, T, D] of packed rows."""
     return transformer.forward(
-        recipe.spec, params, streams["tokens"], streams["positions"], streams["segment_ids"], layout=recipe.layout,
-        attention=recipe.attention.name, rows=recipe.rows, prompt_ids=streams.get(PROMPT_IDS),
-    )  # fmt: skip
+        recipe.spec,
+        params,
+        streams["tokens"],
+        streams["positions"],
+        streams["segment_ids"],
+        layout=recipe.layout,
+        attention=recipe.attention.name,
+        rows=recipe.rows,
+        prompt_ids=streams.get(PROMPT_IDS),
+    )
 
 
 def terms_of(recipe: Recipe, params: Params, streams: Streams) -> TokenTerms:
-    """What one forward pass says about every token of packed rows; of no meaning where `mask` is False."""
+    """Log-prob, entropy and logit variance of every token of packed rows; undefined where `mask` is False."""
     hidden = hidden_states(recipe, params, streams)
     return token_terms(
         recipe.spec, recipe.layout, recipe.temperature, params, hidden, streams["tokens"], recipe.logits_mb
@@ -97,12 +109,12 @@ def terms_of(recipe: Recipe, params: Params, streams: Streams) -> TokenTerms:
 def gradients(
     recipe: Recipe, params: Params, streams: Streams, base: Params | None = None
 ) -> tuple[Params, statistics.Statistics]:
-    """∇ Σ weight · token loss over one micro-batch by `params` (with LoRA adapters on `base`), and its statistics."""
+    """∇ Σ weight · token loss over one micro-batch by `params` (with LoRA: adapters on `base`), and its statistics."""
 
     def total(params: Params) -> tuple[Array, statistics.Statistics]:
         terms = terms_of(recipe, dense(recipe, params, base or {}), streams)
         logprobs = jnp.where(streams["mask"], terms.logprob, 0.0)
-        # One step per claim: the proximal policy is this very forward pass, so the identity is exact and free.
+        # With one optimizer step per claim, the proximal policy is this forward pass: no extra program is needed.
         proximal = streams.get(PROXIMAL, jax.lax.stop_gradient(logprobs))
         reference = streams.get(REFERENCE, jnp.zeros_like(logprobs))
         given = (streams[name] for name in ("advantage", "mask", "segment_ids", "ages"))
@@ -115,7 +127,7 @@ def gradients(
 
 
 def dense(recipe: Recipe, params: Params, base: Params) -> Params:
-    """The parameters that the model computes with: `params`, or `base` with them as adapters."""
+    """The parameters that the model computes with: `params`, or with LoRA `base` merged with the adapters `params`."""
     return lora.merged(recipe.spec, recipe.layout, recipe.lora, base, params) if recipe.lora else params
 
 
@@ -136,9 +148,9 @@ class Programs:
         self._get = AheadOfTime("learner", recipe.row_tokens, self.lowered).get
 
     def compile(self, buckets: Sequence[int], progress: Progress | None = None, *, logprobs: bool = False) -> None:
-        """Compile everything for micro-batches of `buckets` rows, saying before each what and after it how long.
+        """Compile everything for micro-batches of `buckets` rows, reporting each program and its duration.
 
-        With `logprobs` also that program when the recipe adds no stream: for a caller who wants the numbers.
+        With `logprobs`, compile that program even if the recipe adds no stream.
         """
         self._get("zeros", 0, progress)
         self._get("apply", 0, progress)
@@ -154,22 +166,22 @@ class Programs:
         return self._get("zeros")()
 
     def placed(self, streams: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The streams of a micro-batch on the devices, rows over data and fsdp."""
+        """The streams of a micro-batch on the devices, with rows sharded over data and fsdp."""
         return placing.placed(dict(streams), self._batch)
 
     def warm_fetches(self, buckets: Sequence[int]) -> None:
-        """Fetch numbers of all tokens of a micro-batch once: over several processes that compiles."""
+        """Fetch an array of every micro-batch shape once, because a fetch over several processes compiles a program."""
         for rows in buckets:
             placing.fetched(self.placed({"": np.zeros((rows, self.recipe.row_tokens), np.float32)}))
 
     def accumulate(
         self, params: Params, accumulator: Accumulator, streams: Streams, base: Params | None = None
     ) -> Accumulator:
-        """`accumulator` (donated) with one micro-batch more; `base` are the frozen parameters below adapters."""
+        """`accumulator` (donated) plus one micro-batch; `base` holds the frozen parameters under adapters."""
         return self._get("accumulate", streams["tokens"].shape[0])(params, accumulator, dict(streams), base or {})
 
     def merge(self, params: Params, base: Params) -> Params:
-        """`base` with the adapters `params` in it."""
+        """`base` merged with the adapters `params`."""
         return self._get("merge")(params, base)
 
     def logprobs(self, params: Params, streams: Streams) -> jax.Array:
@@ -183,7 +195,7 @@ class Programs:
         return self._get("apply")(state, accumulator)
 
     def lowered(self, name: str, rows: int = 0) -> jax.stages.Lowered:
-        """The program before compilation: zeros, merge and apply have no rows. Needs the mesh, not its devices."""
+        """The program before compilation; zeros, merge and apply have no rows. Needs the mesh but no real devices."""
         recipe, state, accumulator = self.recipe, self.state, self.accumulator
         if name == "zeros":
             return jax.jit(lambda: zeroed(accumulator), out_shardings=shardings_of(accumulator)).lower()
@@ -232,7 +244,7 @@ def applied(
 
 
 def described(grads: Mapping[str, Any], statistics: Mapping[str, Any], mesh: Mesh) -> Accumulator:
-    """What an accumulator of gradients that lie as `grads` do is, with these statistics everywhere."""
+    """The abstract accumulator for gradients sharded like `grads`; the statistics are replicated."""
     everywhere = replicated(mesh)
     return Accumulator(dict(grads), {name: _struct(leaf, everywhere) for name, leaf in statistics.items()})
 
@@ -247,20 +259,19 @@ def zeroed(tree: Any) -> Any:
 
 
 def shardings_of(tree: Any) -> Any:
-    """Where the leaves of `tree` lie."""
+    """The shardings of the leaves of `tree`."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 # --- output head: log-probabilities and entropies, a part of each row at a time
 #
-# R rows, T tokens of a row, D width, V vocabulary. Logits of all tokens, [R, T, V], would be the largest array of a
-# step
-# by far (2.5 GB for 4,096 tokens of Qwen3); they exist only for as many tokens of each row as `part_tokens` allows,
-# forwards and, made again, backwards.
+# R rows, T tokens of a row, D width, V vocabulary. The logits of all tokens, [R, T, V], would be by far the largest
+# array of a step (2.5 GB for 4,096 tokens of Qwen3). So they are computed for `part_tokens` tokens of each row at a
+# time, and recomputed in the backward pass.
 
 
 class TokenTerms(NamedTuple):
-    """What one forward pass says about every token, float32 [R, T]."""
+    """Per-token results of one forward pass, float32 [R, T]."""
 
     logprob: Float[Array, "R T"]
     entropy: Float[Array, "R T"]
@@ -276,7 +287,7 @@ def token_terms(
     tokens: Int[Array, "R T"],
     logits_mb: float,
 ) -> TokenTerms:
-    """The terms of every token of packed rows, each from the hidden state before it; the first of a row means nothing.
+    """The terms of every token of packed rows, from the previous token's hidden state; undefined for a row's first.
 
     At most `logits_mb` MiB of float32 logits exist on a device at a time.
     """
@@ -301,8 +312,9 @@ def token_terms(
 
 
 def part_tokens(spec: ModelSpec, layout: Layout, shape: tuple[int, int], logits_mb: float) -> int:
-    """Tokens of a row whose logits exist at once: T, or half of it (of an odd number the larger), and so on, until a
-    device holds `logits_mb`, or one token of each row is left.
+    """The number of tokens of a row whose logits exist at once.
+
+    T, halved (rounding up) until their logits take at most `logits_mb` MiB on a device, and at least 1.
     """
     rows, tokens = shape
     local = layout.sharding(("rows", "tokens", "vocab"), (rows, 1, spec.vocab_size)).shard_shape

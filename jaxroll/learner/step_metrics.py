@@ -1,7 +1,7 @@
-"""What a step tells about itself: per-token quantities summed on the device by age, and read on the host once a step.
+"""Training-step metrics, grouped by token age: summed on the device and read on the host once per step.
 
-R rows, T tokens of a row, A age buckets; the last bucket also takes whatever is older. Every statistic is a float32
-array [A] over the trained tokens, so that sums over micro-batches and minibatches are plain additions.
+R rows, T tokens of a row, A age buckets; the last bucket also holds all older tokens. Every statistic is a float32
+array [A] over the trained tokens, so that micro-batches and substeps are merged by plain addition (or maximum).
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from jaxroll.algorithms import losses
 from jaxroll.algorithms.tokens import TokenLoss
 
 SUMS = (
-    "tokens", "loss", "bounded", "delta", "kl", "ratio", "ratio_squared", "entropy", "logits_variance", "fresh_tokens",
-)  # fmt: skip
+    "tokens",
+    "loss",
+    "bounded",
+    "delta",
+    "kl",
+    "ratio",
+    "ratio_squared",
+    "entropy",
+    "logits_variance",
+    "fresh_tokens",
+)
 MAXIMA = ("ratio_max", "mismatch_max")
 
 Statistics = dict[str, jax.Array]
@@ -41,8 +50,8 @@ def of_batch(
 ) -> Statistics:
     """The statistics of one micro-batch.
 
-    `proximal` is log π of the trainer at the start of the claim: ratios, KL(b‖π) and mismatch compare it with the
-    behaviour log-probs, so they tell how far off-policy the data came in.
+    `proximal` is log π of the trainer at the start of the claim. Ratios, KL(b‖π) and mismatch compare it with the
+    behaviour log-probs, so they measure how far off-policy the data is.
     """
     behaviour, fresh = streams["behaviour"], streams["fresh"]
     rho = losses.ratio(proximal, behaviour)
@@ -74,16 +83,17 @@ def merged(first: Statistics, second: Statistics) -> Statistics:
 
 
 def totals(reports: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """What `merged` would give for several statistics, computed on the host."""
+    """Several statistics merged as by `merged`, computed on the host."""
     stacked = {name: np.stack([report[name] for report in reports]) for name in reports[0]}
     return {name: value.max(0) if name in MAXIMA else value.sum(0) for name, value in stacked.items()}
 
 
 def metrics(statistics: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The row of a step: what every reader of metrics.jsonl expects, and `by_age` with the same per age bucket.
+    """The metrics row of a step, with the same metrics per age bucket in `by_age`.
 
-    `ess` is (Σρ)²/(n·Σρ²), the share of the tokens that the importance weights leave in effect. `logprob_mismatch_max`
-    is None where no member was sampled wholly by the version being trained; everything is where no token was computed.
+    `ess` is (Σρ)²/(n·Σρ²), the effective sample size under the importance weights as a fraction of all tokens.
+    `logprob_mismatch_max` is None if no member was sampled wholly by the version being trained; all metrics are None
+    if no token was computed.
     """
     host = {name: np.asarray(value, np.float64) for name, value in statistics.items()}
     total = {name: value.max() if name in MAXIMA else value.sum() for name, value in host.items()}

@@ -1,9 +1,9 @@
-"""One claim in, one new version out.
+"""The trainer: one claim in, one new version out.
 
-The caller's thread dispatches JAX. `train` does a step's three parts one after the other; a caller with something to
-do meanwhile calls them itself: `prepared` lays the samples out on the devices, `started` queues the step, `finished`
-waits for its report. What is computed is a function of (state, claim): micro-batches and shuffles never depend on
-arrival.
+The caller's thread dispatches JAX. `train` runs the three parts of a step in sequence. A caller that overlaps them with
+other work calls them itself: `prepare` packs the samples and puts them on the devices, `dispatch_step` queues the step,
+`await_step` waits for its metrics. The result is a function of (state, claim): micro-batches and shuffles do not
+depend on the order of arrival.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from jaxroll.sharding.layout import Layout, Rules
 
 Metrics = dict[str, Any]
 Streams = dict[str, jax.Array]
-_ADAPTERS = 0x10FA  # folded into the run's seed for fresh adapters: no other stream of the run takes it
+_ADAPTERS = 0x10FA  # folded into the run's seed for fresh adapters; no other random stream uses this number
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,22 @@ class Ready:
 
 @dataclass(frozen=True)
 class Running:
-    """A step that the devices are computing, or have: the reports of its optimizer steps, and those of the critic."""
+    """A dispatched step: the reports (device arrays) of its optimizer steps, and those of the critic."""
 
     ready: Ready
     reports: list[dict[str, Any]]
     of_critic: list[dict[str, Any]]
 
     def is_done(self) -> bool:
-        """True if `Trainer.finished` would not wait."""
+        """True if `Trainer.await_step` would not wait."""
         return all(leaf.is_ready() for leaf in jax.tree.leaves((self.reports, self.of_critic)))
 
 
 class Trainer:
     """The parameters of a run and the programs that train them, on one mesh.
 
-    With `learner.reference` a frozen copy of the parameters that the run starts from is kept beside them, with
-    `learner.critic` a second model that learns what is to be earned from them on.
+    With `learner.reference` the trainer also keeps a frozen copy of the run's initial parameters, with `learner.critic`
+    a second model that learns the values of states.
     """
 
     def __init__(self, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array) -> None:
@@ -89,14 +89,17 @@ class Trainer:
         self.algorithm = registry.build(config.learner)
         self._rows = shared_rows(config.learner)
         if self._rows and self.algorithm.together > 1:
-            raise ConfigError("learner.shared_prompt_tokens", config.learner.shared_prompt_tokens,
-                              "this algorithm compares samples that lie side by side in a row",
-                              "Set it to 0: every sample then has its own copy of its prompt.")  # fmt: skip
+            raise ConfigError(
+                "learner.prompt_tokens",
+                config.learner.prompt_tokens,
+                "this algorithm compares adjacent samples of a row, which must not share a prompt",
+                "Set it to 0: every sample then has its own copy of its prompt.",
+            )
         self.programs = Programs(recipe(config, spec, self.layout, self.algorithm))
         self.critic = Critic.of(config.learner, self.programs.recipe)
         self.lora = self.programs.recipe.lora
         self.sends_adapters = self.lora is not None and config.learner.lora_publish == "adapters"
-        self.base: states.Params = {}  # frozen, below the adapters; empty where all parameters are trained
+        self.base: states.Params = {}  # frozen parameters under the adapters; empty if all parameters are trained
         self._base_digest = ""
         params = model_params.init(spec, key, mesh, rules)
         self.reference = Reference.of(config.learner, params)
@@ -105,57 +108,57 @@ class Trainer:
         self._accumulator: Accumulator | None = None
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of `state`: what a checkpoint is restored into."""
+        """Shapes, dtypes and shardings of `state`, for restoring a checkpoint."""
         return dataclasses.replace(self.programs.state, critic=self.critic.state if self.critic else None)
 
     def params(self) -> states.Params:
-        """The parameters that the model computes with now; with adapters a copy of all, merged."""
+        """The parameters that the model computes with now; with adapters a merged copy."""
         return self.programs.merge(self.state.params, self.base) if self.lora else self.state.params
 
     def publishable_params(self) -> states.Params:
-        """What samplers are sent of every version: `params`, or the adapters if these are to travel by themselves."""
+        """The parameters that samplers receive with every version: `params`, or the adapters alone (`lora_publish`)."""
         return self.state.params if self.sends_adapters else self.params()
 
     def base_params(self) -> states.Params:
-        """What samplers are sent once and for all, if adapters travel by themselves: what these are put on."""
+        """The frozen parameters under the adapters; if adapters are published alone, samplers receive these once."""
         return self.base
 
     def base_digest(self) -> str:
-        """What the adapters are put on, by its bits; empty where all parameters are trained."""
+        """The digest of the frozen parameters under the adapters; empty if all parameters are trained."""
         return self._base_digest
 
     def set_params(self, params: Mapping[str, np.ndarray]) -> None:
-        """Start from `params` (host arrays) with a fresh optimizer; they are the reference too."""
+        """Start from `params` (host arrays) with a fresh optimizer; they also become the reference."""
         placed = states.placed(params, self.spec, self.layout)
         self.reference = Reference.of(self.config.learner, placed)
         self.state = self._fresh(placed)
 
     def set_reference(self, params: Mapping[str, np.ndarray]) -> None:
-        """Compare with `params` (host arrays): what a run that goes on had started from."""
+        """Set the reference to `params` (host arrays): a resumed run passes its initial parameters."""
         self.reference = Reference.of(self.config.learner, states.placed(params, self.spec, self.layout))
 
     def warmup(self, progress: Progress | None = None) -> None:
-        """Compile every program that any claim can need; from here on `compiles` counts what should not happen."""
+        """Compile every program that a claim can need; from here on the metric `compiles` should stay 0."""
         self.programs.compile(self.buckets, progress, logprobs=_kl_in_reward(self.config))
         minibatch.warmup(self.config)
         if self.critic:
             self.critic.compile(self.buckets, progress)
-        if self.critic or _kl_in_reward(self.config):  # what they say of tokens is fetched
+        if self.critic or _kl_in_reward(self.config):  # `prepare` fetches their per-token results
             self.programs.warm_fetches(self.buckets)
         self._accumulator = self.programs.zeros()
         self._compiles.reset()
 
     def train(self, claim: Claim) -> Metrics:
-        """Train on `claim`, one optimizer step per substep; the metrics of the step. Raises like `finished`."""
+        """Train on `claim`, one optimizer step per substep; return the step's metrics. Raises like `await_step`."""
         return self.await_step(self.dispatch_step(self.prepare(claim)))
 
     @property
     def prepares_ahead(self) -> bool:
-        """True if a claim may be prepared before the step before it is done: what it is made into asks no model."""
+        """True if a claim may be prepared while the previous step runs, because `prepare` evaluates no model."""
         return self.critic is None and not _kl_in_reward(self.config)
 
     def prepare(self, claim: Claim) -> Ready:
-        """`claim` laid out on the devices; where a model prices or judges its tokens, by the parameters as they are."""
+        """`claim` packed and on the devices; KL costs and critic values are computed with the current parameters."""
         costs = self._kl_costs if _kl_in_reward(self.config) else None
         values = self._values if self.critic else None
         prepared = minibatch.prepare(claim, self.config, algorithm=self.algorithm, costs=costs, values=values)
@@ -165,7 +168,7 @@ class Trainer:
         )
 
     def dispatch_step(self, ready: Ready) -> Running:
-        """The step on `ready`, queued: from here on `state` and `params()` are those after it."""
+        """Queue the step on `ready`; from here on `state` and `params()` are those after it."""
         placed = ready.placed
         for name in self.programs.recipe.added:
             placed = self._with_logprobs(placed, name)
@@ -173,9 +176,9 @@ class Trainer:
         return Running(ready, reports, self._train_critic(ready.prepared.minibatches, ready.packed, placed))
 
     def await_step(self, running: Running) -> Metrics:
-        """The metrics of the step, once the devices are through with it.
+        """Wait for the step and return its metrics.
 
-        Raises JaxRollError when a gradient is not finite; the state is then spoilt and must be restored.
+        Raises JaxRollError when a gradient is not finite; the state is then invalid and must be restored.
         """
         prepared, packed, claim = running.ready.prepared, running.ready.packed, running.ready.claim
         reports, of_critic = placing.fetched((running.reports, running.of_critic))
@@ -187,36 +190,44 @@ class Trainer:
             seen |= critic.metrics([sample for samples in prepared.minibatches for sample in samples], of_critic)
         rewards = rewards_by_age(prepared.groups, self.programs.recipe.age_buckets)
         seen["by_age"] = {age: {"tokens": 0} | earned | seen["by_age"].get(age, {}) for age, earned in rewards.items()}
-        return data_metrics(prepared.groups) | seen | {
-            "padding_waste": packing.padding_waste(batches),
-            "shared_tokens": packing.shared_tokens(batches),
-            "shard_imbalance": packing.shard_imbalance(batches, self._shards, self._quadratic),
-            "tokens_computed": sum(sample.trained_tokens for samples in prepared.minibatches for sample in samples),
-            "micro_batches": len(batches),
-            "compiles": self._compiles.count,
-        }  # fmt: skip
+        return (
+            data_metrics(prepared.groups)
+            | seen
+            | {
+                "padding_waste": packing.padding_waste(batches),
+                "shared_tokens": packing.shared_tokens(batches),
+                "shard_imbalance": packing.shard_imbalance(batches, self._shards, self._quadratic),
+                "tokens_computed": sum(sample.trained_tokens for samples in prepared.substeps for sample in samples),
+                "micro_batches": len(batches),
+                "compiles": self._compiles.count,
+            }
+        )
 
     def _fresh(self, params: states.Params) -> TrainState:
         transform = self.programs.recipe.optimizer.transform
-        judge = self.critic.fresh(params) if self.critic else None
+        critic_state = self.critic.fresh(params) if self.critic else None
         if self.lora:
             self.base, self._base_digest = params, lora.digest(params)
             key = jax.random.fold_in(jax.random.key(self.config.run.seed), _ADAPTERS)
             params = lora.init(self.spec, self.layout, self.lora, key)
         state = states.fresh(params, self.spec, self.layout, transform, self.lora)
-        return dataclasses.replace(state, critic=judge)
+        return dataclasses.replace(state, critic=critic_state)
 
     def packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
-        """The micro-batches of `samples`, as this config lays them out."""
+        """The micro-batches of `samples` under this config."""
         if self._rows:
             return sharing.pack(samples, self._rows, self.buckets, shards=self._shards, quadratic=self._quadratic)
         return packing.pack(
-            samples, self.config.learner.row_tokens, self.buckets,
-            shards=self._shards, quadratic=self._quadratic, together=together,
-        )  # fmt: skip
+            samples,
+            self.config.learner.row_tokens,
+            self.buckets,
+            shards=self._shards,
+            quadratic=self._quadratic,
+            together=together,
+        )
 
     def _with_logprobs(self, placed: list[list[Streams]], name: str) -> list[list[Streams]]:
-        """The micro-batches of all minibatches with the stream `name`: log π of whom it is named for."""
+        """The micro-batches of all substeps with the added stream `name`: log π under the model of that name."""
         if name == PROXIMAL:
             params = nullcontext(self.params())
         else:
@@ -236,8 +247,8 @@ class Trainer:
         return packing.gathered(batches, costs, len(samples))
 
     def _values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """What the critic expects now at the tokens of each sample, float32 [T]."""
-        assert self.critic is not None  # `train` asks
+        """The critic's current values at the tokens of each sample, float32 [T]."""
+        assert self.critic is not None  # `prepare` calls this only with a critic
         batches = self.packed(samples)
         placed = [self.programs.placed(batch.streams) for batch in batches]
         return packing.gathered(batches, self.critic.values(self.state.critic, placed), len(samples))
@@ -245,19 +256,19 @@ class Trainer:
     def _train_critic(
         self, minibatches: Sequence[Sequence[Sample]], packed: list[list[MicroBatch]], placed: list[list[Streams]]
     ) -> list[dict[str, Any]]:
-        """As many optimizer steps of the critic, over the same micro-batches; their reports, still on the devices."""
+        """Train the critic on the same micro-batches, one optimizer step per substep; reports stay on the devices."""
         if not self.critic:
             return []
         streams = [
             [self.critic.placed(batch, samples, of) for batch, of in zip(batches, on_devices, strict=True)]
             for samples, batches, on_devices in zip(minibatches, packed, placed, strict=True)
         ]
-        judge, reports = self.critic.trained(self.state.critic, streams)
-        self.state = dataclasses.replace(self.state, critic=judge)
+        critic_state, reports = self.critic.trained(self.state.critic, streams)
+        self.state = dataclasses.replace(self.state, critic=critic_state)
         return reports
 
     def _substep(self, batches: Sequence[dict[str, jax.Array]]) -> dict[str, Any]:
-        """One optimizer step over all of `batches`; its report, still on the device."""
+        """Dispatch one optimizer step over all of `batches`; the report stays on the device."""
         accumulator = self._accumulator or self.programs.zeros()
         for streams in batches:
             accumulator = self.programs.accumulate(self.state.params, accumulator, streams, self.base)
@@ -268,7 +279,7 @@ class Trainer:
 
 
 def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm | None = None) -> Recipe:
-    """What the learner's programs are made of under this config."""
+    """The recipe of the learner's programs under this config."""
     algorithm = algorithm or registry.build(config.learner)
     added = [PROXIMAL] if config.learner.minibatches > 1 else []
     remat, rows = config.learner.remat, shared_rows(config.learner)
@@ -289,14 +300,14 @@ def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm
 
 
 def shared_rows(learner: LearnerConfig) -> SharedRows | None:
-    """How a row is divided under this config; None where every sample has its own copy of its prompt."""
-    if not learner.shared_prompt_tokens:
+    """The layout of rows that share prompts; None if every sample has its own copy of its prompt."""
+    if not learner.prompt_tokens:
         return None
     return SharedRows(learner.shared_prompt_tokens, learner.shared_prompt_rows, learner.row_tokens)
 
 
 def attention(config: Config, spec: ModelSpec, layout: Layout) -> choice.Choice:
-    """The implementation of attention in packed rows; ConfigError when the config names one that cannot work here."""
+    """The attention implementation for packed rows; ConfigError when the config names one that cannot work here."""
     mesh = layout.mesh
     site = choice.Site(spec, meshes.platform(mesh), mesh.shape["tensor"], sample_tokens(config.learner))
     return choice.choose("packed", config.learner.attention, site)
@@ -307,7 +318,7 @@ def _kl_in_reward(config: Config) -> bool:
 
 
 def data_metrics(groups: Sequence[Sequence[Sample]]) -> Metrics:
-    """What a claim's data say about themselves: rewards as they were earned, ages of the tokens that are trained."""
+    """Metrics of a claim's data: unshaped rewards, and ages of the trained tokens."""
     samples = [sample for group in groups for sample in group]
     rewards = np.array([sample.reward for sample in samples], np.float64)
     ages = np.concatenate([np.zeros(0, np.int32), *(sample.ages[sample.mask] for sample in samples)])
@@ -326,18 +337,23 @@ def data_metrics(groups: Sequence[Sequence[Sample]]) -> Metrics:
 
 
 def rewards_by_age(groups: Sequence[Sequence[Sample]], age_buckets: int) -> dict[str, Metrics]:
-    """The trained tokens of each age, and the mean of their members' rewards; the last bucket takes what is older."""
+    """The number of trained tokens of each age and the mean of their members' rewards.
+
+    The last bucket also holds all older tokens.
+    """
     samples = [sample for group in groups for sample in group if sample.mask.any()]
     if not samples:
         return {}
     ages = np.concatenate([np.clip(sample.ages[sample.mask], 0, age_buckets - 1) for sample in samples])
     rewards = np.repeat([sample.reward for sample in samples], [sample.trained_tokens for sample in samples])
-    return {str(age): {"tokens_trained": int((ages == age).sum()), "reward": float(rewards[ages == age].mean())}
-            for age in np.unique(ages)}  # fmt: skip
+    return {
+        str(age): {"tokens_trained": int((ages == age).sum()), "reward": float(rewards[ages == age].mean())}
+        for age in np.unique(ages)
+    }
 
 
 def _step_metrics(reports: Sequence[Mapping[str, Any]]) -> Metrics:
-    """The minibatches' reports as one: statistics over all tokens, the mean loss and gradient norm."""
+    """The reports of all substeps combined: statistics over all tokens, mean loss and mean gradient norm."""
     row = step_metrics.metrics(step_metrics.totals([report["statistics"] for report in reports]))
     return row | {
         "loss": row["loss"] / len(reports),

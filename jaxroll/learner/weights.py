@@ -1,11 +1,11 @@
-"""Parameters in a folder that other tools can open: safetensors, with the model and the tokenizer beside them as JSON.
+"""Weights folders, which other tools can open: parameters as safetensors, model and tokenizer as JSON.
 
-    model.safetensors   arrays under our flat names, float32 or as they were imported
+    model.safetensors   arrays under JaxRoll's flat names, float32 or with their imported dtype
     model.json          the ModelSpec
-    text.json           what `jaxroll.text.tokenizers` needs to be built again
+    text.json           the arguments from which `jaxroll.text.tokenizers` builds the tokenizer
 
-A warm start is such a folder, and so is what `jaxroll weights import` writes, with the files of its tokenizer besides;
-unlike a checkpoint it knows nothing of an optimizer or a run. Arrays are written and read one at a time.
+A warm start is such a folder, and `jaxroll weights import` writes one (with the files of its tokenizer). Unlike a
+checkpoint it contains no optimizer state and no run's metadata. Arrays are written and read one at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def save(folder: Path, params: Mapping[str, Any], spec: ModelSpec, tokenizer: Mapping[str, Any]) -> None:
-    """Write everything beside `folder`, then put it there in one rename; what was there before is replaced."""
+    """Write everything into a temporary folder, then rename it to `folder`, which is replaced if it exists."""
     leaves = {name: Leaf(_FLOAT32, tuple(value.shape)) for name, value in params.items()}
     with written_whole(folder) as unfinished:
         write(unfinished, leaves, lambda name: jax.device_get(params[name]), spec, tokenizer)
@@ -48,7 +48,7 @@ def write(
     spec: ModelSpec,
     tokenizer: Mapping[str, Any],
 ) -> None:
-    """Write the three files into `folder`, asking for one `value` after the other."""
+    """Write the three files into `folder`; call `value` for one parameter at a time."""
     tensor_files.write(folder / _ARRAYS, leaves, value)
     (folder / _MODEL).write_text(json.dumps(dataclasses.asdict(spec), indent=1), encoding="utf-8")
     (folder / _TOKENIZER).write_text(json.dumps(dict(tokenizer), indent=1, ensure_ascii=False), encoding="utf-8")
@@ -56,10 +56,10 @@ def write(
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `folder` in one rename at the end and is removed when the writing fails.
+    """A temporary folder to write into, renamed to `folder` at the end, or removed when writing fails.
 
-    A `folder` that there is already is moved aside for that, and removed when the new one stands. The new one is on the
-    disk before it has the name, and the name before this returns: a caller may note that it is done.
+    An existing `folder` is moved aside for the rename and then removed. The new folder is synced to disk before the
+    rename, and the rename before this returns.
     """
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -74,14 +74,17 @@ def written_whole(folder: Path) -> Iterator[Path]:
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
-        folder.rename(replaced)  # not removed first: who is killed here still has it under that name
+        folder.rename(replaced)  # not removed first: if this process is killed here, the old data still exists
     unfinished.rename(folder)
     disk.sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def load(folder: Path) -> Mapping[str, np.ndarray]:
-    """The parameters, as float32 host arrays under our flat names; each is read when it is asked for, and not kept."""
+    """The parameters as float32 host arrays under JaxRoll's flat names; each is read on access and not kept.
+
+    ConfigError when the file is missing or is not a safetensors file.
+    """
     path = _file(folder, _ARRAYS)
     try:
         tensors = tensor_files.opened(path)
@@ -91,7 +94,7 @@ def load(folder: Path) -> Mapping[str, np.ndarray]:
 
 
 def model_spec(folder: Path) -> ModelSpec:
-    """The model that the parameters belong to."""
+    """The model that the parameters belong to; ConfigError when the file is missing or describes another version's."""
     try:
         return ModelSpec(**_json(folder, _MODEL))
     except TypeError as error:
@@ -99,7 +102,7 @@ def model_spec(folder: Path) -> ModelSpec:
 
 
 def tokenizer(folder: Path) -> dict[str, Any]:
-    """What `save` was told about the tokenizer."""
+    """The tokenizer's arguments, as given to `save`."""
     return _json(folder, _TOKENIZER)
 
 
@@ -121,14 +124,14 @@ def _file(folder: Path, name: str) -> Path:
     return path
 
 
-# --- The parameters of a checkpoint on the host, one at a time, without the mesh and the devices they come from
+# --- The parameters of a checkpoint as host arrays, one at a time, without the mesh and the devices of the run
 
 
 @contextmanager
 def params(checkpoint: Path) -> Iterator[Converted]:
-    """The parameters by flat name, each read when it is asked for.
+    """The parameters by flat name, each read on access.
 
-    Every file is compared with its sum first: CheckpointDamaged when one is not what was written.
+    Every file is compared with its checksum first; CheckpointDamaged when one differs.
     """
     if wrong := checkpoint_files.damage(checkpoint):
         raise CheckpointDamaged(f"checkpoint {checkpoint} cannot be read ({wrong}); export another one")

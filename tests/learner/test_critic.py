@@ -215,7 +215,7 @@ def test_gae_of_two_turns_worked_by_hand(small_config):
     config = small_config(gae_lambda=0.5, raw_advantages=True, **PPO)
     mask = [0, 0, 1, 1, 0, 0, 0, 1, 1]
     said = np.where(mask, 0.5, 1e6).astype(np.float32)
-    (judged,) = minibatch.by_critic([sample_of(mask, 1.0)], [said], config)
+    (judged,) = minibatch.critic_advantages([sample_of(mask, 1.0)], [said], config)
     np.testing.assert_allclose(judged.advantage, [0, 0, 1 / 16, 1 / 8, 0, 0, 0, 1 / 4, 1 / 2])
     np.testing.assert_allclose(judged.target[judged.mask], [9 / 16, 5 / 8, 3 / 4, 1])
 
@@ -223,18 +223,18 @@ def test_gae_of_two_turns_worked_by_hand(small_config):
 def test_costs_are_paid_at_their_tokens(small_config):
     """Earned 1, charged ¼ and ½ at two tokens: with γ = λ = 1 and V = 0 every token has what is still to come."""
     config = small_config(gae_lambda=1.0, raw_advantages=True, **PPO)
-    charged = sample_of([0, 1, 1, 1], 1.0).charged(np.array([9, 0.25, 0.5, 0]))
+    charged = sample_of([0, 1, 1, 1], 1.0).with_costs(np.array([9, 0.25, 0.5, 0]))
     assert charged.reward == 0.25
     np.testing.assert_allclose(minibatch.token_rewards(charged), [0, -0.25, -0.5, 1.0])
-    (judged,) = minibatch.by_critic([charged], [np.zeros(4, np.float32)], config)
+    (judged,) = minibatch.critic_advantages([charged], [np.zeros(4, np.float32)], config)
     np.testing.assert_allclose(judged.advantage, [0, 0.25, 0.5, 1.0])
 
 
 def test_advantages_are_standardised_over_all_tokens_and_targets_are_not(small_config):
     ones = [sample_of([0, 1, 1], 1.0), sample_of([0, 1], 0.0), sample_of([0, 0], 1.0), sample_of([0, 1, 1, 1], 0.5)]
     said = [np.full(len(one.mask), 0.25, np.float32) for one in ones]
-    raw = minibatch.by_critic(ones, said, small_config(raw_advantages=True, **PPO))
-    white = minibatch.by_critic(ones, said, small_config(**PPO))
+    raw = minibatch.critic_advantages(ones, said, small_config(raw_advantages=True, **PPO))
+    white = minibatch.critic_advantages(ones, said, small_config(**PPO))
     every = np.concatenate([one.advantage[one.mask] for one in raw])
     got = np.concatenate([one.advantage[one.mask] for one in white])
     np.testing.assert_allclose(got, (every - every.mean()) / every.std(ddof=1), rtol=1e-5)

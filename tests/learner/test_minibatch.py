@@ -90,7 +90,7 @@ def test_shuffled_rewards_stay_in_their_group_and_are_a_function_of_the_claim(sm
 def test_every_group_is_shuffled_its_own_way(small_config, make_claim):
     claim = make_claim(groups=4)
     (sample, *_), *_ = minibatch.prepare(claim, small_config()).groups
-    ranked = [[sample.earning(float(rank)) for rank in range(16)] for _ in range(4)]
+    ranked = [[sample.with_reward(float(rank)) for rank in range(16)] for _ in range(4)]
     ranks = minibatch.shuffled(ranked, claim, seed=0)
     assert len({tuple(one.reward for one in group) for group in ranks}) == 4
 

@@ -92,7 +92,7 @@ def test_a_stranger_is_turned_away():
             stranger.settimeout(LIMIT_S)
             stranger.sendall(b"x" * 68)
             ours.sendall(secret + processes._INDEX.pack(1))
-            (link,) = processes._answered(listener, secret, 1)
+            (link,) = processes._accept(listener, secret, 1)
             link.sendall(b"!")
             assert ours.recv(1) == b"!"
             assert stranger.recv(1) == b""
@@ -106,19 +106,19 @@ def test_an_address_of_an_earlier_life_is_passed_over(tmp_path: Path, monkeypatc
     with socket.socket() as late:
 
         def come(_: float) -> None:
-            _, port = processes._meeting_point("127.0.0.1:0", tmp_path, 0)
+            _, port = processes._coordinator_address("127.0.0.1:0", tmp_path, 0)
             late.bind(("127.0.0.1", port))
             late.listen()
 
         monkeypatch.setattr(processes.time, "sleep", come)
-        assert processes._meeting_point("127.0.0.1:0", tmp_path, 1) == late.getsockname()
+        assert processes._coordinator_address("127.0.0.1:0", tmp_path, 1) == late.getsockname()
 
 
 @pytest.mark.parametrize("words", ["", "host", "host:", ":7000", "host:x"])
 def test_what_is_no_address_is_refused(words: str, tmp_path: Path):
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        processes._meeting_point(words, tmp_path, 0)
+        processes._coordinator_address(words, tmp_path, 0)
 
 
 def test_where_the_port_is_named_it_is_taken(tmp_path: Path):
-    assert processes._meeting_point("10.0.0.1:7000", tmp_path, 1) == ("10.0.0.1", 7000)
+    assert processes._coordinator_address("10.0.0.1:7000", tmp_path, 1) == ("10.0.0.1", 7000)

@@ -1,7 +1,7 @@
-"""What all processes of a learner do alike, in one order: said by process 0 with each call, done by the others.
+"""Lockstep execution of a learner that spans several processes: process 0 sends each call, the followers repeat it.
 
-Every method below runs programs over the mesh or writes parts of one checkpoint. On a learner of one process none of
-this is used: it has a plain Trainer and plain Checkpoints.
+Every method below runs programs over the mesh, or reads or writes shards of one checkpoint, so all processes must call
+it in the same order. A learner of one process uses a plain Trainer and plain Checkpoints instead.
 """
 
 from __future__ import annotations
@@ -31,76 +31,76 @@ Send = Callable[[Command], None]
 
 
 class LeadingTrainer(Trainer):
-    """The trainer of process 0: what it does, the followers are told to do first."""
+    """The trainer of process 0. Each call sends the same command to the followers first."""
 
     def __init__(
-        self, tell: Send, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array
+        self, send: Send, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array
     ) -> None:
         super().__init__(config, spec, mesh, rules, key=key)
-        self._tell = tell
+        self._send = send
 
     def set_params(self, params: Mapping[str, np.ndarray]) -> None:
-        """See Trainer. The others load what the run starts from themselves."""
-        self._tell(Command("set_params"))
+        """See Trainer. The followers load the run's initial parameters themselves."""
+        self._send(Command("set_params"))
         super().set_params(params)
 
     def set_reference(self, params: Mapping[str, np.ndarray]) -> None:
-        """See Trainer. The others load what the run starts from themselves."""
-        self._tell(Command("set_reference"))
+        """See Trainer. The followers load the run's initial parameters themselves."""
+        self._send(Command("set_reference"))
         super().set_reference(params)
 
     def warmup(self, progress: Progress | None = None) -> None:
         """See Trainer."""
-        self._tell(Command("warmup"))
+        self._send(Command("warmup"))
         _meet()
         super().warmup(progress)
 
     def prepare(self, claim: Claim) -> Ready:
         """See Trainer."""
-        self._tell(Command("prepare", body=wire.encode(claim)))
+        self._send(Command("prepare", body=wire.encode(claim)))
         return super().prepare(claim)
 
     def dispatch_step(self, ready: Ready) -> Running:
-        """See Trainer. What was prepared last is started."""
-        self._tell(Command("dispatch_step"))
+        """See Trainer. The followers dispatch the claim that they prepared last."""
+        self._send(Command("dispatch_step"))
         return super().dispatch_step(ready)
 
     def await_step(self, running: Running) -> Metrics:
         """See Trainer."""
-        self._tell(Command("await_step"))
+        self._send(Command("await_step"))
         return super().await_step(running)
 
     def publishable_params(self) -> Params:
-        """See Trainer. To be given to `snapshot.begin`, as the others do."""
-        self._tell(Command("publishable_params"))
+        """See Trainer. Pass the result to `host_snapshot.begin`, as the followers do."""
+        self._send(Command("publishable_params"))
         return super().publishable_params()
 
     def base_params(self) -> Params:
-        """See Trainer. To be given to `snapshot.begin`, as the others do."""
-        self._tell(Command("base_params"))
+        """See Trainer. Pass the result to `host_snapshot.begin`, as the followers do."""
+        self._send(Command("base_params"))
         return super().base_params()
 
 
 class LeadingCheckpoints(Checkpoints):
-    """The checkpoints as process 0 writes and reads them: every process its own parts."""
+    """The checkpoints of process 0; on each write and read, every process handles its own shards."""
 
-    def __init__(self, tell: Send, folder: Path, kept: int) -> None:
+    def __init__(self, send: Send, folder: Path, kept: int) -> None:
         super().__init__(folder, kept)
-        self._tell = tell
+        self._send = send
 
     def write(self, version: Version, position: int, state: TrainState, base: str) -> None:
         """See Checkpoints."""
-        self._tell(Command("write", version, position, base))
+        self._send(Command("write", version, position, base))
         super().write(version, position, state, base)
 
     def read(self, version: Version, abstract: TrainState) -> TrainState:
         """See Checkpoints."""
-        self._tell(Command("read", version))
+        self._send(Command("read", version))
         return super().read(version, abstract)
 
 
 def checkpoints(folder: Path, kept: int, leader: Leader | None) -> Checkpoints:
-    """The checkpoints in `folder`, as the process that speaks for the learner has them."""
+    """The checkpoints in `folder`, for process 0 of a learner; `leader` is None if it has only one process."""
     return Checkpoints(folder, kept) if leader is None else LeadingCheckpoints(leader.send, folder, kept)
 
 
@@ -111,16 +111,16 @@ def run_follower_steps(
     start: Callable[[], Mapping[str, np.ndarray]],
     dtype: str,
 ) -> int:
-    """Do what the leader says until its end; the exit code.
+    """Execute the leader's commands until it sends `end`; return the exit code.
 
-    `start` loads what the run starts from, `dtype` is that in which parameters are published.
+    `start` loads the run's initial parameters; `dtype` is the dtype in which parameters are published.
     """
     ready: Any = None
     running: Any = None
-    for word in leader.commands():
-        match word.what:
+    for command in leader.commands():
+        match command.what:
             case "prepare":
-                ready = trainer.prepare(wire.decode(word.body, Claim))
+                ready = trainer.prepare(wire.decode(command.body, Claim))
             case "dispatch_step":
                 running = trainer.dispatch_step(ready)
             case "await_step":
@@ -130,9 +130,9 @@ def run_follower_steps(
             case "base_params":
                 host_snapshot.begin(trainer.base_params(), dtype)
             case "write":
-                checkpoints.write(_version(word), word.position, trainer.state, word.text)
+                checkpoints.write(_version(command), command.position, trainer.state, command.text)
             case "read":
-                trainer.state = checkpoints.read(_version(word), trainer.abstract_state())
+                trainer.state = checkpoints.read(_version(command), trainer.abstract_state())
             case "warmup":
                 _meet()
                 trainer.warmup()
@@ -141,17 +141,17 @@ def run_follower_steps(
             case "set_reference":
                 trainer.set_reference(start())
             case "end":
-                return word.code
+                return command.code
             case what:
-                raise ValueError(f"the leader says {what!r}, of which this process knows nothing")
-    raise AssertionError("the words end with an end")
+                raise ValueError(f"the leader sent the unknown command {what!r}; all hosts need the same JaxRoll")
+    raise AssertionError("the leader's last command is `end`")
 
 
-def _version(word: Command) -> Version:
-    assert word.version is not None
-    return word.version
+def _version(command: Command) -> Version:
+    assert command.version is not None
+    return command.version
 
 
 def _meet() -> None:
-    """Compile the meeting of all processes that a checkpoint begins with, before compilations are counted."""
+    """Compile the barrier with which every checkpoint begins, before compilations are counted."""
     multihost_utils.sync_global_devices("warmup")
