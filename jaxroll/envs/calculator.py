@@ -1,4 +1,4 @@
-"""Calculator tool as an environment: the model may ask for the value of expressions before it answers."""
+"""Environment with a calculator tool: the model may compute expressions before it answers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxroll.protocols import StepResult
 from jaxroll.records import Item, Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 
-_QUEUE_ALLOWANCE_S = 120.0  # scores of others that are ahead in the pool, and a worker that is starting
+_QUEUE_ALLOWANCE_S = 120.0  # for earlier requests in the pool's queue, and for a worker that is starting
 
 
 @register("calculator")
 class Calculator:
-    """An answer that holds a call is answered with the result (or "error"); any other is final and is scored.
+    """Environment that answers a tool call with its result (or "error") and scores any other answer as final.
 
-    Reward 1 when its raw score is exactly 1.0, else 0. `tool_used_ok` says whether some call had a result.
+    The reward is 1 if the raw score is exactly 1.0, else 0. The reward part `tool_used_ok` is 1 if a call had a result.
     """
 
     max_turns = 6
@@ -35,69 +35,69 @@ class Calculator:
         self._calls = self._results = 0
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """The task's messages; there is no chance in them."""
+        """The task's messages; `seed` has no effect."""
         self._env_args, self._calls, self._results = task.env_args, 0, 0
         return task.messages
 
     async def step(self, answer: str) -> StepResult:
-        """The tool's reply to a call, or the end; DataError when the final answer cannot be scored."""
+        """The tool's reply to a call, or the end of the episode; DataError when the final answer cannot be scored."""
         if self._env_args is None:
             raise DataError("step() before reset(): there is no question to answer")
-        expression = called(answer)
+        expression = first_call(answer)
         if expression is not None:
-            reply, right = replied(expression)
-            self._calls, self._results = self._calls + 1, self._results + right
+            reply, succeeded = tool_reply(expression)
+            self._calls, self._results = self._calls + 1, self._results + succeeded
             return StepResult(done=False, messages=(Message("tool", reply),))
         raw = await self._pool.score(self._env_args, answer)
         parts = {"raw_score": raw, "tool_used_ok": float(self._results > 0), "tool_calls": float(self._calls)}
         return StepResult(done=True, reward=1.0 if raw == 1.0 else 0.0, reward_parts=parts)
 
     async def close(self) -> None:
-        """Nothing to end: the pool outlives the episode."""
+        """Forget the task; the pool is shared and stays open."""
         self._env_args = None
 
 
-# --- calls of the tool: how one is written, and its value. No part of the text is ever executed
+# --- calls of the tool: grammar and evaluation, by a parser that never executes text
 #
 #     expression = term (("+" | "-") term)*
 #     term       = factor (("*" | "/") factor)*
 #     factor     = ("+" | "-") factor | "(" expression ")" | number
 #     number     = digits ["." digits]
 #
-# Values are exact fractions; what is no integer is shown with up to six places.
+# Values are exact fractions; a value that is not an integer is shown with up to six decimal places.
 
 OPEN, CLOSE = "<calc>", "</calc>"
 ERROR = "error"
-RULES = f"You may use a calculator: answer {OPEN}12*7{CLOSE} and you are told the result. Then answer.\n"
+RULES = f"You may use a calculator: answer {OPEN}12*7{CLOSE} to get the result. Then answer.\n"
 ALPHABET = OPEN + CLOSE + ERROR + "0123456789+-*/(). "
-MAX_CHARS = 128  # of an expression: bounds the depth of brackets and the length of numbers, too
-_WORD = re.compile(r"\s*(\d+(?:\.\d+)?|[-+*/()])", re.ASCII)
+MAX_CHARS = 128  # of an expression; this also bounds the depth of brackets and the length of numbers
+_TOKEN = re.compile(r"\s*(\d+(?:\.\d+)?|[-+*/()])", re.ASCII)
 _PLACES = 6
 
 
 class Malformed(ValueError):
-    """An expression that has no value: says where it goes wrong."""
+    """An expression without a value; the message gives the position or the reason."""
 
 
-def called(answer: str) -> str | None:
-    """The expression of the first call in `answer`; None where there is no call."""
+def first_call(answer: str) -> str | None:
+    """The expression of the first call in `answer`; None if there is no call."""
     _, opened, rest = answer.partition(OPEN)
     expression, closed, _ = rest.partition(CLOSE)
     return expression if opened and closed else None
 
 
 def value(expression: str) -> Fraction:
-    """What `expression` comes to. Malformed when it is too long, no expression, or divides by zero."""
+    """The value of `expression`. Malformed when it is too long, not an expression, or divides by zero."""
     if len(expression) > MAX_CHARS:
         raise Malformed(f"{len(expression)} characters; {MAX_CHARS} at most")
-    reader = _Reader(_words(expression))
-    found = reader.expression()
-    reader.end()
+    parser = _Parser(_tokens(expression))
+    found = parser.expression()
+    parser.end()
     return found
 
 
 def shown(value: Fraction) -> str:
-    """The number as text: whole, or with up to six places, rounded half to even."""
+    """`value` as text: an integer, or up to six decimal places, rounded half to even."""
     if value.denominator == 1:
         return str(value.numerator)
     scaled = round(value * 10**_PLACES)
@@ -106,8 +106,8 @@ def shown(value: Fraction) -> str:
     return f"-{text}" if scaled < 0 else text
 
 
-def replied(expression: str) -> tuple[str, bool]:
-    """What the tool says to a call, and whether that is a result."""
+def tool_reply(expression: str) -> tuple[str, bool]:
+    """The tool's reply to a call, and True if it is a result (not an error)."""
     try:
         return shown(value(expression)), True
     except Malformed:
@@ -115,43 +115,43 @@ def replied(expression: str) -> tuple[str, bool]:
 
 
 def worked(expression: str, answer: str, seed: int, direct: float, slips: float) -> tuple[Message, ...]:
-    """A conversation that ends in an answer: through the tool, or, with probability `direct`, at once.
+    """An example conversation that ends in an answer: after a tool call or, with probability `direct`, at once.
 
-    With probability `slips` a digit of the call is wrong; the answer then is what the tool said.
+    With probability `slips` a digit of the call is wrong; the answer is then the tool's result.
     """
     random = Random(f"calculator {seed}")
     if random.random() < direct:
         return (Message("assistant", answer),)
     slip = random.random() < slips
-    typed = _slipped(expression, random) if slip else expression
-    result, right = replied(typed)
-    final = result if slip and right else answer
+    typed = _with_wrong_digit(expression, random) if slip else expression
+    result, succeeded = tool_reply(typed)
+    final = result if slip and succeeded else answer
     call = Message("assistant", f"{OPEN}{typed}{CLOSE}")
     return (call, Message("tool", result), Message("assistant", final))
 
 
-def _slipped(expression: str, random: Random) -> str:
+def _with_wrong_digit(expression: str, random: Random) -> str:
     places = [place for place, char in enumerate(expression) if char.isdigit()]
     place = random.choice(places)
     return expression[:place] + random.choice("123456789") + expression[place + 1 :]
 
 
-def _words(expression: str) -> list[str]:
-    words, position, text = [], 0, expression.rstrip()
+def _tokens(expression: str) -> list[str]:
+    tokens, position, text = [], 0, expression.rstrip()
     while position < len(text):
-        found = _WORD.match(text, position)
+        found = _TOKEN.match(text, position)
         if found is None:
-            raise Malformed(f"{text[position]!r} at {position} is no number and no sign")
-        words.append(found.group(1))
+            raise Malformed(f"{text[position]!r} at {position} is neither a number nor an operator")
+        tokens.append(found.group(1))
         position = found.end()
-    return words
+    return tokens
 
 
-class _Reader:
-    """Reads words by the grammar above."""
+class _Parser:
+    """Recursive-descent parser of the grammar above."""
 
-    def __init__(self, words: list[str]) -> None:
-        self._words, self._at = words, 0
+    def __init__(self, tokens: list[str]) -> None:
+        self._tokens, self._at = tokens, 0
 
     def expression(self) -> Fraction:
         found = self._term()
@@ -161,8 +161,8 @@ class _Reader:
         return found
 
     def end(self) -> None:
-        if self._at < len(self._words):
-            raise Malformed(f"{self._words[self._at]!r} was not expected")
+        if self._at < len(self._tokens):
+            raise Malformed(f"{self._tokens[self._at]!r} was not expected")
 
     def _term(self) -> Fraction:
         found = self._factor()
@@ -182,16 +182,16 @@ class _Reader:
             if self._taken(")") is None:
                 raise Malformed("a bracket is not closed")
             return found
-        if self._at == len(self._words) or not self._words[self._at][0].isdigit():
+        if self._at == len(self._tokens) or not self._tokens[self._at][0].isdigit():
             raise Malformed("a number was expected")
         self._at += 1
-        return Fraction(self._words[self._at - 1])
+        return Fraction(self._tokens[self._at - 1])
 
     def _taken(self, *signs: str) -> str | None:
-        """The next word if it is one of `signs`; it is used up then."""
-        if self._at < len(self._words) and self._words[self._at] in signs:
+        """Consume the next token and return it if it is one of `signs`; otherwise return None."""
+        if self._at < len(self._tokens) and self._tokens[self._at] in signs:
             self._at += 1
-            return self._words[self._at - 1]
+            return self._tokens[self._at - 1]
         return None
 
 
@@ -201,10 +201,11 @@ _PROBLEMS = ("basic_arithmetic", "chain_sum", "decimal_chain_sum", "products")  
 
 
 class CalculatorSource:
-    """Arithmetic of reasoning-gym with a calculator at hand.
+    """Arithmetic problems of reasoning-gym, with a calculator tool.
 
-    `task.args`: `problem`, a task of reasoning-gym, its settings as `problem_args`; of worked play, `direct`, the share
-    of answers without the tool, and `slips`, the share of calls with a wrong digit.
+    `task.args`: `problem`, a task of reasoning-gym, and its settings as `problem_args`; for the example conversations
+    of the warm start, `direct`, the share of answers without the tool, and `slips`, the share of calls with a wrong
+    digit.
     """
 
     size = None

@@ -23,9 +23,10 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 
 @register("frozen_lake")
 class FrozenLake:
-    """Pays 1 at the goal and 0 in a hole or when the turns are over; an answer that names no direction costs a turn.
+    """FrozenLake, with reward 1 at the goal and 0 in a hole or after the last turn.
 
-    The members of a group play one lake with one seed, so slippery ice does to all of them what it does to one.
+    An answer without a direction costs a turn. The members of a group play the same lake with the same seed, so the
+    same moves slip in the same way.
     """
 
     place: Place = "loop"  # a step takes microseconds
@@ -43,7 +44,7 @@ class FrozenLake:
         return task.messages
 
     def step(self, answer: str) -> StepResult:
-        """What the player sees after one move, or the end with its reward."""
+        """The view after one move, or the end of the episode with its reward."""
         game = self._game
         if game is None:
             raise DataError("step() before reset(): there is no lake")
@@ -52,20 +53,24 @@ class FrozenLake:
         view = game.act(answer)
         if not game.over and self._left > 0:
             return StepResult(done=False, messages=(Message("user", view),))
-        parts = {"success": float(game.won), "fell": float(game.over and not game.won),
-                 "turns": float(self._turns), "misread": float(self._misread)}  # fmt: skip
+        parts = {
+            "success": float(game.won),
+            "fell": float(game.over and not game.won),
+            "turns": float(self._turns),
+            "misread": float(self._misread),
+        }
         return StepResult(done=True, reward=float(game.won), reward_parts=parts)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Forget the game."""
         self._game = None
 
 
 # --- rules: the dynamics of gymnasium's FrozenLake-v1
 #
-# A lake is a square of cells: start, ice, holes, goal. An action moves one cell, or none at the shore. On slippery ice
-# the move goes where it was meant to with probability 1/3, and to either side of that with 1/3 each. Holes and the goal
-# end the game; only the goal is worth anything. Places are numbered row by row.
+# A lake is a square of cells: start, ice, holes, goal. An action moves one cell, or none at the edge. On slippery ice
+# the move goes in the intended direction with probability 1/3, and to either side of it with 1/3 each. Holes and the
+# goal end the game; only the goal has a reward. Cells are numbered row by row.
 
 ACTIONS = ("left", "down", "right", "up")  # in gymnasium's order
 ICE, HOLE, GOAL, PLAYER = ".", "O", "G", "@"
@@ -91,7 +96,7 @@ class Lake:
         return round(len(self.cells) ** 0.5)
 
     def to(self, place: int, action: int) -> int:
-        """Where `action` leads from `place` on ice that is not slippery."""
+        """The cell that `action` leads to from `place` on ice that is not slippery."""
         row, column = divmod(place, self.size)
         down, right = _MOVES[action]
         row, column = min(max(row + down, 0), self.size - 1), min(max(column + right, 0), self.size - 1)
@@ -103,12 +108,12 @@ class Lake:
 
     @cached_property
     def distances(self) -> Mapping[int, int]:
-        """Steps to the goal, over ice only, from every place from which it can be reached."""
+        """Number of steps to the goal over ice, for every cell from which it can be reached."""
         goal = len(self.cells) - 1
         found, queue = {goal: 0}, deque([goal])
         while queue:
             place = queue.popleft()
-            for action in range(len(ACTIONS)):  # moves are symmetric, but for those that stay
+            for action in range(len(ACTIONS)):  # moves are symmetric, except at the edge
                 before = self.to(place, action)
                 if before not in found and not self.ends(before):
                     found[before] = found[place] + 1
@@ -116,14 +121,14 @@ class Lake:
         return found
 
     def shown(self, place: int) -> str:
-        """The lake with the player in it, a line a row."""
+        """The lake as text with the player in it, one line per row."""
         cells = self.cells[:place] + PLAYER + self.cells[place + 1 :]
         return "\n".join(cells[start : start + self.size] for start in range(0, len(cells), self.size))
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Which lakes: `size` cells a side, each cell ice with probability `ice`, and whether the ice is slippery."""
+    """Parameters of lakes: `size` cells a side, each cell ice with probability `ice`, slippery ice or not."""
 
     size: int = 4
     ice: float = 0.8
@@ -136,12 +141,12 @@ class Settings:
 
     @property
     def turns(self) -> int:
-        """Moves that a game has at most."""
+        """The maximum number of moves of a game."""
         return self.max_turns or 4 * self.size
 
 
 def lake(seed: int, settings: Settings) -> Lake:
-    """The lake of `seed`: its goal can be reached."""
+    """The lake of `seed`, whose goal can always be reached."""
     random = Random(f"lake {seed}")
     while True:
         cells = [ICE if random.random() < settings.ice else HOLE for _ in range(settings.size**2)]
@@ -151,19 +156,19 @@ def lake(seed: int, settings: Settings) -> Lake:
             return made
 
 
-def slid(action: int, slippery: bool, random: Random) -> int:
-    """The action that comes of `action`: on slippery ice it or one of its two neighbours, with equal chances."""
+def executed_action(action: int, slippery: bool, random: Random) -> int:
+    """The action that is executed for `action`: on slippery ice it or one of its two neighbours, with equal chances."""
     return (action + random.choice((-1, 0, 1))) % len(ACTIONS) if slippery else action
 
 
 def action_in(answer: str) -> int | None:
-    """The action that `answer` names, its last one where it names several; None where it names none."""
+    """The last action that `answer` names; None if it names none."""
     found = _ACTION.findall(answer.lower())
     return ACTIONS.index(found[-1]) if found else None
 
 
 class Game:
-    """One crossing of a lake."""
+    """One game on a lake."""
 
     def __init__(self, lake: Lake, slippery: bool, seed: int) -> None:
         self.lake, self.place = lake, 0
@@ -171,38 +176,38 @@ class Game:
 
     @property
     def over(self) -> bool:
-        """True if the player stands in a hole or at the goal."""
+        """True if the player is in a hole or at the goal."""
         return self.lake.ends(self.place)
 
     @property
     def won(self) -> bool:
-        """True if the player stands at the goal."""
+        """True if the player is at the goal."""
         return self.lake.cells[self.place] == GOAL
 
     def act(self, answer: str) -> str:
-        """What is seen after `answer`. One that names no action changes nothing, and the view says so."""
+        """Execute `answer` and return the view, which marks an answer without an action; that changes nothing."""
         action = action_in(answer)
         if action is None:
             return f"{NOT_AN_ACTION}\n{self.lake.shown(self.place)}"
-        self.place = self.lake.to(self.place, slid(action, self._slippery, self._random))
+        self.place = self.lake.to(self.place, executed_action(action, self._slippery, self._random))
         return self.lake.shown(self.place)
 
 
 def worked(lake: Lake, settings: Settings, seed: int, noise: float) -> tuple[Message, ...]:
-    """A game as somebody plays it who knows the way and, with probability `noise`, moves anywhere at all.
+    """An example game of a player who takes a shortest path but, with probability `noise`, moves at random.
 
-    Answers and views in turn, beginning and ending with an answer.
+    Answers and views alternate; the first and the last message are answers.
     """
     game, random = Game(lake, settings.slippery, seed), Random(f"player {seed}")
-    said: list[Message] = []
+    messages: list[Message] = []
     for _ in range(settings.turns):
         answer = ACTIONS[_chosen(lake, game.place, random, noise)]
-        said.append(Message("assistant", answer))
+        messages.append(Message("assistant", answer))
         view = game.act(answer)
         if game.over:
             break
-        said.append(Message("user", view))
-    return tuple(said if said[-1].role == "assistant" else said[:-1])
+        messages.append(Message("user", view))
+    return tuple(messages if messages[-1].role == "assistant" else messages[:-1])
 
 
 def _chosen(lake: Lake, place: int, random: Random, noise: float) -> int:
@@ -215,7 +220,7 @@ def _chosen(lake: Lake, place: int, random: Random, noise: float) -> int:
 
 
 def arguments(lake: Lake, settings: Settings) -> dict[str, Any]:
-    """What an environment needs to play the lake."""
+    """The environment's arguments for a game on `lake`."""
     return {"cells": lake.cells, "slippery": settings.slippery, "max_turns": settings.turns}
 
 
@@ -223,9 +228,10 @@ def arguments(lake: Lake, settings: Settings) -> dict[str, Any]:
 
 
 class FrozenLakeSource:
-    """Lakes by number: the question is the map, so a held-out map is never trained on, whatever its number.
+    """Lakes by index. The question is the map, so a held-out map is never trained on, even under another index.
 
-    `task.args`: `size` `ice` `slippery` `max_turns` of the game, and `noise`, the share of random moves in worked play.
+    `task.args`: `size`, `ice`, `slippery`, `max_turns` of the game, and `noise`, the share of random moves in the
+    example games of the warm start.
     """
 
     size = None

@@ -1,7 +1,7 @@
-"""Environments by name.
+"""Registry of environments by name.
 
-A new one is one file: a class with `reset`, `step` and `close` under `@register("name")`, beside a scorer under
-`@scorers.register(…)` if it needs its own. A config names it `package.module:name`; both this process and the scoring
+A new environment is one file: a class with `reset`, `step` and `close` under `@register("name")`, and a scorer under
+`@scorers.register(…)` if it needs its own. A config names it as `package.module:name`; this process and the scoring
 workers then import that module.
 """
 
@@ -27,11 +27,11 @@ _FACTORIES: dict[str, Factory] = {}
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
-    """A decorator that makes a class or function of (pool, config) the environment `name`."""
+    """A decorator that registers a class or function of (pool, config) as the environment `name`."""
 
     def add(factory: Factory) -> Factory:
         if _FACTORIES.get(name, factory) is not factory:
-            raise ValueError(f"there is an environment {name!r} already")
+            raise ValueError(f"the environment {name!r} is registered already")
         _FACTORIES[name] = factory
         return factory
 
@@ -44,7 +44,7 @@ def create(name: str, pool: ScoringPool, config: TaskConfig) -> Environment:
 
 
 def factory(name: str) -> Factory:
-    """What makes the environment `name`; imports its module. ConfigError when there is none."""
+    """The factory of the environment `name`, after importing its module. ConfigError when there is none."""
     for module in (*_BUILT_IN, *scorer_modules(name)):
         _load(module, name)
     short = name.rpartition(":")[2]
@@ -71,22 +71,23 @@ def _load(module: str, name: str) -> None:
         importlib.import_module(module)
     except (Exception, SystemExit) as e:  # foreign code: a script that ends by sys.exit() is no module, either
         reason = f"its module cannot be imported: {described(e)}"
-        raise ConfigError("task.env", name, reason, "Install or mend it, or run where it can be found.") from e
+        remedy = "Install or fix it, or start the run in a folder from which it can be imported."
+        raise ConfigError("task.env", name, reason, remedy) from e
 
 
 # --- settings of a game, from `task.args`
 
 
 def share(args: dict[str, Any], name: str) -> float:
-    """The share `name`, taken out of `args`."""
+    """Remove the share `name` from `args` and return it (default 0). ConfigError unless it is between 0 and 1."""
     share = args.pop(name, 0.0)
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise ConfigError(f"task.args.{name}", share, "it is a share", "Give a number between 0 and 1.")
+        raise ConfigError(f"task.args.{name}", share, "it must be a share", "Give a number between 0 and 1.")
     return float(share)
 
 
 def settings_of(kind: type, args: Mapping[str, Any]) -> Any:
-    """The dataclass `kind` of `args`."""
+    """The dataclass `kind` made from `args`. ConfigError for an unknown name or a value that `kind` refuses."""
     refuse_unknown(args, tuple(field.name for field in dataclasses.fields(kind)))
     try:
         return kind(**args)
@@ -95,6 +96,7 @@ def settings_of(kind: type, args: Mapping[str, Any]) -> Any:
 
 
 def refuse_unknown(args: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise ConfigError for a key of `args` that is not in `known`."""
     for name in args:
         if name not in known:
             raise ConfigError(f"task.args.{name}", args[name], "nothing reads it", nearest(name, known))

@@ -1,4 +1,4 @@
-"""Verifiable rewards as an environment of one turn: question, answer, score."""
+"""Environment with one turn for verifiable rewards: question, answer, score."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from jaxroll.protocols import StepResult
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
 
-_QUEUE_ALLOWANCE_S = 120.0  # scores of others that are ahead in the pool, and a worker that is starting
+_QUEUE_ALLOWANCE_S = 120.0  # for earlier requests in the pool's queue, and for a worker that is starting
 
 
 @register("single_turn")
 class SingleTurn:
-    """Shows the task's messages and rewards the answer with 1 when its raw score is exactly 1.0, else with 0.
+    """Environment that shows the task's messages and gives reward 1 if the raw score is exactly 1.0, else 0."""
 
-    Exactly: some scorers pay partial credit that sums to 0.9999999999999999 or 1.0000000000000002 for wrong answers.
-    """
+    # Exactly 1.0: some scorers give wrong answers partial credit of 0.9999999999999999 or 1.0000000000000002.
 
     def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
         self.step_limit_s = pool.time_limit_s + _QUEUE_ALLOWANCE_S
@@ -25,17 +24,17 @@ class SingleTurn:
         self._env_args: str | None = None
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """The task's messages; there is no chance in them, so `seed` changes nothing."""
+        """The task's messages; `seed` has no effect."""
         self._env_args = task.env_args
         return task.messages
 
     async def step(self, answer: str) -> StepResult:
-        """The end of the episode with its reward; raises DataError when the answer cannot be scored."""
+        """The end of the episode with its reward; DataError when the answer cannot be scored."""
         if self._env_args is None:
             raise DataError("step() before reset(): there is no question to answer")
         raw = await self._pool.score(self._env_args, answer)
         return StepResult(done=True, reward=1.0 if raw == 1.0 else 0.0, reward_parts={"raw_score": raw})
 
     async def close(self) -> None:
-        """Nothing to end: the pool outlives the episode."""
+        """Forget the task; the pool is shared and stays open."""
         self._env_args = None

@@ -44,7 +44,7 @@ def test_values_are_pythons(expression: str) -> None:
 
 @given(st.text(alphabet="0123456789+-*/(). x_e", max_size=40) | st.text(max_size=40))
 def test_any_text_has_a_value_or_is_malformed(text: str) -> None:
-    reply, right = calculator.replied(text)
+    reply, right = calculator.tool_reply(text)
     assert right == (reply != "error")
 
 
@@ -54,7 +54,7 @@ def test_any_text_has_a_value_or_is_malformed(text: str) -> None:
      "__import__('os')", "a", "1,000", "1/(2-2)"],
 )  # fmt: skip
 def test_what_is_no_expression_is_an_error(text: str) -> None:
-    assert calculator.replied(text) == ("error", False)
+    assert calculator.tool_reply(text) == ("error", False)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_numbers_as_text(value: Fraction, text: str) -> None:
      ("<calc></calc>", ""), ("</calc>1<calc>", None)],
 )  # fmt: skip
 def test_a_call_is_what_stands_between_its_marks(answer: str, expression: str | None) -> None:
-    assert calculator.called(answer) == expression
+    assert calculator.first_call(answer) == expression
 
 
 def test_worked_conversations() -> None:
@@ -82,9 +82,9 @@ def test_worked_conversations() -> None:
     assert 70 < sum(len(said) == 1 for said in several) < 130
     for seed in range(20):
         call, result, final = (m.content for m in calculator.worked("12*7", "84", seed, 0.0, 1.0))
-        assert (result, True) == calculator.replied(calculator.called(call) or "") and final == result
+        assert (result, True) == calculator.tool_reply(calculator.first_call(call) or "") and final == result
 
 
 def test_marks_without_end_take_no_time() -> None:
     """Four million opening marks: a search that starts again at each of them would take hours."""
-    assert calculator.called("<calc>" * (4 << 20)) is None
+    assert calculator.first_call("<calc>" * (4 << 20)) is None

@@ -39,9 +39,9 @@ def test_the_dynamics_are_gymnasiums(size: int, slippery: bool) -> None:
 
 def test_slippery_ice_slides_to_every_side_alike() -> None:
     random = Random(0)
-    slid = Counter(lakes.slid(1, True, random) for _ in range(3000))
+    slid = Counter(lakes.executed_action(1, True, random) for _ in range(3000))
     assert set(slid) == {0, 1, 2} and all(900 < count < 1100 for count in slid.values())
-    assert {lakes.slid(1, False, random) for _ in range(100)} == {1}
+    assert {lakes.executed_action(1, False, random) for _ in range(100)} == {1}
 
 
 def test_distances_are_those_of_a_slow_search() -> None:

@@ -1,1 +1,1 @@
-"""Executors of environments: event loop, threads and processes."""
+"""Executors of environments: event loop, threads and processes. Read `choice` first."""

@@ -1,9 +1,9 @@
-"""Environments where they ask to run: on the event loop, in a thread, in a process. Whoever plays them sees coroutines.
+"""The executor of each environment, by its declared place; episodes call all environments as coroutines.
 
-place      for                                            a hang costs
-loop       coroutines; functions that return at once      nothing but the member (a coroutine can be cancelled)
-thread     libraries that block: sockets, sleep, files    a thread until it comes back; of too many the process
-process    heavy or crashing code; what holds the GIL     nothing but the member: the process is killed
+place      for                                               if a call hangs
+loop       coroutines; functions that return at once         only the member fails (a coroutine can be cancelled)
+thread     libraries that block: sockets, sleep, files       its thread is lost; too many lost threads end the process
+process    heavy or crashing code; code that holds the GIL   only the member fails: the process is killed
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 
 
 class Executors:
-    """Makes the environments of one event loop; holds the threads and the processes that they share."""
+    """Factory of the environments of one event loop; owns the threads and processes that they share."""
 
     def __init__(self, pool: ScoringPool, config: Config) -> None:
         self._pool, self._task = pool, config.task
@@ -33,7 +33,7 @@ class Executors:
         self.processes = Processes(config.sampler.env_processes, config.task)
 
     def create(self, name: str) -> Environment:
-        """A fresh environment for one episode. ConfigError for an unknown name, DataError for an unknown place."""
+        """A new environment for one episode. ConfigError for an unknown name, DataError for invalid traits."""
         factory = registry.factory(name)
         declared = self._declared(factory)
         if declared.place == "process":
@@ -42,12 +42,15 @@ class Executors:
         if self._declared(env).place != "thread":
             return env
         if inspect.iscoroutinefunction(env.step):
-            raise DataError(f"{name}: place = 'thread' is for plain functions; coroutines run on the loop")
+            raise DataError(f"{name}: place = 'thread' is for plain functions; use 'loop' for coroutines")
         return InThread(env, self.threads)
 
     def counts(self) -> dict[str, int | dict[str, int]]:
-        """Failures so far: calls in threads that were given up (and of them still hang), processes of environments and
-        scoring workers that were replaced, those that did not start, and answers that a scorer's guard rejected."""
+        """Counts of failures so far.
+
+        They count calls in threads that were abandoned (and those that still hang), environment processes and scoring
+        workers that were replaced or failed to start, and answers that a scorer's guard rejected.
+        """
         return {
             "env_threads_abandoned": self.threads.abandoned,
             "env_threads_hanging": self.threads.hanging,
@@ -59,8 +62,11 @@ class Executors:
         }
 
     async def raise_when_worn_out(self) -> None:
-        """Never return. RestartRequired when too many threads hang in environments to give another one away; InfraError
-        when neither a scoring worker nor a process of environments can be started."""
+        """Wait forever, or raise when environments cannot run any more.
+
+        RestartRequired when too many threads hang in environments; InfraError when no scoring worker or no environment
+        process can be started.
+        """
         events = (self.threads.worn, self.processes.gave_up, self._pool.gave_up)
         waiting = [asyncio.ensure_future(event.wait()) for event in events]
         try:
@@ -71,13 +77,11 @@ class Executors:
         if self._pool.gave_up.is_set():
             raise InfraError(f"the scoring pool does not work: {self._pool.broken}")
         if self.processes.gave_up.is_set():
-            raise InfraError(f"processes of environments do not start: {self.processes.broken}")
-        raise RestartRequired(
-            f"{self.threads.hanging} threads hang in environments: in this process no other is given to one"
-        )
+            raise InfraError(f"environment processes do not start: {self.processes.broken}")
+        raise RestartRequired(f"{self.threads.hanging} threads hang in environments; this process starts no more")
 
     async def close(self) -> None:
-        """Kill the processes. Threads are daemons: those that hang do not keep the process from ending."""
+        """Kill the processes. Threads are daemons, so hanging ones do not keep this process from ending."""
         await self.processes.close()
 
     @staticmethod
@@ -89,12 +93,12 @@ class Executors:
 
 
 class InThread:
-    """A blocking environment as coroutines, one call at a time on whichever thread is free."""
+    """A blocking environment as coroutines; each call runs on any free thread."""
 
     def __init__(self, env: Environment, threads: Threads) -> None:
         self._env, self._threads, self._declared = env, threads, protocols.traits(env)
-        self._lost = False  # a thread may still be inside it
-        self.step_limit_s = self.reset_limit_s = math.inf  # enforced by the threads, from when one takes the call
+        self._lost = False  # a thread may still be executing one of its calls
+        self.step_limit_s = self.reset_limit_s = math.inf  # `Threads` enforces the limits, from the start on a thread
         self.reset_retries, self.step_retries = self._declared.reset_retries, self._declared.step_retries
         self.max_turns = self._declared.max_turns
 
@@ -103,11 +107,11 @@ class InThread:
         return await self._call(lambda: self._env.reset(task, seed), self._declared.reset_limit_s, "reset")
 
     async def step(self, answer: str) -> StepResult:
-        """The consequence of `answer`."""
+        """The result of `answer`."""
         return await self._call(lambda: self._env.step(answer), self._declared.step_limit_s, "step")
 
     async def close(self) -> None:
-        """Close it, unless a call never came back: nobody else may touch it then."""
+        """Close the environment, unless a call never returned: it may not be used from another thread then."""
         if not self._lost:
             await self._call(self._env.close, self._declared.step_limit_s, "close")
 

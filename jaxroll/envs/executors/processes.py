@@ -1,7 +1,7 @@
-"""Environments in processes of their own: killed when they hang, replaced when they die, used again when they end well.
+"""Executor that runs environments in processes, which are reused, and killed and replaced when they hang or die.
 
-Everything here runs on one event loop. A process plays one episode at a time: what it does to itself costs that one
-member. An episode that finds no process free waits for one, and its limits begin when its call does.
+Everything here runs on one event loop. A process plays one episode at a time, so a crash fails only one member. An
+episode waits while no process is free; the time limit of a call begins when it is sent to a process.
 """
 
 from __future__ import annotations
@@ -18,42 +18,48 @@ import msgspec
 import jaxroll
 from jaxroll import lifeline
 from jaxroll.config import TaskConfig
-from jaxroll.envs.executors import worker as words
+from jaxroll.envs.executors import worker as messages
 from jaxroll.errors import DataError, InfraError
 from jaxroll.protocols import StepResult, Traits
 from jaxroll.records import Message, Task
 
 _START_LIMIT_S = 120.0
 _CLOSE_LIMIT_S = 10.0
-TRIES, PAUSE_FIRST_S = 4, 0.25  # to start one, for one episode
-GIVE_UP_AFTER = 12  # failed starts in a row, of all episodes
+TRIES, PAUSE_FIRST_S = 4, 0.25  # attempts to start a process for one episode
+GIVE_UP_AFTER = 12  # failed starts in a row, over all episodes
 
 
 class EnvProcess:
-    """One process. Its kernel-side death signal is tied to the thread of the event loop that starts it."""
+    """One environment process. The kernel kills it when the thread of the event loop that started it ends."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     @classmethod
-    async def started(cls, task: TaskConfig) -> EnvProcess:
-        """A process that is ready. InfraError when it does not start."""
-        settings = msgspec.json.encode(words.Settings(os.getpid(), task)).decode()
+    async def start(cls, task: TaskConfig) -> EnvProcess:
+        """Start a process and wait until it is ready. InfraError when it does not start."""
+        settings = msgspec.json.encode(messages.Settings(os.getpid(), task)).decode()
         try:
             process = await lifeline.child(
-                sys.executable, "-P", "-m", "jaxroll.envs.executors.worker", settings,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=_environment(),
+                sys.executable,
+                "-P",
+                "-m",
+                "jaxroll.envs.executors.worker",
+                settings,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=_environment(),
                 start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:  # of this machine: no process, no descriptor, no memory
-            raise InfraError(f"a process of environments cannot be started: {error}") from error
+            )
+        except OSError as error:  # the machine is out of processes, descriptors or memory
+            raise InfraError(f"an environment process cannot be started: {error}") from error
         made = cls(process)
         try:
             async with asyncio.timeout(_START_LIMIT_S):
                 await made._read()
         except (asyncio.IncompleteReadError, TimeoutError) as error:
             await made.kill()
-            raise InfraError(f"a process of environments does not start ({error or 'it took too long'})") from error
+            raise InfraError(f"an environment process does not start ({error or 'it took too long'})") from error
         except BaseException:
             await made.kill()
             raise
@@ -66,18 +72,20 @@ class EnvProcess:
 
     @property
     def is_alive(self) -> bool:
-        """True if it has not ended, as far as the event loop knows."""
+        """True if the event loop has not seen the process end."""
         return self._process.returncode is None
 
-    async def ask(self, order: words.Order, limit_s: float, what: str) -> words.Answer:
-        """The answer to `order`. DataError when it takes too long, InfraError when the process is gone: kill it then,
-        and when this is cancelled."""
+    async def ask(self, order: messages.Order, limit_s: float, what: str) -> messages.Answer:
+        """The answer to `order`. DataError when it takes too long, InfraError when the process is gone.
+
+        After an error or a cancellation the caller must kill the process.
+        """
         stdin = self._process.stdin
         assert stdin is not None
         limit = asyncio.timeout(None if math.isinf(limit_s) else limit_s)
         try:
             async with limit:
-                stdin.write(words.frame(order))
+                stdin.write(messages.frame(order))
                 await stdin.drain()
                 return await self._read()
         except TimeoutError as error:
@@ -85,16 +93,16 @@ class EnvProcess:
         except (OSError, asyncio.IncompleteReadError, msgspec.MsgspecError) as error:
             raise InfraError(f"the environment's process died in {what}: {type(error).__name__}") from error
 
-    async def _read(self) -> words.Answer:
+    async def _read(self) -> messages.Answer:
         stdout = self._process.stdout
         assert stdout is not None
-        (size,) = words.LENGTH.unpack(await stdout.readexactly(words.LENGTH.size))
-        if size > words.MAX_FRAME_BYTES:
+        (size,) = messages.LENGTH.unpack(await stdout.readexactly(messages.LENGTH.size))
+        if size > messages.MAX_FRAME_BYTES:
             raise msgspec.DecodeError(f"an answer of {size} bytes")
-        return words.answer(await stdout.readexactly(size))
+        return messages.answer(await stdout.readexactly(size))
 
     async def kill(self) -> None:
-        """End it and all in its session."""
+        """Kill the process and all others in its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, 9)
         with contextlib.suppress(ProcessLookupError):
@@ -103,10 +111,10 @@ class EnvProcess:
 
 
 class Processes:
-    """Up to `most` processes, started when they are wanted. `replaced` counts those that hung or died.
+    """A pool of up to `most` processes, started on demand. `replaced` counts those that hung or died.
 
-    A start that fails is repeated after a pause that doubles (`failed_starts` counts them). After `GIVE_UP_AFTER`
-    without a success in between, `broken` says why, and `gave_up` is set: another process may fare better.
+    A failed start is repeated after a pause that doubles (`failed_starts` counts them). After `GIVE_UP_AFTER` failures
+    in a row, `broken` holds the reason and `gave_up` is set, so that the role can end and be restarted.
     """
 
     def __init__(self, most: int, task: TaskConfig) -> None:
@@ -118,14 +126,14 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of those that live."""
+        """The ids of the live processes."""
         return [process.pid for process in (*self._idle, *self._busy)]
 
     async def take(self) -> EnvProcess:
-        """A process for one episode; waits while all are taken."""
+        """Take a process for one episode; wait while all are in use. InfraError when none can be started."""
         await self._room.acquire()
         try:
-            process = await self._idle_one() or await self._started()
+            process = await self._idle_one() or await self._start()
         except BaseException:
             self._room.release()
             raise
@@ -133,21 +141,21 @@ class Processes:
         return process
 
     async def _idle_one(self) -> EnvProcess | None:
-        """One that waits for an episode; those that died meanwhile are replaced."""
+        """Take a live idle process, or None; idle processes that have died count as replaced."""
         while self._idle:
             if (process := self._idle.pop()).is_alive:
                 return process
             self.replaced += 1
-            await process.kill()  # what it left of its session
+            await process.kill()  # other processes of its session may still live
         return None
 
-    async def _started(self) -> EnvProcess:
-        """A new one. InfraError when it does not start, after `TRIES`."""
+    async def _start(self) -> EnvProcess:
+        """Start a new process; InfraError after `TRIES` failures."""
         for left in reversed(range(TRIES)):
             if self.broken:
-                raise InfraError(f"processes of environments do not start: {self.broken}")
+                raise InfraError(f"environment processes do not start: {self.broken}")
             try:
-                process = await EnvProcess.started(self._task)
+                process = await EnvProcess.start(self._task)
             except InfraError as error:
                 self.failed_starts, self._failed_in_row = self.failed_starts + 1, self._failed_in_row + 1
                 if self._failed_in_row >= GIVE_UP_AFTER:
@@ -162,7 +170,7 @@ class Processes:
         raise AssertionError("unreachable")
 
     async def give_back(self, process: EnvProcess, *, whole: bool) -> None:
-        """The episode is over; a process that is not `whole` is killed, and another starts when it is wanted."""
+        """Return a process after an episode. One that is not `whole` is killed; another starts on demand."""
         self._busy.discard(process)
         self._room.release()
         if whole:
@@ -179,13 +187,13 @@ class Processes:
 
 
 class InProcess:
-    """The environment `name` in a process, from its reset to its close, as an environment of the event loop."""
+    """The environment `name` in a process, as an environment of the event loop; holds it from reset to close."""
 
     def __init__(self, name: str, declared: Traits, processes: Processes) -> None:
         self._name, self._declared, self._processes = name, declared, processes
         self._process: EnvProcess | None = None
         self._whole = True
-        self.step_limit_s = self.reset_limit_s = math.inf  # enforced here, from when a call reaches its process
+        self.step_limit_s = self.reset_limit_s = math.inf  # `_asked` enforces the limits, from the call to a process
         self.reset_retries, self.step_retries = declared.reset_retries, declared.step_retries
         self.max_turns = declared.max_turns
 
@@ -195,26 +203,26 @@ class InProcess:
         if not again:
             await self.close()
             self._process, self._whole = await self._processes.take(), True
-        order = words.NextTask(task, seed) if again else words.Reset(self._name, task, seed)
+        order = messages.NextTask(task, seed) if again else messages.Reset(self._name, task, seed)
         found = await self._asked(order, self._declared.reset_limit_s, "reset")
-        assert isinstance(found, words.Shown)
+        assert isinstance(found, messages.Shown)
         return found.messages
 
     async def step(self, answer: str) -> StepResult:
-        """The consequence of `answer`."""
-        found = await self._asked(words.Step(answer), self._declared.step_limit_s, "step")
-        assert isinstance(found, words.Stepped)
+        """The result of `answer`."""
+        found = await self._asked(messages.Step(answer), self._declared.step_limit_s, "step")
+        assert isinstance(found, messages.Stepped)
         return found.result
 
     async def close(self) -> None:
-        """Give the process back, for the next episode if it is whole."""
+        """Return the process to the pool; it is reused if its environment closed properly."""
         process, self._process = self._process, None
         if process is None:
             return
         whole = False
         try:
             if self._whole:
-                whole = isinstance(await process.ask(words.Close(), _CLOSE_LIMIT_S, "close"), words.Closed)
+                whole = isinstance(await process.ask(messages.Close(), _CLOSE_LIMIT_S, "close"), messages.Closed)
         except (DataError, InfraError):
             whole = False
         finally:
@@ -226,16 +234,22 @@ class InProcess:
         self._whole = False  # until it has answered
         found = await self._process.ask(order, limit_s, what)
         self._whole = True
-        if isinstance(found, words.Raised):
+        if isinstance(found, messages.Raised):
             raise InfraError(found.error) if found.infra else DataError(found.error)
         return found
 
 
 def _environment() -> dict[str, str]:
-    """The worker's environment: what is importable here is importable there; what the run has secret stays here."""
+    """The worker's environment variables: the same import path, without JaxRoll's variables, which hold secrets."""
     root = str(Path(jaxroll.__file__).resolve().parent.parent)
     path = os.pathsep.join(dict.fromkeys([root, *(str(Path(entry).resolve()) for entry in sys.path)]))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JAXROLL_")}
     mark = {name: os.environ[name] for name in ("JAXROLL_TEST_ID",) if name in os.environ}
-    return {**kept, **mark, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "JAX_PLATFORMS": "cpu",
-            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # fmt: skip
+    fixed = {
+        "PYTHONPATH": path,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "JAX_PLATFORMS": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return {**kept, **mark, **fixed}

@@ -1,11 +1,11 @@
-"""Blocking calls of environments, on threads that nobody has to wait for.
+"""Executor that runs blocking calls of environments on daemon threads, with time limits.
 
-A call that takes longer than its limit is abandoned: its thread is left to itself, ends when the call ever returns, and
-is replaced as work comes. The standard library's executor would wait for such a thread when the process ends, and would
-count it as a worker forever; therefore these threads are daemons and are counted here.
+A call that exceeds its limit is abandoned: its thread ends if the call ever returns, and another thread is started when
+there is work. ThreadPoolExecutor is not usable here: it would wait for such a thread at exit, and count it as a worker
+forever.
 
-Threads: `call` belongs to the event loop; `_work` is what a worker thread runs. They meet in a queue and in one lock.
-One thread is started at a time, by the one that was started before it, so that the loop waits for none to come up.
+Threads: `call` runs on the event loop, `_work` on worker threads; they share a queue and a lock. Each new thread starts
+the next one if it is needed, so that the event loop never waits for a series of thread starts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 from jaxroll.errors import DataError, InfraError
 
 T = TypeVar("T")
-HANGING_SHARE, HANGING_LEAST = 4, 4  # the fourth part of all threads may hang, and four in any case
-IDLE_S = 10.0  # a thread without work for so long ends
+HANGING_SHARE, HANGING_LEAST = 4, 4  # a quarter of all threads may hang, and at least four
+IDLE_S = 10.0  # a thread ends after this time without work
 
 
 class Abandoned(DataError):
-    """A call took too long; a thread is still inside it."""
+    """A call took too long; a thread is still executing it."""
 
 
 @dataclass(eq=False)
@@ -41,15 +41,15 @@ class _Call:
     abandoned: bool = False
 
     def left_s(self, limit_s: float) -> float:
-        """Seconds until it is overdue; waiting for a thread costs none."""
+        """Seconds until the call exceeds its limit; the time before its start on a thread does not count."""
         return limit_s if self.started_s is None else self.started_s + limit_s - time.monotonic()
 
 
 class Threads:
-    """At most `most` threads at work, and a quarter as many that were abandoned and have not come back.
+    """At most `most` working threads, and up to a quarter as many that hang in abandoned calls.
 
-    `abandoned` counts the calls that ever were, `hanging` those that still hold a thread. When these are too many,
-    `worn` is set and every call raises InfraError: the process is to be started again.
+    `abandoned` counts all abandoned calls, `hanging` those that still occupy a thread. When these are too many, `worn`
+    is set and every call raises InfraError; the process must then be restarted.
     """
 
     def __init__(self, most: int = 1024) -> None:
@@ -59,20 +59,21 @@ class Threads:
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._live = self._idle = self._waiting = 0
-        self._starting = False  # a thread that has not come up yet
+        self._starting = False  # a thread is starting and does not run yet
 
     @property
     def live(self) -> int:
-        """Threads that work or wait for work."""
+        """The number of threads that work or wait for work."""
         return self._live
 
     async def call(self, job: Callable[[], T], limit_s: float, what: str) -> T:
-        """What `job` returns or raises. Abandoned when it takes longer than `limit_s` from its start on a thread.
+        """Run `job` on a thread; return its result or raise its exception.
 
-        Cancelling gives the thread up to the job, too: nothing can interrupt it.
+        Raises Abandoned when it takes longer than `limit_s` from its start on a thread, InfraError when too many
+        threads hang. Cancelling abandons the thread too, because nothing can interrupt it.
         """
         if self.hanging >= self._most_hanging:
-            raise InfraError(f"{self.hanging} threads hang in environments: no other is given to one")
+            raise InfraError(f"{self.hanging} threads hang in environments; no more are started")
         loop = asyncio.get_running_loop()
         call = _Call(job, loop.create_future(), loop)
         try:
@@ -81,7 +82,7 @@ class Threads:
                 left_s = call.left_s(limit_s)
                 if left_s <= 0:
                     self.abandoned += 1
-                    raise Abandoned(f"the environment's {what} took longer than {limit_s:g} s; its thread was given up")
+                    raise Abandoned(f"the environment's {what} took longer than {limit_s:g} s; its thread is abandoned")
                 await asyncio.wait([call.future], timeout=None if math.isinf(left_s) else left_s)
             return call.future.result()
         finally:
@@ -97,7 +98,7 @@ class Threads:
             self._start()
 
     def _wants_another(self) -> bool:
-        """True if to start a thread, which then counts as idle already. Only with the lock."""
+        """True if another thread must be started; it is counted as idle at once. The caller holds the lock."""
         if self._starting or self._waiting <= self._idle or self._live >= self._most:
             return False
         self._live, self._idle, self.started = self._live + 1, self._idle + 1, self.started + 1
@@ -105,10 +106,10 @@ class Threads:
         return True
 
     def _start(self) -> None:
-        """Start the thread that was promised. Where there can be none at all, all calls that wait get InfraError."""
+        """Start a thread that `_wants_another` counted; if that fails and there is no other, fail waiting calls."""
         try:
             threading.Thread(target=self._work, name="environment", daemon=True).start()
-        except RuntimeError as error:  # the machine's limit, below ours: those that there are go on
+        except RuntimeError as error:  # the machine's limit is below ours; the existing threads continue
             with self._lock:
                 self._starting = False
                 self._live, self._idle, self.started = self._live - 1, self._idle - 1, self.started - 1
@@ -116,7 +117,7 @@ class Threads:
                     self._refuse_waiting(f"no thread can be started for environments: {error}")
 
     def _refuse_waiting(self, reason: str) -> None:
-        """Fail the calls that no thread has taken. Only with the lock."""
+        """Fail the calls that no thread has taken. The caller holds the lock."""
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._calls.get_nowait()
@@ -130,7 +131,7 @@ class Threads:
             call.abandoned = True
             if call.started_s is not None and not call.finished:
                 self.hanging, self._live = self.hanging + 1, self._live - 1
-            start = self._wants_another()  # others may have been waiting for this thread
+            start = self._wants_another()  # other calls may have been waiting for this thread
             if self.hanging >= self._most_hanging:
                 self.worn.set()
         if start:
@@ -146,7 +147,7 @@ class Threads:
             try:
                 call = self._calls.get(timeout=IDLE_S)
             except queue.Empty:
-                if self._retired():
+                if self._retire():
                     return
                 continue
             with self._lock:
@@ -158,21 +159,22 @@ class Threads:
                 start = self._wants_another()
             if start:
                 self._start()
-            if not self._finished(call):
+            if not self._execute(call):
                 return
 
-    def _retired(self) -> bool:
+    def _retire(self) -> bool:
+        """Stop counting this idle thread and return True, unless a call is waiting."""
         with self._lock:
             if self._waiting:
                 return False
             self._live, self._idle = self._live - 1, self._idle - 1
             return True
 
-    def _finished(self, call: _Call) -> bool:
-        """Do the job and tell whoever waits; False when nobody does any more and this thread was replaced."""
+    def _execute(self, call: _Call) -> bool:
+        """Run the job and deliver its result. Return False if the call was abandoned and this thread replaced."""
         try:
             result, error = call.job(), None
-        except BaseException as raised:  # noqa: BLE001 - foreign code, and the thread must outlive it
+        except BaseException as raised:  # noqa: BLE001 - user code, and the thread must survive it
             result, error = None, raised
         with self._lock:
             if call.abandoned:
@@ -192,5 +194,5 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_result(result)
     elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
-    else:  # a future takes no StopIteration; SystemExit is the environment's, not ours
+    else:  # a future refuses StopIteration; SystemExit must not end this process
         future.set_exception(DataError(f"the environment raised {type(error).__name__}: {error}"))

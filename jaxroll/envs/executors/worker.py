@@ -1,4 +1,4 @@
-"""What a process of environments and its parent say to each other: length-prefixed MessagePack over pipes."""
+"""An environment process, and the messages between it and its parent: length-prefixed MessagePack over pipes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the parent says on the command line: who it is, and the task that environments are made for."""
+    """Arguments on the command line: the parent's process id and the task config of the environments."""
 
     parent_pid: int
     task: TaskConfig
@@ -39,7 +39,7 @@ class Reset(msgspec.Struct, frozen=True, tag="reset"):
 
 
 class NextTask(msgspec.Struct, frozen=True, tag="again"):
-    """Reset the environment at hand once more: the first attempt raised InfraError."""
+    """Reset the current environment again, after an attempt that raised InfraError."""
 
     task: Task
     seed: int
@@ -66,17 +66,17 @@ class Shown(msgspec.Struct, frozen=True, tag="shown"):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
-    """The consequence of an answer."""
+    """The result of an answer."""
 
     result: StepResult
 
 
 class Closed(msgspec.Struct, frozen=True, tag="closed"):
-    """The environment is gone."""
+    """The environment is closed."""
 
 
 class Raised(msgspec.Struct, frozen=True, tag="raised"):
-    """A call raised; `infra` when it was an InfraError, after which the same may be asked again."""
+    """A call raised; `infra` is True for an InfraError, after which the call may be repeated."""
 
     error: str
     infra: bool = False
@@ -91,53 +91,53 @@ _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def frame(message: Any) -> bytes:
-    """The message with its length in front."""
+    """The encoded message, with its length as prefix."""
     body = _ENCODER.encode(message)
     return LENGTH.pack(len(body)) + body
 
 
 def order(body: bytes) -> Order:
-    """What the parent asks for."""
+    """The order in `body`. Raises msgspec.DecodeError for malformed data."""
     return _ORDER.decode(body)
 
 
 def answer(body: bytes) -> Answer:
-    """What the process says. Raises msgspec.DecodeError on nonsense."""
+    """The answer in `body`. Raises msgspec.DecodeError for malformed data."""
     return _ANSWER.decode(body)
 
 
-# --- One process of environments: `python -m jaxroll.envs.executors.worker '{…}'`, orders on stdin, answers on stdout
+# --- An environment process: `python -m jaxroll.envs.executors.worker '{…}'`, orders on stdin, answers on stdout
 #
-# It plays one episode at a time and makes its environment again for each. It dies with its parent. What an environment
-# prints goes to stderr, which is the log of the role.
+# It plays one episode at a time and creates a new environment for each. It dies with its parent. Output of an
+# environment goes to stderr, which is the role's log.
 
-_SHOWN = "what reset() returned"
+_SHOWN = "the value of reset()"
 
 
 class NoPool:
-    """Stands where a scoring pool would: there is none in a process of environments."""
+    """A placeholder for the scoring pool, which does not exist in an environment process."""
 
     time_limit_s = 5.0
 
     async def score(self, env_args: str, answer: str) -> float:
-        """Never a score."""
-        raise DataError("an environment in a process of its own has no scoring pool: judge the answer in the process")
+        """Raise DataError."""
+        raise DataError("an environment with place = 'process' has no scoring pool: score the answer in its step()")
 
 
 class Player:
-    """The environment of the episode at hand. All its methods run on one event loop of this process."""
+    """The environment of the current episode. All its methods run on one event loop of this process."""
 
     def __init__(self, task: TaskConfig, runner: asyncio.Runner) -> None:
         self._task, self._runner, self._env = task, runner, None
 
     def answer(self, order: Order) -> Answer:
-        """What follows from one order."""
+        """Execute one order and return its answer; an exception is answered as Raised."""
         try:
-            return self._obey(order)
-        except BaseException as error:  # noqa: BLE001 - foreign code may raise anything; it is the episode's answer
+            return self._execute(order)
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything; it fails only this episode
             return Raised(described(error), isinstance(error, InfraError))
 
-    def _obey(self, order: Order) -> Answer:
+    def _execute(self, order: Order) -> Answer:
         match order:
             case Reset(name, task, seed):
                 self._env = registry.create(name, NoPool(), self._task)  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ class Player:
 
 
 def main(argument: str) -> int:
-    """Answers orders until stdin ends; returns the exit status."""
+    """Answer orders until stdin ends; return the exit status."""
     settings = msgspec.json.decode(argument, type=Settings)
     lifeline.bind(settings.parent_pid)
     lifeline.lower_session()
@@ -183,7 +183,7 @@ def main(argument: str) -> int:
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Stdin and stdout under other numbers; what an environment reads is empty, what it prints goes to stderr."""
+    """Stdin and stdout under other descriptors; for environments stdin is then empty and stdout goes to stderr."""
     orders = os.fdopen(os.dup(0), "rb", buffering=1 << 16)
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     null = os.open(os.devnull, os.O_RDONLY)
