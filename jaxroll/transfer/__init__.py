@@ -1,7 +1,11 @@
-"""Parameters from the learner's mesh to a sampler's, whatever the two meshes are.
+"""Weight transfer: moves parameters from the learner's mesh to a sampler's mesh of any shape, with checksums.
 
-    publish.Publisher   params → snapshot (device copy, host pieces, manifest) → channel
-    receive.Receiver    manifest → plan → slices → digests checked → Staged.place() → params on this mesh
+Read `publish` (the learner's end) and `receive` (the sampler's end) first.
 
-`plan` and `digest` are pure; only `snapshot` reads device memory, only `receive` writes it.
+    publish.Publisher   params → host snapshot (device copy, host pieces, manifest) → channel
+    receive.Receiver    manifest → plan → slices → checksums → Staged.place() → params on this mesh
+
+`plan` and `manifest` are pure (except the dtype cast). `channels` defines the interface of a channel; `channel_tcp`,
+`channel_tensorstore` and `channel_device` implement it. Only `host_snapshot` reads device memory, only `receive` and
+`channel_device` write it.
 """

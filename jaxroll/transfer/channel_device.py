@@ -1,12 +1,12 @@
-"""Weights handed over within a process, from devices to devices.
+"""The device channel: weights move within one process, from devices to devices.
 
-A published version is a copy on the learner's devices. The devices exchange what an engine wants elsewhere
-(`placing.moved`, which goes by way of the host only where an engine has devices that the learner has not); an engine
-whose shards and dtype are the learner's computes with that very copy. It is queued behind the step that made the
-parameters and before the next, which may donate them. Only the newest is kept: the one before goes when the store knows
-of it, but for the engines that compute with it.
+A published version is a copy on the learner's devices. An engine with the learner's shardings and dtype uses this copy;
+for other engines the devices exchange shards (`placing.moved`, through the host only if an engine has devices that the
+learner does not have). The copy is queued after the step that made the parameters and before the next step, which may
+donate them. Only the newest version is kept: the previous one is dropped when the store has recorded the new one, and
+its memory is freed when no engine uses it.
 
-Nothing is summed up on this way: nothing is read, written or sent.
+There are no checksums, because no bytes pass through files or sockets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Params = Mapping[str, jax.Array]
 
 
 class DevicePublisher:
-    """Publishes one version after another to the engines of this process; see `Publisher`, whose place it takes."""
+    """Publisher for the engines of this process; it has the interface of `publish.Publisher`."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype, self._address = dtype, uuid.uuid4().hex
@@ -41,11 +41,11 @@ class DevicePublisher:
         _OPEN[self._address] = self
 
     def freeze(self, version: Version, params: Params) -> None:
-        """Let `params`, which nothing changes any more, be part of every version that is started from now on."""
+        """Add `params`, which must not change any more, to every version that is started from now on."""
         self._frozen = dict(params)
 
     def start(self, version: Version, params: Params) -> Future[VersionRef]:
-        """The snapshot, there already. On return `params` may be donated."""
+        """Copy `params`, which may be donated on return. The future is already done."""
         copied = host_snapshot.copied(params, self._dtype)
         with self._guard:
             self._kept[version] = {**self._frozen, **copied}
@@ -54,37 +54,37 @@ class DevicePublisher:
         return started
 
     def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:
-        """Where `version` can be had from now on, beside the one before it."""
+        """The address of `version`; the previous version stays available until `drop_older`."""
         return started.result()
 
     def drop_older(self, version: Version) -> None:
-        """Nobody is told of those before `version` any more: let go of them."""
+        """Drop versions older than `version`, which the store does not give out any more."""
         with self._guard:
             self._kept = {kept: params for kept, params in self._kept.items() if kept >= version}
 
     def publish(self, version: Version, params: Params) -> VersionRef:
-        """Both halves, one after the other."""
+        """Start and finish publishing `version`."""
         return self.finish(version, self.start(version, params))
 
     def kept(self, version: Version) -> Params:
-        """The parameters of `version`. VersionGone if a newer one has taken its place, or it was never published."""
+        """The parameters of `version`. VersionGone if it was dropped or never published."""
         with self._guard:
             if version not in self._kept:
                 raise VersionGone(f"version {version} is not kept; {', '.join(map(str, self._kept)) or 'none'} is")
             return self._kept[version]
 
     def close(self) -> None:
-        """Let go of what is kept. A second close does nothing."""
+        """Drop all versions. A second close does nothing."""
         _OPEN.pop(self._address, None)
         with self._guard:
             self._kept = {}
 
 
-_OPEN: WeakValueDictionary[str, DevicePublisher] = WeakValueDictionary()  # of this process, by their addresses
+_OPEN: WeakValueDictionary[str, DevicePublisher] = WeakValueDictionary()  # publishers of this process, by address
 
 
 class HandedOver:
-    """Parameters on the publisher's devices, waiting for the flip; see `Staged`."""
+    """Parameters on the publisher's devices, waiting for the weight swap; it has the interface of `receive.Staged`."""
 
     def __init__(
         self, params: Params, target: Mapping[str, jax.sharding.Sharding], wanted: Mapping[str, np.dtype]
@@ -94,12 +94,12 @@ class HandedOver:
         self.fetched_bytes = sum(array.nbytes for array in params.values())
 
     def held(self, names: Container[str]) -> Mapping[str, Any]:
-        """Nothing: what does not change is on the devices already."""
+        """An empty mapping: frozen parameters are on the devices already."""
         del names
         return {}
 
     def place(self) -> dict[str, jax.Array]:
-        """The parameters on the target mesh, in the dtypes that are wanted there. Call it once, on the JAX thread."""
+        """The parameters on the target mesh, in the dtypes of the engine. Call this once, on the JAX thread."""
         if self._params is None:
             raise TransferError("these parameters were placed before; fetch them again")
         params, self._params = self._params, None
@@ -113,8 +113,10 @@ def hand_over(
     target: Mapping[str, jax.sharding.Sharding],
     shapes: Mapping[str, jax.ShapeDtypeStruct],
 ) -> HandedOver:
-    """The parameters of a snapshot that a publisher of this process has. VersionGone if there is none, or it has
-    another version; TransferError for shapes that do not fit."""
+    """The parameters of a version that a publisher of this process holds.
+
+    VersionGone if no publisher of this process holds it; TransferError for shapes that do not match.
+    """
     publisher = _OPEN.get(published.address)
     if publisher is None:
         raise VersionGone(f"version {published.version} was published by a process that is gone, or by another one")

@@ -1,6 +1,7 @@
-"""The tcp channel: sockets, length-prefixed headers, raw bytes straight into the receiver's buffers.
+"""The tcp channel: length-prefixed headers over sockets, and raw bytes directly into the receiver's buffers.
 
-Plain on the loopback; on another address the publisher needs certificates (then all readers must speak TLS) or consent.
+Connections on the loopback are plain. For other addresses the publisher needs certificates (then all readers must use
+TLS) or the user's consent to plain text.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from jaxroll.transfer.tcp_listener import Listener, VersionShelf
 
 A = TypeVar("A", channels.ManifestReply, channels.Chunk)
 _ANY = ("0.0.0.0", "::", "")
-_HEADERS_AHEAD = 4096  # slices asked for in one request
+_HEADERS_AHEAD = 4096  # slices per request
 
 
 class TcpSender:
-    """Keeps the newest `keep` snapshots in memory and serves them from one thread."""
+    """A sender that keeps the newest `keep` snapshots in memory and serves them from one thread."""
 
     name = "tcp"
 
@@ -51,7 +52,10 @@ class TcpSender:
         mutual_tls: bool = False,
         insecure: bool = False,
     ) -> None:
-        """ConfigError when other machines can reach `host` and there is no token, or neither TLS nor consent."""
+        """Listen on a free port of `host`.
+
+        ConfigError when other machines can reach `host` and there is no token, or neither TLS nor consent.
+        """
         protocol.check_exposure(host, secret=token, has_tls=tls is not None, insecure=insecure)
         self._shelf = VersionShelf(keep)
         self._listener = Listener(
@@ -67,14 +71,14 @@ class TcpSender:
         self._listener.start()
 
     def offer(self, snapshot: HostSnapshot) -> str:
-        """The address to open. The oldest snapshot goes, unless a reader has it open."""
+        """Add `snapshot` and return its address. The oldest snapshot is dropped when its readers are done."""
         if not self._listener.alive():
             raise TransferError("the transfer listener is not running; publish from a new Publisher")
         self._shelf.put(snapshot)
         return self.address
 
     def versions(self) -> tuple[Version, ...]:
-        """The versions that can be asked for."""
+        """The available versions."""
         return self._shelf.versions()
 
     def close(self) -> None:
@@ -88,13 +92,13 @@ class TcpReader:
         self, address: str, version: Version, token: str, deadline: Deadline, tls: Material | None = None
     ) -> None:
         self._address, self._version, self._token, self._deadline = address, version, token, deadline
-        self._tls, self._heard = tls, False
+        self._tls, self._has_received = tls, False
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not port.isascii() or not 0 < int(port[:6]) < 1 << 16:
             raise TransferError(one_line(f"not a tcp address: {address!r} (HOST:PORT)"))
         try:
             self._sock = socket.create_connection((host.strip("[]"), int(port)), timeout=deadline.left_s())
-        except (OSError, ValueError) as error:  # ValueError: a host that is no name
+        except (OSError, ValueError) as error:  # ValueError: the host is not a valid name
             raise TransferError(one_line(f"no parameters from {address}: {error}")) from error
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is not None:
@@ -105,7 +109,7 @@ class TcpReader:
         self._sock.close()
 
     def _secured(self, tls: Material, host: str) -> socket.socket:
-        """The connection under TLS, the publisher's name verified."""
+        """The connection under TLS, after verifying the publisher's name."""
         try:
             self._sock.settimeout(self._deadline.left_s())
             return tls.client_context().wrap_socket(self._sock, server_hostname=host)
@@ -127,7 +131,7 @@ class TcpReader:
         return bytes(data)
 
     def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
-        """Nothing, after filling every part; one request for some thousand slices, answered as a stream."""
+        """Fill every part. One request asks for up to `_HEADERS_AHEAD` slices, which are answered as a stream."""
         pieces = (piece for part in parts for piece in _pieces(part))
         while batch := list(itertools.islice(pieces, _HEADERS_AHEAD)):
             slices = tuple(channels.Slice(part.leaf, part.source, part.box, part.checked) for part in batch)
@@ -139,13 +143,14 @@ class TcpReader:
         answer = self._answer(channels.Chunk)
         size_bytes = part.into.nbytes
         if answer.size_bytes != size_bytes:
-            raise TransferError(f"leaf {name!r} {part.box}: {answer.size_bytes} bytes came, {size_bytes} are needed")
+            received = f"{answer.size_bytes} bytes were announced, {size_bytes} are needed"
+            raise TransferError(f"leaf {name!r} {part.box}: {received}")
         if size_bytes == 0:
             return
         body = part.into if part.into.flags.c_contiguous else np.empty(part.into.shape, part.into.dtype)
         self._receive(body.reshape(-1).data.cast("B"))
         if part.checked and answer.digest != digest.of_box(body, part.box):
-            raise DigestMismatch(f"leaf {name!r} {part.box} of version {self._version} was damaged on its way")
+            raise DigestMismatch(f"leaf {name!r} {part.box} of version {self._version} was damaged in transit")
         if body is not part.into:
             part.into[...] = body
 
@@ -163,7 +168,7 @@ class TcpReader:
         if isinstance(answer, channels.Refused):
             raise _refusal(answer, self._address)
         if answer.version != self._version:
-            raise VersionMixed(f"a slice of version {answer.version} came, {self._version} was asked for")
+            raise VersionMixed(f"received a slice of version {answer.version}, requested {self._version}")
         if not isinstance(answer, kind):
             raise TransferError(f"{self._address} answered {type(answer).__name__}, not {kind.__name__}")
         return answer
@@ -191,23 +196,23 @@ class TcpReader:
                 raise self._lost(error) from error
             if count == 0:
                 raise self._lost("the publisher closed the connection")
-            self._heard = True
+            self._has_received = True
             buffer = buffer[count:]
 
     def _lost(self, why: OSError | str) -> Exception:
         """The error of a connection that ended: Unauthorized when the two ends do not agree on TLS."""
-        said = None
+        reason = None
         if isinstance(why, ssl.SSLError):
-            said = tls_files.explanation(why, self._tls)
-        if said is None and not self._heard:
-            said = tls_files.diagnosis(self._address, self._tls)
-        if said is not None:
-            return Unauthorized(f"weights of {self._version} at {self._address}: {said}")
+            reason = tls_files.explanation(why, self._tls)
+        if reason is None and not self._has_received:
+            reason = tls_files.diagnosis(self._address, self._tls)
+        if reason is not None:
+            return Unauthorized(f"weights of {self._version} at {self._address}: {reason}")
         return TransferError(f"transfer of version {self._version} from {self._address} broke off: {why}")
 
 
 def _pieces(part: SlicePart) -> list[SlicePart]:
-    """The part cut into chunks of at most `frames.CHUNK_BYTES`, each with its own view of the destination."""
+    """The part cut into chunks of at most `channels.CHUNK_BYTES`, each with its view of the destination."""
     limit = channels.CHUNK_BYTES // part.into.itemsize
     return [
         part._replace(box=box, into=part.into[plan.within(box, part.box)] if box else part.into)

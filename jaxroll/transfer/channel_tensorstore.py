@@ -1,11 +1,11 @@
 """The tensorstore channel: every leaf a zarr array under PATH/VERSION/, in a folder or an object store.
 
-A version exists when its manifest does: the manifest is written last, in one atomic step (a rename on files, one object
-elsewhere), and removed first. So a publisher that dies while writing leaves nothing that a reader could find, and the
-next publisher on the same path clears it away. Readers fetch only the chunks under their own boxes.
+A version exists when its manifest does: the manifest is written last, in one atomic step (a rename for files, one
+object in a store), and removed first. So readers never find the files of a publisher that died while writing, and the
+next publisher on the same path removes them. Readers fetch only the chunks that overlap their boxes.
 
-Who reads cannot be seen from here: a version is removed when `keep` newer ones are there, even if somebody still reads
-it; the reader then gets VersionGone. One PATH belongs to one run.
+A sender does not know its readers: it removes a version when `keep` newer ones exist, even if a reader still uses it;
+the reader then gets VersionGone. One PATH belongs to one run.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _FILE = "file://"
 
 
 def url_of(path: str | os.PathLike[str]) -> str:
-    """The URL of a folder, quoted and ending in a slash; a string that is a URL already stays one.
+    """The URL of a folder, quoted and ending in a slash; a URL is returned as it is, ending in a slash.
 
-    ConfigError for a folder that tensorstore cannot name: it reads a backslash as a slash, and names only UTF-8.
+    ConfigError for a folder whose name tensorstore does not support: it reads a backslash as a slash, and needs UTF-8.
     """
     text = os.fspath(path)
     if "://" in text:
@@ -54,12 +54,12 @@ def url_of(path: str | os.PathLike[str]) -> str:
 
 
 def _context() -> ts.Context:
-    # Snapshots are rewritten every step and verified by digest: waiting for the disk would buy nothing.
+    # No fsync: snapshots are replaced every step and verified by digest, so they need not survive a power failure.
     return ts.Context({"file_io_sync": False})
 
 
 class TensorstoreSender:
-    """Writes snapshots under `path` and removes those that `keep` newer ones have replaced."""
+    """A sender that writes snapshots under `path` and keeps the newest `keep` of them."""
 
     name = "tensorstore"
 
@@ -71,7 +71,7 @@ class TensorstoreSender:
         self._prune(deadline)
 
     def offer(self, snapshot: HostSnapshot) -> str:
-        """The URL of the version's folder, once every byte and the manifest are written."""
+        """Write the snapshot with its manifest and return the URL of the version's folder."""
         deadline = Deadline(self._limit_s, f"writing version {snapshot.version} to {self._url}")
         folder = f"{snapshot.version}/"
         self._remove(folder, deadline)
@@ -99,10 +99,10 @@ class TensorstoreSender:
         return self._versions(Deadline(self._limit_s, f"listing {self._url}"))[0]
 
     def close(self) -> None:
-        """Nothing to stop; what is written stays, for readers that come late."""
+        """Do nothing: written versions stay for late readers."""
 
     def _versions(self, deadline: Deadline) -> tuple[tuple[Version, ...], set[Version]]:
-        """The complete versions in order, and all that have any key."""
+        """The complete versions in order, and all versions of which any key exists."""
         complete, some = set(), set()
         for key in _result(self._store.list(), deadline):
             name = key.decode()
@@ -127,18 +127,18 @@ class TensorstoreSender:
 
 
 class TensorstoreReader:
-    """Reads one version from its folder."""
+    """A reader of one version from its folder."""
 
     def __init__(
         self, address: str, version: Version, token: str, deadline: Deadline, tls: Material | None = None
     ) -> None:
-        del token, tls  # who may read is the file system's or the object store's decision
+        del token, tls  # the file system or the object store controls access
         self._url, self._version, self._deadline = address.rstrip("/") + "/", version, deadline
         self._context = _context()
         self._store = _opened(self._url, self._context, deadline)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no connection is held open."""
 
     def manifest(self) -> bytes:
         """The manifest's bytes, unchecked."""
@@ -149,7 +149,7 @@ class TensorstoreReader:
         return found.value
 
     def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
-        """Nothing, after filling every part. All reads are under way at once; tensorstore bounds what runs."""
+        """Fill every part. All reads are started at once; tensorstore limits their concurrency."""
         try:
             arrays = self._open({part.leaf for part in parts}, manifest)
             reads = [
@@ -166,7 +166,7 @@ class TensorstoreReader:
         except VersionMixed:
             raise
         except TransferError as error:
-            self.manifest()  # raises VersionGone when the version was removed while we read it
+            self.manifest()  # raises VersionGone when the version was removed during the read
             raise error
 
     def _open(self, wanted: set[int], manifest: Manifest) -> dict[int, ts.TensorStore]:
@@ -175,7 +175,7 @@ class TensorstoreReader:
                 {
                     "driver": "zarr3",
                     "kvstore": f"{self._url}{manifest.leaves[number].name}/",
-                    # Other chunks or codecs than these could stand for any amount of memory.
+                    # Required, because other chunk shapes or codecs could make a read allocate any amount of memory.
                     "metadata": _layout(manifest.leaves[number]),
                     "fill_missing_data_reads": False,
                 },
@@ -189,7 +189,7 @@ class TensorstoreReader:
             array, leaf = _result(future, self._deadline), manifest.leaves[number]
             stamp = array.spec().to_json()["metadata"].get("attributes", {}).get("version")
             if stamp != str(self._version):
-                raise VersionMixed(f"leaf {leaf.name!r} is of version {stamp}, {self._version} was asked for")
+                raise VersionMixed(f"leaf {leaf.name!r} is of version {stamp}, requested {self._version}")
             if tuple(array.shape) != leaf.shape or array.dtype.name != leaf.dtype:
                 raise TransferError(
                     f"leaf {leaf.name!r}: {array.dtype.name} {tuple(array.shape)} is stored, "
@@ -200,7 +200,8 @@ class TensorstoreReader:
 
 
 def _chunk_shape(leaf: Leaf) -> tuple[int, ...]:
-    """The first source box, cut along leading axes to at most `_CHUNK_BYTES`: writers then never share a chunk."""
+    """The shape of the first source box, cut along leading axes to at most `_CHUNK_BYTES`, so that no two writers
+    share a chunk."""
     first = plan.split(leaf.boxes[0], _CHUNK_BYTES // manifests.DTYPES[leaf.dtype].itemsize)[0]
     return tuple(max(1, n) for n in plan.shape_of(first))
 
@@ -215,16 +216,16 @@ def _layout(leaf: Leaf) -> dict[str, Any]:
 
 
 def _check_size(url: str, version: Version) -> None:
-    """TransferError when the manifest in a folder is no file, or larger than one is. Object stores are not asked."""
+    """Raise TransferError when the manifest in a folder is not a regular file or too large; skip object stores."""
     if not url.startswith(_FILE):
         return
     try:
         found = os.stat(pathlib.Path(unquote(url.removeprefix(_FILE))) / _MANIFEST)
     except (OSError, ValueError):
-        return  # reading it says what is wrong
+        return  # reading it raises the proper error
     if not stat.S_ISREG(found.st_mode) or found.st_size > channels.MAX_MANIFEST_BYTES:
         raise TransferError(
-            f"the manifest of {version} in {url} is no file of at most {channels.MAX_MANIFEST_BYTES} bytes"
+            f"the manifest of {version} in {url} is not a file of at most {channels.MAX_MANIFEST_BYTES} bytes"
         )
 
 
@@ -233,7 +234,7 @@ def _spec(folder_url: str, leaf: Leaf, version: Version) -> dict[str, Any]:
         "driver": "zarr3",
         "kvstore": f"{folder_url}{leaf.name}/",
         "metadata": {**_layout(leaf), "attributes": {"version": str(version)}},
-        "store_data_equal_to_fill_value": True,  # else a chunk of zeros looks like a lost one
+        "store_data_equal_to_fill_value": True,  # otherwise a chunk of zeros looks like a missing one
         "create": True,
         "delete_existing": True,
     }
@@ -242,7 +243,7 @@ def _spec(folder_url: str, leaf: Leaf, version: Version) -> dict[str, Any]:
 def _opened(url: str, context: ts.Context, deadline: Deadline) -> ts.KvStore:
     try:
         opening = ts.KvStore.open(url, context=context)
-    except (ValueError, RuntimeError) as error:  # no URL, or no text
+    except (ValueError, RuntimeError) as error:  # not a URL, or not valid text
         raise TransferError(one_line(f"{url!r} is not the URL of a folder: {error}")) from error
     return _result(opening, deadline)
 
@@ -257,13 +258,14 @@ def _result(future: Any, deadline: Deadline) -> Any:
 
 
 def _raise_typed(error: Exception) -> NoReturn:
-    """tensorstore puts the status code in front of its message; DATA_LOSS is a chunk whose crc32c does not fit."""
+    """Raise DigestMismatch for a chunk with a wrong crc32c, otherwise TransferError."""
+    # tensorstore's messages begin with the status code; DATA_LOSS means a wrong crc32c.
     kind = DigestMismatch if str(error).startswith("DATA_LOSS") else TransferError
     raise kind(one_line(str(error))) from error
 
 
 def _remove_folder(folder: pathlib.Path) -> None:
-    """Nothing. It leaves no empty folders, which deleting key by key does; it takes as long."""
+    """Remove `folder` if it exists. Deleting its keys through tensorstore would leave empty folders."""
     try:
         shutil.rmtree(folder)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What every channel offers: a Sender on the learner's side, a Reader on the sampler's, and a deadline for both."""
+"""Interfaces of a transfer channel (Sender for the learner, Reader for the sampler), deadlines, tcp messages."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from jaxroll.transfer.plan import Box
 
 
 class SlicePart(NamedTuple):
-    """One slice to fetch: `box` of leaf number `leaf`, which lies in its source box `source`.
+    """One slice to fetch: `box` of leaf number `leaf`, contained in its source box `source`.
 
-    `into` is where it goes: a writable view of shape `box` in the dtype of the leaf's bits. `checked` asks the
-    channel to vouch for the bytes itself, because the receiver holds too little of the leaf to compare its digest.
+    `into` is the destination: a writable view of shape `box` in the dtype of the leaf's bits. With `checked` the
+    channel must verify the bytes itself, because the receiver does not hold the whole leaf to compare its digest.
     """
 
     leaf: int
@@ -33,7 +33,7 @@ class SlicePart(NamedTuple):
 
 
 class Sender(Protocol):
-    """The publishing end. `offer` returns the address that Readers open; old versions go when newer ones come."""
+    """The publishing end. `offer` returns the address for Readers; newer versions replace old ones."""
 
     name: str
 
@@ -46,18 +46,18 @@ class Reader(Protocol):
     """One transfer of one version; used by one thread, closed at the end."""
 
     def manifest(self) -> bytes:
-        """The manifest's bytes, unchecked. Raises VersionGone when the version is not kept."""
+        """The manifest's bytes, unchecked. Raises VersionGone when the version is not available."""
         ...
 
     def read(self, manifest: Manifest, parts: Sequence[SlicePart]) -> None:
-        """Nothing, after filling every part. Raises TransferError and its kinds."""
+        """Fill every part. Raises TransferError and its subclasses."""
         ...
 
     def close(self) -> None: ...
 
 
 class Deadline:
-    """The moment a transfer gives up."""
+    """The time limit of a transfer."""
 
     def __init__(self, limit_s: float, doing: str, clock: Clock | None = None) -> None:
         self._clock = clock or MonotonicClock()
@@ -72,24 +72,24 @@ class Deadline:
         return left_s
 
     def passed(self) -> TransferError:
-        """The error of a wait that outlived this deadline."""
+        """The error of a wait that exceeded this deadline."""
         return TransferError(f"{self._doing}: not done within {self._limit_s:g} s")
 
 
-# --- The words of the tcp channel and how they stand on the wire
+# --- Messages of the tcp channel
 #
-# A frame is a 4-byte little-endian length, that many bytes of MessagePack, and for `ManifestReply` and `Chunk` then
-# `size_bytes` raw bytes. The reader asks for a manifest, then for slices (all in one request); the answers to an
-# `AskSlices` come in its order. Element bytes are little-endian, as every platform of JAX has them.
+# A frame is a 4-byte little-endian length, that many bytes of MessagePack, and after `ManifestReply` and `Chunk`
+# `size_bytes` raw bytes. The reader asks for a manifest, then for slices (many in one request); the slices are sent in
+# the order of the request. Element bytes are little-endian, as on every platform of JAX.
 
 LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 16 << 20  # a request for 10⁵ slices is about 4 MB
 MAX_MANIFEST_BYTES = 64 << 20
-CHUNK_BYTES = 1 << 20  # stays in the second-level cache between copy and send
+CHUNK_BYTES = 1 << 20  # small enough to stay in the L2 cache between copy and send
 
 
 class AskManifest(msgspec.Struct, frozen=True, tag="manifest"):
-    """The manifest of `version`, please; the connection keeps that version alive from here on."""
+    """A request for the manifest of `version`; the connection keeps that version alive from then on."""
 
     protocol: int
     token: str
@@ -97,16 +97,16 @@ class AskManifest(msgspec.Struct, frozen=True, tag="manifest"):
 
 
 class Slice(msgspec.Struct, frozen=True, array_like=True):
-    """`box` (in coordinates of the whole leaf) out of source box `source` of leaf number `leaf`."""
+    """A slice: `box` (in coordinates of the whole leaf) within source box `source` of leaf number `leaf`."""
 
     leaf: int
     source: int
     box: Box
-    checked: bool  # send the digest of these bytes along
+    checked: bool  # the answer must contain the digest of these bytes
 
 
 class AskSlices(msgspec.Struct, frozen=True, tag="slices"):
-    """These slices of `version`, please."""
+    """A request for slices of `version`."""
 
     protocol: int
     token: str
@@ -115,14 +115,14 @@ class AskSlices(msgspec.Struct, frozen=True, tag="slices"):
 
 
 class ManifestReply(msgspec.Struct, frozen=True, tag="manifest_reply"):
-    """`size_bytes` of manifest follow."""
+    """The header of a manifest of `size_bytes`, which follow."""
 
     version: Version
     size_bytes: int
 
 
 class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
-    """`size_bytes` of the next slice follow; `digest` is over them where it was asked for."""
+    """The header of the next slice: `size_bytes` follow; `digest` is their digest if it was requested."""
 
     version: Version
     size_bytes: int
@@ -130,7 +130,7 @@ class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """No. `kind` is gone, unauthorized or bad_request."""
+    """A refusal. `kind` is gone, unauthorized or bad_request."""
 
     kind: str
     reason: str

@@ -1,10 +1,10 @@
-"""An immutable host copy of the parameters at one version.
+"""Host snapshots: immutable host copies of the parameters at one version.
 
-Two halves, because they belong to two threads: `begin` runs on the JAX thread and only dispatches (one jitted
-cast-and-copy, then device-to-host of every unique shard at once); `finish` waits for the bytes and may run anywhere.
+A snapshot is taken in two steps on two threads: `begin` runs on the JAX thread and only dispatches (one jitted cast and
+copy, then the device-to-host copies of all unique shards); `finish` waits for the bytes and may run on any thread.
 
-Where parameters lie in parts on several processes `begin` also waits: for each leaf to be gathered and to reach the
-host of process 0, a few at a time, so that no device ever holds two whole copies.
+When parameters are sharded over several processes, `begin` also waits: each leaf is gathered and copied to the host of
+process 0, a few leaves at a time, so that no device ever holds two whole copies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxroll.transfer import manifest, plan
 from jaxroll.transfer import manifest as digest
 from jaxroll.transfer.plan import Box
 
-GATHERED_LEAVES = 2  # that the devices hold at once, of those that lie on several processes
+GATHERED_LEAVES = 2  # gathered leaves that the devices hold at once
 
 Params = Mapping[str, jax.Array]
 Pieces = Mapping[str, tuple[tuple[int, ...], list[tuple[Box, np.ndarray]]]]
@@ -34,7 +34,11 @@ Pieces = Mapping[str, tuple[tuple[int, ...], list[tuple[Box, np.ndarray]]]]
 
 @dataclass(frozen=True)
 class HostSnapshot:
-    """`pieces[leaf][source]` holds box `manifest.leaves[leaf].boxes[source]`; read-only, C-contiguous."""
+    """A version's parameters on the host.
+
+    `pieces[leaf][source]` holds box `manifest.leaves[leaf].boxes[source]`, read-only and C-contiguous; `encoded` is the
+    encoded manifest.
+    """
 
     manifest: manifest.Manifest
     encoded: bytes
@@ -55,10 +59,10 @@ class HostSnapshot:
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """Device copies on their way to the host: per leaf its shape and the arrays of its unique local boxes.
+    """Device copies during their transfer to the host: per leaf its shape and the arrays of its unique local boxes.
 
-    `finish` takes them out one by one, so that the device has their memory back as soon as each is on the host. What
-    was gathered is on the host already. On any process but the first there are none.
+    `finish` removes them one by one, so that the device memory of each is freed as soon as it is on the host. Gathered
+    leaves are on the host already. On processes other than 0 there are no leaves.
     """
 
     leaves: dict[str, tuple[tuple[int, ...], dict[Box, jax.Array | np.ndarray]]]
@@ -66,44 +70,42 @@ class PendingCopy:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _cast_and_copy(params: dict[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
-    """Floating leaves in `dtype`, others as they are, all in buffers of their own.
-
-    `jnp.copy` says what is meant: jax does not promise that a jitted identity returns new buffers, though 0.10.2 does.
-    """
+    """Copies in new buffers: floating-point leaves in `dtype`, others unchanged."""
 
     def one(leaf: jax.Array) -> jax.Array:
+        # An explicit copy: JAX does not guarantee that a jitted identity returns new buffers, although 0.10.2 does.
         return jnp.copy(leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf)
 
     return {name: one(leaf) for name, leaf in params.items()}
 
 
 def copied(params: Params, dtype: str) -> dict[str, jax.Array]:
-    """Copies on the devices, in `dtype`, queued behind what made `params`, which may be donated on return."""
+    """Copies on the devices, in `dtype`. On return the caller may donate `params`: the copy is queued before."""
     return _cast_and_copy(dict(params), dtype)
 
 
 def begin(params: Params, dtype: str) -> PendingCopy:
-    """The copies under way. On return the caller may donate `params`: the copy is ordered before it on the device.
+    """Dispatch the copies. On return the caller may donate `params`, because the device executes the copy first.
 
-    All processes of a mesh call it in the same order; what comes back on the first is the whole, on the others nothing.
+    All processes of a mesh must call this in the same order; process 0 gets all leaves, the others get none.
     """
     copies = copied(params, dtype)
     leaves, gathering = {}, deque()
     for name in sorted(copies):
         copy = copies.pop(name)
         whole = placing.gathered(copy)
-        leaves[name] = (whole.shape, _on_the_way(name, whole))
+        leaves[name] = (whole.shape, _start_copy(name, whole))
         if whole is not copy:
             gathering.append(name)
             if len(gathering) > GATHERED_LEAVES:
-                _land(leaves[gathering.popleft()][1])
+                _finish_copy(leaves[gathering.popleft()][1])
     for name in gathering:
-        _land(leaves[name][1])
+        _finish_copy(leaves[name][1])
     return PendingCopy(leaves if jax.process_index() == 0 else {})
 
 
-def _on_the_way(name: str, whole: jax.Array) -> dict[Box, jax.Array | np.ndarray]:
-    """The unique boxes of `whole` on this process; on the first they are sent to the host."""
+def _start_copy(name: str, whole: jax.Array) -> dict[Box, jax.Array | np.ndarray]:
+    """The unique boxes of `whole` on this process; on process 0 their copies to the host are started."""
     shards = {plan.box_of(shard.index, whole.shape): shard.data for shard in whole.addressable_shards}
     if not whole.is_fully_addressable and not plan.covers_once(tuple(shards), whole.shape):
         raise TransferError(f"leaf {name!r}: the {len(shards)} boxes of this process do not cover {whole.shape}")
@@ -113,19 +115,17 @@ def _on_the_way(name: str, whole: jax.Array) -> dict[Box, jax.Array | np.ndarray
     return dict(shards)
 
 
-def _land(shards: dict[Box, jax.Array | np.ndarray]) -> None:
-    """Wait until they are on the host of process 0, and let the devices have their memory back."""
+def _finish_copy(shards: dict[Box, jax.Array | np.ndarray]) -> None:
+    """Wait until the shards are on the host of process 0, and free their device memory."""
     first = jax.process_index() == 0
     for box, data in shards.items():
         shards[box] = np.asarray(data) if first else np.empty(0, jax.block_until_ready(data).dtype)
 
 
 def finish(version: Version, pending: PendingCopy) -> HostSnapshot:
-    """The snapshot, once every byte is on the host.
-
-    On CPU `np.asarray` shows the device copy's own memory instead of copying again. That is safe here: the copy is
-    private to this snapshot, nobody donates it, and the numpy array keeps it alive.
-    """
+    """Wait until every byte is on the host and return the snapshot."""
+    # On CPU `np.asarray` is a view of the device copy's memory. That is safe: the copy is private to this snapshot, is
+    # never donated, and the numpy array keeps it alive.
     pieces = {}
     while pending.leaves:
         name, (shape, shards) = pending.leaves.popitem()
@@ -134,12 +134,12 @@ def finish(version: Version, pending: PendingCopy) -> HostSnapshot:
 
 
 def take(version: Version, params: Params, dtype: str) -> HostSnapshot:
-    """The snapshot of `params` in `dtype` (float32 or bfloat16); blocks until it is on the host."""
+    """The snapshot of `params` in `dtype` (float32 or bfloat16). Blocks until it is on the host."""
     return finish(version, begin(params, dtype))
 
 
 def joined(own: HostSnapshot, frozen: HostSnapshot) -> HostSnapshot:
-    """The snapshot of `own`'s version with the leaves of both, whose names differ; arrays and digests are theirs."""
+    """A snapshot of `own`'s version with the leaves of both, which must have different names; nothing is copied."""
     both = (pair for part in (own, frozen) for pair in zip(part.manifest.leaves, part.pieces, strict=True))
     held = sorted(both, key=lambda pair: pair[0].name)
     whole = manifest.Manifest(own.version, tuple(leaf for leaf, _ in held))
@@ -147,7 +147,7 @@ def joined(own: HostSnapshot, frozen: HostSnapshot) -> HostSnapshot:
 
 
 def from_pieces(version: Version, pieces: Pieces) -> HostSnapshot:
-    """The snapshot made of these host arrays, which it owns from now on: leaf name → (shape, [(box, array)])."""
+    """A snapshot of host arrays, which it owns from now on. `pieces`: leaf name → (shape, [(box, array)])."""
     leaves, arrays = [], []
     for name in sorted(pieces):
         shape, parts = pieces[name]

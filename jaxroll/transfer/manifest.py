@@ -1,4 +1,6 @@
-"""A checksum of a leaf that survives resharding: additive over disjoint boxes, so any partition gives the same sum.
+"""Manifests of snapshots, with a checksum per leaf that does not depend on its sharding.
+
+The checksum is additive over disjoint boxes, so any partition of a leaf gives the same sum:
 
     D(A) = Σ_i  u(A_i) · Π_k w_k(i_k)   mod 2⁶⁴
 
@@ -6,12 +8,12 @@ u(x) is the element's bits read as an unsigned integer, i its index in the *whol
 number splitmix64(k · 2⁴⁸ + p) | 1 of position p on axis k (an empty product, for scalars, is 1).
 
 - Additive: D over a box is the same sum restricted to the box, so D(A) = Σ D(boxes) for any disjoint cover.
-- Every change inside one element is seen: its difference d satisfies 0 < |d| < 2⁶⁴ and is multiplied by an odd number,
-  which is invertible mod 2⁶⁴. (All-or-nothing for elements of at most 64 bits.)
-- Bytes in the wrong place are seen unless weights collide: exchanging elements i and j adds (w_i − w_j)(u_j − u_i), and
-  for pseudo-random weights that vanishes with probability about 2⁻⁶⁴·(the power of two in u_j − u_i); the worst case,
-  sign bits only, is 2⁻³² for 32-bit elements and 2⁻⁴⁸ for 16-bit ones.
-- It is no signature: who can write to the wire on purpose can forge it. Authenticity is the token's and the network's.
+- Every change of one element is detected: its difference d satisfies 0 < |d| < 2⁶⁴ and is multiplied by an odd number,
+  which is invertible mod 2⁶⁴. (This holds for elements of at most 64 bits.)
+- Misplaced bytes are detected unless weights collide: exchanging elements i and j adds (w_i − w_j)(u_j − u_i), and for
+  pseudo-random weights that vanishes with probability about 2⁻⁶⁴·(the power of two in u_j − u_i); the worst case, sign
+  bits only, is 2⁻³² for 32-bit elements and 2⁻⁴⁸ for 16-bit ones.
+- It is not a signature: an attacker on the network can forge it. The token and TLS provide authenticity.
 
 Cost: one multiply-add per element (np.einsum over the last axis, which releases the GIL), then ever smaller sums.
 """
@@ -35,7 +37,7 @@ from jaxroll.transfer.plan import Box, shape_of
 
 _MASK = (1 << 64) - 1
 _BITS = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)}
-_CACHED_POSITIONS = 1 << 18  # longer runs of weights are computed block by block and not kept
+_CACHED_POSITIONS = 1 << 18  # longer runs of weights are computed block by block and not cached
 _COLUMNS = 1 << 12  # trailing axes are merged up to this many columns, so that short last axes stay fast
 
 
@@ -45,12 +47,12 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 def bits_dtype(itemsize: int) -> np.dtype:
-    """The unsigned dtype of that many bytes."""
+    """The unsigned integer dtype of `itemsize` bytes."""
     return _BITS[itemsize]
 
 
 def _splitmix64(counter: np.ndarray) -> np.ndarray:
-    """uint64: Steele, Lea & Flood (2014), the finaliser of SplitMix, elementwise."""
+    """uint64: the finaliser of SplitMix, elementwise (Steele, Lea & Flood, 2014)."""
     z = (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -70,7 +72,7 @@ def _cached_positions(axis: int, start: int, stop: int) -> np.ndarray:
 
 
 def weights(axis: int, start: int, stop: int) -> np.ndarray:
-    """uint64 [stop - start]: the odd weights of these positions of `axis`."""
+    """uint64 [stop - start]: the odd weights of positions `start` to `stop` of `axis`."""
     make = _cached_positions if stop - start <= _CACHED_POSITIONS else _positions
     return make(axis, start, stop)
 
@@ -103,7 +105,7 @@ def _of_row(values: np.ndarray, span: tuple[int, int]) -> int:
 
 
 def _merged_columns(values: np.ndarray, box: Box) -> tuple[np.ndarray, np.ndarray]:
-    """The array with short trailing axes flattened into one, and the product weights of that one."""
+    """The array with short trailing axes flattened into one, and the product weights of that axis."""
     last = values.ndim - 1
     columns = weights(last, *box[last])
     while last > 0 and len(columns) * values.shape[last - 1] <= _COLUMNS:
@@ -113,11 +115,11 @@ def _merged_columns(values: np.ndarray, box: Box) -> tuple[np.ndarray, np.ndarra
 
 
 def total(parts: list[int] | tuple[int, ...]) -> int:
-    """The digest of the union of disjoint boxes from theirs."""
+    """The digest of the union of disjoint boxes, from their digests."""
     return sum(parts) & _MASK
 
 
-# --- Manifest of a snapshot: small, canonical, and checked before a byte is allocated
+# --- Manifest of a snapshot: small, canonical, and checked before buffers are allocated
 
 DTYPES: Mapping[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -125,7 +127,7 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 
 
-# What a manifest may say at most: it comes over the wire, and is decoded before anything in it is known to be true.
+# Limits of a manifest, checked while it is decoded, because it comes from the network.
 MAX_LEAVES, MAX_BOXES, MAX_DIMS = 1 << 17, 1 << 14, 32
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
@@ -144,7 +146,7 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def total(self) -> int:
-        """The digest of the whole leaf, whatever its partition."""
+        """The digest of the whole leaf, which does not depend on its partition."""
         return total(self.digests)
 
     @property
@@ -160,22 +162,22 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The canonical bytes; `wire.digest` of them is the snapshot's `manifest_digest`."""
+    """The canonical bytes, whose `wire.digest` is the snapshot's `manifest_digest`."""
     return wire.encode(manifest)
 
 
 def decode(data: bytes, snapshot: records.VersionRef) -> Manifest:
-    """The manifest in `data`, which must be the one that `snapshot` names and consistent in itself.
+    """The manifest in `data`, after checking that it is the one that `snapshot` names and is consistent.
 
-    Raises VersionMixed when it belongs to another version, DigestMismatch when its bytes are not those announced,
-    TransferError when it contradicts itself.
+    Raises VersionMixed when it belongs to another version, DigestMismatch when its bytes differ from those announced,
+    TransferError when it is inconsistent.
     """
     try:
         manifest = wire.decode(data, Manifest)
     except msgspec.MsgspecError as error:
         raise DigestMismatch(f"the manifest of {snapshot.version} is not a manifest: {error}") from error
     if manifest.version != snapshot.version:
-        raise VersionMixed(f"the manifest is of version {manifest.version}, {snapshot.version} was asked for")
+        raise VersionMixed(f"the manifest is of version {manifest.version}, requested {snapshot.version}")
     if not wire.is_digest(snapshot.manifest_digest, data):
         raise DigestMismatch(f"the manifest of {snapshot.version} is not the one that was announced")
     for leaf in manifest.leaves:
@@ -183,14 +185,14 @@ def decode(data: bytes, snapshot: records.VersionRef) -> Manifest:
     return manifest
 
 
-@functools.lru_cache(maxsize=4096)  # the same partition comes with every version
+@functools.lru_cache(maxsize=4096)  # every version has the same partition
 def _covers_once(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> bool:
     return plan.covers_once(boxes, shape)
 
 
 def _check_leaf(leaf: Leaf) -> None:
     if leaf.dtype not in DTYPES:
-        raise TransferError(f"leaf {leaf.name!r}: dtype {leaf.dtype!r} does not travel (known: {', '.join(DTYPES)})")
+        raise TransferError(f"leaf {leaf.name!r}: dtype {leaf.dtype!r} is unsupported (known: {', '.join(DTYPES)})")
     if len(leaf.boxes) != len(leaf.digests) or any(n < 0 for n in leaf.shape):
         raise TransferError(f"leaf {leaf.name!r}: {len(leaf.boxes)} boxes, {len(leaf.digests)} digests, {leaf.shape}")
     if not _covers_once(leaf.boxes, leaf.shape):
@@ -198,10 +200,10 @@ def _check_leaf(leaf: Leaf) -> None:
 
 
 def check(manifest: Manifest, shapes: Mapping[str, Any]) -> None:
-    """Nothing; raises TransferError naming the first leaf that is missing, unknown, or of another shape.
+    """Raise TransferError for the first leaf that is missing, unknown, or of another shape.
 
-    `shapes` maps names to anything with a `.shape`. It runs before any buffer is allocated, so a wrong or hostile
-    manifest cannot make the receiver take more memory than its own parameters need.
+    `shapes` maps names to objects with a `.shape`. Call this before allocating buffers: then a wrong or hostile
+    manifest cannot make the receiver allocate more memory than its own parameters need.
     """
     published = {leaf.name: leaf for leaf in manifest.leaves}
     if len(published) != len(manifest.leaves):
@@ -223,7 +225,7 @@ Params = dict[str, jax.Array]
 
 
 def cast(arrays: Params, dtypes: Mapping[str, np.dtype]) -> Params:
-    """`arrays` with those in another dtype than `dtypes` names cast on their devices, the others as they are."""
+    """`arrays` in the dtypes of `dtypes`, cast on their devices; arrays that need no cast are not copied."""
     names = tuple(name for name, array in arrays.items() if array.dtype != dtypes[name])
     if not names:
         return arrays
@@ -233,7 +235,7 @@ def cast(arrays: Params, dtypes: Mapping[str, np.dtype]) -> Params:
 
 @functools.lru_cache(maxsize=8)
 def _caster(shardings: tuple[jax.sharding.Sharding, ...], dtypes: tuple[str, ...]) -> Any:
-    """The jitted cast of a list of arrays; kept, so that later versions do not compile again."""
+    """The jitted cast of a list of arrays; cached, so that later versions do not compile again."""
     return jax.jit(
         lambda arrays: [array.astype(dtype) for array, dtype in zip(arrays, dtypes, strict=True)],
         out_shardings=list(shardings),

@@ -1,7 +1,7 @@
-"""Which bytes go where: boxes of source shards intersected with boxes of target shards. Pure; no array is touched.
+"""Transfer plans: intersections of the boxes of source shards with those of target shards. Pure; touches no array.
 
 A *box* is a tuple of (start, stop) per axis of the whole leaf; a scalar's box is `()`. A sharding gives one box per
-device; replicas share a box and are asked for once.
+device; replicas share a box, which is fetched once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Copy(NamedTuple):
-    """`box` of the leaf lies in source box number `source` and in target box number `target`."""
+    """A copy of `box` of the leaf from source box number `source` to target box number `target`."""
 
     source: int
     target: int
@@ -27,28 +27,28 @@ class Copy(NamedTuple):
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The box that the slices `index` (stride 1, as shardings give them) cut from an array of `shape`."""
+    """The box that the slices `index` (stride 1, as in shardings) select from an array of `shape`."""
     return tuple((part.indices(n)[0], part.indices(n)[1]) for part, n in zip(index, shape, strict=True))
 
 
 def boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Any, Box]:
-    """The box of every device of `sharding`, those of other processes included."""
+    """The box of every device of `sharding`, including devices of other processes."""
     return {device: box_of(index, shape) for device, index in sharding.devices_indices_map(tuple(shape)).items()}
 
 
 def local_boxes(sharding: jax.sharding.Sharding, shape: Sequence[int]) -> dict[Any, Box]:
-    """The box of every device of `sharding` that this process feeds."""
+    """The box of every device of `sharding` that belongs to this process."""
     index_map = sharding.addressable_devices_indices_map(tuple(shape))
     return {device: box_of(index, shape) for device, index in index_map.items() if index is not None}
 
 
 def unique(device_boxes: Mapping[Any, Box]) -> tuple[Box, ...]:
-    """The different boxes, sorted: replicas once."""
+    """The distinct boxes, sorted; replicas count once."""
     return tuple(sorted(set(device_boxes.values())))
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """The shape of the array that fills `box`."""
+    """The shape of an array that fills `box`."""
     return tuple(stop - start for start, stop in box)
 
 
@@ -58,7 +58,7 @@ def size_of(box: Box) -> int:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that holds a whole leaf."""
+    """The box of a whole leaf of `shape`."""
     return tuple((0, n) for n in shape)
 
 
@@ -68,7 +68,7 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def contains(outer: Box, box: Box) -> bool:
-    """True if `box` has the rank of `outer`, is not negative, and lies wholly in it."""
+    """True if `box` has the rank of `outer`, has no negative extent, and is contained in it."""
     return len(outer) == len(box) and all(s <= a <= b <= e for (s, e), (a, b) in zip(outer, box, strict=True))
 
 
@@ -80,8 +80,8 @@ def _corners(some: Sequence[Box], rank: int) -> tuple[np.ndarray, np.ndarray]:
 def copies(sources: Sequence[Box], targets: Sequence[Box]) -> list[Copy]:
     """The slice copies that fill every target box from the source boxes, in target order.
 
-    Where the source boxes are disjoint and cover the leaf, each target element is in exactly one copy and no copy
-    holds an element that no target asked for.
+    If the source boxes are disjoint and cover the leaf, each target element is in exactly one copy, and no copy
+    contains an element outside of its target.
     """
     if not sources or not targets:
         return []
@@ -98,7 +98,7 @@ def copies(sources: Sequence[Box], targets: Sequence[Box]) -> list[Copy]:
 
 
 def covers_once(some: Sequence[Box], shape: Sequence[int]) -> bool:
-    """True if the boxes are disjoint, inside `shape`, and together hold every element of it."""
+    """True if the boxes are disjoint, inside `shape`, and together contain every element of it."""
     outer = whole(shape)
     if not all(contains(outer, box) for box in some) or sum(map(size_of, some)) != size_of(outer):
         return False
@@ -106,7 +106,7 @@ def covers_once(some: Sequence[Box], shape: Sequence[int]) -> bool:
     if len(filled) < 2:
         return True
     start, stop = _corners(filled, len(outer))
-    for box in range(len(filled) - 1):  # with those behind it: all pairs at once would take memory for all pairs
+    for box in range(len(filled) - 1):  # one box at a time, because memory for all pairs would be quadratic
         meets = np.maximum(start[box], start[box + 1 :]) < np.minimum(stop[box], stop[box + 1 :])
         if meets.all(axis=1).any():
             return False
@@ -114,7 +114,7 @@ def covers_once(some: Sequence[Box], shape: Sequence[int]) -> bool:
 
 
 def split(box: Box, limit: int) -> list[Box]:
-    """`box` as slabs of at most `limit` elements, cut along the leading axes so that each stays contiguous in it."""
+    """`box` as slabs of at most `limit` elements, cut along leading axes so that each is contiguous in memory."""
     if size_of(box) <= max(1, limit):
         return [box]
     axis = next(k for k, (start, stop) in enumerate(box) if stop - start > 1)

@@ -1,4 +1,4 @@
-"""The learner's end: parameters of a version in, an address that samplers can fetch from out."""
+"""The learner's end of a weight transfer: publishes parameters and returns the address for samplers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Exposure:
-    """How weights may be offered to other machines: under TLS, or in plain text when the user consents."""
+    """The protection of weights that other machines can fetch: TLS, or plain text if the user consents."""
 
     tls: Material | None = None
     mutual_tls: bool = False
@@ -41,22 +41,28 @@ def open_sender(
     max_connections: int,
     exposure: Exposure,
 ) -> Sender:
-    """The sender that the config names. `tensorstore` without a path writes to RUN/transfer."""
+    """The sender of the channel that the config names. `tensorstore` without a path writes to RUN/transfer."""
     if config.channel == "tensorstore":
         path = config.path or pathlib.Path(run_dir) / "transfer"
         return TensorstoreSender(path, keep=keep, limit_s=config.deadline_s)
     return TcpSender(
-        host, keep=keep, token=token, max_connections=max_connections, stall_s=config.deadline_s,
-        tls=exposure.tls, mutual_tls=exposure.mutual_tls, insecure=exposure.insecure,
-    )  # fmt: skip
+        host,
+        keep=keep,
+        token=token,
+        max_connections=max_connections,
+        stall_s=config.deadline_s,
+        tls=exposure.tls,
+        mutual_tls=exposure.mutual_tls,
+        insecure=exposure.insecure,
+    )
 
 
 class Publisher:
-    """Publishes one version after another through one channel.
+    """Publisher of versions through one channel.
 
     Threads: `start` dispatches the device copy on the calling (JAX) thread and returns; one worker thread waits for the
-    bytes, digests them and offers them, in order. The tcp channel adds one listener thread. Whoever calls `publish`
-    waits for the worker; the training step that follows `start` waits for nobody.
+    bytes, computes their digests and offers them, in order. The tcp channel adds one listener thread. A caller of
+    `publish` waits for the worker thread; the training step that follows `start` does not wait.
     """
 
     def __init__(
@@ -78,21 +84,21 @@ class Publisher:
         self._frozen: HostSnapshot | None = None
 
     def freeze(self, version: Version, params: Params) -> None:
-        """Let `params`, which nothing changes any more, be part of every version that is started from now on.
+        """Add `params`, which must not change any more, to every version that is started from now on.
 
-        They are copied and summed up here and never again, and a receiver fetches them once. Blocks meanwhile.
+        Blocks while they are copied and their digests computed, which happens only here. A receiver fetches them once.
         """
         self._frozen = snapshots.take(version, params, self._config.dtype)
 
     def start(self, version: Version, params: Params) -> Future[VersionRef]:
-        """The snapshot to come. On return `params` may be donated."""
+        """Start publishing `params`, which may be donated on return; pass the future to `finish`."""
         pending = snapshots.begin(params, self._config.dtype)
         return self._worker.submit(self._finish, version, pending)
 
     def finish(self, version: Version, started: Future[VersionRef]) -> VersionRef:
-        """Where the parameters that were `started` can be fetched from now on; any thread may wait for it.
+        """Wait until the parameters of `started` can be fetched and return their address; any thread may call this.
 
-        Raises TransferError after `deadline_s`, which counts the device's work that is queued before the copy.
+        Raises TransferError after `deadline_s`, which includes the device programs that are queued before the copy.
         """
         deadline = Deadline(self._config.deadline_s, f"publishing version {version}")
         try:
@@ -101,19 +107,19 @@ class Publisher:
             raise deadline.passed() from error
 
     def drop_older(self, version: Version) -> None:
-        """The store knows of `version`: nothing changes, since the `keep` newest stay, told of or not."""
+        """Do nothing: the channel keeps the newest `keep` versions."""
         del version
 
     def publish(self, version: Version, params: Params) -> VersionRef:
-        """Both halves, one after the other. Raises TransferError like `finish`."""
+        """Start and finish publishing `version`. Raises TransferError like `finish`."""
         return self.finish(version, self.start(version, params))
 
     def offer(self, taken: HostSnapshot) -> VersionRef:
-        """Where a host snapshot that exists already can be fetched."""
+        """Offer an existing host snapshot and return its address."""
         return VersionRef(taken.version, self._sender.name, self._sender.offer(taken), taken.manifest_digest)
 
     def close(self) -> None:
-        """End the threads; what is being published is finished first. A second close does nothing."""
+        """Finish publishing and end the threads. A second close does nothing."""
         self._worker.shutdown(wait=True)
         self._sender.close()
 

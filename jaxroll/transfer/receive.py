@@ -1,9 +1,9 @@
-"""The sampler's end: a snapshot in, the same parameters on this process's mesh out.
+"""The sampler's end of a weight transfer: fetches a version and places it on this process's mesh.
 
-What is verified: a leaf of which this process holds every element is summed up again in its final place and compared
-with the manifest, so a flipped byte, a misplaced slice and a snapshot that changed under the transfer are all seen. A
-receiver of several processes holds only part of a leaf; there each slice is checked against a digest that the sender
-takes when it sends (tcp) or stored when it wrote (tensorstore), and source boxes that lie wholly in a local box are
+Verification: if this process holds every element of a leaf, the digest of the received leaf is compared with the
+manifest, which detects changed bytes, misplaced slices and a snapshot that changed during the transfer. A process of a
+receiver with several processes holds only a part of a leaf. Then each slice is compared with a digest that the sender
+computes when sending (tcp) or stored when writing (tensorstore), and source boxes that are contained in a local box are
 compared with the manifest.
 """
 
@@ -38,11 +38,11 @@ _READERS = {"tcp": TcpReader, "tensorstore": TensorstoreReader}
 
 @dataclass
 class StagedLeaf:
-    """One leaf on the host: a buffer (the leaf's bits) per different local box, and which device gets which."""
+    """One leaf on the host: a buffer (the leaf's bits) per distinct local box, and the box of each device."""
 
     manifest: manifest.Leaf
     sharding: jax.sharding.Sharding
-    dtype: np.dtype  # wanted on the device
+    dtype: np.dtype  # on the device
     boxes: dict[Any, Box]
     buffers: dict[Box, np.ndarray]
 
@@ -53,7 +53,7 @@ class StagedLeaf:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its buffers."""
+        """The size of the buffers."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
@@ -62,28 +62,25 @@ NOTHING_HELD: Held = MappingProxyType({})
 
 
 class Staged:
-    """Verified parameters in host memory, waiting for the flip. `place` may be called once."""
+    """Verified parameters in host memory, waiting for the weight swap. `place` may be called once."""
 
     def __init__(self, version: Version, leaves: list[StagedLeaf], fetched_bytes: int) -> None:
-        """`fetched_bytes` of them came from the publisher; the others were held."""
+        """Stage `leaves`, of which `fetched_bytes` came from the publisher; the others were held."""
         self.version, self.fetched_bytes = version, fetched_bytes
         self._leaves: list[StagedLeaf] | None = leaves
 
     @property
     def size_bytes(self) -> int:
-        """Bytes held on the host; 0 after `place`."""
+        """The size in host memory; 0 after `place`."""
         return sum(leaf.size_bytes for leaf in self._leaves or ())
 
     def held(self, names: Container[str]) -> Held:
-        """The leaves of these names, for later fetches: they keep their host memory while somebody has this."""
+        """The leaves of these names, for later fetches; they stay in host memory while this mapping is referenced."""
         return {leaf.manifest.name: leaf for leaf in self._leaves or () if leaf.manifest.name in names}
 
     def place(self) -> Params:
-        """The parameters on the target mesh, in the dtypes that `fetch` was given. Call it on the JAX thread.
-
-        On CPU a placed array may *be* the staged buffer, so the buffers are given up here and never written again;
-        every fetch makes new ones.
-        """
+        """The parameters on the target mesh, in the dtypes given to `fetch`. Call this once, on the JAX thread."""
+        # On CPU a placed array may alias the staged buffer, so buffers are released here and never written again.
         if self._leaves is None:
             raise TransferError(f"version {self.version} was placed before; fetch it again")
         leaves, self._leaves = self._leaves, None
@@ -103,7 +100,7 @@ class Staged:
 
 
 class Receiver:
-    """Fetches snapshots. It has no state of its own, so any thread may call `fetch`, several at a time."""
+    """Receiver of snapshots. It has no mutable state, so several threads may call `fetch` at the same time."""
 
     def __init__(
         self, config: TransferConfig, *, token: str = "", clock: Clock | None = None, tls: Material | None = None
@@ -117,11 +114,11 @@ class Receiver:
         shapes: Mapping[str, jax.ShapeDtypeStruct],
         held: Held = NOTHING_HELD,
     ) -> Staged | HandedOver:
-        """The parameters of `snapshot`, cut for `target`, verified, in host memory; within a process on its devices.
+        """The verified parameters of `snapshot`, sharded for `target`, in host memory (device channel: on devices).
 
-        A leaf of `held` is not fetched where its shape, dtype and digest are those that are published now.
-        Network and numpy only. Raises TransferError (deadline passed, publisher gone, shapes that do not fit) or one of
-        its kinds: VersionGone, VersionMixed, DigestMismatch; Unauthorized for a wrong token or certificate.
+        A leaf of `held` is not fetched if its shape, dtype and digest equal the published ones. Runs no JAX program.
+        Raises TransferError (deadline passed, publisher gone, shapes that do not match) or one of its subclasses
+        VersionGone, VersionMixed, DigestMismatch; Unauthorized for a wrong token or certificate.
         """
         deadline = Deadline(self._limit_s, f"fetching version {snapshot.version} from {snapshot.address}", self._clock)
         if target.keys() != shapes.keys():
@@ -155,7 +152,7 @@ def _is_held(leaf: manifest.Leaf, sharding: jax.sharding.Sharding, held: Held) -
 
 
 def _staged_leaf(leaf: manifest.Leaf, sharding: jax.sharding.Sharding, dtype: Any, held: Held | None) -> StagedLeaf:
-    """The leaf with the buffers of the one in `held`, or (None) with new ones that are still to be filled."""
+    """The leaf with its buffers from `held`, or with new, uninitialised buffers if `held` is None."""
     boxes = plan.local_boxes(sharding, leaf.shape)
     kind = digest.bits_dtype(manifest.DTYPES[leaf.dtype].itemsize)
     buffers = held[leaf.name].buffers if held else {b: np.empty(plan.shape_of(b), kind) for b in plan.unique(boxes)}
@@ -191,5 +188,5 @@ def _verify(leaf: StagedLeaf, version: Version) -> None:
         for local, buffer in leaf.buffers.items():
             if plan.contains(local, box) and digest.of_box(buffer[plan.within(box, local)], box) != wanted:
                 raise DigestMismatch(
-                    f"leaf {leaf.manifest.name!r} {box} of version {version} is not what was published"
+                    f"leaf {leaf.manifest.name!r} {box} of version {version} differs from what was published"
                 )

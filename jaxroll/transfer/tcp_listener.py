@@ -1,9 +1,10 @@
 """Publishing end of the tcp channel: one thread without JAX serves host snapshots to any number of readers.
 
-The thread owns every socket. Other threads touch only the shelf (a lock) and the wake-up pipe. At most
-`max_connections` readers are served at a time, a chunk each in turn; more wait in the kernel's backlog. A reader that
-makes no progress for `stall_s` is dropped, one that has not shown its token within `FIRST_QUESTION_S` too. Nothing a
-reader sends can make this process allocate more than one request, which is small until its token was seen.
+The thread owns every socket. Other threads use only the shelf (with a lock) and the wake-up socket. At most
+`max_connections` readers are served at a time, one batch of bytes each in rotation; more readers wait in the kernel's
+backlog. A reader is dropped when it makes no progress for `stall_s`, or does not send its token within
+`FIRST_QUESTION_S`. A reader can make this process allocate at most one request, whose size limit is small until the
+token is verified.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from jaxroll.records import Version
 from jaxroll.transfer import channels, manifest, plan
 from jaxroll.transfer.host_snapshot import HostSnapshot
 
-_TICK_S = 0.5  # how often stalled readers are looked for
+_TICK_S = 0.5  # interval of the check for stalled readers
 FIRST_QUESTION_S = 5.0  # from the connection to the first question, TLS handshake included
 _BACKLOG = 64
 _NONE_FREE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class VersionShelf:
-    """The newest `keep` snapshots, by version. A snapshot in use lives on in the connection that pinned it."""
+    """The newest `keep` snapshots, by version. A connection keeps the snapshot that it uses alive."""
 
     def __init__(self, keep: int) -> None:
         self._keep, self._lock = keep, threading.Lock()
@@ -82,7 +83,7 @@ class Listener:
         self._selector = selectors.DefaultSelector()
         self._connections: set[Connection] = set()
         self._accepting = False
-        self._rests_until_s = -math.inf  # while no descriptor is free, a waiting reader must not keep this thread busy
+        self._rests_until_s = -math.inf  # no accept before this time: without a free descriptor it would spin
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="transfer-listener", daemon=True)
 
@@ -103,7 +104,7 @@ class Listener:
                 raise TransferError(f"the transfer listener did not stop within {wait_s:g} s")
         self._listening.close()
         self._wake_out.close()
-        self._wake_in.close()  # not by the thread: it may end by itself just before it is woken here
+        self._wake_in.close()  # here and not in the thread, which may end just before it is woken
 
     def _run(self) -> None:
         try:
@@ -119,7 +120,7 @@ class Listener:
             for connection in list(self._connections):
                 self._drop(connection)
             self._selector.close()
-            self._listening.close()  # at once: a reader in the backlog must not wait for an answer
+            self._listening.close()  # here already, so that readers in the backlog do not wait for an answer
 
     def _accept_while_there_is_room(self) -> None:
         rested = self._clock.now_s() >= self._rests_until_s
@@ -133,21 +134,21 @@ class Listener:
     def _accept(self) -> None:
         try:
             sock, _ = self._listening.accept()
-        except OSError as error:  # the reader left between select and accept, or no descriptors are free: others go on
+        except OSError as error:  # the reader left between select and accept, or no descriptor is free
             if error.errno in _NONE_FREE:
                 self._rests_until_s = self._clock.now_s() + _TICK_S
             return
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection = Connection(sock, self._clock.now_s(), self._tls and self._tls())
-        except OSError:  # it is gone again
+        except OSError:  # the reader left
             sock.close()
             return
         self._connections.add(connection)
         self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
     def _serve(self, connection: Connection) -> None:
-        """One step of one reader: read its question, or write it a batch."""
+        """Do one step for one reader: read its question, or write a batch."""
         try:
             connection.greet()
             if connection.outbox:
@@ -179,7 +180,7 @@ class Listener:
         return self._take_question(connection)
 
     def _take_question(self, connection: Connection) -> bool:
-        """True if a whole question was there, so that there is something to send now."""
+        """Take a complete question from the inbox and prepare its answer; return True if there is data to send."""
         try:
             question = connection.question()
             if question is None:
@@ -199,7 +200,7 @@ class Listener:
             pinned = self._shelf.get(question.version)
         if pinned is None:
             kept = ", ".join(map(str, self._shelf.versions())) or "none"
-            raise Refusal("gone", f"version {question.version} is not kept here (kept: {kept})")
+            raise Refusal("gone", f"version {question.version} is not available (available: {kept})")
         connection.pinned = pinned
         if isinstance(question, channels.AskManifest):
             head = channels.frame(channels.ManifestReply(pinned.version, len(pinned.encoded)))
@@ -212,13 +213,14 @@ class Listener:
         if not hmac.compare_digest(question.token.encode("utf-8", "surrogatepass"), self._token):
             raise Refusal("unauthorized", "wrong transfer token; roles take it from JAXROLL_TOKEN or RUN/token")
         if question.protocol != wire.PROTOCOL_VERSION:
-            raise Refusal("unauthorized", f"protocol {question.protocol} is spoken there, {wire.PROTOCOL_VERSION} here")
+            versions = f"{question.protocol}, the publisher {wire.PROTOCOL_VERSION}"
+            raise Refusal("unauthorized", f"the reader uses protocol {versions}; install the same JaxRoll on both")
 
     def _drop_stalled(self) -> None:
         now_s = self._clock.now_s()
         for connection in list(self._connections):
-            stranger = not connection.admitted and now_s - connection.opened_s > FIRST_QUESTION_S
-            if stranger or now_s - connection.moved_s > self._stall_s:
+            silent = not connection.admitted and now_s - connection.opened_s > FIRST_QUESTION_S
+            if silent or now_s - connection.moved_s > self._stall_s:
                 self._drop(connection)
 
     def _drop(self, connection: Connection) -> None:
@@ -235,7 +237,7 @@ def _check_slice(snapshot: HostSnapshot, part: channels.Slice) -> None:
 
 
 def _chunks(snapshot: HostSnapshot, slices: tuple[channels.Slice, ...]) -> Iterator[memoryview]:
-    """Frame, bytes, frame, bytes, …: made only as fast as the reader takes them."""
+    """The alternating frames and bytes of `slices`, computed only when the reader is ready for them."""
     for part in slices:
         source = snapshot.manifest.leaves[part.leaf].boxes[part.source]
         piece = snapshot.pieces[part.leaf][part.source]
@@ -246,17 +248,17 @@ def _chunks(snapshot: HostSnapshot, slices: tuple[channels.Slice, ...]) -> Itera
             yield body.reshape(-1).data.cast("B")
 
 
-# --- one reader: a socket that never blocks, plain or under TLS
+# --- one reader: a non-blocking socket, plain or under TLS
 #
-# Until its first question has been answered a reader is a stranger, of whom little is read.
+# Until its first question has been answered, a reader is untrusted, and only short questions are read.
 
 _BATCH_BYTES, _BATCH_BUFFERS = 1 << 20, 64  # of one sendmsg
 _READ_BYTES = 1 << 16
-_FIRST_QUESTION_BYTES = 1 << 16  # of a reader that has not shown its token yet
+_FIRST_QUESTION_BYTES = 1 << 16  # limit before the token is verified
 
 
 class Refusal(Exception):
-    """Ends a connection after telling the reader why."""
+    """A refused question; the reader gets the reason, then the connection is closed."""
 
     def __init__(self, kind: str, reason: str) -> None:
         self.answer = channels.Refused(kind, reason)
@@ -264,10 +266,10 @@ class Refusal(Exception):
 
 
 class Connection:
-    """One reader: bytes of its question so far, buffers still to send, and where more of them come from."""
+    """One reader: the received bytes of its question, the buffers to send, and the iterator of further buffers."""
 
     def __init__(self, sock: socket.socket, now_s: float, tls: ssl.SSLContext | None = None) -> None:
-        """The accepted `sock` as it is, or under TLS: then `greet` comes first."""
+        """Wrap the accepted `sock`; under TLS, call `greet` first."""
         sock.setblocking(False)
         self._plain = sock
         self._secured = None if tls is None else tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -281,21 +283,21 @@ class Connection:
         self.ending = False
 
     def greet(self) -> None:
-        """One step of the TLS handshake. Raises ssl.SSLWantReadError or SSLWantWriteError while it is not done."""
+        """Do one step of the TLS handshake. Raises ssl.SSLWantReadError or SSLWantWriteError until it is done."""
         if self._secured is not None and not self.greeted:
             self._secured.do_handshake()
             self.greeted = True
 
     def receive(self) -> bool:
-        """True if the reader is still there, after adding to the inbox what has come."""
+        """Add received bytes to the inbox; return False if the reader has closed the connection."""
         data = self.sock.recv(_READ_BYTES)
         self.inbox += data
-        while self._secured is not None and self._secured.pending():  # no selector knows of bytes decrypted already
+        while self._secured is not None and self._secured.pending():  # selectors do not see decrypted bytes
             self.inbox += self._secured.recv(_READ_BYTES)
         return bool(data)
 
     def refill(self) -> None:
-        """Buffers moved from `more` to the outbox until a batch is there."""
+        """Move buffers from `more` to the outbox until it holds a batch."""
         held = sum(len(buffer) for buffer in self.outbox)
         while held < _BATCH_BYTES and len(self.outbox) < _BATCH_BUFFERS:
             buffer = next(self.more, None)
@@ -306,7 +308,7 @@ class Connection:
                 held += len(buffer)
 
     def send(self) -> bool:
-        """True if anything is left to send after writing what the socket takes now."""
+        """Write as much as the socket accepts now; return True if there is more to send."""
         self.refill()
         if self.outbox:
             sent = self._written()
@@ -321,13 +323,13 @@ class Connection:
         return bool(self.outbox)
 
     def _written(self) -> int:
-        """How many bytes of the outbox the socket took."""
+        """Write from the outbox; return the number of bytes that the socket accepted."""
         if self._secured is None:
             return self._plain.sendmsg(list(self.outbox))
         return self._secured.send(self.outbox[0])
 
     def question(self) -> channels.Question | None:
-        """The next whole question in the inbox, or None; refuses what is too long or no question."""
+        """Take the next complete question from the inbox, or None. Refusal for one that is too long or malformed."""
         if len(self.inbox) < channels.LENGTH.size:
             return None
         (length,) = channels.LENGTH.unpack_from(self.inbox)

@@ -85,7 +85,7 @@ def test_a_byte_flipped_in_a_slice_of_a_partial_leaf_is_a_digest_mismatch(kit, p
     reader.manifest()
     taken = kit.host_snapshot(VERSION, _big_values())
     into = np.empty((512, 512), np.uint32)
-    with pytest.raises(DigestMismatch, match="damaged on its way"):
+    with pytest.raises(DigestMismatch, match="damaged in transit"):
         reader.read(taken.manifest, [SlicePart(0, 0, ((0, 512), (0, 512)), into, checked=True)])
 
 
@@ -102,7 +102,7 @@ def test_a_host_that_holds_half_of_a_leaf_asks_for_checked_slices(kit, published
     if flip_at is None:
         assert kit.receiver().fetch(through, target, kit.abstract(BIG)).version == VERSION
         return
-    with pytest.raises(DigestMismatch, match="damaged on its way"):
+    with pytest.raises(DigestMismatch, match="damaged in transit"):
         kit.receiver().fetch(through, target, kit.abstract(BIG))
 
 
@@ -184,7 +184,7 @@ def test_an_open_reader_keeps_its_version_while_newer_ones_push_it_out(kit) -> N
         into = np.empty(BIG["b"], np.uint32)
         reader.read(taken.manifest, [SlicePart(1, 0, ((0, 1024), (0, 512)), into, checked=False)])
         np.testing.assert_array_equal(into.view(np.float32), _big_values()["b"])
-    with _reader(kit, address) as late, pytest.raises(VersionGone, match=r"0\.1 is not kept here \(kept: 0\.3\)"):
+    with _reader(kit, address) as late, pytest.raises(VersionGone, match=r"0\.1 is not available \(available: 0\.3\)"):
         late.manifest()
 
 
@@ -337,7 +337,7 @@ def test_a_chunk_of_the_wrong_size_is_refused(kit) -> None:
         channels.frame(channels.Chunk(VERSION, 12)) + b"x" * 12,
     )
     kit.stack.callback(liar.close)
-    with pytest.raises(TransferError, match=r"leaf 'a' .* 12 bytes came, \d+ are needed"):
+    with pytest.raises(TransferError, match=r"leaf 'a' .* 12 bytes were announced, \d+ are needed"):
         _fetch(kit, VersionRef(VERSION, "tcp", liar.address, taken.manifest_digest))
 
 
