@@ -1,4 +1,4 @@
-"""`python -m jaxroll` is the command `jaxroll`."""
+"""Entry point of `python -m jaxroll`, which is the command `jaxroll`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Clocks as arguments: nothing below the shells reads the time by itself."""
+"""Clocks that are passed as arguments, so that pure code and tests do not read the time themselves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds; only differences mean anything."""
+    """A source of monotonic seconds; only differences are meaningful."""
 
     def now_s(self) -> float: ...
 
@@ -20,7 +20,7 @@ class MonotonicClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to: for tests and simulation."""
+    """A clock that moves only when `advance` is called, for tests and simulation."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -33,7 +33,7 @@ class ManualClock:
 
 
 def _elapsed_s() -> float:
-    """Seconds on a clock that is never set, and that counts the time while the machine sleeps where there is one."""
+    """Seconds on a clock that nothing sets; it includes suspended time where the system has such a clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -41,8 +41,8 @@ _EPOCH_S = time.time() - _elapsed_s()
 
 
 def unix_s() -> float:
-    """Unix seconds for records: the wall clock as it was when this process began, and what has passed since.
+    """Unix seconds for records: the wall clock at the start of this process plus the elapsed time since then.
 
-    Differences within a process are durations, also where somebody sets the machine's clock meanwhile.
+    Differences within a process are durations, even if the machine's clock is set meanwhile.
     """
     return _EPOCH_S + _elapsed_s()

@@ -1,4 +1,4 @@
-"""Durable files, errors of full or broken disks, and bounded reading of files from strangers."""
+"""Durable files, messages for full or broken disks, and bounded reading of untrusted files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from jaxroll.errors import DataError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _BROKEN = frozenset({errno.EROFS, errno.EIO})
-# As SQLite and tensorstore say it, which raise no OSError.
-_FULL_WORDS = ("disk is full", "no space left", "quota exceeded")
-_BROKEN_WORDS = ("read-only file system", "readonly database", "i/o error", "input/output error")
+# Messages of SQLite and tensorstore, which raise no OSError.
+_FULL_MESSAGES = ("disk is full", "no space left", "quota exceeded")
+_BROKEN_MESSAGES = ("read-only file system", "readonly database", "i/o error", "input/output error")
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a file that is on the disk when this returns.
+    """Write a file and sync its content to disk.
 
-    A draft that takes another file's name before its content has reached the disk is empty after a power failure.
+    Without the sync, a draft that is renamed over another file may be empty after a power failure.
     """
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -31,13 +31,13 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make `folder`, all it holds and its own name survive a power cut."""
+    """Sync `folder`, everything in it, and its name in the parent folder to disk."""
     for path in (*folder.rglob("*"), folder, folder.parent):
         sync(path)
 
 
 def sync(path: Path) -> None:
-    """Make the content of one file, or the names in one folder, survive a power cut."""
+    """Sync the content of one file, or the names in one folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -46,10 +46,10 @@ def sync(path: Path) -> None:
 
 
 def remedy(error: BaseException, folder: Path) -> str:
-    """A sentence that names the disk of `folder` and the way out; '' when the error is not one of a disk."""
+    """A sentence that names the disk of `folder` and the remedy; '' when `error` is not a disk error."""
     number, text = error.errno if isinstance(error, OSError) else None, str(error).lower()
-    is_full = number in _FULL or any(words in text for words in _FULL_WORDS)
-    if not is_full and number not in _BROKEN and not any(words in text for words in _BROKEN_WORDS):
+    is_full = number in _FULL or any(message in text for message in _FULL_MESSAGES)
+    if not is_full and number not in _BROKEN and not any(message in text for message in _BROKEN_MESSAGES):
         return ""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -57,20 +57,20 @@ def remedy(error: BaseException, folder: Path) -> str:
         free = f"{shutil.disk_usage(folder).free // 2**20} MB are free at {folder}: make room"
     except OSError:
         free = f"Make room at {folder}"
-    also = "" if is_full else ", or repair or remount that disk (the kernel's messages say what is wrong: dmesg)"
-    return f"{free}{also}, then start it again; everything it acknowledged is there."
+    also = "" if is_full else ", or repair or remount that disk (dmesg shows the kernel's messages)"
+    return f"{free}{also}, then start it again; no acknowledged data is lost."
 
 
-# --- files from strangers: regular files of bounded size, parsed to a bounded depth
+# --- untrusted files: regular files of bounded size, parsed to a bounded depth
 #
-# Opening a named pipe waits for a writer and a device never ends, so neither is opened for reading here. What is
-# wrong with a content is a DataError in one line; an OSError stays one.
+# Opening a named pipe waits for a writer, and reading a device may never end, so both are refused. Invalid content
+# raises a DataError with a one-line message; an OSError is passed on.
 
 JSON_LIMIT_BYTES = 16 << 20
 
 
 def opened(path: Path) -> BinaryIO:
-    """The regular file at `path`, open for reading. DataError for anything else and for what cannot be a name."""
+    """The regular file at `path`, open for reading. DataError for other kinds of files and for invalid names."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL or a lone surrogate in the name
@@ -87,7 +87,7 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > limit_bytes:
             raise DataError(f"{path.name} has {size:,} bytes; at most {limit_bytes:,} are read")
-        return file.read(size)  # a reader allocates what it is asked for, so this is not the limit
+        return file.read(size)  # not `limit_bytes`: read() allocates as many bytes as are requested
 
 
 def read_text(path: Path, limit_bytes: int = JSON_LIMIT_BYTES) -> str:
@@ -104,12 +104,12 @@ def read_json(path: Path, limit_bytes: int = JSON_LIMIT_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes, name: str, *, unique: bool = False) -> Any:
-    """The JSON value in `text`; DataError with `name` when it is none, nests too deep, or (`unique`) repeats a key."""
+    """The JSON value in `text`. DataError when it is invalid, nests too deep, or (with `unique`) repeats a key."""
     try:
         return json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError as error:
         raise DataError(f"{name} nests too deep") from error
-    except ValueError as error:  # a UnicodeDecodeError and a number with thousands of digits, too
+    except ValueError as error:  # includes UnicodeDecodeError, and numbers with thousands of digits
         raise DataError(f"{name} is not JSON ({error})") from error
 
 

@@ -1,7 +1,7 @@
-"""Checks of what an environment or a scorer returned: values that fit the records, or DataError with the field's name.
+"""Checks of the values that an environment or a scorer returned: they fit the records, or DataError names the field.
 
-Foreign code returns numpy scalars, booleans, lists, and things that no wire carries. Everything that can be converted
-without a loss is converted here, where its member is known; the store would only refuse the put.
+User code returns numpy scalars, booleans, lists, and values that cannot be serialised. Values that can be converted
+without loss are converted here, where the member is known; otherwise the store would refuse the whole put.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from jaxroll.errors import DataError
 from jaxroll.protocols import StepResult
 from jaxroll.records import MAX_LABEL_CHARS, MAX_PARTS, Message
 
-MAX_SHOWN_CHARS = 2**20  # of the messages of one turn: they are tokenised on the event loop
-_NOT_REAL = "cOSUmM"  # kinds of numpy dtypes that `float` converts with a loss, or by reading text
-_OWN_PARTS = 1  # `truncated`, which the episode adds
+MAX_SHOWN_CHARS = 2**20  # in the messages of one turn, because they are tokenised on the event loop
+_NOT_REAL = "cOSUmM"  # kinds of numpy dtypes that `float` converts with loss, or by parsing text
+_OWN_PARTS = 1  # the episode adds `truncated`
 
 
 def step_result(value: Any) -> StepResult:
-    """`value` as a StepResult whose fields have their declared types."""
+    """`value` as a StepResult whose fields have their declared types; DataError otherwise."""
     if not isinstance(value, StepResult):
         raise DataError(f"step() returned {_named(value)}, not a StepResult")
     done = flag(value.done, "StepResult.done")
@@ -29,7 +29,7 @@ def step_result(value: Any) -> StepResult:
 
 
 def messages(value: Any, field: str) -> tuple[Message, ...]:
-    """`value`, a list or tuple of Message, as a tuple whose texts have an encoding."""
+    """`value`, a list or tuple of Message, as a tuple whose texts can be encoded; DataError otherwise."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise DataError(f"{field} is {_named(value)}, not a tuple of Message")
     size = 0
@@ -44,7 +44,7 @@ def messages(value: Any, field: str) -> tuple[Message, ...]:
 
 
 def parts(value: Any) -> dict[str, float]:
-    """`value`, a mapping of label to number, with finite floats."""
+    """`value`, a mapping from label to number, with finite floats; DataError otherwise."""
     if not isinstance(value, Mapping):
         raise DataError(f"StepResult.reward_parts is {_named(value)}, not a dict of label to number")
     if len(value) > MAX_PARTS - _OWN_PARTS:
@@ -58,7 +58,7 @@ def parts(value: Any) -> dict[str, float]:
 
 
 def number(value: Any, field: str) -> float:
-    """`value` as a finite float: any real number, a boolean, or an array without dimensions."""
+    """`value` (a real number, a boolean, or an array without dimensions) as a finite float; DataError otherwise."""
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
     if isinstance(value, str | bytes | bytearray) or getattr(value, "shape", ()) != () or kind in _NOT_REAL:
         raise DataError(f"{field} is {_named(value)}, not a finite number")
@@ -72,14 +72,14 @@ def number(value: Any, field: str) -> float:
 
 
 def flag(value: Any, field: str) -> bool:
-    """`value` as a bool: a boolean of Python or of numpy."""
+    """`value` (a boolean of Python or numpy) as a bool; DataError otherwise."""
     if isinstance(value, bool) or (str(getattr(value, "dtype", "")) == "bool" and getattr(value, "shape", None) == ()):
         return bool(value)
     raise DataError(f"{field} is {_named(value)}, not True or False")
 
 
 def text(value: Any, field: str, max_chars: int) -> str:
-    """`value`, a str of at most `max_chars` characters that UTF-8 can encode."""
+    """`value`, a str of at most `max_chars` characters that UTF-8 can encode; DataError otherwise."""
     if not isinstance(value, str):
         raise DataError(f"{field} is {_named(value)}, not a str")
     if len(value) > max_chars:
@@ -90,18 +90,18 @@ def text(value: Any, field: str, max_chars: int) -> str:
         raise DataError(
             f"{field} holds the lone surrogate {value[error.start]!a} at {error.start}, which UTF-8 cannot encode"
         ) from error
-    return str(value)  # a plain one: subclasses do not travel
+    return str(value)  # a plain str, because subclasses cannot be serialised
 
 
 def described(error: BaseException, max_chars: int = 1000) -> str:
-    """The error as text that any wire carries. Lone surrogates become question marks; so does a text that raises."""
+    """The error as text that can be serialised: lone surrogates, or a message that raises, become question marks."""
     try:
-        said = str(error)
-    except Exception:  # noqa: BLE001 - foreign code, in the middle of reporting its own failure
-        said = "?"
-    return f"{type(error).__name__}: {said[:max_chars]}"[:max_chars].encode(errors="replace").decode()
+        message = str(error)
+    except Exception:  # noqa: BLE001 - user code may raise here, too
+        message = "?"
+    return f"{type(error).__name__}: {message[:max_chars]}"[:max_chars].encode(errors="replace").decode()
 
 
 def _named(value: Any) -> str:
-    """What `value` is, for an error: None, or its type."""
+    """A description of `value` for an error message: None, or its type."""
     return "None" if value is None else f"a value of type {type(value).__name__}"

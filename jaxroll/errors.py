@@ -1,7 +1,7 @@
-"""Every error JaxRoll raises on purpose, as one tree: catch `JaxRollError` and you catch them all.
+"""All errors that JaxRoll raises on purpose; `JaxRollError` is their base class.
 
-The branches say who can mend it: the user (`ConfigError`), nobody but the protocol itself (`StoreRefusal` and its
-leaves, which are answers rather than accidents), the machine (`InfraError`), or the data (`DataError`).
+The subclass tells what to fix: the config (`ConfigError`), the machine or the network (`InfraError`), or the data
+(`DataError`). A `StoreRefusal` is a regular answer of the store, which its client handles.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class JaxRollError(Exception):
 
 
 class ConfigError(JaxRollError):
-    """A config that must not run: says which key, what value, why, and what to do instead."""
+    """A config that cannot run; the message gives the key, the value, the reason and a remedy."""
 
     def __init__(self, key: str, value: object, reason: str, remedy: str = "") -> None:
         self.key, self.value, self.reason, self.remedy = key, value, reason, remedy
@@ -21,7 +21,7 @@ class ConfigError(JaxRollError):
 
 
 def _shown(value: object) -> str:
-    """The value in at most `_SHOWN` characters: it may come from a file and be a whole document."""
+    """The value in at most `_SHOWN` characters, because it may come from a file and be a whole document."""
     try:
         text = repr(value)
     except ValueError:  # an integer with more digits than Python prints
@@ -33,29 +33,29 @@ _SHOWN, _LINE = 300, 1000
 
 
 def one_line(text: str, limit: int = _LINE) -> str:
-    """`text` as one printable line of at most `limit` characters: it may come from a file, and reach a terminal."""
+    """`text` as one printable line of at most `limit` characters, safe to print even if it comes from a file."""
     line = text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
     return line if len(line) <= limit else f"{line[:limit]}…"
 
 
 class InfraError(JaxRollError):
-    """The machinery failed (a peer is gone, a deadline passed); the same work may be tried again unchanged."""
+    """The infrastructure failed (a peer is gone, a deadline passed); the same work may be retried unchanged."""
 
 
 class RestartRequired(InfraError):
-    """This process can do no more of its work and another one can: it is to be started again, which is no fault."""
+    """This process cannot continue its work, but a new one can; the supervisor restarts it without counting a fault."""
 
 
 class DeadlineExceeded(InfraError):
-    """A wait ended without its event; the message says what was being waited for."""
+    """A wait ended without its event; the message names the event."""
 
 
 class DataError(JaxRollError):
-    """This item cannot be worked on (its environment raised, its scorer failed); trying again will not help."""
+    """This item cannot be processed (its environment raised, its scorer failed); a retry would not help."""
 
 
 class CheckpointDamaged(InfraError):
-    """A checkpoint whose files are not what was written."""
+    """A checkpoint whose files differ from what was written."""
 
 
 class TransferError(InfraError):
@@ -63,7 +63,7 @@ class TransferError(InfraError):
 
 
 class DigestMismatch(TransferError):
-    """Bytes arrived that are not the bytes that were published."""
+    """The received bytes differ from the published bytes."""
 
 
 class VersionMixed(TransferError):
@@ -71,7 +71,7 @@ class VersionMixed(TransferError):
 
 
 class VersionGone(TransferError):
-    """The version asked for is not kept any more (or not yet): ask the store for the newest one."""
+    """The requested version is not available any more, or not yet; ask the store for the newest one."""
 
 
 class StoreRefusal(JaxRollError):
@@ -79,7 +79,7 @@ class StoreRefusal(JaxRollError):
 
 
 class NoCredit(StoreRefusal):
-    """No lease now: `reason` says what is full, `retry_after_s` when to ask again."""
+    """No lease now. `reason` names the limit that is reached; retry after `retry_after_s` seconds."""
 
     def __init__(self, reason: str, retry_after_s: float = 0.0) -> None:
         self.reason, self.retry_after_s = reason, retry_after_s
@@ -87,11 +87,11 @@ class NoCredit(StoreRefusal):
 
 
 class NotReady(StoreRefusal):
-    """The claim is not complete yet; the message says what it waits for."""
+    """The claim is not complete yet; the message tells what is missing."""
 
 
 class StaleClient(StoreRefusal):
-    """The caller belongs to another lineage or run and must start again."""
+    """The caller belongs to another lineage or run and must restart."""
 
 
 class Fenced(StoreRefusal):
@@ -99,11 +99,11 @@ class Fenced(StoreRefusal):
 
 
 class Conflict(StoreRefusal):
-    """The same key was put before with other bytes."""
+    """The same key was put before with different bytes."""
 
 
 class Closed(StoreRefusal):
-    """The run is over; the message says why."""
+    """The run is over; the message gives the reason."""
 
 
 class Unauthorized(StoreRefusal):
@@ -112,14 +112,14 @@ class Unauthorized(StoreRefusal):
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
-EXIT_CONFIG = 64  # starting again will not help
+EXIT_CONFIG = 64  # a restart would not help
 EXIT_CLOSED = 69  # the run is over
-EXIT_WORN = 75  # to be started again, as often as it takes
+EXIT_WORN = 75  # restart this process, without a limit on restarts
 EXIT_INTERRUPTED = 130  # the user stopped it
 
 
 def exit_code(error: JaxRollError) -> int:
-    """The exit code by which a process tells its supervisor what kind of `error` ended it."""
+    """The exit code that tells the supervisor which kind of `error` ended a process."""
     if isinstance(error, (ConfigError, Unauthorized)):
         return EXIT_CONFIG
     if isinstance(error, RestartRequired):

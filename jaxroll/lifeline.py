@@ -1,7 +1,7 @@
-"""Process control: death with the parent process, stop signals, scheduling priority.
+"""Binding of a process to its parent, so that it dies with the parent; signals that ask a process to stop.
 
-A role binds itself to its supervisor first, and a worker to the role that started it, so that `kill -9` of the
-supervisor leaves no process behind. On kernels without a parent-death signal a thread polls for the parent.
+Every role binds itself to its supervisor first of all, and every worker that a role starts binds itself to the role, so
+that `kill -9` of the supervisor leaves no process behind. Without a parent-death signal of the kernel, a thread polls.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jaxroll.errors import EXIT_FAILURE, ConfigError
 
 PARENT_ENV = "JAXROLL_PARENT"
 POLL_S = 0.5
-ENDING_S = 10.0  # longer than threads take that end by themselves
+ENDING_S = 10.0  # longer than well-behaved threads take to end
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def bind(parent_pid: int) -> None:
-    """Make this process die (SIGKILL) with process `parent_pid`, which must be its parent; at once if that is gone.
+    """Make this process die (SIGKILL) with its parent, process `parent_pid`; exit at once if the parent is gone.
 
-    On Linux the signal follows the *thread* that started this process: start children from a thread that lives as
-    long as the parent means to.
+    On Linux the signal is sent when the *thread* that started this process ends: start children from a thread that
+    lives as long as the parent.
     """
     if not _kernel_signal():
         threading.Thread(target=_watch, args=(parent_pid,), name="lifeline", daemon=True).start()
@@ -41,7 +41,7 @@ def bind(parent_pid: int) -> None:
 
 
 def bind_from_env() -> bool:
-    """Bind to the parent named in the environment and take the name out for our own children; whether one was named."""
+    """Bind to the parent named in the environment variable, and remove the variable. Return True if it was set."""
     parent = os.environ.pop(PARENT_ENV, "")
     if parent:
         bind(int(parent))
@@ -49,7 +49,7 @@ def bind_from_env() -> bool:
 
 
 def _kernel_signal() -> bool:
-    """Ask the kernel for SIGKILL when the parent dies; whether it has such a thing."""
+    """Ask the kernel for SIGKILL when the parent dies. Return False if the kernel has no such signal."""
     if not sys.platform.startswith("linux"):
         return False
     libc = ctypes.CDLL(None, use_errno=True)
@@ -57,16 +57,13 @@ def _kernel_signal() -> bool:
 
 
 async def child(*command: str, **options: Any) -> asyncio.subprocess.Process:
-    """Start a process, with the options of `asyncio.create_subprocess_exec`. OSError where the machine refuses it.
-
-    Before Python 3.12 asyncio waits for a child in a thread, and where that is refused the child is there and lost.
-    Here no thread waits for it, if the kernel has descriptors of processes.
-    """
+    """Start a process, with the options of `asyncio.create_subprocess_exec`. OSError when the machine refuses it."""
     if sys.version_info < (3, 12):
+        # That asyncio waits for a child in a thread; if no thread can be started, the child runs without a handle.
         _wait_without_threads()
     try:
         return await asyncio.create_subprocess_exec(*command, **options)
-    except RuntimeError as error:  # the thread
+    except RuntimeError as error:  # no thread could be started
         raise OSError(errno.EAGAIN, str(error)) from error
 
 
@@ -83,7 +80,7 @@ def _wait_without_threads() -> None:
 if sys.version_info < (3, 12):
 
     class _Waits(asyncio.AbstractChildWatcher):
-        """Waits for children on the loop that starts them, as Python 3.12 does; that of 3.11 knows one loop."""
+        """A child watcher on the loop that starts the child, as in Python 3.12; that of 3.11 supports one loop."""
 
         def __enter__(self) -> _Waits:
             return self
@@ -105,7 +102,7 @@ if sys.version_info < (3, 12):
             try:
                 descriptor = os.pidfd_open(pid)
             except OSError:
-                os.kill(pid, signal.SIGKILL)  # no descriptor is free: nothing would wait for it
+                os.kill(pid, signal.SIGKILL)  # no descriptor is free, so nothing would reap it
                 raise
 
             def over() -> None:
@@ -113,7 +110,7 @@ if sys.version_info < (3, 12):
                 os.close(descriptor)
                 try:
                     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                except ChildProcessError:  # another waited for it
+                except ChildProcessError:  # already reaped elsewhere
                     status = EXIT_FAILURE
                 callback(pid, status, *args)
 
@@ -129,11 +126,9 @@ def _watch(parent_pid: int) -> None:
 
 @contextlib.contextmanager
 def ending(patience_s: float = ENDING_S) -> Iterator[None]:
-    """End the process within `patience_s` of the end of this block, with its exit code, whatever threads still wait.
-
-    The interpreter waits for every thread that is no daemon. One of a library that failed may wait for many minutes,
-    and a supervisor that sees a live process starts no other.
-    """
+    """End the process within `patience_s` of the end of this block, with its exit code, even if threads still run."""
+    # The interpreter waits for every thread that is not a daemon. A library's thread may wait for many minutes after a
+    # failure, and the supervisor does not restart a role whose process still lives.
     code: object = None
     try:
         yield
@@ -146,8 +141,8 @@ def ending(patience_s: float = ENDING_S) -> Iterator[None]:
         timer.daemon = True
         try:
             timer.start()
-        except RuntimeError:  # the machine refuses a thread; the exit code of this process stays its own
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends it
+        except RuntimeError:  # no thread can be started: a signal ends the process, unless it exits by itself before
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, max(patience_s, 1e-3))
 
 
@@ -159,16 +154,16 @@ def _end(code: int) -> None:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask this process to stop in order.
+    """The signals that ask this process to shut down cleanly.
 
-    SIGHUP (the terminal is gone) is one of them, unless it is ignored: then the process was started by `nohup`.
+    SIGHUP (the terminal is gone) is one of them, unless it is ignored: then `nohup` started the process.
     """
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGINT) if ignored else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def on_stop(stop: Callable[[], object]) -> None:
-    """Call `stop` at every signal that asks this process to stop. To be called by the main thread."""
+    """Call `stop` at every signal that asks this process to shut down. Call this from the main thread."""
     for signum in stop_signals():
         signal.signal(signum, lambda *_: stop())
 

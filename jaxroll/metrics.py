@@ -1,8 +1,8 @@
-"""Metrics rows: their schema, written as lines of JSON, followed while they grow, sent to TensorBoard.
+"""Metrics rows: schema, JSONL writer and reader, TensorBoard writer.
 
-One file, `RUN/metrics.jsonl`, has two appending processes (store and supervisor) and any number of readers. A writer
-may be killed inside a line, and a row may come from a process that is not ours: readers skip and count lines that hold
-no valid row (`checked_row`), and the next writer starts on a fresh line.
+Two processes (store and supervisor) append to the file `RUN/metrics.jsonl`, and any number of processes read it. A
+writer may be killed within a line, and rows may come from other programs: readers skip and count lines without a valid
+row (`checked_row`), and the next writer starts a new line.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from jaxroll.clock import unix_s
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Tracker
 
-MAX_LINE_BYTES = 4 * 2**20  # the store takes no larger report
-MAX_READ_BYTES = 8 * 2**20  # in one call of a follower of a live run, which has other work
+MAX_LINE_BYTES = 4 * 2**20  # the store accepts no larger report
+MAX_READ_BYTES = 8 * 2**20  # per call of a follower, so that it does not block its caller for long
 
 
 def dumps(row: Mapping[str, Any]) -> str:
-    """One line of strict JSON for `row`: numpy becomes plain, numbers that are not finite become null."""
+    """`row` as one line of strict JSON: numpy values become plain numbers, numbers that are not finite become null."""
     return json.dumps(_plain(row), separators=(",", ":"), allow_nan=False)
 
 
@@ -56,13 +56,10 @@ def _plain(value: Any) -> Any:
 
 
 def loads(line: bytes | str) -> Row | None:
-    """The row that `line` holds; None when the line is torn, no JSON object, or no valid row (`checked_row`).
-
-    A row of an earlier version gets the names of this one.
-    """
+    """The row in `line`; None when the line is incomplete, not a JSON object, or not a valid row (`checked_row`)."""
     try:
         row = json.loads(line, parse_constant=lambda _: None)  # NaN and Infinity, which JSON does not have
-    except (ValueError, RecursionError):  # no JSON, no UTF-8, an integer of thousands of digits; nested too deep
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, an integer of thousands of digits; nested too deep
         return None
     return checked_row(migration.row(row) if isinstance(row, dict) else row)
 
@@ -78,10 +75,10 @@ def read(path: str | Path) -> list[Row]:
 
 
 class Follower:
-    """Reads a growing file of rows from where it stopped last time.
+    """Reader of a growing file of rows; each call continues where the previous one stopped.
 
-    A last line without its newline waits for the rest; a file that shrank or was replaced is read from its beginning.
-    A line longer than `MAX_LINE_BYTES` is skipped without being held.
+    A last line without a newline is kept until its rest arrives. A file that shrank or was replaced is read from its
+    beginning. A line longer than `MAX_LINE_BYTES` is skipped without being buffered.
     """
 
     def __init__(self, path: str | Path, *, at_end: bool = False) -> None:
@@ -93,9 +90,9 @@ class Follower:
         self.skipped = 0  # lines that held no valid row
 
     def rows(self, *, closed: bool = False) -> list[Row]:
-        """The rows that were completed since the last call, as far as `MAX_READ_BYTES` go.
+        """The rows completed since the last call, from at most `MAX_READ_BYTES` of the file.
 
-        With `closed` all of them, and a last line without a newline too.
+        With `closed`, all of them, including a last line without a newline.
         """
         rows = []
         for line in self._lines(closed):
@@ -112,7 +109,7 @@ class Follower:
         while (closed or read < MAX_READ_BYTES) and (data := self._new_bytes()):
             read += len(data)
             *lines, pending = (self._pending + data).split(b"\n")
-            if lines and self._in_long_line:  # its end
+            if lines and self._in_long_line:  # the first line is the end of the long line
                 self._in_long_line, lines = False, lines[1:]
             self._pending = b"" if self._in_long_line else pending
             if len(self._pending) > MAX_LINE_BYTES:
@@ -124,12 +121,12 @@ class Follower:
             yield last
 
     def _new_bytes(self) -> bytes:
-        """The next bytes, fewer than `MAX_LINE_BYTES`; the beginning of another file drops what is pending."""
+        """The next bytes, fewer than `MAX_LINE_BYTES`; if the file was replaced, pending bytes are dropped."""
         try:
             with open(self._path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
-                    raise OSError(errno.EINVAL, "no regular file", str(self._path))
+                    raise OSError(errno.EINVAL, "not a regular file", str(self._path))
                 if status.st_size < self._offset or self._inode not in (None, status.st_ino):
                     self._offset, self._pending, self._in_long_line = 0, b"", False
                 self._inode = status.st_ino
@@ -143,32 +140,32 @@ class Follower:
     def _size_bytes(self) -> int:
         try:
             return self._path.stat().st_size
-        except OSError:  # `rows` says what is wrong with it
+        except OSError:  # `rows` raises it
             return 0
 
 
 class JsonlTracker:
-    """Appends rows to a file, each with one write, so that appenders in other processes never split a line.
+    """Writer that appends each row with one write, so that writers in other processes never split a line.
 
-    Metrics end nothing: rows that cannot be written (no room, a failing disk) are dropped and counted. `say` is called
-    at the first of them, and a row with their number follows once rows can be written again.
+    Failures to write metrics do not end a run: rows that cannot be written (disk full or failing) are dropped and
+    counted. `warn` is called at the first of them, and a row with their number follows once writing works again.
     """
 
-    def __init__(self, path: str | Path, say: Callable[[str], object] | None = None) -> None:
-        self._path, self._say = Path(path), say or _print_error
-        self.dropped = 0  # rows, since the last one that was written
+    def __init__(self, path: str | Path, warn: Callable[[str], object] | None = None) -> None:
+        self._path, self._warn = Path(path), warn or _print_error
+        self.dropped = 0  # rows since the last one that was written
         self._torn = False
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
-        self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # a writer was killed inside a line
+        self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # a writer was killed within a line
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
         self.log_all([row])
 
     def log_all(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows together, or drop them."""
+        """Append all rows with one write, or drop all of them."""
         rows = list(rows)
         if self.dropped:
             text = f"{self.dropped} metrics rows were lost: they could not be written"
@@ -179,7 +176,7 @@ class JsonlTracker:
         except OSError as error:
             first, self.dropped = not self.dropped, len(rows) - bool(self.dropped) + self.dropped
             if first:
-                self._say(f"{self._path}: {error.strerror}. Metrics rows are dropped until they can be written.")
+                self._warn(f"{self._path}: {error.strerror}. Metrics rows are dropped until they can be written.")
             return
         self.dropped = 0
 
@@ -190,7 +187,7 @@ class JsonlTracker:
             left, self._torn = left[written:], left[written - 1] != ord("\n")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -202,20 +199,20 @@ def _print_error(text: str) -> None:
 
 
 class TensorBoardTracker:
-    """Writes the numbers of rows as TensorBoard events: `role/kind/name` over the row's step (or its count).
+    """Writer of TensorBoard events: the numbers of rows as `role/kind/name` over the row's step (or its count).
 
-    `log` raises OSError when an event cannot be written; the file then ends with the event before it. The events are
-    written here and not by tensorboardX's SummaryWriter, whose thread dies of such an error, after which its queue
-    blocks its caller forever.
+    `log` raises OSError when an event cannot be written; the file then ends with the previous event.
     """
+
+    # Not tensorboardX's SummaryWriter: a write error ends its thread, and then its queue blocks the caller forever.
 
     SHOWN = frozenset({"step", "eval", "stats", "store", "warm"})
     NOT_SCALARS = frozenset({"t", "t0", "t1", "step", "lineage"})
-    NESTED = frozenset({"by_age"})  # a number for each age: `by_age/1/ess`
+    NESTED = frozenset({"by_age"})  # one number per age, as `by_age/1/ess`
     LARGEST = 3e38  # the events hold float32
 
     def __init__(self, folder: str | Path) -> None:
-        from tensorboardX.proto import event_pb2, summary_pb2  # heavy, and only the process that writes events needs it
+        from tensorboardX.proto import event_pb2, summary_pb2  # slow to import, and only needed by the writing process
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
         self._counts: dict[str, int] = {}
@@ -226,7 +223,7 @@ class TensorBoardTracker:
         self._append(self._event(wall_time=unix_s(), file_version="brain.Event:2"))
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Write the row's numbers; kinds that hold none are left out."""
+        """Write the row's numbers, if its kind has any."""
         kind, role = row.get("kind"), str(row.get("role", "run"))
         if kind not in self.SHOWN:
             return
@@ -236,13 +233,15 @@ class TensorBoardTracker:
         values = [
             self._summary.Value(tag=re.sub(r"[^-/\w.]", "_", f"{prefix}/{name}", flags=re.ASCII), simple_value=value)
             for name, value in self._flat(row)
-            if name not in self.NOT_SCALARS and isinstance(value, (int, float)) and not isinstance(value, bool)
-            and abs(value) <= self.LARGEST
-        ]  # fmt: skip
+            if name not in self.NOT_SCALARS and self._is_number(value)
+        ]
         if values:
             at = step if isinstance(step, int) and 0 <= step <= 2**53 else count
             summary = self._summary(value=values)
             self._append(self._event(wall_time=row.get("t") or unix_s(), step=at, summary=summary))
+
+    def _is_number(self, value: Any) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= self.LARGEST
 
     def _flat(self, row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in row.items():
@@ -253,7 +252,7 @@ class TensorBoardTracker:
                 yield from ((f"{name}/{key}/{each}", number) for each, number in inner.items())
 
     def _append(self, event: Any) -> None:
-        """Append the event as a record: its length and its bytes, each with its checksum."""
+        """Append the event as a record: length and bytes, each followed by a checksum."""
         from tensorboardX.record_writer import masked_crc32c
 
         data = event.SerializeToString()
@@ -269,46 +268,46 @@ class TensorBoardTracker:
         self._size = size
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
 
 class Fanout:
-    """Gives every row to several trackers."""
+    """A tracker that passes every row to several trackers."""
 
     def __init__(self, trackers: Iterable[Tracker]) -> None:
         self._trackers = tuple(trackers)
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Log to each."""
+        """Log `row` to each tracker."""
         for tracker in self._trackers:
             tracker.log(row)
 
     def close(self) -> None:
-        """Close each."""
+        """Close each tracker."""
         for tracker in self._trackers:
             tracker.close()
 
 
 class CallTracker:
-    """Hands every row to a function: for tests, and for roles that report through the store."""
+    """A tracker that passes every row to a function, for tests and for roles that report through the store."""
 
     def __init__(self, call: Callable[[Row], None]) -> None:
         self._call = call
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """Call with a copy of the row."""
+        """Call the function with a copy of `row`."""
         self._call(dict(row))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
-# --- schema: the fields of each kind that readers use. Further fields are free
+# --- schema: the fields of each kind that readers use; rows may have more fields
 
 Row = dict[str, Any]
 
-Time = Annotated[float, Meta(ge=0, le=1e11)]  # unix seconds, as far as the calendar functions of every platform go
+Time = Annotated[float, Meta(ge=0, le=1e11)]  # unix seconds that the calendar functions of every platform accept
 Number = Annotated[float, Meta(ge=-1e100, le=1e100)]  # finite, and so is its square
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -437,13 +436,13 @@ KINDS: dict[str, type[msgspec.Struct]] = {
 
 
 def checked_row(row: object) -> Row | None:
-    """`row` if every reader can work with it; None when a field that readers use is missing or of another type.
+    """`row` if it is valid for all readers; None when a field that they use is missing or has another type.
 
-    A row of an unknown kind has no such fields, except `t` and `role`.
+    Of a row of an unknown kind, only `t`, `kind` and `role` are checked.
     """
     kind = row.get("kind") if isinstance(row, dict) else None
     try:
         msgspec.convert(row, KINDS.get(kind, _Any) if isinstance(kind, str) else _Any)
     except (msgspec.ValidationError, RecursionError):
         return None
-    return row  # type: ignore[return-value]  # `convert` accepts nothing but a dict
+    return row  # type: ignore[return-value]  # `convert` accepts only a dict

@@ -1,4 +1,4 @@
-"""How the rooms of floor 5 speak to one another without importing one another."""
+"""Interfaces between packages that do not import each other: environments, tokenizers, sources, generation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from jaxroll.records import Item, Message, Task, VersionRun
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How tokens are drawn. `temperature` 0: greedy; `max_tokens` counts new ones; what is at its default is off.
+    """Sampling parameters. `max_tokens` counts new tokens; `temperature` 0 is greedy; defaults switch options off.
 
-    `min_p` keeps words at least that likely relative to the likeliest. `repetition_penalty` divides the positive logits
-    of words that stand in the prompt or the answer, and multiplies the negative ones (CTRL, arXiv 1909.05858). A stop
-    string ends an answer with the token that completes it. With `ignore_eos` no stop token ends it. `seed` takes the
-    place of the run's seed. With `untruncated_logprobs` the log-probs are those before truncation: softmax(logits / τ).
+    `min_p` keeps tokens whose probability is at least that fraction of the largest one. `repetition_penalty` divides
+    positive logits of tokens that occur in the prompt or the answer, and multiplies negative ones (CTRL, arXiv
+    1909.05858). A stop string ends an answer with the token that completes it. With `ignore_eos` no stop token ends an
+    answer. `seed` replaces the run's seed. With `untruncated_logprobs`, log-probs are those before truncation:
+    log softmax(logits / τ).
     """
 
     max_tokens: int
@@ -36,9 +37,9 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class GenerationKey(msgspec.Struct, frozen=True):
-    """Who a token belongs to; with the run's seed and its position this decides its random key.
+    """The rollout that a token belongs to; with the run's seed and the token's position it determines the random key.
 
-    `salt` folds the attempt in after a DATA failure (else it would repeat itself); 0 otherwise.
+    `salt` is 0, or derived from the attempt after a DATA failure, which would otherwise repeat.
     """
 
     group: int
@@ -47,10 +48,10 @@ class GenerationKey(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What the engine sampled after a prompt: T new tokens, the stop token included when `finish` is stop.
+    """A completion sampled by the engine: T new tokens, including the stop token if `finish` is stop.
 
-    `logprobs` are of the distribution really sampled (temperature and truncation included); `finish` is stop, length
-    or abort; `versions` covers the T tokens in order.
+    `logprobs` are those of the sampling distribution (temperature and truncation included). `finish` is stop, length
+    or abort. `versions` covers the T tokens in order.
     """
 
     tokens: np.ndarray  # int32 [T]
@@ -60,21 +61,21 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class LLMProxy(Protocol):
-    """Generation as a service: many requests in flight, none waits for another."""
+    """Asynchronous text generation; many requests may be in flight, and none waits for another."""
 
     async def generate(
         self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
     ) -> Completion:
         """The completion of `prompt` (int32 [P]); cancelling the call aborts the request.
 
-        With `keep` a later prompt that begins with this one and its completion will follow: what is computed for them
-        stays as long as there is room.
+        Pass `keep` when a later prompt will begin with this prompt and its completion: their KV cache is then kept
+        while there is room.
         """
         ...
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What an environment answers: messages to show next (none when done), the reward so far, its parts."""
+    """The result of an environment's step: the next messages (none when done), the reward so far, its parts."""
 
     done: bool
     messages: tuple[Message, ...] = ()
@@ -84,40 +85,40 @@ class StepResult(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class Environment(Protocol):
-    """One episode's world. RLVR is an environment of one turn.
+    """An environment, which plays one episode. RLVR is an environment of one turn.
 
-    Its methods are coroutines or plain functions. What it declares about itself it has as attributes, of the class
-    where they do not depend on the config; those that are absent are as in `Traits`.
+    Its methods are coroutines or plain functions. It declares its `Traits` as attributes (of the class, if they do not
+    depend on the config); absent attributes have the defaults of `traits`.
     """
 
     step_limit_s: float
 
     def reset(self, task: Task, seed: int) -> tuple[Message, ...] | Awaitable[tuple[Message, ...]]:
-        """The messages the model sees first."""
+        """The first messages for the model."""
         ...
 
     def step(self, answer: str) -> StepResult | Awaitable[StepResult]:
-        """The consequence of one assistant message. Raises DataError or InfraError, never returns a made-up reward."""
+        """The result of one assistant message. Raise DataError or InfraError instead of returning a made-up reward."""
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """Let go of what is held. Called once, however the episode ended; not after a call that never came back."""
+        """Release resources. Called once at the end of every episode, unless a call never returned."""
         ...
 
 
 Place = Literal["loop", "thread", "process"]
 PLACES: tuple[Place, ...] = get_args(Place)
 MAX_TURNS = 64
-MAX_RETRIES = 100  # each rests for up to 10 s, and the member's lease is renewed meanwhile
+MAX_RETRIES = 100  # with pauses of up to 10 s, during which the member's lease is renewed
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """What an environment declares: limits of its calls, where they run, what may be repeated, how long it may last.
+    """Declarations of an environment: executor, time limits, retries, number of turns.
 
     `place` is where its methods run: on the event loop (coroutines, and functions that return at once), in a thread, or
-    in a process that is killed when it hangs. A call that raises InfraError is made again, after a pause that doubles,
-    up to `reset_retries` or `step_retries` times: declare these only where a call that failed has changed nothing.
-    `max_turns` answers are asked for at most.
+    in a process that is killed when it hangs. A call that raises InfraError is repeated up to `reset_retries` or
+    `step_retries` times, after pauses that double: declare retries only if a failed call changes nothing. An episode
+    has at most `max_turns` answers.
     """
 
     place: Place
@@ -129,9 +130,9 @@ class Traits(msgspec.Struct, frozen=True):
 
 
 def traits(environment: Any) -> Traits:
-    """What `environment` (an object or its class) declares. Without a place, coroutines run on the loop, others do not.
+    """The traits of `environment` (an object or its class). The default place is "loop" for coroutines, else "thread".
 
-    Raises ValueError for a place that there is not, and for limits and counts that make no sense.
+    Raises ValueError for an unknown place, and for limits and counts out of range.
     """
     get = lambda name, default: getattr(environment, name, default)  # noqa: E731
     step_limit_s = _declared("step_limit_s", get("step_limit_s", 60.0), 1e-3, math.inf)
@@ -147,18 +148,18 @@ def traits(environment: Any) -> Traits:
 
 
 def _declared(name: str, value: Any, least: float, most: float) -> float:
-    """The number `value` of the attribute `name`; ValueError outside of [least, most]."""
+    """`value` of the attribute `name` as a number; ValueError outside of [least, most]."""
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} = {value!a}: it is no number") from error
+        raise ValueError(f"{name} = {value!a}: it is not a number") from error
     if not least <= number <= most:
         raise ValueError(f"{name} = {value!a}: it must be between {least:g} and {most:g}")
     return number
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Ids are never re-tokenised once sampled."""
+    """Converter between text and token ids. Sampled ids are never re-tokenised."""
 
     vocab_size: int
     pad_id: int
@@ -169,12 +170,12 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
     def render(self, messages: tuple[Message, ...], *, first: bool = True) -> list[int]:
-        """Token ids of `messages`, ending where the assistant is to speak; `first` opens a conversation."""
+        """Token ids of `messages`, ending at the start of the assistant's turn; `first` starts a conversation."""
         ...
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """A sink for metrics rows."""
 
     def log(self, row: Mapping[str, Any]) -> None: ...
 
@@ -182,17 +183,17 @@ class Tracker(Protocol):
 
 
 class Source(Protocol):
-    """Items by index. Nothing is materialised: an endless source computes an item when it is asked for."""
+    """Items by index. An endless source computes each item on request."""
 
     identity: str  # two sources with the same identity hold the same items
 
     @property
     def size(self) -> int | None:
-        """How many items there are; None: endless."""
+        """The number of items; None for an endless source."""
         ...
 
     def item(self, index: int) -> Item:
-        """Item `index`, always the same. Raises DataError where the source cannot make one."""
+        """Item `index`, always the same. Raises DataError when the source cannot make it."""
         ...
 
     def alphabet(self) -> str:

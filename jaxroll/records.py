@@ -1,9 +1,8 @@
-"""The words of a run (docs/glossary.md): immutable records that every process understands.
+"""Immutable records that all processes of a run exchange (docs/glossary.md): tasks, groups, segments, versions.
 
-Array fields are numpy arrays; `jaxroll.wire` carries them as raw little-endian buffers with declared dtype and shape.
-T is the number of tokens of a segment. A store holds many thousands of some of them at once: those are kept from the
-garbage collector (`gc=False`), whose walks over them would halt its event loop for tenths of a second. They hold no
-cycles.
+Array fields are numpy arrays; `jaxroll.wire` serialises them as raw little-endian buffers with dtype and shape.
+T is the number of tokens of a segment. Records that a store holds by the thousand are excluded from garbage collection
+(`gc=False`), whose passes would stop its event loop for tenths of a second; they contain no reference cycles.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-# Checked while a record is decoded, before anything that long is made. A member of 10⁵ tokens has two segments and a
-# few runs; a dialogue of a thousand turns has two thousand segments.
+# Limits that are checked while a record is decoded, before memory is allocated. A member of 10⁵ tokens has two segments
+# and a few runs; a dialogue of a thousand turns has two thousand segments.
 MAX_SEGMENTS, MAX_RUNS, MAX_PARTS, MAX_LABEL_CHARS, MAX_ADDRESS_CHARS = 4096, 65_536, 256, 128, 4096
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # what every table and JSON reader can hold
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # the largest integer that every JSON reader represents exactly
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
 
 
@@ -33,7 +32,7 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False
 
 
 class VersionRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`count` consecutive sampled tokens that were drawn at `version`."""
+    """`count` consecutive tokens that were sampled at `version`."""
 
     version: Version
     count: Count
@@ -65,24 +64,24 @@ UNMARKED = np.zeros(0, np.uint8)
 
 
 class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A run of tokens with one role. Sampled tokens have loss_mask 1 and the log-prob they were drawn with.
+    """A run of tokens with one role. Sampled tokens have loss_mask 1 and the log-prob with which they were sampled.
 
-    Where the store took the loss mask of stale tokens away, `sampled` keeps what the mask was; otherwise it is empty.
+    If the store has masked stale tokens, `sampled` holds the original mask; otherwise it is empty.
     """
 
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T]: trained on
     logprobs: np.ndarray  # float32 [T], 0 where not sampled
-    sampled: np.ndarray = UNMARKED  # uint8 [T], or [0]: the same as loss_mask
+    sampled: np.ndarray = UNMARKED  # uint8 [T], or [0] if equal to loss_mask
 
     @property
     def sampled_mask(self) -> np.ndarray:
-        """bool [T]: drawn by the model, whether trained on or masked as stale."""
+        """bool [T]: sampled by the model, including tokens masked as stale."""
         return (self.sampled if self.sampled.size else self.loss_mask).astype(bool)
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """A rollout that ended by itself. `versions` run-length encodes the version of every sampled token, in order."""
+    """A complete rollout. `versions` run-length encodes the version of every sampled token, in order."""
 
     segments: Annotated[tuple[Segment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
     finish: Label  # stop | length | done
@@ -92,7 +91,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """A rollout that broke. It has no reward, so it cannot be trained on. `kind` is INFRA or DATA."""
+    """A failed rollout. It has no reward, so it cannot be trained on. `kind` is INFRA or DATA."""
 
     kind: Label
     error: str
@@ -111,7 +110,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """A lease: produce these members of this group. `members` lists (member, attempt); `ttl_s` is the time to renew."""
+    """A lease on members of a group. `members` lists (member, attempt); renew the lease within `ttl_s` seconds."""
 
     group: int
     task: Task
@@ -121,7 +120,7 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class ClaimedGroup(msgspec.Struct, frozen=True):
-    """A complete group handed to the learner: only members that finished."""
+    """A complete group for the learner, with finished members only."""
 
     group: int
     task: Task
@@ -129,7 +128,7 @@ class ClaimedGroup(msgspec.Struct, frozen=True):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The batch of step `step`: same groups in the same order however often it is asked for."""
+    """The batch of step `step`; repeated requests return the same groups in the same order."""
 
     step: int
     lineage: int
@@ -140,7 +139,7 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class VersionRef(msgspec.Struct, frozen=True):
-    """Where the parameters of one version can be fetched. `manifest_digest` names the exact bytes."""
+    """The address of one version's parameters. `manifest_digest` identifies the exact bytes."""
 
     version: Version
     channel: Label
@@ -149,15 +148,14 @@ class VersionRef(msgspec.Struct, frozen=True):
 
 
 def question_hash(text: str) -> str:
-    """The identity of a question: 16 hex digits of its blake2b, blanks normalised."""
+    """The identity of a question: 16 hex digits of its blake2b digest, with white space normalised."""
     return hashlib.blake2b(" ".join(text.split()).encode(), digest_size=8).hexdigest()
 
 
 def ages(versions: tuple[VersionRun, ...], trained_at: int) -> np.ndarray:
     """int32 [sampled tokens]: trained step minus sampled step of every sampled token.
 
-    Steps are comparable across lineages only along one line of ancestry, which the store guarantees for what it hands
-    out.
+    Steps of different lineages are comparable only along one line of ancestry, which the store guarantees for claims.
     """
     if not versions:
         return np.zeros(0, np.int32)
@@ -168,10 +166,10 @@ def ages(versions: tuple[VersionRun, ...], trained_at: int) -> np.ndarray:
 class Item(msgspec.Struct, frozen=True):
     """One question with its answer.
 
-    `question` is the full text, `compact` the short form for small models (the same text where a source has none).
-    `answer` is None where the source knows no answer; `env_args` is what the environment needs to judge one. `worked`
-    is a conversation that a teacher would have had, its own messages and the environment's in turn, where an answer
-    alone does not tell.
+    `question` is the full text, `compact` the short form for small models (the same text if the source has none).
+    `answer` is None if the source knows no answer; `env_args` are the environment's arguments to judge one. `worked`
+    is an example conversation for the warm start (assistant and environment messages alternate), for tasks in which
+    the answer alone is not enough.
     """
 
     question: str

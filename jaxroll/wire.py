@@ -1,8 +1,8 @@
-"""Bytes between processes and on disk: msgspec MessagePack with a fixed schema, arrays as raw little-endian buffers.
+"""Serialisation between processes and on disk: msgspec MessagePack with a fixed schema, arrays as raw buffers.
 
-Nothing here can run code on decoding, and nothing is decoded without a type: an array is passed over as raw bytes
-first, and made only when its dtype, its shape and the number of bytes that came agree. So a message costs memory in
-proportion to its own length, whatever it declares. What nests deeper than Python's stack is a DecodeError.
+Decoding runs no code and always needs a type. An array is first decoded as raw bytes, and created only if its dtype,
+its shape and the number of received bytes agree, so a message costs memory in proportion to its length, regardless of
+the shape that it declares. A message that nests deeper than Python's stack raises DecodeError.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 PROTOCOL_VERSION = 2
 ARRAY_DTYPES = frozenset({"uint8", "int8", "int32", "int64", "uint32", "float32", "float64", "float16", "bool"})
 MAX_DIMS = 8
-_DIGITS = 40  # of a digest
+_DIGITS = 40  # hex digits of a digest
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in ARRAY_DTYPES}
 _BIG_ENDIAN = {name: np.dtype(name).newbyteorder(">") for name in ARRAY_DTYPES}
 _NAMES = {dtype: name for table in (_LITTLE_ENDIAN, _BIG_ENDIAN) for name, dtype in table.items()}
@@ -33,16 +33,16 @@ def _array_to_wire(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         name = _NAMES.get(value.dtype)
         if name is None:
-            raise NotImplementedError(f"arrays of {value.dtype} do not travel")
+            raise NotImplementedError(f"arrays of {value.dtype} cannot be serialised")
         array = np.ascontiguousarray(value, _LITTLE_ENDIAN[name])
-        return (name, value.shape, array.reshape(-1).view(np.uint8).data)  # a view: copied once, into the message
+        return (name, value.shape, array.reshape(-1).view(np.uint8).data)  # a view, so that the data is copied once
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
+    raise NotImplementedError(f"values of type {type(value).__name__} cannot be serialised")
 
 
 class _Sent(msgspec.Struct, frozen=True, array_like=True):
-    """An array as it travels, before it is believed. What is longer than declared here is refused unread."""
+    """A serialised array that is not validated yet. Fields beyond these limits are refused before they are read."""
 
     dtype: Annotated[str, msgspec.Meta(max_length=8)]
     shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, le=2**40)], ...], msgspec.Meta(max_length=MAX_DIMS)]
@@ -58,15 +58,16 @@ def _array_from_wire(raw: msgspec.Raw | np.ndarray) -> np.ndarray:
     sent = _ARRAY.decode(raw)
     dtype = _LITTLE_ENDIAN.get(sent.dtype)
     if dtype is None:
-        raise msgspec.ValidationError(f"arrays of {sent.dtype!r} do not travel")
+        raise msgspec.ValidationError(f"arrays of {sent.dtype!r} cannot be deserialised")
     size = dtype.itemsize * math.prod(sent.shape)
     if size != len(sent.data):
-        raise msgspec.ValidationError(f"array of {sent.dtype} {sent.shape} needs {size} bytes, {len(sent.data)} came")
+        found = f"{len(sent.data)} were received"
+        raise msgspec.ValidationError(f"array of {sent.dtype} {sent.shape} needs {size} bytes, {found}")
     return np.frombuffer(sent.data, dtype).reshape(sent.shape)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_to_wire)
-_Build = Callable[[Any], Any]  # what was decoded → what was asked for
+_Build = Callable[[Any], Any]  # a decoded shadow → the requested type
 
 
 def encode(value: Any) -> bytes:
@@ -83,7 +84,7 @@ def decode(data: bytes | memoryview, kind: UnionType) -> Any: ...
 
 
 def decode(data: bytes | memoryview, kind: Any) -> Any:
-    """The record of type `kind` in `data`; raises msgspec.ValidationError or DecodeError when it is anything else."""
+    """The record of type `kind` in `data`; raises msgspec.ValidationError or DecodeError when `data` has none."""
     decoder, build = _decoder(kind)
     try:
         decoded = decoder.decode(data)
@@ -95,16 +96,17 @@ def decode(data: bytes | memoryview, kind: Any) -> Any:
 
 
 def digest(data: bytes | memoryview) -> str:
-    """The 40 hex digits that identify `data`: SHA-256, shortened. Processors compute it themselves, unlike blake2b."""
+    """The 40 hex digits that identify `data`: shortened SHA-256."""
+    # Unlike blake2b, SHA-256 is computed by processor instructions.
     return hashlib.sha256(data).hexdigest()[:_DIGITS]
 
 
-def is_digest(said: str, data: bytes) -> bool:
-    """True if `said` is the digest of `data`: of `digest`, or the 32 digits of blake2b that logs had at first."""
-    return said == (digest(data) if len(said) == _DIGITS else hashlib.blake2b(data, digest_size=16).hexdigest())
+def is_digest(expected: str, data: bytes) -> bool:
+    """True if `expected` is the digest of `data`, by `digest` or by blake2b (32 digits, in logs of old versions)."""
+    return expected == (digest(data) if len(expected) == _DIGITS else hashlib.blake2b(data, digest_size=16).hexdigest())
 
 
-# --- types with arrays in them: decoded as their shadow, which has raw bytes where they have arrays
+# --- types that contain arrays are decoded as a shadow type, which has raw bytes in place of arrays
 
 
 @functools.cache
@@ -115,14 +117,16 @@ def _decoder(kind: Any) -> tuple[msgspec.msgpack.Decoder, _Build | None]:
 
 @functools.cache
 def _shadow(kind: Any) -> tuple[Any, _Build | None]:
-    """The type to decode in place of `kind`, and what makes a `kind` of it; (kind, None) when it has no arrays."""
+    """The shadow type of `kind` and the function from its values to `kind`; (kind, None) if `kind` has no arrays."""
     if kind is np.ndarray:
         return msgspec.Raw, _array_from_wire
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return _shadow_of_struct(kind)
     parts = typing.get_args(kind)
-    shadows = [_shadow(part) if isinstance(part, (type, UnionType)) or typing.get_args(part) else (part, None)
-               for part in parts]  # fmt: skip
+    shadows = [
+        _shadow(part) if isinstance(part, (type, UnionType)) or typing.get_args(part) else (part, None)
+        for part in parts
+    ]
     if not any(build for _, build in shadows):
         return kind, None
     origin = typing.get_origin(kind)
@@ -134,7 +138,7 @@ def _shadow(kind: Any) -> tuple[Any, _Build | None]:
         build = shadows[0][1]
         assert build is not None
         return tuple[shadows[0][0], ...], lambda values: tuple(map(build, values))
-    raise NotImplementedError(f"{kind} does not travel: arrays stand in structs, unions and tuples only")
+    raise NotImplementedError(f"{kind} cannot be serialised: arrays may occur in structs, unions and tuples only")
 
 
 def _one_of(shadows: list[tuple[Any, _Build | None]]) -> _Build:

@@ -146,7 +146,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("shows nothing",), "return done=True, or messages to answer"),
     (("a value of type", "is None", "nan", "inf,", "finite", "surrogate", "characters", "entries"),
      "return a StepResult whose fields have the types of jaxroll/protocols.py"),
-    (("must be between", "it is no number", "place ="), "see the table of attributes in docs/add_an_environment.md"),
+    (("must be between", "it is not a number", "place ="), "see the table of attributes in docs/add_an_environment.md"),
     (("InfraError",), "it says that the machinery failed: see whether what it needs is running"),
 )  # fmt: skip
 

@@ -73,7 +73,7 @@ def test_the_tool_agrees_with_the_problems() -> None:
         source = sources.open_source(dataclasses.replace(base.task, args=args))
         for index in range(40):
             item = source.item(index)
-            reply, right = calculator.replied(item.compact)
+            reply, right = calculator.tool_reply(item.compact)
             assert right and item.answer is not None
             assert float(reply) == pytest.approx(float(item.answer)), (problem, item)
 
