@@ -1,4 +1,4 @@
-"""Advantages: generalised advantage estimation with a critic, and group, batch and turn estimators without."""
+"""Advantages: generalised advantage estimation with a critic; group, batch and turn estimators without one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def gae(
 ) -> Float[Array, " T"]:
     """float32 [T]: Aₜ = δₜ + γλ·Aₜ₊₁, δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ) (GAE, arXiv 1506.02438); 0 where `mask` is 0.
 
-    Steps are the tokens whose mask is 1, next to one another or not; after the last the value is 0. What stands at
-    other tokens, padding and other speakers alike, is never read. The critic's target is A + V.
+    Steps are the tokens whose mask is 1, adjacent or not; the value after the last step is 0. Values at other tokens
+    (padding, prompts, environment messages) are never read. The critic's target is A + V.
     """
 
     def back(later, now):
@@ -43,9 +43,9 @@ def gae(
 def clipped_value_loss(
     value: Float[Array, "*T"], before: Float[Array, "*T"], target: Float[Array, "*T"], clip: float
 ) -> Float[Array, "*T"]:
-    """½·max((V − R)², (clip(V, V₀ ± ε) − R)²): the critic's loss of PPO, held near V₀ of the claim's start.
+    """½·max((V − R)², (clip(V, V₀ ± ε) − R)²): PPO's clipped loss of the critic, V₀ its value at the claim's start.
 
-    With ε = 0 it is not held: ½·(V − R)².
+    With ε = 0 it is not clipped: ½·(V − R)².
     """
     if not clip:
         return 0.5 * jnp.square(value - target)
@@ -55,16 +55,16 @@ def clipped_value_loss(
 
 # --- estimators without a critic: groups, whole batches, selections, turns of an episode
 #
-# On the host in float64: like denominators, advantages are data, and no device need be free for them. G members of a
-# group, K turns of a member, T tokens.
+# On the host in float64, so that no device has to be free for them. G members of a group, K turns of a member,
+# T tokens.
 
-STD_FLOOR = 1e-6  # below it rewards are equal up to rounding and say nothing; relative, where they are above 1
+STD_FLOOR = 1e-6  # rewards with a smaller deviation count as equal; relative to the largest reward if that is above 1
 
-Advantage = float | np.ndarray  # of every trained token alike, or float32 [T]
+Advantage = float | np.ndarray  # one number for all trained tokens, or float32 [T]
 
 
 class Turn(NamedTuple):
-    """The sampled tokens [start, stop) of one turn, what was shown before it, and what it earned."""
+    """One turn: its sampled tokens [start, stop), the state (bytes of the tokens shown before it) and its reward."""
 
     start: int
     stop: int
@@ -73,7 +73,7 @@ class Turn(NamedTuple):
 
 
 class Rollout(Protocol):
-    """What an estimator may know of a member."""
+    """The properties of a member that estimators use."""
 
     @property
     def reward(self) -> float: ...
@@ -88,10 +88,10 @@ Credit = Callable[[Sequence[Group]], list[list[Advantage]]]
 
 
 def standardised(values: np.ndarray, *, divide_by_std: bool = True) -> np.ndarray:
-    """float64 [n]: (x − mean) / std with the divisor n − 1; 0 where the values are equal up to rounding, or one.
+    """float64 [n]: (x − mean) / std with divisor n − 1; 0 if all values are equal up to rounding, or n = 1.
 
-    Of a group's rewards this is GRPO's advantage (DeepSeekMath, arXiv 2402.03300; the divisor of TRL and verl), without
-    `divide_by_std` that of Dr. GRPO (arXiv 2503.20783). A group of equals holds no preference.
+    Applied to a group's rewards this is GRPO's advantage (DeepSeekMath, arXiv 2402.03300; the divisor of TRL and verl),
+    without `divide_by_std` that of Dr. GRPO (arXiv 2503.20783).
     """
     values = np.asarray(values, np.float64)
     if len(values) < 2:
@@ -111,7 +111,7 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
 def batch_standardised(groups: Sequence[np.ndarray], *, group_baseline: bool = False) -> list[np.ndarray]:
     """[Gᵢ] for every group: rewards standardised over all members of the batch (REINFORCE++, arXiv 2501.03262).
 
-    With `group_baseline` the mean of the group is taken off first, which leaves a group of equals without advantage.
+    With `group_baseline` the mean of each group is subtracted first, so a group of equal rewards has advantage 0.
     """
     if group_baseline:
         groups = [group - group.mean() if len(group) else group for group in groups]
@@ -119,14 +119,14 @@ def batch_standardised(groups: Sequence[np.ndarray], *, group_baseline: bool = F
 
 
 def positive(rewards: np.ndarray) -> np.ndarray:
-    """[G]: 1 where the reward is above 0, else 0 (RAFT++, arXiv 2504.11343)."""
+    """[G]: 1 if the reward is above 0, else 0 (RAFT++, arXiv 2504.11343)."""
     return (np.asarray(rewards) > 0).astype(np.float64)
 
 
 def best(rewards: np.ndarray, trainable: np.ndarray) -> np.ndarray:
-    """[G]: 1 for the first of the best members that can be trained on (RAFT, arXiv 2304.06767), 0 for the others.
+    """[G]: 1 for the first of the best trainable members (RAFT, arXiv 2304.06767), 0 for the others.
 
-    A group in which all earned the same and nobody more than 0 has no best.
+    All 0 if all rewards are equal and none is above 0.
     """
     chosen = np.zeros(len(rewards))
     rewards = np.where(trainable, rewards, -np.inf)
@@ -136,9 +136,9 @@ def best(rewards: np.ndarray, trainable: np.ndarray) -> np.ndarray:
 
 
 def best_worst(rewards: np.ndarray, trainable: np.ndarray) -> np.ndarray:
-    """[G]: 1 for the first of the best, −1 for the first of the worst members that can be trained on, 0 else.
+    """[G]: 1 for the first of the best trainable members, −1 for the first of the worst, 0 otherwise.
 
-    All 0 where they earned the same: such a group prefers nothing.
+    All 0 if all rewards are equal.
     """
     signs = np.zeros(len(rewards))
     high, low = np.where(trainable, rewards, -np.inf), np.where(trainable, rewards, np.inf)
@@ -148,7 +148,7 @@ def best_worst(rewards: np.ndarray, trainable: np.ndarray) -> np.ndarray:
 
 
 def discounted_returns(rewards: np.ndarray, discount: float) -> np.ndarray:
-    """[K]: Gₖ = rₖ + γ·Gₖ₊₁, what a turn and those after it earn."""
+    """[K]: Gₖ = rₖ + γ·Gₖ₊₁, the discounted return of each turn."""
     returns, after = np.zeros(len(rewards)), 0.0
     for turn in reversed(range(len(rewards))):
         returns[turn] = after = rewards[turn] + discount * after
@@ -165,8 +165,8 @@ def segment_return(group: Group, discount: float) -> list[Advantage]:
 def gigpo(group: Group, discount: float, step_weight: float) -> list[Advantage]:
     """[T] for every member: A = A_episode + ω·A_step (GiGPO, arXiv 2505.10978).
 
-    A_episode is the standardised reward of the episode; A_step standardises the discounted returns of all turns of the
-    group that were taken in the same state, 0 where a state was met once. A state is what was shown before the turn.
+    A_episode is the standardised reward of the episode. A_step standardises the discounted returns of all turns of the
+    group in the same state; it is 0 for a state that occurs once. A state is the tokens shown before the turn.
     """
     episode = standardised(np.array([member.reward for member in group]))
     met: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
@@ -183,7 +183,7 @@ def gigpo(group: Group, discount: float, step_weight: float) -> list[Advantage]:
 
 
 def overlong_penalty(tokens: int, limit: int, last: int) -> float:
-    """From 0 to −1 over the `last` tokens before `limit` (DAPO's soft overlong punishment, arXiv 2503.14476)."""
+    """The penalty from 0 to −1 over the `last` tokens before `limit` (DAPO's soft overlong punishment, 2503.14476)."""
     return -min(max(tokens - (limit - last), 0) / last, 1.0) if last else 0.0
 
 
@@ -192,13 +192,13 @@ def _returns(group: Group, discount: float) -> list[np.ndarray]:
 
 
 def _cut(values: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """`values` in parts as long as those of `like`."""
+    """`values` split into parts with the lengths of `like`."""
     ends = np.cumsum([0, *(len(part) for part in like)])
     return [values[start:end] for start, end in pairwise(ends)]
 
 
 def _spread(group: Group, values: Sequence[np.ndarray]) -> list[Advantage]:
-    """Turns' values at their tokens."""
+    """[T] for every member: each turn's value at the tokens of the turn, 0 elsewhere."""
     spread: list[Advantage] = []
     for member, of_turns in zip(group, values, strict=True):
         tokens = np.zeros(len(member.mask), np.float32)

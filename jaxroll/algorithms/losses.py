@@ -1,6 +1,7 @@
-"""Ratios between policies and KL estimators, per token or per sequence, from log-probabilities; always finite.
+"""Policy ratios, KL estimators and policy-gradient losses, per token or per sequence, from log-probs; always finite.
 
-π_θ is the policy being trained, π_prox the trainer's policy at the start of the claim, π_b the one that sampled.
+π_θ is the policy being trained, π_prox the trainer's policy at the start of the claim, π_b the behaviour policy, which
+sampled the tokens.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from jaxroll.algorithms.tokens import Objective, TokenLoss, Tokens
 from jaxroll.config import LearnerConfig
 from jaxroll.errors import ConfigError
 
-LOG_RATIO_BOUND = 20.0  # e²⁰ ≈ 5e8: a finite stand-in for "impossible", so that 0 · ratio stays 0
+LOG_RATIO_BOUND = 20.0  # e²⁰ ≈ 5e8: finite, so that 0 · ratio is 0 also for tokens with probability 0
 
 
 def log_ratio(numerator: Float[Array, "*T"], denominator: Float[Array, "*T"]) -> Float[Array, "*T"]:
-    """log(p/q) from log p and log q, bounded to ±LOG_RATIO_BOUND; 0 where either is not a number."""
+    """log(p/q) from log p and log q, clipped to ±LOG_RATIO_BOUND; 0 where the difference is NaN."""
     difference = numerator - denominator
     difference = jnp.where(jnp.isnan(difference), 0.0, difference)
     return jnp.clip(difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def ratio(numerator: Float[Array, "*T"], denominator: Float[Array, "*T"]) -> Float[Array, "*T"]:
-    """p/q from log p and log q; its gradient flows through `numerator`."""
+    """p/q from log p and log q; gradients flow through `numerator` only."""
     return jnp.exp(log_ratio(numerator, jax.lax.stop_gradient(denominator)))
 
 
@@ -35,7 +36,7 @@ def sequence_ratio(
     mask: Bool[Array, "*R T"],
     segments: Int[Array, "*R T"],
 ) -> Float[Array, "*R T"]:
-    """At every token Πₜ pₜ/qₜ over the trained tokens of its sequence: the weight of the sequence as one action."""
+    """At every token: Πₜ pₜ/qₜ over the trained tokens of its sequence, the importance weight of the sequence."""
     each = jnp.where(mask, log_ratio(numerator, jax.lax.stop_gradient(denominator)), 0.0)
     return jnp.exp(jnp.clip(packed.totals(each, segments), -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
@@ -46,40 +47,40 @@ def mean_sequence_ratio(
     mask: Bool[Array, "*R T"],
     segments: Int[Array, "*R T"],
 ) -> Float[Array, "*R T"]:
-    """At every token exp(meanₜ log(pₜ/qₜ)) over the trained tokens of its sequence, of any length alike (GSPO's)."""
+    """At every token: exp(meanₜ log(pₜ/qₜ)) over the trained tokens of its sequence (the ratio of GSPO)."""
     return jnp.exp(packed.means(log_ratio(numerator, jax.lax.stop_gradient(denominator)), mask, segments))
 
 
 def truncated(weight: Float[Array, "*T"], cap: float) -> Float[Array, "*T"]:
-    """min(w, cap): a constant of the loss (no gradient)."""
+    """min(w, cap), without gradient."""
     return jnp.minimum(jax.lax.stop_gradient(weight), cap)
 
 
 def masked_above(weight: Float[Array, "*T"], cap: float) -> Float[Array, "*T"]:
-    """w where w ≤ cap, else 0: tokens that drifted too far are dropped (AReaL); a constant of the loss."""
+    """w where w ≤ cap, else 0, without gradient: drops tokens whose policy has changed too much (AReaL)."""
     return masked_outside(weight, 0.0, cap)
 
 
 def masked_outside(weight: Float[Array, "*T"], floor: float, cap: float) -> Float[Array, "*T"]:
-    """w where floor ≤ w ≤ cap, else 0 (IcePop); a constant of the loss."""
+    """w where floor ≤ w ≤ cap, else 0, without gradient (IcePop)."""
     weight = jax.lax.stop_gradient(weight)
     return jnp.where((weight >= floor) & (weight <= cap), weight, 0.0)
 
 
 def beyond(weight: Float[Array, "*T"], cap: float, floor: float = 0.0) -> Bool[Array, "*T"]:
-    """Where one of the bounds above changes the weight."""
+    """True where w > cap or w < floor, so that a function above changes it."""
     return (weight > cap) | (weight < floor)
 
 
 # --- per-token estimators of KL(p‖q) from samples of p (J. Schulman, "Approximating KL divergence", 2020)
 #
-# With x ~ p and log-probabilities log p(x), log q(x). k1 and k3 are unbiased as values, k2 is biased. As *losses*
-# differentiated through log p, the samples held fixed, their expected gradients are
+# With x ~ p and log-probabilities log p(x), log q(x). k1 and k3 are unbiased as values, k2 is biased. As *losses*,
+# differentiated through log p with fixed samples, their expected gradients are
 #
-#     k1  0                 k2  ∇KL(p‖q)                 k3  ∇KL(q‖p), the other way round (the one GRPO was given)
+#     k1  0                 k2  ∇KL(p‖q)                 k3  ∇KL(q‖p), the reverse direction (used by GRPO)
 #
-# so a loss may have k2, or k3 by those who want that divergence. As *rewards*, where nothing is differentiated through
-# them, only k1 has the gradient of KL(p‖q); k2 and k3 vanish with the square of log p/q and would hold nobody.
+# so a loss may use k2, or k3 for that divergence. As *rewards*, which are not differentiated, only k1 gives the
+# gradient of KL(p‖q); k2 and k3 are of second order in log p/q and would have no effect near q.
 
 
 def k1(logp: Float[Array, "*T"], logq: Float[Array, "*T"]) -> Float[Array, "*T"]:
@@ -93,7 +94,7 @@ def k2(logp: Float[Array, "*T"], logq: Float[Array, "*T"]) -> Float[Array, "*T"]
 
 
 def k3(logp: Float[Array, "*T"], logq: Float[Array, "*T"]) -> Float[Array, "*T"]:
-    """q/p − 1 − log(q/p): unbiased and never negative; its gradient through log p is KL(q‖p)'s in expectation."""
+    """q/p − 1 − log(q/p): unbiased, never negative; its gradient through log p is that of KL(q‖p) in expectation."""
     difference = log_ratio(logq, logp)
     return jnp.expm1(difference) - difference
 
@@ -101,9 +102,9 @@ def k3(logp: Float[Array, "*T"], logq: Float[Array, "*T"]) -> Float[Array, "*T"]
 def loss(
     estimator: str, logp: Float[Array, "*T"], logq: Float[Array, "*T"], weight: Float[Array, "*T"] | float = 1.0
 ) -> Float[Array, "*T"]:
-    """The per-token KL penalty to minimise, times sg[weight] (off-policy tokens carry their importance weight).
+    """The per-token KL penalty to minimise, times sg[weight] (the importance weight of an off-policy token).
 
-    `k2` follows the gradient of KL(p‖q), `k3` that of KL(q‖p); the others raise ConfigError with the reason.
+    `k2` follows the gradient of KL(p‖q), `k3` that of KL(q‖p); other names raise ConfigError with the reason.
     """
     estimators = {"k2": k2, "k3": k3}
     if estimator not in estimators:
@@ -114,7 +115,7 @@ def loss(
 
 # --- Policy-gradient losses: clipped ratios with corrections for stale samples, importance weights, preferences
 #
-# A is the advantage, r = π_θ/π_prox, w = sg[π_prox/π_b] bounded. Gradients flow through r only.
+# A is the advantage, r = π_θ/π_prox, w = sg[π_prox/π_b], bounded. Gradients flow through r only.
 
 
 def surrogate(
@@ -133,10 +134,10 @@ def surrogate(
 
 
 def weighted(token: TokenLoss, raw: Float[Array, "*T"], correction: str, mode: str, cap: float, floor: float):
-    """`token` times what `correction` makes of the raw weight π_prox/π_b, as a constant.
+    """`token` times the raw weight w = π_prox/π_b as bounded by `correction`, without gradient through w.
 
     decoupled   min(w, cap), or with mode "mask" w where w ≤ cap, else 0 (decoupled PPO, arXiv 2110.00641; AReaL)
-    icepop      w where floor ≤ w ≤ cap, else 0: both tails are dropped
+    icepop      w where floor ≤ w ≤ cap, else 0
     """
     if correction == "icepop":
         weight, outside = masked_outside(raw, floor, cap), beyond(raw, cap, floor)
@@ -147,7 +148,7 @@ def weighted(token: TokenLoss, raw: Float[Array, "*T"], correction: str, mode: s
 
 
 def clipped(learner: LearnerConfig) -> Objective:
-    """PPO's clip per token, corrected as `learner.correction` says; "tis" puts its own loss in the clip's place."""
+    """PPO's clipped loss per token with the correction `learner.correction`; "tis" replaces it by the loss `tis`."""
     if learner.correction == "tis":
         return tis(learner)
 
@@ -160,10 +161,8 @@ def clipped(learner: LearnerConfig) -> Objective:
 
 
 def gspo(learner: LearnerConfig) -> Objective:
-    """PPO's clip of s = exp(meanₜ log r) (GSPO, arXiv 2507.18071), times the sequence's w = Πₜ π_prox/π_b.
-
-    s is never taken against π_b: its clip range of some 10⁻⁴ would drop every stale sequence.
-    """
+    """PPO's clipped loss of s = exp(meanₜ log r) (GSPO, arXiv 2507.18071), times the sequence's w = Πₜ π_prox/π_b."""
+    # The denominator of s is π_prox and not π_b: with a clip range of about 10⁻⁴, it would clip every stale sequence.
 
     def token_loss(tokens: Tokens) -> TokenLoss:
         s = mean_sequence_ratio(tokens.logprob, tokens.proximal, tokens.mask, tokens.segments)
@@ -183,8 +182,8 @@ def _corrected(token: TokenLoss, raw: Float[Array, "*T"], learner: LearnerConfig
 
 # --- importance-weighted losses: −weight · A · log π_θ, where the weight is a constant function of ρ = π_θ/π_b
 #
-# The gradient is the policy gradient of every token, however far the policy has moved; the bound is on its size. With
-# r = π_θ/π_prox in place of ρ these losses would be uncorrected on the first step of a claim.
+# Every token has its policy gradient, even if the policy has changed much; only the weight is bounded. With
+# r = π_θ/π_prox instead of ρ, these losses would have no correction on the first step of a claim.
 
 
 def policy_gradient(logprob: Float[Array, "*T"], advantage: Float[Array, "*T"]) -> Float[Array, "*T"]:
@@ -193,7 +192,7 @@ def policy_gradient(logprob: Float[Array, "*T"], advantage: Float[Array, "*T"]) 
 
 
 def likelihood(learner: LearnerConfig | None = None) -> Objective:
-    """−A · log π_θ, blind to who sampled: supervised training when every A is 1, RAFT when the best alone have 1."""
+    """−A · log π_θ without importance weights: supervised training if all A are 1, RAFT if only the best have 1."""
     del learner
 
     def token_loss(tokens: Tokens) -> TokenLoss:
@@ -203,7 +202,7 @@ def likelihood(learner: LearnerConfig | None = None) -> Objective:
 
 
 def tis(learner: LearnerConfig) -> Objective:
-    """−sg[min(ρ, c)] · A · log π_θ (TIS); with level "sequence" ρ is that of the whole sequence."""
+    """−sg[min(ρ, c)] · A · log π_θ (truncated importance sampling); with level "sequence" ρ is the sequence's ratio."""
 
     def token_loss(tokens: Tokens) -> TokenLoss:
         rho, cap = behaviour_ratio(tokens, learner.ratio_level), learner.correction_cap
@@ -216,7 +215,7 @@ def tis(learner: LearnerConfig) -> Objective:
 def cispo(learner: LearnerConfig) -> Objective:
     """−sg[clip(ρ, 1−ε_l, 1+ε_h)] · A · log π_θ (CISPO, arXiv 2506.13585).
 
-    With mode "mask" tokens that PPO would clip have no loss: A > 0 and ρ > 1+ε_h, or A < 0 and ρ < 1−ε_l.
+    With mode "mask", tokens that PPO would clip have no loss: A > 0 and ρ > 1+ε_h, or A < 0 and ρ < 1−ε_l.
     """
 
     def token_loss(tokens: Tokens) -> TokenLoss:
@@ -234,7 +233,7 @@ def cispo(learner: LearnerConfig) -> Objective:
 def topr(learner: LearnerConfig) -> Objective:
     """A > 0: −w₊·A·log π_θ; A ≤ 0: −w₋·sg[clip(ρ, 0, 1)]·A·log π_θ (TOPR, arXiv 2503.14286), ρ of the sequence.
 
-    Good answers pull whoever gave them; bad ones push only as far as the policy still gives them.
+    Good answers count fully even if the policy would not sample them any more; bad answers count less if it would not.
     """
 
     def token_loss(tokens: Tokens) -> TokenLoss:
@@ -247,7 +246,7 @@ def topr(learner: LearnerConfig) -> Objective:
 
 
 def behaviour_ratio(tokens: Tokens, level: str) -> Float[Array, "*R T"]:
-    """sg[ρ] of each token, or with `level` "sequence" of the sequence it belongs to."""
+    """sg[ρ] of each token, or with `level` "sequence" of the token's sequence."""
     if level == "sequence":
         rho = sequence_ratio(tokens.logprob, tokens.behaviour, tokens.mask, tokens.segments)
     else:
@@ -261,8 +260,8 @@ def behaviour_ratio(tokens: Tokens, level: str) -> Float[Array, "*R T"]:
 def dpo(learner: LearnerConfig) -> Objective:
     """−log σ(β·[log π_θ/π_ref (y⁺) − log π_θ/π_ref (y⁻)]) at every token of both answers (DPO, arXiv 2305.18290).
 
-    The two answers are samples 2k−1 and 2k of a row; the sign of the advantage says which is the better one. With
-    sequence-mean-token-mean the sum over tokens is the mean over pairs.
+    The two answers are samples 2k−1 and 2k of a row; the better one has a positive advantage. With the aggregation
+    seq_mean_token_mean, the sum over tokens is the mean over pairs.
     """
 
     def token_loss(tokens: Tokens) -> TokenLoss:

@@ -1,7 +1,7 @@
-"""Algorithms by name: what the learner minimises, and who earns what.
+"""Registry of algorithms by name: the loss that the learner minimises, and the advantages of members.
 
-Those of `jaxroll.config.presets` are put together here. A new one is one file: a function of the learner's config
-under `@register("name")`, named `package.module:name` in a config.
+The presets of `jaxroll.config.presets` are built here. A new algorithm is one file: a function of the learner's config
+under `@register("name")`, which a config names as `package.module:name`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from jaxroll.errors import ConfigError
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the learner needs to know; it is blind to everything else.
+    """An algorithm, as far as the learner depends on it.
 
-    `credit` gives every member of every group its advantage; None leaves that to `learner.advantage`. A member without
-    advantage is not computed when `multiple_of_advantage` says that its loss is 0 anyway. `credited_only` leaves those
-    members out of the denominators too. Members of a group with an advantage share a row when they are `together`
-    (2: pairs). `penalised`: something is added to the loss that every member pays, whatever its advantage; it is
-    counted over them all, unless the loss is of the credited only and no multiple of the advantage.
+    `objective` is the per-token loss. `credit` returns the advantage of every member of every group; None selects the
+    estimator `learner.advantage`. `multiple_of_advantage`: the loss is 0 if the advantage is 0, so such members are not
+    computed. `credited_only`: members with advantage 0 do not count in the denominators either. `together`: this many
+    consecutive members with an advantage share a row (2: pairs). `penalised`: the loss has a term that does not depend
+    on the advantage; it is averaged over all members, unless the loss is `credited_only` and not
+    `multiple_of_advantage`.
     """
 
     objective: Objective
@@ -55,11 +56,11 @@ _FACTORIES: dict[str, Factory] = {}
 
 
 def register(name: str) -> Callable[[Factory], Factory]:
-    """A decorator that makes a function of the (settled) learner's config the algorithm `name`."""
+    """A decorator that registers a function of the (settled) learner's config as the algorithm `name`."""
 
     def add(factory: Factory) -> Factory:
         if _FACTORIES.get(name, factory) is not factory:
-            raise ValueError(f"there is an algorithm {name!r} already")
+            raise ValueError(f"the algorithm {name!r} is registered already")
         _FACTORIES[name] = factory
         return factory
 
@@ -83,7 +84,7 @@ def build(learner: LearnerConfig) -> Algorithm:
 
 
 def penalised(algorithm: Algorithm, learner: LearnerConfig) -> Algorithm:
-    """`algorithm` with coef · sg[min(ρ, cap)] · k2(π_θ, π_ref), or k3, added to its loss if the config has it there."""
+    """`algorithm` with coef · sg[min(ρ, cap)] · k2(π_θ, π_ref) (or k3) added to its loss, if the config asks for it."""
     if not learner.kl_coef or learner.kl_in != "loss":
         return algorithm
 
@@ -93,7 +94,7 @@ def penalised(algorithm: Algorithm, learner: LearnerConfig) -> Algorithm:
         penalty = losses.loss(learner.kl_estimator, tokens.logprob, jax.lax.stop_gradient(tokens.reference), weight)
         return TokenLoss(token.loss + learner.kl_coef * penalty, token.bounded)
 
-    # A member without advantage is held near the reference like any other.
+    # `penalised`, because the penalty also applies to members with advantage 0.
     return replace(algorithm, objective=token_loss, needs_reference=True, penalised=True)
 
 
@@ -102,17 +103,18 @@ def _custom(learner: LearnerConfig) -> Algorithm:
     module, _, short = learner.algorithm.rpartition(":")
     try:
         importlib.import_module(module)
-    except Exception as error:  # whatever a user's module raises, the config named it
+    except Exception as error:  # the config named the module, so any exception is an error of the config
         reason = f"its module cannot be imported: {type(error).__name__}: {error}"
-        raise ConfigError("learner.algorithm", learner.algorithm, reason, "Mend it, or run where it is.") from error
+        remedy = "Fix it, or start the run in a folder from which it can be imported."
+        raise ConfigError("learner.algorithm", learner.algorithm, reason, remedy) from error
     if short not in _FACTORIES:
-        raise ConfigError("learner.algorithm", learner.algorithm, "there is no such algorithm in that module",
-                          nearest(short, tuple(_FACTORIES)))  # fmt: skip
+        reason = "there is no such algorithm in that module"
+        raise ConfigError("learner.algorithm", learner.algorithm, reason, nearest(short, tuple(_FACTORIES)))
     made = _FACTORIES[short](learner)
     if made.credit is not None and learner.critic != "none":
-        raise ConfigError("learner.critic", learner.critic, f"{learner.algorithm} gives credit by itself",
-                          "Set it to 'none', or leave credit out.")  # fmt: skip
+        reason = f"{learner.algorithm} computes advantages itself"
+        raise ConfigError("learner.critic", learner.critic, reason, "Set it to 'none', or leave credit out.")
     if made.needs_reference and learner.reference == "none":
-        raise ConfigError("learner.reference", "none", f"{learner.algorithm} compares with a reference model",
-                          "Set it to 'init'.")  # fmt: skip
+        reason = f"{learner.algorithm} needs a reference model"
+        raise ConfigError("learner.reference", "none", reason, "Set it to 'init'.")
     return made

@@ -1,4 +1,4 @@
-"""Token sampling: a key per token from its identity, then Gumbel-max over the truncated distribution."""
+"""Token sampling and log-probabilities: a random key per token, then Gumbel-max over the truncated distribution."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Keys = PRNGKeyArray | Array  # typed keys, or raw uint32 key data with one more 
 
 
 def request_key(run_key: Keys, group: Int[Array, ""], member: Int[Array, ""], salt: Int[Array, ""]) -> PRNGKeyArray:
-    """The key of one completion: (run, group, member, salt) folded in this order."""
+    """The key of one completion: group, member and salt folded into the run's key, in this order."""
     key = jax.random.fold_in(_typed(run_key), group)
     return jax.random.fold_in(jax.random.fold_in(key, member), salt)
 
@@ -18,17 +18,17 @@ def request_key(run_key: Keys, group: Int[Array, ""], member: Int[Array, ""], sa
 def token_key(
     run_seed_key: Keys, group: Int[Array, ""], member: Int[Array, ""], salt: Int[Array, ""], position: Int[Array, ""]
 ) -> PRNGKeyArray:
-    """The key of the token at absolute `position`: no slot, batch or moment enters it. vmap for many."""
+    """The key of the token at absolute `position`; it does not depend on slot, batch or time. Use vmap for many."""
     return position_key(request_key(run_seed_key, group, member, salt), position)
 
 
 def position_key(key: Keys, position: Int[Array, ""]) -> PRNGKeyArray:
-    """`token_key` when the request's key is already at hand."""
+    """`token_key`, from the key of the request."""
     return jax.random.fold_in(_typed(key), position)
 
 
 def seeded(run_key: Keys, seeds: Int[Array, " S"], own: Bool[Array, " S"]) -> PRNGKeyArray:
-    """For each row the run's key, or where `own` says so the key of its own seed; [S]."""
+    """[S]: the run's key for each row, or the key of the row's own seed where `own` is True."""
     data = jax.random.key_data(_typed(run_key))
     own_data = jax.vmap(lambda seed: jax.random.key_data(jax.random.key(seed)))(seeds)
     return jax.random.wrap_key_data(jnp.where(own[:, None], own_data, data))
@@ -44,19 +44,19 @@ def sample(
     untruncated: Bool[Array, " S"] | bool = False,
     some_truncate: Bool[Array, ""] | None = None,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
-    """Tokens int32 [S] and their log-probs float32 [S] under the distribution really sampled.
+    """Tokens, int32 [S], and their log-probs, float32 [S], under the sampling distribution.
 
-    Row s draws from softmax(logits / τ) restricted to `support`. τ = 0 takes the first best word; its log-prob is
-    that of the untempered, untruncated distribution. Log-probs of an `untruncated` row are those before truncation.
-    Rows do not influence one another. `some_truncate` may say beforehand whether any row is `truncated`: over several
-    devices, that is an exchange less.
+    Row s samples from softmax(logits / τ) restricted to `support`. τ = 0 takes the token with the largest logit (the
+    first of equals); its log-prob is that of the untempered, untruncated distribution. Log-probs of an `untruncated`
+    row are those before truncation. Rows do not influence each other. Pass `some_truncate` (True if any row
+    `truncates`) if it is known: that saves a collective over several devices.
     """
     logits = logits.astype(jnp.float32)
     rows = temperature.shape
     min_p, untruncated = jnp.broadcast_to(min_p, rows), jnp.broadcast_to(untruncated, rows)
     greedy = temperature == 0.0
     truncated = truncates(temperature, top_k, top_p, min_p)
-    # Sorting a vocabulary is dear, and training never truncates: it is done only when some row asks for it.
+    # Sorting the vocabulary is expensive, and training never truncates, so it is done only if some row needs it.
     kept = jax.lax.cond(
         jnp.any(truncated) if some_truncate is None else some_truncate,
         lambda: jnp.where(
@@ -72,33 +72,37 @@ def sample(
 
 
 def truncates(
-    temperature: Float[Array, " S"], top_k: Int[Array, " S"], top_p: Float[Array, " S"],
+    temperature: Float[Array, " S"],
+    top_k: Int[Array, " S"],
+    top_p: Float[Array, " S"],
     min_p: Float[Array, " S"] | float,
-) -> Bool[Array, " S"]:  # fmt: skip
-    """Which rows draw from less than the whole vocabulary; one that takes the best word draws nothing."""
+) -> Bool[Array, " S"]:
+    """[S]: True for rows that sample from a part of the vocabulary; False for greedy rows."""
     return (temperature != 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
 
 
 def _first_best(scores: Float[Array, "S V"]) -> Int[Array, " S"]:
-    """The index of each row's largest score, of equals the first; the last index where a score is no number.
-
-    As two reductions: argmax is one over pairs, which the CPU backend computes word by word, with the noise inside.
-    """
+    """[S]: the index of each row's largest score (the first of equals); the last index if a score is NaN."""
+    # Two reductions instead of argmax: that reduces over pairs, which the CPU backend computes element by element,
+    # with the noise inside the loop.
     last = scores.shape[-1] - 1
     best = scores == jnp.max(scores, axis=-1, keepdims=True)
-    words = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    return jnp.min(jnp.where(best, words, last), axis=-1)
+    tokens = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    return jnp.min(jnp.where(best, tokens, last), axis=-1)
 
 
 def support(
-    scaled: Float[Array, "S V"], top_k: Int[Array, " S"], top_p: Float[Array, " S"],
+    scaled: Float[Array, "S V"],
+    top_k: Int[Array, " S"],
+    top_p: Float[Array, " S"],
     min_p: Float[Array, " S"] | float = 0.0,
-) -> Bool[Array, "S V"]:  # fmt: skip
-    """The words that may be drawn: the k best, of those the smallest head whose probability reaches p, and of those
-    the ones at least `min_p` times as likely as the best.
+) -> Bool[Array, "S V"]:
+    """[S, V]: the token mask of top-k, top-p and min-p.
 
-    k ≤ 0, p ≥ 1 and min_p = 0 are off. Exactly k words are kept: of equals, the lower index goes first. The nucleus is
-    measured on the distribution renormalised after top-k, and the best word is always kept.
+    It keeps the k best tokens, of those the smallest set whose probability reaches p, and of those the tokens that are
+    at least `min_p` times as likely as the best one. k ≤ 0, p ≥ 1 and min_p = 0 are off. Exactly k tokens are kept (of
+    equals, those with lower indices). The nucleus is measured on the distribution renormalised after top-k, and the
+    best token is always kept.
     """
     vocab = scaled.shape[-1]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
@@ -116,10 +120,10 @@ def support(
 def penalised(
     logits: Float[Array, "S V"], text: Int[Array, "S T"], lengths: Int[Array, " S"], penalty: Float[Array, " S"]
 ) -> Float[Array, "S V"]:
-    """Logits in which the words among the first `lengths` of each row's `text` are less likely: `SamplingParams`."""
+    """Logits with the repetition penalty (see `SamplingParams`) for the first `lengths` tokens of each row's `text`."""
     rows = jnp.arange(text.shape[0])[:, None]
-    words = jnp.where(jnp.arange(text.shape[1]) < lengths[:, None], text, logits.shape[-1])
-    seen = jnp.zeros(logits.shape, bool).at[rows, words].set(True, mode="drop")
+    tokens = jnp.where(jnp.arange(text.shape[1]) < lengths[:, None], text, logits.shape[-1])
+    seen = jnp.zeros(logits.shape, bool).at[rows, tokens].set(True, mode="drop")
     weaker = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
     return jnp.where(seen, weaker, logits)
 
@@ -128,7 +132,7 @@ def _typed(keys: Keys) -> PRNGKeyArray:
     return keys if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(keys)
 
 
-# --- log-probability of a token: one function for the engine, the learner and every test that compares them
+# --- log-probability of a token: one function for the engine and the learner
 
 
 def token_logprobs(
@@ -137,18 +141,18 @@ def token_logprobs(
     """log softmax(logits / τ)[token], in float32.
 
     τ is a number or an array that broadcasts over the rows; τ = 0 (greedy) counts as 1, the untempered distribution.
-    A logit of -inf is a word outside the support.
+    A logit of -inf means a token outside of the support.
     """
     scaled = tempered(logits, temperature)
     shifted = scaled - jax.lax.stop_gradient(jnp.max(scaled, axis=-1, keepdims=True))
-    # A comparison and a sum instead of a gather: it splits over a sharded vocabulary, and its gradient is no scatter.
-    words = jax.lax.broadcasted_iota(tokens.dtype, shifted.shape, shifted.ndim - 1)
-    chosen = jnp.sum(jnp.where(words == tokens[..., None], shifted, 0.0), axis=-1)
+    # A comparison and a sum instead of a gather: it works on a sharded vocabulary, and its gradient needs no scatter.
+    indices = jax.lax.broadcasted_iota(tokens.dtype, shifted.shape, shifted.ndim - 1)
+    chosen = jnp.sum(jnp.where(indices == tokens[..., None], shifted, 0.0), axis=-1)
     return chosen - jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
 
 
 def tempered(logits: Float[Array, "*rows V"], temperature: float | Float[Array, " ..."]) -> Float[Array, "*rows V"]:
-    """logits / τ in float32, with τ = 0 read as 1."""
+    """logits / τ in float32; τ = 0 counts as 1."""
     tau = jnp.asarray(temperature, jnp.float32)
     tau = jnp.where(tau == 0.0, 1.0, tau)
     return logits.astype(jnp.float32) / tau[..., None]

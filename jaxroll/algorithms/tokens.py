@@ -1,8 +1,8 @@
-"""Per-token inputs of a loss, and their reduction to one number with denominators over the whole batch.
+"""Per-token inputs of a loss, and the weights that reduce per-token losses to one number.
 
-The loss of an optimizer step is Σₜ weightₜ · lossₜ. All denominators are inside the weights, counted once over every
-sequence of the step, so the sum may be split over micro-batches, rows and hosts in any way.
-N sequences with at least one trained token, |i| trained tokens of sequence i:
+The loss of an optimizer step is Σₜ weightₜ · lossₜ. The weights contain all denominators, which are counted once over
+all sequences of the step, so the sum may be split over micro-batches, rows and hosts in any way.
+With N sequences that have a trained token, and |i| trained tokens of sequence i, the weights are:
 
     token_mean           1 / Σᵢ|i|
     seq_mean_token_mean  1 / (N · |i|)
@@ -23,10 +23,10 @@ KINDS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_le
 
 
 def sequence_weights(trained_tokens: np.ndarray, kind: str, length: int = 1) -> np.ndarray:
-    """float32 [N]: the weight of one trained token of each sequence; `trained_tokens` int [N] counts them.
+    """float32 [N]: the weight of each trained token of a sequence; `trained_tokens` (int [N]) counts them.
 
-    `length` is the L of `constant_length`; the others do not read it. A sequence without trained tokens
-    gets 0 and is not counted. Counted on the host in float64: denominators are data.
+    `length` is the L of `constant_length`; other kinds ignore it. A sequence without trained tokens gets 0 and does not
+    count. ValueError for an unknown kind.
     """
     counts = np.asarray(trained_tokens, np.float64)
     trained = counts > 0
@@ -44,13 +44,14 @@ def sequence_weights(trained_tokens: np.ndarray, kind: str, length: int = 1) -> 
     return np.where(trained, weights, 0.0).astype(np.float32)
 
 
-# --- sums over the samples of a packed row, for losses on whole sequences; T tokens of a row, leading axes free
+# --- sums over the samples of a packed row, for losses on whole sequences; T tokens of a row, any leading axes
 #
-# A segment is a run of equal numbers. No scatter and no T×T array: log₂ T shifts of the row, the same bits every time.
+# A segment is a run of equal numbers. The sums take log₂ T shifts of the row instead of a scatter or a T×T array, and
+# are deterministic.
 
 
 def totals(values: Float[Array, "*R T"], segments: Int[Array, "*R T"]) -> Float[Array, "*R T"]:
-    """At every token the sum of `values` over its segment; gradients flow through it."""
+    """At every token: the sum of `values` over its segment. Gradients flow through it."""
     until = _running(values, segments)
     since = jnp.flip(_running(jnp.flip(values, -1), jnp.flip(segments, -1)), -1)
     return until + since - values
@@ -59,13 +60,13 @@ def totals(values: Float[Array, "*R T"], segments: Int[Array, "*R T"]) -> Float[
 def means(
     values: Float[Array, "*R T"], mask: Bool[Array, "*R T"], segments: Int[Array, "*R T"]
 ) -> Float[Array, "*R T"]:
-    """At every token the mean of `values` over the tokens of its segment where `mask` is set; 0 where none is."""
+    """At every token: the mean of `values` over the tokens of its segment in `mask`; 0 if there are none."""
     count = totals(mask.astype(jnp.float32), segments)
     return totals(jnp.where(mask, values, 0.0), segments) / jnp.maximum(count, 1.0)
 
 
 def _running(values: Float[Array, "*R T"], segments: Int[Array, "*R T"]) -> Float[Array, "*R T"]:
-    """The sum of `values` from the segment's first token on, by doubling how far back every token looks."""
+    """The running sum of `values` from the segment's first token, by doubling the reach in each iteration."""
     reach, tokens = 1, values.shape[-1]
     while reach < tokens:
         ahead = [(0, 0)] * (values.ndim - 1) + [(reach, 0)]
@@ -77,12 +78,12 @@ def _running(values: Float[Array, "*R T"], segments: Int[Array, "*R T"]) -> Floa
 
 # --- per-token streams of a packed micro-batch
 #
-# π_θ is the policy being trained, π_prox the trainer's at the start of the claim, π_b the one that sampled, π_ref a
-# frozen one. Tokens outside `mask` have numbers of no meaning; what a loss says about them is not used.
+# π_θ is the policy being trained, π_prox the trainer's at the start of the claim, π_b the behaviour policy, π_ref a
+# frozen reference. Values of tokens outside `mask` are undefined, and their losses are ignored.
 
 
 class Tokens(NamedTuple):
-    """The streams. Gradients flow through `logprob` only; `reference` is 0 in a run without a reference model."""
+    """The inputs of a loss. Gradients flow through `logprob` only; `reference` is 0 without a reference model."""
 
     logprob: Float[Array, "*R T"]  # log π_θ
     proximal: Float[Array, "*R T"]  # log π_prox
@@ -90,12 +91,12 @@ class Tokens(NamedTuple):
     reference: Float[Array, "*R T"]  # log π_ref
     advantage: Float[Array, "*R T"]
     mask: Bool[Array, "*R T"]  # trained on
-    segments: Int[Array, "*R T"]  # which sample of the row, from 1; 0 is padding
-    ages: Int[Array, "*R T"] | int = 0  # steps from the version that sampled a token to the one that is trained
+    segments: Int[Array, "*R T"]  # number of the sample in its row, from 1; 0 is padding
+    ages: Int[Array, "*R T"] | int = 0  # steps between the version that sampled a token and the trained version
 
 
 class TokenLoss(NamedTuple):
-    """`loss` to minimise, and where a clip of the policy ratio or a cap of an importance weight is active."""
+    """The `loss` to minimise, and in `bounded` True where a clip of the ratio or a cap of the weight is active."""
 
     loss: Float[Array, "*R T"]
     bounded: Bool[Array, "*R T"]

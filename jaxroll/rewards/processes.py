@@ -1,4 +1,4 @@
-"""One scoring process seen from its parent: started, fed and read without blocking, killed."""
+"""A scoring process from the parent's side: start, non-blocking writes and reads, kill."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ _READ_BYTES = 1 << 18
 _KILL_WAIT_S = 10.0
 _STDERR_TAIL_BYTES = 2000
 _NO_DESCRIPTOR = -1
-# All that a scorer needs of the environment; tokens and keys stay here. JAXROLL_TEST_ID lets tests find what is left.
+# The environment variables that a scorer may need; tokens and keys are not passed on. JAXROLL_TEST_ID lets tests find
+# processes that were left behind.
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "JAXROLL_TEST_ID")
 
 
 class ScoringProcess:
-    """A worker process. Its kernel-side death signal is tied to the thread that creates this object."""
+    """A worker process. The kernel kills it when the thread that creates this object ends."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process, closed in kill()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - `last_words` closes it
         command = [sys.executable, "-P", "-m", "jaxroll.rewards.worker", msgspec.json.encode(settings).decode()]
-        # Popen starts by vfork and exec, so threads of this process (JAX's, gRPC's) are never copied.
+        # Popen uses vfork and exec, so the threads of this process (JAX's, gRPC's) are not copied.
         try:
             self._process = subprocess.Popen(
                 command,
@@ -39,7 +40,7 @@ class ScoringProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
                 env=_environment(),
-                start_new_session=True,  # so that Ctrl-C reaches it through its parent only, and it can be killed whole
+                start_new_session=True,  # Ctrl-C then reaches only the parent, and kill() ends the whole session
                 bufsize=0,
             )
         except OSError:
@@ -59,32 +60,32 @@ class ScoringProcess:
 
     @property
     def input_descriptor(self) -> int:
-        """To be watched for room while `flush` returns False."""
+        """The descriptor to watch for writability while `flush` returns False."""
         return self._in
 
     @property
     def output_descriptor(self) -> int:
-        """To be watched for replies."""
+        """The descriptor to watch for replies."""
         return self._out
 
     def send(self, items: Iterable[ScoreItem]) -> bool:
-        """Queues the items and flushes; see `flush`."""
+        """Queue the items and flush; see `flush`."""
         self._to_send += frame(Work(tuple(items)))
         return self.flush()
 
     def flush(self) -> bool:
-        """True if everything queued is with the kernel. A dead reader counts as done: `receive` will tell."""
+        """Write queued bytes; return True if all are written. A dead process counts as done: `receive` reports it."""
         try:
             while self._to_send:
                 del self._to_send[: os.write(self._in, self._to_send)]
         except BlockingIOError:
             return False
-        except OSError:  # a broken pipe, or it was killed
+        except OSError:  # a broken pipe, or the process was killed
             self._to_send.clear()
         return True
 
     def receive(self) -> tuple[list[Reply], bool]:
-        """The replies that have arrived, and whether the process can still send more."""
+        """The replies that have arrived, and False if the process cannot send any more."""
         alive = True
         try:
             while data := os.read(self._out, _READ_BYTES):
@@ -92,22 +93,22 @@ class ScoringProcess:
             alive = False
         except BlockingIOError:
             pass
-        except OSError:  # it was killed
+        except OSError:  # the process was killed
             alive = False
         try:
             return list(take_replies(self._received)), alive
-        except msgspec.DecodeError:  # no worker of ours writes that
+        except msgspec.DecodeError:  # only a corrupted worker writes malformed replies
             return [], False
 
     def kill(self, grace_s: float = 0.0) -> int:
-        """The exit status (minus the signal that ended it), after ending the process and all in its session.
+        """Kill the process and its session; return the exit status (negative: the signal that ended it).
 
-        With `grace_s` a process that is ending by itself may do so, for the sake of its true status.
+        A process that is about to end gets `grace_s` to do so, so that its own status is returned.
         """
-        if self._process.returncode is not None:  # again
+        if self._process.returncode is not None:  # a second call
             return self._process.returncode
         deadline = time.monotonic() + grace_s
-        # Not reaped yet (WNOWAIT), so the id stays its own until the session is killed.
+        # Not reaped (WNOWAIT), so that the process id is not reused before the session is killed.
         while os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             if time.monotonic() >= deadline:
                 break
@@ -115,15 +116,15 @@ class ScoringProcess:
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            self._process.kill()  # it has not reached its session yet
+            self._process.kill()  # it has not created its session yet
         status = self._process.wait(_KILL_WAIT_S)
         self._stdin.close()
         self._stdout.close()
-        self._in = self._out = _NO_DESCRIPTOR  # their numbers may belong to others from here on
+        self._in = self._out = _NO_DESCRIPTOR  # the numbers may be reused from here on
         return status
 
     def last_words(self) -> str:
-        """The end of what it wrote to stderr while starting; closes that file."""
+        """The end of the process's stderr during its start; closes that file."""
         with self._stderr as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _STDERR_TAIL_BYTES))
@@ -131,7 +132,7 @@ class ScoringProcess:
 
 
 def _environment() -> dict[str, str]:
-    """The worker's environment: what is importable here is importable there, and one thread is enough for it."""
+    """The worker's environment variables: the same import path, and one thread for numerical libraries."""
     package_root = str(Path(jaxroll.__file__).resolve().parent.parent)
     path = [package_root, *(str(Path(entry).resolve()) for entry in sys.path)]
     return {

@@ -1,14 +1,16 @@
-"""What a scoring worker gives up for good before it sees an answer, without any privilege.
+"""Sandbox of a scoring worker: restrictions that it imposes on itself before it reads an answer.
 
-Two doors of the Linux kernel that everybody may close behind himself, even root:
+Two mechanisms of the Linux kernel, which need no privileges and also bind root:
 
-- *seccomp*: a filter of system calls. No sockets, no new processes or programs, no signals to others, no change of
-  names or rights of files, nothing that outlives the process (System V memory, queues). Threads are allowed.
-- *landlock* (Linux ≥ 5.13): no file is written, made or removed, except for writing to /dev/null, and none is read in
-  /proc, where the environments of others stand. Where it is missing, the filter refuses to open files for writing.
+- *seccomp*: a filter of system calls. No sockets, no new processes or programs, no signals to other processes, no
+  change of names or permissions of files, nothing that outlives the process (System V memory, queues). Threads are
+  allowed.
+- *landlock* (Linux ≥ 5.13): no file can be written, created or removed, except for writing to /dev/null, and none can
+  be read in /proc, which shows the environment variables of other processes. Without landlock, the seccomp filter
+  refuses to open files for writing.
 
-What no door could be closed for is said by `Doors`, and by `jaxroll doctor`; resource limits (see `scoring_worker`)
-hold in any case. System call numbers are those of x86-64 and of 64-bit ARM; the latter were read, not run.
+`Restrictions` (and `jaxroll doctor`) lists what could not be restricted; resource limits (see `worker`) hold in any
+case. System call numbers are those of x86-64 and 64-bit ARM; the ARM numbers come from its headers and were not run.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06  # cl
 _NUMBER_AT, _ARCH_AT, _ARGS_AT = 0, 4, 16  # in struct seccomp_data
 _CLONE_THREAD = 0x10000
 _FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-_OTHER_ABI = 0x40000000  # x32 on x86-64; no call of ours has such a number anywhere
+_OTHER_ABI = 0x40000000  # x32 on x86-64; native calls have lower numbers on every architecture
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # landlock, the same on every architecture
 _WRITE_FILE, _READ_FILE, _TRUNCATE = 1 << 1, 1 << 2, 1 << 14
-_CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # remove and make everything
+_CHANGES = _WRITE_FILE | sum(1 << bit for bit in range(4, 13))  # all rights to remove and create
 
-# Denied whatever their arguments.
+# Denied for all arguments.
 _DENIED_X86_64 = {
     "network": (41, 53, 425),  # socket socketpair io_uring_setup
     "processes": (57, 58, 59, 322, 101, 310, 311, 272, 308, 165, 321, 323, 298, 248, 249, 250),
@@ -56,12 +58,12 @@ _DENIED_ARM64 = {
 
 
 class _Machine(msgspec.Struct, frozen=True):
-    """How a processor names system calls. `opens` maps open's and openat's number to the place of their flags."""
+    """System call numbers of an architecture. `opens` maps the numbers of open and openat to their flags' argument."""
 
     audit_arch: int
     denied: dict[str, tuple[int, ...]]
     clone: int
-    kills: tuple[int, ...]  # kill tkill tgkill: their first argument must be ourselves
+    kills: tuple[int, ...]  # kill tkill tgkill: allowed only if the first argument is this process
     opens: dict[int, int]
 
 
@@ -69,11 +71,11 @@ _MACHINES = {
     "x86_64": _Machine(0xC000003E, _DENIED_X86_64, 56, (62, 200, 234), {2: 1, 257: 2}),
     "aarch64": _Machine(0xC00000B7, _DENIED_ARM64, 220, (129, 130, 131), {56: 2}),
 }
-_CLONE3, _OPENAT2 = 435, 437  # their arguments lie in memory, which a filter cannot read: libc then uses the older ones
+_CLONE3, _OPENAT2 = 435, 437  # a filter cannot read their arguments, which are in memory; libc falls back to others
 
 
-class Doors(msgspec.Struct, frozen=True):
-    """By what the worker is kept from each thing; an empty word where nothing keeps it."""
+class Restrictions(msgspec.Struct, frozen=True):
+    """The mechanism that restricts each capability of a worker; an empty string if nothing does."""
 
     network: str = ""
     processes: str = ""
@@ -81,33 +83,33 @@ class Doors(msgspec.Struct, frozen=True):
     files: str = ""
 
     @property
-    def open(self) -> tuple[str, ...]:
-        """What nothing but resource limits keeps the worker from."""
+    def missing(self) -> tuple[str, ...]:
+        """The capabilities that only resource limits restrict."""
         return tuple(name for name in self.__struct_fields__ if not getattr(self, name))
 
     def __str__(self) -> str:
         closed = [f"{name} by {getattr(self, name)}" for name in self.__struct_fields__ if getattr(self, name)]
-        if not self.open:
+        if not self.missing:
             return f"no {', no '.join(closed)}"
         shut = f"no {', no '.join(closed)}; " if closed else ""
-        return f"{shut}OPEN: {', '.join(self.open)} (resource limits only)"
+        return f"{shut}OPEN: {', '.join(self.missing)} (resource limits only)"
 
 
-def close_doors() -> Doors:
-    """What could be closed. For good, for this process and its threads; call it when everything is loaded."""
+def restrict() -> Restrictions:
+    """Restrict this process and its threads permanently, as far as the kernel can. Call this after all imports."""
     if not sys.platform.startswith("linux"):
-        return Doors()
+        return Restrictions()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        return Doors()
+        return Restrictions()
     landlocked = _landlock(libc)
     filtered = _filter(libc, refuse_writing=not landlocked)
     calls = "seccomp" if filtered else ""
-    return Doors(calls, calls, calls, "landlock" if landlocked else calls)
+    return Restrictions(calls, calls, calls, "landlock" if landlocked else calls)
 
 
 def _landlock(libc: ctypes.CDLL) -> bool:
-    """True if no file can be changed any more, nor read in /proc; False on a kernel without landlock."""
+    """Forbid changing files and reading /proc. Return False on a kernel without landlock."""
     version = libc.syscall(_CREATE_RULESET, None, 0, 1)
     if version < 1:
         return False
@@ -117,7 +119,7 @@ def _landlock(libc: ctypes.CDLL) -> bool:
     if ruleset < 0:
         return False
     try:
-        # What is not named is denied, so everything but /proc is named: there stand the environments of others.
+        # Landlock denies all paths without a rule, so every folder except /proc gets a rule for reading.
         readable = (os.path.join("/", name) for name in os.listdir("/") if name != "proc")
         allowed = [
             _allow(libc, ruleset, os.devnull, writing),
@@ -129,7 +131,7 @@ def _landlock(libc: ctypes.CDLL) -> bool:
 
 
 def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> bool:
-    """True if `access` beneath `path` was added to the rules; what we may not open, we need not be allowed to read."""
+    """Add a rule that allows `access` beneath `path`; return True on success or if `path` cannot be opened anyway."""
     try:
         descriptor = os.open(path, os.O_PATH)
     except OSError:
@@ -141,13 +143,13 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: str, access: int) -> bool:
 
 
 class _Program(ctypes.Structure):
-    """struct sock_fprog"""
+    """The kernel's struct sock_fprog."""
 
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
 def _filter(libc: ctypes.CDLL, *, refuse_writing: bool) -> bool:
-    """True if the kernel filters our system calls from now on."""
+    """Install the filter of system calls; return True on success."""
     machine = _MACHINES.get(platform.machine())
     if machine is None:
         return False
@@ -157,7 +159,7 @@ def _filter(libc: ctypes.CDLL, *, refuse_writing: bool) -> bool:
 
 
 def _rules(machine: _Machine, own_pid: int, refuse_writing: bool) -> list[bytes]:
-    """The filter. Every rule ends in its own verdict, so that none has to know how long the others are."""
+    """The instructions of the filter. Every rule ends in a return, so that no jump depends on the other rules."""
     deny, absent = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     rules = [_step(_LOAD, _ARCH_AT), _step(_EQUAL, machine.audit_arch, 1, 0), _step(_RETURN, _KILL)]
     rules += [_step(_LOAD, _NUMBER_AT), _step(_AT_LEAST, _OTHER_ABI, 0, 1), _step(_RETURN, deny)]
@@ -176,15 +178,18 @@ def _rules(machine: _Machine, own_pid: int, refuse_writing: bool) -> list[bytes]
 def _by_argument(number: int, place: int, test: int, value: int, then: int, otherwise: int) -> list[bytes]:
     """`then` for system call `number` if `test` holds of the low half of its argument `place`, else `otherwise`."""
     return [
-        _step(_EQUAL, number, 0, 4), _step(_LOAD, _ARGS_AT + 8 * place), _step(test, value, 0, 1),
-        _step(_RETURN, then), _step(_RETURN, otherwise),
-    ]  # fmt: skip
+        _step(_EQUAL, number, 0, 4),
+        _step(_LOAD, _ARGS_AT + 8 * place),
+        _step(test, value, 0, 1),
+        _step(_RETURN, then),
+        _step(_RETURN, otherwise),
+    ]
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """struct sock_filter"""
+    """The bytes of one instruction (struct sock_filter)."""
     return struct.pack("<HBBI", code, if_true, if_false, value)
 
 
 if __name__ == "__main__":
-    print(close_doors())
+    print(restrict())

@@ -1,8 +1,8 @@
-"""Scorers by name. They run in scoring workers.
+"""Registry of scorers by name. They run in scoring workers.
 
-A scorer is `score(args, answer) -> float`, args being the task's `env_args`. A module given to the pool (see
-`ScoringPool(modules=…)`) may add its own with `@register("name")`. A scorer that cannot read every text has a guard:
-an answer that the guard rejects scores 0 and is counted by reason.
+A scorer is a function `score(args, answer) -> float`, where `args` are the task's `env_args`. A module given to the
+pool (see `ScoringPool(modules=…)`) may register its own with `@register("name")`. A scorer that cannot read every text
+has a guard: an answer that the guard rejects scores 0 and is counted by reason.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxroll.errors import DataError
 
 ScoreFunction = Callable[[Mapping[str, Any], str], float]
 
-Guard = Callable[[str, int], str]  # (answer, most characters) -> why the scorer must not read it, or ""
+Guard = Callable[[str, int], str]  # (answer, max_chars) -> the reason to reject it, or ""
 
 MIN_ANSWER_CHARS = 8192
-_CHARS_OF_TOKEN = 64  # more than the longest tokens of common vocabularies, spaces and code fences aside
+_CHARS_OF_TOKEN = 64  # longer than the tokens of common vocabularies, except runs of spaces
 TOO_LONG, NOT_ASCII = "too long", "not ASCII"
 
-# reasoning-gym tasks whose scorers were read (0.1.25) and only compare text or numbers. The others execute the answer,
-# hang on it, raise, or can be gamed: they need a sandbox. `data` offers a subset of these; this list is the boundary.
+# reasoning-gym tasks whose scorers only compare text or numbers, as reviewed in version 0.1.25. The others execute the
+# answer, hang on it, raise, or can be gamed: they need a sandbox. `data` offers a subset of these; this list decides.
 COMPARE_ONLY = frozenset({
     "base_conversion", "basic_arithmetic", "binary_alternation", "caesar_cipher", "chain_sum", "count_bits",
     "count_primes", "decimal_chain_sum", "gcd", "isomorphic_strings", "largest_island", "lcm", "leg_counting",
@@ -41,7 +41,7 @@ _NOT_NEEDED = {"reasoning_gym": ("cellpylib", "pycosat", "zss")}
 
 
 class Scorer(NamedTuple):
-    """A scorer and the guard in front of it."""
+    """A scorer with its guard."""
 
     function: ScoreFunction
     guard: Guard | None = None
@@ -51,11 +51,11 @@ _SCORERS: dict[str, Scorer] = {}
 
 
 def register(name: str, guard: Guard | None = None) -> Callable[[ScoreFunction], ScoreFunction]:
-    """Return a decorator that makes a function the scorer `name`; without a guard it gets every answer as it is."""
+    """A decorator that registers a function as the scorer `name`; without a guard it receives every answer."""
 
     def add(function: ScoreFunction) -> ScoreFunction:
         if name in _SCORERS and _SCORERS[name].function is not function:
-            raise ValueError(f"there is a scorer {name!r} already")
+            raise ValueError(f"the scorer {name!r} is registered already")
         _SCORERS[name] = Scorer(function, guard)
         return function
 
@@ -68,10 +68,8 @@ def max_answer_chars(max_tokens: int) -> int:
 
 
 def plain_text(answer: str, max_chars: int) -> str:
-    """A guard that rejects long answers and characters outside ASCII.
-
-    `Decimal` and `int` read the digits of every script and skip exotic spaces; a gold answer never holds them.
-    """
+    """A guard that rejects long answers and characters outside ASCII."""
+    # `Decimal` and `int` accept the digits of every script and skip exotic spaces, which no correct answer contains.
     if len(answer) > max_chars:
         return TOO_LONG
     return "" if answer.isascii() and "\0" not in answer else NOT_ASCII
@@ -85,9 +83,9 @@ class Judgement(NamedTuple):
 
 
 def judge(env_args: str, answer: str, max_chars: int = MIN_ANSWER_CHARS) -> Judgement:
-    """Return the raw score of `answer` under `env_args` (JSON with `scorer` and what it needs).
+    """Score `answer` under `env_args` (JSON with the name `scorer` and its arguments).
 
-    Raises DataError for arguments or a score that make no sense; an error of the scorer passes through.
+    Raises DataError for an unknown scorer or a score that is not a finite number; errors of the scorer pass through.
     """
     args = msgspec.json.decode(env_args)
     scorer = _SCORERS.get(args.get("scorer"))
@@ -100,19 +98,19 @@ def judge(env_args: str, answer: str, max_chars: int = MIN_ANSWER_CHARS) -> Judg
 
 
 def score(env_args: str, answer: str) -> float:
-    """Return the raw score; see `judge`."""
+    """The raw score of `answer`; see `judge`."""
     return judge(env_args, answer).score
 
 
 @register("exact")
 def exact(args: Mapping[str, Any], answer: str) -> float:
-    """1 when the answer is the expected text, letter by letter; else 0."""
+    """1 if the answer equals the expected text exactly, else 0."""
     return 1.0 if answer == args["answer"] else 0.0
 
 
 @register("reasoning_gym", guard=plain_text)
 def reasoning_gym(args: Mapping[str, Any], answer: str) -> float:
-    """reasoning-gym's own score of the answer to `args["entry"]`, for tasks that only compare."""
+    """reasoning-gym's score of the answer to `args["entry"]`, for tasks in `COMPARE_ONLY`; DataError for others."""
     name = args["dataset"]
     if name not in COMPARE_ONLY:
         raise DataError(f"reasoning-gym's {name!r} is not on the list of scorers that only compare; it is not run here")
@@ -121,8 +119,8 @@ def reasoning_gym(args: Mapping[str, Any], answer: str) -> float:
 
 @cache
 def _dataset(name: str) -> Any:
-    """The dataset whose scorer is used; it reads the entry only, so its own settings do not matter."""
-    return import_library("reasoning_gym").create_dataset(name, seed=0, size=1)
+    """The dataset whose scorer is used. The scorer reads only the entry, so the dataset's settings do not matter."""
+    import reasoning_gym as library
 
 
 def import_library(name: str) -> ModuleType:

@@ -1,8 +1,9 @@
-"""A pool of killable scoring processes with an asyncio face.
+"""A pool of scoring processes with an asyncio interface; processes that hang or die are replaced.
 
-Threads: one. Everything but `start()` runs on the thread of the event loop that first calls `score()`. Queues: items
-wait here until a worker has room; a worker holds a few, judges them in order and answers one by one, so the first
-unanswered item is the one it is at. Who waits for whom: `score()` for its item; nobody for a worker that starts again.
+Threads: one. Everything except `start()` runs on the thread of the event loop that first calls `score()`.
+Queues: items wait in the pool until a worker has room; a worker holds a few, scores them in order and answers one by
+one, so it works on its first unanswered item.
+Waits: `score()` waits for its item; nothing waits for a worker that restarts.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from dataclasses import dataclass, field
 from jaxroll import env_checks
 from jaxroll.errors import DataError, InfraError
 from jaxroll.rewards.processes import ScoringProcess
-from jaxroll.rewards.sandbox import Doors
+from jaxroll.rewards.sandbox import Restrictions
 from jaxroll.rewards.scorers import MIN_ANSWER_CHARS
 from jaxroll.rewards.worker import Ready, Scored, ScoreItem, WorkerSettings
 
 _LOG = logging.getLogger(__name__)
-_MAX_IN_FLIGHT = 32  # items a worker holds: enough to hide the pipe, few enough that a hang delays little
-_STUCK_S = 0.05  # scorers take microseconds
-_START_LIMIT_S = 120.0  # importing sympy on a loaded machine
-_MAX_FAILED_STARTS = 3  # of a worker that begins and ends before it is ready
-# The operating system refuses a process (no process, descriptor or memory left): the next attempt comes after a pause
-# that doubles, half a minute of them altogether. A pool without any worker gives up then.
+_MAX_IN_FLIGHT = 32  # items per worker: enough to hide the latency of the pipe, few enough to limit a hang's effect
+_STUCK_S = 0.05  # most scorers take microseconds
+_START_LIMIT_S = 120.0  # for importing sympy on a loaded machine
+_MAX_FAILED_STARTS = 3  # of a worker that ends before it is ready
+# When the operating system refuses a process (no process, descriptor or memory left), the next attempt follows after a
+# pause that doubles. After eight refusals (about half a minute), a pool without any worker gives up.
 _PAUSE_FIRST_S, _PAUSE_MAX_S, _MAX_REFUSED_STARTS = 0.25, 15.0, 8
 _MAX_ITEM_CHARS = 8 << 20
-_ENDING_S = 0.2  # between a worker's last byte and its exit status; the loop waits
+_ENDING_S = 0.2  # between a worker's last byte and its exit status; the event loop waits
 _CLOSED = "it is closed"
-_DEATHS_TO_BE_GUILTY = 2  # whoever dies of something else meanwhile (OOM killer, kill -9) gets a second chance
+_DEATHS_TO_BE_GUILTY = 2  # one retry, because a worker may die for another reason (OOM killer, kill -9)
 
 
 @dataclass(eq=False)
@@ -43,7 +44,7 @@ class _Job:
     deaths: int = 0
 
     def settle(self, score: float, error: Exception | None = None) -> None:
-        """Tell whoever waits, unless nobody does any more."""
+        """Deliver the result to the caller, unless it was cancelled."""
         if self.future is None or self.future.done():
             return
         if error is None:
@@ -57,20 +58,20 @@ class _Worker:
     process: ScoringProcess
     ready: bool = False
     jobs: deque[_Job] = field(default_factory=deque)  # sent and unanswered, in order
-    progress_s: float = 0.0  # loop time of the last sign of life, or of the first item given to an idle worker
+    progress_s: float = 0.0  # loop time of the last reply, or of the first item sent to an idle worker
     timer: asyncio.TimerHandle | None = None
-    failed_starts: int = 0  # since it was ready last
-    refused_starts: int = 0  # by the operating system, since there was a process
+    failed_starts: int = 0  # since the worker was ready
+    refused_starts: int = 0  # by the operating system, since the last start that succeeded
     is_down: bool = False  # its process is gone, and `timer` starts the next one
 
 
 class ScoringPool:
     """`workers` processes that score answers, each item within `time_limit_s`.
 
-    A worker that hangs, dies or takes more than `memory_mb` of address space is replaced. Its item raises DataError;
-    the others it held are given to the next worker. Workers import `libraries` (those installed) before the first item,
-    and `modules`, which may register scorers. A start that fails is repeated (`failed_starts` counts them all). When no
-    worker can be started, `gave_up` is set and `broken` says why: every score raises InfraError from then on.
+    A worker that hangs, dies or needs more than `memory_mb` of address space is replaced. Its current item raises
+    DataError; its other items go to another worker. Before the first item, workers import `libraries` (if installed)
+    and `modules`, which may register scorers. A failed start is repeated (`failed_starts` counts all of them). When no
+    worker can be started, `gave_up` is set, `broken` holds the reason, and every score raises InfraError.
     """
 
     def __init__(
@@ -84,12 +85,12 @@ class ScoringPool:
         max_answer_chars: int = MIN_ANSWER_CHARS,
     ) -> None:
         if workers < 1 or time_limit_s <= 0:
-            raise ValueError(f"a pool needs workers and time, not {workers} workers and {time_limit_s} s")
+            raise ValueError(f"workers = {workers} and time_limit_s = {time_limit_s} must be above 0")
         self.time_limit_s = time_limit_s
         self.restarts = self.failed_starts = 0
         self.rejected: Counter[str] = Counter()  # answers that a scorer's guard rejected, by reason
         self.gave_up = asyncio.Event()
-        self.doors: Doors | None = None  # what workers are kept from here; None until the first has started
+        self.restrictions: Restrictions | None = None  # of the workers; None until the first has started
         self._count = workers
         self._settings = WorkerSettings(
             os.getpid(), time_limit_s, memory_mb << 20, libraries, modules, max_answer_chars
@@ -102,9 +103,10 @@ class ScoringPool:
         self._out_of_order = "it was not started"
 
     def start(self) -> None:
-        """Start the processes and returns at once. Call it before JAX or gRPC is loaded, on a thread that lasts: the
-        kernel ends the workers when that thread does (they are replaced, but why lose them). InfraError when the
-        operating system refuses one."""
+        """Start the processes without waiting for them. InfraError when the operating system refuses one.
+
+        Call this before JAX or gRPC is loaded, on a long-lived thread: the kernel kills the workers when it ends.
+        """
         if self._workers:
             return
         try:
@@ -117,21 +119,21 @@ class ScoringPool:
 
     @property
     def broken(self) -> str:
-        """Why it gives no scores; '' while it does."""
+        """The reason why the pool does not work; '' while it works."""
         return self._out_of_order
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the workers."""
+        """The process ids of the running workers."""
         return [worker.process.pid for worker in self._workers if not worker.is_down]
 
     @property
     def ready(self) -> int:
-        """How many workers have started so far, as seen by the event loop."""
+        """The number of workers that have reported to the event loop that they are ready."""
         return sum(worker.ready for worker in self._workers)
 
     async def score(self, env_args: str, answer: str) -> float:
-        """Return the raw score of `answer`; one that the scorer's guard rejects scores 0 and is counted in `rejected`.
+        """The raw score of `answer`; 0, and counted in `rejected`, if the scorer's guard rejects it.
 
         Raises DataError when the item has no score (its scorer raised, hung, died), InfraError when the pool has ended.
         """
@@ -145,7 +147,7 @@ class ScoringPool:
         return await future
 
     def close(self) -> None:
-        """Kills the workers; whoever waits for a score gets InfraError. May be called twice."""
+        """Kill the workers; pending scores raise InfraError. May be called twice."""
         if self._out_of_order != _CLOSED:
             self._end(_CLOSED)
 
@@ -167,7 +169,7 @@ class ScoringPool:
         self._bound = loop
         self._dispatch_planned = False
         for job in itertools.chain(self._waiting, *(worker.jobs for worker in self._workers)):
-            job.future = None  # it waits in a loop that is closed
+            job.future = None  # its event loop is closed
         for worker in self._workers:
             if worker.is_down:
                 self._restart(worker)
@@ -181,7 +183,7 @@ class ScoringPool:
         self._arm(worker)
 
     def _plan_dispatch(self) -> None:
-        # Once per turn of the loop: what is asked for together travels together.
+        # Once per iteration of the event loop, so that requests of the same iteration are sent together.
         if not self._dispatch_planned:
             self._dispatch_planned = True
             self._loop.call_soon(self._dispatch)
@@ -203,7 +205,7 @@ class ScoringPool:
             self._arm(worker)
 
     def _has_room(self, worker: _Worker) -> bool:
-        """True if to give the worker more: not behind an item that it is taking long for, which others can overtake."""
+        """True if the worker can get more items; not while it works on a slow one, since other workers are faster."""
         stuck = bool(worker.jobs) and self._loop.time() - worker.progress_s > _STUCK_S
         return worker.ready and not stuck and len(worker.jobs) < _MAX_IN_FLIGHT
 
@@ -211,18 +213,18 @@ class ScoringPool:
         batch: list[_Job] = []
         while self._waiting and len(batch) < count:
             job = self._waiting.popleft()
-            if job.future is not None and not job.future.done():  # else the caller was cancelled
+            if job.future is not None and not job.future.done():  # otherwise the caller was cancelled
                 batch.append(job)
         return batch
 
-    def _note_doors(self, doors: Doors) -> None:
-        """Say once, loudly, what scorers are not kept from here."""
-        if self.doors is None and doors.open:
-            _LOG.warning("scoring workers: %s. `jaxroll doctor` says more", doors)
-        self.doors = doors
+    def _note_restrictions(self, restrictions: Restrictions) -> None:
+        """Warn once if a capability of scorers is not restricted on this machine."""
+        if self.restrictions is None and restrictions.missing:
+            _LOG.warning("scoring workers: %s. See `jaxroll doctor`", restrictions)
+        self.restrictions = restrictions
 
     def _on_room(self, worker: _Worker) -> None:
-        worker.progress_s = self._loop.time()  # it reads: time spent in the pipe is not the item's
+        worker.progress_s = self._loop.time()  # the worker reads; time in the pipe does not count for the item
         if worker.process.flush():
             self._loop.remove_writer(worker.process.input_descriptor)
 
@@ -233,14 +235,14 @@ class ScoringPool:
         for reply in replies:
             if isinstance(reply, Ready):
                 worker.ready, worker.failed_starts = True, 0
-                self._note_doors(reply.doors)
-                self._disarm(worker)  # what it was armed for is the much longer time to start
+                self._note_restrictions(reply.restrictions)
+                self._disarm(worker)  # the timer was set to the longer limit of a start
             elif worker.jobs and worker.jobs[0].item.id == reply.id:
                 if reply.rejected:
                     self.rejected[reply.rejected] += 1
                 _settle(worker.jobs.popleft(), reply)
             else:
-                alive = False  # it answers what was not asked: it cannot be trusted with anything else
+                alive = False  # a reply to another item: the worker is corrupted
         if not alive:
             self._replace(worker, hung=False)
         elif self._waiting:
@@ -258,7 +260,7 @@ class ScoringPool:
     def _on_timer(self, worker: _Worker) -> None:
         worker.timer = None
         if self._loop.time() >= self._deadline_s(worker) and (worker.jobs or not worker.ready):
-            # The loop itself may have been busy all the time: what has arrived meanwhile counts.
+            # The event loop may have been busy meanwhile, so replies that have arrived count first.
             before = worker.process
             self._on_replies(worker)
             if worker.process is not before or worker not in self._workers:
@@ -269,7 +271,7 @@ class ScoringPool:
         self._arm(worker)
 
     def _replace(self, worker: _Worker, *, hung: bool) -> None:
-        """End the worker's process, settles or requeues what it held, and starts another in its place."""
+        """Kill the worker's process, fail or requeue its items, and start a new process."""
         self._unwatch(worker)
         status = worker.process.kill(grace_s=0.0 if hung else _ENDING_S)
         hung = hung or status == -signal.SIGXCPU
@@ -290,10 +292,10 @@ class ScoringPool:
         self.restarts += 1
         worker.ready, worker.is_down = False, True
         self._restart(worker)
-        self._plan_dispatch()  # what was requeued may go to another worker at once
+        self._plan_dispatch()  # requeued items may go to another worker at once
 
     def _restart(self, worker: _Worker) -> None:
-        """Start a process for a worker that has none, now or, where the operating system refuses it, later."""
+        """Start a process for a worker that has none; if the operating system refuses it, retry later."""
         worker.timer = None
         try:
             worker.process = ScoringProcess(self._settings)
@@ -333,7 +335,7 @@ class ScoringPool:
             worker.timer = None
 
     def _give_up(self, reason: str) -> None:
-        """End the pool because of `reason`, which ends the process that it serves (see `gave_up`)."""
+        """End the pool with `reason`; the role that uses it ends too (see `gave_up`)."""
         self._end(reason)
         self.gave_up.set()
 

@@ -1,4 +1,4 @@
-"""What a scoring pool and its workers say to each other: length-prefixed MessagePack over the worker's pipes."""
+"""A scoring worker, and its messages with the pool: length-prefixed MessagePack over pipes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import msgspec
 from jaxroll import lifeline
 from jaxroll.env_checks import described
 from jaxroll.rewards import sandbox, scorers
-from jaxroll.rewards.sandbox import Doors
+from jaxroll.rewards.sandbox import Restrictions
 
 _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 64 << 20
 
 
 class ScoreItem(msgspec.Struct, frozen=True, array_like=True):
-    """One answer to be judged."""
+    """One answer to score."""
 
     id: int
     env_args: str
@@ -33,19 +33,19 @@ class ScoreItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Work(msgspec.Struct, frozen=True, tag="work"):
-    """Pool to worker: judge these, in order."""
+    """Pool to worker: score these items, in order."""
 
     items: tuple[ScoreItem, ...]
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Worker to pool: started, limits set, libraries loaded, and these doors closed."""
+    """Worker to pool: it has started, set its limits, loaded its libraries and imposed `restrictions`."""
 
-    doors: Doors = Doors()
+    restrictions: Restrictions = Restrictions()
 
 
 class Scored(msgspec.Struct, frozen=True, tag="scored", omit_defaults=True):
-    """Worker to pool: the score of one item, or why it has none."""
+    """Worker to pool: the score of one item, or the error or rejection."""
 
     id: int
     score: float = 0.0
@@ -61,13 +61,13 @@ _REPLY: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def frame(message: Work | Reply) -> bytes:
-    """The message with its length in front."""
+    """The encoded message, with its length as prefix."""
     body = _ENCODER.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 def read_work(stream) -> Work | None:  # stream: a buffered binary reader
-    """The next message from the pool, None at the end of the stream."""
+    """The next message from the pool; None at the end of the stream."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None
@@ -77,7 +77,7 @@ def read_work(stream) -> Work | None:  # stream: a buffered binary reader
 
 
 def take_replies(buffer: bytearray) -> Iterator[Reply]:
-    """The complete replies at the front of `buffer`, which loses them. Raises msgspec.DecodeError on nonsense."""
+    """Remove complete replies from the front of `buffer` and yield them. msgspec.DecodeError for malformed data."""
     position = 0
     try:
         while len(buffer) - position >= _LENGTH.size:
@@ -96,18 +96,18 @@ def take_replies(buffer: bytearray) -> Iterator[Reply]:
 
 # --- One scoring process: `python -m jaxroll.rewards.worker '{…limits…}'`, work on stdin, replies on stdout
 #
-# It judges untrusted text, so it limits itself: memory and core dumps before it loads anything, then processor time per
-# item, no files, no new processes, and what `jaxroll.rewards.sandbox` closes on this machine (network, signals).
-# It dies with its parent, by signal even when a scorer never returns, and by the end of stdin otherwise. A scorer that
-# leaves a thread running has its answer given, and the worker ends: what it goes on doing is nobody's item.
+# It scores untrusted text, so it limits itself: memory and core dumps before it loads anything, then processor time per
+# item, no files, no new processes, and the restrictions of `jaxroll.rewards.sandbox` (network, signals). It dies with
+# its parent, by a signal even if a scorer never returns, otherwise at the end of stdin. If a scorer leaves a thread
+# running, the worker sends the score and ends, so that the thread cannot affect later items.
 #
-# It can still read files and talk nonsense to its own pool, so scorers that execute an answer do not belong here.
+# It can still read files and send malformed replies to its pool, so scorers that execute answers must not run here.
 
 _MAX_ERROR_CHARS = 500
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """What the pool tells a worker on its command line."""
+    """Arguments of a worker on its command line."""
 
     parent_pid: int
     time_limit_s: float
@@ -118,7 +118,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 def main(argument: str) -> int:
-    """Run until stdin ends; returns the exit status."""
+    """Score items until stdin ends; return the exit status."""
     settings = msgspec.json.decode(argument, type=WorkerSettings)
     lifeline.bind(settings.parent_pid)
     lifeline.lower_session()
@@ -126,11 +126,11 @@ def main(argument: str) -> int:
     _lower(resource.RLIMIT_AS, settings.memory_bytes)
     work, replies = _private_pipes()
     _load(settings)
-    # Only now: a first import may write caches and start library threads.
+    # After the imports, which may write caches and start library threads.
     _lower(resource.RLIMIT_FSIZE, 0)
     _lower(resource.RLIMIT_NPROC, 0)  # without effect for root
     _silence(2)
-    replies.write(frame(Ready(sandbox.close_doors())))
+    replies.write(frame(Ready(sandbox.restrict())))
     return _serve(work, replies, settings)
 
 
@@ -143,10 +143,10 @@ def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings) -> int:
                 judged = scorers.judge(item.env_args, item.answer, settings.max_answer_chars)
                 reply = Scored(item.id, score=judged.score, rejected=judged.rejected)
             except MemoryError as error:
-                # What is left of the heap is not to be trusted with the next item.
+                # The heap may be in a bad state for the next item, so this worker ends.
                 replies.write(frame(Scored(item.id, error=described(error, _MAX_ERROR_CHARS))))
                 return 1
-            except Exception as error:  # noqa: BLE001 - foreign code may raise anything; the item has no score then
+            except Exception as error:  # noqa: BLE001 - user code may raise anything; the item has no score then
                 reply = Scored(item.id, error=described(error, _MAX_ERROR_CHARS))
             replies.write(frame(reply))
             if _threads() > threads:
@@ -155,7 +155,7 @@ def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings) -> int:
 
 
 def _threads() -> int:
-    """Threads of this process, those that Python does not know of included where the kernel tells."""
+    """The number of threads of this process, including native ones if the kernel lists them."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:
@@ -163,16 +163,16 @@ def _threads() -> int:
 
 
 def _lower(limit: int, value: int) -> None:
-    """Set a resource limit for good, never above what is already imposed."""
+    """Lower a resource limit permanently; never raise an existing limit."""
     _, hard = resource.getrlimit(limit)
     bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(limit, (bound, bound))
 
 
 def _allow_processor_time(time_limit_s: float) -> None:
-    """Move the soft limit on processor time so that one more item fits; beyond it the kernel ends the process.
+    """Raise the soft limit of processor time to allow one more item; the kernel ends the process beyond it.
 
-    The pool's own clock is stricter. This bound holds where nobody is left to look at a clock.
+    The pool's time limit is stricter; this limit also works when the pool's process is gone or blocked.
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = math.ceil(used.ru_utime + used.ru_stime + time_limit_s) + 1
@@ -181,8 +181,8 @@ def _allow_processor_time(time_limit_s: float) -> None:
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Stdin and stdout under numbers of their own; 0 and 1 become /dev/null, so that what a scorer prints or reads
-    does not meet the protocol."""
+    """Stdin and stdout under other descriptors; 0 and 1 become /dev/null, so that a scorer cannot disturb the
+    protocol by printing or reading."""
     work = os.fdopen(os.dup(0), "rb", buffering=1 << 16)
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     _silence(0)
@@ -197,9 +197,9 @@ def _silence(descriptor: int) -> None:
 
 
 def _load(settings: WorkerSettings) -> None:
-    """Imports what scorers need now, so that no item pays for it with its time limit.
+    """Import the modules that scorers need, so that imports do not count towards an item's time limit.
 
-    Libraries are optional (a task that needs a missing one fails by itself), modules are not.
+    Libraries are optional (a task that needs a missing one fails later), modules are required.
     """
     for library in settings.libraries:
         if importlib.util.find_spec(library) is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxroll.rewards import sandbox
-from jaxroll.rewards.sandbox import Doors
+from jaxroll.rewards.sandbox import Restrictions
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 CHILD = """
@@ -18,7 +18,7 @@ import json, os, sys, threading
 from jaxroll.rewards import sandbox as isolation
 if sys.argv[2] == "without landlock":
     isolation._landlock = lambda libc: False
-doors = isolation.close_doors()
+restrictions = isolation.restrict()
 found = {}
 def tried(name, job):
     try:
@@ -37,7 +37,7 @@ tried("others' memory", lambda: open(f"/proc/{os.getppid()}/environ").read())
 tried("itself", lambda: os.kill(os.getpid(), 0))
 thread = threading.Thread(target=lambda: found.update(thread="done"))
 thread.start(); thread.join()
-os.write(1, json.dumps([list(doors.open), str(doors), found]).encode())
+os.write(1, json.dumps([list(restrictions.missing), str(restrictions), found]).encode())
 """
 
 
@@ -77,7 +77,7 @@ def test_without_landlock_the_filter_refuses_to_open_for_writing(tmp_path: Path)
 
 def test_every_machine_denies_something_of_each_kind_and_no_number_twice() -> None:
     for machine in sandbox._MACHINES.values():
-        assert {*machine.denied} == {"network", "processes", "signals", "files"} == {*Doors().open}
+        assert {*machine.denied} == {"network", "processes", "signals", "files"} == {*Restrictions().missing}
         numbers = [*(n for some in machine.denied.values() for n in some), machine.clone, *machine.kills]
         numbers += [*machine.opens, sandbox._CLONE3, sandbox._OPENAT2]
         assert len(numbers) == len({*numbers})
@@ -85,18 +85,18 @@ def test_every_machine_denies_something_of_each_kind_and_no_number_twice() -> No
 
 
 def test_what_is_open_is_said() -> None:
-    assert str(Doors("a", "b", "c", "d")) == "no network by a, no processes by b, no signals by c, no files by d"
-    assert str(Doors("a")) == "no network by a; OPEN: processes, signals, files (resource limits only)"
-    assert str(Doors()) == "OPEN: network, processes, signals, files (resource limits only)"
+    assert str(Restrictions("a", "b", "c", "d")) == "no network by a, no processes by b, no signals by c, no files by d"
+    assert str(Restrictions("a")) == "no network by a; OPEN: processes, signals, files (resource limits only)"
+    assert str(Restrictions()) == "OPEN: network, processes, signals, files (resource limits only)"
 
 
 def test_a_pool_says_once_and_loudly_what_its_workers_are_not_kept_from(caplog: pytest.LogCaptureFixture) -> None:
     pool = ScoringPool(1)
     for _ in range(2):  # a worker and its replacement
-        pool._note_doors(Doors("seccomp"))
+        pool._note_restrictions(Restrictions("seccomp"))
     assert [(r.levelname, "OPEN: processes, signals, files" in r.getMessage()) for r in caplog.records] == [
         ("WARNING", True)
     ]
     caplog.clear()
-    ScoringPool(1)._note_doors(Doors("a", "b", "c", "d"))
+    ScoringPool(1)._note_restrictions(Restrictions("a", "b", "c", "d"))
     assert caplog.records == []
