@@ -1,4 +1,4 @@
-"""reasoning-gym tasks as a source: procedural, offline, endless."""
+"""Source of reasoning-gym tasks: procedural, offline, endless."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Item
 from jaxroll.rewards.scorers import import_library
 
-# What generators of third parties raise when a seed does not suit them.
+# Exceptions of third-party generators for seeds that they do not support.
 _GENERATOR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-# Item i of seed s is Random(s + i): one seed and disjoint index ranges, never neighbouring seeds.
+# Item i of seed s is Random(s + i), so neighbouring seeds share items. JaxRoll uses one seed and disjoint index ranges.
 _SEED = 0
 _VIRTUAL_SIZE = 2**62
 
@@ -45,7 +45,7 @@ class GymSource:
         self.identity = f"reasoning_gym/{cfg.name}/{json.dumps(dict(cfg.args), sort_keys=True, default=list)}"
 
     def item(self, index: int) -> Item:
-        """Item `index`; raises DataError where the generator fails for that index."""
+        """Item `index`; DataError when the generator fails for that index."""
         try:
             entry = self._dataset[index]
         except _GENERATOR_ERRORS as error:
@@ -67,7 +67,7 @@ class GymSource:
         """The characters of prompts and answers: declared for compact prompts, printable ASCII for full ones."""
         if not self._as_compact:
             return _sorted_characters(PRINTABLE + self._task.prompt_alphabet + self._task.answer_alphabet)
-        if self._name == "spell_backward":  # the words are known: most ranges of lengths hold no digit
+        if self._name == "spell_backward":  # its words are known, and most ranges of lengths contain no digit
             return _sorted_characters("".join(self._dataset.words).lower())
         return _sorted_characters(self._task.prompt_alphabet + self._task.answer_alphabet)
 
@@ -81,13 +81,13 @@ def _with_compact() -> list[str]:
 
 
 def _create_dataset(name: str, args: dict[str, Any]) -> Any:
-    """The dataset object; anything it prints is dropped, since stdout belongs to the command."""
+    """The dataset object; its output on stdout is dropped."""
     for key in ("seed", "size"):
         if key in args:
             raise ConfigError(
                 f"task.args.{key}",
                 args[key],
-                "ranges of items are chosen by JaxRoll",
+                "JaxRoll chooses the ranges of items",
                 "Use task.train_start, task.heldout_start and sft.start.",
             )
     try:
@@ -108,7 +108,7 @@ def _create_dataset(name: str, args: dict[str, Any]) -> Any:
 
 
 def _settings_of(name: str, args: dict[str, Any]) -> str:
-    """What the task can be told: the setting nearest to the first unknown one, else all of them."""
+    """A remedy: the known setting nearest to the first unknown one, or a list of all settings."""
     from reasoning_gym.factory import DATASETS
 
     known = tuple(field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size"))
@@ -116,10 +116,11 @@ def _settings_of(name: str, args: dict[str, Any]) -> str:
     return nearest(unknown[0], known) if unknown else f"Its settings: {', '.join(sorted(known))}."
 
 
-# --- known tasks: allowed ones, their compact form, refused ones with the reason
+# --- known tasks: allowed ones with their compact form, refused ones with the reason
 #
-# A task is allowed when its scorer only compares text or numbers (read in reasoning-gym 0.1.25). Several others execute
-# the model's answer, hang on it, raise, or can be gamed; `envs` keeps a list of its own and refuses them once more.
+# A task is allowed if its scorer only compares text or numbers (reviewed in reasoning-gym 0.1.25). Several others
+# execute the model's answer, hang on it, raise, or can be gamed; `rewards.scorers` has its own list and also refuses
+# them.
 
 Metadata = Mapping[str, Any]
 
@@ -131,10 +132,10 @@ _EXPRESSION = _DIGITS + "+-*/()"
 class GymTask(msgspec.Struct, frozen=True):
     """An allowed task.
 
-    `compact` turns an item's metadata into the short prompt, None where there is no short form; `prompt_alphabet` and
+    `compact` makes the short prompt from an item's metadata; None if there is no short form. `prompt_alphabet` and
     `answer_alphabet` are the characters of compact prompts and of answers. `scorer_metadata` are the fields that the
-    scorer reads beside the answer. `lower_case`: prompts and answers are asked in lower case, where the scorer ignores
-    case; the alphabet halves and no word comes twice.
+    scorer reads in addition to the answer. `lower_case`: prompts and answers are in lower case, because the scorer
+    ignores case; this halves the alphabet.
     """
 
     compact: Callable[[Metadata], str] | None = None
@@ -188,7 +189,7 @@ def _grid(metadata: Metadata) -> str:
     return "\n".join("".join(str(cell) for cell in row) for row in metadata["grid"])
 
 
-_LETTERS = string.ascii_letters + "àë" + _DIGITS  # of the text that the word tasks draw from
+_LETTERS = string.ascii_letters + "àë" + _DIGITS  # the characters of the text from which the word tasks are made
 
 TASKS: Mapping[str, GymTask] = {
     "spell_backward": GymTask(_word, string.ascii_lowercase + _DIGITS, string.ascii_lowercase + _DIGITS, (), True),
@@ -249,10 +250,10 @@ REFUSED: Mapping[str, str] = {
 
 
 def allowed(name: str) -> GymTask:
-    """The task `name`, or a ConfigError that says why it is refused."""
+    """The task `name`; ConfigError with the reason if it is refused."""
     if name in TASKS:
         return TASKS[name]
     if name in REFUSED:
         raise ConfigError("task.name", name, REFUSED[name], f"Choose one of {', '.join(sorted(TASKS))}.")
-    reason = "it is not on the list of tasks whose scorers were read and only compare"
+    reason = "it is not on the list of tasks whose scorers were reviewed and only compare"
     raise ConfigError("task.name", name, reason, nearest(name, tuple(TASKS)))

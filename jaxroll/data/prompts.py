@@ -19,10 +19,9 @@ _STATE_FORMAT = 1
 
 
 class PromptPipeline:
-    """Training tasks without end, in the order that `run.seed` decides; held-out questions never come.
+    """Endless iterator of training tasks in an order determined by `run.seed`; it never yields held-out questions.
 
-    An iterator with a state: `state()` after an item, given to `restore()` of another pipeline with the same config,
-    continues with the item after it. Not thread-safe.
+    `restore()` with the `state()` of another pipeline of the same config continues with the next item. Not thread-safe.
     """
 
     def __init__(self, config: Config) -> None:
@@ -56,14 +55,14 @@ class PromptPipeline:
         return self._candidates.tokenizer
 
     def state(self) -> bytes:
-        """Where the stream stands, as JSON."""
+        """The position of the stream, as JSON."""
         state = {"format": _STATE_FORMAT, "fingerprint": self._fingerprint, "grain": self._iterator.get_state()}
         return json.dumps(state, separators=(",", ":")).encode()
 
     def restore(self, state: bytes | None) -> None:
-        """Continues after the item that `state` was taken at (None: from the beginning).
+        """Continue after the item at which `state` was taken (None: from the beginning).
 
-        Refuses the state of another task, seed or range.
+        ConfigError for the state of another task, seed or range; DataError for malformed data.
         """
         try:
             found = json.loads(self._beginning if state is None else state)
@@ -87,7 +86,7 @@ class PromptPipeline:
 
 
 def _fingerprint(config: Config, candidates: Candidates) -> str:
-    """Identifies everything that decides the sequence."""
+    """A digest of all settings that determine the order of prompts."""
     ranges, task = candidates.ranges, config.task
     parts = (candidates.identity, config.run.seed, repr(ranges.train), repr(ranges.heldout), task.heldout_items)
     return hashlib.blake2b(
@@ -95,15 +94,15 @@ def _fingerprint(config: Config, candidates: Candidates) -> str:
     ).hexdigest()
 
 
-# --- Whether a config's task gives what its run will ask for: held-out items, training prompts, worked answers
+# --- Checks of a config's task before a run starts: held-out items, training prompts, worked answers
 #
-# Looked at before a run starts, without grain and JAX. The run itself refuses the same things when it meets them.
+# They need neither grain nor JAX. The run itself makes the same checks later.
 
-_LENGTHS_SEEN = 256  # worked answers whose lengths are looked at
+_LENGTHS_SEEN = 256  # worked answers whose lengths are checked
 
 
 def check(config: Config) -> Tokenizer:
-    """The run's tokenizer, or the ConfigError with which a role would end that asks for prompts or answers."""
+    """Check that the task yields prompts and answers; return the run's tokenizer. ConfigError as in the run itself."""
     candidates = Candidates(config)
     kept_aside = tasks.hashes(tasks.tasks(config, candidates))
     _check_prompts(config, candidates, kept_aside)
@@ -161,6 +160,6 @@ def _check_length(config: Config, text: Tokenizer, found: Candidate) -> None:
 
 
 def _spread(indices: range) -> list[int]:
-    """Different places of `indices`, always the same ones: as many as the run would try before it gives up."""
+    """A fixed random selection of `indices`, as many as the run would try before it gives up."""
     count = min(len(indices), MAX_SKIPPED_IN_A_ROW)
     return [indices[place] for place in random.Random(0).sample(range(len(indices)), count)]

@@ -1,4 +1,4 @@
-"""The source of items that a config names, and the characters that its items are made of."""
+"""Sources of items: local JSONL and Parquet files, games, reasoning-gym; selected by the config."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxroll.records import Item
 
 
 def open_source(cfg: TaskConfig) -> Source:
-    """The source that `cfg` names, checked; raises ConfigError that says what is missing or refused."""
+    """The source that `cfg` names; ConfigError when it is missing or refused."""
     opener = _OPENERS.get(cfg.source)
     if opener is None:
         raise ConfigError("task.source", cfg.source, "there is no such source", f"Use one of {sorted(_OPENERS)}.")
@@ -31,44 +31,14 @@ def open_source(cfg: TaskConfig) -> Source:
 
 
 def alphabet(cfg: TaskConfig) -> str:
-    """Every character that prompts and answers of the task can hold, sorted: what a character tokenizer must know."""
+    """All characters of the task's prompts and answers, sorted, for a character tokenizer."""
     return open_source(cfg).alphabet()
 
 
-def _open_reasoning_gym(cfg: TaskConfig) -> Source:
-    from jaxroll.data.gym import GymSource
+# --- Local JSONL and Parquet files as sources: each row has a question (or prompt) and an answer, scored by exact match
 
-    return GymSource(cfg)
-
-
-def _open_jsonl(cfg: TaskConfig) -> Source:
-
-    return JsonlSource(cfg)
-
-
-def _open_parquet(cfg: TaskConfig) -> Source:
-
-    return ParquetSource(cfg)
-
-
-def _open_game(cfg: TaskConfig) -> Source:
-
-    return open_game(cfg)
-
-
-# Opened by name so that a config pays only for the library it uses.
-_OPENERS: dict[str, Callable[[TaskConfig], Source]] = {
-    "reasoning_gym": _open_reasoning_gym,
-    "jsonl": _open_jsonl,
-    "parquet": _open_parquet,
-    "game": _open_game,
-}
-
-
-# --- Local JSONL and Parquet files as sources: a question (or prompt) and an answer a row, judged by exact match
-
-LINE_BYTES = 16 << 20  # of one row of JSONL
-# A Parquet file is held in memory, and some bytes of it can stand for gigabytes.
+LINE_BYTES = 16 << 20  # limit of one row of JSONL
+# A Parquet file is loaded into memory, and a small file can decompress to gigabytes.
 EXPANSION, SMALL_BYTES, MEMORY_BYTES = 500, 64 << 20, 8 << 30
 _BATCH_ROWS = 4096
 _INSTALL_PYARROW = "pip install 'jaxroll[data]' (pyarrow), or convert the file to JSONL."
@@ -84,10 +54,9 @@ _ROWS = msgspec.json.Decoder(_Row)
 
 
 class JsonlSource:
-    """The lines of a JSONL file: objects with `question` (or `prompt`) and `answer`. Blank lines are not rows.
+    """Source of the lines of a JSONL file: objects with `question` (or `prompt`) and `answer`. Blank lines are skipped.
 
-    Every line is read once when the file is opened, so a malformed one is found before anything is trained on it; the
-    rows themselves stay on disk.
+    Every line is parsed once when the file is opened, so a malformed line is found before training; rows stay on disk.
     """
 
     def __init__(self, cfg: TaskConfig) -> None:
@@ -105,7 +74,7 @@ class JsonlSource:
                     offsets.extend((position, len(line)))
                 content.update(line)
                 position += len(line)
-            self._fd = os.dup(file.fileno())  # the file that was read, whatever its name stands for later
+            self._fd = os.dup(file.fileno())  # keeps this file open, even if its name is reused for another one
         self._offsets = np.array(offsets, np.int64).reshape(-1, 2)
         self._alphabet = "".join(sorted(characters))
         self.size = _some_rows(len(self._offsets), self._path)
@@ -116,9 +85,9 @@ class JsonlSource:
             os.close(fd)
 
     def item(self, index: int) -> Item:
-        """Row `index`, read from the file; raises DataError beyond its end."""
+        """Row `index`, read from the file; DataError beyond its end."""
         if not 0 <= index < self.size:
-            raise DataError(f"{self._path} has {self.size} rows, row {index} was asked for")
+            raise DataError(f"{self._path} has {self.size} rows, so there is no row {index}")
         offset, size = (int(n) for n in self._offsets[index])
         where = f"{self._path} row {index}"
         return _item(_parsed(os.pread(self._fd, size, offset), where), where)
@@ -129,7 +98,7 @@ class JsonlSource:
 
 
 class ParquetSource:
-    """The rows of a Parquet file with the columns `question` (or `prompt`) and `answer`, held in memory."""
+    """Source of the rows of a Parquet file with columns `question` (or `prompt`) and `answer`, held in memory."""
 
     def __init__(self, cfg: TaskConfig) -> None:
         self._path = Path(cfg.path)
@@ -152,7 +121,7 @@ class ParquetSource:
                     rows += len(batch)
                     batches.append(batch)
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
-            # Texts that are not UTF-8, times that no Python object can hold, time zones that there are not.
+            # Text that is not UTF-8, times outside of Python's range, unknown time zones.
             raise _not_parquet(self._path, str(error)) from error
         self.size = _some_rows(rows, self._path)
         self._table = pyarrow.Table.from_batches(batches)
@@ -165,9 +134,9 @@ class ParquetSource:
             yield _item(_converted(row, where), where)
 
     def item(self, index: int) -> Item:
-        """Row `index`."""
+        """Row `index`; DataError beyond the end."""
         if not 0 <= index < self.size:
-            raise DataError(f"{self._path} has {self.size} rows, row {index} was asked for")
+            raise DataError(f"{self._path} has {self.size} rows, so there is no row {index}")
         row = {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
         where = f"{self._path} row {index}"
         return _item(_converted(row, where), where)
@@ -178,7 +147,7 @@ class ParquetSource:
 
 
 def _batches(parquet: Any, path: Path, file_bytes: int) -> Iterator[Any]:
-    """The rows with the columns that are read, a batch at a time; ConfigError when they take too much memory."""
+    """Batches of rows with the needed columns; ConfigError when they need too much memory."""
     columns = [name for name in parquet.schema_arrow.names if name in _Row.__struct_fields__]
     if len(set(columns)) < len(columns):
         raise _not_parquet(path, f"it has several columns of one name ({', '.join(sorted(columns))})")
@@ -191,7 +160,7 @@ def _batches(parquet: Any, path: Path, file_bytes: int) -> Iterator[Any]:
     sizes = [max(0, chunk.total_uncompressed_size) for chunk in chunks if chunk.path_in_schema in columns]
     if sum(sizes) > limit:
         raise _too_much(path, file_bytes)
-    # No value is longer than its column, and all rows of a batch may name the longest one.
+    # A value may be as long as its column chunk, and all rows of a batch may refer to the longest value.
     rows = min(_BATCH_ROWS, max(1, limit // max(sizes, default=1)))
     held = 0
     for batch in parquet.iter_batches(rows, columns=columns):
@@ -202,17 +171,17 @@ def _batches(parquet: Any, path: Path, file_bytes: int) -> Iterator[Any]:
 
 
 def _limit(file_bytes: int) -> int:
-    """What the rows of a file may take in memory, and their text as characters."""
+    """The limit of the rows of a file in memory, and of their text in characters."""
     return min(MEMORY_BYTES, max(SMALL_BYTES, EXPANSION * file_bytes))
 
 
 def _too_much(path: Path, file_bytes: int) -> ConfigError:
-    reason = f"its {file_bytes:,} bytes stand for more than {_limit(file_bytes):,} in memory"
+    reason = f"its {file_bytes:,} bytes expand to more than {_limit(file_bytes):,} in memory"
     return _not_parquet(path, reason, "Convert it to JSONL, whose rows stay on disk.")
 
 
 def _existing(path: str) -> BinaryIO:
-    """The file, open for reading; ConfigError when it cannot be read or is none."""
+    """The file, open for reading; ConfigError when it is missing, unreadable or not a regular file."""
     remedy = "Set task.path to the file with the rows."
     try:
         if not path:
@@ -220,7 +189,7 @@ def _existing(path: str) -> BinaryIO:
         return disk.opened(Path(path).expanduser())
     except FileNotFoundError as error:
         raise ConfigError("task.path", path, "there is no such file", remedy) from error
-    except RuntimeError as error:  # ~name of a user that there is not
+    except RuntimeError as error:  # ~name of an unknown user
         raise ConfigError("task.path", path, str(error), remedy) from error
     except (OSError, DataError) as error:
         raise ConfigError("task.path", path, f"it cannot be read: {error}", remedy) from error
@@ -247,7 +216,7 @@ def _parsed(line: bytes, where: str) -> _Row:
 
 def _converted(row: dict[str, Any], where: str) -> _Row:
     try:
-        # A decimal would be taken for a float, which has fewer digits.
+        # As text, because msgspec would convert a Decimal to a float and lose digits.
         return msgspec.convert({k: str(v) if isinstance(v, Decimal) else v for k, v in row.items()}, _Row)
     except msgspec.ValidationError as error:
         raise _bad_row(where, str(error)) from error
@@ -258,7 +227,7 @@ def _bad_row(where: str, reason: str) -> ConfigError:
 
 
 def _item(row: _Row, where: str) -> Item:
-    """The row as an item. The answer is what the model must write, letter by letter."""
+    """The row as an item, whose answer the model must give exactly."""
     question = row.question if row.question is not None else row.prompt
     if not question or row.answer is None:
         raise _bad_row(where, f"the row has no {'answer' if question else 'question (or prompt)'}")
@@ -269,10 +238,17 @@ def _item(row: _Row, where: str) -> Item:
 # --- games
 
 _BROKEN_MODULE = (
-    ArithmeticError, AttributeError, ImportError, LookupError, NameError, SyntaxError, TypeError, ValueError,
-)  # fmt: skip
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 
-# Each built-in game is loaded by name, as a user's is.
+# Built-in games are loaded by name, like a user's games.
 GAMES: Mapping[str, str] = {
     "frozen_lake": "jaxroll.envs.frozen_lake:FrozenLakeSource",
     "calculator": "jaxroll.envs.calculator:CalculatorSource",
@@ -280,16 +256,16 @@ GAMES: Mapping[str, str] = {
 
 
 def open_game(cfg: TaskConfig) -> Source:
-    """The source that `task.name` names: one of `GAMES`, or `package.module:Class`, which is made of the TaskConfig.
+    """The source that `task.name` names: one of `GAMES`, or `package.module:Class`, called with the TaskConfig.
 
-    ConfigError for one that there is not, and for an environment of another game.
+    ConfigError for an unknown game, and for an environment of another game.
     """
     check_game(cfg)
     return _loaded(GAMES.get(cfg.name, cfg.name))(cfg)
 
 
 def check_game(cfg: TaskConfig) -> None:
-    """ConfigError for a game that there is not, or an environment that does not play it. Imports nothing."""
+    """Raise ConfigError for an unknown game, or an environment of another game. Imports nothing."""
     if ":" in cfg.name:
         return
     if cfg.name not in GAMES:
@@ -304,4 +280,22 @@ def _loaded(name: str) -> Callable[[TaskConfig], Source]:
         return getattr(importlib.import_module(module), attribute)
     except _BROKEN_MODULE as e:
         reason = f"it cannot be imported: {type(e).__name__}: {e}"
-        raise ConfigError("task.name", name, reason, "Install or mend it, or run where it can be found.") from e
+        remedy = "Install or fix it, or start the run in a folder from which it can be imported."
+        raise ConfigError("task.name", name, reason, remedy) from e
+
+
+# --- sources by the name in `task.source`
+
+
+def _open_reasoning_gym(cfg: TaskConfig) -> Source:
+    from jaxroll.data.gym import GymSource  # imports reasoning-gym, which other sources do not need
+
+    return GymSource(cfg)
+
+
+_OPENERS: dict[str, Callable[[TaskConfig], Source]] = {
+    "reasoning_gym": _open_reasoning_gym,
+    "jsonl": JsonlSource,
+    "parquet": ParquetSource,
+    "game": open_game,
+}

@@ -1,9 +1,9 @@
-"""Tasks from the config's source: prompt text, identity, whether the prompt fits; and the held-out set."""
+"""Tasks from the items of the config's source; held-out set, ranges and order of items."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Message, Task, question_hash
 from jaxroll.text import tokenizers
 
-if TYPE_CHECKING:  # grain loads JAX: only the feeder, which draws prompts, pays for that
+if TYPE_CHECKING:  # grain imports JAX, which only the process that draws prompts needs
     import grain
 
 
@@ -24,7 +24,7 @@ MAX_SKIPPED_IN_A_ROW = 10_000
 
 @dataclass(frozen=True)
 class Candidate:
-    """A task, and what a teacher says to it: answers and, between them, its environment replies. Empty: unknown."""
+    """A task with its worked conversation (answers, and environment messages between them); empty if unknown."""
 
     task: Task
     worked: tuple[Message, ...]
@@ -32,13 +32,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Skipped:
-    """An item that is not trained on, and why."""
+    """An item that is not trained on, with the reason."""
 
     reason: str
 
 
 class Candidates:
-    """Items of the config's source by index, as tasks; knows the source's ranges and the run's tokenizer."""
+    """Items of the config's source by index, as tasks; with the source's ranges and the run's tokenizer."""
 
     def __init__(self, config: Config) -> None:
         self._config = config.task
@@ -48,7 +48,7 @@ class Candidates:
         self.identity = self._source.identity
 
     def at(self, index: int) -> Candidate:
-        """Item `index`. Raises DataError where the source cannot make it or its prompt is too long."""
+        """Item `index` as a task. DataError when the source cannot make it or its prompt is too long."""
         item = self._source.item(index)
         text = item.compact if self._config.prompt_style == "compact" else item.question
         messages = (Message("user", text),)
@@ -62,14 +62,14 @@ class Candidates:
             env=self._config.env,
             env_args=msgspec.json.encode(item.env_args).decode(),
             seed=index,
-            # Over the compact form in lower case: a question is the same however it is dressed.
+            # Of the compact form in lower case, so that the same question has the same hash in every prompt form.
             question_hash=question_hash(item.compact.lower()),
         )
         answer = () if item.answer is None else (Message("assistant", item.answer),)
         return Candidate(task, item.worked or answer)
 
     def trainable(self, index: int, kept_aside: frozenset[str], *, taught: bool = False) -> Candidate | Skipped:
-        """Item `index`, unless it cannot be made, asks a question of `kept_aside`, or has no answer to be `taught`."""
+        """Item `index`; Skipped if it cannot be made, its question is in `kept_aside`, or (`taught`) has no answer."""
         try:
             candidate = self.at(index)
         except DataError as error:
@@ -81,15 +81,15 @@ class Candidates:
         return candidate
 
 
-# --- held-out tasks, and the check that none was trained on
+# --- held-out tasks
 
-_TRIES_PER_ITEM = 50  # a task with fewer distinct questions than this finds is too small to hold anything out
+_TRIES_PER_ITEM = 50  # indices tried per held-out item; a task that needs more has too few distinct questions
 
 
 def tasks(config: Config, candidates: Candidates | None = None) -> tuple[Task, ...]:
     """`task.heldout_items` tasks with distinct questions, the same for every run seed.
 
-    Raises ConfigError when the held-out range has too few distinct questions.
+    ConfigError when the held-out range has too few distinct questions.
     """
     wanted = config.task.heldout_items
     candidates = candidates or Candidates(config)
@@ -121,26 +121,17 @@ def hashes(heldout: Iterable[Task]) -> frozenset[str]:
 
 
 def overlap(heldout: Iterable[Task], question_hashes: Iterable[str]) -> frozenset[str]:
-    """The held-out question hashes that also stand in `question_hashes`: 0 of them is what a report should say."""
+    """The held-out question hashes that also occur in `question_hashes`; a sound run has none."""
     return hashes(heldout).intersection(question_hashes)
 
 
-def check_disjoint(heldout: Sequence[Task], trained_on: Iterable[Task], what: str = "training") -> None:
-    """Raise DataError when a task of `trained_on` asks a held-out question, or a held-out question comes twice."""
-    if len(hashes(heldout)) < len(heldout):
-        raise DataError(f"the held-out set asks {len(heldout) - len(hashes(heldout))} questions twice")
-    common = overlap(heldout, (task.question_hash for task in trained_on))
-    if common:
-        raise DataError(f"{len(common)} held-out questions occur in {what}, as {sorted(common)[0]}")
-
-
-# --- Training, warm-start and held-out ranges of a source, and the order in which their items are visited
+# --- order of items
 
 
 def shuffled(indices: range, run_seed: int, purpose: str) -> grain.MapDataset[int]:
-    """`indices` in an endless order that `run_seed` and `purpose` decide; every epoch is a new permutation.
+    """`indices` in an endless order determined by `run_seed` and `purpose`; every epoch is a new permutation.
 
-    The permutation is computed index by index, so a range of ten million costs nothing to set up.
+    The permutation is computed index by index, so a range of ten million items needs no setup time.
     """
     import grain
 
@@ -150,25 +141,23 @@ def shuffled(indices: range, run_seed: int, purpose: str) -> grain.MapDataset[in
 
 
 def in_this_thread(dataset: grain.MapDataset) -> grain.IterDataset:
-    """`dataset` as an iterator that reads only what is asked for, in the caller's thread.
-
-    Making an item takes microseconds: read-ahead threads would cost more than they hide, and a state taken between two
-    items must not run ahead of them.
-    """
+    """`dataset` as an iterator that computes items on request, in the caller's thread."""
+    # Making an item takes microseconds, so read-ahead threads would cost more than they save; and the iterator's state
+    # between two items must not be ahead of them.
     import grain
 
     return dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=1))
 
 
-# --- ranges
+# --- training, warm-start and held-out ranges of a source
 
-# Length of the last range of an endless source; the others end where the next one starts.
+# Length of the last range of an endless source; each other range ends at the start of the next one.
 _ENDLESS_SPAN = 10_000_000
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """Item indices in three ranges. Held-out questions are excluded from the other two by hash, wherever they stand."""
+    """Item indices of the three ranges. Held-out questions are excluded from the other two ranges by their hash."""
 
     train: range
     heldout: range
@@ -176,10 +165,10 @@ class Ranges:
 
 
 def of(config: Config, size: int | None) -> Ranges:
-    """The ranges of a source of `size` items (None: endless).
+    """The ranges of a source of `size` items (None: endless). ConfigError when they do not fit the source.
 
-    An endless source is cut at the three starts of the config. A file too short for `task.heldout_start` is held out
-    from its end backwards, and the warm start shares the training rows where the file ends before `sft.start`.
+    An endless source is divided at the three starts of the config. In a file too short for `task.heldout_start`, items
+    are held out from the end backwards; if the file ends before `sft.start`, the warm start uses the training rows.
     """
     if size is None:
         return _endless(config)
@@ -219,14 +208,14 @@ def _endless(config: Config) -> Ranges:
     return Ranges(train, heldout, sft)
 
 
-# --- Questions with what a teacher answers, for the warm start
+# --- worked conversations for the warm start
 
 
 def examples(config: Config, count: int) -> list[tuple[Task, tuple[Message, ...]]]:
-    """`count` tasks, each with a worked conversation, in the order that `run.seed` decides.
+    """`count` tasks, each with a worked conversation, in an order determined by `run.seed`.
 
-    A conversation is what the model should have said, and between two answers what the environment replied.
-    They come from the warm start's own range and never ask a held-out question; questions may repeat.
+    A conversation consists of the answers to learn and the environment's messages between them. Tasks come from the
+    range of the warm start and never have a held-out question; questions may repeat. ConfigError when none can be used.
     """
     candidates = Candidates(config)
     kept_aside = hashes(tasks(config, candidates))

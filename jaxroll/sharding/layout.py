@@ -1,4 +1,4 @@
-"""Device meshes with axes ("data", "fsdp", "tensor") of Auto type, and the backend that they are on."""
+"""Device meshes with the axes ("data", "fsdp", "tensor"), and the rules from logical axes to mesh axes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def build(
 ) -> Mesh:
     """The mesh of the first `cfg.devices` of `devices` (default: all that this process sees).
 
-    Auto axes: the compiler propagates shardings from the arguments, and a PartitionSpec is a hint, not a type.
-    Raises ConfigError for a size below one or for too few devices.
+    Its axes have type Auto: the compiler propagates shardings from the arguments, and a PartitionSpec is a hint.
+    ConfigError for a size below one or for too few devices.
     """
     shape = (cfg.data, cfg.fsdp, cfg.tensor)
     for axis, size in zip(AXES, shape, strict=True):
@@ -35,7 +35,7 @@ def build(
         raise ConfigError(
             "mesh",
             dict(zip(AXES, shape, strict=True)),
-            f"needs {cfg.devices} devices, {len(available)} are here",
+            f"needs {cfg.devices} devices, this process has {len(available)}",
             "Make the axes smaller, or on a CPU force more devices with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={cfg.devices}.",
         )
@@ -50,7 +50,7 @@ _PLATFORMS: dict[str, Platform] = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "r
 
 
 def platform(mesh: Mesh | None = None) -> Platform:
-    """cpu, gpu or tpu: of the mesh's devices (also of a topology without hardware), else of this process's default."""
+    """The platform of the mesh's devices (also of a topology without hardware), or of the default backend."""
     name = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     if name not in _PLATFORMS:
         raise ConfigError("placement.platform", name, "unknown JAX platform", f"Known: {', '.join(_PLATFORMS)}.")
@@ -58,25 +58,25 @@ def platform(mesh: Mesh | None = None) -> Platform:
 
 
 def device_kind(mesh: Mesh) -> str:
-    """The devices' name as their maker gives it, such as "TPU v5 lite"."""
+    """The vendor's name of the devices, such as "TPU v5 lite"."""
     return mesh.devices.flat[0].device_kind
 
 
 def memory_bytes(device: jax.Device) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
-    """Bytes that JAX may use on this device; None where the backend does not say (CPU)."""
+    """Bytes that JAX may use on this device; None if the backend does not report it (CPU)."""
     stats = device.memory_stats()
     return None if not stats else stats.get("bytes_limit")
 
 
-# --- Logical axes to mesh axes. A parameter or activation names what its axes mean; a rules table says where they lie
+# --- Logical axes to mesh axes. A parameter or activation names its logical axes; a table of rules maps them
 #
 # Learner and sampler run the same model and differ only in this table.
 
 Rules = Mapping[str, tuple[str, ...] | None]
 Logical = tuple[str | None, ...]
 
-# Axes of arrays whose names mean the same on both sides: heads, hidden units and words are split by tensor
-# parallelism; norms, head dimensions, layers and token positions are never split.
+# Axes with the same rule for learner and sampler: heads, hidden units and vocabulary are sharded by tensor parallelism;
+# norms, head dimensions, layers and token positions are never sharded.
 _SHARED: dict[str, tuple[str, ...] | None] = {
     "vocab": ("tensor",),
     "heads": ("tensor",),
@@ -86,29 +86,29 @@ _SHARED: dict[str, tuple[str, ...] | None] = {
     "layers": None,
     "tokens": None,
     "norm": None,
-    "value": None,  # the one output of a critic
-    "width": None,  # the residual stream of an activation; of a parameter the same axis is called "embed"
+    "value": None,  # the single output of a critic
+    "width": None,  # the residual stream of an activation; the same axis of a parameter is called "embed"
     "rows": ("data", "fsdp"),
     "slots": ("data", "fsdp"),
 }
 
 LEARNER: Rules = MappingProxyType(_SHARED | {"embed": ("fsdp",)})
-"""Parameters split over fsdp and tensor, rows of a batch over data and fsdp."""
+"""Rules of the learner: parameters sharded over fsdp and tensor, rows of a batch over data and fsdp."""
 
 SAMPLER: Rules = MappingProxyType(_SHARED | {"embed": None})
-"""Parameters split over tensor only (no gather in a decode step), slots over data and fsdp."""
+"""Rules of a sampler: parameters sharded over tensor only (no gather in a decode step), slots over data and fsdp."""
 
 
 def spec(logical: Logical, rules: Rules) -> PartitionSpec:
     """The PartitionSpec of an array with these logical axes; ConfigError for an unknown axis or a collision.
 
-    A collision is one mesh axis claimed by two axes of the same array.
+    A collision means that two axes of the same array use the same mesh axis.
     """
     parts = tuple(_mesh_axes(name, rules) for name in logical)
     claimed = [axis for part in parts for axis in part]
     for axis in claimed:
         if claimed.count(axis) > 1:
-            raise ConfigError("sharding.rules", logical, f"mesh axis {axis!r} is claimed twice", "Unmap one of them.")
+            raise ConfigError("sharding.rules", logical, f"two axes use the mesh axis {axis!r}", "Unmap one of them.")
     return PartitionSpec(*(part or None for part in parts))
 
 
@@ -124,7 +124,7 @@ def sharding(mesh: Mesh, logical: Logical, rules: Rules, shape: tuple[int, ...])
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding that gives every device a whole copy."""
+    """The sharding with a whole copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -135,7 +135,7 @@ def batch_spec(rules: Rules) -> PartitionSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh with its rules: where the arrays of one program lie."""
+    """A mesh with its rules, which together determine the shardings of a program's arrays."""
 
     mesh: Mesh
     rules: Rules
@@ -145,7 +145,7 @@ class Layout:
         return sharding(self.mesh, logical, self.rules, shape)
 
     def constrain(self, array: jax.Array, logical: Logical) -> jax.Array:
-        """`array`, with its sharding inside a jitted program pinned to the rules."""
+        """`array`, with its sharding inside a jitted program constrained to the rules."""
         return jax.lax.with_sharding_constraint(array, self.sharding(logical, array.shape))
 
 

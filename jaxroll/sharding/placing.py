@@ -1,7 +1,7 @@
-"""Arrays between the host and devices that may belong to several processes.
+"""Transfers between the host and devices, also for meshes that span several processes.
 
-Where a mesh spans processes, each of them calls with the same host arrays, brings the parts that its own devices hold,
-and is given whole arrays back: what is computed from them is the same everywhere.
+If a mesh spans several processes, each of them must call these functions with the same host arrays, and transfers the
+shards of its own devices. Fetched arrays are whole on every process, so that all of them compute the same.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def placed(arrays: dict[str, np.ndarray], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
-    """`arrays` lying as `sharding` says; they may share the memory of those on the host."""
+    """`arrays` on the devices with `sharding`; they may alias the host arrays."""
     if sharding.is_fully_addressable:
         return jax.device_put(arrays, sharding)
     return {name: placed_once(array, sharding) for name, array in arrays.items()}
 
 
 def placed_once(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """One array, copied: the caller may donate what it gets, and write to what it gave."""
+    """A copy of `array` on the devices with `sharding`: it may be donated, and the host array may be changed."""
     if sharding.is_fully_addressable:
         return jax.device_put(array, sharding, may_alias=False)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: np.array(array[index]))
 
 
 def moved(arrays: Sequence[jax.Array], targets: Sequence[jax.sharding.Sharding]) -> list[jax.Array]:
-    """Each of `arrays` lying as its target says, themselves where they do already. All lie on one process's devices.
+    """Each of `arrays` with its target sharding; an array that has it already is returned as it is.
 
-    Where a target's devices are all of an array's, or the first so many that they divide these, the devices exchange
-    what is missing in one program (`jax.device_put` would go by way of the host); others go that way.
+    All devices must belong to this process. If a target's devices are all of an array's devices, or the first n of them
+    where n divides their number, the devices exchange shards in one program (`jax.device_put` would copy through the
+    host). Other arrays are copied by `jax.device_put`.
     """
     wide = [_widened(array.sharding, target) for array, target in zip(arrays, targets, strict=True)]
     there = [array.sharding.is_equivalent_to(target, array.ndim) for array, target in zip(arrays, targets, strict=True)]
@@ -51,8 +52,10 @@ def moved(arrays: Sequence[jax.Array], targets: Sequence[jax.sharding.Sharding])
 
 
 def _widened(source: jax.sharding.Sharding, target: jax.sharding.Sharding) -> NamedSharding | None:
-    """What gives the devices of `target` what it gives them, on all devices of `source`; None where these have another
-    order, or do not begin with all of the target's."""
+    """A sharding over all devices of `source` that has the shards of `target` on the devices of `target`.
+
+    None if the devices of `source` do not begin with those of `target` in the same order.
+    """
     if not (isinstance(source, NamedSharding) and isinstance(target, NamedSharding)):
         return None
     if not (isinstance(source.mesh, Mesh) and isinstance(target.mesh, Mesh)):
@@ -69,7 +72,7 @@ def _widened(source: jax.sharding.Sharding, target: jax.sharding.Sharding) -> Na
 
 
 def _narrowed(array: jax.Array, target: jax.sharding.Sharding) -> jax.Array:
-    """The part of `array` on the devices of `target`, which it gives what they have."""
+    """The part of `array` on the devices of `target`, as an array with that sharding."""
     if array.sharding == target:
         return array
     shards = {shard.device: shard.data for shard in array.addressable_shards}
@@ -83,17 +86,18 @@ def _exchange(shardings: tuple[NamedSharding, ...]) -> Callable[[list[jax.Array]
 
 
 def fetched(tree: Any) -> Any:
-    """The arrays (of JAX) of `tree` whole, on the host.
+    """The JAX arrays of `tree` as whole host arrays.
 
-    Every process must ask for what lies on several, in the same order; the first such question of a shape compiles.
+    For arrays over several processes, every process must call this in the same order, and the first call per shape
+    compiles a program.
     """
     return jax.tree.map(_fetched, tree) if _elsewhere(tree) else jax.device_get(tree)
 
 
 def gathered(array: jax.Array) -> jax.Array:
-    """`array` so that the devices of each process hold all of it together; itself where they do already.
+    """`array`, resharded so that the devices of each process together hold all of it; unchanged if they do already.
 
-    It stays split among the devices of a process as it was. Every process must call, in the same order.
+    Its sharding among the devices of a process does not change. Every process must call this in the same order.
     """
     sharding = array.sharding
     if sharding.is_fully_addressable or not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
@@ -106,14 +110,14 @@ def gathered(array: jax.Array) -> jax.Array:
 
 
 def _axes_across_processes(mesh: Mesh) -> frozenset[str]:
-    """The axes along which a step may lead to another process's device."""
+    """The mesh axes along which devices belong to different processes."""
     owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
     firsts = {name: np.take(owners, [0], axis) for axis, name in enumerate(mesh.axis_names)}
     return frozenset(name for name, first in firsts.items() if (owners != first).any())
 
 
 def _without(part: Any, axes: frozenset[str]) -> Any:
-    """One entry of a PartitionSpec, less these axes."""
+    """One entry of a PartitionSpec without `axes`."""
     if not isinstance(part, tuple):
         return None if part in axes else part
     return tuple(axis for axis in part if axis not in axes) if axes.intersection(part) else part
@@ -125,7 +129,7 @@ def _resharding(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 
 def _elsewhere(tree: Any) -> bool:
-    """True if some array lies in parts on another process's devices."""
+    """True if a part of an array is only on devices of another process."""
     return any(not (leaf.is_fully_addressable or leaf.is_fully_replicated) for leaf in jax.tree.leaves(tree))
 
 

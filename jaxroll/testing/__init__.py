@@ -1,1 +1,5 @@
-"""Checks that users run on code of their own: environments and rewards. Works without JAX."""
+"""Checks for users' environments and rewards. Works without JAX.
+
+`environments.check_environment` (and the command `jaxroll env check`) plays an environment and reports how it violates
+the contract; `observed` holds the instruments of that check.
+"""

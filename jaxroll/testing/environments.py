@@ -1,8 +1,8 @@
-"""The contract of environments and rewards, checked on a user's own: `jaxroll env check`, and `check_environment`.
+"""Check of a user's environment and reward against their contract: `jaxroll env check`, and `check_environment`.
 
-The environment is played through the code that plays it in a run (`RolloutManager`, `Places`, the scoring pool, the
-loop of a role) by a model that answers from a script. A violation is what would cost a run members, time or memory, or
-make the members of a group incomparable.
+The environment is played by the same code as in a run (`RolloutManager`, `Executors`, the scoring pool, a role's event
+loop), with a model that answers from a script. A violation is a behaviour that would cost a run members, time or
+memory, or make the members of a group incomparable.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from jaxroll.testing.observed import (
 )
 
 TASKS, EPISODES = 4, 32
-BLOCKED_S, BLOCKED_TIMES = 0.25, 2  # a machine under load delays one callback now and then
+BLOCKED_S, BLOCKED_TIMES = 0.25, 2  # more than once, because a busy machine sometimes delays a single callback
 SLOW_CLOSE_S = 1.0
 AT_ONCE = 8
-LEAK_EPISODES, LEAK_LEAST, LEAK_BUDGET_S = 24, 8, 20.0  # in each of two windows; a leak grows in both
-LEAKED_BYTES = 160 << 10  # of memory, an episode
+LEAK_EPISODES, LEAK_LEAST, LEAK_BUDGET_S = 24, 8, 20.0  # per window; a leak must grow in both of two windows
+LEAKED_BYTES = 160 << 10  # of memory per episode
 CANCEL_WAIT_S = 2.0
 LIMIT_S = 600.0
 _NUMBER = re.compile(r"\d+")
 
 
 class Violation(msgspec.Struct, frozen=True):
-    """One way in which an environment breaks its contract: what, where it was seen first, and what to do about it."""
+    """A violation of the contract: what happened, where it happened first, and what to do."""
 
     what: str
     where: str
@@ -65,7 +65,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The result of a check: violations, of so many episodes."""
+    """The result of a check: the violations, and the number of episodes."""
 
     environment: str
     episodes: int
@@ -77,7 +77,7 @@ def check_environment(
 ) -> list[Violation]:
     """The violations of the environment `name` (`module:name`), as in `assert check_environment(…) == []`.
 
-    Its tasks are those of `config` (a config file, or a Config), or `tasks`; each is played with several scripts.
+    The tasks are those of `config` (a config file, or a Config), or `tasks`; each is played with several scripts.
     ConfigError when the environment cannot be loaded or there are no tasks.
     """
     return list(report(name, config, tasks=tasks, episodes=episodes).violations)
@@ -91,7 +91,7 @@ def report(
     tasks: Sequence[Task] = (),
     episodes: int = EPISODES,
 ) -> Report:
-    """As `check_environment`, with the number of episodes. `overrides` are `key=value` of the config."""
+    """As `check_environment`, with the number of episodes. `overrides` are `key=value` overrides of the config."""
     registry.factory(name)
     settings = _config(name, config, overrides)
     plays = _plays(settings, tasks, episodes, in_bytes=config is None)
@@ -115,7 +115,7 @@ def report(
 
 
 def text(found: Report) -> str:
-    """The report for a person."""
+    """The report as text for the terminal."""
     head = f"{found.environment}: {found.episodes} episodes, "
     if not found.violations:
         return head + "no violations"
@@ -127,11 +127,12 @@ def text(found: Report) -> str:
 
 
 def _wait_for_scorers(pool: ScoringPool, thread: LoopThread, name: str) -> None:
-    """Return when the pool has loaded the user's module, so that no step pays for that with its limit."""
+    """Wait until the pool has loaded the user's module, so that loading does not count towards a step's limit."""
     try:
         thread.start(pool.score('{"scorer": "exact", "answer": "ok"}', "ok")).result(LIMIT_S)
     except InfraError as error:
-        reason, remedy = f"its scorers cannot be loaded: {error}", "Mend the module, or run where it can be found."
+        reason = f"its scorers cannot be loaded: {error}"
+        remedy = "Fix the module, or start the check in a folder from which it can be imported."
         raise ConfigError("task.env", name, reason, remedy) from error
 
 
@@ -157,7 +158,7 @@ class _Play:
     tokenizer: Tokenizer
 
     def shown(self, turn: int) -> str:
-        """The answer of a turn, for a person."""
+        """The answer of a turn as text, at most 60 characters."""
         return self.tokenizer.decode(self.answers[min(max(turn, 0), len(self.answers) - 1)])[:60]
 
 
@@ -176,13 +177,15 @@ def _plays(config: Config, tasks: Sequence[Task], episodes: int, *, in_bytes: bo
     if not known:
         raise ConfigError("task", config.task.name, "it gives no prompts", "See `jaxroll train` with this config.")
     most = config.sampling.max_tokens
-    each = [[_Play(task, script, tokenizer) for script in scripts(task, said, tokenizer, most)] for task, said in known]
+    each = [
+        [_Play(task, script, tokenizer) for script in scripts(task, worked, tokenizer, most)] for task, worked in known
+    ]
     longest = max(map(len, each))
     return [plays[place] for place in range(longest) for plays in each if place < len(plays)][:episodes]
 
 
 class _Check:
-    """Plays the environment on one event loop and collects violations."""
+    """One check: plays the environment on one event loop and collects violations."""
 
     def __init__(self, name: str, config: Config, plays: list[_Play], pool: ScoringPool) -> None:
         self._name, self._config, self._plays, self._pool = name, config, plays, pool
@@ -190,21 +193,24 @@ class _Check:
         self.episodes = 0
 
     def add(self, what: str, where: str, do: str) -> None:
-        """One more violation; the same again (but for numbers) counts."""
+        """Add a violation, or count a repetition (the same text except for numbers)."""
         key = _NUMBER.sub("N", what)[:200]
         known = self.violations.get(key)
         times = 1 if known is None else known.times + 1
         self.violations[key] = msgspec.structs.replace(known or Violation(what, where, do), times=times)
 
     def escaped(self, times: int) -> None:
-        """Exits that left the event loop."""
+        """Add a violation for each exit that left the event loop."""
         for _ in range(times):
-            self.add("SystemExit, KeyboardInterrupt or loop.stop() left the event loop", self._name,
-                     "raise DataError, also in tasks that the environment starts")  # fmt: skip
+            self.add(
+                "SystemExit, KeyboardInterrupt or loop.stop() left the event loop",
+                self._name,
+                "raise DataError, also in tasks that the environment starts",
+            )
 
     async def run(self) -> None:
-        """Every check; later ones only with what ends well alone."""
-        self._places = Executors(self._pool, self._config)
+        """Run all checks; those with several episodes use only plays that finish alone."""
+        self._executors = Executors(self._pool, self._config)
         try:
             began_s = time.monotonic()
             with self._watching_the_loop():
@@ -219,7 +225,7 @@ class _Check:
             await self._cancelled(good[0][0])
             await self._leaks([play for play, _, _ in good], min(LEAK_EPISODES, int(LEAK_BUDGET_S / 3 / each_s)))
         finally:
-            await self._places.close()
+            await self._executors.close()
             left = asyncio.all_tasks() - {asyncio.current_task()}  # of the environment
             for task in left:
                 task.cancel()
@@ -232,7 +238,7 @@ class _Check:
         made: list[Observed] = []
 
         def make(name: str) -> Observed:
-            made.append(Observed(self._places.create(name)))
+            made.append(Observed(self._executors.create(name)))
             return made[-1]
 
         sampling = SamplingParams(self._config.sampling.max_tokens, stop_tokens=(play.tokenizer.eos_id,))
@@ -255,8 +261,11 @@ class _Check:
         elif manager.counts.closes_failed:
             self.add("close() failed or took too long", self._where(play, env), "close must return at once")
         if env is not None and env.close_s > SLOW_CLOSE_S:
-            self.add(f"close() took {env.close_s:.1f} s", self._where(play, env),
-                     "the member's place is free only afterwards: let it return at once")  # fmt: skip
+            self.add(
+                f"close() took {env.close_s:.1f} s",
+                self._where(play, env),
+                "the member's place is free only afterwards: let it return at once",
+            )
         if manager.env_calls.abandoned:
             self.add("a call goes on after it was cancelled", self._where(play, env), "let CancelledError pass")
         return env, outcome
@@ -274,7 +283,7 @@ class _Check:
 
     @contextlib.contextmanager
     def _watching_the_loop(self) -> Iterator[None]:
-        """asyncio's debug mode names the callbacks that hold the loop."""
+        """Report callbacks that block the event loop during this block, by asyncio's debug mode."""
         loop, watch, log = asyncio.get_running_loop(), SlowCallbacks(), logging.getLogger("asyncio")
         before_s, level = loop.slow_callback_duration, log.level
         loop.slow_callback_duration = BLOCKED_S
@@ -290,9 +299,11 @@ class _Check:
             log.setLevel(level)
         for where, times in watch.times.items():
             if times >= BLOCKED_TIMES or watch.longest_s[where] >= 4 * BLOCKED_S:
-                self.add(f"it blocks the event loop for {watch.longest_s[where]:.2f} s",
-                         f"{where.removeprefix('Observed.')}, {times} times",
-                         'await instead, or declare place = "thread" (waits) or "process" (computes)')  # fmt: skip
+                self.add(
+                    f"it blocks the event loop for {watch.longest_s[where]:.2f} s",
+                    f"{where.removeprefix('Observed.')}, {times} times",
+                    'await instead, or declare place = "thread" (waits) or "process" (computes)',
+                )
 
     # --- several episodes
 
@@ -301,66 +312,86 @@ class _Check:
         task, asking = play.task, EnvironmentCalls()
 
         async def closed_unused() -> None:
-            await asking.close(self._places.create(self._name))
+            await asking.close(self._executors.create(self._name))
 
         async def reset_twice() -> None:
-            env = self._places.create(self._name)
+            env = self._executors.create(self._name)
             try:
                 first, second = await asking.reset(env, task), await asking.reset(env, task)
             finally:
                 await asking.close(env)
             if tuple(first) != tuple(second):
-                self.add("a second reset of the same instance shows another prompt", f"task {task.index}",
-                         "reset must set everything that depends on the task and the seed")  # fmt: skip
+                self.add(
+                    "a second reset of the same instance shows another prompt",
+                    f"task {task.index}",
+                    "reset must set everything that depends on the task and the seed",
+                )
 
         async def reset_after_close() -> None:
-            env = self._places.create(self._name)
+            env = self._executors.create(self._name)
             first = await asking.reset(env, task)
             await asking.close(env)
-            with contextlib.suppress(Exception):  # foreign code: it may refuse, in whatever way
+            with contextlib.suppress(Exception):  # user code may refuse it by any exception
                 if tuple(await asking.reset(env, task)) != tuple(first):
-                    self.add("a reset after close shows another prompt", f"task {task.index}",
-                             "refuse it, or begin as for the first time")  # fmt: skip
-            with contextlib.suppress(Exception):  # only the first close is judged
+                    self.add(
+                        "a reset after close shows another prompt",
+                        f"task {task.index}",
+                        "refuse it, or begin as for the first time",
+                    )
+            with contextlib.suppress(Exception):  # only the first close is checked
                 await asking.close(env)
 
-        for what, job in (("close() before any reset", closed_unused), ("two resets", reset_twice),
-                          ("reset, then close", reset_after_close)):  # fmt: skip
+        for what, job in (
+            ("close() before any reset", closed_unused),
+            ("two resets", reset_twice),
+            ("reset, then close", reset_after_close),
+        ):
             try:
                 await job()
             except Exception as error:  # noqa: BLE001 - foreign code; it becomes a violation
-                self.add(f"{what} raised {described(error)[:300]}", f"task {task.index}",
-                         "episodes are cancelled, and calls repeated, at any moment")  # fmt: skip
+                self.add(
+                    f"{what} raised {described(error)[:300]}",
+                    f"task {task.index}",
+                    "episodes are cancelled, and calls repeated, at any moment",
+                )
 
     async def _again(self, good: Sequence[tuple[_Play, Observed | None, Outcome]]) -> None:
-        """The members of a group play one task with one seed: the same answers, the same world."""
+        """Play again with the same task, seed and answers: the members of a group must see the same results."""
         for play, env, outcome in good[: 2 * TASKS]:
             again, second = await self._alone(play)
             if env is None or again is None:
                 continue
             if env.first != again.first:
-                self.add("two instances show different prompts for one task and seed", f"task {play.task.index}",
-                         "the members of a group are compared: take all chance from the seed of reset")  # fmt: skip
-            elif _said(outcome) != _said(second):
-                self.add("the same answers have other consequences in another instance", self._where(play, again),
-                         "take all chance from the seed of reset")  # fmt: skip
+                self.add(
+                    "two instances show different prompts for one task and seed",
+                    f"task {play.task.index}",
+                    "the members of a group are compared: take all chance from the seed of reset",
+                )
+            elif _comparable(outcome) != _comparable(second):
+                self.add(
+                    "the same answers have other consequences in another instance",
+                    self._where(play, again),
+                    "take all chance from the seed of reset",
+                )
 
     async def _at_once(self, good: Sequence[tuple[_Play, Observed | None, Outcome]]) -> None:
-        """Several instances, as in a run."""
+        """Play several instances at the same time, as in a run."""
         for start in range(0, len(good), AT_ONCE):
             some = good[start : start + AT_ONCE]
             ends = await asyncio.gather(*(self._played(play) for play, _, _ in some))
             for (play, _, alone), (env, outcome, _) in zip(some, ends, strict=True):
-                if isinstance(outcome, Failed) or _said(outcome) != _said(alone):
+                if isinstance(outcome, Failed) or _comparable(outcome) != _comparable(alone):
                     why = outcome.error[:200] if isinstance(outcome, Failed) else "another outcome than alone"
-                    self.add(f"instances that play at the same time disturb one another: {why}",
-                             self._where(play, env),
-                             "keep all state in the instance, none in the module or the class")  # fmt: skip
+                    self.add(
+                        f"instances that play at the same time disturb one another: {why}",
+                        self._where(play, env),
+                        "keep all state in the instance, none in the module or the class",
+                    )
 
     async def _cancelled(self, play: _Play) -> None:
-        """An episode that is aborted while the environment works."""
+        """Cancel a step while the environment works on it."""
         made: list[Observed] = []
-        create = self._places.create
+        create = self._executors.create
 
         def watched(name: str) -> Any:
             made.append(Observed(create(name)))
@@ -380,33 +411,42 @@ class _Check:
         try:
             await asking.close(env)
         except Exception as error:  # noqa: BLE001 - foreign code; it becomes a violation
-            self.add(f"close() after a cancelled step raised {described(error)[:300]}", f"task {play.task.index}",
-                     "close must always succeed")  # fmt: skip
+            self.add(
+                f"close() after a cancelled step raised {described(error)[:300]}",
+                f"task {play.task.index}",
+                "close must always succeed",
+            )
 
     async def _leaks(self, plays: list[_Play], window: int) -> None:
-        """What grows from episode to episode, over two windows after the first. Not where episodes take too long."""
+        """Report resources that grow in both of two windows of episodes, after a first one. Skipped if too slow."""
         held = []
         if window < LEAK_LEAST:
             return
         for _ in range(3):
             for number in range(window):
                 await self._played(plays[number % len(plays)])
-            await asyncio.sleep(0.05)  # what has ended is gone
-            held.append(HeldResources.now(self._places.processes.pids))
+            await asyncio.sleep(0.05)  # let ended tasks and threads disappear
+            held.append(HeldResources.now(self._executors.processes.pids))
         for kind in held[0].counts:
             grown = [after.counts[kind] - before.counts[kind] for before, after in itertools.pairwise(held)]
             if min(grown) >= window // 2:
-                self.add(f"{kind} leak: {sum(grown)} more after {2 * window} episodes", self._name,
-                         "end in close() what reset() or step() began")  # fmt: skip
+                self.add(
+                    f"{kind} leak: {sum(grown)} more after {2 * window} episodes",
+                    self._name,
+                    "end in close() what reset() or step() began",
+                )
         grown = [after.memory_bytes - before.memory_bytes for before, after in itertools.pairwise(held)]
         if min(grown) >= LEAKED_BYTES * window:
             each = sum(grown) / (2 * window) / 2**20
-            self.add(f"memory leaks: {each:.2f} MB an episode", self._name,
-                     "keep nothing of an episode in the module or the class")  # fmt: skip
+            self.add(
+                f"memory leaks: {each:.2f} MB an episode",
+                self._name,
+                "keep nothing of an episode in the module or the class",
+            )
 
 
-def _said(outcome: Outcome) -> Any:
-    """What an episode came to, for comparison: its tokens, reward and parts."""
+def _comparable(outcome: Outcome) -> Any:
+    """The tokens, reward and reward parts of an episode (or its error), for comparison."""
     if isinstance(outcome, Failed):
         return outcome.error
     return ([segment.tokens.tolist() for segment in outcome.segments], outcome.reward, outcome.reward_parts)

@@ -1,4 +1,4 @@
-"""Observation of an environment under test: messages, results, how its close went, leaks."""
+"""Instruments of the environment check: recorded calls, slow callbacks, leaks, a scripted model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 class Observed:
-    """Passes every call on to `env` and remembers what came of it."""
+    """An environment that passes every call on to `env` and records the results."""
 
-    step_limit_s: float  # the environment's own, like everything that is not here
+    step_limit_s: float  # that of `env`, like all attributes that are not defined here
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -37,7 +37,7 @@ class Observed:
         self.results: list[StepResult] = []
         self.calls = 0
         self.close_s, self.close_error = 0.0, ""
-        self.entered = asyncio.Event()  # a step waits for something
+        self.entered = asyncio.Event()  # set when a step waits for something
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
@@ -74,7 +74,7 @@ class Observed:
 
 
 class SlowCallbacks(logging.Handler):
-    """What asyncio's debug mode says about callbacks that held the loop: where, how often and how long."""
+    """Log handler that collects asyncio's debug messages about callbacks that block the event loop."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -95,21 +95,23 @@ class SlowCallbacks(logging.Handler):
 
 @dataclass(frozen=True)
 class HeldResources:
-    """What this process and the environment's own hold: by kind, a count or bytes. Empty where the machine does not
-    tell."""
+    """Resources held by this process and the environment's processes; empty if the system does not report them."""
 
     counts: dict[str, int] = field(default_factory=dict)
     memory_bytes: int = 0
 
     @classmethod
     def now(cls, pids: list[int]) -> HeldResources:
-        """After a collection of garbage; `pids` are the environment's processes."""
+        """The resources after a garbage collection; `pids` are the environment's processes."""
         gc.collect()
-        everyone = [os.getpid(), *pids]
+        processes = [os.getpid(), *pids]
         tasks = [task for task in asyncio.all_tasks() if not task.done()]
-        counts = {"threads": threading.active_count() + _counted(pids, "task"), "tasks": len(tasks),
-                  "file descriptors": _counted(everyone, "fd")}  # fmt: skip
-        return cls(counts, sum(map(_resident_bytes, everyone)))
+        counts = {
+            "threads": threading.active_count() + _counted(pids, "task"),
+            "tasks": len(tasks),
+            "file descriptors": _counted(processes, "fd"),
+        }
+        return cls(counts, sum(map(_resident_bytes, processes)))
 
 
 def _counted(pids: list[int], what: str) -> int:
@@ -132,34 +134,34 @@ def _resident_bytes(pid: int) -> int:
 
 # --- remedies for failed members, by the text of the error
 
-_REMEDY = "a wrong answer is a reward, not a failure; raise DataError for a task that nobody could work on"
-# The first whose sign occurs in the error says what to do.
+_REMEDY = "a wrong answer is a reward, not a failure; raise DataError only for a task that is broken"
+# The first entry of which a text occurs in the error gives the remedy.
 _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("longer than",), "return sooner, or declare a larger step_limit_s or reset_limit_s"),
     (("SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError", "cancelled itself"),
      "raise DataError or InfraError instead"),
     (("process died", "process is gone"), "it must not end its process"),
     (("no scoring pool",), "an environment in a process judges the answer itself"),
-    (("scoring took", "scoring process", "scoring failed"), "mend the scorer: it must return a finite number in time"),
+    (("scoring took", "scoring process", "scoring failed"), "fix the scorer: it must return a finite number in time"),
     (("no room for an answer",), "show a shorter first message, or raise task.max_prompt_tokens"),
     (("not in the alphabet",), "use characters of the task's prompts and answers, or tokenizer.kind='hf'"),
     (("shows nothing",), "return done=True, or messages to answer"),
     (("a value of type", "is None", "nan", "inf,", "finite", "surrogate", "characters", "entries"),
      "return a StepResult whose fields have the types of jaxroll/protocols.py"),
     (("must be between", "it is not a number", "place ="), "see the table of attributes in docs/add_an_environment.md"),
-    (("InfraError",), "it says that the machinery failed: see whether what it needs is running"),
+    (("InfraError",), "it reports a failure of its infrastructure: check that its services are running"),
 )  # fmt: skip
 
 
 def remedy(error: str) -> str:
-    """What the author of the environment can do about `error`."""
+    """The remedy for `error`, for the author of the environment."""
     return next((do for signs, do in _REMEDIES if any(sign in error for sign in signs)), _REMEDY)
 
 
-# --- A model that answers by a script, and a tokenizer for tasks that bring none
+# --- A model that answers by a script, and a tokenizer for tasks without one
 
 VERSION = Version(0, 0)
-# What models answer that have not learned the task yet. The check plays each as the answer to every turn.
+# Answers of untrained models. The check uses each of them as the answer of every turn.
 ODD_ANSWERS = ("", " ", "0", "-1", "a", "é", "²", "no\nsuch\tanswer", "{}[]()<>\\'\"", "x" * 200)
 
 
@@ -173,17 +175,17 @@ class ByteTokenizer:
         return [byte + 4 for byte in text.encode()]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`; special tokens vanish."""
+        """The text of `ids` without special tokens."""
         return bytes(i - 4 for i in ids if i >= 4).decode(errors="replace")
 
     def render(self, messages: tuple[Message, ...], *, first: bool = True) -> list[int]:
-        """Ids of `messages`, each after bos, ending where the assistant is to speak."""
+        """Ids of `messages`, each after bos, ending at the start of the assistant's turn."""
         ids = [i for message in messages for i in (self.bos_id, *self.encode(message.content))]
         return [*ids, self.turn_id]
 
 
 class ScriptedModel:
-    """An `LLMProxy` that gives the answers of a script in turn, the last one again and again."""
+    """An `LLMProxy` that gives the answers of a script in order, and repeats the last one."""
 
     def __init__(self, answers: Sequence[list[int]], eos_id: int) -> None:
         self._answers, self._eos_id, self._turn = answers, eos_id, 0
@@ -191,23 +193,23 @@ class ScriptedModel:
     async def generate(
         self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
     ) -> Completion:
-        """The next answer, with its end."""
+        """The next answer, followed by eos."""
         answer = self._answers[min(self._turn, len(self._answers) - 1)]
         self._turn += 1
         tokens = np.asarray([*answer, self._eos_id], np.int32)
         return Completion(tokens, np.zeros(len(tokens), np.float32), (VersionRun(VERSION, len(tokens)),), "stop")
 
 
-def scripts(task: Task, taught: Sequence[Message], tokenizer: Tokenizer, max_tokens: int) -> list[list[list[int]]]:
-    """The answers of each episode of `task`, as ids: the teacher's, odd ones, and some at random.
+def scripts(task: Task, worked: Sequence[Message], tokenizer: Tokenizer, max_tokens: int) -> list[list[list[int]]]:
+    """The answers of each episode of `task`, as ids: the worked answers, unusual ones, and random choices.
 
-    Without those that the tokenizer cannot encode, or that leave no room for the end among `max_tokens`.
+    Answers that the tokenizer cannot encode, or that leave no room for eos within `max_tokens`, are left out.
     """
-    said = [message.content for message in taught if message.role == "assistant"]
-    texts = [said] if said else []
+    right = [message.content for message in worked if message.role == "assistant"]
+    texts = [right] if right else []
     texts += [[odd] for odd in ODD_ANSWERS]
     random_one = random.Random(task.index)
-    known = [answer for answer in (*said, *ODD_ANSWERS) if answer]
+    known = [answer for answer in (*right, *ODD_ANSWERS) if answer]
     texts += [[random_one.choice(known) for _ in range(4)] for _ in range(2)]
     found = (_encoded(answers, tokenizer, max_tokens) for answers in texts)
     return [script for script in found if script]

@@ -1,4 +1,4 @@
-"""A tokenizer read from a local Hugging Face folder: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
+"""Tokenizers of local Hugging Face folders: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxroll.errors import ConfigError, DataError, JaxRollError, one_line
 from jaxroll.records import Message
 from jaxroll.text import chat
 
-_TOKENIZER_LIMIT_BYTES = 128 << 20  # the largest vocabularies there are take about 35 MB
+_TOKENIZER_LIMIT_BYTES = 128 << 20  # the largest known vocabularies take about 35 MB
 _MAX_VOCABULARY = 1 << 24
 _AGAIN = "Copy the file again from the model."
 
 
 class HFTokenizer:
-    """The tokenizer of `folder`, with its chat template when it has one. Nothing is downloaded.
+    """The tokenizer of `folder`, with its chat template if it has one. Nothing is downloaded.
 
-    `eos_id` comes from tokenizer_config.json (eos_token), else from generation_config.json; `pad_id` from pad_token,
-    else it is `eos_id` (masks are data, so no mask depends on it).
+    `eos_id` comes from tokenizer_config.json (eos_token) or else from generation_config.json. `pad_id` comes from
+    pad_token; the default is `eos_id`, because no mask is derived from it.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -35,7 +35,7 @@ class HFTokenizer:
             )
         self._tokenizer = _load(self.folder / "tokenizer.json")
         self._settings = _read_json(self.folder / "tokenizer_config.json")
-        # Not the number of entries: ids may have holes, and an embedding table is indexed by the largest.
+        # Not the number of entries: ids may have gaps, and the largest id determines the size of the embedding.
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if not 1 <= self.vocab_size <= _MAX_VOCABULARY:
             reason = f"its largest token id is {self.vocab_size - 1}; between 0 and {_MAX_VOCABULARY - 1} are possible"
@@ -47,17 +47,17 @@ class HFTokenizer:
         self._format = self._chat_format()
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`; nothing is added at either end. DataError for text that has none."""
+        """The ids of `text`, without added special tokens. DataError for text that cannot be tokenised."""
         with _typed(lambda why: DataError(f"{one_line(repr(text), 80)} cannot be tokenized: {why}")):
             return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids` without eos; other special tokens are shown as they are written."""
+        """The text of `ids` without eos; other special tokens appear as text."""
         with _typed(lambda why: DataError(f"{len(ids)} token ids cannot be decoded: {why}")):
             return self._tokenizer.decode([i for i in ids if i != self.eos_id], skip_special_tokens=False)
 
     def render(self, messages: tuple[Message, ...], *, first: bool = True) -> list[int]:
-        """Ids of `messages` in the model's chat format, ending where the assistant is to speak."""
+        """Ids of `messages` in the model's chat format, ending at the start of the assistant's turn."""
         if first:
             return self.encode(self._format(messages))
         return self.encode(chat.continuation(self._format, messages, self._eos_token))
@@ -73,12 +73,12 @@ class HFTokenizer:
         raise ConfigError(
             "tokenizer.path",
             str(self.folder),
-            "it does not say which token ends a sequence",
+            "it does not define the token that ends a sequence",
             "Name it as eos_token in tokenizer_config.json.",
         )
 
     def _token_id(self, token: Any) -> int | None:
-        """The id of a token as tokenizer_config.json writes it: a string, or an object with its content."""
+        """The id of a token in the notation of tokenizer_config.json: a string, or an object with its content."""
         text = token.get("content") if isinstance(token, dict) else token
         return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
@@ -124,14 +124,14 @@ def _load(path: Path) -> Any:
         text = disk.read_text(path, _TOKENIZER_LIMIT_BYTES)
     with _typed(lambda why: ConfigError("tokenizer.path", str(path), f"it cannot be read: {why}", _AGAIN)):
         made = tokenizers.Tokenizer.from_str(text)
-    # A file may come with both, for batches of a training script: a prompt is neither cut nor filled up here.
+    # A file may define both for a training script's batches; prompts must be neither truncated nor padded here.
     made.no_truncation()
     made.no_padding()
     return made
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty when there is no such file."""
+    """The JSON object in `path`; empty when there is no such file. ConfigError when it is not an object."""
     if not path.exists():
         return {}
     with _reading(path):
@@ -151,7 +151,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _typed(made: Callable[[str], JaxRollError]) -> Iterator[None]:
-    """The binding raises bare Exceptions, and a panic of its Rust code as a BaseException of a type of its own."""
+    """Convert errors of the tokenizers library by `made`."""
+    # The library raises bare Exceptions; a panic of its Rust code is a BaseException of type PanicException.
     try:
         yield
     except Exception as error:

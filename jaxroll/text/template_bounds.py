@@ -1,9 +1,9 @@
-"""Bounds on what a chat template may compute: time, and the size of everything that it builds.
+"""Limits of a chat template: processor time, and the size of everything that it builds.
 
-Jinja's sandbox keeps a template away from Python's internals, not from work: three nested loops run forever, a string
-can be doubled sixty times, and `'x' * 10**10` is one expression. Here every loop, call, filter, operator and literal of
-a template passes a meter before it works. What single calls into C could multiply is either left out or computed
-beforehand, so that no step between two looks at the meter is long.
+Jinja's sandbox protects Python's internals but does not limit work: three nested loops run forever, a string can be
+doubled sixty times, and `'x' * 10**10` is one expression. Here every loop, call, filter, operator and literal of a
+template is charged to a meter before it runs. Operations whose result one call into C could multiply are either not
+available or their size is computed first, so that no step between two checks of the meter takes long.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 SOURCE_CHARACTERS = 1 << 18
-UNITS = 1 << 25  # characters that one rendering may build or walk over, where an element or a step counts as STEP
+UNITS = 1 << 25  # characters that one rendering may build or iterate over; an element or a step counts as STEP
 STEP = 64
 CPU_S = 3.0
-DEEPEST, DEEPEST_LOOPS = 200, 8  # the compiler's time grows exponentially with loops in loops
-LARGEST_ARGUMENT = 1_000  # a width or a count that is given to a filter or a format
+DEEPEST, DEEPEST_LOOPS = 200, 8  # nesting; the compiler's time grows exponentially with nested loops
+LARGEST_ARGUMENT = 1_000  # limit of a width or a count that is passed to a filter or a format
 _LARGEST_BITS = 1 << 12
 _LONG_NUMBER, _NESTED_FIELD = re.compile(r"\d{4}"), re.compile(r"\{[^{}]*\{")
 
@@ -43,27 +43,27 @@ _TEXT_METHODS = frozenset({
     "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip",
     "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper",
 })  # fmt: skip
-_CONSTANT = frozenset({"length", "count", "first", "last", "default", "d"})  # filters that do not look inside
+_CONSTANT = frozenset({"length", "count", "first", "last", "default", "d"})  # filters with constant cost
 
 
 class TooMuch(Exception):
-    """A template that computes or builds more than it may. No TemplateError: it is the template's, not a message's."""
+    """A template exceeds its limits. It is not a TemplateError, which templates raise to refuse messages."""
 
 
 class Meter:
-    """What is left to one rendering."""
+    """The remaining budget of one rendering."""
 
     def __init__(self, units: int, cpu_s: float) -> None:
         self._left, self._end_s = units, time.thread_time() + cpu_s
 
     def charge(self, units: int) -> None:
-        """Take off `units` and those of the step itself."""
+        """Subtract `units` plus STEP from the budget; TooMuch when it is exhausted."""
         self._left -= units + STEP
         if self._left < 0 or time.thread_time() > self._end_s:
             raise TooMuch(f"it builds more than {UNITS:,} characters or computes for more than {CPU_S:g} s")
 
     def charge_whole(self, value: Any) -> None:
-        """Take off the size of `value` written out: what it holds twice counts twice."""
+        """Subtract the size of `value` as text; an object that it contains twice counts twice."""
         total, stack = 0, [value]
         while stack:
             one = stack.pop()
@@ -89,7 +89,7 @@ _METER: ContextVar[Meter] = ContextVar("meter")
 
 
 def metered(render: Callable[..., str], **variables: Any) -> str:
-    """What `render` makes of `variables`; TooMuch when that exceeds the bounds."""
+    """The text that `render` returns for `variables`; TooMuch when that exceeds the limits."""
     token = _METER.set(Meter(UNITS, CPU_S))
     try:
         return render(**variables)
@@ -98,7 +98,7 @@ def metered(render: Callable[..., str], **variables: Any) -> str:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a meter at every step. Parse with `parsed`, which puts the meter into the syntax tree."""
+    """Jinja's sandbox with a meter at every step. Parse templates with `parsed`, which inserts the meter's calls."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -107,7 +107,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols, Generation],
-            optimized=False,  # nothing is computed while the template is compiled
+            optimized=False,  # otherwise the compiler would evaluate constant expressions
             finalize=_written,
         )
         self.concat = _concatenated
@@ -117,20 +117,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals = {name: value for name, value in self.globals.items() if name != "lipsum"}
 
     def parsed(self, source: str) -> nodes.Template:
-        """The syntax tree with a meter at every loop, concatenation, display and slice."""
+        """The syntax tree with calls of the meter at every loop, concatenation, display and slice."""
         if len(source) > SOURCE_CHARACTERS:
             raise TooMuch(f"it has {len(source):,} characters; at most {SOURCE_CHARACTERS:,} are read")
         return _Metering().visit(self.parse(source))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """As in the sandbox, and of text and numbers only what costs no more than it is given."""
+        """As in the sandbox; for text and numbers, only methods whose cost is linear in their arguments."""
         if isinstance(obj, (str, bytes, int, float)) and not (isinstance(obj, str) and attr in _TEXT_METHODS):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The result of a function, macro or method, its arguments and itself metered."""
-        method = getattr(obj, "__wrapped__", obj)  # str.format is given out in a wrapper of the sandbox
+        """The result of a function, macro or method; arguments and result are charged."""
+        method = getattr(obj, "__wrapped__", obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             _check_method(method.__name__, owner, args, kwargs)
@@ -138,14 +138,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return _built(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """The result of an operator, once its size is known to be within bounds."""
+        """The result of an operator, after checking that its size is within limits."""
         del context
         _check_operands(operator, left, right)
         return _built(self.binop_table[operator](left, right))
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what the assistant said, for masks made from text; it shows as it is."""
+    """The tag `{% generation %}`, which marks the assistant's text for masks in other libraries; it has no effect."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -170,7 +170,7 @@ class _Metering(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self._loops += 1
         if self._loops > DEEPEST_LOOPS:
-            raise TooMuch(f"it has more than {DEEPEST_LOOPS} loops in one another")
+            raise TooMuch(f"it has more than {DEEPEST_LOOPS} nested loops")
         self.generic_visit(node)
         self._loops -= 1
         node.iter = _through("_walked", node.iter)
@@ -202,7 +202,7 @@ def _through(name: str, node: Any) -> nodes.Filter:
 
 
 def _walked(value: Any) -> Any:
-    """The value, about to be walked over once; what has no length is charged while it is."""
+    """`value`, charged for one iteration over it; a value without a length is charged while it is iterated."""
     if isinstance(value, Sized):
         _METER.get().charge(len(value))
         return value
@@ -233,7 +233,7 @@ def _concatenated(pieces: Iterable[str]) -> str:
     return "".join(found)
 
 
-@pass_context  # so that the compiler does not call it for constants
+@pass_context  # otherwise the compiler would call it for constants
 def _written(context: Context, value: Any) -> Any:
     del context
     _METER.get().charge_whole(value)
@@ -241,15 +241,15 @@ def _written(context: Context, value: Any) -> Any:
 
 
 def _bounded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter with its arguments and its result metered."""
+    """The filter `call`; its arguments and its result are charged."""
     if name in _CONSTANT:
         return call
-    kind = getattr(call, "jinja_pass_arg", None)  # such a filter gets the environment or the context before the value
+    kind = getattr(call, "jinja_pass_arg", None)  # if set, the first argument is the environment or the context
 
     def bounded(*args: Any, **kwargs: Any) -> Any:
         value, *rest = args if kind is None else args[1:]
         _charge_arguments((value, *rest), kwargs)
-        if isinstance(value, Iterator):  # each of its items was charged by what made it
+        if isinstance(value, Iterator):  # its items were charged when they were made
             value = list(value)
             _METER.get().charge_whole(value)
         _check_filter(name, value, rest, kwargs)
@@ -300,7 +300,8 @@ def _check_method(name: str, owner: str, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _check_format(text: str, args: Sequence[Any]) -> None:
-    """A width is written in the format or, for `*` and `{:{}}`, given beside it; each field may name the same."""
+    """Raise TooMuch for large widths, and charge the largest possible result."""
+    # A width is part of the format or, for `*` and `{:{}}`, an argument; every field may refer to the same argument.
     if _LONG_NUMBER.search(text):
         raise TooMuch("it formats with a number of four digits")
     if ("*" in text or _NESTED_FIELD.search(text)) and any(_width(one) > LARGEST_ARGUMENT for one in args):

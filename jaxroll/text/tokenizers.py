@@ -1,7 +1,7 @@
-"""The tokenizer a config asks for, and the small one built from a task's alphabet.
+"""The tokenizer that a config names, and a character tokenizer built from a task's alphabet.
 
-Both kinds keep one rule: `decode` drops the end-of-sequence token and shows everything else. A model that samples
-padding or another special token in the middle of an answer has not given that answer, and the text says so.
+In both kinds, `decode` drops the end-of-sequence token and shows all other tokens. If a model samples padding or
+another special token within an answer, the text shows it, so that the answer is scored as wrong.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["CharTokenizer", "HFTokenizer", "build", "note", "of_run"]
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 ALPHABET_FILE = "alphabet.json"
-_VOCAB_MULTIPLE = 8  # so that the embedding table splits over small meshes
+_VOCAB_MULTIPLE = 8  # so that the embedding can be sharded over small meshes
 
 
 class CharTokenizer:
-    """One token per character of `alphabet`, after pad 0, bos 1, eos 2 and turn 3 (the assistant speaks after it).
+    """Tokenizer with one token per character of `alphabet`, after pad 0, bos 1, eos 2 and turn 3 (assistant's turn).
 
-    `vocab_size` is rounded up to a multiple of 8; the ids that stand for nothing decode to the replacement character.
+    `vocab_size` is rounded up to a multiple of 8; unused ids decode to the replacement character.
     """
 
     pad_id = 0
@@ -43,20 +43,20 @@ class CharTokenizer:
             raise ConfigError(
                 "tokenizer.kind",
                 "char",
-                f"{UNKNOWN!r} stands for what no character stands for",
+                f"{UNKNOWN!r} is reserved for ids without a character",
                 "Leave it out of the alphabet.",
             )
         self.alphabet = "".join(sorted(set(alphabet)))
         self._id_of = {char: self._first_char_id + i for i, char in enumerate(self.alphabet)}
         used = self._first_char_id + len(self.alphabet)
         self.vocab_size = -(-used // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-        # One entry per id; eos is dropped and every other special or unused id shows as unknown.
+        # One entry per id; eos decodes to "", every other special or unused id to the replacement character.
         self._text_of = [UNKNOWN] * self.vocab_size
         self._text_of[self.eos_id] = ""
         self._text_of[self._first_char_id : used] = self.alphabet
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without special tokens. A character outside the alphabet raises DataError."""
+        """The ids of `text`, without special tokens. DataError for a character outside the alphabet."""
         try:
             return [self._id_of[char] for char in text]
         except KeyError as error:
@@ -66,15 +66,15 @@ class CharTokenizer:
             ) from error
 
     def decode(self, ids: list[int]) -> str:
-        """The text of `ids`: eos vanishes, any other id that is no character shows as the replacement character."""
+        """The text of `ids` without eos; any other id without a character becomes the replacement character."""
         size = self.vocab_size
         return "".join([self._text_of[i] if 0 <= i < size else UNKNOWN for i in ids])
 
     def render(self, messages: tuple[Message, ...], *, first: bool = True) -> list[int]:
-        """Ids of `messages`, ending where the assistant is to speak.
+        """Ids of `messages`, ending at the start of the assistant's turn.
 
-        A conversation opens with bos, which also separates two messages in a row that are not the assistant's. Turn
-        hands the word to the assistant and eos ends what it said: bos question turn answer eos question turn.
+        A conversation begins with bos, which also separates two consecutive messages that are not the assistant's.
+        `turn` begins the assistant's message and eos ends it: bos question turn answer eos question turn.
         """
         ids = [self.bos_id] if first else []
         unanswered = False
@@ -90,7 +90,7 @@ class CharTokenizer:
 
 
 def note(run_dir: Path, tokenizer: Tokenizer) -> None:
-    """Write into the run's folder what cannot be read off its config: the alphabet of a `char` tokenizer."""
+    """Write the alphabet of a `char` tokenizer, which the config does not contain, into the run's folder."""
     if isinstance(tokenizer, CharTokenizer):
         scratch = run_dir / f".{ALPHABET_FILE}.{os.getpid()}"
         scratch.write_text(json.dumps(tokenizer.alphabet) + "\n", encoding="utf-8")
@@ -98,7 +98,7 @@ def note(run_dir: Path, tokenizer: Tokenizer) -> None:
 
 
 def of_run(run_dir: Path, cfg: TokenizerConfig) -> Tokenizer | None:
-    """The tokenizer of a run, without its task; None when its alphabet is not known (yet)."""
+    """The tokenizer of a run, without its task; None when its folder has no alphabet (yet)."""
     if cfg.kind != "char":
         return build(cfg, "")
     try:
@@ -108,12 +108,12 @@ def of_run(run_dir: Path, cfg: TokenizerConfig) -> Tokenizer | None:
     except DataError as error:
         raise ConfigError("RUN", str(run_dir), str(error), "Restore the file from a copy.") from error
     if not isinstance(alphabet, str):
-        raise ConfigError("RUN", str(run_dir), f"{ALPHABET_FILE} is no text", "Restore the file from a copy.")
+        raise ConfigError("RUN", str(run_dir), f"{ALPHABET_FILE} is not a string", "Restore the file from a copy.")
     return CharTokenizer(alphabet)
 
 
 def build(cfg: TokenizerConfig, alphabet: str) -> Tokenizer:
-    """The tokenizer that `cfg` names; `alphabet` (all characters the task can produce) is used by kind 'char' only."""
+    """The tokenizer that `cfg` names; only kind 'char' uses `alphabet` (all characters that the task can produce)."""
     if cfg.kind == "char":
         return CharTokenizer(alphabet)
     if cfg.kind == "hf":
@@ -121,17 +121,18 @@ def build(cfg: TokenizerConfig, alphabet: str) -> Tokenizer:
     raise ConfigError("tokenizer.kind", cfg.kind, "there is no such kind", "Use 'char' or 'hf'.")
 
 
-# --- conversations as tokens: what an episode of the same messages would have held
+# --- conversations as tokens, as an episode with the same messages would contain them
 
 
-def runs(text: Tokenizer, first: tuple[Message, ...], said: tuple[Message, ...]) -> list[tuple[list[int], bool]]:
-    """The token runs of a conversation, end to end, and whether each is the assistant's.
+def runs(text: Tokenizer, first: tuple[Message, ...], worked: tuple[Message, ...]) -> list[tuple[list[int], bool]]:
+    """The token runs of a conversation in order, each with True if it is the assistant's.
 
-    It opens with `first`; `said` are the assistant's answers, which each end in eos, and what it is shown between them.
+    The conversation begins with `first`; `worked` are the assistant's answers (each followed by eos) and the messages
+    between them.
     """
     found: list[tuple[list[int], bool]] = []
     shown, opening = list(first), True
-    for message in said:
+    for message in worked:
         if message.role != "assistant":
             shown.append(message)
             continue

@@ -1,7 +1,7 @@
-"""Ahead-of-time compiles: what a jitted program will cost on devices that this machine does not have.
+"""Ahead-of-time compilation: the cost of a jitted program on devices that this machine does not have.
 
-`libtpu` compiles for a named TPU topology on a CPU machine. It reads its environment when it is loaded, so the work
-belongs in a child process started with `tpu_environment()`; nothing here touches a real device.
+`libtpu` compiles for a named TPU topology on a CPU machine. It reads its environment variables when it is loaded, so
+compile in a child process started with `tpu_environment()`. Nothing here uses a real device.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Tree = Any  # a pytree
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """What the compiler says of one program. Bytes and flops are those of one device, for one call."""
+    """The compiler's cost analysis of one program. Bytes and flops are those of one device, for one call."""
 
     name: str
     argument_bytes: int
     output_bytes: int
-    alias_bytes: int  # outputs that live in donated arguments
+    alias_bytes: int  # outputs stored in donated arguments
     temp_bytes: int
     code_bytes: int
     flops: float
@@ -44,15 +44,15 @@ class ProgramCost:
 
 
 def tpu_environment() -> dict[str, str]:
-    """This process's environment, changed so that a child compiles for TPU without looking for one."""
-    # What is compiled for a topology is written to the compilation cache and cannot be read back from it.
+    """This process's environment variables, changed so that a child compiles for TPU without searching for one."""
+    # Programs compiled for a topology are written to the compilation cache but cannot be read back, so it is off.
     settings = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    # libtpu locks the machine for the one process that has its chips; a compiler takes none.
+    # libtpu locks the machine for the process that uses its chips; a compiler uses none.
     return os.environ | settings | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
 
 
 def topology_mesh(cfg: MeshConfig, topology: str, platform: str = "tpu") -> Mesh:
-    """A mesh on devices that exist only by name, such as "v5e:2x2"; ConfigError when it is no known topology."""
+    """A mesh on the devices of a named topology, such as "v5e:2x2"; ConfigError for an unknown topology."""
     try:
         described = topologies.get_topology_desc(platform=platform, topology_name=topology)
     except (RuntimeError, ValueError, NotImplementedError) as error:
@@ -66,19 +66,19 @@ def topology_mesh(cfg: MeshConfig, topology: str, platform: str = "tpu") -> Mesh
 
 
 def abstract(shapes: Tree, shardings: Tree) -> Tree:
-    """`shapes` (of anything with shape and dtype) as ShapeDtypeStructs with `shardings` (a tree, or one)."""
+    """`shapes` (a tree of objects with shape and dtype) as ShapeDtypeStructs with `shardings` (a tree, or one)."""
     if isinstance(shardings, NamedSharding):
         shardings = jax.tree.map(lambda _: shardings, shapes)
     return jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings)
 
 
 def compiled(name: str, jitted: Any, *args: Tree, **kwargs: Tree) -> tuple[jax.stages.Compiled, ProgramCost]:
-    """The program and its cost: `jitted` compiled for abstract arguments, whose shardings name the devices."""
+    """Compile `jitted` for abstract arguments, whose shardings name the devices; return the program and its cost."""
     return finished(name, jitted.lower(*args, **kwargs))
 
 
 def finished(name: str, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, ProgramCost]:
-    """The program and its cost: `lowered` compiled for the devices that its arguments name."""
+    """Compile `lowered` for the devices that its arguments name; return the program and its cost."""
     started = time.perf_counter()
     program = lowered.compile()
     return program, _cost(name, program, time.perf_counter() - started)
@@ -102,7 +102,7 @@ def _cost(name: str, program: jax.stages.Compiled, compile_s: float) -> ProgramC
 
 
 def _counted(analysis: Mapping[str, float] | list[Mapping[str, float]] | None) -> Mapping[str, float]:
-    """The cost table of one device: some backends give a list of one."""
+    """The cost table of one device; some backends return it in a list."""
     if isinstance(analysis, list):
         return analysis[0] if analysis else {}
     return analysis or {}

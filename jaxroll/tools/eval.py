@@ -1,4 +1,4 @@
-"""`jaxroll eval RUN`: held-out accuracy of a run's newest weights, greedy."""
+"""`jaxroll eval RUN`: greedy accuracy of a run's newest weights on the held-out items."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from jaxroll.tools import generate
 
 
 def main(args: RoleArgs) -> int:
-    """Print the accuracy over all held-out items; 0."""
+    """Print the accuracy over all held-out items; return 0."""
     config = args.config
     pool = registry.scoring_pool(config)
     pool.start()
     try:
         slots = config.evaluator.slots
-        said = episode_tokens(config) - config.task.max_prompt_tokens
-        model = generate.load(config, args.run_dir, slots=slots, max_tokens=said)
+        max_tokens = episode_tokens(config) - config.task.max_prompt_tokens
+        model = generate.load(config, args.run_dir, slots=slots, max_tokens=max_tokens)
         sampling = SamplingParams(config.sampling.max_tokens, 0.0, 0, 1.0, (model.tokenizer.eos_id,))
         tasks = heldout.tasks(config)
 
         async def play(proxy: EngineProxy) -> None:
-            places, bounds = Executors(pool, config), bounds_of(config)
-            manager = RolloutManager(proxy, places.create, model.tokenizer, sampling, bounds=bounds)
+            executors, bounds = Executors(pool, config), bounds_of(config)
+            manager = RolloutManager(proxy, executors.create, model.tokenizer, sampling, bounds=bounds)
             try:
                 results = await evaluation.scores(manager, tasks, model.tokenizer, model.version, permits=2 * slots)
             finally:
-                await places.close()
+                await executors.close()
             share = evaluation.accuracy(results) or 0.0
             print(f"{model.source}: {100 * share:.1f} % of {len(results)} held-out items right")
 

@@ -1,4 +1,4 @@
-"""A run's model as it stands: the newest checkpoint (or the warm start) behind an engine in this process."""
+"""`jaxroll generate`: answers of a run's newest weights, by an engine in this process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OFFLINE_LIMIT_S = 3600.0
 
 @dataclass(frozen=True)
 class Trained:
-    """A model ready to answer. `version` is None for the warm start."""
+    """A loaded model with its engine. `source` describes the weights; `version` is 0.0 without a checkpoint."""
 
     config: Config
     tokenizer: Tokenizer
@@ -50,19 +50,27 @@ class Trained:
 
 
 def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penalties: bool = False) -> Trained:
-    """The newest weights of the run in `run_dir`, in an engine of `slots` slots; ConfigError when there are none."""
+    """Load the newest weights of the run in `run_dir` into an engine with `slots`; ConfigError if there are none."""
     text = tokenizers.build(config.tokenizer, sources.alphabet(config.task))
     spec = pretrained.spec(config.model, text.vocab_size)
     mesh = meshes.build(config.learner.mesh)
     values, version, source = newest_params(config, spec, run_dir, rules.Layout(mesh, rules.LEARNER))
     placed = jax.device_put(values, params.shardings(spec, mesh, rules.SAMPLER))
     engine = Engine(
-        spec, mesh, rules.SAMPLER, slots=slots,
+        spec,
+        mesh,
+        rules.SAMPLER,
+        slots=slots,
         max_tokens=max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets) + max_tokens,
-        prefill_rows=min(slots, config.sampler.prefill_rows), prefill_buckets=config.sampler.prefill_buckets,
-        decode_chunk=config.sampler.decode_chunk, seed=config.run.seed, penalties=penalties, decode=text.decode,
-        prefill_attention=config.sampler.prefill_attention, paged_attention=config.sampler.paged_attention,
-    )  # fmt: skip
+        prefill_rows=min(slots, config.sampler.prefill_rows),
+        prefill_buckets=config.sampler.prefill_buckets,
+        decode_chunk=config.sampler.decode_chunk,
+        seed=config.run.seed,
+        penalties=penalties,
+        decode=text.decode,
+        prefill_attention=config.sampler.prefill_attention,
+        paged_attention=config.sampler.paged_attention,
+    )
     engine.warmup(placed, print)
     engine.swap(version, placed)
     return Trained(config, text, EngineHost(engine), version, source)
@@ -71,7 +79,10 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
 def newest_params(
     config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout
 ) -> tuple[states.Params, Version, str]:
-    """The parameters of the newest checkpoint, else of the warm start, with their version and where they were."""
+    """The parameters of the newest checkpoint, the warm start or `model.path`, with their version and description.
+
+    ConfigError when there are none.
+    """
     checkpoints = Checkpoints(run_dir / "checkpoints", config.learner.checkpoints_kept)
     latest = checkpoints.latest()
     if latest is not None:
@@ -92,7 +103,7 @@ def newest_params(
 
 
 def _base(config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout) -> states.Params:
-    """What the run started from: the warm start, the model of the path, or its fresh init."""
+    """The run's initial parameters: the warm start, the model of `model.path`, or a fresh init."""
     if (warm := run_dir / "warm").is_dir():
         return states.placed(weights.load(warm), spec, layout)
     if config.model.path:
@@ -101,18 +112,18 @@ def _base(config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules
 
 
 def ask(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]]) -> None:
-    """Run `play` on a loop thread while this thread drives the engine; raises what `play` raises."""
+    """Run `play` on an event loop in another thread while this thread runs the engine; raise the error of `play`."""
     failure: list[BaseException] = []
 
-    def talk() -> None:
+    def run_loop() -> None:
         try:
             asyncio.run(_played(trained, play))
-        except BaseException as error:  # noqa: BLE001 - carried to the calling thread, whatever it is
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             failure.append(error)
         finally:
             trained.host.stop()
 
-    thread = threading.Thread(target=talk, name="asking", daemon=True)
+    thread = threading.Thread(target=run_loop, name="asking", daemon=True)
     thread.start()
     trained.host.run()
     thread.join(timeout=10)
@@ -129,18 +140,28 @@ async def _played(trained: Trained, play: Callable[[EngineProxy], Awaitable[None
 
 
 def main(args: RoleArgs, options: argparse.Namespace) -> int:
-    """Print one answer (or `--samples`) per prompt; 0. `options` are those of the command line."""
+    """Print one answer (or `--samples`) per prompt and return 0. `options` are those of the command line."""
     max_tokens = args.config.sampling.max_tokens if options.max_tokens is None else options.max_tokens
     model = load(
-        args.config, args.run_dir, slots=options.slots, max_tokens=max_tokens,
+        args.config,
+        args.run_dir,
+        slots=options.slots,
+        max_tokens=max_tokens,
         penalties=options.repetition_penalty != 1,
-    )  # fmt: skip
+    )
     print(f"weights: {model.source}")
     params = SamplingParams(
-        max_tokens, options.temperature, options.top_k, options.top_p, (model.tokenizer.eos_id,),
-        min_p=options.min_p, repetition_penalty=options.repetition_penalty, stop_strings=tuple(options.stop),
-        ignore_eos=options.ignore_eos, seed=options.seed,
-    )  # fmt: skip
+        max_tokens,
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        (model.tokenizer.eos_id,),
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        stop_strings=tuple(options.stop),
+        ignore_eos=options.ignore_eos,
+        seed=options.seed,
+    )
 
     async def play(proxy: EngineProxy) -> None:
         for number, prompt in enumerate(options.prompts):

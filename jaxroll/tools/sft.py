@@ -1,8 +1,8 @@
-"""Warm start: supervised training on a task's worked answers, with the learner's own programs.
+"""`jaxroll sft`: warm start by supervised training on a task's worked answers, with the learner's programs.
 
-Cross-entropy is −A · log π with A = 1, so packing, accumulation and the optimizer are those of the reinforcement
-learner; only the objective and the schedule differ. Trained tokens are the answers and their ends of sequence, also of
-a conversation of several turns.
+Cross-entropy is −A · log π with A = 1, so packing, accumulation and the optimizer are those of the RL learner; only the
+objective and the schedule differ. The trained tokens are all answers of a conversation with their end-of-sequence
+tokens.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from jaxroll.sharding import layout as meshes
 from jaxroll.sharding import layout as rules
 from jaxroll.text import tokenizers
 
-SAY_EVERY_S = 5.0
-CHECK_EXAMPLES = 256  # at most, and at most a tenth: questions kept out of training for the estimate at the end
+REPORT_EVERY_S = 5.0
+CHECK_EXAMPLES = 256  # questions held out for the estimate at the end: at most this many, and at most a tenth
 MAX_GRAD_NORM = 1.0
 SUPERVISED = Algorithm(importance.likelihood(), multiple_of_advantage=True)
-PADDING = 0.15  # share of padded cells that is cheaper than compiling another program
+PADDING = 0.15  # fraction of padded tokens that costs less time than compiling another program
 
 
 @dataclass(frozen=True)
 class WarmStartPlan:
-    """Everything a warm start does: the packed micro-batches of every step, and examples it never trains on."""
+    """The data of a warm start: the packed micro-batches of every step, and examples that it never trains on."""
 
     batches: list[list[packing.MicroBatch]]
     check: list[samples.Sample]
 
 
 def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
-    """Train `sft.steps` steps from a fresh init (or model.path), write folder `out_dir`; what came of it, as metrics.
+    """Train `sft.steps` steps from a fresh init (or `model.path`), write the folder `out_dir`, and return metrics.
 
-    A function of the config alone. `exact_match` is teacher-forced: the share of unseen worked answers of which every
-    token is the likeliest one given the tokens before it, which is what greedy decoding would have answered. It is None
-    for a task too small to keep questions out of training.
+    The result depends only on the config. `exact_match` is teacher-forced: the share of unseen worked answers of which
+    every token is the likeliest one given the tokens before it, so that greedy decoding would give the same answer. It
+    is None for a task too small to hold out questions.
     """
     if config.sft.steps < 1:
         raise ConfigError("sft.steps", config.sft.steps, "a warm start takes at least one step", "Use 300.")
@@ -70,7 +70,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     layout = rules.Layout(mesh, rules.LEARNER)
     buckets = packing.row_buckets(config.learner.micro_batch_rows, mesh.shape["data"] * mesh.shape["fsdp"])
     progress(f"warm start: {config.sft.steps} steps of {config.sft.batch} worked answers, {spec.name}")
-    course = prepared(config, text, buckets)
+    plan = prepared(config, text, buckets)
     programs = Programs(_recipe(config, spec, layout))
     progress(f"attention: packed {programs.recipe.attention}")
     if config.model.path:
@@ -78,14 +78,14 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     else:
         params = model_params.init(spec, jax.random.key(config.run.seed), mesh, rules.LEARNER)
     state = states.fresh(params, spec, layout, programs.recipe.optimizer.transform)
-    used = {batch.rows for batches in course.batches for batch in batches}
+    used = {batch.rows for batches in plan.batches for batch in batches}
     programs.compile([rows for rows in buckets if rows in used], progress)
     compiled = time.monotonic()
-    state, losses = _run(programs, state, course.batches, progress)
+    state, losses = _run(programs, state, plan.batches, progress)
     seconds = time.monotonic() - compiled
-    exact = exact_share(programs, state.params, course.check, buckets)
+    exact = exact_share(programs, state.params, plan.check, buckets)
     weights.save(out_dir, state.params, spec, described(config))
-    tokens = sum(int((batch.streams["segment_ids"] > 0).sum()) for batches in course.batches for batch in batches)
+    tokens = sum(int((batch.streams["segment_ids"] > 0).sum()) for batches in plan.batches for batch in batches)
     row = {
         "steps": config.sft.steps,
         "loss_first": losses[0],
@@ -94,7 +94,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
         "tokens_per_s": tokens / seconds,
         "train_s": seconds,
         "seconds": time.monotonic() - started,
-        "padding_waste": packing.padding_waste([batch for batches in course.batches for batch in batches]),
+        "padding_waste": packing.padding_waste([batch for batches in plan.batches for batch in batches]),
         "parameters": families.parameter_count(spec),
     }
     estimate = "" if exact is None else f", {100 * exact:.0f} % of unseen answers exact (teacher-forced)"
@@ -103,16 +103,18 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
 
 
 def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> WarmStartPlan:
-    """The whole course, on the host: `sft.steps` batches of `sft.batch` examples in the data's order."""
+    """The plan, on the host: `sft.steps` batches of `sft.batch` examples in the data's order."""
     size, steps = config.sft.batch, config.sft.steps
     examples = tasks.examples(config, steps * size + CHECK_EXAMPLES)
     questions = list(dict.fromkeys(task.question_hash for task, _ in examples))
     kept_out = set(questions[: min(CHECK_EXAMPLES, len(questions) // 10)])
-    check = {task.question_hash: example(text, task, said) for task, said in examples if task.question_hash in kept_out}
+    check = {
+        task.question_hash: example(text, task, worked) for task, worked in examples if task.question_hash in kept_out
+    }
     taught = itertools.cycle(pair for pair in examples if pair[0].question_hash not in kept_out)
     tokens, batches = sample_tokens(config.learner), []
     for step in range(steps):
-        taken = [example(text, task, said) for task, said in itertools.islice(taught, size)]
+        taken = [example(text, task, worked) for task, worked in itertools.islice(taught, size)]
         batch = minibatch.weighted(taken, "token_mean", SUPERVISED)
         if step == 0:
             buckets = _fewest(buckets, batch, tokens)
@@ -120,19 +122,19 @@ def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> WarmSta
     return WarmStartPlan(batches, list(check.values()))
 
 
-def example(text: Tokenizer, task: Task, said: tuple[Message, ...]) -> samples.Sample:
-    """The sample of one worked conversation: every prompt as the sampler would see it, then the answer and eos."""
-    return samples.supervised(tokenizers.runs(text, task.messages, said))
+def example(text: Tokenizer, task: Task, worked: tuple[Message, ...]) -> samples.Sample:
+    """The sample of a worked conversation: every prompt as the sampler would render it, then the answer and eos."""
+    return samples.supervised(tokenizers.runs(text, task.messages, worked))
 
 
 def described(config: Config) -> dict[str, Any]:
-    """The tokenizer of the run as data: enough to build it again without the task."""
+    """The arguments that build the run's tokenizer again without the task."""
     cfg = config.tokenizer
     return {"kind": cfg.kind, "path": cfg.path, "alphabet": sources.alphabet(config.task) if cfg.kind == "char" else ""}
 
 
 def _fewest(buckets: Sequence[int], batch: Sequence[samples.Sample], row_tokens: int) -> Sequence[int]:
-    """As few of the row buckets as keep the padding small: batches are alike, and each bucket is compiled."""
+    """The fewest row buckets that keep the padding of `batch` small, because each bucket must be compiled."""
     for count in range(1, len(buckets)):
         if packing.padding_waste(packing.pack(batch, row_tokens, buckets[:count])) <= PADDING:
             return buckets[:count]
@@ -140,7 +142,7 @@ def _fewest(buckets: Sequence[int], batch: Sequence[samples.Sample], row_tokens:
 
 
 def _recipe(config: Config, spec: families.ModelSpec, layout: rules.Layout) -> Recipe:
-    # The rate does not decay: what settled in a sharp minimum forgets more in the first RL steps than it learns.
+    # No decay: a model that has settled in a sharp minimum forgets more in the first RL steps than it learns.
     schedule = optimizer.learning_rate(config.sft.learning_rate, min(20, max(config.sft.steps // 10, 1)), 0)
     return Recipe(
         spec=spec,
@@ -157,19 +159,19 @@ def _run(
     programs: Programs, state: states.TrainState, batches: list[list[packing.MicroBatch]], progress: Progress
 ) -> tuple[states.TrainState, list[float]]:
     """The state after all steps, and the loss of each."""
-    losses, accumulator, say = [], programs.zeros(), _every(SAY_EVERY_S)
+    losses, accumulator, report_due = [], programs.zeros(), _every(REPORT_EVERY_S)
     for number, step in enumerate(batches, start=1):
         for batch in step:
             accumulator = programs.accumulate(state.params, accumulator, programs.placed(batch.streams))
         state, accumulator, report = programs.apply(state, accumulator)
         losses.append(step_metrics.metrics(jax.device_get(report["statistics"]))["loss"])
-        if next(say) or number == len(batches):
+        if next(report_due) or number == len(batches):
             progress(f"warm start step {number}/{len(batches)}, loss {losses[-1]:.3f}")
     return state, losses
 
 
 def _every(seconds: float) -> Iterator[bool]:
-    """True when `seconds` have passed since it last was."""
+    """Yield True when `seconds` have passed since the last True, otherwise False."""
     last = time.monotonic()
     while True:
         due = time.monotonic() - last >= seconds
@@ -179,15 +181,15 @@ def _every(seconds: float) -> Iterator[bool]:
 
 
 def main(args: RoleArgs) -> int:
-    """`jaxroll sft`: write RUN/warm and say how it went in RUN/metrics.jsonl; 0."""
+    """Write the warm start to RUN/warm and its metrics to RUN/metrics.jsonl; return 0."""
     tracker = JsonlTracker(args.run_dir / "metrics.jsonl")
 
-    def say(text: str) -> None:
+    def progress(text: str) -> None:
         print(f"sft: {text}", flush=True)
         tracker.log({"t": time.time(), "role": "sft", "kind": "event", "text": text})
 
     try:
-        row = train(args.config, args.run_dir / "warm", say)
+        row = train(args.config, args.run_dir / "warm", progress)
         tracker.log({"t": time.time(), "role": "sft", "kind": "warm", "step": row["steps"], **row})
     finally:
         tracker.close()
@@ -198,10 +200,10 @@ def main(args: RoleArgs) -> int:
 
 
 def exact_share(programs: Programs, params: Params, check: Sequence[Sample], buckets: Sequence[int]) -> float | None:
-    """The share of `check` of which every trained token is the likeliest one after the true tokens before it.
+    """The share of `check` of which every trained token is the likeliest one given the true tokens before it.
 
-    As long as every token was the likeliest, greedy decoding has produced the same prefix: the share is that of exact
-    greedy answers (up to ties and rounding). None when there is nothing to check.
+    Greedy decoding gives the same prefix as long as every token is the likeliest, so this is the share of exact greedy
+    answers (up to ties and rounding). None if `check` is empty.
     """
     if not check:
         return None
@@ -215,7 +217,7 @@ def exact_share(programs: Programs, params: Params, check: Sequence[Sample], buc
 
 
 def _likeliest(recipe: Recipe, params: Params, streams: Mapping[str, jax.Array]) -> jax.Array:
-    """bool [R, T]: where the token is the argmax of the distribution that predicts it."""
+    """bool [R, T]: True where the token is the argmax of the distribution that predicts it."""
     hidden = hidden_states(recipe, params, streams)
     logits = transformer.logits(recipe.spec, params, jnp.roll(hidden, 1, axis=1))
     return logits.argmax(-1) == streams["tokens"]

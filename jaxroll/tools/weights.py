@@ -1,8 +1,8 @@
-"""`jaxroll weights import HF_FOLDER OUT` and `jaxroll weights export SOURCE OUT`: one tensor in memory at a time.
+"""`jaxroll weights import HF_FOLDER OUT` and `jaxroll weights export SOURCE OUT`, with one tensor in memory at a time.
 
-Import writes a folder of our own (see `jaxroll.learner.weights`), which `model.path` and `tokenizer.path` may name.
-Export writes what transformers reads, from a run's newest checkpoint (else its warm start), from one checkpoint, or
-from a folder of our own. Files of tokenizer and chat template go with the weights both ways, byte for byte.
+Import writes a JaxRoll folder (see `jaxroll.learner.weights`), which `model.path` and `tokenizer.path` may name.
+Export writes a Hugging Face folder for transformers, from a run's newest checkpoint (or its warm start), from one
+checkpoint, or from a JaxRoll folder. Both copy the files of tokenizer and chat template byte for byte.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CHOICES = (AS_STORED, *_DTYPES)
 class Source:
     """Parameters to write: `value` reads one of `leaves`. `text` is a folder with the tokenizer's files, if any."""
 
-    words: str
+    description: str
     spec: ModelSpec
     leaves: Mapping[str, Leaf]
     value: Callable[[str], np.ndarray]
@@ -55,27 +55,27 @@ class Source:
 
 @dataclass(frozen=True)
 class OfRun:
-    """The run that a source belongs to."""
+    """A run folder with its config."""
 
     path: Path
     config: Config
 
 
 def import_folder(folder: Path, out: Path, dtype: str) -> str:
-    """Write the Hugging Face checkpoint in `folder` as the folder `out` of our own; what was done, in words."""
+    """Write the Hugging Face checkpoint in `folder` as the JaxRoll folder `out`; return a summary for the user."""
     if folders.is_ours(folder):
-        raise ConfigError("HF_FOLDER", str(folder), "is a folder of our own already", "Name it in model.path.")
+        raise ConfigError("HF_FOLDER", str(folder), "is a JaxRoll folder already", "Name it in model.path.")
     source = cast_to(_of_folder(folder), dtype)
     text, config = _text_files(folder), _file_of(folder, folders.CONFIG_FILE)
     with _new(out) as unfinished:
         about = {"kind": "hf", "path": "."} if "tokenizer.json" in text else {}
         weights.write(unfinished, source.leaves, source.value, source.spec, about)
         _copy(text | {ORIGIN_FILE: config}, unfinished)
-    return _said(source, 1, out, text)
+    return _summary(source, 1, out, text)
 
 
 def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
-    """Write `source` as the Hugging Face checkpoint `out`; what was done, in words."""
+    """Write `source` as the Hugging Face checkpoint `out`; return a summary for the user."""
     source = cast_to(source, dtype)
     spec, origin = source.spec, source.origin
     leaves = {
@@ -93,15 +93,15 @@ def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
         config = families.to_huggingface(spec, next(iter(source.leaves.values())).dtype.name, origin)
         (unfinished / folders.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _copy(text, unfinished)
-    return _said(source, count, out, text)
+    return _summary(source, count, out, text)
 
 
 @contextlib.contextmanager
 def opened(path: Path, run: OfRun | None) -> Iterator[Source]:
-    """What `path` (a run, one of its checkpoints, or a folder of our own) holds, to be exported."""
+    """The parameters in `path` (a run, one of its checkpoints, or a JaxRoll folder), for export."""
     if run is None:
         if not folders.is_ours(path):
-            reason = "is no run, no checkpoint in a run's folder, and no folder that JaxRoll wrote"
+            reason = "is neither a run, nor a checkpoint in a run's folder, nor a folder that JaxRoll wrote"
             raise ConfigError("SOURCE", str(path), reason, "Give RUN, RUN/checkpoints/LINEAGE.STEP, or RUN/warm.")
         yield _of_folder(path)
         return
@@ -115,7 +115,8 @@ def opened(path: Path, run: OfRun | None) -> Iterator[Source]:
         about = checkpoint_files.about(path)
         if (adapters := Lora.of(run.config.learner)) is not None:
             merged = _merged(adapters, _base(run), values, about["base"])
-            yield replace(merged, words=f"checkpoint {path}, adapters merged", text=text, origin=_origin(run))
+            description = f"checkpoint {path}, adapters merged"
+            yield replace(merged, description=description, text=text, origin=_origin(run))
             return
         held = checkpoint_files.params(about)
         leaves = {name: Leaf(np.dtype(dtype), shape) for name, (dtype, shape) in held.items()}
@@ -124,7 +125,7 @@ def opened(path: Path, run: OfRun | None) -> Iterator[Source]:
 
 
 def cast_to(source: Source, dtype: str) -> Source:
-    """The source with its numbers in `dtype`, one of CHOICES."""
+    """`source` with its numbers in `dtype`, one of CHOICES."""
     if dtype == AS_STORED:
         return source
     to = _DTYPES[dtype]
@@ -133,23 +134,23 @@ def cast_to(source: Source, dtype: str) -> Source:
 
 
 def _merged(adapters: Lora, base: Source, trained: Mapping[str, np.ndarray], digest: str) -> Source:
-    """`base` with the adapters of a checkpoint in it, float32; ConfigError when they were trained on another base."""
+    """`base` merged with a checkpoint's adapters, float32; ConfigError when they were trained on another base."""
     shapes = {name: Leaf(DTYPES["F32"], leaf.shape) for name, leaf in base.leaves.items()}
-    upon = tensor_files.Converted(shapes, lambda name: np.asarray(base.value(name), np.float32))
-    if lora.digest(upon) != digest:
+    frozen = tensor_files.Converted(shapes, lambda name: np.asarray(base.value(name), np.float32))
+    if lora.digest(frozen) != digest:
         reason = "the checkpoint's adapters were trained on other parameters"
-        raise ConfigError("model.path", base.words, reason, "Put back what the run started from.")
-    return replace(base, leaves=shapes, value=lambda name: lora.merged_on_host(adapters, name, upon[name], trained))
+        raise ConfigError("model.path", base.description, reason, "Restore the parameters that the run started from.")
+    return replace(base, leaves=shapes, value=lambda name: lora.merged_on_host(adapters, name, frozen[name], trained))
 
 
 def _base(run: OfRun) -> Source:
-    """What the run started from: its warm start, the model of its path, or its fresh init."""
+    """The run's initial parameters: its warm start, the model of `model.path`, or a fresh init."""
     for folder in (run.path / WARM, Path(run.config.model.path)):
         if folder != Path() and folder.is_dir():
             return _of_folder(folder)
     text = tokenizers.of_run(run.path, run.config.tokenizer)
     if text is None:
-        reason = f"has no {tokenizers.ALPHABET_FILE}, which says how many words its model knows"
+        reason = f"has no {tokenizers.ALPHABET_FILE}, which determines the size of its model's vocabulary"
         raise ConfigError("RUN", str(run.path), reason, "Restore the file from a copy.")
     spec = pretrained.spec(run.config.model, text.vocab_size)
     made = params.init(spec, jax.random.key(run.config.run.seed), layout.build(MeshConfig()), layout.LEARNER)
@@ -167,7 +168,7 @@ def _of_folder(folder: Path) -> Source:
 
 
 def _newest(run: OfRun) -> Path:
-    """The run's newest checkpoint, else its warm start; ConfigError when it has neither."""
+    """The run's newest checkpoint, or its warm start if there is none; ConfigError when it has neither."""
     folder = run.path / CHECKPOINTS
     if versions := checkpoint_files.versions(folder):
         return checkpoint_files.path_of(folder, max(versions))
@@ -177,7 +178,7 @@ def _newest(run: OfRun) -> Path:
 
 
 def _origin(run: OfRun) -> Mapping[str, Any]:
-    """The config.json that the run's model came with, or what its tokenizer says of special tokens."""
+    """The config.json of the run's imported model, or the ids of its tokenizer's special tokens."""
     folder = Path(run.config.model.path)
     for name in (ORIGIN_FILE, folders.CONFIG_FILE):
         if run.config.model.path and (folder / name).is_file():
@@ -191,9 +192,9 @@ def _origin(run: OfRun) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _new(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` when all is written; ConfigError when something is there already."""
+    """A temporary folder, renamed to `out` at the end; ConfigError when `out` exists and is not an empty folder."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError("OUT", str(out), "there is something here already", "Name a new folder.")
+        raise ConfigError("OUT", str(out), "it exists already", "Name a new folder.")
     with weights.written_whole(out) as unfinished:
         yield unfinished
 
@@ -204,9 +205,9 @@ def _text_files(folder: Path) -> dict[str, Path]:
 
 
 def _file_of(folder: Path, name: str) -> Path:
-    """The file that `name` leads to; ConfigError when that is outside `folder`, whose links a stranger may have made.
+    """The file `name` of `folder`; ConfigError when it is a link that leads out of the folder, which is untrusted.
 
-    In Hugging Face's cache the names in `snapshots/REVISION` are links to files in `blobs` of the same model.
+    In Hugging Face's cache, the names in `snapshots/REVISION` are links to files in `blobs` of the same model.
     """
     top, file = folder.resolve(), (folder / name).resolve()
     cache = (top.parent.parent / "blobs",) if top.parent.name == "snapshots" else ()
@@ -222,11 +223,11 @@ def _copy(files: Mapping[str, Path], out: Path) -> None:
             shutil.copyfileobj(data, copy)
 
 
-def _said(source: Source, files: int, out: Path, copied: Iterable[str]) -> str:
+def _summary(source: Source, files: int, out: Path, copied: Iterable[str]) -> str:
     size = sum(leaf.size_bytes for leaf in source.leaves.values())
     dtypes = ", ".join(sorted({leaf.dtype.name for leaf in source.leaves.values()}))
-    text = ", ".join(copied) or "none (no tokenizer files belong to it)"
+    text = ", ".join(copied) or "none (it has no tokenizer files)"
     return (
-        f"{source.words} -> {out}: {len(source.leaves)} tensors, {size / 1e6:.1f} MB of {dtypes} in {files} file"
+        f"{source.description} -> {out}: {len(source.leaves)} tensors, {size / 1e6:.1f} MB of {dtypes} in {files} file"
         f"{'s' * (files != 1)}; text files: {text}"
     )

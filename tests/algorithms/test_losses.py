@@ -386,7 +386,7 @@ def test_an_algorithm_that_gives_credit_wants_no_critic(monkeypatch: pytest.Monk
     )
     monkeypatch.syspath_prepend(tmp_path)
     learner = LearnerConfig(algorithm="judge:judge", advantage="gae", critic="init")
-    with pytest.raises(ConfigError, match=r"learner\.critic = 'init'.*credit by itself"):
+    with pytest.raises(ConfigError, match=r"learner\.critic = 'init'.*computes advantages itself"):
         registry.build(learner)
 
 

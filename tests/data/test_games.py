@@ -36,8 +36,9 @@ def test_held_out_questions_are_neither_trained_on_nor_taught(path: Path) -> Non
     kept = heldout.tasks(config)
     trained = list(itertools.islice(PromptPipeline(config), 300))
     taught = [task for task, _ in sft_examples.examples(config, 300)]
-    heldout.check_disjoint(kept, trained)
-    heldout.check_disjoint(kept, taught, "the warm start")
+    assert len(heldout.hashes(kept)) == len(kept)
+    assert not heldout.overlap(kept, (task.question_hash for task in trained))
+    assert not heldout.overlap(kept, (task.question_hash for task in taught))
 
 
 @agentic

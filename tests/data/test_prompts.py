@@ -94,7 +94,7 @@ def test_held_out_questions_never_come(undisturbed: list) -> None:
     kept_aside = heldout.tasks(small)
     assert len(kept_aside) == 100
     drawn = draw(PromptPipeline(small), 2000)
-    heldout.check_disjoint(kept_aside, drawn)
+    assert not heldout.overlap(kept_aside, (task.question_hash for task in drawn))
     assert len({task.question_hash for task in drawn}) == 100, "all other numbers up to 200 do come"
 
 

@@ -22,7 +22,7 @@ def test_a_smaller_mesh_takes_the_first_devices():
 
 
 def test_too_few_devices_say_how_many_are_here():
-    with pytest.raises(ConfigError, match=r"needs 16 devices, 8 are here"):
+    with pytest.raises(ConfigError, match=r"needs 16 devices, this process has 8"):
         layout.build(MeshConfig(data=16))
 
 

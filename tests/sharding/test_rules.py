@@ -37,9 +37,9 @@ def test_batches_are_split_over_data_and_fsdp():
 
 
 def test_one_mesh_axis_cannot_split_two_axes_of_an_array():
-    with pytest.raises(ConfigError, match=r"'tensor' is claimed twice"):
+    with pytest.raises(ConfigError, match=r"two axes use the mesh axis 'tensor'"):
         rules.spec(("heads", "mlp"), rules.LEARNER)
-    with pytest.raises(ConfigError, match=r"'fsdp' is claimed twice"):
+    with pytest.raises(ConfigError, match=r"two axes use the mesh axis 'fsdp'"):
         rules.spec(("rows", "embed"), rules.LEARNER)
 
 

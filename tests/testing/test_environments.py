@@ -39,7 +39,7 @@ def test_an_environment_that_keeps_the_contract_has_no_violations(name: str) -> 
         pytest.param("surrogate", "lone surrogate", "StepResult", marks=pytest.mark.soak),
         pytest.param("huge", "2097152 characters", "StepResult", marks=pytest.mark.soak),
         ("hangs", "step took longer than 0.2 s", "step_limit_s"),
-        pytest.param("scores_badly", "not a finite number", "mend the scorer", marks=pytest.mark.soak),
+        pytest.param("scores_badly", "not a finite number", "fix the scorer", marks=pytest.mark.soak),
         pytest.param("misdeclared", "step_limit_s = 'long'", "table of attributes", marks=pytest.mark.soak),
         ("blocks", "it blocks the event loop for", "await instead"),
         ("stray_exit", "left the event loop", "raise DataError"),

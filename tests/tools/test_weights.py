@@ -184,7 +184,7 @@ def test_the_commands(tmp_path: Path, run: weights.OfRun) -> None:
     done = jaxroll("export", str(run.path), "out", "--dtype=bfloat16")
     assert done.returncode == 0 and "0000.00000002 -> " in done.stdout, done.stderr
     refused = jaxroll("import", "out", "out")
-    assert refused.returncode == 64 and "there is something here already" in refused.stderr
+    assert refused.returncode == 64 and "it exists already" in refused.stderr
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -288,7 +288,7 @@ def test_the_links_of_hugging_face_s_cache_are_followed(tmp_path: Path) -> None:
 def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run, no checkpoint"):
         exported(GOLDEN / "tied", tmp_path / "out")
-    with pytest.raises(ConfigError, match="of our own already"):
+    with pytest.raises(ConfigError, match="is a JaxRoll folder already"):
         weights.import_folder(_imported(tmp_path), tmp_path / "out", weights.AS_STORED)
 
 
