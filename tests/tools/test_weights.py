@@ -240,7 +240,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     folder = _changed(tmp_path, lambda tensors: None)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
-    with pytest.raises(ConfigError, match=r"model\.safetensors has \d+ bytes and its header speaks of \d+"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors has \d+ bytes and its header needs \d+"):
         weights.import_folder(folder, tmp_path / "ours", weights.AS_STORED)
 
 
@@ -286,7 +286,7 @@ def test_the_links_of_hugging_face_s_cache_are_followed(tmp_path: Path) -> None:
 
 
 def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run, no checkpoint"):
+    with pytest.raises(ConfigError, match="neither a run, nor a checkpoint"):
         exported(GOLDEN / "tied", tmp_path / "out")
     with pytest.raises(ConfigError, match="is a JaxRoll folder already"):
         weights.import_folder(_imported(tmp_path), tmp_path / "out", weights.AS_STORED)
