@@ -188,7 +188,7 @@ def token_values(recipe: Recipe, params: Params, streams: Streams) -> Float[Arra
 
 
 def metrics(samples: Sequence[Sample], reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The critic's metrics of a step; `reports` are those of the substeps, on the host.
+    """The critic's metrics of a step; `reports` are those of the minibatches, on the host.
 
     The explained variance is 1 − Var(R − V)/Var(R) over the trained tokens, where R is the target and V the value at
     the start of the claim; None if all targets are equal.

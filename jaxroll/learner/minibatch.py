@@ -29,7 +29,7 @@ PerToken = Callable[[Sequence[Sample]], list[np.ndarray]]  # samples → one num
 
 @dataclass(frozen=True)
 class Prepared:
-    """`groups` as claimed, with unshaped rewards; `substeps` the weighted samples of each optimizer step, in order."""
+    """`groups` as claimed, with unshaped rewards; `minibatches`: the weighted samples of each optimizer step."""
 
     groups: Groups
     minibatches: list[list[Sample]]
@@ -83,9 +83,9 @@ def shuffled(groups: Groups, claim: Claim, seed: int) -> Groups:
     return out
 
 
-def divided(groups: Groups, substeps: int, shuffle_seed: int) -> list[list[Sample]]:
-    """`substeps` lists of samples; groups stay whole and are assigned at random by the claim's logged seed."""
-    if substeps == 1:
+def divided(groups: Groups, minibatches: int, shuffle_seed: int) -> list[list[Sample]]:
+    """`minibatches` lists of samples; groups stay whole and are assigned at random by the claim's logged seed."""
+    if minibatches == 1:
         return [[sample for group in groups for sample in group]]
     order = np.random.default_rng(abs(shuffle_seed)).permutation(len(groups))
     return [[sample for index in part for sample in groups[index]] for part in np.array_split(order, minibatches)]

@@ -66,7 +66,7 @@ PROMPT_IDS = "prompt_ids"  # extra stream in rows that share prompts: the segmen
 def row_buckets(micro_batch_rows: int, divisor: int, sharing: int = 1) -> tuple[int, ...]:
     """Row counts a micro-batch may have, largest first: `micro_batch_rows` and its halves that `divisor` still divides.
 
-    `sharing` rows that share their prompts count as one. ConfigError when `micro_rows` is not divisible.
+    `sharing` rows that share their prompts count as one. ConfigError when `micro_batch_rows` is not divisible.
     """
     if micro_batch_rows % (divisor * sharing):
         shared = f" times learner.shared_prompt_rows = {sharing}" if sharing > 1 else ""

@@ -130,8 +130,8 @@ def _check(longest: int, rows: SharedRows) -> None:
             "learner.row_tokens",
             rows.tokens,
             f"an answer of {longest} tokens does not fit into a row",
-            f"Use at least {longest}, or lower sampling.max_tokens; a prompt of more than learner.prompt_tokens = "
-            f"{rows.prompt_tokens} tokens is copied for each of its answers.",
+            f"Use at least {longest}, or lower sampling.max_tokens; a prompt of more than learner.shared_prompt_tokens "
+            f"= {rows.prompt_tokens} tokens is copied for each of its answers.",
         )
 
 

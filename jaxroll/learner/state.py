@@ -30,8 +30,8 @@ Params = dict[str, jax.Array]
 class TrainState:
     """The learner's arrays. `params` are the trained parameters: all of the model's, or adapters (see `lora`).
 
-    `step` (int32) counts optimizer steps, which is claims × substeps. `critic` is the critic's TrainState in a run that
-    has one; the programs of the policy neither take nor return it. An abstract state has ShapeDtypeStructs or
+    `step` (int32) counts optimizer steps, which is claims × minibatches. `critic` is the critic's TrainState in a run
+    that has one; the programs of the policy neither take nor return it. An abstract state has ShapeDtypeStructs or
     shardings as leaves.
     """
 
@@ -194,7 +194,7 @@ def adamw(schedule: optax.Schedule, weight_decay: float, max_grad_norm: float) -
 
 
 def build(config: LearnerConfig) -> Optimizer:
-    """The policy's optimizer; its steps are optimizer steps (claims × substeps)."""
+    """The policy's optimizer; its steps are optimizer steps (claims × minibatches)."""
     schedule = learning_rate(config.learning_rate, config.warmup_steps, config.decay_steps)
     return adamw(schedule, config.weight_decay, config.max_grad_norm)
 

@@ -1,7 +1,7 @@
 """Training-step metrics, grouped by token age: summed on the device and read on the host once per step.
 
 R rows, T tokens of a row, A age buckets; the last bucket also holds all older tokens. Every statistic is a float32
-array [A] over the trained tokens, so that micro-batches and substeps are merged by plain addition (or maximum).
+array [A] over the trained tokens, so that micro-batches and minibatches are merged by plain addition (or maximum).
 """
 
 from __future__ import annotations

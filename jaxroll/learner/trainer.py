@@ -90,8 +90,8 @@ class Trainer:
         self._rows = shared_rows(config.learner)
         if self._rows and self.algorithm.together > 1:
             raise ConfigError(
-                "learner.prompt_tokens",
-                config.learner.prompt_tokens,
+                "learner.shared_prompt_tokens",
+                config.learner.shared_prompt_tokens,
                 "this algorithm compares adjacent samples of a row, which must not share a prompt",
                 "Set it to 0: every sample then has its own copy of its prompt.",
             )
@@ -149,7 +149,7 @@ class Trainer:
         self._compiles.reset()
 
     def train(self, claim: Claim) -> Metrics:
-        """Train on `claim`, one optimizer step per substep; return the step's metrics. Raises like `await_step`."""
+        """Train on `claim`, one optimizer step per minibatch; return the step's metrics. Raises like `await_step`."""
         return self.await_step(self.dispatch_step(self.prepare(claim)))
 
     @property
@@ -172,7 +172,7 @@ class Trainer:
         placed = ready.placed
         for name in self.programs.recipe.added:
             placed = self._with_logprobs(placed, name)
-        reports = [self._substep(batches) for batches in placed]
+        reports = [self._train_minibatch(batches) for batches in placed]
         return Running(ready, reports, self._train_critic(ready.prepared.minibatches, ready.packed, placed))
 
     def await_step(self, running: Running) -> Metrics:
@@ -184,7 +184,7 @@ class Trainer:
         reports, of_critic = placing.fetched((running.reports, running.of_critic))
         _check_finite(reports, claim, "learner.learning_rate")
         _check_finite(of_critic, claim, "learner.critic_learning_rate")
-        batches = [batch for of_substep in packed for batch in of_substep]
+        batches = [batch for of_minibatch in packed for batch in of_minibatch]
         seen = _step_metrics(reports)
         if of_critic:
             seen |= critic.metrics([sample for samples in prepared.minibatches for sample in samples], of_critic)
@@ -197,7 +197,7 @@ class Trainer:
                 "padding_waste": packing.padding_waste(batches),
                 "shared_tokens": packing.shared_tokens(batches),
                 "shard_imbalance": packing.shard_imbalance(batches, self._shards, self._quadratic),
-                "tokens_computed": sum(sample.trained_tokens for samples in prepared.substeps for sample in samples),
+                "tokens_computed": sum(sample.trained_tokens for samples in prepared.minibatches for sample in samples),
                 "micro_batches": len(batches),
                 "compiles": self._compiles.count,
             }
@@ -227,7 +227,7 @@ class Trainer:
         )
 
     def _with_logprobs(self, placed: list[list[Streams]], name: str) -> list[list[Streams]]:
-        """The micro-batches of all substeps with the added stream `name`: log π under the model of that name."""
+        """The micro-batches of all minibatches with the added stream `name`: log π under the model of that name."""
         if name == PROXIMAL:
             params = nullcontext(self.params())
         else:
@@ -256,7 +256,7 @@ class Trainer:
     def _train_critic(
         self, minibatches: Sequence[Sequence[Sample]], packed: list[list[MicroBatch]], placed: list[list[Streams]]
     ) -> list[dict[str, Any]]:
-        """Train the critic on the same micro-batches, one optimizer step per substep; reports stay on the devices."""
+        """Train the critic on the same micro-batches, one optimizer step per minibatch; reports stay on the devices."""
         if not self.critic:
             return []
         streams = [
@@ -267,7 +267,7 @@ class Trainer:
         self.state = dataclasses.replace(self.state, critic=critic_state)
         return reports
 
-    def _substep(self, batches: Sequence[dict[str, jax.Array]]) -> dict[str, Any]:
+    def _train_minibatch(self, batches: Sequence[dict[str, jax.Array]]) -> dict[str, Any]:
         """Dispatch one optimizer step over all of `batches`; the report stays on the device."""
         accumulator = self._accumulator or self.programs.zeros()
         for streams in batches:
@@ -301,7 +301,7 @@ def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm
 
 def shared_rows(learner: LearnerConfig) -> SharedRows | None:
     """The layout of rows that share prompts; None if every sample has its own copy of its prompt."""
-    if not learner.prompt_tokens:
+    if not learner.shared_prompt_tokens:
         return None
     return SharedRows(learner.shared_prompt_tokens, learner.shared_prompt_rows, learner.row_tokens)
 
@@ -353,7 +353,7 @@ def rewards_by_age(groups: Sequence[Sequence[Sample]], age_buckets: int) -> dict
 
 
 def _step_metrics(reports: Sequence[Mapping[str, Any]]) -> Metrics:
-    """The reports of all substeps combined: statistics over all tokens, mean loss and mean gradient norm."""
+    """The reports of all minibatches combined: statistics over all tokens, mean loss and mean gradient norm."""
     row = step_metrics.metrics(step_metrics.totals([report["statistics"] for report in reports]))
     return row | {
         "loss": row["loss"] / len(reports),
@@ -363,9 +363,9 @@ def _step_metrics(reports: Sequence[Mapping[str, Any]]) -> Metrics:
 
 
 def _check_finite(reports: Sequence[Mapping[str, Any]], claim: Claim, rate: str) -> None:
-    for substep, report in enumerate(reports):
+    for number, report in enumerate(reports):
         if not np.isfinite(report["grad_norm"]):
             raise JaxRollError(
-                f"step {claim.step}, substep {substep}: the gradient is not finite (norm {report['grad_norm']}); "
+                f"step {claim.step}, minibatch {number}: the gradient is not finite (norm {report['grad_norm']}); "
                 f"resume from the last checkpoint with a lower {rate} or model.dtype = float32"
             )

@@ -231,7 +231,7 @@ def with_logprobs(claim: Claim, logprobs) -> Claim:
 
 
 def test_minibatches_take_several_optimizer_steps_with_real_ratios(small_config, make_claim, make_trainer):
-    """From the second substep on r ≠ 1, so a tight clip binds somewhere; with one substep r = 1 and it never does."""
+    """With several minibatches r ≠ 1 from the second on, so a tight clip binds somewhere; with one it never does."""
     tight = {"correction": "none", "clip_low": 1e-4, "clip_high": 1e-4, "learning_rate": 5e-2}
     once, twice = (make_trainer(small_config(minibatches=n, **tight)).train(make_claim(age=1)) for n in (1, 2))
     assert once["clip_share"] == 0.0
@@ -316,7 +316,7 @@ def test_a_gradient_that_is_not_finite_stops_the_learner(small_config, make_clai
     trainer = make_trainer(small_config())
     params = jax.device_get(trainer.state.params)
     trainer.set_params(params | {"embed": np.full_like(params["embed"], np.nan)})
-    with pytest.raises(JaxRollError, match="step 1, substep 0: the gradient is not finite"):
+    with pytest.raises(JaxRollError, match="step 1, minibatch 0: the gradient is not finite"):
         trainer.train(make_claim())
 
 

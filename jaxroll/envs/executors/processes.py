@@ -228,7 +228,7 @@ class InProcess:
         finally:
             await self._processes.give_back(process, whole=whole)
 
-    async def _asked(self, order: words.Order, limit_s: float, what: str) -> words.Answer:
+    async def _asked(self, order: messages.Order, limit_s: float, what: str) -> messages.Answer:
         if self._process is None or not self._whole:
             raise InfraError("the environment's process is gone")
         self._whole = False  # until it has answered
