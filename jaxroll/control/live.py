@@ -9,13 +9,15 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console, Group
+from rich import box
+from rich.console import Console, ConsoleOptions, Group
 from rich.live import Live
+from rich.measure import Measurement
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +26,8 @@ from jaxroll.config.rules import lives_in
 from jaxroll.control import run_dir as run_dirs
 from jaxroll.control.supervisor import ProcessView
 from jaxroll.metrics import TensorBoardTracker
+from jaxroll.report.figures import activity
+from jaxroll.report.figures.activity import Bottleneck
 
 SILENCE_S = 8.0
 EVENTS_SHOWN = 4
@@ -87,6 +91,7 @@ class PlainView(View):
         super().__init__(run_dir, of_steps, now=now)
         self._out = out or sys.stdout
         self._last_print_s = now()
+        self._bottleneck = ""  # the part that was named last
 
     def tick(self, processes: Sequence[ProcessView]) -> None:
         """Break the silence."""
@@ -100,6 +105,9 @@ class PlainView(View):
 
     def _line(self, line: str, row: dict[str, Any]) -> None:
         self.say(line)
+        if (found := self.status.bottleneck) and found.part != self._bottleneck:
+            self._bottleneck = found.part
+            self.say(f"bottleneck: {found.text()}")
 
 
 class TableView(View):
@@ -135,26 +143,48 @@ class TableView(View):
             self._recent.append(line)
 
     def _render(self) -> Group:
-        table = Table(expand=False, title=str(self._run_dir), title_style="dim", title_justify="left")
-        for heading in HEADINGS:
-            last = heading == HEADINGS[-1]
-            table.add_column(heading, justify="left" if last else "right", no_wrap=True, overflow="ellipsis")
+        table = Table(title=str(self._run_dir), title_style="dim", title_justify="left", box=box.SIMPLE_HEAD,
+                      show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+        for heading in HEADINGS[:-1]:
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(HEADINGS[-1])  # the only column that gives way where the terminal is narrow
         for line in self.status.steps:
-            table.add_row(*line.cells(self.status.of_steps))
-        return Group(*([table] if self.status.steps else []), *(Text(text, style="dim") for text in self._recent),
-                     self._spinner)  # fmt: skip
+            *numbers, waits = line.cells(self.status.of_steps)
+            table.add_row(*numbers, _OneLine(waits))
+        limit = [f"bottleneck: {self.status.bottleneck.text()}"] if self.status.bottleneck else []
+        return Group(*([table] if self.status.steps else []), *(Text(text) for text in limit),
+                     *(Text(text, style="dim") for text in self._recent), self._spinner)  # fmt: skip
 
 
-def open_view(run_dir: Path, of_steps: int) -> View:
-    """The table on a terminal that can move its cursor, lines elsewhere."""
+class _OneLine:
+    """A text on one line, cut between two words where it is too long, so that no number is shown in part."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, len(self._text))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        text, width = self._text, options.max_width
+        if len(text) > width:
+            text = text[: text.rfind(" ", 0, width - 1) + 1] + "…"
+        yield Text(text, no_wrap=True, overflow="crop")
+
+
+def open_view(run_dir: Path, of_steps: int, config: Mapping[str, Any] | None = None) -> View:
+    """The table on a terminal that can move its cursor, lines elsewhere. Both name the bottleneck if given a config."""
     table = sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in _TERMINALS_OF_LINES
-    return TableView(run_dir, of_steps) if table else PlainView(run_dir, of_steps)
+    view = TableView(run_dir, of_steps) if table else PlainView(run_dir, of_steps)
+    view.status.config = config
+    return view
 
 
 # --- state of a run for display: folded from metrics rows and process states. Pure
 
 STEPS_KEPT = 12
 RATES_KEPT = 5
+STEPS_MEASURED, STEPS_BETWEEN, ROWS_KEPT = 20, 5, 4000  # for the bottleneck: it is measured again after some steps
 
 
 @dataclass(frozen=True)
@@ -185,7 +215,7 @@ class StepLine:
                 f"waits: {waits}")  # fmt: skip
 
 
-HEADINGS = ("step", "reward", "held-out", "tokens/s", "age mean / max", "s/step", "waiting for")
+HEADINGS = ("step", "reward", "held-out", "tokens/s", "age / max", "s/step", "waiting for")
 
 
 @dataclass
@@ -193,6 +223,8 @@ class Status:
     """The state of a run as far as it is shown. Feed it with `take`; ask it with `doing`."""
 
     of_steps: int
+    config: Mapping[str, Any] | None = None  # of the run, as a dict; without it no bottleneck is named
+    bottleneck: Bottleneck | None = None
     steps: deque[StepLine] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     running: dict[tuple[str, str], float] = field(default_factory=dict)  # (role, what) → unix time it began
     _lines: dict[str, tuple[str, float]] = field(default_factory=dict)  # role → its newest event, and when
@@ -200,10 +232,13 @@ class Status:
     _waits: dict[str, str] = field(default_factory=dict)  # who is being waited for → why
     _accuracy: tuple[float, int] | None = None
     _last_step_t: float | None = None
+    _recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=ROWS_KEPT))
 
     def take(self, row: Mapping[str, Any]) -> str | None:
         """Fold one row in; the plain line it is worth, if any."""
         role = str(row.get("role"))
+        if row.get("kind") in ("step", "stats", "span", "store"):
+            self._recent.append(dict(row))
         if row.get("kind") in ("step", "eval", "restart", "compile"):
             self._lines.pop(role, None)  # its reported activity is over
         match row.get("kind"):
@@ -266,6 +301,8 @@ class Status:
             row.get("age_mean"), row.get("age_max"), seconds, self._wait_text(row),
         )  # fmt: skip
         self.steps.append(line)
+        if self.config is not None and line.step % STEPS_BETWEEN == 0:
+            self.bottleneck = activity.bottleneck(activity.latest(list(self._recent), STEPS_MEASURED), self.config)
         return line.text(self.of_steps)
 
     def _tokens_per_s(self) -> float | None:
@@ -274,8 +311,8 @@ class Status:
 
     def _wait_text(self, row: Mapping[str, Any]) -> str:
         wait_s = row.get("wait_s") or 0.0
-        parts = [f"learner for groups, {wait_s:.1f} s"] if wait_s >= 0.05 else []
-        return "; ".join(parts + [f"for {who} ({why})" for who, why in self._waits.items()])
+        parts = [f"groups, {wait_s:.1f} s"] if wait_s >= 0.05 else []
+        return "; ".join(parts + [f"{who} ({why})" for who, why in self._waits.items()])
 
     def _eval(self, row: Mapping[str, Any]) -> str | None:
         if row.get("accuracy") is None:

@@ -45,7 +45,7 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
     if fork is not None:
         specs = program.forked(specs, path, fork, name=uuid.uuid4().hex)
     auth.create(path)
-    view = open_view(path, config.schedule.steps)
+    view = open_view(path, config.schedule.steps, configs.to_dict(config))
     try:
         code = 0
         if needs_warm_start(config, path):

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.control import live, run_dir
 from jaxroll.control.live import Status
 from jaxroll.control.supervisor import ProcessView
 
+GOLDEN = Path(__file__).parent / "golden"
 STEP = {"kind": "step", "role": "learner", "step": 3, "t": 110.0, "t1": 109.5, "reward_mean": 0.625, "age_mean": 0.4,
         "age_max": 1, "wait_s": 0.31, "train_s": 0.7}  # fmt: skip
 ROWS = [
@@ -45,7 +47,7 @@ def folded(rows: list[dict]) -> Status:
 def test_a_step_shows_reward_accuracy_rate_age_and_waits() -> None:
     cells = folded(ROWS).steps[-1].cells(50)
     assert cells == ("3/50", "0.625", "47.1 % @0", "20,000", "0.40 / 1", "1.25",
-                     "learner for groups, 0.3 s; for sampler-1 (has group 7)")  # fmt: skip
+                     "groups, 0.3 s; sampler-1 (has group 7)")  # fmt: skip
 
 
 def test_what_is_unknown_is_a_dash() -> None:
@@ -144,6 +146,56 @@ def test_table_view_draws_on_a_terminal(tmp_path: Path) -> None:
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("held-out", "3/50", "0.625", "47.1 % @0", "20,000", "a word to keep", "waiting for"):
         assert words in drawn
+
+
+WIDEST = [
+    {"kind": "eval", "role": "evaluator", "step": 1000, "accuracy": 1.0, "n": 512},
+    {"kind": "store", "role": "store", "waits": {"sampler-1": "group 1234 misses members 1, 2, 3"}},
+    {"kind": "stats", "role": "sampler-0", "tokens_per_s": 1234567.0},
+    {"kind": "step", "role": "learner", "step": 1000, "t": 110.0, "t1": 109.5, "reward_mean": -0.625, "age_mean": 12.34,
+     "age_max": 16, "wait_s": 12.31, "train_s": 1234.56},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_table_keeps_every_number_whole(width: int, tmp_path: Path) -> None:
+    """After an intended change of the table copy what the failing test prints into the golden file."""
+    console = Console(file=io.StringIO(), width=width)
+    view = live.TableView(Path("runs/demo"), 1000, console=console)
+    view.rows(WIDEST)
+    console.print(view._render())
+    view._live.stop()
+    drawn = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    table = "\n".join(drawn[: next(i for i, line in enumerate(drawn) if line.startswith("1000/1000")) + 1]) + "\n"
+    *numbers, waits = view.status.steps[-1].cells(1000)
+    assert all(number in table for number in numbers) and max(map(len, drawn)) <= width
+    shown = table.splitlines()[-1].partition(numbers[-1])[2].strip().removesuffix("…").split()
+    assert shown and shown == waits.split()[: len(shown)], "the last column is cut between words"
+    assert table == (GOLDEN / f"live_{width}.txt").read_text(encoding="utf-8"), table
+
+
+def with_bottleneck(step: int) -> list[dict]:
+    """Twenty steps of a learner that never waits."""
+    return [
+        {**STEP, "step": n, "t": float(n), "t0": n - 1.0, "t1": float(n), "wait_s": 0.0, "train_s": 1.0,
+         "publish_s": 0.0} for n in range(1, step + 1)
+    ]  # fmt: skip
+
+
+def test_both_views_name_the_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configs.to_dict(Config())
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    plain = live.open_view(tmp_path, 50, config)
+    plain.rows(with_bottleneck(20))
+    assert isinstance(plain, live.PlainView)
+    assert plain._out.getvalue().count("bottleneck: learner: ") == 1, "once, until it is another one"  # type: ignore[attr-defined]
+    console = Console(file=io.StringIO(), width=120)
+    table = live.TableView(tmp_path, 50, console=console)
+    table.status.config = config
+    table.rows(with_bottleneck(20))
+    console.print(table._render())
+    table._live.stop()
+    assert "(learner.micro_rows)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_view_writes_tensorboard_events_and_the_devices(tmp_path: Path) -> None:

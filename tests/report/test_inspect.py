@@ -175,7 +175,7 @@ def test_a_live_run_is_read_without_touching_it(tmp_path: Path) -> None:
 
     found, group = asyncio.run(live())
     assert found["store_pid"] == os.getpid() and store_pid(tmp_path) is None
-    assert found["waits"] == {"sampler-7": "group 1 misses members [0, 1]"}
+    assert found["waits"] == {"sampler-7": "group 1 misses members 0, 1"}
     assert {row["holder"] for row in found["leases"]} == {"sampler-7"} and len(found["leases"]) == 2
     assert [member["state"] for member in group["members"]] == ["leased", "leased"]
 

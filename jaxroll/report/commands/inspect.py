@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sqlite3
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 
+from jaxroll import metrics
+from jaxroll.errors import ConfigError
 from jaxroll.report.commands import trajectory
-from jaxroll.report.figures.record import store_pid
+from jaxroll.report.figures import activity
+from jaxroll.report.figures.record import METRICS_FILE, store_pid
 from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, show
 from jaxroll.store.core.apply import replay
 from jaxroll.store.core.holders import resting
@@ -255,6 +260,8 @@ def main(
     with database.damage_named(run_dir, "`jaxroll replay` says what is wrong with it"):
         with database.transaction(run_dir) as db:
             found = facts(run_dir, db) if group is None else trajectory.facts(db, group, decode)
+            if group is None:
+                found["bottleneck"] = _bottleneck(run_dir, config)
         text = json.dumps(found, indent=2) if as_json else ""
         sections = [] if as_json else _run_sections(found) if group is None else group_sections(found, why)
     if as_json:
@@ -262,6 +269,14 @@ def main(
         return 0
     show(sections, console or Console())
     return 0
+
+
+def _bottleneck(run_dir: Path, config: dict[str, Any]) -> Facts | None:
+    """The bottleneck of the latest steps, by the metric rows; None if it is unknown."""
+    with contextlib.suppress(ConfigError):  # no metrics can be read: the log is enough for all else
+        found = activity.bottleneck(activity.latest(metrics.read(run_dir / METRICS_FILE)), config)
+        return asdict(found) if found else None
+    return None
 
 
 def _run_sections(f: Facts) -> list[Section]:
@@ -282,6 +297,7 @@ def _now(f: Facts) -> Section:
         ("in flight", f"{f['groups_in_flight']} groups of a window of {number(f['in_flight_window'])}"),
         ("retained", f"{_mb(f['retained_bytes'])} of {_mb(f['retention_bytes'])} MB"),
         ("unaccounted", f"{f['conservation_residual']} groups of {f['issued']}"),
+        ("bottleneck", activity.Bottleneck(**f["bottleneck"]).text() if f.get("bottleneck") else UNKNOWN),
     ]
     return Section(f["run"], (), rows)
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from jaxroll import metrics
 from jaxroll.report.figures import record
 from jaxroll.report.figures import summary as ahead
+from jaxroll.report.figures.activity import Bottleneck
 from jaxroll.report.figures.checks import checks
 from jaxroll.report.figures.record import Run
 from jaxroll.report.figures.summary import state_of, summary, warnings
@@ -74,6 +75,7 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
                     f"{number(f['samples_per_s'])} samples/s, waits {percent(f['learner_wait_share'])}"),
         ("age", f"mean {number(f['age_mean'])}, largest {number(f['age_max'])} (α = {f['alpha']:g})"),
         *([("alpha", too_little)] if too_little else []),
+        *([("bottleneck", Bottleneck(**f["bottleneck"]).text())] if f["bottleneck"] else []),
         *([("rejected answers", rejected)] if rejected else []),
         *(("warning", sentence) for sentence in warnings(f)),
         ("restarts", number(f["restarts"])),

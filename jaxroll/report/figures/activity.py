@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from jaxroll.config.rules import GROUPS_AHEAD
 
 Row = dict[str, Any]
 
@@ -190,3 +193,136 @@ def closed(intervals: list[Interval], gap_s: float) -> list[Interval]:
 def length_s(intervals: Iterable[Interval]) -> float:
     """Total seconds of disjoint intervals."""
     return sum(end - start for start, end in intervals)
+
+
+# --- the part of a run that limits its speed, and the config key that relieves it
+
+LEAST_STEPS = 8  # the first fill the pipeline
+_LEARNER_IDLE = 0.15  # below this share of waiting the learner is the limit
+_PARTS = {
+    "learner": "learner.micro_rows",
+    "store": "store.retention_mb",
+    "weight transfer": "schedule.publish_every",
+    "sampler slots": "sampler.slots",
+    "environments": "sampler.episodes",
+    "sampler": "sampler.count",
+    "age bound": "schedule.alpha",
+}
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """The part that limits the speed of a run, the config key that relieves it, and the measurement as a sentence."""
+
+    part: str
+    key: str
+    reason: str
+
+    def text(self) -> str:
+        """One line for a person."""
+        return f"{self.part}: {self.reason} ({self.key})"
+
+
+def bottleneck(rows: Sequence[Row], config: Mapping[str, Any]) -> Bottleneck | None:
+    """The bottleneck by the metric rows of a run, or of its last part; None before `LEAST_STEPS` steps.
+
+    If the learner waits, the first of these that applies is named: the retained groups fill the store's retention, so
+    that it grants no lease; weight transfer takes longer than decoding; requests wait for slots during most of the
+    decoding; the members in flight are at their limit while slots are free, so they wait for their environments; the
+    engines decode all the time. If none applies, samplers have nothing to lease: α keeps them from running ahead.
+    """
+    steps = [row for row in rows if row.get("kind") == "step"]
+    window = training_window(steps)
+    if len(steps) < LEAST_STEPS or window is None or window[1] <= window[0]:
+        return None
+    waited, trained = (sum(row[key] for row in steps[1:]) for key in ("wait_s", "train_s"))
+    wait = waited / (waited + trained) if waited + trained > 0 else 0.0
+    if wait < _LEARNER_IDLE:
+        return _named("learner", f"it computes for {1 - wait:.0%} of its time")
+    load = _Load.of(rows, steps, window, config)
+    waits = f"the learner waits for {wait:.0%} of its time, and"
+    found = [
+        ("store", load.retention >= 0.3, f"retained groups fill store.retention_mb in {load.retention:.0%} of reports"),
+        ("weight transfer", load.transfer >= max(0.3, load.decode),
+         f"publishing, fetching and swapping weights take {load.transfer:.0%} of it"),
+        ("sampler slots", load.queued >= 0.5, f"requests wait for a slot during {load.queued:.0%} of decoding"),
+        ("environments", load.open >= 0.8 and load.active < 0.5,
+         f"samplers hold {load.open:.0%} of the members that they may, but use {load.active:.0%} of their slots"),
+        ("sampler", load.decode >= 0.8, f"samplers decode for {load.decode:.0%} of it"),
+        ("age bound", True, f"samplers decode for {load.decode:.0%} of it: they may run ahead no further"),
+    ]  # fmt: skip
+    part, _, reason = next(row for row in found if row[1])
+    return _named(part, f"{waits} {reason}")
+
+
+def latest(rows: Sequence[Row], count: int = 50) -> list[Row]:
+    """The rows since the last `count` steps began."""
+    began = [row["t0"] for row in rows if row.get("kind") == "step"][-count:]
+    return [row for row in rows if (row.get("t") or 0.0) >= began[0]] if began else []
+
+
+def _named(part: str, reason: str) -> Bottleneck:
+    return Bottleneck(part, _PARTS[part], reason)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Shares between 0 and 1 of the time from the first to the last step, means over samplers.
+
+    `decode`, `transfer`: of the time. `queued`: of the decoded tokens, those decoded while a request waited for a slot.
+    `active`: of the slots, those in use. `open`: of the members allowed in flight, those whose episode runs.
+    `retention`: of the store's reports, those with full retention.
+    """
+
+    decode: float
+    transfer: float
+    queued: float
+    active: float
+    open: float
+    retention: float
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], steps: Sequence[Row], window: Interval, config: Mapping[str, Any]) -> _Load:
+        """Measure the shares."""
+        inside = [row for row in rows if window[0] <= (row.get("t") or 0.0) <= window[1]]
+        spans = [row for row in rows if row.get("kind") == "span" and _is_a(row, "sampler")]
+        engines = [row for row in inside if row.get("kind") == "stats" and _is_a(row, "sampler")]
+        actors = [row for row in inside if row.get("kind") == "stats" and _is_a(row, "actor")]
+        stores = [row for row in inside if row.get("kind") == "store"]
+        decoded = sum(row.get("tokens") or 0 for row in spans if row["what"] == "decode" and row["t0"] >= window[0])
+        full = 0.95 * 2**20 * (config.get("store", {}).get("retention_mb") or math.inf)
+        published_s = sum(row["publish_s"] for row in steps)
+        return cls(
+            decode=_time_share(spans, ("decode",), window),
+            transfer=_time_share(spans, ("fetch", "swap", "flip"), window) + published_s / (window[1] - window[0]),
+            queued=min(1.0, sum(row.get("slot_steps_busy") or 0 for row in engines) / decoded) if decoded else 0.0,
+            active=_mean(engines, "active") / max(1, config["sampler"].get("slots") or 1),
+            open=(_mean(actors or engines, "open") - _mean(actors or engines, "unput"))
+            / _members_allowed(config, len({row["role"] for row in actors})),
+            retention=sum((row.get("retained_bytes") or 0) >= full for row in stores) / max(1, len(stores)),
+        )
+
+
+def _is_a(row: Row, role: str) -> bool:
+    return str(row.get("role")).startswith(role)
+
+
+def _time_share(spans: Sequence[Row], names: tuple[str, ...], window: Interval) -> float:
+    """The share of the window that samplers spend on the spans of these names, the mean over samplers."""
+    roles = {row["role"] for row in spans}
+    busy = [union((row["t0"], row["t1"]) for row in spans if row["role"] == role and row["what"] in names)
+            for role in roles]  # fmt: skip
+    return sum(length_s(clipped(one, window)) for one in busy) / max(1, len(busy)) / (window[1] - window[0])
+
+
+def _mean(rows: Sequence[Row], key: str) -> float:
+    values = [row[key] for row in rows if isinstance(row.get(key), (int, float))]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _members_allowed(config: Mapping[str, Any], actors: int) -> float:
+    """The members that one process may hold in flight: a sampler, or one of so many actors."""
+    schedule, sampler = config["schedule"], config["sampler"]
+    group = (schedule.get("group_size") or 1) + (schedule.get("redundant_members") or 0)
+    each = sampler.get("episodes") or (sampler.get("slots") or 1) + GROUPS_AHEAD * group
+    return max(1, each * (sampler.get("count") or 1) / actors if actors else each)

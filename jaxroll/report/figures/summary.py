@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -110,6 +111,7 @@ def summary(run: Run) -> dict[str, Any]:
         **learning(steps),
         "alpha": config["schedule"]["alpha"],
         "alpha_wanted": alpha_wanted(rows, steps, history, config),
+        "bottleneck": asdict(limit) if (limit := activity.bottleneck(rows, config)) else None,
         "overlap": overlap(rows, steps, history.acked_groups),
         "sampler_busy_share": busy_share(rows, steps),
         "tokens_per_s": decoded_per_s(rows, steps),

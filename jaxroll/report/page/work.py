@@ -55,6 +55,8 @@ def time_split(view: View) -> Markup:
     hint = f"Over the {duration(window[1] - window[0] - pause_s)} of reinforcement learning."
     if too_little := summary.words(view.figures["alpha"], view.figures["alpha_wanted"]):
         hint += f" {too_little}."
+    if view.figures["bottleneck"]:
+        hint += f" Bottleneck: {activity.Bottleneck(**view.figures['bottleneck']).text()}."
     keys = legend(*((kind, timeline.NAMES.get(kind, kind)) for kind in kinds))
     return card("Time breakdown", hint, keys, tag("div", *rows, class_="split"))
 

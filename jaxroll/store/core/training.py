@@ -163,7 +163,7 @@ def _what_is_missing(state: State, missing: tuple[int, ...], there: int, batch: 
     if not missing:
         return f"{there} of {batch} groups are there; the others are not leased yet"
     head = state.open[missing[0]]
-    lacking = [m for m, _ in head.missing()]
+    lacking = ", ".join(str(m) for m, _ in head.missing())
     return f"{len(missing)} groups are not finished; group {head.id} misses members {lacking} ({head.state})"
 
 

@@ -48,7 +48,9 @@ def _unfinished(group: Group) -> dict[str, str]:
     holders: dict[str, list[int]] = {}
     for member, slot in group.missing():
         holders.setdefault(slot.holder if slot.status == LEASED else "samplers", []).append(member)
-    return {holder: f"group {group.id} misses members {members}" for holder, members in holders.items()}
+    return {
+        holder: f"group {group.id} misses members {', '.join(map(str, members))}" for holder, members in holders.items()
+    }
 
 
 def status(settings: Settings, state: State, prompts_ready: bool = True, now_s: float | None = None) -> dict[str, Any]:

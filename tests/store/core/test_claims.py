@@ -15,7 +15,7 @@ def test_a_claim_waits_for_whole_groups_and_is_the_same_ever_after(machine: Mach
     keys = machine.lease(8)
     for key in keys[1:]:
         machine.put(key)
-    with pytest.raises(NotReady, match=r"group 0 misses members \[0\]"):
+    with pytest.raises(NotReady, match=r"group 0 misses members 0"):
         machine.claim(0)
     machine.put(keys[0])
     batch = machine.claim(0)

@@ -31,7 +31,7 @@ def test_waits_name_who_must_act() -> None:
         "feeder": "has no prompt ready, and step 0 lacks 2 groups"
     }
     keys = m.lease(8)
-    assert waits(m.core.settings, m.state) == {"S": "group 0 misses members [0, 1]"}
+    assert waits(m.core.settings, m.state) == {"S": "group 0 misses members 0, 1"}
     for key in keys:
         m.put(key)
     assert "has not claimed step 0" in waits(m.core.settings, m.state)["learner"]
