@@ -14,7 +14,7 @@ from jaxroll import config as configs
 from jaxroll import metrics
 from jaxroll.records import Message, Task, Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.apply import apply
+from jaxroll.store.core.machine import apply
 from jaxroll.store.core.state import State
 from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import Log

@@ -20,8 +20,8 @@ from jaxroll.report.commands import trajectory
 from jaxroll.report.figures import activity
 from jaxroll.report.figures.record import METRICS_FILE, store_pid
 from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, show
-from jaxroll.store.core.apply import replay
 from jaxroll.store.core.holders import resting
+from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State, conservation_residual, held_bytes, outstanding
 from jaxroll.store.core.waits import unreliable, waits
 from jaxroll.store.log import database, state_checkpoints

@@ -19,7 +19,7 @@ from jaxroll.config import Config
 from jaxroll.errors import ConfigError
 from jaxroll.records import Version
 from jaxroll.store.core import state
-from jaxroll.store.core.apply import replay
+from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import on_line
 from jaxroll.store.log import database, state_checkpoints
 

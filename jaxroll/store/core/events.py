@@ -1,4 +1,4 @@
-"""Events: every transition of the run, as the records of the log. `apply` defines their effects.
+"""Events: every transition of the run, as the records of the log. `machine` defines their effects.
 
 Events hold durations, never clock readings. `Awaited`, `Hungry`, `Seen`, `Renewed` and `Extended` change only times
 on the store's clock and are not logged, because a restart renews every open lease anyway.

@@ -13,7 +13,6 @@ from jaxroll.records import Grant
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import holders
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.groups import DONE, LEASED, Group, Slot
 from jaxroll.store.core.holders import (
     free_members,
     is_awaited,
@@ -25,7 +24,17 @@ from jaxroll.store.core.holders import (
     yields_to,
 )
 from jaxroll.store.core.settings import Settings
-from jaxroll.store.core.state import State, held_bytes, outstanding, slot_of, unpublished_groups
+from jaxroll.store.core.state import (
+    DONE,
+    LEASED,
+    Group,
+    Slot,
+    State,
+    held_bytes,
+    outstanding,
+    slot_of,
+    unpublished_groups,
+)
 
 LAGGING = "weights"  # reason of a NoCredit: the sampler needs newer weights
 _ASK_AGAIN_S = 0.05

@@ -1,19 +1,38 @@
-"""State machine: decide a request, apply the decision, return the events to log."""
+"""State machine: decide a request, apply the events of the decision, return them for the log.
+
+Applying is deterministic and total, so that replaying the log restores the same state.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from jaxroll.policy.health import KEPT_BY_CLAIM
+from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import leases, puts, training
+from jaxroll.store.core import forks, holders, leases, puts, training
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.apply import apply, replay
-from jaxroll.store.core.groups import LEASED, Group
 from jaxroll.store.core.leases import Decision
 from jaxroll.store.core.requests import Key
-from jaxroll.store.core.settings import Settings
-from jaxroll.store.core.state import State, rebased
+from jaxroll.store.core.settings import FILTERED, Settings
+from jaxroll.store.core.state import (
+    DONE,
+    DROPPED,
+    FREE,
+    LEASED,
+    NAMES_KNOWN,
+    Batch,
+    Group,
+    LeaseReceipt,
+    Lineage,
+    Question,
+    Slot,
+    State,
+    base_step,
+    rebased,
+    touch,
+)  # fmt: skip
 
 _DECIDERS: dict[type, Callable[[Settings, State, Any, float], Decision]] = {
     rq.Arrive: leases.arrive,
@@ -83,3 +102,360 @@ def ended_by(state: State, event: ev.Event) -> list[Ending]:
 def _leases(group: Group, members: Iterable[int]) -> list[Ending]:
     slots = ((member, group.slots[member]) for member in members)
     return [(slot.session, (group.id, m, slot.attempt)) for m, slot in slots if slot.status == LEASED]
+
+
+# --- the effect of each event on the state
+
+
+def apply(state: State, event: ev.Event, now_s: float) -> None:
+    """Change `state` by `event`, which happened at `now_s`."""
+    _EFFECTS[type(event)](state, event, now_s)
+    if not isinstance(event, ev.NOT_LOGGED):
+        state.position += 1
+
+
+def replay(state: State, events: Iterable[ev.Event], now_s: float) -> State:
+    """Apply `events` to `state` and return it; leases among them start at `now_s`."""
+    for event in events:
+        apply(state, event, now_s)
+    return state
+
+
+def _issued(state: State, e: ev.Issued, now_s: float) -> None:
+    ordinal = state.next_ordinal if e.ordinal < 0 else e.ordinal
+    slots = [Slot() for _ in range(e.size)]
+    group = state.open[e.group] = Group(e.group, e.task, slots, e.reissue_of, e.reissues, ordinal, e.wanted)
+    state.index.opened(group)
+    state.next_group = e.group + 1
+    state.issued += 1
+    touch(state.questions, e.task.question_hash).issued += 1
+    if e.reissue_of is None:
+        state.prompts_issued += 1
+        _advance_prompts(state, ordinal, e.cursor)
+    else:
+        reissues = state.lengths.reissues
+        reissues[e.length] = reissues.get(e.length, 0) + 1
+
+
+def _advance_prompts(state: State, ordinal: int, cursor: bytes | None) -> None:
+    """Mark the prompts up to `ordinal` as used; `cursor` is the pipeline's state after it."""
+    state.cursor, state.next_ordinal = cursor, ordinal + 1
+    if cursor is not None:
+        state.stream[ordinal] = cursor
+
+
+def _skipped(state: State, e: ev.Skipped, now_s: float) -> None:
+    _advance_prompts(state, e.ordinal, e.cursor)
+    state.passed = {ordinal for ordinal in state.passed if ordinal > e.ordinal}
+
+
+def _leased(state: State, e: ev.Leased, now_s: float) -> None:
+    group = state.open[e.group]
+    if group.leased_at_s is None:
+        group.leased_at_s = now_s
+    for member, attempt in e.members:
+        slot = group.slots[member]
+        slot.status, slot.attempt, slot.holder, slot.session = LEASED, attempt, e.holder, e.session
+        slot.deadline_s, slot.rests_until_s, slot.leased_at_s = now_s + e.ttl_s, 0.0, now_s
+    holders.note_seen(state, e.holder, now_s)
+    state.index.changed(group)
+    state.hungry.pop(e.holder, None)
+    state.rooms.pop(e.holder, None)
+    receipt = state.receipts.get(e.session)
+    if receipt is None or receipt.request != e.request:
+        receipt = state.receipts[e.session] = LeaseReceipt(e.request, ())
+    receipt.members += tuple((e.group, member, attempt) for member, attempt in e.members)
+
+
+def _lease_ended(state: State, e: ev.LeaseEnded, now_s: float) -> None:
+    group = state.open[e.group]
+    for member in e.members:
+        group.slots[member].status = FREE
+    state.index.changed(group)
+
+
+def _put(state: State, e: ev.Put, now_s: float) -> None:
+    group = state.open[e.group]
+    slot = group.slots[e.member]
+    slot.status, slot.digest, slot.size_bytes = DONE, e.digest, e.size_bytes
+    slot.runs, slot.reward = e.runs, e.reward
+    slot.rests_until_s, slot.failed_by = 0.0, ()
+    holders.note_seen(state, slot.holder, now_s)
+    holders.note_success(state, slot.holder, e.holder_rest_s, now_s)
+    holders.note_end(state, slot.holder, failed=False)
+    if e.took_s > 0:
+        holders.note_duration(state, slot.holder, e.took_s, is_measured=e.is_measured)
+    state.tokens_put += slot.tokens
+    state.member_bytes = max(state.member_bytes, e.size_bytes)
+    state.moved_at_s = now_s
+    state.index.changed(group)
+    _note_ready(state, group)
+
+
+def _note_ready(state: State, group: Group) -> None:
+    if group.id not in state.index.lacking:
+        group.ready_place = state.ready_places
+        state.ready_places += 1
+
+
+def _member_failed(state: State, e: ev.MemberFailed, now_s: float) -> None:
+    group = state.open[e.group]
+    slot = group.slots[e.member]
+    slot.status, slot.failed_attempt, slot.failed_digest = FREE, e.attempt, e.digest
+    slot.rests_until_s = now_s + e.rest_s if e.rest_s > 0 else 0.0
+    if e.kind == "DATA":
+        slot.data_failures += 1
+    else:
+        slot.infra_failures += 1
+    if slot.holder not in slot.failed_by:
+        slot.failed_by += (slot.holder,)
+    slot.avoided_until_s = now_s + holders.AVOIDED_S
+    holders.note_end(state, slot.holder, failed=True)
+    if e.holder_rest_s is not None:
+        holders.note_failure(state, slot.holder, e.holder_rest_s, e.error, now_s)
+    state.index.changed(group)
+
+
+def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
+    group = state.open[e.group]
+    for member in e.dropped:
+        group.slots[member].status = DROPPED
+    group.note = e.reason
+    state.shrunk += 1
+    state.index.changed(group)
+    _note_ready(state, group)
+
+
+def _aborted(state: State, e: ev.Aborted, now_s: float) -> None:
+    group = state.open[e.group]
+    for member in e.members:
+        group.slots[member].status = DROPPED
+    state.aborted_members += len(e.members)
+    state.index.changed(group)
+    _note_ready(state, group)
+
+
+def _expired(state: State, e: ev.Expired, now_s: float) -> None:
+    group = state.open.pop(e.group, None) or state.held.pop(e.group)
+    state.index.ended(group)
+    kind = e.reason.partition(":")[0]
+    state.expired[kind] = state.expired.get(kind, 0) + 1
+    if kind == FILTERED:
+        state.filtered += 1
+        _count_rewards(state, group)
+    _lost(state, group, kind)
+
+
+def _died(state: State, e: ev.Died, now_s: float) -> None:
+    group = state.open.pop(e.group)
+    state.index.ended(group)
+    state.dead, state.died = state.dead + 1, state.died + 1
+    _lost(state, group, "dead")
+
+
+def _lost(state: State, group: Group, reason: str) -> None:
+    """Count the finished members of a group that ended untrained."""
+    state.tokens_expired[reason] = state.tokens_expired.get(reason, 0) + group.tokens
+    members = sum(1 for _ in group.done())
+    if group.step is not None:  # a fork ended its claim
+        state.lengths.trained_tokens -= group.tokens
+        state.lengths.trained_members -= members
+    state.lengths.lost_tokens += group.tokens
+    state.lengths.lost_members += members
+
+
+def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
+    for gid in e.groups:
+        group = state.held[gid] = state.open.pop(gid)
+        state.index.claimed(group)
+        group.step = e.step
+        _count_trained(state, group)
+    if (cut := forks.cut_of(state)) is not None:
+        state.claim_cuts[e.step] = cut
+        state.stream = {ordinal: after for ordinal, after in state.stream.items() if ordinal >= cut.ordinal - 1}
+    state.batches[e.step] = Batch(e.step, e.groups, e.shuffle_seed)
+    state.next_claim, state.filtered, state.died = e.step + 1, 0, 0
+    state.tokens_masked += e.masked_tokens
+    state.pace = e.pace if e.pace is not None else state.pace
+    at_once = not state.step_s and e.step == 1 and state.acked < e.step  # claims 0 and 1 were ready at the start
+    if e.worked_s > 0 and not at_once:
+        state.step_s = holders.recent_mean_s(state.step_s, e.worked_s)
+    state.failing = {name: kept for name, share in state.failing.items() if (kept := KEPT_BY_CLAIM * share) > 0.001}
+    state.claimed_at_s, state.awaited_at_s = now_s, None
+    state.moved_at_s = now_s
+
+
+def _count_trained(state: State, group: Group) -> None:
+    state.lengths.trained_tokens += group.tokens
+    state.lengths.trained_members += sum(1 for _ in group.done())
+    row = _count_rewards(state, group)
+    row.trained, row.last_step = row.trained + 1, group.step
+
+
+def _count_rewards(state: State, group: Group) -> Question:
+    """Add the group's finished members to the row of its question and return the row."""
+    rewards = [slot.reward for _, slot in group.done()]
+    row = touch(state.questions, group.task.question_hash)
+    row.members, row.reward_sum = row.members + len(rewards), row.reward_sum + sum(rewards)
+    return row
+
+
+def _acked(state: State, e: ev.Acked, now_s: float) -> None:
+    for gid in state.batches[e.version.step].groups:
+        state.held[gid].acked = True
+    state.acked = e.version.step + 1
+    state.moved_at_s = now_s
+
+
+def _made_durable(state: State, e: ev.MadeDurable, now_s: float) -> None:
+    forks.keep_cut(state, e.version)
+    for step in range(state.durable, e.version.step):
+        for gid in state.batches[step].groups:
+            state.index.ended(state.held.pop(gid))
+            state.trimmed += 1
+    state.durable = e.version.step
+    state.moved_at_s = now_s
+    _forget_batches(state)
+
+
+def _forget_batches(state: State) -> None:
+    """Delete the batches that are both durable and published; neither replay nor admission needs them."""
+    keep_from = min(state.durable, base_step(state))
+    for step in [step for step in state.batches if step < keep_from]:
+        del state.batches[step]
+
+
+def _published(state: State, e: ev.Published, now_s: float) -> None:
+    state.published = e.snapshot
+    line = state.lineages[e.snapshot.version.lineage]
+    line.newest = max(e.snapshot.version.step, -1 if line.newest is None else line.newest)
+    state.moved_at_s = now_s
+    _forget_batches(state)
+
+
+def _began(state: State, e: ev.Began, now_s: float) -> None:
+    state.learner = e.learner
+    state.claimed_at_s = state.awaited_at_s = None
+    state.replay_until = state.next_claim
+    state.moved_at_s = now_s
+    if e.parent is None:
+        return
+    state.lineages.append(Lineage(e.parent, e.version.step, fork=e.fork))
+    if e.cut is not None:
+        _forked(state, e.version, e.cut)
+    state.published = None
+    state.acked = e.version.step
+    for group in state.held.values():
+        group.acked = group.step is not None and group.step < e.version.step
+    for group in state.open.values():
+        for _, slot in group.missing():  # the holder samples in a lineage that has ended
+            slot.status, slot.fenced = FREE, slot.attempt
+        state.index.changed(group)
+    state.receipts.clear()
+
+
+def _forked(state: State, version: Version, cut: ev.Cut) -> None:
+    """Forget the claims from version.step on: the new lineage lacks them, and their prompts are issued again."""
+    state.next_claim = state.durable = state.replay_until = version.step
+    state.batches.clear()
+    state.claim_cuts.clear()
+    state.cursor, state.next_ordinal, state.passed = cut.cursor, cut.ordinal, set(cut.passed)
+    state.stream = {} if cut.cursor is None else {cut.ordinal - 1: cut.cursor}
+    state.data_ended, state.closed, state.filtered = False, "", 0
+
+
+def _arrived(state: State, e: ev.Arrived, now_s: float) -> None:
+    state.receipts.pop(state.sessions.pop(e.name, ""), None)
+    state.sessions[e.name] = e.session  # newest last
+    state.failing.pop(e.name, None)
+    if (health := state.holders.get(e.name)) is not None:
+        health.failures, health.rested_at_s = 0, None  # the new process stays on trial if the old one was
+    if len(state.sessions) > NAMES_KNOWN:
+        state.receipts.pop(state.sessions.pop(next(iter(state.sessions))), None)
+
+
+def _data_ended(state: State, e: ev.DataEnded, now_s: float) -> None:
+    state.data_ended = True
+
+
+def _run_closed(state: State, e: ev.RunClosed, now_s: float) -> None:
+    state.closed = e.reason
+
+
+def _run_opened(state: State, e: ev.RunOpened, now_s: float) -> None:
+    state.closed, state.filtered, state.died = "", 0, 0
+    state.moved_at_s = now_s
+
+
+def _awaited(state: State, e: ev.Awaited, now_s: float) -> None:
+    state.awaited_at_s = now_s
+
+
+def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
+    if e.hungry:
+        state.hungry[e.name], state.rooms[e.name] = now_s, e.room
+        state.idle_s.pop(e.name, None)
+        state.idle_s[e.name] = now_s
+        holders.keep_newest(state.idle_s)
+    else:
+        state.hungry.pop(e.name, None)
+        state.rooms.pop(e.name, None)
+
+
+def _seen(state: State, e: ev.Seen, now_s: float) -> None:
+    holders.note_seen(state, e.name, now_s)
+
+
+def _renewed(state: State, e: ev.Renewed, now_s: float) -> None:
+    for group, member in e.members:
+        slot = state.open[group].slots[member]
+        slot.deadline_s = now_s + e.ttl_s
+    if e.members:
+        holders.note_seen(state, slot.holder, now_s)
+
+
+def _extended(state: State, e: ev.Extended, now_s: float) -> None:
+    for group in state.open.values():
+        if group.leased_at_s is not None:
+            group.leased_at_s += e.by_s
+        for slot in group.slots:
+            if slot.status == LEASED:
+                slot.deadline_s += e.by_s
+            if slot.leased_at_s is not None:
+                slot.leased_at_s += e.by_s
+    for health in state.holders.values():
+        if health.rested_at_s is not None:
+            health.rested_at_s += e.by_s
+    state.moved_at_s += e.by_s
+    if state.claimed_at_s is not None:
+        state.claimed_at_s += e.by_s
+    if state.awaited_at_s is not None:
+        state.awaited_at_s += e.by_s
+
+
+_EFFECTS: dict[type, Callable[[State, Any, float], None]] = {
+    ev.Issued: _issued,
+    ev.Skipped: _skipped,
+    ev.Leased: _leased,
+    ev.LeaseEnded: _lease_ended,
+    ev.Put: _put,
+    ev.MemberFailed: _member_failed,
+    ev.Shrunk: _shrunk,
+    ev.Aborted: _aborted,
+    ev.Expired: _expired,
+    ev.Died: _died,
+    ev.Claimed: _claimed,
+    ev.Acked: _acked,
+    ev.MadeDurable: _made_durable,
+    ev.Published: _published,
+    ev.Began: _began,
+    ev.Arrived: _arrived,
+    ev.DataEnded: _data_ended,
+    ev.RunClosed: _run_closed,
+    ev.RunOpened: _run_opened,
+    ev.Awaited: _awaited,
+    ev.Hungry: _hungry,
+    ev.Seen: _seen,
+    ev.Renewed: _renewed,
+    ev.Extended: _extended,
+}

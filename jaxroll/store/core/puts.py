@@ -10,10 +10,9 @@ from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import holders
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.groups import DONE, DROPPED, Group, Slot
 from jaxroll.store.core.leases import Decision, refuse
 from jaxroll.store.core.settings import FILTERED, Settings
-from jaxroll.store.core.state import State, on_line, slot_of, was_published
+from jaxroll.store.core.state import DONE, DROPPED, Group, Slot, State, on_line, slot_of, was_published
 
 _CAUSE_CHARS = 300
 
@@ -175,9 +174,11 @@ def judged(
 
     `rejected_before` counts the groups that the same decision has already rejected.
     """
-    rule, limit = settings.filter, settings.filter_limit
+    rule = settings.filter
+    if rule.kind == "none":
+        return []
     rejected = state.filtered + rejected_before
-    if rejected >= limit and rule.at_limit == "deliver":
+    if rejected >= settings.filter_limit and rule.at_limit == "deliver":
         return []
     verdict = rule.verdict(rewards)
     if not verdict.reason:

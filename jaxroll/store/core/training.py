@@ -13,12 +13,11 @@ from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import forks
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.groups import Group
 from jaxroll.store.core.holders import adapted_pace
 from jaxroll.store.core.leases import Decision, refuse
 from jaxroll.store.core.puts import judged
 from jaxroll.store.core.settings import END_OF_DATA, Settings
-from jaxroll.store.core.state import Batch, Lineage, State, base_step, length_class, on_line
+from jaxroll.store.core.state import Batch, Group, Lineage, State, base_step, length_class, on_line
 
 SHRINK_LEAST = 2  # a group of one has nothing to be compared with
 

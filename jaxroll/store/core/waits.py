@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxroll.store.core.groups import LEASED, Group
 from jaxroll.store.core.holders import is_slow, is_unreliable, kept_groups, over, resting, why_resting, window_in_force
 from jaxroll.store.core.settings import Settings
-from jaxroll.store.core.state import State, conservation_residual, counts, held_bytes, outstanding
+from jaxroll.store.core.state import LEASED, Group, State, conservation_residual, counts, held_bytes, outstanding
 
 
 def waits(settings: Settings, state: State, prompts_ready: bool = True, now_s: float | None = None) -> dict[str, str]:

@@ -13,8 +13,8 @@ import msgspec
 
 from jaxroll import wire
 from jaxroll.records import Task
-from jaxroll.store.core import apply
 from jaxroll.store.core import events as ev
+from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State
 from jaxroll.store.log import schema, state_checkpoints
 
@@ -136,7 +136,7 @@ def _fill_questions(connection: sqlite3.Connection) -> None:
     """Fill the table of questions from the checkpoint and the records since; version 1 did not count questions."""
     mark, state = state_checkpoints.newest(connection) or (state_checkpoints.Mark(0, 0), State())
     later = connection.execute("SELECT body FROM log WHERE position > ? ORDER BY position", (mark.position,))
-    apply.replay(state, (wire.decode(body, ev.Event) for (body,) in later), 0.0)
+    replay(state, (wire.decode(body, ev.Event) for (body,) in later), 0.0)
     for question, known in state.questions.items():
         values = (question, known.issued, known.trained, known.members, known.reward_sum, known.last_step)
         connection.execute(

@@ -32,9 +32,8 @@ import msgspec
 from jaxroll import wire
 from jaxroll.records import Task
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.groups import Group
 from jaxroll.store.core.settings import FILTERED
-from jaxroll.store.core.state import State
+from jaxroll.store.core.state import Group, State
 from jaxroll.store.server import audit
 
 SCHEMA_VERSION = 2

@@ -16,7 +16,7 @@ import msgspec
 
 from jaxroll import wire
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.apply import apply
+from jaxroll.store.core.machine import apply
 from jaxroll.store.core.state import State
 
 ENTRIES = 64  # entries of a field in one part

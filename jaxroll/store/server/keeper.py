@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ from jaxroll.store.core.holders import free_members
 from jaxroll.store.core.machine import Core, Ending
 from jaxroll.store.core.requests import Key
 from jaxroll.store.core.settings import Settings
-from jaxroll.store.core.state import State
+from jaxroll.store.core.state import NAMES_KNOWN, State
 from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.messages import MAX_KEYS, Hello
@@ -84,17 +84,36 @@ class UpdateSlots:
 
 NAMES_KEPT = 1024  # names with best-effort entries (last report, version, inbox)
 _ARRIVALS, _ARRIVALS_PER_S = 512.0, 2.0  # each is a log record: enough for a pod that starts at once, not for a loop
+WITH_LEASES = frozenset({"sampler", "learner"})  # a new process of these ends the leases of the one before
 _WITHOUT_CONFIG = frozenset({"observer", "admin"})  # may join without a config; if they have one, it must match
 
 V = TypeVar("V")
+_Handler = Callable[[Caller, bytes], Awaitable[Any]]
 
 
 class HandshakeCheck:
     """Check that refuses callers of other runs and configs, and limits the rate of arrivals."""
 
-    def __init__(self, run_id: str, config_digest: str) -> None:
-        self._run_id, self._config_digest = run_id, config_digest
+    def __init__(self, keeper: Keeper, config_digest: str) -> None:
+        self._keeper, self._run_id, self._config_digest = keeper, keeper.run_id, config_digest
+        self.last_call_s = keeper.now_s()
         self._arrivals = Credit(_ARRIVALS, _ARRIVALS_PER_S)
+
+    def answering(self, method: str, handler: _Handler) -> Callable[[Caller, bytes], Awaitable[bytes]]:
+        """Wrap the handler of an RPC method: note the time, check the caller (except for Hello), encode the answer."""
+
+        async def answer(caller: Caller, body: bytes) -> bytes:
+            self.last_call_s = self._keeper.now_s()
+            if method != "Hello":
+                self.check_call(caller, caller.right not in WITH_LEASES or self._greeted(caller.name))
+            return wire.encode(await handler(caller, body))
+
+        return answer
+
+    def _greeted(self, name: str) -> bool:
+        """True if `name` has sent Hello. Once names were dropped (beyond NAMES_KNOWN), the run's id is proof enough."""
+        known = self._keeper.state.sessions
+        return name in known or len(known) >= NAMES_KNOWN
 
     def check_hello(self, caller: Caller, hello: Hello) -> None:
         """Raise Unauthorized unless `caller` may join."""
@@ -105,9 +124,9 @@ class HandshakeCheck:
             )
         self._check_config(caller, hello.config_digest)
 
-    def count_arrival(self, now_s: float) -> None:
+    def count_arrival(self) -> None:
         """Raise TooManyCalls if more processes join than a run can have, as when one restarts in a loop."""
-        if not self._arrivals.take(now_s):
+        if not self._arrivals.take(self._keeper.now_s()):
             raise TooManyCalls("too many processes join this run; try again")
 
     def check_call(self, caller: Caller, greeted: bool) -> None:
@@ -158,6 +177,7 @@ class Keeper:
     def __init__(self, settings: Settings, log: Log, clock: Clock) -> None:
         self.settings, self.log, self._clock = settings, log, clock
         known = log.recovered
+        self.run_id = known.run_id
         self.core = Core.recovered(settings, known.state, known.events, clock.now_s())
         self.wakeups, self.cancellations = Wakeups(), CancellationInbox()
         log.begin(self.core.state)

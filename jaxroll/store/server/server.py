@@ -222,7 +222,7 @@ class _Store:
         return now_s - self._keeper.state.moved_at_s >= min(self._config.stall_s, self._config.stall_abort_s)
 
     def _is_over(self) -> bool:
-        quiet_s = self._keeper.now_s() - self.service.last_call_s
+        quiet_s = self._keeper.now_s() - self.service.handshake.last_call_s
         return bool(self._keeper.state.closed) and quiet_s >= self._linger_s
 
     def _report(self) -> dict[str, Any]:

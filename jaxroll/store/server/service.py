@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from jaxroll import wire
@@ -16,15 +12,12 @@ from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker
 from jaxroll.records import Version, VersionRef
 from jaxroll.rpc import protocol
-from jaxroll.rpc.protocol import refusal_of
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
-from jaxroll.store.core import puts
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.holders import checkpoint_wanted
-from jaxroll.store.core.state import NAMES_KNOWN, Batch
+from jaxroll.store.core.state import Batch
 from jaxroll.store.core.waits import status
-from jaxroll.store.log import schema
 from jaxroll.store.server import validation
 from jaxroll.store.server.audit import Audit
 from jaxroll.store.server.keeper import (
@@ -33,23 +26,22 @@ from jaxroll.store.server.keeper import (
     LEASE,
     NAMES_KEPT,
     PUBLISHED,
+    WITH_LEASES,
     HandshakeCheck,
     Keeper,
     RecentMap,
     UpdateSlots,
 )
 from jaxroll.store.server.prompts import PromptBuffer
-from jaxroll.store.server.validation import Key, key_of, masked, put_request
+from jaxroll.store.server.puts import PutPipeline
+from jaxroll.store.server.validation import masked
 
 PAGE_BYTES = 8 * 2**20
-_TURN_S = 0.005  # a put yields to other calls after this time
-_ON_LOOP_BYTES, _ON_LOOP_SEGMENTS = 2**18, 64  # members up to this size are decoded on the loop, mostly in 1 ms
 _REPLY_MARGIN_S = 0.5  # an answer is sent this long before its caller's deadline
 
 WORKERS = frozenset({"sampler", "admin"})
 LEARNERS = frozenset({"learner", "admin"})
 EVERYONE = frozenset({"sampler", "learner", "admin", "observer"})
-_WITH_LEASES = frozenset({"sampler", "learner"})  # a new process of these ends the leases of the one before
 _HELD = frozenset({"Lease", "Ended", "Claim", "Published"})  # long polls
 MAX_MEMBERS_PER_LEASE = 4096
 MAX_REPORT_BYTES = 4 * 2**20
@@ -73,13 +65,12 @@ class StoreService:
         vocab_size: Callable[[], int],
     ) -> None:
         self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
-        self._page_bytes, self._turns, self._vocab_size = page_bytes, turns, vocab_size
+        self._page_bytes, self._turns = page_bytes, turns
         self._run_id = keeper.log.recovered.run_id
-        self._guests = HandshakeCheck(self._run_id, config_digest)
+        self.handshake = HandshakeCheck(keeper, config_digest)
+        self._put = PutPipeline(keeper, audit, vocab_size)
         self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)
         self.holders: dict[str, Version | None] = RecentMap(NAMES_KEPT)  # caller → the version that it reports to have
-        self.last_call_s = keeper.now_s()
-        self._large_puts = ThreadPoolExecutor(1, "large-puts")  # one thread, which shares the GIL with the loop
 
     def methods(self) -> dict[str, Method]:
         """The methods by name, each with the rights that may call it."""
@@ -101,23 +92,11 @@ class StoreService:
             "Close": (self._close, LEARNERS),
         }
         return {
-            name: Method(self._answering(name, handler), rights, name in _HELD, _LARGE.get(name, _MAX_CALL_BYTES))
+            name: Method(
+                self.handshake.answering(name, handler), rights, name in _HELD, _LARGE.get(name, _MAX_CALL_BYTES)
+            )
             for name, (handler, rights) in table.items()
         }
-
-    def _answering(self, name: str, handler: Callable[[Caller, bytes], Awaitable[Any]]):
-        async def answer(caller: Caller, body: bytes) -> bytes:
-            self.last_call_s = self._keeper.now_s()
-            if name != "Hello":
-                self._guests.check_call(caller, caller.right not in _WITH_LEASES or self._greeted(caller.name))
-            return wire.encode(await handler(caller, body))
-
-        return answer
-
-    def _greeted(self, name: str) -> bool:
-        """True if `name` has sent Hello. Once names were dropped (beyond NAMES_KNOWN), the run's id is proof enough."""
-        known = self._keeper.state.sessions
-        return name in known or len(known) >= NAMES_KNOWN
 
     def _wait_s(self, caller: Caller, wanted_s: float) -> float:
         """The time for which a call may be held: what it asked for, within the limit and its deadline."""
@@ -125,10 +104,10 @@ class StoreService:
 
     async def _hello(self, caller: Caller, body: bytes) -> msg.Welcome:
         hello = wire.decode(body, msg.Hello)
-        self._guests.check_hello(caller, hello)
-        if caller.right in _WITH_LEASES:
+        self.handshake.check_hello(caller, hello)
+        if caller.right in WITH_LEASES:
             if self._keeper.state.sessions.get(caller.name) != caller.session:
-                self._guests.count_arrival(self._keeper.now_s())
+                self.handshake.count_arrival()
             await self._keeper.answer(rq.Arrive(caller.name, caller.session))
         state = self._keeper.state
         lines = tuple(state.lineages)
@@ -174,65 +153,9 @@ class StoreService:
         await self._keeper.answer(rq.Release(wire.decode(body, msg.Members).members))
         return msg.Members(())
 
-    async def _put(self, caller: Caller, body: bytes) -> msg.PutReply:
-        """Decide member by member, then answer for all of them once all are on disk.
-
-        A call may need seconds of decoding, so it yields to other calls between members.
-        """
-        answers, turn_ends = [], time.monotonic() + _TURN_S
-        for one in wire.decode(body, msg.PutBodies).members:
-            answers.append(await self._put_one(caller, one))
-            if time.monotonic() > turn_ends:
-                await asyncio.sleep(0)
-                turn_ends = time.monotonic() + _TURN_S
-        await self._keeper.log.committed()
-        return msg.PutReply(tuple(answers))
-
-    async def _put_one(self, caller: Caller, body: memoryview) -> msg.PutAnswer:
-        try:
-            key = key_of(body)
-            reply = puts.by_key(self._keeper.state, key.group, key.member, key.attempt)
-            if reply is None:  # otherwise the answer needs no decoding
-                was_alive = self._is_alive(key.group)
-                recorded = None if was_alive else await self._keeper.log.recorded(key.group, key.member)
-                request = await self._request_of(key, body, recorded)
-                if was_alive and not self._is_alive(key.group):  # its group ended while the thread decoded it
-                    request = replace(request, recorded=await self._keeper.log.recorded(key.group, key.member))
-                reply = self._decide_put(caller, request, schema.payload(key.group, key.member, body))
-        except StoreRefusal as refusal:  # keep no reference to it: its traceback holds the decoded member
-            return msg.PutAnswer("", refusal_of(refusal))
-        return msg.PutAnswer("", refusal_of(reply)) if isinstance(reply, StoreRefusal) else msg.PutAnswer(reply)
-
-    def _is_alive(self, group: int) -> bool:
-        return self._keeper.state.find(group) is not None
-
-    async def _request_of(self, key: Key, body: memoryview, recorded: rq.Recorded | None) -> rq.PutMember:
-        """Decode a member; large ones in a thread, because one with thousands of segments would block all calls."""
-        if len(body) <= _ON_LOOP_BYTES and len(key.outcome.segments) <= _ON_LOOP_SEGMENTS:
-            return self._read(body, recorded)
-        return await asyncio.get_running_loop().run_in_executor(self._large_puts, self._read, body, recorded)
-
-    def _read(self, body: memoryview, recorded: rq.Recorded | None) -> rq.PutMember:
-        settings = self._keeper.settings
-        return put_request(
-            body, recorded, row_tokens=settings.row_tokens, prompt_tokens=settings.prompt_tokens,
-            vocab_size=self._vocab_size(),
-        )  # fmt: skip
-
     def close(self) -> None:
         """Stop the thread that decodes large members."""
-        self._large_puts.shutdown(wait=False, cancel_futures=True)
-
-    def _decide_put(self, caller: Caller, request: rq.PutMember, payload: schema.Statement) -> str | StoreRefusal:
-        """Decide a put; if its failure ends a group, add an audit row."""
-        if request.failure is None:
-            return self._keeper.decide(request, payload)
-        alive = self._keeper.state.find(request.group) is not None
-        reply = self._keeper.decide(request)
-        if alive and self._keeper.state.find(request.group) is None:
-            kind, error = request.failure
-            self._audit.record(caller, "dead-letter", f"group {request.group}: {kind}: {error}", reply)
-        return reply
+        self._put.close()
 
     async def _claim(self, caller: Caller, body: bytes) -> msg.ClaimPage:
         call = wire.decode(body, msg.ClaimCall)

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from jaxroll.policy.limiter import AgeLimiter
-from jaxroll.store.core import apply, groups, leases, machine, puts, state
 from jaxroll.store.core import events as ev
+from jaxroll.store.core import leases, machine, puts, state
 from jaxroll.store.core import requests as rq
 from tests.harness.store_model.checked_store import Store
 
@@ -64,7 +64,7 @@ def wrap(patch: Patch, owner: Any, name: Any, wrapper: Callable[..., Any]) -> No
 
 @breaks("2 idempotent put")
 def no_dedupe(patch: Patch) -> None:
-    wrap(patch, puts, "_put_known", lambda known, r, slot: None if slot.status == groups.DONE else known(r, slot))
+    wrap(patch, puts, "_put_known", lambda known, r, slot: None if slot.status == state.DONE else known(r, slot))
 
 
 @breaks("2 idempotent put")
@@ -79,8 +79,8 @@ def other_bytes_are_taken_for_a_repeat(patch: Patch) -> None:
 
 @breaks("2 attempts per member")
 def old_attempt_accepted(patch: Patch) -> None:
-    def known(original: Any, r: rq.PutMember, slot: groups.Slot) -> Any:
-        return None if r.attempt < slot.attempt and slot.status in (groups.FREE, groups.LEASED) else original(r, slot)
+    def known(original: Any, r: rq.PutMember, slot: state.Slot) -> Any:
+        return None if r.attempt < slot.attempt and slot.status in (state.FREE, state.LEASED) else original(r, slot)
 
     wrap(patch, puts, "_put_known", known)
 
@@ -147,7 +147,9 @@ def failures_never_end(patch: Patch) -> None:
 
 @breaks("failure budgets")
 def no_rest_after_a_failure(patch: Patch) -> None:
-    wrap(patch, apply._EFFECTS, ev.MemberFailed, lambda f, s, e, now: f(s, msgspec.structs.replace(e, rest_s=0.0), now))
+    wrap(
+        patch, machine._EFFECTS, ev.MemberFailed, lambda f, s, e, now: f(s, msgspec.structs.replace(e, rest_s=0.0), now)
+    )
 
 
 @breaks("failure budgets")
@@ -196,7 +198,7 @@ def lost_lease_goes_to_nobody(patch: Patch) -> None:
         for member in e.members:
             now.open[e.group].slots[member].deadline_s = math.inf
 
-    wrap(patch, apply._EFFECTS, ev.LeaseEnded, ended)
+    wrap(patch, machine._EFFECTS, ev.LeaseEnded, ended)
 
 
 @breaks("2 asked again")
@@ -205,7 +207,7 @@ def lease_asked_again_grants_more(patch: Patch) -> None:
         original(now, e, now_s)
         now.receipts.clear()
 
-    wrap(patch, apply._EFFECTS, ev.Leased, leased)
+    wrap(patch, machine._EFFECTS, ev.Leased, leased)
 
 
 @breaks("8 retries first")
@@ -234,7 +236,7 @@ def cursor_of_the_record_before(patch: Patch) -> None:
         original(now, e, now_s)
         now.cursor = before if before is not None else now.cursor
 
-    wrap(patch, apply._EFFECTS, ev.Issued, issued)
+    wrap(patch, machine._EFFECTS, ev.Issued, issued)
 
 
 @breaks("11 leases live")
@@ -249,7 +251,7 @@ def stalled_store_expires_all(patch: Patch) -> None:
 
 @breaks("11 leases live")
 def renewal_forgotten(patch: Patch) -> None:
-    wrap(patch, apply._EFFECTS, ev.Renewed, lambda renewed, now, e, now_s: None)
+    wrap(patch, machine._EFFECTS, ev.Renewed, lambda renewed, now, e, now_s: None)
 
 
 @breaks("2 attempts per member")

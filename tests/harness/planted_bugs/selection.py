@@ -9,8 +9,8 @@ import msgspec
 from jaxroll.policy import filters
 from jaxroll.policy.health import Health
 from jaxroll.policy.order import Share
-from jaxroll.store.core import apply, groups, holders, leases, machine, puts, state, training
 from jaxroll.store.core import events as ev
+from jaxroll.store.core import holders, leases, machine, puts, state, training
 from tests.harness.planted_bugs.leases_and_puts import Patch, breaks, wrap
 from tests.harness.planted_bugs.training import BUGS
 
@@ -46,7 +46,7 @@ def limit_of_rejections_is_not_counted_anew(patch: Patch) -> None:
         original(now, e, now_s)
         now.filtered = before
 
-    wrap(patch, apply._EFFECTS, ev.Claimed, claimed)
+    wrap(patch, machine._EFFECTS, ev.Claimed, claimed)
 
 
 @breaks("7a rejected groups make room")
@@ -59,7 +59,7 @@ def rejected_groups_still_count_as_outstanding(patch: Patch) -> None:
 
 @breaks("redundant members")
 def redundant_members_are_waited_for(patch: Patch) -> None:
-    def after_put(original: Any, settings: Any, now: Any, group: groups.Group, put: ev.Put) -> Any:
+    def after_put(original: Any, settings: Any, now: Any, group: state.Group, put: ev.Put) -> Any:
         return original(settings, now, msgspec.structs.replace(group, wanted=0), put)
 
     wrap(patch, puts, "after_put", after_put)
@@ -70,7 +70,7 @@ def group_is_complete_one_member_early(patch: Patch) -> None:
     def issued(original: Any, now: state.State, e: ev.Issued, now_s: float) -> None:
         original(now, msgspec.structs.replace(e, wanted=e.wanted - 1) if e.wanted > 1 else e, now_s)
 
-    wrap(patch, apply._EFFECTS, ev.Issued, issued)
+    wrap(patch, machine._EFFECTS, ev.Issued, issued)
 
 
 @breaks("failure budgets")
@@ -82,12 +82,12 @@ def group_dies_of_a_member_it_can_spare(patch: Patch) -> None:
 def free_members_that_are_not_needed_stay(patch: Patch) -> None:
     def aborted(original: Any, now: state.State, e: ev.Aborted, now_s: float) -> None:
         slots = now.open[e.group].slots
-        free = [slots[member] for member in e.members if slots[member].status == groups.FREE]
+        free = [slots[member] for member in e.members if slots[member].status == state.FREE]
         original(now, e, now_s)
         for slot in free:
-            slot.status = groups.FREE
+            slot.status = state.FREE
 
-    wrap(patch, apply._EFFECTS, ev.Aborted, aborted)
+    wrap(patch, machine._EFFECTS, ev.Aborted, aborted)
 
 
 @breaks("11 who lost a lease is told")
@@ -130,7 +130,7 @@ def who_was_given_work_still_has_room(patch: Patch) -> None:
         now.hungry.update(hungry)
         now.rooms.update(rooms)
 
-    wrap(patch, apply._EFFECTS, ev.Leased, leased)
+    wrap(patch, machine._EFFECTS, ev.Leased, leased)
 
 
 @breaks("9 shares")
@@ -190,7 +190,7 @@ def rest_outlives_the_process(patch: Patch) -> None:
         for name, health in now.holders.items():
             health.rested_at_s = before[name]
 
-    wrap(patch, apply._EFFECTS, ev.Arrived, arrived)
+    wrap(patch, machine._EFFECTS, ev.Arrived, arrived)
 
 
 @breaks("failures: rest")
@@ -210,7 +210,7 @@ def all_data_failures_count_against_their_holder(patch: Patch) -> None:
 
 @breaks("failures: rest")
 def claims_do_not_forgive_failures(patch: Patch) -> None:
-    patch.setattr(apply, "KEPT_BY_CLAIM", 1.0)
+    patch.setattr(machine, "KEPT_BY_CLAIM", 1.0)
 
 
 @breaks("failures: backoff")

@@ -10,8 +10,8 @@ import msgspec
 from jaxroll.policy import order
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version
-from jaxroll.store.core import apply, forks, groups, leases, machine, state, training
 from jaxroll.store.core import events as ev
+from jaxroll.store.core import forks, leases, machine, state, training
 from jaxroll.store.core import requests as rq
 from tests.harness.planted_bugs.leases_and_puts import BUGS, Patch, breaks, wrap
 
@@ -27,11 +27,11 @@ def alpha_off_by_one_at_the_claim(patch: Patch) -> None:
 
 @breaks("3 atomic groups")
 def partial_group_claimed(patch: Patch) -> None:
-    def note(original: Any, now: state.State, group: groups.Group) -> None:
+    def note(original: Any, now: state.State, group: state.Group) -> None:
         if not group.ready and sum(1 for _ in group.missing()) <= 1:
             group.ready_place, now.ready_places = now.ready_places, now.ready_places + 1
 
-    wrap(patch, apply, "_note_ready", note)
+    wrap(patch, machine, "_note_ready", note)
 
 
 @breaks("5 replayable batches")
@@ -80,7 +80,7 @@ def expired_group_counted_twice(patch: Patch) -> None:
         original(now, e, now_s)
         now.expired[e.reason] += 1
 
-    wrap(patch, apply._EFFECTS, ev.Expired, expired)
+    wrap(patch, machine._EFFECTS, ev.Expired, expired)
 
 
 @breaks("8 stragglers")
@@ -114,7 +114,7 @@ def trimmed_one_claim_too_many(patch: Patch) -> None:
         original(now, ev.MadeDurable(Version(e.version.lineage, more)), now_s)
         now.durable = e.version.step
 
-    wrap(patch, apply._EFFECTS, ev.MadeDurable, durable)
+    wrap(patch, machine._EFFECTS, ev.MadeDurable, durable)
 
 
 @breaks("6 never below the trim mark")
@@ -171,12 +171,12 @@ def rewind_keeps_tokens_of_the_dead_lineage(patch: Patch) -> None:
 @breaks("lineage")
 def rewind_does_not_fence_leases(patch: Patch) -> None:
     def began(original: Any, now: state.State, e: ev.Began, now_s: float) -> None:
-        leased = [slot for group in now.open.values() for slot in group.slots if slot.status == groups.LEASED]
+        leased = [slot for group in now.open.values() for slot in group.slots if slot.status == state.LEASED]
         original(now, e, now_s)
         for slot in leased:
-            slot.status, slot.fenced = groups.LEASED, 0
+            slot.status, slot.fenced = state.LEASED, 0
 
-    wrap(patch, apply._EFFECTS, ev.Began, began)
+    wrap(patch, machine._EFFECTS, ev.Began, began)
 
 
 @breaks("lineage")
@@ -187,7 +187,7 @@ def fenced_lease_may_still_put(patch: Patch) -> None:
             for slot in group.slots:
                 slot.fenced = 0
 
-    wrap(patch, apply._EFFECTS, ev.Began, began)
+    wrap(patch, machine._EFFECTS, ev.Began, began)
 
 
 @breaks("6 a fork gives up what its line does not hold")

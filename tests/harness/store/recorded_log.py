@@ -22,7 +22,7 @@ from jaxroll.store.core.settings import Settings
 from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.keeper import Keeper
-from jaxroll.store.server.validation import put_request
+from jaxroll.store.server.puts import put_request
 
 SETTINGS = Settings(AgeLimiter(1.0, 2), group_size=2, steps=6, straggler_deadline_s=5.0, data_retries=0)
 ALPHABET = "abcdefghij"  # token 4 + i is letter i (jaxroll.text: CharTokenizer)

@@ -21,9 +21,9 @@ from jaxroll.records import Task
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core import state as st
-from jaxroll.store.core.groups import Index
 from jaxroll.store.core.machine import Core, decide
 from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.state import Index
 from tests.harness.store_model.books import Broken, Fact, Rules, broken
 from tests.harness.store_model.reference import Reference
 from tests.harness.store_model.views import answered, facts, figures, members_of, settings, slow, timeless

@@ -18,7 +18,7 @@ from jaxroll.errors import InfraError
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.apply import replay
+from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State
 from jaxroll.store.log import commit_log, database, schema, state_checkpoints
 from jaxroll.store.log.commit_log import Log

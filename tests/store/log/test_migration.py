@@ -15,7 +15,7 @@ from jaxroll.errors import InfraError, StaleClient, StoreRefusal
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.apply import apply
+from jaxroll.store.core.machine import apply
 from jaxroll.store.core.state import State
 from jaxroll.store.log import database, state_checkpoints
 from jaxroll.store.log.commit_log import Log

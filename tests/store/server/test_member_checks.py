@@ -22,8 +22,8 @@ from jaxroll.errors import (
 )  # fmt: skip
 from jaxroll.records import Finished, Member, Segment, Version, VersionRun
 from jaxroll.store import messages as msg
-from jaxroll.store.core import apply
-from jaxroll.store.server import service
+from jaxroll.store.core import machine
+from jaxroll.store.server import keeper, puts
 from tests.harness.store.machine import V0
 
 SHOWN_ONCE = np.array([0, 1, 1], np.uint8)
@@ -70,7 +70,7 @@ def test_a_call_of_many_members_leaves_others_their_turns(
 ) -> None:
     """As long as none is over, a turn ends after a member; so each finds the loop further on than the one before."""
     config, turns, seen = small.configured(), [0], []
-    decided = service.put_request
+    decided = puts.put_request
 
     def counted(*words, **limits) -> Any:
         seen.append(turns[0])
@@ -92,8 +92,8 @@ def test_a_call_of_many_members_leaves_others_their_turns(
                 counter.cancel()
             assert [answer.result for answer in wire.decode(reply, msg.PutReply).answers] == ["OK"] * 9
 
-    monkeypatch.setattr(service, "put_request", counted)
-    monkeypatch.setattr(service, "_TURN_S", -1.0)
+    monkeypatch.setattr(puts, "put_request", counted)
+    monkeypatch.setattr(puts, "_TURN_S", -1.0)
     run(many())
     assert len(set(seen)) == len(seen) == 9, seen
 
@@ -109,7 +109,7 @@ def test_large_members_are_looked_at_beside_the_loop(
     tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of many bytes and those of many segments."""
-    config, decided, threads = small.configured(group_size=3), service.put_request, []
+    config, decided, threads = small.configured(group_size=3), puts.put_request, []
 
     def noted(*words, **limits) -> Any:
         threads.append(threading.current_thread().name.rpartition("_")[0])
@@ -122,7 +122,7 @@ def test_large_members_are_looked_at_beside_the_loop(
             assert await sampler.put(small.finished(*second, (V0, 30_000))) == "OK"
             assert await sampler.put(in_segments(small.finished(*third, (V0, 3)), 65)) == "OK"
 
-    monkeypatch.setattr(service, "put_request", noted)
+    monkeypatch.setattr(puts, "put_request", noted)
     run(both())
     assert threads == ["", "large-puts", "large-puts"]
     until_s = time.monotonic() + 20
@@ -136,7 +136,7 @@ def test_large_members_are_looked_at_beside_the_loop(
 def test_a_large_member_sent_again_is_known_though_its_group_ends_while_it_is_looked_at(
     tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, decided = small.configured(), service.put_request
+    config, decided = small.configured(), puts.put_request
     looking, go_on = threading.Event(), threading.Event()
 
     def slowly(*words, **limits) -> Any:
@@ -151,7 +151,7 @@ def test_a_large_member_sent_again_is_known_though_its_group_ends_while_it_is_lo
             leased = small.keys(await sampler.lease(V0, 4))
             members = [in_segments(small.finished(*key, (V0, 3)), 65) for key in leased]
             await asyncio.gather(*map(sampler.put, members))
-            monkeypatch.setattr(service, "put_request", slowly)
+            monkeypatch.setattr(puts, "put_request", slowly)
             body = wire.encode(msg.PutCall((wire.encode(members[0]),)))
             put = asyncio.ensure_future(sampler._raw.call("Put", body, 20.0))
             await asyncio.to_thread(looking.wait, 20)
@@ -194,8 +194,8 @@ def test_a_name_that_was_forgotten_goes_on(
 ) -> None:
     """Of more names than are known the oldest are forgotten: those of the learner and of the first samplers."""
     config = small.configured()
-    monkeypatch.setattr(apply, "NAMES_KNOWN", 4)
-    monkeypatch.setattr(service, "NAMES_KNOWN", 4)
+    monkeypatch.setattr(machine, "NAMES_KNOWN", 4)
+    monkeypatch.setattr(keeper, "NAMES_KNOWN", 4)
 
     async def crowd() -> None:
         async with small.opened(tmp_path, config) as (learner, sampler):
@@ -221,7 +221,7 @@ def test_what_a_member_carries_is_not_looked_at_when_its_key_says_enough(
     async def refused() -> None:
         async with small.opened(tmp_path, config) as (_learner, sampler):
             group, member, attempt = small.keys(await sampler.lease(V0, 1))[0]
-            monkeypatch.setattr(service, "put_request", looked_at)
+            monkeypatch.setattr(puts, "put_request", looked_at)
             for key, words in (
                 ((group + 99, member, attempt), "never issued"),
                 ((group, 99, attempt), "no member 99"),

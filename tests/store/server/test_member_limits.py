@@ -17,7 +17,7 @@ from jaxroll.errors import StoreRefusal
 from jaxroll.records import Member, Version
 from jaxroll.rollout.episode import Bounds
 from jaxroll.store.core.settings import Settings
-from jaxroll.store.server.validation import put_request
+from jaxroll.store.server.puts import put_request
 from tests.harness.store.builders import finished
 
 V0 = Version(0, 0)

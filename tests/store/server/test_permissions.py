@@ -57,7 +57,7 @@ def raw(address: str | Path, role: str, token: str | None, **options: Any) -> Ra
 def test_every_method_admits_its_roles_and_no_other(tmp_path: Path, small: SimpleNamespace, run) -> None:
     """With a token of each role, and under every name that a role can be claimed by."""
     config, secret = small.configured(), auth.create(tmp_path)
-    methods = StoreService.methods(SimpleNamespace(_answering=lambda *_: None, **_handlers()))
+    methods = StoreService.methods(SimpleNamespace(handshake=SimpleNamespace(answering=lambda *_: None), **_handlers()))
     assert {name: set(method.rights) for name, method in methods.items()} == RIGHTS
 
     async def tries() -> None:

@@ -1,0 +1,210 @@
+"""Put: one pipeline from the bytes of a call to the answer on disk, in four stages.
+
+parse        read the key of each member, later decode and check it (large members in a thread)
+deduplicate  answer repeated and fenced puts from the state and the log, without decoding them
+decide       core.puts decides, the machine applies the events, the keeper passes them to the log with the payload
+commit       answer for all members of the call once the log has them on disk
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from jaxroll import wire
+from jaxroll.config.rules import MAX_MEMBER_MB
+from jaxroll.errors import StoreRefusal
+from jaxroll.records import MAX_SEGMENTS, Count, Finished, Member
+from jaxroll.rpc.protocol import refusal_of
+from jaxroll.rpc.server import Caller
+from jaxroll.store import messages as msg
+from jaxroll.store.core import puts
+from jaxroll.store.core.requests import PutMember, Recorded
+from jaxroll.store.log import schema
+from jaxroll.store.server.audit import Audit
+from jaxroll.store.server.keeper import Keeper
+
+_TURN_S = 0.005  # a put yields to other calls after this time
+_ON_LOOP_BYTES, _ON_LOOP_SEGMENTS = 2**18, 64  # members up to this size are decoded on the loop, mostly in 1 ms
+FAILURE_KINDS = ("INFRA", "DATA")
+_ERROR_CHARS = 2000
+_KINDS = (np.dtype("int32"), np.dtype("uint8"), np.dtype("float32"))
+_LARGEST_ID = 2**53  # ids below this are exact in SQLite and in every JSON reader
+
+
+class PutPipeline:
+    """RPC method Put. Use it from the store's event loop; `close` it at the end."""
+
+    def __init__(self, keeper: Keeper, audit: Audit, vocab_size: Callable[[], int]) -> None:
+        """`vocab_size` returns the number of token ids of the model, 0 if unknown; it is called for each member."""
+        self._keeper, self._audit, self._vocab_size = keeper, audit, vocab_size
+        self._large_puts = ThreadPoolExecutor(1, "large-puts")  # one thread, which shares the GIL with the loop
+
+    async def __call__(self, caller: Caller, body: bytes) -> msg.PutReply:
+        """Decide member by member, then answer for all of them once all are on disk.
+
+        A call may need seconds of decoding, so it yields to other calls between members.
+        """
+        answers, turn_ends = [], time.monotonic() + _TURN_S
+        for one in wire.decode(body, msg.PutBodies).members:
+            answers.append(await self._answer(caller, one))
+            if time.monotonic() > turn_ends:
+                await asyncio.sleep(0)
+                turn_ends = time.monotonic() + _TURN_S
+        await self._keeper.log.committed()
+        return msg.PutReply(tuple(answers))
+
+    async def _answer(self, caller: Caller, body: memoryview) -> msg.PutAnswer:
+        try:
+            key = key_of(body)
+            reply = puts.by_key(self._keeper.state, key.group, key.member, key.attempt)
+            if reply is None:  # otherwise the answer needs no decoding
+                was_alive = self._is_alive(key.group)
+                recorded = None if was_alive else await self._keeper.log.recorded(key.group, key.member)
+                request = await self._parse(key, body, recorded)
+                if was_alive and not self._is_alive(key.group):  # its group ended while the thread decoded it
+                    request = replace(request, recorded=await self._keeper.log.recorded(key.group, key.member))
+                reply = self._decide(caller, request, schema.payload(key.group, key.member, body))
+        except StoreRefusal as refusal:  # keep no reference to it: its traceback holds the decoded member
+            return msg.PutAnswer("", refusal_of(refusal))
+        return msg.PutAnswer("", refusal_of(reply)) if isinstance(reply, StoreRefusal) else msg.PutAnswer(reply)
+
+    def _is_alive(self, group: int) -> bool:
+        return self._keeper.state.find(group) is not None
+
+    async def _parse(self, key: Key, body: memoryview, recorded: Recorded | None) -> PutMember:
+        """Decode a member; large ones in a thread, because one with thousands of segments would block all calls."""
+        if len(body) <= _ON_LOOP_BYTES and len(key.outcome.segments) <= _ON_LOOP_SEGMENTS:
+            return self._read(body, recorded)
+        return await asyncio.get_running_loop().run_in_executor(self._large_puts, self._read, body, recorded)
+
+    def _read(self, body: memoryview, recorded: Recorded | None) -> PutMember:
+        settings = self._keeper.settings
+        return put_request(
+            body, recorded, row_tokens=settings.row_tokens, prompt_tokens=settings.prompt_tokens,
+            vocab_size=self._vocab_size(),
+        )  # fmt: skip
+
+    def _decide(self, caller: Caller, request: PutMember, payload: schema.Statement) -> str | StoreRefusal:
+        """Decide a put; if its failure ends a group, add an audit row."""
+        if request.failure is None:
+            return self._keeper.decide(request, payload)
+        alive = self._keeper.state.find(request.group) is not None
+        reply = self._keeper.decide(request)
+        if alive and self._keeper.state.find(request.group) is None:
+            kind, error = request.failure
+            self._audit.record(caller, "dead-letter", f"group {request.group}: {kind}: {error}", reply)
+        return reply
+
+    def close(self) -> None:
+        """Stop the thread that decodes large members."""
+        self._large_puts.shutdown(wait=False, cancel_futures=True)
+
+
+# --- parse: the key without the arrays, then the whole member with its checks
+
+
+class Outline(msgspec.Struct, frozen=True):
+    """Undecoded segments of a member, of which only the number is used; a failed member has none."""
+
+    segments: Annotated[tuple[msgspec.Raw, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
+
+
+class Key(msgspec.Struct, frozen=True):
+    """Key of a `records.Member`, read without decoding the arrays."""
+
+    group: Count
+    member: Count
+    attempt: Count
+    outcome: Outline
+
+
+def key_of(body: bytes | memoryview) -> Key:
+    """Read the key from the bytes of a member; StoreRefusal unless its numbers are in the range of the log."""
+    if len(body) > MAX_MEMBER_MB * 2**20:
+        raise StoreRefusal(f"put: a member of {len(body)} bytes; at most {MAX_MEMBER_MB} MB are accepted")
+    key = wire.decode(body, Key)
+    if not all(0 <= number < _LARGEST_ID for number in (key.group, key.member, key.attempt)):
+        raise StoreRefusal(f"put {(key.group, key.member, key.attempt)}: not a member of any group")
+    return key
+
+
+def put_request(
+    body: bytes | memoryview,
+    recorded: Recorded | None = None,
+    *,
+    row_tokens: int = 0,
+    prompt_tokens: int = 0,
+    vocab_size: int = 0,
+) -> PutMember:
+    """Decode the bytes of a member into a request. StoreRefusal if it is inconsistent; msgspec's errors if malformed.
+
+    `row_tokens` (0: no limit) and `prompt_tokens` are the learner's limits; it could not train a longer member.
+    `vocab_size` is the model's; 0: unknown.
+    """
+    member = wire.decode(body, Member)
+    outcome = member.outcome
+    key, digest = (member.group, member.member, member.attempt), wire.digest(body)
+    if isinstance(outcome, Finished):
+        _check(outcome, key, vocab_size)
+        _check_length(outcome, key, row_tokens, prompt_tokens)
+        return PutMember(*key, digest, len(body), outcome.versions, None, recorded, outcome.reward)
+    if outcome.kind not in FAILURE_KINDS:
+        raise StoreRefusal(f"put {key}: a failure is {' or '.join(FAILURE_KINDS)}, not {outcome.kind!r}")
+    return PutMember(*key, digest, len(body), (), (outcome.kind, outcome.error[:_ERROR_CHARS]), recorded)
+
+
+def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> None:
+    """Raise StoreRefusal unless the arrays match one another and the versions cover the sampled tokens."""
+    sampled = shown = 0
+    for i, segment in enumerate(outcome.segments):
+        kinds = (segment.tokens.dtype, segment.loss_mask.dtype, segment.logprobs.dtype)
+        if kinds != _KINDS:
+            named, wanted = (" ".join(map(str, of)) for of in (kinds, _KINDS))
+            raise StoreRefusal(f"put {key}: segment {i} is {named}; tokens, loss mask, log-probs are {wanted}")
+        shapes = {segment.tokens.shape, segment.loss_mask.shape, segment.logprobs.shape}
+        if len(shapes) != 1 or segment.tokens.ndim != 1:
+            raise StoreRefusal(f"put {key}: segment {i} has shapes {sorted(shapes)}; all must be [T]")
+        if segment.tokens.size and segment.tokens.min() < 0:
+            raise StoreRefusal(f"put {key}: segment {i} has the token id {segment.tokens.min()}; ids are not negative")
+        if segment.tokens.size and 0 < vocab_size <= segment.tokens.max():
+            named = f"segment {i} has the token id {segment.tokens.max()}"
+            raise StoreRefusal(f"put {key}: {named}; the model's ids are 0 to {vocab_size - 1}")
+        ones = np.count_nonzero(segment.loss_mask)
+        if np.count_nonzero(segment.loss_mask == 1) != ones:
+            raise StoreRefusal(f"put {key}: segment {i} has a loss mask with values other than 0 and 1")
+        if segment.sampled.size:
+            raise StoreRefusal(f"put {key}: segment {i} has the field `sampled`, which only claims have")
+        if not np.isfinite(segment.logprobs).all():
+            raise StoreRefusal(f"put {key}: segment {i} has a log-prob that is not a finite number")
+        if sampled + shown == 0 and ones and segment.loss_mask[0]:
+            raise StoreRefusal(f"put {key}: it starts with a sampled token: a prompt must come first")
+        sampled, shown = sampled + ones, shown + segment.tokens.size - ones
+    covered = sum(run.count for run in outcome.versions)
+    if covered != sampled:
+        raise StoreRefusal(f"put {key}: versions cover {covered} tokens, {sampled} were sampled")
+    if not np.isfinite(outcome.reward):
+        raise StoreRefusal(f"put {key}: reward {outcome.reward} is not a finite number")
+
+
+def _check_length(outcome: Finished, key: tuple[int, int, int], row_tokens: int, prompt_tokens: int) -> None:
+    """Raise StoreRefusal if the conversation does not fit into the learner's row; see `rollout.episode.Bounds`."""
+    total, first = sum(segment.tokens.size for segment in outcome.segments), 0
+    for segment in outcome.segments:
+        if segment.loss_mask.any():
+            first += int(segment.loss_mask.argmax())
+            break
+        first += segment.tokens.size
+    apart = first - 1 if 0 < first <= prompt_tokens + 1 else 0
+    if 0 < row_tokens < total - apart:
+        raise StoreRefusal(
+            f"put {key}: {total} tokens, {apart} of them in a prompt that is kept apart, do not fit into "
+            f"learner.row_tokens = {row_tokens}: the learner could never train it"
+        )
