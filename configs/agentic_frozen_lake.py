@@ -1,12 +1,12 @@
-"""An agent of several turns: cross a random frozen lake, seen as text, one word a move.
+"""An agent with several turns: cross a random frozen lake, shown as text, with one word per move.
 
 Command   jaxroll train --config=configs/agentic_frozen_lake.py
-Hardware  anything; measured on two CPU cores, one device a role
-Setting   4 x 4 lakes, held-out lakes are never trained on; warm start on the play of somebody who moves at random three
-          times in ten, then GRPO at alpha = 1 on reward 1 at the goal
-Seen      on two loaded cores, of 256 held-out lakes after the warm start and at the end: seed 0 34.8 % and 62.9 % (216 s,
-          warm start and evaluations included), seed 1 33.2 % and 70.7 % (234 s), seed 2 33.6 % and 74.6 % (236 s). At
-          twice the rate with eight groups a step success rose to 56 % and fell to 11 % again: too fast a rate
+Hardware  any; measured on two CPU cores, one device per role
+Setting   4 x 4 lakes; no held-out lake is trained on; warm start on episodes of a player that moves at random in 3 of
+          10 moves, then GRPO at alpha = 1 with reward 1 at the goal
+Result    on two loaded cores, success on 256 held-out lakes after the warm start and at the end: seed 0 34.8 % and
+          62.9 % (216 s with warm start and evaluations), seed 1 33.2 % and 70.7 % (234 s), seed 2 33.6 % and 74.6 %
+          (236 s). With twice the learning rate and eight groups per step, success rose to 56 % and fell back to 11 %
 """
 
 from ml_collections import ConfigDict
@@ -15,7 +15,7 @@ from jaxroll.config import defaults
 
 
 def get_config() -> ConfigDict:
-    """Ten moves at most: 21 tokens of the first view, and 27 for each answer and what is seen after it."""
+    """At most ten moves: 21 tokens for the first view, and 27 for each answer with the view after it."""
     config = defaults()
     config.run.name = "agentic_frozen_lake"
     config.placement.platform = "cpu"

@@ -1,7 +1,7 @@
 """The demo's control: rewards are permuted inside each group, so nothing can be learned from them.
 
 Command   jaxroll demo --config=configs/demo_shuffled.py --seed=0
-Expected  held-out accuracy does not rise; it collapses, because Adam makes full steps along what is only noise
+Expected  held-out accuracy does not rise; it collapses, because Adam takes full steps along noise
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Qwen3-0.6B on arithmetic, learner on four devices by fsdp, sampler on four by tensor; the same file for TPU and GPU.
+"""Qwen3-0.6B on arithmetic: learner on four devices (fsdp), sampler on four (tensor); for TPU and GPU.
 
 Command   jaxroll train --config=configs/rlvr_qwen3_0p6b.py
-Needs     models/Qwen3-0.6B with the weights and tokenizer.json; a host of eight TPU chips (v5e or later) or eight GPUs,
-          four each; on four GPUs both share all of them
-State     a starting point: its programs compile for a v5e slice (`make soak`), it never ran on the hardware
+Needs     models/Qwen3-0.6B with the weights and tokenizer.json; a host with eight TPU chips (v5e or later) or eight
+          GPUs, four per role; on four GPUs both roles share all of them
+State     a starting point: its programs compile for a v5e slice (`make soak`); it has never run on the hardware
 """
 
 from ml_collections import ConfigDict
@@ -12,7 +12,7 @@ from jaxroll.config import defaults
 
 
 def get_config() -> ConfigDict:
-    """No warm start: the model comes trained."""
+    """The experiment without a warm start: the imported model is trained already."""
     config = defaults()
     config.run.name = "rlvr_qwen3_0p6b"
     config.model.size = "qwen3_0p6b"
@@ -33,6 +33,6 @@ def get_config() -> ConfigDict:
     config.learner.mesh.fsdp = 4
     config.learner.row_tokens = 1024
     config.learner.learning_rate = 1e-6
-    config.evaluator.every = 0  # it would need devices of its own
+    config.evaluator.every = 0  # an evaluator would need its own devices
     config.transfer.dtype = "bfloat16"
     return config

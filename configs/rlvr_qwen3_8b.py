@@ -1,11 +1,11 @@
-"""Qwen3-8B on longer arithmetic, learner on eight devices by fsdp, sampler on eight by tensor; the same file for TPU and GPU.
+"""Qwen3-8B on longer arithmetic: learner on eight devices (fsdp), sampler on eight (tensor); for TPU and GPU.
 
 Command   launch/tpu_vm.sh --config=configs/rlvr_qwen3_8b.py --on store=a --on learner=a --on sampler=b … (launch/README.md),
-          launch/gpu.sh with the same words, or on one machine of eight GPUs, which both share:
+          launch/gpu.sh with the same arguments, or on one machine with eight GPUs that both roles share:
           jaxroll train --config=configs/rlvr_qwen3_8b.py --config.schedule.mode=sync
-Needs     models/Qwen3-8B with the weights and tokenizer.json on both; parameters, gradients and AdamW's moments take 131 GB
-          in float32, so 16.4 GB of each of the learner's devices before activations: v6e or v5p, or GPUs of 80 GB
-State     a starting point: it never ran on the hardware
+Needs     models/Qwen3-8B with the weights and tokenizer.json on both machines; parameters, gradients and AdamW's moments
+          take 131 GB in float32, so 16.4 GB on each of the learner's devices before activations: v6e, v5p, or 80 GB GPUs
+State     a starting point: it has never run on the hardware
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from jaxroll.config import read
 
 
 def get_config() -> ConfigDict:
-    """rlvr_qwen3_0p6b, larger."""
+    """rlvr_qwen3_0p6b with the 8B model, longer problems and larger meshes."""
     config = read(Path(__file__).with_name("rlvr_qwen3_0p6b.py"))
     config.run.name = "rlvr_qwen3_8b"
     config.model.size = "qwen3_8b"

@@ -1,7 +1,7 @@
-"""The synchronous baseline of rlvr_tiny: alpha = 0, every token is trained at the version that sampled it.
+"""The synchronous baseline of rlvr_tiny: with alpha = 0 every token is trained at the version that sampled it.
 
 Command   jaxroll train --config=configs/rlvr_sync.py
-Expected  all ages 0; sampler and learner wait for each other, so each step takes as long as both together
+Expected  all ages are 0; sampler and learner wait for each other, so a step takes as long as both together
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
-"""Asynchronous RL with verifiable rewards, one device a role: the smallest real run, and where to start from.
+"""Asynchronous RL with verifiable rewards, one device per role: the smallest real run and a template for your own.
 
 Command   jaxroll train --config=configs/rlvr_tiny.py
           jaxroll train --config=configs/rlvr_tiny.py --config.task.name=chain_sum --config.task.args={}
-Hardware  anything: CPU, one GPU shared by fractions, a TPU host with three chips or more; one chip or GPU shared by
-          turns with --config.placement.colocated=True
+Hardware  any: CPU, one GPU shared by memory fractions, a TPU host with three chips or more; with
+          --config.placement.colocated=True all roles share one chip or GPU in one process
 """
 
 from ml_collections import ConfigDict
@@ -12,7 +12,7 @@ from jaxroll.config import defaults
 
 
 def get_config() -> ConfigDict:
-    """The defaults, named."""
+    """The defaults with a name."""
     config = defaults()
     config.run.name = "rlvr_tiny"
     return config

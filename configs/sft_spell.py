@@ -1,4 +1,4 @@
-"""The warm start alone, longer: how far worked answers go without RL.
+"""A longer warm start alone: the accuracy that supervised training reaches without RL.
 
 Command   jaxroll sft --config=configs/sft_spell.py
 """

@@ -1,4 +1,4 @@
-"""A run of seconds on the smallest model: what the process tests start, and a check of an installation.
+"""A run of a few seconds on the smallest model, for the process tests and to check an installation.
 
 Command   jaxroll train --config=configs/smoke.py
 """

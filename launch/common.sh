@@ -1,4 +1,4 @@
-# Sourced by tpu_vm.sh and gpu.sh: runs the lines of `jaxroll launch` side by side and ends them together.
+# Sourced by tpu_vm.sh and gpu.sh: runs the lines of `jaxroll launch` in parallel and ends them together.
 
 PYTHON="${PYTHON:-python3}"
 

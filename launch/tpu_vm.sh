@@ -4,11 +4,11 @@
 #   launch/tpu_vm.sh --config=configs/X.py --zone=us-central2-b --run=runs/x \
 #       --on store=vm-a --on learner=vm-a --on sampler-0=vm-b --on evaluator=vm-c [--dry-run]
 #
-# Every VM holds the same checkout (--workdir) with `pip install 'jaxroll[tpu]'`. A role that is named nowhere runs on
-# this machine. Roles that share a VM split its chips by rectangles (--devices-per-host).
+# Every VM needs the same checkout (--workdir) with `pip install 'jaxroll[tpu]'`. A role without --on runs on this
+# machine. Roles on one VM split its chips into rectangles (--devices-per-host).
 # Between hosts: --tls=DIR names the folder with certificates on each host (`jaxroll tls RUN --host=NAME` makes them), or
-# --insecure allows plain text on a net you trust. Every host has the run's secret in JAXROLL_TOKEN.
-# This never ran on TPU hardware; the lines it runs are tested (`--dry-run`).
+# --insecure allows plain text on a network that you trust. Every host needs the run's secret in JAXROLL_TOKEN.
+# This script has never run on TPU hardware; the tests compare the lines that it runs (`--dry-run`) with golden files.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 launch tpu_vm "$@"
