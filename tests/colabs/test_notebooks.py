@@ -1,15 +1,17 @@
-"""Every notebook in colabs/ runs from its first cell to its last, and is committed without what a run leaves in it."""
+"""Every notebook in colabs/ runs from its first cell to its last, and is committed without outputs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+import sys
 import time
 from pathlib import Path
 
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from nbclient import NotebookClient
 
 from jaxroll import config as configs
@@ -19,11 +21,11 @@ from jaxroll.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "colabs").glob("*.ipynb"))
 LIMIT_S = 360.0
-# A slash that begins a path: not one inside a word, a relative path, an address or a closing tag.
+# A slash that begins an absolute path, not one inside a word, a relative path, an address or a closing tag.
 ABSOLUTE_PATH = re.compile(r"(?<![\w./:<>~*-])/[A-Za-z_][\w.-]*/|\b[A-Za-z]:\\\\|\bfile://")
 
 
-def test_there_is_a_notebook() -> None:
+def test_the_notebooks_are_those_in_the_repository() -> None:
     assert [path.name for path in NOTEBOOKS] == ["jaxroll_demo.ipynb"]
 
 
@@ -32,7 +34,7 @@ def test_there_is_a_notebook() -> None:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_to_its_end(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
-        monkeypatch.setenv(name, str(tmp_path / "jupyter"))  # neither kernels nor settings of whoever runs the tests
+        monkeypatch.setenv(name, str(tmp_path / "jupyter"))  # no kernels and settings of the user
     work = tmp_path / "work"
     work.mkdir()
     notebook = nbformat.read(path, as_version=4)
@@ -46,7 +48,7 @@ def test_a_notebook_runs_to_its_end(path: Path, tmp_path: Path, monkeypatch: pyt
     wrong = [output for cell in notebook.cells for output in cell.get("outputs", ()) if output.output_type == "error"]
     assert wrong == []
     pages = [html for cell in notebook.cells for html in _html(cell)]
-    assert any("iframe" in page for page in pages), "the report is shown inside the notebook"
+    assert any("iframe" in page for page in pages), "the notebook does not show the report"
     (report,) = (work / "runs").glob("*/report.html")
     assert _scale_free(json.loads((report.parent / "run.json").read_text())["config"]) == _scale_free(
         configs.to_dict(configs.load(ROOT / "configs" / "demo.py"))
@@ -60,7 +62,7 @@ def test_a_notebook_is_committed_clean(path: Path) -> None:
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.outputs for cell in code] == [[] for _ in code], "strip the outputs"
     assert {cell.execution_count for cell in code} == {None}, "strip the outputs"
-    assert set(notebook.metadata) <= {"kernelspec", "language_info"}, "what a program wrote about itself"
+    assert set(notebook.metadata) <= {"kernelspec", "language_info"}, "metadata of an editor"
     assert notebook.metadata.kernelspec.name == "python3"
     paths = [line for cell in notebook.cells for line in cell.source.splitlines() if ABSOLUTE_PATH.search(line)]
     assert paths == []
@@ -69,7 +71,7 @@ def test_a_notebook_is_committed_clean(path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ['open("/home/me/x")', "cd /content/jaxroll", "--run=/tmp/x", r"C:\\Users", "file://x/y"]
 )
-def test_an_absolute_path_is_seen(line: str) -> None:
+def test_absolute_paths_are_found(line: str) -> None:
     assert ABSOLUTE_PATH.search(line)
 
 
@@ -81,7 +83,7 @@ def test_other_slashes_are_not_absolute_paths(line: str) -> None:
 
 
 def _scale_free(config: dict) -> dict:
-    """What of a config makes the demo the demo."""
+    """The keys of a config in which the notebook's small version must equal the demo."""
     roles = {role: config[role]["mesh"] for role in ("learner", "sampler", "evaluator")}
     return roles | {"alpha": config["schedule"]["alpha"], "task": config["task"]["name"], "channel": config["transfer"]}
 
@@ -90,8 +92,36 @@ def _html(cell: nbformat.NotebookNode) -> list[str]:
     return [output["data"]["text/html"] for output in cell.get("outputs", ()) if "text/html" in output.get("data", {})]
 
 
+def test_without_an_installation_or_an_address_the_notebook_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # the cell sets it
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    commands: list[list[str]] = []
+    monkeypatch.setattr("subprocess.run", lambda command, **_: commands.append([str(word) for word in command]))
+    cell = next(cell for cell in nbformat.read(NOTEBOOKS[0], as_version=4).cells if cell.id == "install")
+    shell = InteractiveShell()
+
+    shell.user_ns["REPOSITORY"] = ""
+    result = shell.run_cell(cell.source)
+    shown = capsys.readouterr().out.strip()
+    assert not result.success and not commands, "the cells after it must not run"
+    assert shown.startswith("JaxRoll is not installed") and "REPOSITORY" in shown and len(shown.splitlines()) == 1
+
+    shell.user_ns["REPOSITORY"] = "https://HOST/OWNER/jaxroll"
+    assert shell.run_cell(cell.source).success
+    assert [command[:2] for command in commands] == [["git", "clone"], [sys.executable, "-m"]]
+    commands.clear()
+    shell.user_ns["REPOSITORY"] = ""
+    (tmp_path / "jaxroll_checkout").mkdir()
+    assert shell.run_cell(cell.source).success
+    assert commands[0][-1] == "jaxroll_checkout[envs]", "an uploaded checkout is installed"
+
+
 @pytest.mark.parametrize("full", [False, True])
-def test_the_notebook_fits_one_chip_or_gpu_where_it_is_told_of_one(
+def test_the_notebook_fits_one_chip_or_gpu_with_that_accelerator(
     full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

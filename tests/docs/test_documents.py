@@ -46,7 +46,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 
 @pages
-def test_links_lead_somewhere(page: Path) -> None:
+def test_link_targets_exist(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)|(?:src|srcset)=\"([^\":]+)\"", page.read_text())
     missing = [target for pair in targets for target in pair if target and not (page.parent / target).exists()]
     assert missing == []
@@ -261,7 +261,7 @@ def test_the_game_of_the_page_is_played_as_it_is_taught(tmp_path: Path, monkeypa
 
 
 def test_the_algorithm_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its config is accepted, its loss is the formula of the page, and its credit is what the page says."""
+    """Its config is accepted, its loss and its credit assignment are the formulas of the page."""
     module, config_file = _python(ALGORITHMS)
     (tmp_path / "asymmetric.py").write_text(module)
     (tmp_path / "asymmetric_config.py").write_text(config_file)
@@ -294,7 +294,7 @@ def test_every_algorithm_and_every_key_of_it_has_its_place_in_the_page() -> None
 
 
 def _first_words(page: Path, section: str) -> set[str]:
-    """The words in code of the first column of a section's table, without its head."""
+    """The words in inline code in the first column of a section's table, without its head."""
     text = page.read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
     words = {word for cell in cells for word in re.findall(r"`(\w+)`", cell)}
