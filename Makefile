@@ -1,4 +1,4 @@
-# `make` lists the targets. Everything is installed in .venv, pinned by constraints.txt; nothing is read from the terminal.
+# `make` lists the targets. Everything is installed in .venv, pinned by constraints.txt; no target asks questions.
 PYTHON ?= python3
 SEED   ?= 0
 ARGS   ?=
@@ -13,7 +13,7 @@ NEED_DISK_MB := 3072
 NEED_DISK_MB_MORE := 1536
 HINT :=
 
-# JAX on CPU, one thread a process: the bits do not depend on the cores. One compilation cache for all runs.
+# JAX on CPU with one thread per process, so that bits do not depend on the number of cores. One compilation cache.
 export PYTHONUNBUFFERED := 1
 TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cache/jax" \
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
@@ -30,12 +30,12 @@ help:
 	@echo "make bench        every benchmark; BENCH=store ARGS=--quick for one of them"
 	@echo "make docs         the documentation site, in build/site"
 	@echo "make package      build the sdist and the wheel in dist/, and install the wheel into an empty environment"
-	@echo "make venv         only install what the tests need"
-	@echo "make peers        only install torch, tunix, jetstream, each in an environment of its own; PEERS=torch for one of them,"
+	@echo "make venv         only install the packages that the tests need"
+	@echo "make peers        only install torch, tunix, jetstream, each in its own environment; PEERS=torch for one of them,"
 	@echo "                  PEERS= (also for soak and bench) for none"
 	@echo "make constraints  pin the newest versions that fit pyproject.toml again"
 	@echo "make clean        remove caches; runs/ and .venv stay"
-	@echo "PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer); now: $(PYTHON)"
+	@echo "PYTHON=/path/to/python3.12 selects the interpreter (3.11 or newer); now: $(PYTHON)"
 
 demo: venv-demo
 	@$(VENV)/bin/jaxroll demo --seed=$(SEED) $(ARGS)
@@ -53,7 +53,7 @@ test: venv
 soak: venv peers
 	@$(TEST_ENV) JAXROLL_PEERS="$(PEERS)" HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -rfEs --durations=15 -m soak $(ARGS) </dev/null || [ $$? -eq 5 ]  # 5: there is none
 
-# Of the peers' tests those that every check-in runs: JetStream drives our model and serves our evaluation.
+# The peer tests that every commit runs: JetStream drives our model and serves our evaluation.
 test-jetstream: venv venv-jetstream
 	@$(TEST_ENV) JAXROLL_PEERS=jetstream $(VENV)/bin/python -m pytest -rfEs -m soak tests/peers/test_jetstream.py $(ARGS) </dev/null
 
@@ -92,7 +92,7 @@ constraints: venv-demo
 	pin constraints-jetstream.txt "$$($(UV) -c constraints.txt --extra jetstream pyproject.toml)"; \
 	pin constraints-tunix.txt "$$(echo google-tunix==0.1.7 | $(UV) -)"; \
 	pin constraints-torch.txt "$$(printf '%s\n' transformers safetensors numpy $(TORCH_NEEDS) | $(UV) -c constraints.txt -; grep '^torch==' constraints-torch.txt)"; \
-	echo "run make test and make soak before you keep them"
+	echo "run make test and make soak before you commit the pins"
 
 # The sdist, from it the wheel, and the wheel in an empty environment of pinned wheels.
 PACKAGE := .cache/package
@@ -152,12 +152,12 @@ base=$$("$(PYTHON)" -c 'import sys; print(getattr(sys, "_base_executable", None)
 "$$base" -c 'import venv, ensurepip' 2>/dev/null || \
   { say "$$base has no venv module with pip. Install it (Debian, Ubuntu: apt install python3-venv), or name another Python: make PYTHON=..."; exit 1; }; \
 if [ "$$(cat $(INTO)/.made 2>/dev/null)" != "$$made" ] || ! $(INTO)/bin/python -c 'import pip' 2>/dev/null; then \
-  [ ! -e $(INTO) ] || say "$(INTO) was made by another Python, in another folder, or only in part: making it again"; \
+  [ ! -e $(INTO) ] || say "$(INTO) is incomplete, or was made by another Python or in another folder: making it again"; \
   rm -rf $(INTO); \
 fi; \
 free_mb=$$(df -Pk . | awk 'NR == 2 { print int($$4 / 1024) }'); \
 need_mb=$(NEED_DISK_MB); [ ! -e $(INTO) ] || need_mb=$(NEED_DISK_MB_MORE); \
-[ "$$free_mb" -ge $$need_mb ] || { say "too little disk for $(INTO): $$free_mb MB are free in $$PWD, $$need_mb MB are needed"; exit 1; }; \
+[ "$$free_mb" -ge $$need_mb ] || { say "not enough disk for $(INTO): $$free_mb MB are free in $$PWD, $$need_mb MB are needed"; exit 1; }; \
 if [ ! -e $(INTO) ]; then say "making $(INTO) with $$("$$base" -V)"; "$$base" -m venv $(INTO); echo "$$made" >$(INTO)/.made; fi; \
 say "installing $(2) (some minutes the first time)"; \
 $(PIP) install --progress-bar off -c $(PINS) $(3) >$(INTO)/pip.log 2>&1 </dev/null & pid=$$!; \

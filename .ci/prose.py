@@ -189,7 +189,7 @@ def notebook_passages(source: str) -> Iterator[Passage]:
 
 
 def line_passages(source: str, text: re.Pattern[str]) -> Iterator[Passage]:
-    """What `text` matches in each line; comments on adjacent lines are one passage."""
+    """Matches of `text` in each line; comments on adjacent lines are one passage."""
     comment: list[tuple[int, str]] = []
     for number, line in enumerate(source.splitlines(), 1):
         for match in text.finditer(line):
@@ -266,7 +266,7 @@ def literal_passage(pieces: Sequence[tuple[int, str]], kind: Kind) -> Iterator[P
 
 
 def unescaped(match: re.Match[str]) -> str:
-    """What an escape sequence means, or spaces, in as many characters."""
+    """The character of an escape sequence, or spaces, padded to the sequence's length."""
     if match[1] == "\n":
         return " \n"
     return " " + match[1] if match[1] in "\"'\\" else " " * len(match[0])

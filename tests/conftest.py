@@ -24,9 +24,9 @@ if "jax" in sys.modules:
     raise pytest.UsageError("jax was imported before tests/conftest.py could set its environment")
 
 _ROOT = Path(__file__).resolve().parent.parent
-# Eight devices share few cores: one that waits longer than XLA's default 40 s for the others is slow, not stuck, and
-# XLA would abort the whole run. The deadlines stay below pytest's own (300 s), so that XLA names the collective.
-# An unknown flag aborts the process; these are known to jaxlib 0.10.2 and 0.12.
+# Eight devices share few cores: a device that waits longer than XLA's default 40 s for the others is slow, not stuck,
+# and XLA would abort the whole run. The deadlines stay below pytest's own (300 s), so that XLA names the collective.
+# An unknown flag aborts the process; jaxlib 0.10.2 and 0.12 know these.
 _XLA_FLAGS = (
     "--xla_force_host_platform_device_count=8",
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
@@ -79,8 +79,8 @@ def forget_programs(program_holders: list[Callable[[], None]]) -> Callable[[], N
     programs missing from JAX's caches and compile them again."""
 
     def forget() -> None:
-        for let_go in program_holders:
-            let_go()
+        for drop_programs in program_holders:
+            drop_programs()
         gc.collect()
         sys.modules["jax"].clear_caches()
 
@@ -95,7 +95,7 @@ def programs_are_forgotten(forget_programs: Callable[[], None]) -> Iterator[None
         forget_programs()
 
 
-# --- what is left behind
+# --- leftovers of a test
 
 TEST_ID_VARIABLE = "JAXROLL_TEST_ID"
 _SHM = Path("/dev/shm")
@@ -186,7 +186,7 @@ def _marked(test_id: str) -> set[psutil.Process]:
         try:
             if process.environ().get(TEST_ID_VARIABLE) == test_id:
                 marked.add(process)
-        except (psutil.Error, OSError):  # gone, or another user's
+        except (psutil.Error, OSError):  # the process has ended or belongs to another user
             continue
     return marked - {psutil.Process()}
 
@@ -215,7 +215,7 @@ def _kill(process: psutil.Process) -> None:
 
 
 def _listeners() -> set[tuple[int, str]]:
-    """Sockets on which this process listens; other processes' end with them."""
+    """Sockets on which this process listens; those of other processes end with the processes."""
     listening = (c for c in psutil.Process().net_connections(kind="inet") if c.status == psutil.CONN_LISTEN)
     return {(c.fd, f"{c.laddr.ip}:{c.laddr.port}") for c in listening}
 
@@ -247,7 +247,7 @@ def _mapped_by_others(blocks: set[Path], ours: set[psutil.Process]) -> set[Path]
     return mapped
 
 
-# --- certificates, made once for a session by `jaxroll tls`
+# --- certificates, made once per session by `jaxroll tls`
 
 
 @pytest.fixture(scope="session")
@@ -257,7 +257,7 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     from jaxroll.rpc.tls import Material
 
     if shutil.which("openssl") is None:
-        pytest.skip("openssl makes the certificates (see `jaxroll doctor`)")
+        pytest.skip("openssl, which makes the certificates, is not installed (see `jaxroll doctor`)")
     root = tmp_path_factory.mktemp("certificates")
     certificates.make(root / "run", [], 1)
     certificates.make(root / "other", [], 1)

@@ -4,16 +4,16 @@
 
 A line `store.core -> store.core.machine` moves a module of `jaxroll`, `a + b -> c` merges modules in this order,
 `math.* -> algorithms.*` moves a package, `- schedule` removes a package's `__init__.py`, and
-`tests/a.py -> tests/b.py` moves a file. Three more kinds of lines are about single files, by their paths before the
+`tests/a.py -> tests/b.py` moves a file. Three more kinds of lines change single files, named by their paths before the
 moves (`=`, `+`) or after them (`::`):
 
     = FILE: "old" => "new"                       replaces text (Python literals); "old" must be there, unless `=?`
     = FILE: "old" =>                             followed by the literal on the next line, if it is long
-    + FILE: "text"                               makes a file
-    FILE :: name, first..last -> OTHER | Title.  moves top-level definitions into a file, which is made if need be
+    + FILE: "text"                               creates a file
+    FILE :: name, first..last -> OTHER | Title.  moves top-level definitions into a file, which is created if needed
 
-A file of `benchmarks/` was imported by its bare name (`from _report import …`); it is a module of the package
-`benchmarks` afterwards. Files in `KEPT` are left alone: their lines that name a moved file are printed instead.
+A file of `benchmarks/` that was imported by its bare name (`from _report import …`) becomes a module of the package
+`benchmarks`. Files in `KEPT` are not changed: their lines that name a moved file are printed instead.
 Run `ruff check --fix` and `ruff format` afterwards.
 """
 
@@ -36,13 +36,13 @@ def git(*words: str) -> str:
 
 
 def file_of(module: str) -> Path:
-    """The file of a dotted module, `jaxroll.` and `tests.` included."""
+    """The file of a dotted module in `jaxroll` or `tests`."""
     path = Path(*module.split("."))
     return path / "__init__.py" if path.is_dir() and not path.with_suffix(".py").exists() else path.with_suffix(".py")
 
 
 def rows(table: Path) -> Iterator[tuple[list[str], str]]:
-    """(sources, target) as dotted modules or paths; the target '' removes."""
+    """(sources, target) as dotted modules or paths; an empty target removes the sources."""
     for line in table.read_text().splitlines():
         line = line.partition("#")[0].strip()
         if not line or line.startswith(("= ", "=? ", "+ ", "'", '"')) or " :: " in line:
@@ -86,7 +86,7 @@ def split(source: str) -> tuple[str, list[str], str]:
 
 
 def definitions(source: str) -> dict[str, str]:
-    """The names that a module binds at its top level with the statement of each, imports left out."""
+    """The names that a module binds at its top level, except imports, with the statement of each."""
     names = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -120,7 +120,7 @@ def collisions(sources: list[str]) -> list[str]:
 
 
 def merge(sources: list[str], target: str) -> None:
-    """Write the modules `sources` into the file of `target`, whose references to one another are resolved later."""
+    """Write the modules `sources` into the file of `target`; references between them are resolved later."""
     texts = [file_of(name).read_text() for name in sources]
     for i in range(1, len(texts)):
         known = {word for text in texts[:i] for word in definitions(text)}
@@ -209,7 +209,7 @@ def rewrite(path: Path, moved: dict[str, str], here: str) -> tuple[str, list[str
                 groups.setdefault(package, []).append(base)
             else:
                 package = moved.get(node.module, node.module)
-                if package == here:  # a name of a module that is this file now
+                if package == here:  # the name is now defined in this file
                     changed = True
                     continue
                 groups.setdefault(package, []).append(alias.name + (f" as {alias.asname}" if alias.asname else ""))
@@ -240,17 +240,17 @@ def one_of(before: str, words: dict[str, str]) -> re.Pattern[str]:
 
 
 def restored(text: str, imports: list[str]) -> str:
-    """The text with its imports in their places again."""
+    """The text with the placeholders replaced by the imports."""
     return re.sub("\0(\\d+)\0", lambda m: imports[int(m[1])], text)
 
 
 def relocated(text: str, old: Path, new: Path, paths: dict[str, str]) -> str:
-    """The text of a file with `Path(__file__)` expressions as its new place, and those of its siblings, want them."""
+    """The text of a file with `Path(__file__)` expressions adapted to its new path and to those of its siblings."""
     deeper = len(new.parts) - len(old.parts)
     file = r"(?P<file>(?:pathlib\.)?Path\(__file__\)(?:\.resolve\(\))?)"
 
     def sibling(name: str, file: str) -> str:
-        """An expression for the path of a file that was beside this one."""
+        """An expression for the path of a file that was in the same folder."""
         target = Path(paths.get(str(old.parent / name), str(new.parent / name)))
         if target.parent == new.parent:
             return f'{file}.with_name("{target.name}")'
@@ -280,7 +280,7 @@ def literal(text: str, following: str) -> str:
 
 
 def edit_texts(table: Path) -> None:
-    """Carry out the lines that replace text in a file, or make one."""
+    """Carry out the lines that replace text in a file or create one."""
     lines = table.read_text().splitlines()
     for number, line in enumerate(lines):
         following = lines[number + 1] if number + 1 < len(lines) else ""
@@ -318,7 +318,7 @@ def spans(source: str) -> list[tuple[list[str], int, int]]:
 
 
 def used(source: str) -> set[str]:
-    """The names that a module's statements take from it: what a function binds itself is left out."""
+    """The module's names that its statements use, without those that a function binds itself."""
     found, statements = set(), list(ast.parse(source).body)
     for statement in statements:
         nodes = list(ast.walk(statement))
@@ -335,7 +335,7 @@ def used(source: str) -> set[str]:
 
 
 def extract(path: Path, wanted: list[str], target: Path, title: str) -> dict[str, str]:
-    """Move definitions from a file into another; the moved names by their dotted names before."""
+    """Move definitions from one file into another; return the new dotted names by the old ones."""
     source = path.read_text()
     known = spans(source)
     order = [name for names, _, _ in known for name in names]
@@ -361,7 +361,7 @@ def extract(path: Path, wanted: list[str], target: Path, title: str) -> dict[str
     moved_text = "\n\n".join(body)
     here, there = module_of(path), module_of(target)
     is_test = target.name.startswith("test_")
-    if target.exists():  # what it has in the same words is not written twice
+    if target.exists():  # identical definitions are not written twice
         there_already = definitions(target.read_text())
         same = {n for n in names & set(there_already) if there_already[n] == definitions(source)[n]}
         body = [text for text in body if not set(definitions(text)) <= same]
@@ -397,7 +397,7 @@ def extract(path: Path, wanted: list[str], target: Path, title: str) -> dict[str
 
 
 def extract_all(table: Path) -> None:
-    """Carry out the lines that move definitions between files, with the imports and documents that name them."""
+    """Carry out the lines that move definitions between files, and adapt imports and documents that name them."""
     for line in table.read_text().splitlines():
         if line.startswith("#") or " :: " not in line:
             continue
@@ -418,7 +418,7 @@ def extract_all(table: Path) -> None:
 
 
 def wrapped(text: str, width: int = 120) -> str:
-    """The text of a Python file with the lines of its docstrings that became too long broken at a space."""
+    """The text of a Python file, with docstring lines that became too long broken at a space."""
     lines = text.split("\n")
     prose: set[int] = set()
     for node in ast.walk(ast.parse(text)):
@@ -441,17 +441,17 @@ def wrapped(text: str, width: int = 120) -> str:
 
 
 def put(path: Path, old: str, new: str) -> None:
-    """Write a file, or print what would change in one that belongs to others."""
+    """Write a file; for a file in `KEPT` print the changes instead."""
     if str(path) not in KEPT:
         path.write_text(wrapped(new) if path.suffix == ".py" else new)
         return
     for number, (before, after) in enumerate(zip(old.splitlines(), new.splitlines(), strict=True), 1):
         if before != after:
-            print(f"{path}:{number}: left alone; it should be:\n  {after}")
+            print(f"{path}:{number}: not changed; it should be:\n  {after}")
 
 
 def tracked() -> list[Path]:
-    """The text files of the repository, those of this folder left out."""
+    """The text files of the repository except those of this folder."""
     found = []
     for path in map(Path, git("ls-files").splitlines()):
         if path.is_symlink() or path.suffix not in TEXT or not path.is_file():
@@ -467,7 +467,7 @@ def tracked() -> list[Path]:
 
 
 def program_names(text: str, flat: dict[str, str], paths: dict[str, str]) -> str:
-    """The text with programs of `benchmarks/`, which were called by their paths or bare names, as modules."""
+    """The text with programs of `benchmarks/` called as modules instead of by path or bare name."""
     for old, module in flat.items():
         path = f"benchmarks/{old}.py"
         text = re.sub(rf"python {re.escape(path)}\b", f"python -m {module}", text)

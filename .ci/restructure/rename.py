@@ -2,9 +2,9 @@
 
     python .ci/restructure/rename.py .ci/restructure/05_names.txt
 
-A line `learner.trainer:Trainer.started -> dispatch_step` renames a definition of a module of `jaxroll` and every
-reference that pyright resolves, in jaxroll, tests, benchmarks and configs. Afterwards each file in which the old name
-is still a word (strings, documents, untyped tests) is listed.
+A line `learner.trainer:Trainer.started -> dispatch_step` renames a definition in a module of `jaxroll` and every
+reference that pyright resolves, in jaxroll, tests, benchmarks and configs. Then it lists each file in which the old
+name still occurs as a word (strings, documents, untyped tests).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Server:
         self._send({"method": method, "params": params})
 
     def ask(self, method: str, params: Any) -> Any:
-        """The result of a request; requests of the server are answered meanwhile."""
+        """Send a request and return its result; answer the server's own requests in the meantime."""
         self._id += 1
         self._send({"id": self._id, "method": method, "params": params})
         while True:
@@ -103,7 +103,7 @@ def position(path: Path, name: str) -> tuple[int, int]:
             for found in ast.walk(target):
                 if isinstance(found, ast.Name) and found.id == last:
                     return found.lineno - 1, found.col_offset
-    if owners:  # an attribute that a method sets
+    if owners:  # an attribute that a method assigns
         for found in ast.walk(ast.parse(text)):
             if isinstance(found, ast.Attribute) and found.attr == last and isinstance(found.ctx, ast.Store):
                 return found.lineno - 1, (found.end_col_offset or 0) - len(last)
@@ -111,7 +111,7 @@ def position(path: Path, name: str) -> tuple[int, int]:
 
 
 def apply(server: Server, edit: dict[str, Any]) -> int:
-    """Write an edit of the workspace; the number of places."""
+    """Write an edit of the workspace; return the number of replacements."""
     changes = edit.get("changes") or {}
     files = [(uri, edits) for uri, edits in changes.items()]
     files += [(c["textDocument"]["uri"], c["edits"]) for c in edit.get("documentChanges", []) if "edits" in c]
@@ -130,7 +130,7 @@ def apply(server: Server, edit: dict[str, Any]) -> int:
 
 
 def main(table: Path) -> None:
-    settings = ROOT / "pyrightconfig.json"  # the tests too; it wins against pyproject.toml
+    settings = ROOT / "pyrightconfig.json"  # includes the tests; takes precedence over pyproject.toml
     settings.write_text(json.dumps({"include": FOLDERS, "venvPath": ".", "venv": ".venv"}))
     server = Server()
     everything = [p for f in FOLDERS for p in sorted((ROOT / f).rglob("*.py")) if "__pycache__" not in p.parts]
@@ -153,7 +153,7 @@ def main(table: Path) -> None:
             str(p.relative_to(ROOT)) for p in everything if re.search(rf"(?<!\w){re.escape(old)}(?!\w)", p.read_text())
         ]
         if found:
-            print(f"{old} is still a word in: {' '.join(found)}"[:400])
+            print(f"{old} still occurs in: {' '.join(found)}"[:400])
 
 
 if __name__ == "__main__":
