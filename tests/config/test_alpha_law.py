@@ -1,4 +1,4 @@
-"""The law of α in the config rules is that of the store's limiter, also for fractional α."""
+"""The config rules agree with the store's limiter on α, also for fractional values."""
 
 from __future__ import annotations
 

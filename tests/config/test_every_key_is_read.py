@@ -1,9 +1,9 @@
-"""No key of the config is a promise nobody keeps: every one is read by name somewhere outside `jaxroll/config/`.
+"""Every key of the config has an effect: it is read by name somewhere outside `jaxroll/config/`.
 
-The source is read with `ast`. What counts is `<section>.<key>` where the left side is known to be that section: an
-attribute of that name (`config.store`, `self._config.store`), a variable that was given one, or an argument annotated
-with the section's class. Functions of `jaxroll/config/` count when somebody outside imports them (the memory fractions
-are read by one); the rules, which only refuse, do not.
+The tests search the source with `ast`. A read is `<section>.<key>` where the left side is known to be that section: an
+attribute of that name (`config.store`, `self._config.store`), a variable that one was assigned to, or an argument
+annotated with the section's class. Reads in functions of `jaxroll/config/` count if another package imports the
+function (one reads the memory fractions); reads in the rules, which only refuse configs, do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hints(kind: type) -> dict[str, Any]:
 
 
 def sections(kind: type = Config, prefix: str = "") -> dict[type, list[str]]:
-    """The dotted prefixes under which each dataclass of the schema stands: MeshConfig has three."""
+    """The dotted prefixes of each dataclass of the schema: MeshConfig has three."""
     found: dict[type, list[str]] = {kind: [prefix]}
     for field in fields(kind):
         hint = hints(kind)[field.name]
@@ -61,19 +61,19 @@ def kind_of(node: ast.AST, known: Kinds) -> type | None:
 
 
 def _looks_like_a_config(node: ast.AST) -> bool:
-    """`config`, `cfg`, `x.config`, `self._config`: a whole config, though no annotation says so."""
+    """True for `config`, `cfg`, `x.config`, `self._config`, which are whole configs even without an annotation."""
     return ast.unparse(node).rpartition(".")[2].lstrip("_") in ("config", "cfg")
 
 
 def bindings(tree: ast.AST) -> Kinds:
-    """What the names of one file hold, by annotations and by assignments."""
+    """The kinds of the names of one file, from annotations and assignments."""
     known: Kinds = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
             if (kind := CLASSES.get(ast.unparse(node.annotation))) is not None:
                 known[name] = kind
-    for _ in range(2):  # a name may be given what another name holds
+    for _ in range(2):  # a name may be assigned from another name
         for node in ast.walk(tree):
             for target, value in assigned(node):
                 if (kind := kind_of(value, known)) is not None:
@@ -126,9 +126,9 @@ def keys_read(package: Path) -> set[str]:
     return {f"{prefix}{key}" for kind, key in found for prefix in SECTIONS[kind]}
 
 
-def test_every_key_is_read_outside_the_config_room() -> None:
+def test_every_key_is_read_outside_the_config_package() -> None:
     unread = set(leaves(Config)) - keys_read(PACKAGE) - WHITELIST
-    assert not unread, f"these keys can be set and nothing reads them: {', '.join(sorted(unread))}"
+    assert not unread, f"keys without a reader: {', '.join(sorted(unread))}"
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_every_key_is_read_outside_the_config_room() -> None:
         "def f(session):\n a, b = session.config.run, session.config.store\n return b.lease_s",
     ],
 )
-def test_a_read_is_seen(text: str) -> None:
+def test_reads_are_found(text: str) -> None:
     assert (CLASSES["StoreConfig"], "lease_s") in reads(ast.parse(text))
 
 
@@ -151,11 +151,11 @@ def test_a_read_is_seen(text: str) -> None:
         "def f(settings): return settings.lease_s",  # not a section of the config
         "def f(config): return config.store.lease",
         "def f(config): config.store.lease_s = 3",
-        "def f(run): return run.store.lease_s",  # the session's store is no config
+        "def f(run): return run.store.lease_s",  # a run's store is not a config
         "def f(config): return config.schedule.lease_s",
     ],
 )
-def test_what_is_no_read_is_not(text: str) -> None:
+def test_other_expressions_are_not_reads(text: str) -> None:
     assert (CLASSES["StoreConfig"], "lease_s") not in reads(ast.parse(text))
 
 

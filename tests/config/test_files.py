@@ -152,7 +152,7 @@ def test_digest_tells_every_key_apart() -> None:
 
 
 def _unchecked(values: dict) -> config.Config:
-    """The Config as it stands, rules and choices aside."""
+    """The Config of these values, without the rules and the derived values."""
     parts = {}
     for field in dataclasses.fields(config.Config):
         part = dict(values[field.name])
@@ -182,7 +182,7 @@ def config_file(folder: Path, *lines: str) -> Path:
     ],
 )
 def test_an_imported_model_is_not_trained_over(tmp_path, lines, overrides, steps, rate) -> None:
-    """Three hundred steps at 3e-3 would overwrite what it knows, and 3e-4 would destroy it."""
+    """A warm start of 300 steps at 3e-3 would overwrite the model, and so would RL at a rate of 3e-4."""
     found = config.load(config_file(tmp_path, *lines), overrides)
     assert (found.sft.steps, found.learner.learning_rate) == (steps, rate)
     assert config.parse(config.to_dict(found)) == found, "run.json holds what was chosen"
@@ -196,4 +196,4 @@ def test_paths_in_a_config_file_are_relative_to_it(tmp_path, monkeypatch) -> Non
     found = config.load(file)
     assert found.model.path == str(tmp_path.parent / "m")
     assert found.task.path == "/data/rows.jsonl"
-    assert config.load(file, ["model.path=other"]).model.path == "other", "it was typed in the working directory"
+    assert config.load(file, ["model.path=other"]).model.path == "other", "relative to the working directory"

@@ -1,4 +1,4 @@
-"""The named schedules: what they fix, what they refuse, and that a resolved config resolves to itself."""
+"""Schedule presets: the keys that they set and refuse; resolving a resolved config changes nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_another_value_for_what_a_mode_fixes_is_refused(mode: str, override: str
         configs.load(SMOKE, [f"schedule.mode={mode}", f"schedule.{override}"])
 
 
-def test_async_leaves_everything_as_it_is() -> None:
+def test_async_changes_no_key() -> None:
     schedule = ScheduleConfig(alpha=2.5, publish_every=3, order="freshest_first", weight_swap="restart")
     assert with_mode(schedule, "async") == schedule
 

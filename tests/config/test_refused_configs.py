@@ -1,4 +1,4 @@
-"""Configs that must not run: each is refused before a device is touched, with key, value and a remedy."""
+"""Invalid configs: each is refused before a device is used, with key, value and a remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxroll import config
 from jaxroll.config.rules import Inventory, check_inventory
 from jaxroll.errors import ConfigError
 
-# overrides, the key that is blamed, the value as shown, words of reason or remedy
+# overrides, the key in the error, the value as shown, words of the reason or remedy
 BAD = [
     pytest.param(["learner.lr=1e-3"], "learner.lr", "1e-3", "learner.learning_rate", id="unknown key, initials"),
     pytest.param(["learner.learning_rat=1"], "learner.learning_rat", "1", "learner.learning_rate", id="unknown key"),
@@ -41,18 +41,18 @@ BAD = [
     ),
     pytest.param(["schedule.publish_every=3"], "schedule.publish_every", "3", "deadlock", id="published too rarely"),
     pytest.param(["schedule.rolling_updates=1"], "schedule.rolling_updates", "1", "below sampler.count",
-                 id="turns of one sampler"),
+                 id="rolling updates of one sampler"),
     pytest.param(
         ["schedule.rolling_updates=1", "sampler.count=2", "schedule.alpha=1.5"], "schedule.rolling_updates", "1",
-        "publish_every + 1 = 2", id="turns without work",
+        "publish_every + 1 = 2", id="rolling updates without work",
     ),
     pytest.param(
         ["schedule.rolling_updates=1", "sampler.count=2", "schedule.alpha=2", "placement.actors=1"],
         "schedule.rolling_updates", "1",
-        "placement.actors", id="turns beside actors",
+        "placement.actors", id="rolling updates with actors",
     ),
     pytest.param(["schedule.rolling_updates=-1"], "schedule.rolling_updates", "-1", "at least 0",
-                 id="less than no turns"),
+                 id="negative rolling updates"),
     pytest.param(["schedule.group_size=1"], "schedule.group_size", "1", "2 or more", id="group of one"),
     pytest.param(["schedule.steps=0"], "schedule.steps", "0", "at least 1", id="no steps"),
     pytest.param(["schedule.alpha=-1"], "schedule.alpha", "-1.0", "at least 0", id="negative alpha"),
@@ -74,16 +74,16 @@ BAD = [
     pytest.param(["placement.colocated=True", "placement.learner_hosts=2", "learner.mesh.fsdp=2"],
                  "placement.learner_hosts", "2", "one process", id="hosts in one process"),
     pytest.param(["placement.colocated=True", "placement.actors=1"], "placement.actors", "1", "one process",
-                 id="actors beside one process"),
+                 id="actors with one process"),
     pytest.param(["learner.minibatches=5"], "learner.minibatches", "5", "24", id="minibatches do not divide"),
     pytest.param(["learner.correction=tis", "learner.correction_mode=mask"], "learner.correction_mode", "mask",
                  "'decoupled'", id="mode without its correction"),
     pytest.param(["learner.algorithm=gspo", "learner.correction=tis"], "learner.correction", "tis", "'decoupled'",
-                 id="a correction of another algorithm"),
+                 id="the correction of another algorithm"),
     pytest.param(["learner.algorithm=cispo", "learner.correction=decoupled"], "learner.correction", "decoupled",
                  "'auto'", id="corrected twice"),
     pytest.param(["learner.algorithm=cispo", "learner.correction=none"], "learner.correction", "none", "'auto'",
-                 id="a correction that cannot be taken off"),
+                 id="a correction that cannot be switched off"),
     pytest.param(["learner.advantage=best_worst"], "learner.advantage", "best_worst", "'group_std'", id="pairs, grpo"),
     pytest.param(["learner.algorithm=dpo", "learner.reference=init", "learner.advantage=gigpo"], "learner.advantage",
                  "gigpo", "'best_worst'", id="dpo without pairs"),
@@ -91,7 +91,7 @@ BAD = [
                  "learner.aggregation", "token_mean", "'seq_mean_token_mean'", id="dpo by tokens"),
     pytest.param(["learner.algorithm=dpo"], "learner.reference", "none", "'init'", id="dpo without a reference"),
     pytest.param(["learner.algorithm=dpo", "learner.reference=init", "learner.row_tokens=50"], "learner.row_tokens",
-                 "50", "56", id="no room for a pair"),
+                 "50", "56", id="too short for a pair"),
     pytest.param(["learner.algorithm=dpo", "learner.reference=init", "learner.kl_coef=0.1"], "learner.kl_coef", "0.1",
                  "dpo_beta", id="dpo held twice"),
     pytest.param(["learner.algorithm=dpo", "learner.reference=init", "learner.row_tokens=56",
@@ -138,9 +138,9 @@ BAD = [
                  id="nothing to offload"),
     pytest.param(["learner.algorithm=ppo"], "learner.critic", "none", "'init'", id="ppo without a critic"),
     pytest.param(["learner.advantage=gae"], "learner.critic", "none", "'init'", id="gae without a critic"),
-    pytest.param(["learner.critic=init"], "learner.critic", "init", "'gae'", id="a critic that nothing asks"),
+    pytest.param(["learner.critic=init"], "learner.critic", "init", "'gae'", id="a critic without a reader"),
     pytest.param(["learner.algorithm=mine:best", "learner.critic=init"], "learner.critic", "init", "'gae'",
-                 id="a critic that one's own does not ask"),
+                 id="a critic that a custom algorithm does not use"),
     pytest.param(["learner.algorithm=ppo", "learner.critic=init", "learner.advantage=group_std"], "learner.advantage",
                  "group_std", "'gae'", id="ppo by groups"),
     pytest.param(["learner.critic_offload=true"], "learner.critic_offload", "True", "no critic",
@@ -149,10 +149,10 @@ BAD = [
     pytest.param(["learner.value_clip=0.1"], "learner.value_clip", "0.1", "advantage 'gae'", id="value clip unread"),
     pytest.param(["learner.gae_lambda=1.1"], "learner.gae_lambda", "1.1", "at most 1", id="lambda above 1"),
     pytest.param(["learner.critic_learning_rate=0"], "learner.critic_learning_rate", "0.0", "positive",
-                 id="a critic that learns nothing"),
+                 id="a critic without a learning rate"),
     pytest.param(["learner.reference=init", "learner.kl_coef=1", "learner.kl_estimator=k1"], "learner.kl_estimator",
                  "k1", "'k2'", id="k1 as a loss"),
-    pytest.param(["learner.kl_estimator=k3"], "learner.kl_estimator", "k3", "kl_coef", id="an estimator of no kl"),
+    pytest.param(["learner.kl_estimator=k3"], "learner.kl_estimator", "k3", "kl_coef", id="an estimator without kl"),
     pytest.param(["learner.reference=init", "learner.kl_coef=1", "learner.kl_in=reward", "learner.kl_estimator=k2"],
                  "learner.kl_estimator", "k2", "'k1'", id="k2 as a reward"),
     pytest.param(["learner.reference=init", "learner.kl_coef=1", "learner.kl_in=reward", "learner.kl_estimator=k3"],
@@ -169,16 +169,16 @@ BAD = [
       }.items()
       for key, value in (("clip_low", "0.1"), ("clip_high", "0.15"), ("correction_cap", "1.3")) if key in unread),
     pytest.param(["learner.correction=none", "schedule.alpha=0", "learner.correction_cap=1.3"],
-                 "learner.correction_cap", "1.3", "nothing reads it", id="a cap of no correction"),
-    pytest.param(["learner.lora_alpha=3"], "learner.lora_alpha", "3.0", "lora_rank", id="alpha of no adapters"),
+                 "learner.correction_cap", "1.3", "nothing reads it", id="a cap without a correction"),
+    pytest.param(["learner.lora_alpha=3"], "learner.lora_alpha", "3.0", "lora_rank", id="alpha without adapters"),
     pytest.param(["learner.lora_targets=attn.q"], "learner.lora_targets", "('attn.q',)", "lora_rank",
-                 id="targets of no adapters"),
+                 id="targets without adapters"),
     pytest.param(["learner.lora_publish=adapters"], "learner.lora_publish", "adapters", "lora_rank",
                  id="no adapters to send"),
     pytest.param(["learner.lora_rank=4", "learner.lora_publish=adapters", "transfer.channel=tensorstore"],
                  "learner.lora_publish", "adapters", "transfer.channel=auto", id="adapters by files"),
     pytest.param(["transfer.channel=device"], "transfer.channel", "device", "placement.colocated",
-                 id="handed over between processes"),
+                 id="device channel between processes"),
     pytest.param(["learner.kl_in=reward"], "learner.kl_in", "reward", "kl_coef", id="no kl anywhere"),
     pytest.param(["learner.overlong_tokens=12"], "learner.overlong_tokens", "12", "below 12", id="all too long"),
     pytest.param(["learner.advantage=gigpo", "learner.shuffle_rewards=true"], "learner.shuffle_rewards", "True",
@@ -192,9 +192,9 @@ BAD = [
     pytest.param(["run.seed=-1"], "run.seed", "-1", "at least 0", id="negative seed"),
     pytest.param(["task.train_start=9300000000000000000"], "task.train_start", "9300000000000000000", "at most",
                  id="beyond all items"),
-    pytest.param(["task.path=x.jsonl"], "task.path", "x.jsonl", "task.source", id="rows nobody reads"),
-    pytest.param(["tokenizer.path=x"], "tokenizer.path", "x", "tokenizer.kind", id="tokenizer nobody reads"),
-    pytest.param(["transfer.path=x"], "transfer.path", "x", "transfer.channel", id="transfer path nobody reads"),
+    pytest.param(["task.path=x.jsonl"], "task.path", "x.jsonl", "task.source", id="a file for another source"),
+    pytest.param(["tokenizer.path=x"], "tokenizer.path", "x", "tokenizer.kind", id="tokenizer path for another kind"),
+    pytest.param(["transfer.path=x"], "transfer.path", "x", "transfer.channel", id="transfer path for another channel"),
     pytest.param(["sampling.max_tokens=600000", "learner.row_tokens=700000"], "sampling.max_tokens", "600000", "10 MB",
                  id="a member larger than the store takes"),
     pytest.param(["store.max_message_mb=1", "sampling.max_tokens=70000", "learner.row_tokens=80000"],
@@ -269,7 +269,7 @@ def test_config_that_does_not_fit_the_machine_is_refused(
     ids=str,
 )
 def test_the_defaults_fit(inventory: Inventory) -> None:
-    assert check_inventory(config.Config(), inventory) is None  # it raises what does not
+    assert check_inventory(config.Config(), inventory) is None
 
 
 @pytest.mark.parametrize(
@@ -313,6 +313,6 @@ def test_the_defaults_fit(inventory: Inventory) -> None:
     ],
     ids=" ".join,
 )
-def test_what_just_fits_is_accepted(overrides: list[str]) -> None:
+def test_configs_at_the_limits_are_accepted(overrides: list[str]) -> None:
     values = config.override(config.to_dict(config.Config()), overrides)
     assert config.to_dict(config.parse(values)) == values

@@ -1,4 +1,4 @@
-"""What launch/*.sh would run, compared with golden files; nothing here has run on the hardware."""
+"""The commands of launch/*.sh, compared with golden files; none of them has run on the hardware."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(script: str, words: list[str], *, dry: bool = True) -> subprocess.Comple
 @pytest.mark.process
 @pytest.mark.parametrize("name", CASES)
 def test_dry_run_is_the_golden_one(name: str) -> None:
-    """Look at the difference; if it is meant, run with JAXROLL_UPDATE_GOLDEN=1 and commit the file."""
+    """If this fails on an intended change, run with JAXROLL_UPDATE_GOLDEN=1 and commit the file."""
     done = run(*CASES[name])
     assert done.returncode == 0, done.stderr
     file = GOLDEN / f"{name}.txt"
@@ -76,7 +76,7 @@ def test_dry_run_is_the_golden_one(name: str) -> None:
 
 
 @pytest.mark.process
-def test_what_cannot_be_launched_is_refused_by_the_script() -> None:
+def test_the_script_refuses_a_plan_that_does_not_fit() -> None:
     done = run("tpu_vm.sh", ["--devices-per-host=1"])
     assert done.returncode == 64 and "a chip holds one process" in done.stderr
 
@@ -107,7 +107,7 @@ def test_a_plan_that_cannot_work_is_refused(target: Target, words: str) -> None:
         ("gpu", {"learner-1": "a", "sampler": "b", "evaluator": "b"}, "learner=HOST --on learner-1=HOST"),
     ],
 )
-def test_a_learner_of_several_hosts_has_them_for_itself(kind: str, hosts: dict[str, str], words: str) -> None:
+def test_a_learner_on_several_hosts_shares_none_of_them(kind: str, hosts: dict[str, str], words: str) -> None:
     config = configs.load(ROOT / "configs" / "rlvr_tiny.py", ["placement.learner_hosts=2", "learner.mesh.fsdp=8"])
     with pytest.raises(ConfigError, match=words):
         launchers.plan(config, Target(kind, "c.py", hosts=hosts, zone="z", insecure=True, devices_per_host=8))
@@ -135,7 +135,7 @@ QWEN3 = [
 
 
 @pytest.mark.parametrize(("name", "where"), QWEN3)
-def test_a_config_of_qwen3_finds_its_devices_on_tpus_and_on_gpus(name: str, where: dict[str, Any]) -> None:
+def test_the_qwen3_configs_fit_tpus_and_gpus(name: str, where: dict[str, Any]) -> None:
     config = configs.load(ROOT / "configs" / f"{name}.py")
     starts = {one.name: one for one in launchers.plan(config, Target(config_file="c.py", **where))}
     assert list(starts) == ["store", "learner", "sampler-0"]
@@ -143,7 +143,7 @@ def test_a_config_of_qwen3_finds_its_devices_on_tpus_and_on_gpus(name: str, wher
     assert {starts[each].env["JAX_PLATFORMS"] for each in ("learner", "sampler-0")} == {platform}
 
 
-def test_hosts_are_reached_by_quoted_lines_that_a_shell_takes_apart_again(tmp_path: Path) -> None:
+def test_ssh_lines_are_quoted_so_that_a_shell_restores_the_arguments(tmp_path: Path) -> None:
     target = Target("gpu", "my configs/c.py", overrides=("run.name=x",), hosts={"sampler": "box"}, workdir="/my dir",
                     devices_per_host=2, insecure=True)  # fmt: skip
     lines = launchers.text(CONFIG, target, dry_run=False).splitlines()
@@ -162,8 +162,8 @@ def test_hosts_are_reached_by_quoted_lines_that_a_shell_takes_apart_again(tmp_pa
 
 
 @pytest.mark.process
-def test_the_script_runs_all_lines_side_by_side_and_ends_them_together(tmp_path: Path) -> None:
-    """A python that is no python takes every role's place: each waits for all four, so one after another would hang."""
+def test_the_script_runs_all_lines_in_parallel_and_ends_them_together(tmp_path: Path) -> None:
+    """A stand-in for Python plays each role and waits for all four, so that roles run one by one would hang."""
     fake = tmp_path / "python3"
     fake.write_text(
         "#!/bin/sh\n"
@@ -186,14 +186,14 @@ def test_the_script_runs_all_lines_side_by_side_and_ends_them_together(tmp_path:
     ]
 
 
-def test_several_hosts_need_a_word_about_plain_text() -> None:
+def test_several_hosts_without_tls_need_insecure() -> None:
     spread = Target("gpu", "configs/c.py", hosts={"sampler": "box"}, devices_per_host=8)
     with pytest.raises(ConfigError, match=r"plain text.*jaxroll tls.*--tls=DIR.*--insecure.*JAXROLL_TOKEN"):
         launchers.plan(CONFIG, spread)
 
 
-def test_certificates_take_the_place_of_the_word_about_plain_text() -> None:
+def test_certificates_replace_insecure() -> None:
     for launch in launchers.plan(CONFIG, Target("gpu", "c.py", hosts={"sampler": "box"}, devices_per_host=8, tls="t")):
         assert "--insecure" not in launch.argv and launch.env["JAXROLL_TLS"] == "t"
     for launch in launchers.plan(CONFIG, Target("gpu", "c.py", devices_per_host=8, tls="t")):
-        assert "JAXROLL_TLS" not in launch.env, "on one host nothing leaves the loopback"
+        assert "JAXROLL_TLS" not in launch.env, "one host uses only the loopback interface"

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(300)]
 
 SPEC = families.spec("nano")
 SERVING = {"slots": 3, "max_prefill": 32, "max_tokens": 44, "page_tokens": 8}
-LENGTHS = (5, 1, 17, 32, 9, 16, 3)  # of prompts: both lengths that JetStream pads to, and their borders
+LENGTHS = (5, 1, 17, 32, 9, 16, 3)  # of prompts: both lengths that JetStream pads to, and one less and one more
 MOST = (9, 12, 6, 20, 1, 8, 11)  # new tokens; the fourth prompt leaves room for 12 only
 SEED, STEPS = 11, 8
 
@@ -34,7 +34,7 @@ def test_its_test_engine_generates_what_can_be_worked_out(peer) -> None:
 
 @pytest.fixture
 def weights() -> params.Params:
-    """Scaled up, so that the model has opinions."""
+    """Weights scaled up, so that the model's distributions are not flat."""
     made = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.SAMPLER)
     return {name: leaf * (12.0 if name == "embed" else 1.0) for name, leaf in made.items()}
 
@@ -42,7 +42,7 @@ def weights() -> params.Params:
 def assert_naive(
     weights: params.Params, prompt: list[int], key: GenerationKey, wanted: SamplingParams, got: list[int]
 ) -> None:
-    """`got` is the naive generation without its stop token, up to a near-tie."""
+    """Assert that `got` is the naive generation without its stop token, up to a near-tie."""
     expected = naive.trace(SPEC, weights, Request(0, np.array(prompt, np.int32), key, wanted), SEED)
     tokens = [token for token in expected.tokens.tolist() if token not in wanted.stop_tokens]
     if tokens != got:
@@ -58,7 +58,7 @@ def test_its_orchestrator_and_server_drive_our_model_to_our_tokens(tmp_path: Pat
     room = [min(most, SERVING["max_tokens"] - len(prompt)) for prompt, most in zip(prompts, MOST, strict=True)]
     greedy = [SamplingParams(most, 0.0) for most in room]
     free = naive.trace(SPEC, weights, Request(0, np.array(prompts[0], np.int32), GenerationKey(0, 0), greedy[0]), SEED)
-    eos = int(free.tokens[3])  # so that one request ends by itself
+    eos = int(free.tokens[3])  # so that one request ends before its limit
     np.savez(tmp_path / "weights.npz", **{name: np.asarray(leaf) for name, leaf in weights.items()})
     work = {"eos": eos, "serving": SERVING, "prompts": prompts, "max_tokens": MOST, "seed": SEED, "steps": STEPS}
     (tmp_path / "work.json").write_text(json.dumps(work))

@@ -1,4 +1,4 @@
-"""Qwen3 beside transformers: our goldens are still what it writes, and what we export comes back from it unchanged."""
+"""Comparisons with transformers: it writes the same goldens again, and exported weights return from it unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 
 
 def test_transformers_writes_the_goldens_that_we_keep(tmp_path: Path, peer) -> None:
-    """Written again: the same tensors bit for bit, the same continuations and chats, logits but for rounding."""
+    """It writes the same tensors bit for bit, the same continuations and chats, and the same logits up to rounding."""
     said = peer("torch", "../../golden/write_qwen3.py", str(tmp_path))
     assert said["torch"].startswith("2.13.0") and "cu" not in said["torch"], "not the pinned build"
     for variant in ("tied", "untied"):

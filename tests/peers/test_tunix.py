@@ -1,4 +1,4 @@
-"""google-tunix, which benchmarks compare with, trains in its environment."""
+"""google-tunix, a peer of the benchmarks, trains in its own environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""True if α is named as what the learner waits for: runs worked out by hand, and the line in the report."""
+"""The report's advice to raise α when the learner waits because of it, on runs worked out by hand."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def history(made_s: float = 2.1, waited_s: float = 0.5) -> History:
 
 
 def rows(window: int = 8) -> list[dict[str, Any]]:
-    """Samplers that have a version 0.3 s after its publication, and the store's last word on the window."""
-    flips = [
+    """Rows of samplers that receive a version 0.3 s after its publication, and the store's last in-flight window."""
+    swaps = [
         {"kind": "span", "what": "weight_swap", "role": "sampler-0", "version": version, "t0": t + 0.2, "t1": t + 0.3}
         for t, version in PUBLISHED
     ]
-    return [*flips, {"kind": "store", "role": "store", "in_flight_window": window, "in_flight_window_max": 8}]
+    return [*swaps, {"kind": "store", "role": "store", "in_flight_window": window, "in_flight_window_max": 8}]
 
 
 STEPS = [{"publish_s": 0.1, "train_s": 0.9, "wait_s": wait_s} for wait_s in (0.6, 0.1, 0.6, 0.6)]
 
 
 def test_groups_that_take_longer_than_the_steps_that_alpha_gives_them_want_more() -> None:
-    """0.1 s of publishing, 0.3 s to the sampler, 2.1 s for its members: 2.5 steps of a second each."""
+    """0.1 s for publishing, 0.3 s to reach the sampler, 2.1 s for the members: 2.5 steps of one second each."""
     assert summary.weight_lag_s(rows(), history()) == pytest.approx(0.3)
     assert summary.alpha_wanted(rows(), STEPS, history(), config()) == 3
     assert summary.alpha_wanted(rows(), STEPS, history(), config(2.5)) == 3
@@ -54,20 +54,20 @@ def test_groups_that_take_longer_than_the_steps_that_alpha_gives_them_want_more(
     [
         pytest.param(history(), config(3.0), 8, id="alpha suffices"),
         pytest.param(history(waited_s=0.005), config(), 8, id="the learner hardly waits"),
-        pytest.param(history(), config(), 6, id="the control wants less than alpha allows"),
-        pytest.param(history(), config(concurrent_episodes=32), 8, id="samplers cannot hold more"),
+        pytest.param(history(), config(), 6, id="the adaptive window is smaller than alpha allows"),
+        pytest.param(history(), config(concurrent_episodes=32), 8, id="samplers have no room for more"),
         pytest.param(history(), config(0.0), 8, id="synchronous by choice"),
-        pytest.param(replace(history(), claim_times=history().claim_times[:7]), config(), 8, id="too short to say"),
+        pytest.param(replace(history(), claim_times=history().claim_times[:7]), config(), 8, id="too few claims"),
         pytest.param(History(), config(), 8, id="no log"),
     ],
 )
-def test_alpha_is_not_blamed_where_it_is_not_the_reason(found: History, settings: dict[str, Any], window: int) -> None:
+def test_no_advice_when_alpha_is_not_the_reason(found: History, settings: dict[str, Any], window: int) -> None:
     assert summary.alpha_wanted(rows(window), STEPS, found, settings) is None
     assert summary.words(1.0, None) == ""
 
 
 @pytest.mark.parametrize(("made_s", "shown"), [(2.1, True), (0.5, False)])
-def test_the_report_says_so_on_the_page_and_on_the_terminal(tmp_path: Path, made_s: float, shown: bool) -> None:
+def test_the_advice_is_on_the_page_and_on_the_terminal(tmp_path: Path, made_s: float, shown: bool) -> None:
     run = record.load(make_run(tmp_path / "run", steps=20))
     run.config["sampler"]["concurrent_episodes"] = 1000
     run = replace(run, history=replace(run.history, claim_times=history(made_s).claim_times))

@@ -1,4 +1,4 @@
-"""`jaxroll checkpoints`: what is listed is what is there, a damaged one is named, and JAX is not needed."""
+"""`jaxroll checkpoints` lists the checkpoints on disk and names damaged ones, without importing JAX."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def run(written: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def flip_a_bit(checkpoint: Path) -> str:
-    """Of its largest file; the file's name."""
+def change_a_bit(checkpoint: Path) -> str:
+    """Change one bit in the checkpoint's largest file; return the file's name."""
     victim = max((p for p in (checkpoint / "state").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 4
@@ -55,7 +55,7 @@ def flip_a_bit(checkpoint: Path) -> str:
     return victim.name
 
 
-def test_every_checkpoint_is_listed_with_what_it_carries(run: Path) -> None:
+def test_every_checkpoint_is_listed_with_size_position_and_metadata(run: Path) -> None:
     found = report.facts(run, verify=True)["checkpoints"]
     assert [(row["lineage"], row["step"]) for row in found] == [(0, 0), (0, 4), (1, 6)]
     assert [row["position"] for row in found] == [100, 101, 102]
@@ -69,8 +69,8 @@ def test_every_checkpoint_is_listed_with_what_it_carries(run: Path) -> None:
 
 
 def test_a_damaged_one_is_named_and_ends_the_command_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = flip_a_bit(run / "checkpoints" / "0000.00000004")
-    assert report.main(run, verify=False, as_json=False) == 0, "nobody has read it"
+    name = change_a_bit(run / "checkpoints" / "0000.00000004")
+    assert report.main(run, verify=False, as_json=False) == 0, "without --verify no file is read"
     capsys.readouterr()
     assert report.main(run, verify=True, as_json=False) == 1
     lines = [line for line in capsys.readouterr().out.splitlines() if "DAMAGED" in line]
@@ -81,10 +81,10 @@ def test_a_damaged_one_is_named_and_ends_the_command_with_1(run: Path, capsys: p
     assert "about/metadata cannot be read" in rows[2]["problem"] and rows[2]["position"] == -1
 
 
-def test_one_whose_state_cannot_be_opened_is_damaged_though_its_sums_are_right(
+def test_a_checkpoint_that_cannot_be_opened_is_damaged_even_with_correct_sums(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They were taken of a state that was already broken."""
+    """The sums were computed from a state that was already broken."""
     path = run / "checkpoints" / "0000.00000004"
     (path / "state" / "manifest.ocdbt").unlink()
     (path / "sums.json").unlink()
@@ -94,8 +94,8 @@ def test_one_whose_state_cannot_be_opened_is_damaged_though_its_sums_are_right(
     assert len(lines) == 1 and lines[0].startswith("0.4 ") and "manifest.ocdbt is missing" in lines[0]
 
 
-def test_one_that_is_removed_meanwhile_is_left_out(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on and keeps its newest ones only."""
+def test_a_checkpoint_removed_during_the_command_is_not_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A live run removes old checkpoints while the command reads them."""
     looked = checkpoint_files.damage
 
     def removed_while_read(path: Path) -> str:
@@ -109,21 +109,23 @@ def test_one_that_is_removed_meanwhile_is_left_out(run: Path, monkeypatch: pytes
     assert [row["step"] for row in found] == [4, 6] and not any(row["problem"] for row in found)
 
 
-def test_what_is_being_written_is_none_and_a_missing_sum_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unfinished_checkpoints_are_not_listed_and_missing_sums_are_reported(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "checkpoints" / "0001.00000008.orbax-checkpoint-tmp" / "about").mkdir(parents=True)
     (run / "checkpoints" / "0001.00000006" / "sums.json").unlink()
     assert report.main(run, verify=False, as_json=False) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["0.0", "0.4", "1.6"]
     assert lines[4].endswith("its sums were not written")
-    assert report.main(run, verify=True, as_json=False) == 1, "it was asked for, and cannot be done"
+    assert report.main(run, verify=True, as_json=False) == 1, "--verify needs the sums"
     assert "NOT VERIFIED: it has no sums" in capsys.readouterr().out.splitlines()[4]
 
 
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize(("step", "damaged"), [(4, True), (0, False)])
-def test_a_durable_one_without_sums_is_damaged(run: Path, verify: bool, step: int, damaged: bool) -> None:
-    """A log says that the claims before 0.4 are durable by it; of 0.0 nobody ever says so."""
+def test_a_durable_checkpoint_without_sums_is_damaged(run: Path, verify: bool, step: int, damaged: bool) -> None:
+    """The log records that 0.4 made the claims before it durable; it records nothing about 0.0."""
     LogMaker().write(run)
     with contextlib.closing(sqlite3.connect(run / "store.db")) as log:
         columns = "lineage, step, shuffle_seed, groups, durable_lineage, unix_s"
@@ -139,7 +141,7 @@ def test_a_durable_one_without_sums_is_damaged(run: Path, verify: bool, step: in
 
 @pytest.mark.process
 def test_the_command_needs_no_jax(run: Path) -> None:
-    flip_a_bit(run / "checkpoints" / "0000.00000004")
+    change_a_bit(run / "checkpoints" / "0000.00000004")
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('jax', 'jaxlib', 'flax', 'orbax', 'optax')))\n"

@@ -1,4 +1,4 @@
-"""`jaxroll export`: the trajectories that are kept, row by row, equal to what was put."""
+"""`jaxroll export` writes the kept trajectories, row by row, equal to those that were put."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_memory_holds_one_row_group(run_dir: Path, tmp_path: Path, monkeypatch: 
     assert sum(sizes) == 17 and max(sizes) <= 4
 
 
-def test_what_is_dropped_cannot_be_exported_and_what_is_kept_can(tmp_path: Path) -> None:
+def test_kept_trajectories_are_exported_and_dropped_ones_are_not(tmp_path: Path) -> None:
     write_run_file(tmp_path)
     asyncio.run(long_run(tmp_path, 8, keep_bytes=3_000, durable_every=2))
     with database.transaction(tmp_path) as db:
@@ -76,10 +76,10 @@ def test_what_is_dropped_cannot_be_exported_and_what_is_kept_can(tmp_path: Path)
         rows = list(export.rows(db, None))
     assert 0 < len(rows) == there < put
     assert {row["state"] for row in rows} >= {"TRIMMED"}
-    assert all(row["question"].startswith("spell") for row in rows), "tasks stay as long as the payloads"
+    assert all(row["question"].startswith("spell") for row in rows), "tasks are kept as long as the payloads"
 
 
-def test_without_pyarrow_the_error_says_what_to_do(
+def test_without_pyarrow_the_error_names_the_package_to_install(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = builtins.__import__
@@ -111,7 +111,7 @@ def test_a_broken_log_leaves_no_half_file(
     assert list(out.iterdir()) == []
 
 
-def test_wrong_words_are_refused_and_leave_nothing(
+def test_wrong_arguments_are_refused_and_leave_no_file(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exported(run_dir) == 64

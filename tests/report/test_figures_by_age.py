@@ -1,4 +1,4 @@
-"""What the report says about each age: sums over the run, and a line for each age in the page."""
+"""The report's metrics by token age: sums over the run, and a line per age in the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_means_are_weighted_by_tokens_and_the_largest_is_the_largest():
     assert list(found) == [0, 7]
     assert found[0]["tokens"] == 40 and found[0]["ratio_max"] == 4.0
     assert found[0]["ess"] == (10 * 0.9 + 30 * 0.5) / 40
-    assert found[0]["reward"] == (60 * 0.5 + 50 * 0.9) / 110, "of all trained tokens, computed or not"
+    assert found[0]["reward"] == (60 * 0.5 + 50 * 0.9) / 110, "over all trained tokens, computed or not"
     assert found[7] == dict.fromkeys(found[7]) | {"tokens": 0, "reward": 0.25}
 
 

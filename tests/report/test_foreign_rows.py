@@ -1,7 +1,7 @@
-"""Metrics rows of strangers: whatever a process that holds a token appends, every reader of a run works with the rest.
+"""Metrics rows from untrusted processes: every reader of a run skips malformed rows and works with the others.
 
-Rows are drawn from the schema (`jaxroll.metrics.KINDS`) with the values that it allows, extreme ones preferred, and
-from what is no row at all.
+Rows are drawn from the schema (`jaxroll.metrics.KINDS`), with extreme values preferred among the allowed ones, and from
+lines that are not rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_ROWS = [b"", b"{", b"[1]", b"\xff", b"null", b'{"kind":"step","step":null}', 
 
 
 def values(kind: Any, name: str = "") -> st.SearchStrategy:
-    """Values of a type as msgspec describes it."""
+    """Values of a type in msgspec's description."""
     match kind:
         case inspect.FloatType(ge=0, le=le) if le == 1e11:
             return st.sampled_from(TIMES)
@@ -76,12 +76,12 @@ LINES = st.lists(st.one_of(ROWS.map(lambda row: json.dumps(row).encode()), st.sa
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    """A run, and its own rows."""
+    """The folder of a run and the bytes of its own rows."""
     path = make_run(tmp_path_factory.mktemp("runs") / "run", steps=6, steps_wanted=6)
     return path, (path / "metrics.jsonl").read_bytes()
 
 
-# No shrinking: an example takes a fifth of a second, and a dozen lines are few enough to look at.
+# No shrinking: an example takes a fifth of a second, and a dozen lines are few enough to read.
 @settings(
     suppress_health_check=[HealthCheck.too_slow],
     deadline=None,
@@ -106,11 +106,13 @@ def test_every_reader_works_with_rows_of_strangers(made: tuple[Path, bytes], lin
 
 @given(row=ROWS)
 def test_the_drawn_rows_are_valid(row: dict[str, Any]) -> None:
-    """Or the test above would only show that they are skipped."""
+    """Otherwise the test above would only show that readers skip them."""
     assert metrics.checked_row(row) is row
 
 
-def test_a_run_of_a_stranger_is_listed_or_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_malformed_rows_is_listed_or_named_as_unreadable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path / "a", steps=2)
     make_run(tmp_path / "b", steps=2)
     (tmp_path / "b" / "metrics.jsonl").unlink()

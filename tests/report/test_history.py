@@ -1,4 +1,4 @@
-"""What the report reads from a log that the store's own schema wrote."""
+"""The report's figures from a log that the store's schema wrote."""
 
 import sqlite3
 
@@ -18,9 +18,9 @@ def snapshot(lineage, step):
 
 @pytest.fixture
 def log() -> LogMaker:
-    """A run of two steps with two groups each; the first is durable, the second trained; one more group expired.
+    """A run of two steps with two groups each: the first is durable, the second trained; one more group has expired.
 
-    A fifth group lost to a DATA failure; 3 tokens of the second step were masked.
+    Another group died of a DATA failure; 3 tokens of the second step were masked.
     """
     log = LogMaker()
     log.add(ev.Began(Version(0, 0), "L"), ev.Published(snapshot(0, 0)), t=100.0)
@@ -68,7 +68,7 @@ def test_a_claim_takes_as_long_as_its_slowest_group_from_its_first_lease_to_its_
     assert record.read(tmp_path, None).claim_times == (record.ClaimTimes(0.5, 2.0, 9.0, (3 + 4 + 9 + 6) / 4),)
 
 
-def test_a_compacted_log_says_the_same(tmp_path, log):
+def test_a_compacted_log_gives_the_same_figures(tmp_path, log):
     log.write(tmp_path / "whole")
     log.statements += state_checkpoints.rows_of(
         state_checkpoints.Mark(log.state.position, 0), 1.0, state_checkpoints.parts(log.state)
@@ -99,7 +99,7 @@ def write(run_dir, *statements):
 
 def test_a_group_in_two_durable_steps_is_found(tmp_path, log):
     log.write(tmp_path)
-    # The schema refuses such a thing; a report must see it nevertheless.
+    # The schema refuses this, but a report must find it all the same.
     write(
         tmp_path,
         "CREATE TABLE loose AS SELECT * FROM claim_groups",
@@ -112,7 +112,7 @@ def test_a_group_in_two_durable_steps_is_found(tmp_path, log):
     assert record.read(tmp_path, None).groups_trained_twice == 1
 
 
-def test_a_group_that_vanished_from_the_tables_is_missed(tmp_path, log):
+def test_a_group_missing_from_the_tables_is_reported(tmp_path, log):
     log.write(tmp_path)
     write(tmp_path, "DELETE FROM groups WHERE id = 5")
     assert record.read(tmp_path, None).conservation_residual == 1
@@ -123,7 +123,7 @@ def test_a_store_that_is_writing_is_not_disturbed(tmp_path, log):
     writer = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
     writer.execute("BEGIN IMMEDIATE")
     writer.execute("UPDATE groups SET state = 'EXPIRED'")
-    assert record.read(tmp_path, None).conservation_residual == 0  # what is not committed is not seen
+    assert record.read(tmp_path, None).conservation_residual == 0  # uncommitted changes are invisible
     writer.execute("COMMIT")
     writer.close()
     assert record.read(tmp_path, None).conservation_residual > 0
@@ -135,7 +135,7 @@ def test_a_finished_log_in_a_folder_that_cannot_be_written_is_read_as_immutable(
         (tmp_path / name).unlink(missing_ok=True)
 
     class ReadOnlyFolder(sqlite3.Connection):
-        """As SQLite behaves where it cannot make the -shm file; root could make it, so permissions test nothing."""
+        """Behaves like SQLite where it cannot create the -shm file; with permissions instead, root could create it."""
 
         def execute(self, sql, *args):
             if self.mutable:
@@ -149,7 +149,7 @@ def test_a_finished_log_in_a_folder_that_cannot_be_written_is_read_as_immutable(
 
     monkeypatch.setattr(record.sqlite3, "connect", connect)
     assert record.read(tmp_path, None).conservation_residual == 0
-    (tmp_path / "store.db-wal").touch()  # somebody writes: a frozen view of it could be torn
+    (tmp_path / "store.db-wal").touch()  # a writer is active: an immutable view of the log could be torn
     with pytest.raises(DataError, match="unable to open"):
         record.read(tmp_path, None)
 
@@ -158,7 +158,7 @@ def test_no_log_a_new_log_and_a_broken_log(tmp_path, log):
     assert record.read(tmp_path, None) == record.History()
     (tmp_path / "store.db").touch()
     assert record.read(tmp_path, None) == record.History()
-    (tmp_path / "store.db").write_bytes(b"this is no database, however long it may be " * 40)
+    (tmp_path / "store.db").write_bytes(b"this is not a database, however long it may be " * 40)
     with pytest.raises(DataError, match=r"store\.db"):
         record.read(tmp_path, None)
     (tmp_path / "store.db").unlink()

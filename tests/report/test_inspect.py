@@ -1,4 +1,4 @@
-"""`jaxroll inspect`: what a person at night is told of a live run, a finished one, and one group in full."""
+"""`jaxroll inspect` shows a live run, a finished run, and one group in full."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def facts(run_dir: Path, group: int | None = None) -> dict:
     return json.loads(out.getvalue())
 
 
-def test_the_whole_run_as_facts(run_dir: Path) -> None:
+def test_facts_about_a_whole_run(run_dir: Path) -> None:
     found = facts(run_dir)
     assert {row["state"]: row["groups"] for row in found["groups"]} == {
         "LEASED": 2, "CLAIMED": 2, "ACKED": 2, "DURABLE": 2, "EXPIRED": 1, "DEAD": 2,
@@ -106,8 +106,8 @@ def test_groups_that_died_were_shrunk_or_are_not_there(run_dir: Path, capsys: py
     assert "groups 0 to 10 were issued" in capsys.readouterr().err
 
 
-def test_what_a_fork_gave_up_is_said_to_be_given_up(tmp_path: Path) -> None:
-    """Its group's story ends there: later steps of the same number are those of other groups."""
+def test_steps_that_a_fork_gave_up_are_marked(tmp_path: Path) -> None:
+    """The group's history ends there: later steps with the same number belong to other groups."""
     write_run_file(tmp_path)
 
     async def forked() -> None:
@@ -149,7 +149,7 @@ def test_plain_lines_in_a_pipe_and_tables_on_a_terminal(run_dir: Path, capsys: p
 
 
 def test_a_live_run_is_read_without_touching_it(tmp_path: Path) -> None:
-    """While a writer has a transaction open, and without the lock; the store is known by its lock."""
+    """It is read without the lock while a writer has a transaction open; the lock shows that the store is live."""
 
     async def live() -> tuple[dict, dict]:
         kept = Keeper(SETTINGS, Log(tmp_path), ManualClock())
@@ -180,7 +180,7 @@ def test_a_live_run_is_read_without_touching_it(tmp_path: Path) -> None:
     assert [member["state"] for member in group["members"]] == ["leased", "leased"]
 
 
-def test_a_group_whose_bytes_are_gone_says_so(tmp_path: Path) -> None:
+def test_a_group_without_its_payloads_names_the_key(tmp_path: Path) -> None:
     asyncio.run(recorded_run(tmp_path, compact_every=3, keep_bytes=0, history_bytes=0))
     with database.transaction(tmp_path) as db:
         found = trajectory.facts(db, 0, None)
@@ -197,7 +197,7 @@ def test_without_the_alphabet_tokens_are_shown(run_dir: Path, tmp_path: Path) ->
     assert segments[1]["tokens"] == [7, 7, 7, 7] and "text" not in segments[1]
 
 
-def test_what_a_model_wrote_cannot_drive_the_terminal() -> None:
+def test_control_characters_in_model_output_are_escaped() -> None:
     hostile = "\x1b]0;gone\x07\u202eback\r\x9b31m"
     assert safe(hostile) == r"\x1b]0;gone\x07\u202eback\r\x9b31m"
     assert plain(Section("t", ("a", "b"), [("1", "x\ny")]))[2] == r"1  x\ny"
@@ -221,7 +221,7 @@ def test_no_log_and_a_broken_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "A newer JaxRoll wrote it" in capsys.readouterr().err
 
 
-def test_holders_that_rest_or_fail_are_shown(tmp_path: Path) -> None:
+def test_resting_and_failing_holders_are_shown(tmp_path: Path) -> None:
     async def broken() -> None:
         kept = Keeper(replace(SETTINGS, infra_retries=100), Log(tmp_path), ManualClock())
         version = kept.decide(rq.Begin("L", None))

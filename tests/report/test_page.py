@@ -1,4 +1,4 @@
-"""The page and the command: well-formed, self-contained, deaf to what a model wrote, and there for any run."""
+"""`jaxroll report`: the page is well-formed, self-contained and safe against model output, for any run."""
 
 import base64
 import hashlib
@@ -27,7 +27,7 @@ HOSTILE = "</bdi><script>alert(1)</script>\"'><img src=x onerror=alert(2)>\u202e
 
 
 class Page(HTMLParser):
-    """Elements, attributes and text; fails on elements that are not closed in order."""
+    """Elements, attributes and text of a page; fails on elements that are not closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -65,7 +65,7 @@ def page_of(run_dir) -> str:
 # --- the page
 
 
-def test_the_page_is_whole_and_asks_nobody_for_anything(run_dir):
+def test_the_page_is_complete_and_loads_nothing(run_dir):
     text = page_of(run_dir)
     page = Page(text)
     assert "http://" not in text and "https://" not in text and "@import" not in text and "url(" not in text
@@ -86,17 +86,17 @@ def test_only_the_pages_own_script_may_run(run_dir):
     assert page.all("style") and "prefers-color-scheme: dark" in page.texts["style"]
 
 
-def test_what_a_model_wrote_stays_text(tmp_path):
+def test_model_output_is_shown_as_text(tmp_path):
     text = page_of(make_run(tmp_path, steps=20, steps_wanted=20, hostile=HOSTILE))
     page = Page(text)
     assert page.all("script") == [{}] and page.texts["script"] == script.SCRIPT and not page.all("img")
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     assert "\x00" not in text and text.encode("utf-8")
-    # Three per example (question, both answers), one failure, one event; each where its direction marks stay inside.
+    # Three per example (question, both answers), one failure, one event; each element isolates its direction marks.
     assert page.texts["bdi"].count("<script>alert(1)</script>") == 3 * 8 + 2
 
 
-def test_markup_escapes_whatever_is_not_markup():
+def test_markup_escapes_everything_else():
     assert svg.tag("b", "<i>", class_='"x"', hidden=True, title=None) == '<b class="&quot;x&quot;" hidden>&lt;i&gt;</b>'
     assert svg.tag("p", svg.tag("br"), 3) == "<p><br>3</p>"
     assert svg.text("a\x00\x1b\n\udfff") == "a\u2400\u241b\n\ufffd"
@@ -104,7 +104,7 @@ def test_markup_escapes_whatever_is_not_markup():
 
 
 @pytest.mark.parametrize("rows", [[], [{"t": STARTED + 1.0, "role": "learner", "kind": "event", "text": "hello"}]])
-def test_a_run_that_has_only_begun_has_a_page_and_a_summary(tmp_path, rows, capsys):
+def test_a_run_without_steps_has_a_page_and_a_summary(tmp_path, rows, capsys):
     write_run_file(tmp_path)
     if rows:
         write_rows(tmp_path, rows)
@@ -124,7 +124,7 @@ def test_a_live_run_with_a_torn_last_line(tmp_path):
     assert "3 / 60" in Page(report.write_page(run, figures).read_text(encoding="utf-8")).texts["b"]
 
 
-def test_rows_of_weights_that_a_rewind_threw_away_are_left_out(tmp_path):
+def test_evaluations_of_rewound_steps_are_left_out(tmp_path):
     from jaxroll.records import Version
     from jaxroll.store.core import events as ev
     from tests.harness.run_folder import LogMaker
@@ -178,7 +178,7 @@ def test_the_summary_for_a_person(run_dir):
         (lambda path: (write_run_file(path), (path / "heldout.json").write_text("{]")), "heldout"),
     ],
 )
-def test_what_is_no_run_is_said_so(tmp_path, make, words):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path, make, words):
     make(tmp_path / "run")
     with pytest.raises(ConfigError, match=words):
         report.main(tmp_path / "run", as_json=False)
@@ -214,7 +214,7 @@ def test_smoothing_and_thinning_keep_the_mean():
         (formats.mesh({"data": 1}), "1 device"),
     ],
 )  # fmt: skip
-def test_figures_as_words(written, expected):
+def test_numbers_as_text(written, expected):
     assert written == expected
 
 
@@ -226,7 +226,7 @@ def test_the_death_of_a_process_is_drawn_where_its_roles_are(who, lanes):
     assert str(drawn).count('class="died"') == lanes
 
 
-def test_the_close_up_lies_in_the_run():
+def test_the_close_up_is_within_the_run():
     spans = [(float(s), s + 0.8, s) for s in range(100)]
     window = timeline.close_up(spans, 100.0)
     assert window.start >= 0 and window.start + window.span <= 100.0 and window.span == 8.0

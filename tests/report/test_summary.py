@@ -1,4 +1,4 @@
-"""The report's figures against small runs worked out by hand."""
+"""The report's figures on small runs worked out by hand."""
 
 import fcntl
 from itertools import pairwise
@@ -81,7 +81,7 @@ def test_overlap_counts_only_useful_tokens_in_compute_time():
     }
 
 
-def test_a_sampler_is_not_useful_for_what_another_one_holds():
+def test_a_sampler_is_not_credited_for_tokens_of_another():
     rows = [step(1, 0.0, 4.0), decode(0.0, 4.0, role="sampler-0"), members((0, 0, 0.0, 4.0, 3), role="sampler-1")]
     assert summary.overlap(rows, summary.trained_steps(rows), frozenset({0})) == 0.0
 
@@ -92,7 +92,7 @@ def test_no_overlap_when_generation_and_training_alternate():
 
 
 def test_rates_and_shares_of_the_training_window():
-    # The window is 0..10: the first wait (before 0) is outside it, the second one is 1 s of it.
+    # The window is 0..10: the first wait (before 0) is outside, the second takes 1 s of it.
     rows = [step(1, 0.0, 4.0), step(2, 7.0, 10.0), decode(-1.0, 3.0, 60), decode(5.0, 7.0, 40), decode(9.0, 12.0, 60)]
     figures = summary.progress(summary.trained_steps(rows), rows, -20.0)
     assert figures["rl_seconds"] == 10.0 and figures["seconds"] == 32.0
@@ -100,7 +100,7 @@ def test_rates_and_shares_of_the_training_window():
     assert figures["learner_wait_share"] == pytest.approx(0.1)
     steps = summary.trained_steps(rows)
     assert summary.busy_share(rows, steps) == pytest.approx((3 + 2 + 1) / 10)
-    assert summary.decoded_per_s(rows, steps) == pytest.approx((40 + 60) / 10)  # of spans that began in the window
+    assert summary.decoded_per_s(rows, steps) == pytest.approx((40 + 60) / 10)  # only spans that began in the window
 
 
 def test_the_time_between_a_stop_and_a_resume_counts_for_nothing():
@@ -130,7 +130,7 @@ def test_ages_are_weighted_by_tokens_and_replays_count_once():
     assert figures["age_max"] == 1 and figures["age_mean"] == pytest.approx(15 / 20)
 
 
-def test_mismatch_is_held_against_the_tightest_bound_of_the_steps_that_measured_it():
+def test_mismatch_is_compared_with_the_tightest_bound_of_its_steps():
     rows = [
         step(1, 0, 1, logprob_mismatch_max=3e-5, logits_std=5.0),
         step(2, 1, 2, logprob_mismatch_max=2e-5, logits_std=0.5),
@@ -153,7 +153,7 @@ def test_groups_trained_twice_by_the_log_or_by_the_learner():
 def test_accuracy_gain_has_a_paired_interval():
     figures = summary.accuracy([evaluation(0, "0011" * 64), evaluation(9, "0111" * 64)])
     assert figures["accuracy_gain"] == pytest.approx(0.25) and figures["eval_steps"] == [0, 9]
-    # 64 of 256 items turn right, none turns wrong: ± 1.96·√(0.25·0.75/256) = ± 0.053
+    # 64 of 256 items become right, none becomes wrong: ± 1.96·√(0.25·0.75/256) = ± 0.053
     assert figures["accuracy_gain_low"] == pytest.approx(0.25 - 0.053, abs=0.006)
     assert figures["accuracy_gain_high"] == pytest.approx(0.25 + 0.053, abs=0.006)
 
@@ -176,7 +176,7 @@ def test_items_without_an_answer_and_other_items_make_no_pairs():
     assert summary.paired_interval("01", "011") == (None, None)
 
 
-def test_an_evaluation_that_counted_no_item_is_none():
+def test_an_evaluation_without_items_has_no_accuracy():
     rows = [evaluation(0, "---"), evaluation(4, "010"), evaluation(4, "110")]
     assert [row["correct"] for row in summary.evaluations(rows)] == ["110"]
 
@@ -205,7 +205,7 @@ def test_occupancy_and_compiles_over_the_run():
 # --- the whole
 
 
-def test_the_summary_of_an_empty_run_has_every_key_and_knows_nothing(tmp_path):
+def test_the_summary_of_an_empty_run_has_every_key_without_values(tmp_path):
     figures = summary.summary(Run(tmp_path, CONFIG))
     assert figures.keys() >= REQUIRED
     known = {key for key in REQUIRED if figures[key] not in (None, 0)}
@@ -222,7 +222,7 @@ def test_a_run_is_live_while_rows_come_and_finished_with_its_last_step(tmp_path)
 
 @pytest.mark.parametrize("lock", [record.LOCK, run_dir.LOCK_FILE])
 @pytest.mark.parametrize("now_s", [500.0, -5000.0])
-def test_a_run_whose_lock_is_held_is_live_whatever_the_clock_says(tmp_path, lock, now_s):
+def test_a_run_whose_lock_is_held_is_live_at_any_time(tmp_path, lock, now_s):
     rows = [step(8, 0.0, 100.0)]
     with (tmp_path / lock).open("w") as file:
         assert summary.state_of(Run(tmp_path, CONFIG, rows=rows), now_s=now_s) == "stopped"
@@ -250,14 +250,14 @@ GOOD = {
         ("wasted_tokens", 0.021, "wasted tokens"),
     ],
 )  # fmt: skip
-def test_each_promise_is_seen_to_break_alone(key, value, name):
+def test_each_invariant_can_fail_alone(key, value, name):
     assert all(check.holds for check in checks.checks(GOOD, EVALUATED))
     assert [check.name for check in checks.checks(GOOD | {key: value}, EVALUATED) if not check.holds] == [name]
     unknown = checks.checks(GOOD | {key: None}, EVALUATED)
     assert [check.name for check in unknown if check.holds is None] == [name]
 
 
-def test_no_overlap_is_promised_of_roles_that_take_turns():
+def test_colocated_roles_are_not_judged_by_overlap():
     together = EVALUATED | {"placement": {"colocated": True}}
     found = {check.name: check for check in checks.checks(GOOD | {"overlap": 0.1}, together)}
     assert found["overlap"].holds is None and found["largest age"].holds
@@ -270,11 +270,11 @@ def test_a_finished_run_is_evaluated_at_its_first_and_last_weights(steps):
     assert [check.name for check in broken if check.holds is False] == ["evaluated at"]
     for config, figures in (({}, {}), ({"evaluator": {"every": 0}}, {}), (EVALUATED, {"steps": 8})):
         found = {check.name: check for check in checks.checks(GOOD | {"eval_steps": steps} | figures, config)}
-        assert found["evaluated at"].holds is None, "nobody evaluates, or the run is not over"
+        assert found["evaluated at"].holds is None, "no evaluator, or the run is not over"
 
 
 def test_padding_is_not_judged_in_steps_that_cannot_fill_their_rows():
-    """A healthy run of four short answers a step has one micro-batch, most of it padding."""
+    """A healthy run with four short answers per step has one micro-batch, which is mostly padding."""
     small = checks.checks(GOOD | {"padding_waste": 0.6, "tokens_per_step": 200.0}, EVALUATED)
     assert {check.name: check.holds for check in small}["padding"] is None
     shards = EVALUATED | {"learner": {"row_tokens": 128, "mesh": {"data": 2, "fsdp": 4}}}
@@ -303,7 +303,7 @@ def test_rejected_answers_are_summed_over_samplers_and_their_restarts():
     assert summary.rejected([]) is None
 
 
-def test_promises_that_were_not_made_are_not_judged():
+def test_invariants_that_do_not_apply_are_not_judged():
     by_name = {check.name: check for check in checks.checks(GOOD | {"alpha": 0.0, "age_max": 0, "overlap": 0.0}, {})}
     assert by_name["overlap"].holds is None  # synchronous by choice
     bf16 = checks.checks(GOOD | {"logprob_mismatch_max": 0.1}, {"model": {"dtype": "bfloat16"}})

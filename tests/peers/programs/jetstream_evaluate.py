@@ -1,7 +1,7 @@
 """For .venv-jetstream: JetStream's own test engine answers a held-out evaluation of ours, through our proxy.
 
-With weight 2 a prompt of sum s is answered by 2s, 3s, 4.5s, … (see jetstream_generate.py), so what is right, what stops
-and what never does can be chosen. The last line has the marks, the accuracy and the texts.
+With weight 2 the answer to a prompt of sum s is 2s, 3s, 4.5s, … (see jetstream_generate.py), so the items can be chosen
+to be right or wrong, and to stop or run into the limit. The last line has the rewards, the accuracy and the texts.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ ITEMS = [("n4 n6", "n20"), ("n11", "n22"), ("n12 n1", "n26"), ("n5 n2", "n15"), 
 
 
 class Words:
-    """Token 7 is the word n7."""
+    """A tokenizer in which token 7 is the word n7."""
 
     vocab_size, pad_id, eos_id = 2**16, 0, 1
 
@@ -39,7 +39,7 @@ class Words:
 
 
 class Exact:
-    """Pays 1 for the answer that the task names."""
+    """An environment with reward 1 for the task's answer."""
 
     step_limit_s = 30.0
 
@@ -66,7 +66,7 @@ async def evaluated(proxy: JetStreamProxy) -> list[evaluation.Score]:
 
 
 def main() -> None:
-    """Two slots, five items, four of them at a time."""
+    """Evaluate five items on two slots, four items at a time."""
     engine = mock_engine.TestEngine(batch_size=2, cache_length=16, weight=2.0)
     proxy = JetStreamProxy(engine, engine.load_params(), VERSION, trained_by=None)
     try:

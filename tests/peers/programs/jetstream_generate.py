@@ -1,4 +1,4 @@
-"""For .venv-jetstream: JetStream's own test engine, driven by its verbs. Its tokens can be worked out by hand.
+"""For .venv-jetstream: JetStream's own test engine, driven by its own calls. Its tokens can be worked out by hand.
 
 The engine doubles the prompt at prefill; every step yields sum(prefill) + sum(generated) / 2.
 """
@@ -16,7 +16,7 @@ PROMPT, SLOT, STEPS = [2, 65, 66], 1, 3
 
 
 def main() -> None:
-    """Prefill, insert, generate."""
+    """Prefill a prompt, insert it into a slot, generate tokens, and print them."""
     engine = mock_engine.TestEngine(batch_size=2, cache_length=16, weight=2.0)
     assert isinstance(engine, engine_api.Engine)
     params, state = engine.load_params(), engine.init_decode_state()

@@ -2,10 +2,10 @@
 
     python jetstream_serve.py FOLDER
 
-FOLDER has weights.npz and work.json (eos, serving, prompts, max_tokens, seed); the socket of the server goes there too.
-The last line has, for each prompt: the tokens through the orchestrator with one engine for everything, the tokens and
-the text through the server with one engine that prefills and one that decodes; and the tokens of the sampling engine,
-its slots filled in reverse order.
+FOLDER has weights.npz and work.json (eos, serving, prompts, max_tokens, seed); the server's socket is made there.
+The last line has for each prompt the tokens through the orchestrator (one engine for prefill and decoding), and the
+tokens and text through the server (one engine for prefill, one for decoding); and the tokens of the sampling engine,
+whose slots are filled in reverse order.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ DEADLINE_S = 120
 
 
 class Words:
-    """Token 7 is the word n7."""
+    """A tokenizer in which token 7 is the word n7."""
 
     vocab_size, pad_id = 64, 0
 
@@ -52,7 +52,7 @@ class Words:
 
 
 class Work:
-    """What is to be done, and engines for it."""
+    """Prompts, weights and settings from FOLDER, and engines for them."""
 
     def __init__(self, folder: Path) -> None:
         self.given = json.loads((folder / "work.json").read_text())
@@ -78,14 +78,14 @@ class Work:
 
 
 async def streamed(stream) -> tuple[list[int], str]:
-    """All tokens of one answer, and its text."""
+    """All tokens and the text of one streamed answer."""
     async with asyncio.timeout(DEADLINE_S):
         samples = [sample async for part in stream for sample in part.stream_content.samples]
     return [token for sample in samples for token in sample.token_ids], "".join(sample.text for sample in samples)
 
 
 async def orchestrated(work: Work) -> list[list[int]]:
-    """Every prompt at once through JetStream's orchestrator."""
+    """Tokens of all prompts at once through JetStream's orchestrator."""
     core = jetstream.current_orchestrator()
     engine = work.engine(temperature=0.0)
     assert isinstance(engine, engine_api.Engine)
@@ -108,7 +108,7 @@ async def asked(work: Work, address: str) -> list[tuple[list[int], str]]:
 
 
 def served(work: Work, folder: Path) -> list[tuple[list[int], str]]:
-    """Every prompt at once through JetStream's gRPC server, on a Unix socket: it would listen to the whole network."""
+    """Tokens and texts of all prompts at once through JetStream's gRPC server, on a Unix socket, not a TCP port."""
     jetstream.current_orchestrator()
     make = lambda devices: work.engine(temperature=0.0)  # noqa: E731
     config = config_lib.ServerConfig(("cpu=1",), ("cpu=1",), (), (make,), (make,))
@@ -121,7 +121,7 @@ def served(work: Work, folder: Path) -> list[tuple[list[int], str]]:
 
 
 def sampled(work: Work) -> list[list[int]]:
-    """The first prompts, as many as there are slots, as members of group 7, at temperature 1."""
+    """Tokens sampled at temperature 1 for the first prompts, one per slot, as members of group 7."""
     engine = work.engine(seed=work.given["seed"])
     params, state = engine.load_params(), engine.init_decode_state()
     slots = list(reversed(range(engine.max_concurrent_decodes)))

@@ -12,7 +12,7 @@ import transformers
 
 
 def main() -> None:
-    """Write OUT in files of a few kB; the last line says what was loaded."""
+    """Write OUT in files of a few kB; the last line has the loaded dtype and the number of files."""
     folder, out = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
     qwen, loading = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)

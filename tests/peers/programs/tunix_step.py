@@ -2,7 +2,7 @@
 
     python tunix_step.py STEPS
 
-The last line has the mean reward of each step and whether the parameters moved.
+The last line has the mean reward of each step and whether the parameters changed.
 """
 
 import json
@@ -26,7 +26,7 @@ REWARDED = range(16, 32)
 
 
 class NumberWords:
-    """A tokenizer by tunix's foreign protocol: token 7 is the word n7."""
+    """A tokenizer by tunix's protocol in which token 7 is the word n7."""
 
     def encode(self, text: str, **_) -> list[int]:
         return [int(word[1:]) for word in text.split()]
@@ -45,7 +45,7 @@ class NumberWords:
 
 
 class Prompts(grain.RandomAccessDataSource):
-    """Random words; item i is a function of i."""
+    """Prompts of random words; item i is a function of i."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -58,7 +58,7 @@ class Prompts(grain.RandomAccessDataSource):
 
 
 def main() -> None:
-    """Train, and print what came of it."""
+    """Train STEPS steps and print the rewards."""
     steps, rewards = int(sys.argv[1]), []
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
     config = qwen3.ModelConfig(
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def cluster_config(mesh: jax.sharding.Mesh, steps: int) -> rl_cluster.ClusterConfig:
-    """All roles on one mesh, tunix's own ("vanilla") sampler."""
+    """Settings with all roles on one mesh and tunix's own ("vanilla") sampler."""
     training = rl_cluster.RLTrainingConfig(actor_optimizer=optax.adam(1e-3), eval_every_n_steps=10**9, max_steps=steps)
     rollout = base_rollout.RolloutConfig(
         max_tokens_to_generate=NEW_TOKENS, max_prompt_length=PROMPT, temperature=1.0, top_p=1.0, top_k=None,
