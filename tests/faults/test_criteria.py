@@ -1,4 +1,4 @@
-"""The criteria themselves: each finds the wrong it is for, in a run that somebody spoiled."""
+"""The criteria of the fault tests: each one finds its violation in a run that the test corrupts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPE = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A sound run that has ended."""
+    """A correct run that has ended."""
     with Cluster(tmp_path_factory.mktemp("ended") / "run", *SHAPE) as run:
         run.learner(checkpoint_every=4)
         run.sampler()
@@ -39,7 +39,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def spoiled(ended: Cluster, tmp_path: Path) -> Path:
-    """A copy of the run's folder, to be spoiled."""
+    """A copy of the run's folder that a test may corrupt."""
     return shutil.copytree(ended.run_dir, tmp_path / "run")
 
 
@@ -68,7 +68,7 @@ def execute_all(run_dir: Path, script: str) -> None:
         db.executescript(script)
 
 
-def test_a_group_that_vanished_is_found(spoiled: Path) -> None:
+def test_a_group_missing_from_the_tables_is_found(spoiled: Path) -> None:
     assert criteria.conservation_residual(spoiled) == 0
     execute(spoiled, "DELETE FROM groups WHERE id = 2")
     assert criteria.conservation_residual(spoiled) == 1
@@ -96,7 +96,7 @@ def test_an_rpc_that_outlived_its_deadline_is_found() -> None:
 
 
 def asked(tap: Tap, timeout_s: float) -> grpc.StatusCode:
-    """How a call through the tap failed."""
+    """The status of a call through the tap, which fails."""
     with grpc.insecure_channel(tap.address) as channel, pytest.raises(grpc.RpcError) as refusal:
         said = (("jaxroll-name", "somebody"),)
         channel.unary_unary(f"/{SERVICE}/Status")(b"", timeout=timeout_s, metadata=said)
@@ -107,7 +107,7 @@ def until(seen: Callable[[], object]) -> None:
     """Return when `seen()` holds."""
     give_up_s, pause = time.monotonic() + 20, threading.Event()
     while not seen():
-        assert time.monotonic() < give_up_s, "it never came to that"
+        assert time.monotonic() < give_up_s, "the condition never became true"
         pause.wait(0.01)
 
 
@@ -117,7 +117,7 @@ def test_a_call_that_a_store_never_answered_is_found(tmp_path: Path) -> None:
         with Tap(tmp_path) as tap:
             assert asked(tap, 0.3) is grpc.StatusCode.DEADLINE_EXCEEDED
             until(lambda: tap.journal)
-            row = tap.journal[0] | {"stood_s": 0.0}  # this process may have stood still for a tenth of the time
+            row = tap.journal[0] | {"stood_s": 0.0}  # this process may have been paused for a tenth of the time
             assert criteria.unanswered([row]) == [row]
             assert row["name"] == "somebody" and row["method"] == "Status"
             assert criteria.overdue(tap.account()) == []
@@ -144,7 +144,7 @@ def test_a_handler_that_swallows_its_deadline_is_found_before_and_after_it_ends(
         assert [row["outcome"] for row in criteria.overdue(tap.account())] == ["CANCELLED"]
 
 
-def test_bytes_that_nobody_sent_are_found(ended: Cluster) -> None:
+def test_stored_bytes_that_no_sampler_sent_are_found(ended: Cluster) -> None:
     learned, sampled = ended.learned(), ended.sampled()
     assert criteria.unlike_what_was_sent(learned, sampled) == []
     without = [row for row in sampled if not (row["kind"] == "send" and row["key"] == [1, 0, 1])]
@@ -157,12 +157,12 @@ def test_the_table_is_ordered_by_the_number_of_the_fault() -> None:
     assert [line.split()[0] for line in lines] == ["fault", "2", "9", "10"]
 
 
-def test_a_run_that_stood_still_is_found(ended: Cluster) -> None:
+def test_a_run_that_made_no_progress_is_found(ended: Cluster) -> None:
     with pytest.raises(AssertionError, match="did not go on"):
         criteria.judge(ended, "none", 1, went_on_from=4)
 
 
-def test_the_proxy_parts_and_heals_and_cuts() -> None:
+def test_the_proxy_partitions_heals_and_cuts_connections() -> None:
     asyncio.run(asyncio.wait_for(_through_a_proxy(), 60))
 
 

@@ -1,4 +1,4 @@
-"""Faults 14 and 15: prompts that raise, environments that fail, reward code that does what it must not."""
+"""Faults 14 and 15: prompts that raise, environments that fail, reward code that misbehaves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.harness.cluster.rpc_tap import Call, Forward
 from tests.harness.envs import faulty as envs
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-LIMIT_S, DEADLINE_S = 3.0, 60.0  # of an item; of a test that waits for workers to start on a loaded machine
+LIMIT_S, DEADLINE_S = 3.0, 60.0  # for an item; for workers that start on a loaded machine
 DATA_RETRIES, INFRA_RETRIES = 2, 5
 COMPLAINTS = {"poisoned": "is poisoned", "flaky": "the machinery is gone", "allocate": "MemoryError"}
 EXACT = '{"scorer": "exact", "answer": "ok"}'
@@ -60,7 +60,7 @@ def test_14_and_15_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not
 
 
 def assert_dead_letters(run: World, fates: dict[int, str]) -> None:
-    """Whoever is DEAD has the record of its last failure; questions that can never work end so and only so."""
+    """Every DEAD group has a record of its last failure; exactly the questions that can never work end DEAD."""
     ended = {gid: (state, reason) for gid, state, reason in run.query("SELECT id, state, reason FROM groups")}
     dead = {gid: reason for gid, (state, reason) in ended.items() if state == "DEAD"}
     trained = {gid for (gid,) in run.query("SELECT group_id FROM claim_groups")}
@@ -75,19 +75,19 @@ def assert_dead_letters(run: World, fates: dict[int, str]) -> None:
 
 
 def assert_backed_off(run: World) -> None:
-    """A member rests after an INFRA failure, twice as long after each; after a DATA failure it does not."""
+    """A member backs off after an INFRA failure, twice as long after each; after a DATA failure it does not."""
     times = defaultdict(list)
     for group, member, unix_s in run.query(
         "SELECT group_id, member, unix_s FROM failures WHERE kind = 'INFRA' ORDER BY unix_s"
     ):
         times[group, member].append(unix_s)
     rests = [(number, b - a) for at in times.values() for number, (a, b) in enumerate(itertools.pairwise(at))]
-    assert len(rests) > 5, "too few members failed twice to say"
+    assert len(rests) > 5, "too few members failed twice to judge"
     assert all(rest_s >= BACKOFF_FIRST_S * 2**number for number, rest_s in rests), rests
 
 
 def salts_of_leases(run: World) -> dict[tuple[int, int, int], int]:
-    """Grow by the key salt of every (group, member, attempt) that is leased."""
+    """A dict that grows by the key salt of every (group, member, attempt) that is leased."""
     salts: dict[tuple[int, int, int], int] = {}
 
     async def lease(call: Call, forward: Forward) -> bytes:
@@ -103,7 +103,7 @@ def salts_of_leases(run: World) -> dict[tuple[int, int, int], int]:
 
 
 def assert_keys_fold_data_failures_only(run: World, salts: dict[tuple[int, int, int], int]) -> None:
-    """The same random key after an INFRA failure; another one after a DATA failure, which would repeat itself."""
+    """An INFRA failure keeps the random key; a DATA failure, which would repeat itself, changes it."""
     kinds = {tuple(key): kind for *key, kind in run.query("SELECT group_id, member, attempt, kind FROM failures")}
     retried = [key for key in salts if key[2] > 1]
     assert retried
@@ -113,7 +113,7 @@ def assert_keys_fold_data_failures_only(run: World, salts: dict[tuple[int, int, 
 
 
 def assert_no_reward_was_made_up(run: World, fates: dict[int, str]) -> None:
-    """A failed member has no reward at all, and a reward of 0 is the coin's or a truncated answer's."""
+    """A failed member has no reward; a reward of 0 comes from the environment or from a truncated answer."""
     outcomes = [(row["key"], row["outcome"]) for row in run.tap.journal if row["kind"] == "put"]
     finished = [(key, outcome) for key, outcome in outcomes if isinstance(outcome, Finished)]
     assert any(isinstance(outcome, Failed) for _, outcome in outcomes)
@@ -144,7 +144,7 @@ def pool() -> Iterator[ScoringPool]:
         ("loop", f"longer than {LIMIT_S:g} s", True),
         ("sleep", f"longer than {LIMIT_S:g} s", True),
         ("allocate", "MemoryError", True),
-        ("thread", "", True),  # it has its score, and nothing of it goes on
+        ("thread", "", True),  # it has its score, and its thread ends
         ("fork", "PermissionError", False),
         ("run", "PermissionError", False),
         ("connect", "PermissionError", False),
@@ -175,7 +175,7 @@ def test_15_reward_code_that_misbehaves_costs_its_own_item(
 
 
 async def amid_others(pool: ScoringPool, bad: str) -> float | BaseException:
-    """What became of the bad item; the good ones before and behind it all have their scores."""
+    """Score the bad item between good ones, all of which must get their scores; return its score or error."""
     jobs = [pool.score(EXACT, "ok") for _ in range(10)] + [pool.score(bad, "ok")]
     jobs += [pool.score(EXACT, "no") for _ in range(10)]
     results = await asyncio.gather(*jobs, return_exceptions=True)

@@ -1,8 +1,8 @@
-"""A learner killed at five random instants ends, bit for bit, where an undisturbed one does.
+"""A learner killed at five random instants ends in the same state, bit for bit, as an undisturbed learner.
 
-Bit for bit holds for one device count, one jaxlib, one CPU model and NPROC=1 (docs/store_contract.md, fault 4). The
-claims are the same because the members are a function of their question, and because their tokens are stamped with the
-version that no rewind disowns, under an α that lets them be trained to the end.
+The states are equal bit for bit only with the same device count, jaxlib and CPU model, and with NPROC=1
+(docs/store_contract.md, fault 4). The claims are the same because members are a function of their question, because no
+rewind disowns the version of their tokens, and because α lets the run train them to its end.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ def world(folder: Path, **changes: object) -> World:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict, list]:
-    """What a learner that nobody kills says of each step, the digests of its last state, and its claims."""
+    """The rows of an undisturbed learner by step, the digests of its last state, and its claims."""
     with world(tmp_path_factory.mktemp("whole") / "run") as run, ScriptedSampler(run.tap.address, run.config):
         run.learner()
         assert run.ended("learner") == 0, run.logs()
         rows = {row["step"]: row for row in run.step_rows()}
         assert sorted(rows) == list(range(1, STEPS + 1))
-        assert any(row["grad_norm"] > 0 for row in rows.values()), "nothing was learned, so nothing is shown"
+        assert any(row["grad_norm"] > 0 for row in rows.values()), (
+            "the learner learned nothing, so the test shows nothing"
+        )
         return rows, digests(run), claims(run)
 
 
@@ -55,7 +57,7 @@ def test_killed_at_five_random_instants(seed: int, tmp_path: Path, undisturbed, 
             kill_at(run, sampler, phase, step, chance)
         run.learner()
         assert run.ended("learner") == 0, run.logs()
-        assert claims(run) == wanted_claims, "the same groups in the same order, however often they were asked for"
+        assert claims(run) == wanted_claims, "other groups or another order"
         for row in run.step_rows():
             same = {key: row[key] for key in OF_A_STEP}
             assert same == {key: rows[row["step"]][key] for key in OF_A_STEP}, f"a replay that differs: {row}"
@@ -65,7 +67,7 @@ def test_killed_at_five_random_instants(seed: int, tmp_path: Path, undisturbed, 
 
 
 def kill_at(run: World, sampler: ScriptedSampler, phase: str, step: int, chance: random.Random) -> None:
-    """One life of the learner, ended in `phase` of the claim of `step` (or of the first checkpoint after it)."""
+    """Start the learner and kill it in `phase` of the claim of `step` (or of the first checkpoint after it)."""
     if phase == "waiting":
         sampler.up_to = min(sampler.up_to, GROUPS * step)
     run.learner()
@@ -84,7 +86,7 @@ def kill_at(run: World, sampler: ScriptedSampler, phase: str, step: int, chance:
 
 
 def claims(run: World) -> list[tuple]:
-    """Step, seed, place and group of everything that was claimed."""
+    """Step, seed, place and group of every claimed group."""
     return run.query(
         "SELECT step, shuffle_seed, place, group_id FROM claim_groups JOIN claims USING (step) ORDER BY step, place"
     )

@@ -1,6 +1,6 @@
-"""Fault 20: a run goes on while hostile processes knock, lie, and say what no client would say.
+"""Fault 20: a run continues while hostile processes connect, send false data, and break the protocol.
 
-tests/store/server/test_under_attack.py attacks a store alone and looks at its memory and its files.
+tests/store/server/test_under_attack.py attacks a store alone and checks its memory and its files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 
 
 def test_20_a_run_goes_on_among_hostile_clients(tmp_path: Path, note: Callable[[Row], None]) -> None:
-    """Each attack lasts until the run has made three steps under it; those who behave are never refused or late."""
+    """Each attack lasts until the run has made three steps under it; no honest client is refused or late."""
     with Cluster(tmp_path / "run", *SHAPE) as run:
         run.learner()
         for i in range(2):
@@ -45,14 +45,14 @@ def test_20_a_run_goes_on_among_hostile_clients(tmp_path: Path, note: Callable[[
                 run.until_acked(at + 3)
                 assert attacker.poll() is None, f"the attack {kind} gave up"
                 result = stopped(attacker)
-            assert result["missed"] == [], f"{kind} did not reach what it is for: {result['counted']}"
-            assert result["strange"] == {}, f"{kind} was told what nobody expects"
+            assert result["missed"] == [], f"{kind} did not exercise all its requests: {result['counted']}"
+            assert result["strange"] == {}, f"{kind} got unexpected answers"
             if kind == "silent":
                 assert result["counted"]["opened"] >= 2_500, result
         at = run.acked()
         run.until_acked(at + 2)
         refused = run.query("SELECT COUNT(*) FROM audit WHERE what = 'refused'")
-        assert refused > [(0,)], "nobody was refused: there was no attack"
+        assert refused > [(0,)], "no client was refused: there was no attack"
         here = {path.name for path in run.run_dir.rglob("*")}
         assert not {name for name in here if "mallory" in name or ".." in name}, here
         note(judge(run, "20 hostile clients", len(ATTACKS), went_on_from=0))
@@ -60,7 +60,7 @@ def test_20_a_run_goes_on_among_hostile_clients(tmp_path: Path, note: Callable[[
 
 @contextlib.contextmanager
 def attacking(run: Cluster, kind: str, orders: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """A process that attacks the run's store, and is under way."""
+    """A process that has started to attack the run's store."""
     secret = auth.load_secret(run.run_dir)
     assert secret is not None
     knows = {
@@ -82,6 +82,6 @@ def attacking(run: Cluster, kind: str, orders: dict[str, Any]) -> Iterator[subpr
 
 
 def stopped(attacker: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it counted, once its standard input has ended."""
+    """End the attacker by closing its standard input; return its counts."""
     out, _ = attacker.communicate("", timeout=LIMIT_S)
     return json.loads(out.splitlines()[-1])

@@ -27,7 +27,7 @@ def test_4_killed_in_a_step_it_gets_the_same_claim_and_computes_the_same_losses(
     with World(tmp_path / "run", **SMALL) as run, sampling(run, up_to=20) as sampler:
         dying = kills.in_step(run, 5, 0.01)
         run.learner()
-        run.until_step(5)  # told, before death can come with the claim of 5
+        run.until_step(5)  # reported before the learner can die with the claim of 5
         run.until((run.run_dir / "checkpoints" / "0000.00000003").exists, "the checkpoint that is restored")
         sampler.allow(10**9)
         dying.wait()
@@ -38,12 +38,12 @@ def test_4_killed_in_a_step_it_gets_the_same_claim_and_computes_the_same_losses(
         again = {row["step"]: row for row in run.step_rows() if row["lineage"] == 1}
         assert sorted(first) == [1, 2, 3, 4, 5] and sorted(again) == [4, 5, 6, 7, 8]
         assert [row["replayed"] for row in again.values()] == [True, True, True, False, False]
-        assert first[4]["grad_norm"] > 0 and first[5]["grad_norm"] > 0, "a replay of nothing shows nothing"
+        assert first[4]["grad_norm"] > 0 and first[5]["grad_norm"] > 0, "the steps before the kill learned nothing"
         for step in (4, 5):
             assert {key: again[step][key] for key in REPLAYED} == {key: first[step][key] for key in REPLAYED}
         handed = [row for row in run.tap.journal if row["kind"] == "claimed" and row["step"] == 5]
-        assert {row["lineage"] for row in handed} == {0, 1}, "each life was given it, one that asked ahead maybe twice"
-        assert len({row["digest"] for row in handed}) == 1, "the claim that it died with came again, byte for byte"
+        assert {row["lineage"] for row in handed} == {0, 1}, "the claim was not handed to both processes"
+        assert len({row["digest"] for row in handed}) == 1, "the claim differs after the restart"
         assert run.query("SELECT parent, fork_step FROM lineages WHERE lineage = 1") == [(0, 3)]
         note(run.judge("4 learner mid-step", 1))
 
@@ -58,7 +58,7 @@ def test_5_killed_between_publish_and_ack_the_published_weights_never_were(tmp_p
         assert run.query("SELECT MAX(step) FROM versions") == [(5,)], "5 was published"
         assert run.query("SELECT MAX(step) FROM claims WHERE trained_lineage IS NOT NULL") == [(3,)], "4 was not acked"
         sampler.allow(24)
-        run.until(lambda: (Version(0, 5), 20) in sampler.leased, "a lease with the weights that will never have been")
+        run.until(lambda: (Version(0, 5), 20) in sampler.leased, "a lease with the weights that the rewind will disown")
         run.learner()
         run.until(lambda: run.query("SELECT * FROM lineages WHERE lineage = 1"), "the rewind")
         assert "lineage" in refused_lease(run, Version(0, 5))
@@ -68,22 +68,22 @@ def test_5_killed_between_publish_and_ack_the_published_weights_never_were(tmp_p
         assert run.ended("learner") == 0, run.logs()
         assert run.query("SELECT parent, fork_step FROM lineages WHERE lineage = 1") == [(0, 3)]
         versions = [version for version, _ in sampler.leased]
-        assert versions == sorted(versions), "a sampler that has flipped leases nothing for the lineage before"
-        assert flips_before_leases(run)
+        assert versions == sorted(versions), "a sampler leased for the old lineage after its weight swap"
+        assert publishes_before_leases(run)
         disowned = run.query("SELECT id, reason FROM groups WHERE state = 'EXPIRED'")
         assert disowned and {reason for _, reason in disowned} == {"lineage"}
         reissued = run.query("SELECT reissue_of FROM groups WHERE reissue_of IS NOT NULL")
-        assert sorted(reissued) == sorted((group,) for group, _ in disowned), "no prompt is lost with its tokens"
+        assert sorted(reissued) == sorted((group,) for group, _ in disowned), "a prompt was lost with its tokens"
         note(run.judge("5 learner after publish", 1))
 
 
 def sampling(run: World, up_to: int = 10**9) -> ScriptedSampler:
-    """A scripted sampler whose tokens are stamped as a real one's."""
+    """A scripted sampler that stamps tokens with versions as a real one does."""
     return ScriptedSampler(run.tap.address, run.config, stamp=lambda newest: newest, up_to=up_to)
 
 
 def refused_lease(run: World, version: Version) -> str:
-    """Why a sampler with the weights of `version` gets no lease."""
+    """The store's reason to refuse a lease to a sampler with the weights of `version`."""
     store = BlockingStore(
         run.tap.address, role="sampler", name="sampler-9", config_digest=configs.digest(run.config)
     )  # fmt: skip
@@ -92,8 +92,8 @@ def refused_lease(run: World, version: Version) -> str:
     return str(refusal.value)
 
 
-def flips_before_leases(run: World) -> bool:
-    """Whether, after every beginning of a lineage, its first weights were published before anything was leased."""
+def publishes_before_leases(run: World) -> bool:
+    """True if after the beginning of every lineage the first lease follows the first publication."""
     published = True
     for kind, body in run.query("SELECT kind, body FROM log ORDER BY position"):
         if kind == "began":
@@ -117,29 +117,29 @@ def test_6_killed_in_a_checkpoint_it_restores_the_one_before(tmp_path: Path, not
         run.learner()
         assert run.ended("learner") == 0, run.logs()
         assert run.query("SELECT fork_step FROM lineages WHERE lineage = 1") == [(durable,)]
-        assert leftovers(folder) == [], "what a killed writer left half-written is cleaned up"
-        assert half not in names(folder), "the version of the dead lineage never was"
+        assert leftovers(folder) == [], "partial files of the killed writer remain"
+        assert half not in names(folder), "the version of the dead lineage exists"
         note(run.judge("6 learner mid-checkpoint", 1))
 
 
 def test_6_a_damaged_checkpoint_is_passed_over_unless_the_older_one_is_of_no_use(tmp_path: Path, note) -> None:
-    """The policy: fall back, loudly, while the store still has the claims after the older one; else say the way out."""
+    """Fall back to the older one with a warning while the store still has the claims after it; else name the remedy."""
     with World(tmp_path / "run", **SMALL) as run, sampling(run):
         folder = run.run_dir / "checkpoints"
         run.learner()
         kills.Dying(run, "learner", "Durable", lambda call: durable_of(call) == Version(0, 8)).wait()
-        assert names(folder)[-1] == "0000.00000008", "it is whole; only the store was not told"
-        flip_a_bit(folder / "0000.00000008")
+        assert names(folder)[-1] == "0000.00000008", "the checkpoint is complete; only the store was not notified"
+        change_a_bit(folder / "0000.00000008")
 
         run.learner()
         kills.Dying(run, "learner", "Durable", lambda call: durable_of(call) == Version(1, 8), answered=True).wait()
         said = run.events("learner")
         assert any("0000.00000008 cannot be read" in text for text in said), said
         assert "restored version 0.6" in said
-        heal = flip_a_bit(folder / "0001.00000008")
+        heal = change_a_bit(folder / "0001.00000008")
 
         run.learner()
-        assert run.ended("learner") == EXIT_CONFIG, "starting again will not help"
+        assert run.ended("learner") == EXIT_CONFIG, "a restart would not help"
         log = run.logs()
         assert "0001.00000008': is damaged, and the store does not accept an older one" in log and "--fork" in log
         heal()
@@ -159,14 +159,14 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if "tmp" in path.name]
 
 
-def flip_a_bit(checkpoint: Path):
-    """Damage the largest file, which holds arrays; what puts the bit back."""
+def change_a_bit(checkpoint: Path):
+    """Damage the largest file, which holds arrays; return a function that restores the bit."""
     victim = max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
-    def flip() -> None:
+    def change() -> None:
         data = bytearray(victim.read_bytes())
         data[len(data) // 2] ^= 0x10
         victim.write_bytes(data)
 
-    flip()
-    return flip
+    change()
+    return change

@@ -1,4 +1,4 @@
-"""Fault 7, the other half: real files of a killed store, the log cut at every byte of its last commit."""
+"""Fault 7 on the files of a killed store: the log is cut at every byte of its last commit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HEADER, _FRAME_HEADER = 32, 24  # bytes, in SQLite's WAL
 
 @dataclass(frozen=True)
 class Wal:
-    """The WAL of a killed store: where its frames begin, and the commits (first byte, end) among them."""
+    """The WAL of a killed store: the offsets of its frames, and of its commits (first byte, end)."""
 
     data: bytes
     frames: tuple[int, ...]
@@ -41,7 +41,7 @@ class Wal:
 
     @classmethod
     def of(cls, path: Path) -> Wal:
-        """Frames up to the first that is not of this WAL's present round (their salts tell)."""
+        """Frames up to the first whose salts differ from the header's: it is left over from before a checkpoint."""
         data = path.read_bytes()
         page_bytes = struct.unpack_from(">I", data, 8)[0]
         size, salts = _FRAME_HEADER + page_bytes, data[16:24]
@@ -60,14 +60,14 @@ class Wal:
 def test_7_the_log_cut_at_every_byte_of_its_last_commit(
     tmp_path: Path, note: Callable[[Row], None], stride: int
 ) -> None:
-    """One byte short, and the last commit never was; all before it is whole. A longer file changes nothing either."""
+    """With one byte missing, only the last commit is lost. Bytes after the last commit change nothing."""
     with Cluster(tmp_path / "run", *SHAPE) as run:
         run.learner(step_s=0.0)
-        run.sampler(seed=7, slots=1, work_s=0.001, **KILOBYTE)  # one put a commit
+        run.sampler(seed=7, slots=1, work_s=0.001, **KILOBYTE)  # one put per commit
         run.until_acked(3)
         files, wal = killed_after_a_put(run, tmp_path / "files")
         for role in (*run.samplers(), *run.learners()):
-            role.kill()  # their patience would end before the cutting does
+            role.kill()  # they would give up before the last cut
         sampled, settings = run.sampled(), Settings.of(run.config)
         begun, end = wal.commits[-1]
         frames = [at for at in wal.frames if begun <= at < end]
@@ -75,7 +75,7 @@ def test_7_the_log_cut_at_every_byte_of_its_last_commit(
         assert full.state.position > before.state.position
         with cut_to(files, wal, begun) as folder:
             gone = {text.partition(":")[0] for text in lost_puts(folder, sampled)}
-        assert gone <= puts_behind(files, before.state.position), "a cut took more than the commit that it cut"
+        assert gone <= puts_behind(files, before.state.position), "a cut lost more than the commit that it cut"
         edges = {at + shift for at in (*frames, end) for shift in (-1, 0, 1, _FRAME_HEADER)}
         cuts = sorted(cut for cut in {*range(begun, end + 1, stride), *edges} if begun <= cut <= end)
         for cut in cuts:
@@ -86,7 +86,7 @@ def test_7_the_log_cut_at_every_byte_of_its_last_commit(
             core = recovered_at(files, wal, cut, settings)
             assert core.state == (full if cut == end else before).state
             assert conservation_residual(core.state) == 0
-        for tail in (b"\0" * 5000, wal.data[begun:end]):  # what a crash may leave behind the last commit
+        for tail in (b"\0" * 5000, wal.data[begun:end]):  # bytes that a crash may leave after the last commit
             with cut_to(files, wal, end, tail) as folder:
                 assert last_position(folder) == full.state.position
                 assert lost_puts(folder, sampled) == []
@@ -98,7 +98,7 @@ def test_7_the_log_cut_at_every_byte_of_its_last_commit(
 
 
 def killed_after_a_put(run: Cluster, copy: Path) -> tuple[Path, Wal]:
-    """Copies of store.db and its WAL as `kill -9` left them, a put and little else in the last commit."""
+    """Copies of store.db and its WAL after `kill -9`, with a put and little else in the last commit."""
     for _ in range(60):
         sent = len(acknowledged(run.sampled()))
         run.until(lambda sent=sent: len(acknowledged(run.sampled())) > sent + 5, "puts")
@@ -114,7 +114,7 @@ def killed_after_a_put(run: Cluster, copy: Path) -> tuple[Path, Wal]:
             if puts_behind(copy, before):
                 return copy, wal
         run.store.start()
-    pytest.fail("sixty kills, and never a put alone in the last commit")
+    pytest.fail("no kill of sixty left a put alone in the last commit")
 
 
 @contextlib.contextmanager
@@ -131,7 +131,7 @@ def cut_to(files: Path, wal: Wal, size_bytes: int, tail: bytes = b"") -> Iterato
 
 
 def recovered_at(files: Path, wal: Wal, size_bytes: int, settings: Settings) -> Core:
-    """The machine that a store would start from, had the WAL this size."""
+    """The state machine from which a store starts if the WAL is `size_bytes` long."""
 
     async def read(folder: Path) -> Core:
         log = Log(folder)
@@ -144,16 +144,16 @@ def recovered_at(files: Path, wal: Wal, size_bytes: int, settings: Settings) -> 
 
 
 def last_position(folder: Path) -> int:
-    """The newest record of the log; the log has no holes up to it."""
+    """The position of the newest record of the log; asserts that the log has no holes before it."""
     with contextlib.closing(sqlite3.connect(folder / "store.db")) as db:
-        db.execute("PRAGMA synchronous = OFF")  # closing takes the WAL in; the copy is thrown away
+        db.execute("PRAGMA synchronous = OFF")  # closing merges the WAL; the copy is discarded
         last, count, first = db.execute("SELECT MAX(position), COUNT(*), MIN(position) FROM log").fetchone()
     assert count == last - first + 1
     return last
 
 
 def puts_behind(files: Path, position: int) -> set[str]:
-    """Keys of the puts that the whole log holds behind `position`, as `lost_puts` writes them."""
+    """Keys of the puts that the whole log holds after `position`, in the format of `lost_puts`."""
     copy = files.parent / "whole"
     shutil.copytree(files, copy)
     try:

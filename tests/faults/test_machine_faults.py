@@ -1,4 +1,4 @@
-"""Faults of the machine around real processes without JAX: certificates that change, disks that fill, clocks."""
+"""Faults of the machine, with real processes without JAX: changed certificates, full and read-only disks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=
 def test_certificates_are_rotated_under_a_run_without_a_restart_of_its_callers(
     tmp_path: Path, certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, note: Callable[[Row], None]
 ) -> None:
-    """A new CA and new certificates for all; the store begins again with them. Expired ones end it with the remedy."""
+    """All get a new CA and new certificates, and the store restarts. Expired ones end it with the remedy."""
     certificates.make(tmp_path / "made", [], 1)
     folder = tmp_path / "made" / tls.TLS_FOLDER
     monkeypatch.setenv(tls.TLS_VARIABLE, str(folder))
@@ -55,7 +55,7 @@ def test_certificates_are_rotated_under_a_run_without_a_restart_of_its_callers(
 
 
 def test_a_store_whose_disk_is_full_for_a_while(tmp_path: Path, note: Callable[[Row], None]) -> None:
-    """It ends with the cause, as often as it is started; when there is room it goes on where it was."""
+    """The store ends with the cause at every start; when there is room again it continues."""
     with disks.small_disk(tmp_path / "run" / "run", 32) as disk, Cluster(tmp_path / "run", *SMALL) as run:
         run.learner(step_s=0.0)
         run.sampler(work_s=0.01)

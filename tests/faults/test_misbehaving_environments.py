@@ -1,6 +1,6 @@
-"""Fault 14 in every way there is: each misbehaviour of an environment costs its member and is recorded by its cause.
+"""Fault 14: each misbehaviour of an environment costs its own member and is recorded with its cause.
 
-A real store, the members' loops of the roles and real episodes on the loop of a role; only the model is scripted.
+The store, the roles' loop and the episodes are real; only the model is scripted.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ V0 = Version(0, 0)
 
 
 class Model:
-    """Answers "a" to everything."""
+    """A model that answers "a" to every prompt."""
 
     async def generate(
         self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
@@ -53,7 +53,7 @@ class Model:
 
 
 class Feed:
-    """One prompt for each of `ways`, again and again when `endless`."""
+    """A feeder with one prompt for each of `ways`, repeated without end if `endless`."""
 
     def __init__(self, env: str, ways: list[str], *, endless: bool = False) -> None:
         self._env, self._ways, self._endless, self._at = env, ways, endless, 0
@@ -73,7 +73,7 @@ class Feed:
 
 
 def configured(env: str, groups: int, **store: Any) -> Config:
-    """One step of all `groups`, of two members each."""
+    """A config with one step of `groups` groups of two members."""
     schedule = ScheduleConfig(steps=1, groups_per_step=max(groups, 1), group_size=2, alpha=0.0)
     kept = {"lease_s": 3.0, "rpc_deadline_s": 2.0, "data_retries": 0, "infra_retries": 0, "dead_limit": 0} | store
     return Config(
@@ -83,7 +83,7 @@ def configured(env: str, groups: int, **store: Any) -> Config:
 
 @contextlib.asynccontextmanager
 async def store_of(run_dir: Path, config: Config, feed: Feed) -> AsyncIterator[StoreClient]:
-    """A store in this process, and its learner, which has published the first weights."""
+    """A store in this process whose learner has published the first weights."""
     configs_file = {"config": configs.to_dict(config), "created": 0.0, "words": []}
     (run_dir / "run.json").write_text(json.dumps(configs_file))
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -106,7 +106,7 @@ async def store_of(run_dir: Path, config: Config, feed: Feed) -> AsyncIterator[S
 
 
 async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, Any]) -> None:
-    """What a sampler plays, without an engine."""
+    """Run a sampler's tasks without an engine."""
     session = sessions.Session("sampler-0", args, ScoringPool(1), loop)
 
     async def body() -> None:
@@ -129,7 +129,7 @@ async def play(args: RoleArgs, loop: asyncio.AbstractEventLoop, seen: dict[str, 
 
 
 def run(run_dir: Path, config: Config, feed: Feed, over: Callable[[dict[str, Any]], bool]) -> tuple[dict, dict]:
-    """What `jaxroll inspect --json` and the sampler's counts say when the store's status is `over`."""
+    """The facts of `jaxroll inspect --json` and the sampler's counts once `over` is true of the store's status."""
     store_thread, role_thread = LoopThread("store"), LoopThread("sampler")
     seen: dict[str, Any] = {}
     args = RoleArgs(config, run_dir, None, 0)
@@ -178,7 +178,7 @@ def states(found: dict) -> Counter[str]:
 def test_each_misbehaviour_costs_its_member_and_is_counted_by_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Among as many fair questions, all of which are answered."""
+    """Half of the questions are ordinary, and all of these are answered."""
     monkeypatch.setattr(env_calls, "CANCEL_GRACE_S", 0.5)
     ways = [*ON_THE_LOOP, *CLOSES]
     feed = Feed(NAME.format("misbehaving"), [way for bad in ways for way in (bad, "fair")])
@@ -211,7 +211,7 @@ def test_a_run_whose_environment_always_fails_ends_naming_it(tmp_path: Path, way
     feed = Feed(NAME.format("misbehaving"), [way], endless=True)
     found, _ = run(tmp_path, config, feed, lambda status: bool(status["closed"]))
     assert NAME.format("misbehaving") in found["closed"] and WAYS[way][1] in found["closed"]
-    assert 10 <= states(found)["DEAD"] <= 40, "prompts are not used up"
+    assert 10 <= states(found)["DEAD"] <= 40, "the run used up too few or too many prompts"
 
 
 def test_an_environment_that_cancels_every_task_of_the_loop_ends_its_role_with_that_cause(

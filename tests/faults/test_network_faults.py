@@ -1,4 +1,4 @@
-"""Fault 9: sampler and store are parted for twice the lease time; and messages that are cut off or late."""
+"""Fault 9: a partition between sampler and store of twice the lease time; messages that are cut off or late."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 
 
 def test_9_a_partition_of_twice_the_lease_time_heals(tmp_path: Path, note: Callable[[Row], None]) -> None:
-    """The other sampler takes over what was leased; what the parted one brings late is refused, not lost or doubled."""
+    """The other sampler takes over the leases; late puts of the partitioned one are refused, not lost or doubled."""
     with Cluster(tmp_path / "run", *SMALL) as run, Proxy(store_of(run)) as proxy:
         learner = run.learner()
         run.until((run.run_dir / "store.addr").exists, "the store")
         address = proxy.address_file(tmp_path / "parted", run.run_dir)
         parted = run.sampler("sampler-0", seed=1, work_s=0.3, address_file=address)
         run.sampler("sampler-1", seed=2, work_s=0.3)
-        run.until(lambda: parted.said("put"), "a put of the sampler that will be parted")
+        run.until(lambda: parted.said("put"), "a put of the sampler that will be partitioned")
         run.until_acked(2)
         proxy.partition()
         held = {tuple(key) for row in parted.said("lease") for key in row["keys"]} - {*acknowledged(parted.rows)}
@@ -35,20 +35,20 @@ def test_9_a_partition_of_twice_the_lease_time_heals(tmp_path: Path, note: Calla
         proxy.heal()
         healed = time.monotonic()
         back = lambda: [r for r in parted.said("put") if r["at_s"] > healed and r["answer"] == "OK"]  # noqa: E731
-        run.until(back, "a put after the healing")
+        run.until(back, "a put after the partition")
         at = run.acked()
         run.until_acked(at + 2)
         assert learner.stop() == 0
         late = [row["answer"] for row in parted.said("put") if row["at_s"] > healed and tuple(row["key"]) in held]
-        assert late.count("OK") < len(held), "what was leased to others meanwhile was taken from the parted one too"
-        assert set(late) - {"OK"} or parted.said("lost"), "it was never told that it had lost its leases"
+        assert late.count("OK") < len(held), "puts of both samplers were accepted for the same leases"
+        assert set(late) - {"OK"} or parted.said("lost"), "it was not notified that it had lost its leases"
         timed_out = [row for row in parted.said("rpc") if row["outcome"] == "AioRpcError"]
-        assert timed_out, "no call ran into its deadline: they were not parted"
+        assert timed_out, "no call ran into its deadline: there was no partition"
         note(judge(run, "9 partition of twice the lease time", 1, went_on_from=at))
 
 
 def test_9_cut_and_late_messages_change_nothing(tmp_path: Path, note: Callable[[Row], None]) -> None:
-    """Connections broken in the middle of a put, thirty times, on a line that is also slow."""
+    """Thirty connections are cut during a put, on a connection that is also slow."""
     with Cluster(tmp_path / "run", *SMALL) as run, Proxy(store_of(run)) as proxy:
         learner = run.learner()
         run.until((run.run_dir / "store.addr").exists, "the store")

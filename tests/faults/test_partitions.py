@@ -1,7 +1,7 @@
-"""Fault 9 as a table: sampler or learner cut off from the store for longer than a lease, one way or both.
+"""Fault 9, partitions: sampler or learner cut off from the store for longer than a lease, in one direction or both.
 
-Nothing that was acknowledged is lost, no group is trained twice, and the store names the peer that it waits for. Last,
-a sampler that is cut off from the learner's weights alone.
+Nothing that was acknowledged is lost, no group is trained twice, and the store names the peer that it waits for. The
+last test cuts a sampler off from the learner's weights only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STALL_S = 1.0
 
 
 def started(run: Cluster, proxy: Proxy, who: str, folder: Path) -> None:
-    """A learner and a sampler, of which `who` speaks through the proxy, that have trained two steps."""
+    """Start a learner and a sampler, `who` behind the proxy, and wait until they have trained two steps."""
     run.until((run.run_dir / "store.addr").exists, "the store")
     address = proxy.address_file(folder, run.run_dir)
     run.learner(address_file=address if who == "learner" else None)
@@ -36,7 +36,7 @@ def started(run: Cluster, proxy: Proxy, who: str, folder: Path) -> None:
 
 
 def named(run: Cluster, who: str) -> bool:
-    """True if the store says that it waits for the peer that is cut off."""
+    """True if the store reports that it waits for the peer that is cut off."""
     return any(name.startswith(who) for name in run.status()["waits"])
 
 
@@ -81,7 +81,7 @@ def test_a_partition_that_does_not_heal_ends_the_run_with_the_missing_peer(tmp_p
 
 @pytest.mark.soak
 @pytest.mark.parametrize("direction", ["both", "up", "down"])
-def test_an_evaluator_that_is_cut_off_fails_at_its_deadline_and_holds_nobody_up(tmp_path: Path, direction: str) -> None:
+def test_an_evaluator_that_is_cut_off_fails_at_its_deadline_and_delays_no_role(tmp_path: Path, direction: str) -> None:
     with Cluster(tmp_path / "run", *SMALL) as run, Proxy(store_of(run)) as proxy:
         started(run, proxy, "evaluator", tmp_path / "cut")
         evaluator = BlockingStore(
@@ -112,7 +112,7 @@ ALPHA, CUT_AT, STEPS = 2, 3, 20
 def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_waits(
     tmp_path: Path, note: Callable[[Row], None], direction: str
 ) -> None:
-    """Real roles. Only the line of the weights is cut: the sampler leases, renews and puts as before."""
+    """Only the weights are cut off, with real roles: the sampler leases, renews and puts as before."""
     small = {"learner__micro_rows": 2, "task__env": "tests.harness.envs.faulty:coin", "transfer__deadline_s": 3,
              "store__lease_s": 4, "store__rpc_deadline_s": 3, "store__stall_s": STALL_S}  # fmt: skip
     shape = {"schedule__alpha": ALPHA, "schedule__steps": STEPS}
@@ -121,24 +121,24 @@ def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_wai
         Courier(run.tap) as carrier,
         Proxy(lambda: carrier.upstream) as proxy,
     ):
-        carrier.address = proxy.address  # as which the sampler is told of the learner's
+        carrier.address = proxy.address  # the sampler receives this as the learner's address
         run.learner()
         run.sampler()
         run.until_step(CUT_AT)
         proxy.partition(direction)
         cut_s, moved_s, seen = time.monotonic(), time.monotonic(), issued(run)
 
-        def stands_still() -> bool:
+        def stopped() -> bool:
             """True if no group was issued for twice a lease's time."""
             nonlocal moved_s, seen
             if (now := issued(run)) != seen:
                 moved_s, seen = time.monotonic(), now
             return time.monotonic() - moved_s >= 2 * run.config.store.lease_s
 
-        run.until(stands_still, "the end of what may be sampled with the old weights")
+        run.until(stopped, "the end of the groups that α admits with the old weights")
         assert time.monotonic() - cut_s >= 2 * run.config.store.lease_s
-        held, at = newest_flip(run), run.step_rows()[-1]["step"]
-        assert CUT_AT < at == held + ALPHA + 1 < STEPS, "it made all that the bound allows, and no more"
+        held, at = newest_version(run), run.step_rows()[-1]["step"]
+        assert CUT_AT < at == held + ALPHA + 1 < STEPS, "the sampler made fewer or more groups than the bound allows"
         assert all(process.poll() is None for process in run.processes.values()), run.logs()
         said = run.events("sampler-0")
         assert [text for text in said if text.startswith(f"weights 0.{at}: ")], said
@@ -147,8 +147,8 @@ def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_wai
         assert run.ended("learner") == 0, run.logs()
         assert run.ended("sampler-0") == 0, run.logs()
         assert f"weights 0.{at}: here at attempt" in " ".join(run.events("sampler-0"))
-        flips = flipped(run)
-        assert flips[flips.index(held) + 1] == at, f"after {held} the newest version follows: {flips}"
+        swapped = swapped_versions(run)
+        assert swapped[swapped.index(held) + 1] == at, f"after {held} the newest version follows: {swapped}"
         assert max(row["age_max"] for row in run.step_rows()) == ALPHA
         note(run.judge(f"9 weights cut off, {direction}", 1))
 
@@ -158,15 +158,15 @@ def issued(run: World) -> int:
     return run.query("SELECT COUNT(*) FROM groups")[0][0]
 
 
-def flipped(run: World) -> list[int]:
-    """The steps of the versions that the sampler has flipped to."""
+def swapped_versions(run: World) -> list[int]:
+    """The steps of the versions that the sampler has swapped in."""
     run.step_rows()
-    flips = (
+    rows = (
         row for row in run.rows if row["kind"] == "span" and row["what"] == "weight_swap" and row["role"] == "sampler-0"
     )
-    return [int(row["version"].partition(".")[2]) for row in flips]
+    return [int(row["version"].partition(".")[2]) for row in rows]
 
 
-def newest_flip(run: World) -> int:
-    """The step of the version that the sampler has."""
-    return flipped(run)[-1]
+def newest_version(run: World) -> int:
+    """The step of the sampler's current version."""
+    return swapped_versions(run)[-1]

@@ -1,9 +1,9 @@
-"""Failures that users of other stacks have published, as tests of ours. Each docstring names the public thread.
+"""Failures that users of other stacks have published, as tests of this one. Each docstring names the public thread.
 
-They play the store's core on a manual clock: what the store decides and logs is where each of them was lost. The same
-promises over real processes: learners killed in a step, between publish and ack, in a checkpoint (test_learner_faults),
-stores killed (test_store_killed), logs cut at every byte (test_log_cut), samplers killed (test_samplers), generations
-that fail or hang (test_environment_faults), partitions (test_network).
+The tests run the store's state machine on a manual clock, because its decisions and its log prevent each failure. Real
+processes have the same guarantees: learners killed in a step, between publish and ack, in a checkpoint
+(test_learner_faults), stores killed (test_store_killed), logs cut at every byte (test_log_cut), samplers killed
+(test_sampler_faults), generations that fail or hang (test_environment_faults), partitions (test_network_faults).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.harness.store.machine import Machine
 
 
 def trained(steps: int, durable: int, **rules) -> Machine:
-    """A run that trained so many steps, of which a checkpoint holds the first `durable`."""
+    """A run that trained `steps` steps, of which a checkpoint holds the first `durable`."""
     m = Machine(size=2, batch=2, alpha=2.0, **rules)
     m.start()
     for step in range(steps):
@@ -33,7 +33,7 @@ def trained(steps: int, durable: int, **rules) -> Machine:
 
 
 def filled(m: Machine, version: Version) -> None:
-    """Every group that the window admits is ready."""
+    """Make every group that the window admits ready."""
     try:
         m.fill(100, version)
     except NoCredit:
@@ -65,10 +65,10 @@ def test_a_step_counts_once_however_often_it_is_acknowledged_or_resumed() -> Non
     before = {step: m.state.batches[step].groups for step in (2, 3)}
     m.restart()
     version = m.start(Version(0, 2), session="L2")
-    assert m.state.acked == 2, "what the checkpoint lacks is to be trained again"
+    assert m.state.acked == 2, "steps after the checkpoint were not rewound"
     for step in (2, 3):
         batch = m.train(step, version.lineage, "L2")
-        assert batch.groups == before[step], "the same batch, which takes no new prompts"
+        assert batch.groups == before[step], "the repeated step has another batch"
     assert (m.state.acked, m.state.next_claim) == (4, 4)
     assert m.state.lengths.trained_members == 4 * 2 * 2
 
@@ -87,7 +87,7 @@ def test_a_dropped_stale_group_does_not_hold_the_data_position_back() -> None:
     assert m.state.expired == {"stale": 1}
     m.ask(rq.Durable("L", Version(0, 5)))
     cut = m.state.cuts["0.5"]
-    assert cut.ordinal == m.state.next_ordinal, "nothing before it is to come again"
+    assert cut.ordinal == m.state.next_ordinal, "the checkpoint's data position is behind"
     m.start(Version(0, 5), session="L2", fork="again")
     assert m.state.next_ordinal == cut.ordinal
 
@@ -104,7 +104,7 @@ def test_rollouts_that_wait_to_be_trained_survive_learner_and_store() -> None:
     assert sorted(m.claim(2, 0, "L2").groups) == ready[:2]
 
 
-def test_no_prompt_is_skipped_or_repeated_wherever_the_store_dies() -> None:
+def test_no_prompt_is_skipped_or_repeated_when_the_store_dies() -> None:
     """NeMo-RL 3599: prompts are skipped, as the data's position and the rollouts are saved at different moments."""
     m = trained(steps=4, durable=2)
     for cut in range(len(m.log) + 1):
@@ -129,8 +129,8 @@ def test_a_failed_generation_costs_its_member_and_not_the_worker(kind: str) -> N
     assert m.claim(0).groups == (first[0],)
 
 
-def test_a_straggler_does_not_hold_a_step_up_for_ever() -> None:
-    """NeMo-RL 3238: one member that never finishes holds the step up without an end."""
+def test_a_straggler_does_not_delay_a_step_forever() -> None:
+    """NeMo-RL 3238: one member that never finishes delays the step forever."""
     m = Machine(size=3, batch=1, alpha=0.0, straggler_deadline_s=60.0)
     m.start()
     keys = m.lease(3)
@@ -140,24 +140,24 @@ def test_a_straggler_does_not_hold_a_step_up_for_ever() -> None:
         m.claim(0)
     m.now += 61.0
     assert m.claim(0).groups == (keys[0][0],)
-    assert m.put(keys[2]) == "SURPLUS", "it is told that nobody needs it, and goes on"
+    assert m.put(keys[2]) == "SURPLUS", "the straggler's late put is surplus"
 
 
-def test_samples_wait_for_the_weights_that_they_lead_to() -> None:
-    """prime-rl 3050: batches run ahead of what the trainer has published; both ends then wait for one another."""
+def test_leases_wait_for_the_next_published_weights() -> None:
+    """prime-rl 3050: batches run ahead of the trainer's published weights, and both sides wait for each other."""
     m = Machine(size=1, batch=2, alpha=1.0, steps=6)
     m.start()
     for step in range(6):
         filled(m, Version(0, min(step, 5)))
         ahead = m.state.next_claim + sum(g.ready for g in m.state.open.values()) / 2 - step
-        assert ahead <= 2, "no more than α + 1 steps of samples before the next publication"
+        assert ahead <= 2, "more than α + 1 steps of samples before the next publication"
         m.train(step)
     assert m.state.acked == 6
 
 
 @pytest.mark.parametrize("stage", ["begin", "publish", "lease", "put", "claim"])
-def test_whatever_a_run_waits_for_is_named(stage: str) -> None:
-    """verl 5815: an asynchronous run hangs, and nothing says who waits for whom."""
+def test_the_store_names_what_a_run_waits_for(stage: str) -> None:
+    """verl 5815: an asynchronous run hangs, and no message names the process that it waits for."""
     m = Machine(size=1, batch=1, alpha=0.0)
     missing = {"begin": "learner", "publish": "learner", "lease": "samplers", "put": "S", "claim": "learner"}
     for name in ("begin", "publish", "lease", "put", "claim"):
@@ -175,7 +175,7 @@ def test_whatever_a_run_waits_for_is_named(stage: str) -> None:
 
 
 def test_staleness_is_counted_by_token_and_the_counts_add_up() -> None:
-    """slime 1781 and 2278: rollouts that span updates are counted as of one version, or not at all."""
+    """slime 1781 and 2278: rollouts across weight updates count as one version, or not at all."""
     m = Machine(alpha=1.0, batch=1, size=1, on_stale="mask", order="ready_first", steps=12)
     m.start()
     (key,) = m.lease(1)
@@ -187,13 +187,15 @@ def test_staleness_is_counted_by_token_and_the_counts_add_up() -> None:
     batch = m.claim(3)
     assert batch.groups == (key[0],)
     (claimed,) = [e for e in m.log if isinstance(e, ev.Claimed) and e.step == 3]
-    assert claimed.masked_tokens == 2 + 3, "of steps 0 and 1; those of 2 and 3 are young enough"
+    assert claimed.masked_tokens == 2 + 3, (
+        "the tokens of steps 0 and 1 are masked; those of 2 and 3 are within the bound"
+    )
     assert m.state.tokens_masked == 5
     assert m.state.tokens_put == 3 * 5 + 2 + 3 + 4 + 5
 
 
-def test_groups_are_in_one_state_each_through_all_of_it() -> None:
-    """All of the above: nothing is lost without a record, so the states add up to what was issued."""
+def test_every_group_is_in_exactly_one_state() -> None:
+    """All of the above: no group is lost without a record, so the states add up to the issued groups."""
     m = trained(steps=4, durable=2)
     m.restart()
     assert sum(counts(m.state).values()) == m.state.issued

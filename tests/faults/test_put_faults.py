@@ -1,4 +1,4 @@
-"""Faults of puts: one sent 1000 times (10), other bytes under the same key (11), versions that cannot be (17)."""
+"""Faults of puts: one sent 1000 times (10), other bytes under the same key (11), impossible versions (17)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness.cluster.scripted_sampler import finished
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 COPIES = 1000
-CALLS = protocol.CALLS_PER_CONNECTION - 4  # some room for what else goes over the connection
+CALLS = protocol.CALLS_PER_CONNECTION - 4  # leaves room for other calls on the connection
 CALL_S = 20.0
 SMALL = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=1", "schedule.steps=4",
          "store.lease_s=60", "store.rpc_deadline_s=20")  # fmt: skip
@@ -31,22 +31,22 @@ def member(key: Key, *runs: tuple[Version, int]) -> Member:
 
 
 async def at_once(hands: list[ByHand], copies: int, what: Member) -> set[str]:
-    """The answers to `copies` equal puts, spread over several connections and all under way together.
+    """The answers to `copies` equal puts, spread over several connections and in flight at the same time.
 
-    As many as a connection may have are calls of their own, which the store works on side by side; the others go as a
-    sampler's puts do, many in a call and one call after another.
+    On each connection, the first puts are separate concurrent calls, up to the limit; the others are sent as a sampler
+    sends them, many in a call and one call after another.
     """
     body = wire.encode(what)
     calls = AtOnce(wire.encode(PutCall((body,))))
     alone = [calls.put(hand) for hand in hands for _ in range(CALLS)]
     together = [hands[i % len(hands)].store.put(what) for i in range(copies - len(alone))]
     answers = await asyncio.wait_for(asyncio.gather(*alone, *together), LIMIT_S)
-    assert calls.most == len(alone) == CALLS * len(hands), "calls waited for one another"
+    assert calls.most == len(alone) == CALLS * len(hands), "calls waited for each other"
     return set(answers)
 
 
 class AtOnce:
-    """Puts of one member, each a call; `most` of them were under way at the same time."""
+    """Puts of one member, one per call; `most` is the largest number in flight at the same time."""
 
     def __init__(self, body: bytes) -> None:
         self._body, self._under_way, self.most = body, 0, 0
@@ -66,7 +66,7 @@ def puts_in_log(run: Cluster) -> int:
 
 
 def test_10_one_put_sent_a_thousand_times_counts_once(tmp_path: Path, note: Callable[[Row], None]) -> None:
-    """At once while its group is open, when it is claimed, and when its claim is durable."""
+    """They are sent while the group is open, again when it is claimed, and again when its claim is durable."""
 
     async def play(run: Cluster) -> None:
         async with run.by_hand("sampler-a") as a, run.by_hand("sampler-b") as b, run.by_hand("sampler-c") as c:
@@ -99,7 +99,7 @@ def test_10_one_put_sent_a_thousand_times_counts_once(tmp_path: Path, note: Call
 
 
 def test_11_the_same_key_with_other_bytes_is_a_conflict(tmp_path: Path, note: Callable[[Row], None]) -> None:
-    """Whatever became of the group meanwhile; what was put first is what is trained."""
+    """In every state of the group; the bytes that were put first are trained."""
 
     async def play(run: Cluster) -> int:
         refused = 0
@@ -123,7 +123,7 @@ def test_11_the_same_key_with_other_bytes_is_a_conflict(tmp_path: Path, note: Ca
                 with pytest.raises(Conflict):
                     await a.store.put(forged)
                 refused += 1
-            assert await a.put(member(keys[0], (version, 100))) == "OK", "the true bytes are still known"
+            assert await a.put(member(keys[0], (version, 100))) == "OK", "the first bytes are refused"
         return refused
 
     with Cluster(tmp_path / "run", *SMALL) as run:
@@ -137,7 +137,7 @@ def test_11_the_same_key_with_other_bytes_is_a_conflict(tmp_path: Path, note: Ca
 
 
 def test_17_a_version_that_cannot_be_is_refused(tmp_path: Path, note: Callable[[Row], None]) -> None:
-    """From the future, going back, of a lineage nobody opened: refused by name, and the lease stays good."""
+    """Versions from the future, going back, or of an unknown lineage are refused by name; the lease remains valid."""
 
     async def play(run: Cluster) -> int:
         async with run.by_hand("sampler-a") as a:

@@ -1,8 +1,8 @@
 """A learner killed at a random instant and resumed on another mesh: the same data in the same order, the same losses.
 
-Between meshes sums are taken in another order, so "the same" is up to float32 rounding; on one mesh it is bit for bit
-(test_exactness). The members are a function of their question, as there. The instant is another one every time; what a
-failure prints repeats it: JAXROLL_FAULT_SEED=N.
+Another mesh adds in another order, so losses are equal up to float32 rounding; on one mesh they are equal bit for bit
+(test_exact_resume). As there, members are a function of their question. The instant is random; a failure prints the
+JAXROLL_FAULT_SEED=N that repeats it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ OTHER_MESHES = {
     "data 4": ("learner.mesh.fsdp=1", "learner.mesh.data=4"),
     "one device": ("learner.mesh.fsdp=1",),
 }
-MINIBATCHES = {"tensor 2": 1, "data 4": 2, "one device": 1}  # with two the logged shuffle says which groups come first
-Curves = tuple[dict[int, dict], list[tuple]]  # the row of every step, and which groups it was given
+MINIBATCHES = {"tensor 2": 1, "data 4": 2, "one device": 1}  # with two, the logged shuffle decides the order
+Curves = tuple[dict[int, dict], list[tuple]]  # the row of every step, and its groups
 
 
 class Resumed(World):
-    """The same run again, as `--resume` with `overrides` has it."""
+    """The same run resumed with `overrides`, as `--resume` does."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         super().__init__(folder.with_name("scratch"))
@@ -57,7 +57,7 @@ def claims(run: World) -> list[tuple]:
 
 @pytest.fixture(scope="module", autouse=True)
 def four_devices() -> Iterator[None]:
-    """Of every learner: a supervisor forces as many as its mesh needs, and nobody supervises here."""
+    """Give every learner four devices: no supervisor runs here, which would force as many as the mesh needs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_NUM_CPU_DEVICES", "4")
         yield
@@ -65,7 +65,7 @@ def four_devices() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Curves]:
-    """What a run of so many minibatches does that nobody kills; each is run once."""
+    """A function for the curves of an undisturbed run with so many minibatches; each is run once."""
 
     @functools.cache
     def curves(minibatches: int) -> Curves:
@@ -79,7 +79,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Cur
 
 
 def chance() -> random.Random:
-    """Of this very run, or of the one that is to be repeated."""
+    """Random numbers from a new seed, or from JAXROLL_FAULT_SEED to repeat a run."""
     seed = int(os.environ.get("JAXROLL_FAULT_SEED") or secrets.randbelow(2**32))
     print(f"to repeat this: JAXROLL_FAULT_SEED={seed}")
     return random.Random(seed)
@@ -105,8 +105,8 @@ def test_killed_and_resumed_on_another_mesh(mesh: str, tmp_path: Path, undisturb
     last = {row["step"]: row for row in trained}
     assert sorted(last) == list(range(1, STEPS + 1))
     resumed = [row for row in trained if row["replayed"]]
-    # The claim that it died at makes step + 1; the one after it may have been asked for already (steps overlap).
-    assert resumed and resumed[-1]["step"] <= step + 2, "it went on from a checkpoint and was handed its claims again"
+    # The claim during which it died makes step + 1; the next one may have been requested already (steps overlap).
+    assert resumed and resumed[-1]["step"] <= step + 2, "it did not continue from a checkpoint with its old claims"
     for key, tolerance in (("loss", 2e-4), ("entropy", 2e-4), ("grad_norm", 2e-3)):
         want, got = (np.array([of[number][key] for number in sorted(rows)]) for of in (rows, last))
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=f"{key} on {mesh} {sizes}")

@@ -1,4 +1,4 @@
-"""Choosing what is trained, in runs of real processes: filtered groups are replaced, spare members are let go early."""
+"""Selection of groups in runs of real processes: filtered groups are replaced, surplus members are aborted early."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def test_every_third_prompt_is_rejected_and_replaced_in_a_synchronous_run(
         run.finish()
         trained = run.query("SELECT prompt_index FROM groups WHERE claim_step IS NOT NULL ORDER BY id")
         teaching = [index for index in range(100) if index % 3]
-        assert [index for (index,) in trained] == teaching[: 2 * STEPS], "no prompt that teaches was passed over"
+        assert [index for (index,) in trained] == teaching[: 2 * STEPS], (
+            "a prompt with a learning signal was passed over"
+        )
         rejected = run.query("SELECT prompt_index, state, reason FROM groups WHERE claim_step IS NULL ORDER BY id")
         assert {(state, reason) for _, state, reason in rejected} == {("EXPIRED", "filtered: rewards too alike")}
         assert [index for index, _, _ in rejected] == [index for index in range(trained[-1][0]) if index % 3 == 0]
@@ -49,14 +51,16 @@ def test_a_task_that_teaches_nothing_ends_the_run_and_says_so(tmp_path: Path) ->
         (closed,) = learner.said("closed")
         assert "pass_rate rejected 4 groups for claim 0" in closed["text"]
         assert "pass rate too high" in closed["text"]
-        assert run.query("SELECT COUNT(*) FROM groups WHERE state = 'EXPIRED'") in ([(4,)], [(5,)]), "one was in work"
+        assert run.query("SELECT COUNT(*) FROM groups WHERE state = 'EXPIRED'") in ([(4,)], [(5,)]), (
+            "one may have been in progress"
+        )
 
 
 def test_fail_slow_members_are_let_go_and_their_sampler_is_told_at_once(
     tmp_path: Path, note: Callable[[Row], None]
 ) -> None:
-    """Member 1 of every group takes a minute, one of three is redundant. Leases last a minute too: renewing every
-    twenty seconds would free no slot in this run, which needs each of them again and again."""
+    """Member 1 of every group takes a minute; one member of three is redundant. Leases last a minute too: an abort
+    that came only with their renewal, every twenty seconds, would free no slot in time."""
     shape = ("schedule.groups_per_step=2", "schedule.group_size=2", "schedule.alpha=0", f"schedule.steps={STEPS}",
              "schedule.redundant_members=1", "store.lease_s=60")  # fmt: skip
     with Cluster(tmp_path / "run", *shape) as run:
@@ -69,8 +73,10 @@ def test_fail_slow_members_are_let_go_and_their_sampler_is_told_at_once(
         assert surplus == [(group, 1) for group in range(2 * STEPS)]
         ended = {tuple(key) for row in sampler.said("ended") for key in row["keys"]}
         told = [{(group, 1, 1) for group in range(2 * steps)} for steps in (STEPS - 1, STEPS)]
-        assert told[0] <= ended <= told[1], "each is told; of the last step the end of the run may come first"
-        assert not sampler.said("lost"), "no renewal was waited for"
+        assert told[0] <= ended <= told[1], (
+            "a sampler was not notified (of the last step the end of the run may come first)"
+        )
+        assert not sampler.said("lost"), "a member was aborted only at a renewal"
         note(judge(run, "redundant members, one fails slow", 2 * STEPS, went_on_from=0))
         with closing(sqlite3.connect(run.run_dir / "store.db")) as db:
             assert replay_log(db).violations == []
@@ -80,7 +86,7 @@ def test_fail_slow_members_are_let_go_and_their_sampler_is_told_at_once(
 def test_no_sampler_takes_everything_while_another_is_idle(
     tmp_path: Path, note: Callable[[Row], None], replicate: str
 ) -> None:
-    """Each of two could hold a whole step. The first one to come may have the first step to itself, but no other."""
+    """Each of two samplers could hold a whole step. The first may get all of the first step, but of no other."""
     shape = ("schedule.groups_per_step=4", "schedule.group_size=4", "schedule.alpha=0", f"schedule.steps={STEPS}",
              f"schedule.group_placement={replicate}")  # fmt: skip
     with Cluster(tmp_path / "run", *shape) as run:
@@ -88,7 +94,7 @@ def test_no_sampler_takes_everything_while_another_is_idle(
         run.learner(step_s=1.0)
         both = [run.sampler(name, slots=16, lease_wait_s=0.2, work_s=0.1) for name in ("sampler-0", "sampler-1")]
         turned_away = lambda one: any(row["reason"].startswith("window") for row in one.said("no credit"))  # noqa: E731
-        run.until(lambda: all(map(turned_away, both)), "two samplers that are there and have room")
+        run.until(lambda: all(map(turned_away, both)), "two samplers with free slots")
         run.allow(STEPS)
         run.finish()
         held = run.query("SELECT claim_step, group_id, holder, COUNT(*) FROM members JOIN groups ON id = group_id"

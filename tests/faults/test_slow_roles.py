@@ -1,4 +1,4 @@
-"""Slowness: a learner ten times slower (12), one member a hundred times slower (13)."""
+"""Slow roles: a learner ten times slower (12), one member a hundred times slower (13)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.harness.cluster.criteria import Row, judge
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 MEMBER_TOKENS = 4000
 MEMBER: dict[str, Any] = {"tokens_low": MEMBER_TOKENS // 2, "tokens_high": MEMBER_TOKENS}
-MEMBER_BYTES = 9 * MEMBER_TOKENS + 1000  # int32, uint8, float32, and the words around them
+MEMBER_BYTES = 9 * MEMBER_TOKENS + 1000  # int32, uint8, float32, and the fields around them
 
 
 @pytest.mark.parametrize("steps", [16, pytest.param(200, marks=pytest.mark.soak)])
 def test_12_a_learner_ten_times_slower_is_waited_for(tmp_path: Path, note: Callable[[Row], None], steps: int) -> None:
-    """Memory and disk stay within what the window and the checkpoints hold, and nobody is told anything but `wait`."""
+    """Memory and disk stay within the size of window and checkpoints, and samplers get no answer but `wait`."""
     shape = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=2", f"schedule.steps={2 * steps}",
              "store.rpc_deadline_s=5", "store.keep_trajectories_mb=0")  # fmt: skip
     with Cluster(tmp_path / "run", *shape) as run:
@@ -41,17 +41,19 @@ def test_12_a_learner_ten_times_slower_is_waited_for(tmp_path: Path, note: Calla
         run.finish()
         in_flight = (window + 2 * 3 + 3) * 4 * MEMBER_BYTES  # window, two claims until a checkpoint, one being trained
         assert max(retained) <= in_flight
-        assert max(disk) <= 3 * in_flight + 8 * 2**20, f"disk {max(disk)}"  # the WAL is taken in every 4 MB
+        assert max(disk) <= 3 * in_flight + 8 * 2**20, f"disk {max(disk)}"  # the WAL is merged every 4 MB
         assert max(memory) <= memory[0] + 2 * in_flight + 8 * 2**20, f"memory grew from {memory[0]} to {max(memory)}"
         assert {row["answer"] for row in run.sampled() if row["kind"] == "put"} == {"OK"}
         assert not [row for sampler in samplers for row in sampler.said("refused")]
-        assert any(sampler.said("no credit") for sampler in samplers), "nobody ever waited: nothing was slow"
+        assert any(sampler.said("no credit") for sampler in samplers), (
+            "no sampler ever waited: the learner was not slow"
+        )
         note(judge(run, "12 learner ten times slower", 1, went_on_from=steps))
 
 
 @pytest.mark.parametrize("policy", ["shrink", "wait"])
 def test_13_one_member_a_hundred_times_slower(tmp_path: Path, note: Callable[[Row], None], policy: str) -> None:
-    """Every fourth group has one. `shrink` closes those groups with three members, `wait` waits; none is skipped."""
+    """Every fourth group has one. `shrink` closes these groups with three members, `wait` waits; none is skipped."""
     shape = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=8",
              f"schedule.straggler={policy}", "schedule.straggler_deadline_s=2", "store.lease_s=3",
              "store.rpc_deadline_s=2")  # fmt: skip

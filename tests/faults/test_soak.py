@@ -1,4 +1,4 @@
-"""The soak: four samplers, one learner, and somebody is killed every few seconds; ten minutes, or JAXROLL_SOAK_S."""
+"""Soak test: four samplers, one learner, and a kill every few seconds, for ten minutes or JAXROLL_SOAK_S."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.harness.cluster.scripted_store import StoreOrders
 SOAK_S = float(os.environ.get("JAXROLL_SOAK_S", "600"))
 SHAPE = ("schedule.groups_per_step=4", "schedule.group_size=4", "schedule.alpha=1", "schedule.steps=100000",
          "store.lease_s=6", "store.rpc_deadline_s=4")  # fmt: skip
-BUDGET_BYTES = 16 * 2**20  # of old records, and of ended trajectories: reached within the soak
-QUESTIONS = 1000  # of the dataset; the store remembers how hard each was, so all must have been seen by minute two
-REFERENCE = (0.05, 0.25)  # the life of the store that lives through minute two of ten, as parts of the soak
+BUDGET_BYTES = 16 * 2**20  # for old records, and for ended trajectories: reached within the test
+QUESTIONS = 1000  # in the dataset; the store remembers each one's difficulty, so all must occur by minute two
+REFERENCE = (0.05, 0.25)  # shares of the test: one store process runs from here to there, through minute two of ten
 MINUTE_TWO = (0.1, 0.2)
-LAST = 0.75  # from here on the store lives to the end
+LAST = 0.75  # from here on the store is not killed
 
 pytestmark = pytest.mark.process
 
 
 @dataclass
 class Watch:
-    """What was seen of the store: (seconds since the soak began, age of its life, life, resident bytes, disk bytes)."""
+    """Samples of the store: (seconds of the test, age of the process in s, its number, resident bytes, disk bytes)."""
 
     began: float = field(default_factory=time.monotonic)
     born: float = 0.0
@@ -40,11 +40,11 @@ class Watch:
     moved: float = field(default_factory=time.monotonic)
 
     def new_life(self) -> None:
-        """The store was started just now."""
+        """Note that the store was started just now."""
         self.born, self.life = time.monotonic(), self.life + 1
 
     def look(self, run: Cluster) -> float:
-        """Seconds since the soak began; takes a sample, if the last is a second old."""
+        """Take a sample if the last is a second old; return the seconds since the start of the test."""
         now = time.monotonic()
         if run.acked() > self.step:
             self.step, self.moved = run.acked(), now
@@ -58,10 +58,10 @@ class Watch:
         return time.monotonic() - self.moved
 
     def memory_growth(self, soak_s: float) -> float:
-        """The greatest memory of the last life over the greatest of minute two, from the same age of a life on.
+        """The largest memory of the last process over the largest of minute two, from the same age of a process on.
 
-        A young store holds less than an old one, so lives are compared from the age that the reference had when minute
-        two began; nothing of the last life after that age is left out.
+        A young store holds less than an old one, so processes are compared from the age that the reference had when
+        minute two began; every later sample of the last process counts.
         """
         first, last = (part * soak_s for part in MINUTE_TWO)
         minute_two = [(age, rss) for t, age, _, rss, _ in self.samples if first <= t < last]
@@ -71,7 +71,7 @@ class Watch:
 
 
 def kills(soak_s: float, every_s: float, seed: int) -> Iterator[tuple[float, str]]:
-    """(when, whom): samplers and the learner all the time; the store except in the two lives that are compared."""
+    """(time, role) of each kill: samplers and the learner at any time, the store outside of the two compared runs."""
     chance, at = random.Random(seed), 2.0
     while at < soak_s:
         part = at / soak_s
@@ -82,7 +82,7 @@ def kills(soak_s: float, every_s: float, seed: int) -> Iterator[tuple[float, str
 
 
 def soak(run: Cluster, soak_s: float, every_s: float) -> tuple[Watch, Counter[str]]:
-    """Play the kills; every victim comes back at once. Fails when no step is made for a minute."""
+    """Kill the roles and restart each at once. Fail if no step is made for a minute."""
     run.learner(step_s=0.05)
     for i in range(4):
         run.sampler(f"sampler-{i}", seed=i, work_s=0.05, tokens_high=1500, fails=0.01)
@@ -98,7 +98,7 @@ def soak(run: Cluster, soak_s: float, every_s: float) -> tuple[Watch, Counter[st
 
 
 def revive(role: Role, watch: Watch) -> None:
-    """Kills, and starts again."""
+    """Kill the role and start it again."""
     role.kill()
     role.start()
     if role.name == "store":
@@ -115,7 +115,7 @@ def revive(role: Role, watch: Watch) -> None:
 def test_a_run_outlives_random_kills(
     tmp_path: Path, note: Callable[[Row], None], capsys: pytest.CaptureFixture[str], soak_s: float, every_s: float
 ) -> None:
-    """Nothing acknowledged is lost, nothing is trained twice; over ten minutes neither memory nor disk grows."""
+    """Nothing acknowledged is lost, no group is trained twice; over ten minutes neither memory nor disk grows."""
     orders = StoreOrders(questions=QUESTIONS, history_bytes=BUDGET_BYTES, keep_bytes=BUDGET_BYTES)
     with Cluster(tmp_path / "run", *SHAPE, orders=orders) as run:
         watch, killed = soak(run, soak_s, every_s)
@@ -136,18 +136,18 @@ def test_a_run_outlives_random_kills(
 
 
 def disk_bound(status: dict) -> int:
-    """Both budgets (a free page is used again, so the file is at most half empty), the WAL, rows for every group."""
+    """Bytes for both budgets (free pages are reused, so the file is at most half empty), WAL, rows of all groups."""
     return 2 * (2 * BUDGET_BYTES + status["retained_bytes"]) + 64 * 2**20 + 2000 * status["issued"]
 
 
 def figures(run: Cluster, watch: Watch, killed: Counter[str], status: dict, growth: float) -> str:
-    """What the report of a soak quotes."""
+    """Text with the figures of the test."""
     puts = [row for row in run.sampled() if row["kind"] == "put"]
     quarter = len(watch.samples) // 4
     disks = [max(sample[4] for sample in watch.samples[i * quarter : (i + 1) * quarter]) >> 20 for i in range(4)]
     rss = [max(sample[3] for sample in watch.samples[i * quarter : (i + 1) * quarter]) >> 20 for i in range(4)]
     return (
         f"\nsoak: {dict(killed)} killed; {run.acked()} steps, {status['lineage']} rewinds, {status['issued']} groups, "
-        f"{len(puts)} puts answered; expired {status['expired']}; store's memory by quarters {rss} MB, last life over "
-        f"minute two {growth:.3f}; disk by quarters {disks} MB"
+        f"{len(puts)} puts answered; expired {status['expired']}; store's memory by quarters {rss} MB, last process "
+        f"over minute two {growth:.3f}; disk by quarters {disks} MB"
     )

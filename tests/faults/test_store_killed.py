@@ -1,4 +1,4 @@
-"""Faults of the store itself: killed in the middle of appending (7) and of compacting (8), out of disk (16)."""
+"""Faults of the store: killed during an append (7) and a compaction (8), disk full (16)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=
 
 
 def kill_the_store(run: Cluster, kills: int, seed: int) -> None:
-    """`kill -9` after a few more puts and a random moment within the next commits; then a new life that is put to."""
+    """Kill the store at a random moment after a few puts, restart it, and wait for puts to the new process."""
     chance, pause = random.Random(seed), threading.Event()
     sampler = run.samplers()[0]
     for _ in range(kills):
@@ -37,7 +37,7 @@ def kill_the_store(run: Cluster, kills: int, seed: int) -> None:
 
 
 def end(run: Cluster, fault: str, at: int) -> Row:
-    """End a run of endless steps; every claim that was handed out more than once must have been the same."""
+    """End a run of endless steps and judge it; a claim that was handed out more than once must not have changed."""
     row = judge(run, fault, run.store.kills, went_on_from=at)
     different = [step for step, claims in replays(run.learned()).items() if any(c != claims[0] for c in claims)]
     assert different == [], f"claims that changed: {different}"
@@ -45,20 +45,20 @@ def end(run: Cluster, fault: str, at: int) -> Row:
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.soak)])
-def test_7_a_store_killed_in_mid_append(tmp_path: Path, note: Callable[[Row], None], kills: int) -> None:
+def test_7_a_store_killed_during_an_append(tmp_path: Path, note: Callable[[Row], None], kills: int) -> None:
     with Cluster(tmp_path / "run", *SMALL) as run:
         run.learner(step_s=0.0)
         for i in range(2):
             run.sampler(f"sampler-{i}", seed=i, work_s=0.01)
         kill_the_store(run, kills, seed=7)
-        note(end(run, "7 store killed in mid-append", 0))
+        note(end(run, "7 store killed during an append", 0))
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.soak)])
-def test_7_with_the_real_feeder_the_prompts_go_on_where_they_were(
+def test_7_with_the_real_feeder_no_prompt_is_skipped_or_repeated(
     tmp_path: Path, note: Callable[[Row], None], kills: int
 ) -> None:
-    """The questions are those of a pipeline that was never interrupted: none twice, none left out."""
+    """The questions are those of an uninterrupted pipeline: none twice, none left out."""
     with Cluster(tmp_path / "run", *SMALL, real_feeder=True) as run:
         run.learner()
         run.sampler(seed=1)
@@ -71,8 +71,8 @@ def test_7_with_the_real_feeder_the_prompts_go_on_where_they_were(
 
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.soak)])
 def test_8_a_store_killed_while_it_compacts(tmp_path: Path, note: Callable[[Row], None], kills: int) -> None:
-    """Killed whenever the parts of a snapshot are on disk and its mark is not yet: what came before still counts."""
-    # Few questions: in pieces of two, one a commit, those of a long run would take a minute to write.
+    """It is killed when a snapshot's parts are on disk but not its mark: the state from before remains valid."""
+    # Few questions: those of a long run, two per part and one part per commit, would take a minute to write.
     orders = StoreOrders(questions=20, compact_every=20, history_bytes=30_000, keep_bytes=100_000)
     with Cluster(tmp_path / "run", *SMALL, orders=orders) as run:
         run.learner(step_s=0.0)
@@ -82,7 +82,7 @@ def test_8_a_store_killed_while_it_compacts(tmp_path: Path, note: Callable[[Row]
         for _ in range(kills):
             at = run.acked()
             run.until_acked(at + 2)
-            run.until(lambda: unfinished_snapshots(run), "a snapshot that is being written", poll_s=0.001)
+            run.until(lambda: unfinished_snapshots(run), "an unfinished snapshot", poll_s=0.001)
             run.store.kill()
             caught += unfinished_snapshots(run)
             run.store.start()
@@ -94,7 +94,7 @@ def test_8_a_store_killed_while_it_compacts(tmp_path: Path, note: Callable[[Row]
 
 
 def unfinished_snapshots(run: Cluster) -> int:
-    """Snapshots newer than the newest whole one of which there are parts on disk."""
+    """The number of snapshots on disk in parts that are newer than the newest complete one."""
     return run.query(
         "SELECT COUNT(DISTINCT position) FROM snapshot_parts "
         "WHERE position > (SELECT COALESCE(MAX(position), 0) FROM snapshots)"
@@ -102,7 +102,7 @@ def unfinished_snapshots(run: Cluster) -> int:
 
 
 def test_16_a_full_disk_ends_the_store_by_name_and_loses_nothing(tmp_path: Path, note: Callable[[Row], None]) -> None:
-    """Files of the store may not grow any more (RLIMIT_FSIZE). With room again, the next store goes on."""
+    """RLIMIT_FSIZE keeps the store's files from growing. With room again, the next store process continues."""
     with Cluster(tmp_path / "run", *SMALL) as run:
         run.learner()
         for i in range(2):
@@ -111,7 +111,7 @@ def test_16_a_full_disk_ends_the_store_by_name_and_loses_nothing(tmp_path: Path,
         room = run.disk_bytes() + 200_000
         run.store.may_fail = True
         psutil.Process(run.store.process.pid).rlimit(resource.RLIMIT_FSIZE, (room, room))
-        run.until(lambda: not run.store.alive, "the end of a store that cannot write")
+        run.until(lambda: not run.store.alive, "the end of the store that cannot write")
         assert run.store.process.returncode == EXIT_FAILURE
         named = run.store.log_file.read_text()
         assert "store.db" in named

@@ -1,4 +1,4 @@
-"""Fault 19: two learners with one run id."""
+"""Fault 19: two learners with the same run id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SMALL = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=
 
 
 def test_19_a_second_learner_fences_the_first(tmp_path: Path, note: Callable[[Row], None]) -> None:
-    """The first is told why at its next word, and nothing of what it says afterwards counts."""
+    """The first learner is refused with the reason at its next call, and no later call of it has an effect."""
     with Cluster(tmp_path / "run", *SMALL) as run:
         run.allow(7)
         first = run.learner("learner-0")
@@ -32,7 +32,7 @@ def test_19_a_second_learner_fences_the_first(tmp_path: Path, note: Callable[[Ro
         assert "another learner began after this one" in first.said("error")[-1]["text"]
         began = second.said("begin")[0]
         assert began["durable"] == [0, 5]
-        assert began["version"] == [1, 5], "what the first trained after its checkpoint is trained again, in a new line"
+        assert began["version"] == [1, 5], "the steps after the checkpoint are not trained again in a new lineage"
         run.until(lambda: not run.roles["sampler-0"].alive, "the sampler's end")
         assert run.status()["durable"] == 20
         note(judge(run, "19 two learners with one run id", 1, went_on_from=7, errors=1))
