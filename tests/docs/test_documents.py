@@ -288,7 +288,7 @@ def test_the_algorithm_of_the_page_works(tmp_path: Path, monkeypatch: pytest.Mon
 def test_every_algorithm_and_every_key_of_it_has_its_place_in_the_page() -> None:
     fields = [field.name for field in dataclasses.fields(configs.LearnerConfig)]
     keys = fields[fields.index("algorithm") : fields.index("kl_estimator") + 1]
-    assert _first_words(ALGORITHMS, "What there is") == set(PRESETS)
+    assert _first_words(ALGORITHMS, "Available algorithms") == set(PRESETS)
     assert _first_words(ALGORITHMS, "Advantages") == {*ESTIMATORS, "best_worst"}
     assert _first_words(ALGORITHMS, "Keys") == set(keys)
 
