@@ -185,7 +185,7 @@ def give_way(environ: Mapping[str, str] = os.environ, autogroup: Path = _AUTOGRO
     """Lower the priority of this process and of its session to `environ[NICE_ENV]`; do nothing where it is unset.
 
     Call it before threads start: existing threads keep their priority. False when the session could not be lowered
-    because too many processes asked for that at once. ConfigError for a value that is no priority.
+    because too many processes asked for that at once. ConfigError for a value that is not a priority.
     """
     given = environ.get(NICE_ENV) or "0"
     if not given.isdecimal() or (wanted := int(given)) > LOWEST:

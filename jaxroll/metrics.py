@@ -28,7 +28,6 @@ from msgspec import Meta
 from jaxroll import migration
 from jaxroll.clock import unix_s
 from jaxroll.errors import ConfigError
-from jaxroll.protocols import Tracker
 
 MAX_LINE_BYTES = 4 * 2**20  # the store accepts no larger report
 MAX_READ_BYTES = 8 * 2**20  # per call of a follower, so that it does not block its caller for long
@@ -270,37 +269,6 @@ class TensorBoardTracker:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class Fanout:
-    """A tracker that passes every row to several trackers."""
-
-    def __init__(self, trackers: Iterable[Tracker]) -> None:
-        self._trackers = tuple(trackers)
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Log `row` to each tracker."""
-        for tracker in self._trackers:
-            tracker.log(row)
-
-    def close(self) -> None:
-        """Close each tracker."""
-        for tracker in self._trackers:
-            tracker.close()
-
-
-class CallTracker:
-    """A tracker that passes every row to a function, for tests and for roles that report through the store."""
-
-    def __init__(self, call: Callable[[Row], None]) -> None:
-        self._call = call
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Call the function with a copy of `row`."""
-        self._call(dict(row))
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 # --- schema: the fields of each kind that readers use; rows may have more fields

@@ -175,15 +175,6 @@ def test_writers_in_several_processes_never_split_a_line(tmp_path: Path) -> None
         assert [row["i"] for row in rows if row["who"] == who] == list(range(200))
 
 
-def test_fanout_gives_every_row_to_all(tmp_path: Path) -> None:
-    seen: list[dict] = []
-    path = tmp_path / "metrics.jsonl"
-    both = metrics.Fanout([metrics.CallTracker(seen.append), metrics.JsonlTracker(path)])
-    both.log({"a": 1})
-    both.close()
-    assert seen == metrics.read(path) == [{"a": 1}]
-
-
 def test_tensorboard_events_hold_the_scalars_of_known_kinds(tmp_path: Path) -> None:
     tracker = metrics.TensorBoardTracker(tmp_path / "tb")
     tracker.log({"role": "learner", "kind": "step", "step": 7, "t": 12.0, "loss": 0.5, "note": "x", "ok": True,

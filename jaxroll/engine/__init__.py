@@ -1,1 +1,20 @@
-"""Continuous batching: decode state, jitted prefill and decode programs, the engine, and a naive reference."""
+"""The inference engine: continuous batching of requests over a fixed number of slots and a paged KV cache.
+
+Read `engine` first (the public interface), then `scheduler` (which sequences run, in which slots and pages) and
+`programs` (the jitted programs).
+
+    requests         requests, results and commands
+    engine           the engine: one thread steps it, any thread sends commands
+    scheduler        slots and pages of sequences, preemption, order of prefills (pure)
+    sequence         the scheduler's values: sequences, limits, prefill chunks
+    block_allocator  free pages and reference counts (pure)
+    prefix_cache     shared prefixes of prompts (pure)
+    work             executes the schedule on the device
+    device           device state, and one dispatch per operation
+    packets          host arrays of requests and reports, one transfer each way
+    programs         jitted prefill, insert, decode and page moves
+    ledger           the tokens of running requests on the host
+    stats            counters and latencies
+    naive            generation without cache and batch, the reference for tests
+    jetstream, jetstream_programs   an adapter with JetStream's interface
+"""

@@ -1,7 +1,7 @@
 """Device side of an engine: its state and the operations on it.
 
-Every call dispatches one program and returns at once; `Dispatch.report` waits for what a decode has done: the only
-transfer from device to host, one array a dispatch (and a request's pages, when it gives them away).
+Every call dispatches one program and returns at once. `Dispatch.report` waits for a decode and its report, which is one
+array per dispatch. The only other transfer to the host is that of a preempted request's pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, eq=False)
 class SavedPages:
-    """The cache content of one request; `tokens` of it count. The copy to the host is under way."""
+    """The cache content of one request, of which `tokens` tokens are valid. The copy to the host may still run."""
 
     pages: programs.Pages
     tokens: int
@@ -39,13 +39,13 @@ class SavedPages:
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """A decode under way."""
+    """A dispatched decode."""
 
     array: jax.Array
     chunk: int
 
     def report(self) -> packets.Report:
-        """Wait for it."""
+        """Wait for the decode and return its report."""
         return packets.read_report(np.asarray(self.array), self.chunk)
 
 
@@ -60,7 +60,7 @@ class Device:
         self._programs = programs.build(spec, mesh, rules, sizes, attention)
         self._state = self._programs.empty()
         self._seed = self._placed(jax.random.key(seed))
-        # Each placed once: fresh ones would be one more host-to-device copy in every dispatch.
+        # Kept on the device by value, because new arrays would need a host-to-device copy in every dispatch.
         self._limits: dict[tuple[int, int], jax.Array] = {}
         self.set_tables([()] * sizes.slots)
         self._dtypes: dict[str, np.dtype] | None = None
@@ -69,23 +69,23 @@ class Device:
     # --- prompts and requests
 
     def prefill(self, params: Params, fresh: bool, bucket: int, rows: Sequence[packets.PrefillRow]) -> None:
-        """Compute prompt tokens into pages. `fresh` rows begin at position 0 and see nothing before them."""
+        """Compute prompt tokens into pages. `fresh` rows begin at position 0 and have no earlier tokens."""
         packed = packets.pack_prefill(bucket, rows, self._sizes)
         self._state = self._programs.prefill[fresh, bucket](params, self._state, packed)
 
     def insert(self, entries: Sequence[tuple]) -> None:
-        """Start requests whose prompts are in the cache: see `packets.pack_inserts`."""
+        """Start requests whose prompts are in the cache; for `entries` see `packets.pack_inserts`."""
         for some in _batches(entries, self._sizes.inserts):
             packed = packets.pack_inserts(some, self._sizes)
             self._state = self._programs.insert(self._seed, self._state, packed)
 
     def restore(self, entries: Sequence[tuple]) -> None:
-        """Go on with requests whose prompts and tokens are in the cache: see `packets.pack_restores`."""
+        """Continue requests whose prompts and tokens are in the cache; for `entries` see `packets.pack_restores`."""
         for some in _batches(entries, self._sizes.inserts):
             self._state = self._programs.restore(self._state, packets.pack_restores(some, self._sizes))
 
     def copy(self, copies: Sequence[Sequence[int]]) -> None:
-        """Copy pages: (shard, from, to)."""
+        """Copy pages; each entry of `copies` is (shard, from, to)."""
         for some in _batches(copies, self._sizes.inserts):
             self._state = self._programs.copy(self._state, packets.pack_copies(some, self._sizes))
 
@@ -98,21 +98,21 @@ class Device:
     # --- pages
 
     def set_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """The pages of every slot, in order."""
+        """Set the pages of every slot, in order."""
         packed = np.zeros((self._sizes.slots, self._sizes.table), np.int32)
         for into, table in zip(packed, tables, strict=True):
             into[: len(table)] = table
         self._tables = jax.device_put(packed, self._programs.tables)
 
     def save(self, shard: int, table: Sequence[int], tokens: int) -> SavedPages:
-        """The pages of a request that must give them away: they may be written again at once."""
+        """Copy the pages of a preempted request to the host; the pages may be reused at once."""
         pages = self._programs.save(self._state, self._place(shard, table, fill=0))
         for leaf in jax.tree.leaves(pages):
             leaf.copy_to_host_async()
         return SavedPages(pages, tokens)
 
     def load(self, shard: int, table: Sequence[int], saved: SavedPages) -> None:
-        """Put saved pages back, wherever there is room now."""
+        """Copy saved pages back into the pages of `table`."""
         held = -(-saved.tokens // self._sizes.page_tokens)
         place = self._place(shard, list(table)[:held], fill=self._sizes.shard_pages)
         self._state = self._programs.load(self._state, place, jax.tree.map(np.asarray, saved.pages))
@@ -125,7 +125,7 @@ class Device:
     # --- tokens
 
     def decode(self, params: Params, steps: int, until_idle: int | None) -> Dispatch:
-        """Up to `steps` ≤ `Sizes.chunk` steps, fewer once `until_idle` slots (1 … S) are idle, or all are."""
+        """Dispatch up to `steps` ≤ `Sizes.chunk` steps; they stop early once `until_idle` (1 … S) slots are idle."""
         wanted = steps, _NEVER if until_idle is None else until_idle
         if wanted not in self._limits:
             self._limits[wanted] = self._placed(np.array(wanted, np.int32))
@@ -174,7 +174,7 @@ class Device:
         return self._programs.compiled() - self._warm if self._warm else 0
 
     def check(self, params: Params) -> None:
-        """TransferError if `params` would not run in the compiled programs: says which parameter and why."""
+        """Raise TransferError, with the parameter and the reason, if `params` do not fit the compiled programs."""
         wanted = self._programs.params
         if params.keys() != wanted.keys():
             differing = sorted(params.keys() ^ wanted.keys())
@@ -184,7 +184,7 @@ class Device:
             if leaf.shape != self._shapes[name]:
                 raise TransferError(f"parameter {name} has shape {leaf.shape}, the model has {self._shapes[name]}")
             if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-                raise TransferError(f"parameter {name} lies as {leaf.sharding}, this engine needs {sharding}")
+                raise TransferError(f"parameter {name} has {leaf.sharding}, this engine needs {sharding}")
             if known is not None and leaf.dtype != known[name]:
                 raise TransferError(f"parameter {name} is {leaf.dtype}, this engine is compiled for {known[name]}")
 
@@ -213,7 +213,7 @@ def choose_kernels(
 ) -> choice.Serving:
     """The implementations for fresh prompts and for decoding; ConfigError when a named one cannot work on `mesh`.
 
-    Prompts are judged by the largest bucket; shorter ones are padded to the kernel's block.
+    The choice for prompts depends on the largest bucket; shorter prompts are padded to the kernel's block.
     """
     site = choice.Site(spec, layout.platform(mesh), mesh.shape["tensor"], sizes.buckets[-1])
     return choice.Serving(

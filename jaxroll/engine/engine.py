@@ -1,9 +1,9 @@
-"""The engine: continuous batching of requests over a fixed number of slots and a paged cache.
+"""The engine: continuous batching of requests over a fixed number of slots and a paged KV cache.
 
-One thread calls `step`, which applies the commands that arrived, computes prompts, starts requests in free slots, runs
-one decode dispatch and delivers what ended. Commands (`add`, `abort`, `suspend`, `resume`, `swap`) come from any thread
-through a queue and take effect between two dispatches; they never block. `on_done` is called by the stepping thread,
-outside any lock, while the next dispatch is under way; it must neither block nor raise.
+One thread calls `step`, which applies queued commands, computes prompts, starts requests in free slots, runs one decode
+dispatch and delivers finished requests. Any thread may send commands (`add`, `abort`, `suspend`, `resume`, `swap`);
+they go through a queue, take effect between two dispatches and never block. `on_done` is called by the stepping
+thread, outside any lock, while the next dispatch runs; it must neither block nor raise.
 """
 
 from __future__ import annotations
@@ -40,44 +40,73 @@ from jaxroll.sharding.layout import Rules
 
 
 class Engine:
-    """Slots, a cache and a queue on one mesh. Construction allocates; `warmup` compiles; `swap` brings weights.
+    """Slots, a KV cache and a queue on one mesh. Construction allocates; `warmup` compiles; `swap` sets the weights.
 
     `slots` requests run at once, each with up to `max_tokens` positions in the cache. A prefill computes `prefill_rows`
     prompts, or chunks of longer ones, of up to the largest of `prefill_buckets` tokens; `prefill_budget` tokens (0: one
-    prefill) are computed between two dispatches. A dispatch decodes up to `decode_chunk` tokens a slot. `refill` is how
-    many slots must be free, while requests wait, before some are given away: a dispatch ends early as soon as that many
-    are, so a large `decode_chunk` leaves no slot idle for long.
+    prefill) are computed between two dispatches. A dispatch decodes up to `decode_chunk` tokens per slot. While
+    requests wait, new ones start only when `refill` slots are free, and a dispatch stops early once that many are, so
+    that a large `decode_chunk` does not leave slots idle.
 
-    The cache has `cache_pages` pages of `page_tokens` tokens; 0 gives every slot its longest request's. With fewer,
-    requests take pages as they grow; when none is left the one that came last waits, its pages kept on the host, and
-    goes on later with the same tokens.
+    The cache has `cache_pages` pages of `page_tokens` tokens; 0 reserves the pages of the longest request for every
+    slot. With fewer pages, requests take them as they grow. When none is free, the last request to arrive is preempted:
+    its pages are copied to the host, and it continues later with the same tokens.
 
     `weight_swap` decides what happens to running requests when weights change. `keep_kv`: they continue with the new
     weights over the old KV cache. `reprefill`: they continue after their KV cache is recomputed with the new weights.
     `restart`: they start over. `drain`: the swap waits until they have finished, and no other request starts meanwhile.
 
-    Requests may have a repetition penalty only with `penalties`, say what is allowed next only with `masks` (both take
-    memory of the device), and have stop strings only with `decode`, the tokenizer's.
+    Requests may have a repetition penalty only with `penalties`, a token mask only with `masks` (both need device
+    memory), and stop strings only with `decode`, the tokenizer's function.
 
-    `prefill_attention` and `paged_attention` name implementations (`kernels.choice`); `attention` says what was taken.
+    `prefill_attention` and `paged_attention` name implementations (`kernels.choice`); `attention` holds the choice.
     """
 
     def __init__(
-        self, spec: ModelSpec, mesh: Mesh, rules: Rules, *, slots: int, max_tokens: int, prefill_rows: int,
-        prefill_buckets: Iterable[int], decode_chunk: int, seed: int, weight_swap: WeightSwap = "keep_kv",
-        refill: int | None = None, insert_rows: int | None = None, max_stops: int = 4, page_tokens: int = 0,
-        cache_pages: int = 0, prefill_budget: int = 0, penalties: bool = False, masks: bool = False,
-        decode: Callable[[list[int]], str] | None = None, clock: Callable[[], float] = unix_s,
-        prefill_attention: str = AUTO, paged_attention: str = AUTO,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ModelSpec,
+        mesh: Mesh,
+        rules: Rules,
+        *,
+        slots: int,
+        max_tokens: int,
+        prefill_rows: int,
+        prefill_buckets: Iterable[int],
+        decode_chunk: int,
+        seed: int,
+        weight_swap: WeightSwap = "keep_kv",
+        refill: int | None = None,
+        insert_rows: int | None = None,
+        max_stops: int = 4,
+        page_tokens: int = 0,
+        cache_pages: int = 0,
+        prefill_budget: int = 0,
+        penalties: bool = False,
+        masks: bool = False,
+        decode: Callable[[list[int]], str] | None = None,
+        clock: Callable[[], float] = unix_s,
+        prefill_attention: str = AUTO,
+        paged_attention: str = AUTO,
+    ) -> None:
         page_tokens = page_size(page_tokens, max_tokens)
         inserts = insert_rows or max(prefill_rows, min(slots // 2, 16))
-        refill = refill or max(1, slots // 6)  # while work waits at least 5 of 6 slots are busy in every step
+        refill = refill or max(1, slots // 6)  # while requests wait, at least 5 of 6 slots are busy in every step
         shards = kv.shards_of(slots, mesh, rules) if slots > 0 else 1
         sizes = Sizes(
-            slots, max_tokens, prefill_rows, inserts, tuple(sorted(set(prefill_buckets))), decode_chunk, max_stops,
-            page_tokens, -(-cache_pages // shards), max(2 * prefill_rows, 16), shards, penalties, masks,
-        )  # fmt: skip
+            slots,
+            max_tokens,
+            prefill_rows,
+            inserts,
+            tuple(sorted(set(prefill_buckets))),
+            decode_chunk,
+            max_stops,
+            page_tokens,
+            -(-cache_pages // shards),
+            max(2 * prefill_rows, 16),
+            shards,
+            penalties,
+            masks,
+        )
         _check_sizes(sizes, weight_swap)
         budget = prefill_budget or prefill_rows * sizes.buckets[-1]
         limits = Limits(prefill_rows, inserts, refill, sizes.buckets, page_tokens, budget, reserve=not cache_pages)
@@ -91,7 +120,7 @@ class Engine:
         self._next: requests.Swap | None = None  # a swap that waits for running requests to end
         self._stats = EngineStats()
         self._commands: queue.SimpleQueue[requests.Command] = queue.SimpleQueue()
-        self._ids: set[int] = set()  # of the requests that entered and have not left
+        self._ids: set[int] = set()  # of the requests in the engine
         self._ids_lock = threading.Lock()
         self._ended: list[tuple[requests.Add, Result]] = []  # not delivered yet
         self.latencies = Latencies()
@@ -100,7 +129,7 @@ class Engine:
 
     @property
     def version(self) -> Version | None:
-        """The version that tokens are drawn at now; None before the first swap took effect."""
+        """The version of the weights in use; None before the first swap took effect."""
         return self._stats.version
 
     def stats(self) -> EngineStats:
@@ -108,12 +137,15 @@ class Engine:
         return self._stats
 
     def add(self, request: Request, on_done: OnDone) -> None:
-        """Queue `request`; `on_done` gets its `Result`. DataError, here and now, if it could never be served."""
+        """Queue `request`; `on_done` gets its `Result`. Raises DataError at once if it can never be served."""
         sizes = self._sizes
         requests.check(
-            request, max_tokens=sizes.max_tokens, max_stops=sizes.max_stops, vocab_size=self._vocab_size,
+            request,
+            max_tokens=sizes.max_tokens,
+            max_stops=sizes.max_stops,
+            vocab_size=self._vocab_size,
             able=self._able,
-        )  # fmt: skip
+        )
         with self._ids_lock:
             if request.id in self._ids:
                 raise DataError(f"request {request.id} is in the engine already: an id is unique while it is in use")
@@ -121,9 +153,9 @@ class Engine:
         self._commands.put(requests.Add(request, on_done, self._clock()))
 
     def abort(self, id: int, keep: bool) -> None:
-        """End request `id`: with `keep` deliver its tokens so far (finish "abort"), else deliver nothing.
+        """End request `id`: with `keep` deliver its tokens so far (finish "abort"), otherwise deliver nothing.
 
-        A request that has ended meanwhile is left alone.
+        This has no effect on a request that has ended meanwhile.
         """
         self._commands.put(requests.Abort(id, keep))
 
@@ -132,13 +164,13 @@ class Engine:
         self._commands.put(requests.Suspend())
 
     def resume(self) -> None:
-        """Go on after `suspend`."""
+        """Continue after `suspend`."""
         self._commands.put(requests.Resume())
 
     def swap(self, version: Version, params: Params) -> None:
-        """Draw at `version` from the next dispatch on, or once drained. TransferError if `params` do not fit.
+        """Use `params`, which are `version`, from the next dispatch on (with `drain`: when no request runs).
 
-        Of two swaps that both wait for draining the later one counts.
+        TransferError if `params` do not match the engine. If two swaps wait for draining, the later one is used.
         """
         self._device.check(params)
         self._commands.put(requests.Swap(version, params))
@@ -146,11 +178,11 @@ class Engine:
     # -------------------------------------------------------------------------------------- by the stepping thread
 
     def warmup(self, params: Params, progress: Progress | None = None) -> None:
-        """Compile every program for parameters like `params`; `progress` gets the program and its seconds."""
+        """Compile every program for parameters like `params`; `progress` gets each program and its duration."""
         self._device.warmup(params, progress)
 
     def step(self) -> bool:
-        """Do what there is to do, up to one decode dispatch; False if there was nothing to decode."""
+        """Apply commands and run up to one decode dispatch; return False if there was nothing to decode."""
         self._apply_commands()
         self._swap_if_due()
         working = self._params is not None and not self._stats.suspended and self._generate(self._params)
@@ -158,9 +190,11 @@ class Engine:
             self._deliver()
             self.latencies.idle()
         self._stats = replace(
-            self._stats, queue_depth=len(self._scheduler.waiting), active=self._scheduler.active,
+            self._stats,
+            queue_depth=len(self._scheduler.waiting),
+            active=self._scheduler.active,
             compiles=self._device.compiles(),
-        )  # fmt: skip
+        )
         return working
 
     # -------------------------------------------------------------------------------------------------- commands
@@ -191,8 +225,11 @@ class Engine:
             scheduler.held = True
             return
         scheduler.held = False
-        discarded = self._work.swap_weights(swap.version, running=self._weight_swap in ("restart", "reprefill"),
-                                    forget_tokens=self._weight_swap == "restart")  # fmt: skip
+        discarded = self._work.swap_weights(
+            swap.version,
+            running=self._weight_swap in ("restart", "reprefill"),
+            forget_tokens=self._weight_swap == "restart",
+        )
         self._params, self._next = swap.params, None
         self._stats = replace(
             stats,
@@ -211,7 +248,7 @@ class Engine:
             self._deliver_partly(add, drawn)
 
     def _refuse(self) -> bool:
-        """True if a request ended because its `allowed` failed; it gets the error."""
+        """End requests whose `allowed` failed, with the error; return True if there were any."""
         refused = self._work.refused()
         for add, drawn, error in refused:
             self._is_aborted(add, drawn)
@@ -234,7 +271,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------------- one step
 
     def _generate(self, params: Params) -> bool:
-        """Compute, start, decode, deliver; False if no slot holds a request."""
+        """Compute prompts, start requests, decode, deliver; return False if no slot holds a request."""
         version = self._stats.version
         assert version is not None
         begun_s = self._clock()
@@ -250,7 +287,7 @@ class Engine:
         if self._refuse() and not self._scheduler.running:
             return True
         dispatch = self._device.decode(params, steps, self._scheduler.until_idle())
-        self._deliver()  # what ended in the dispatch before, while this one is under way
+        self._deliver()  # requests that ended in the previous dispatch, while this one runs
         asked_s = self._clock()
         report = dispatch.report()
         done_s = self._clock()
@@ -261,10 +298,17 @@ class Engine:
         self._ended = [self._work.take(slot, ended, done_s, version) for slot, ended in progressed.ended.items()]
         self._leave([add.request.id for add, _ in self._ended])
         self._stats = self._stats.after_dispatch(
-            report.steps, self._sizes.slots, progressed, filled, preempted, waits=bool(self._scheduler.waiting),
-            prefill_rows=self._sizes.rows, prefix_hits=self._scheduler.prefix_hits,
-            step_s=done_s - begun_s, device_s=done_s - asked_s,
-        )  # fmt: skip
+            report.steps,
+            self._sizes.slots,
+            progressed,
+            filled,
+            preempted,
+            waits=bool(self._scheduler.waiting),
+            prefill_rows=self._sizes.rows,
+            prefix_hits=self._scheduler.prefix_hits,
+            step_s=done_s - begun_s,
+            device_s=done_s - asked_s,
+        )
         return True
 
     def _deliver(self) -> None:
@@ -278,7 +322,7 @@ class Engine:
 
 
 def _check_sizes(sizes: Sizes, weight_swap: str) -> None:
-    """ConfigError for sizes that no program can have."""
+    """Raise ConfigError for sizes that cannot work."""
     if weight_swap not in get_args(WeightSwap):
         raise ConfigError(
             "schedule.weight_swap", weight_swap, "unknown policy", f"Use one of {', '.join(get_args(WeightSwap))}."
@@ -289,11 +333,16 @@ def _check_sizes(sizes: Sizes, weight_swap: str) -> None:
             raise ConfigError(f"sampler.{name}", count, "at least 1 is needed")
     if not all(1 <= bucket <= sizes.max_tokens for bucket in sizes.buckets or (0,)):
         raise ConfigError(
-            "sampler.prefill_buckets", sizes.buckets, f"every bucket must hold 1..{sizes.max_tokens} tokens",
+            "sampler.prefill_buckets",
+            sizes.buckets,
+            f"every bucket must hold 1..{sizes.max_tokens} tokens",
             "The cache of a slot must hold the longest prompt and its answer.",
-        )  # fmt: skip
+        )
     if sizes.shard_pages < sizes.table + 1:
         raise ConfigError(
-            "sampler.cache_pages", sizes.shard_pages, f"the longest request alone needs {sizes.table + 1} pages "
-            f"of {sizes.page_tokens} tokens in its shard ({sizes.shards} shards)", "Give the cache more pages.",
-        )  # fmt: skip
+            "sampler.cache_pages",
+            sizes.shard_pages,
+            f"the longest request alone needs {sizes.table + 1} pages "
+            f"of {sizes.page_tokens} tokens in its shard ({sizes.shards} shards)",
+            "Give the cache more pages.",
+        )

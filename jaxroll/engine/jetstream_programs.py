@@ -1,7 +1,7 @@
-"""The programs that JetStream's verbs run: a prompt's prefix, a prefix in a slot, one step of all slots.
+"""The programs of the JetStream engine: compute the prefix of a prompt, insert it into a slot, decode one step.
 
-Pure functions over a decode state smaller than the engine's own: each slot has pages of its own, one after another,
-and JetStream says when one is taken. `jaxroll.engine.jetstream` gives them JetStream's interface.
+Pure functions over a decode state that is simpler than that of JaxRoll's engine: each slot has fixed, consecutive
+pages, and JetStream assigns slots. `jaxroll.engine.jetstream` gives them JetStream's interface.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from jaxroll.models.params import Params
 from jaxroll.sharding.layout import Layout, replicated
 
 PROMPT_BUCKETS = tuple(2**power for power in range(4, 16))  # the lengths to which JetStream pads prompts
-NO_BOS = -1  # put before a prompt where JetStream insists on a first token and there is none
+NO_BOS = -1  # placeholder for the first token that JetStream puts before every prompt
 _IDLE = -1
 
 
 @dataclass(frozen=True)
 class Serving:
-    """The sizes of the programs and how they draw: JetStream cannot ask for either request by request.
+    """The sizes of the programs and the sampling parameters, which JetStream cannot set per request.
 
-    A slot holds `max_tokens` positions, prompt included; a prompt longer than `max_prefill` loses its beginning.
+    A slot holds `max_tokens` positions, including the prompt; a prompt longer than `max_prefill` loses its beginning.
     """
 
     slots: int
@@ -59,7 +59,7 @@ class Serving:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Prefix:
-    """A computed prompt: keys and values of each layer, its first token, and who draws (group, member, salt)."""
+    """A computed prompt: keys and values of each layer, the first sampled token, and (group, member, salt)."""
 
     keys: tuple[Float[Array, "1 T K H"], ...]
     values: tuple[Float[Array, "1 T K H"], ...]
@@ -82,7 +82,7 @@ class DecodeState:
 
 @dataclass(frozen=True)
 class SlotPrograms:
-    """A model in slots on a mesh; a slot whose request drew `eos_id`, or that is full, idles from then on."""
+    """A model with slots on a mesh; a slot idles once its request has sampled `eos_id` or is full."""
 
     spec: ModelSpec
     layout: Layout
@@ -91,11 +91,11 @@ class SlotPrograms:
 
     @property
     def shards(self) -> int:
-        """D: over how many groups of devices the slots are spread."""
+        """D: the number of groups of devices over which the slots are sharded."""
         return kv.shards_of(self.serving.slots, self.layout.mesh, self.layout.rules)
 
     def empty(self) -> DecodeState:
-        """All slots idle."""
+        """The decode state with all slots idle."""
         slots, spec, serving = self.serving.slots, self.spec, self.serving
         pages = slots // self.shards * serving.table
         shape = self.shards, spec.kv_heads, pages, serving.page_tokens, spec.head_dim
@@ -105,14 +105,14 @@ class SlotPrograms:
         return DecodeState(cache, zeros, zeros + _IDLE, zeros, jnp.zeros((slots, 3), jnp.int32))
 
     def prefix_shardings(self) -> Prefix:
-        """A prefix of shardings: heads as the rules split them, the rest whole."""
+        """A Prefix of shardings: heads are sharded by the rules, all other axes are replicated."""
         whole, spec = replicated(self.layout.mesh), self.spec
         heads = self.layout.sharding((None, None, "kv_heads", None), (1, 1, spec.kv_heads, spec.head_dim))
         layers = (heads,) * spec.layers
         return Prefix(layers, layers, whole, whole, whole)  # pyright: ignore[reportArgumentType]
 
     def state_shardings(self) -> DecodeState:
-        """A decode state of shardings: slots as the rules spread them."""
+        """A DecodeState of shardings: slots are sharded by the rules."""
         like, logical = jax.eval_shape(self.empty), (kv.LOGICAL, ("slots", None), ("slots",))
         by_rank = {len(axes): axes for axes in logical}
         return jax.tree.map(lambda leaf: self.layout.sharding(by_rank[len(leaf.shape)], leaf.shape), like)
@@ -120,25 +120,27 @@ class SlotPrograms:
     def prefill(
         self, params: Params, padded: Int[Array, " T"], length: Int[Array, ""], identity: Int[Array, " 3"]
     ) -> Prefix:
-        """The prefix of a padded prompt, without the NO_BOS at its front; `length` counts that too."""
+        """The prefix of a padded prompt, without the NO_BOS at its front, which `length` includes."""
         marked = padded[0] == NO_BOS
         tokens = jnp.maximum(jnp.where(marked, jnp.roll(padded, -1), padded), 0)
-        length = jnp.minimum(length, padded.shape[0]) - marked  # of a prompt cut off, JetStream tells the whole length
+        length = jnp.minimum(length, padded.shape[0]) - marked  # JetStream passes the length before truncation
         logits, keys, values = transformer.prefill(self.spec, params, tokens[None], length[None], layout=self.layout)
         return Prefix(keys, values, length, self._sample(logits, identity[None], length[None])[0], identity)
 
     def insert(self, prefix: Prefix, state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
-        """`state` with the prefix in `slot`, which replaces its content."""
+        """`state` with the prefix in `slot`, replacing its content."""
         own = self.serving.slots // self.shards
         fill = partial(
-            kv.filled, shards=(slot // own)[None], tables=self._table(slot % own)[None],
-            starts=jnp.zeros(1, jnp.int32), lengths=prefix.length[None],
-        )  # fmt: skip
+            kv.filled,
+            shards=(slot // own)[None],
+            tables=self._table(slot % own)[None],
+            starts=jnp.zeros(1, jnp.int32),
+            lengths=prefix.length[None],
+        )
         pools, layers = (state.cache.keys, state.cache.values), (prefix.keys, prefix.values)
         keys, values = (
-            tuple(fill(pool, new) for pool, new in zip(*pair, strict=True))
-            for pair in zip(pools, layers, strict=True)
-        )  # fmt: skip
+            tuple(fill(pool, new) for pool, new in zip(*pair, strict=True)) for pair in zip(pools, layers, strict=True)
+        )
         return DecodeState(
             kv.constrained(kv.KVCache(keys, values), self.layout),
             state.tokens.at[slot].set(prefix.token),
@@ -148,28 +150,33 @@ class SlotPrograms:
         )
 
     def generate(self, params: Params, state: DecodeState) -> tuple[DecodeState, Int[Array, "S 3"]]:
-        """The state one token on, and of each slot the token before, whether it counts, and how many it makes."""
+        """The state after one more token, and for each slot: the previous token, its validity, the number of tokens."""
         running = state.positions != _IDLE
         counts = state.counts + running
         ahead = state.positions + 1
         goes_on = running & (state.tokens != self.eos_id) & (ahead < self.serving.max_tokens)
         own = jnp.arange(self.serving.slots) % (self.serving.slots // self.shards)
         logits, cache = transformer.decode(
-            self.spec, params, state.cache, state.tokens, jnp.where(goes_on, state.positions, _IDLE),
-            self._table(own), layout=self.layout,
-        )  # fmt: skip
+            self.spec,
+            params,
+            state.cache,
+            state.tokens,
+            jnp.where(goes_on, state.positions, _IDLE),
+            self._table(own),
+            layout=self.layout,
+        )
         tokens = jnp.where(goes_on, self._sample(logits, state.identities, ahead), state.tokens)
         after = DecodeState(cache, tokens, jnp.where(goes_on, ahead, _IDLE), counts, state.identities)
         return after, jnp.stack([state.tokens, running.astype(jnp.int32), counts], axis=1)
 
     def _table(self, own: Int[Array, "*S"]) -> Int[Array, "*S J"]:
-        """The pages of slots at `own` in their shard."""
+        """The pages of the slots with the indices `own` in their shard."""
         return own[..., None] * self.serving.table + jnp.arange(self.serving.table)
 
     def _sample(
         self, logits: Float[Array, "S V"], identities: Int[Array, "S 3"], positions: Int[Array, " S"]
     ) -> Int[Array, " S"]:
-        """One token a row for `positions`, keyed as the engine keys it."""
+        """One token per row for `positions`, with the same random keys as JaxRoll's engine."""
         run, serving = jax.random.key(self.serving.seed), self.serving
         group, member, salt = identities.T
         keys = jax.vmap(sampling.token_key, (None, 0, 0, 0, 0))(run, group, member, salt, positions)

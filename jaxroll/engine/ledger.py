@@ -24,9 +24,9 @@ class Partial:
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A request in a slot. Its tokens after the first `known` ones are in the history from `start_row` on.
+    """A request in a slot. Its first tokens are those of `before` (sampled earlier), or the one sampled at its start.
 
-    Known are those it had drawn when it came (`before`), or the one that its start draws.
+    The tokens after these are in the history from `start_row` on.
     """
 
     add: Add
@@ -41,7 +41,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a request, and the number of its tokens that count (None: all)."""
+    """The end of a request, and the number of its tokens to deliver (None: all)."""
 
     finish: str
     tokens: int | None = None
@@ -62,27 +62,27 @@ class Progress:
 
 
 class Ledger:
-    """S slots and the rows sampled lately, `rows` at least as many as the longest completion and one dispatch."""
+    """The requests in S slots and the last `rows` decode rows (at least the longest completion plus a dispatch)."""
 
     def __init__(self, slots: int, rows: int) -> None:
         self._running: list[_Running | None] = [None] * slots
         self._history, self._swaps = History(rows, slots), WeightSwaps()
 
     def swap_version(self, version: Version) -> None:
-        """Tokens are drawn at `version` from now on."""
+        """Attribute tokens from now on to `version`."""
         row = self._history.rows
         self._swaps.forget_before(min((r.start_row for r in self._running if r is not None), default=row))
         self._swaps.add(row, version)
 
     def start(self, slot: int, add: Add, start_s: float, version: Version, before: Partial | None = None) -> None:
-        """A request begins in `slot` at `version`, or goes on there after what it had drawn `before`."""
+        """Record that a request starts in `slot` at `version`, or continues there after the tokens `before`."""
         running = _Running(add, start_s, self._history.rows, version, before)
         if before is not None:
             running.count, running.start_s = len(before.tokens), before.start_s
         self._running[slot] = running
 
     def account(self, report: packets.Report) -> Progress:
-        """Take in a dispatch's report."""
+        """Record a dispatch's report."""
         counts, status = report.counts.tolist(), report.status.tolist()
         decoded, begun = 0, []
         ended: dict[int, Ended] = {}
@@ -102,7 +102,7 @@ class Ledger:
         return Progress(decoded, tuple(begun), ended)
 
     def take(self, slot: int, ended: Ended, end_s: float) -> tuple[Add, Result]:
-        """The request in `slot` and what it came to; the slot is empty afterwards."""
+        """Remove the request in `slot` and return it with its result."""
         add, drawn = self.interrupt(slot)
         kept = len(drawn.tokens) if ended.tokens is None else ended.tokens
         versions = _first(drawn.versions, kept)
@@ -110,7 +110,7 @@ class Ledger:
         return add, Result(completion, drawn.start_s, end_s)
 
     def tokens(self, slot: int) -> np.ndarray:
-        """int32 [T]: what the request in `slot` has drawn so far."""
+        """int32 [T]: the tokens that the request in `slot` has sampled so far. LookupError for an empty slot."""
         running = self._running[slot]
         if running is None:
             raise LookupError(f"slot {slot} is empty")
@@ -119,26 +119,30 @@ class Ledger:
         return np.concatenate([np.asarray(before, np.int32), later])
 
     def forget(self, slot: int) -> None:
-        """The request in `slot` is not there, and was not."""
+        """Remove the request in `slot` without a result."""
         self._running[slot] = None
 
     def interrupt(self, slot: int) -> tuple[Add, Partial]:
-        """The request in `slot` and what it has drawn so far; the slot is empty afterwards."""
+        """Remove the request in `slot` and return it with its tokens so far. LookupError for an empty slot."""
         running = self._running[slot]
         if running is None:
             raise LookupError(f"slot {slot} is empty")
         self._running[slot] = None
         before = running.before or Partial(
-            np.array([running.first_token], np.int32), np.array([running.first_logprob], np.float32),
-            (VersionRun(running.first_version, 1),), running.start_s,
-        )  # fmt: skip
+            np.array([running.first_token], np.int32),
+            np.array([running.first_logprob], np.float32),
+            (VersionRun(running.first_version, 1),),
+            running.start_s,
+        )
         later = running.count - len(before.tokens)
         tokens, logprobs = self._history.column(slot, running.start_row, later)
         versions = self._swaps.runs(before.versions, running.start_row, later)
         return running.add, Partial(
-            np.concatenate([before.tokens, tokens]), np.concatenate([before.logprobs, logprobs]), versions,
+            np.concatenate([before.tokens, tokens]),
+            np.concatenate([before.logprobs, logprobs]),
+            versions,
             running.start_s,
-        )  # fmt: skip
+        )
 
 
 def _first(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, ...]:
@@ -151,10 +155,10 @@ def _first(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, .
     return tuple(kept)
 
 
-# --- history: a ring of decode rows from which a finished request takes its column
+# --- history: a ring buffer of decode rows, from which the tokens of a finished request are read as a column
 #
 # A running slot samples in every decode step, so a request's tokens after its first are in one column in consecutive
-# rows. Keeping rows costs one copy a dispatch, however many slots there are; nothing is done per token.
+# rows. Recording a dispatch is one copy, for any number of slots; there is no work per token.
 
 
 class History:
@@ -176,7 +180,7 @@ class History:
         self.rows += steps
 
     def column(self, slot: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [count], float32 [count]: what `slot` sampled in `count` rows from row `start` (both still held)."""
+        """int32 [count], float32 [count]: tokens and log-probs of `slot` in `count` rows from row `start` on."""
         if count and not self.rows - len(self._tokens) <= start <= self.rows - count:
             raise IndexError(f"rows {start}..{start + count - 1} of {self.rows} are not held")
         rows = np.arange(start, start + count) % len(self._tokens)
@@ -184,22 +188,22 @@ class History:
 
 
 class WeightSwaps:
-    """The version in force, by row."""
+    """The version of the weights, by row of the history."""
 
     def __init__(self) -> None:
         self._swaps: list[tuple[int, Version]] = []
 
     def add(self, row: int, version: Version) -> None:
-        """From `row` on, tokens are drawn at `version`."""
+        """Record that tokens are sampled at `version` from `row` on."""
         self._swaps.append((row, version))
 
     def forget_before(self, row: int) -> None:
-        """Drop what only concerns rows before `row`."""
+        """Drop versions that apply only to rows before `row`."""
         while len(self._swaps) > 1 and self._swaps[1][0] <= row:
             del self._swaps[0]
 
     def runs(self, before: tuple[VersionRun, ...], start: int, count: int) -> tuple[VersionRun, ...]:
-        """The run-length encoded versions of tokens drawn `before` and `count` tokens from row `start` on."""
+        """The run-length encoded versions of earlier tokens (`before`) and `count` tokens from row `start` on."""
         runs = [[run.version, run.count] for run in before]
         for index, (row, version) in enumerate(self._swaps):
             following = self._swaps[index + 1][0] if index + 1 < len(self._swaps) else start + count

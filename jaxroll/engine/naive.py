@@ -1,4 +1,4 @@
-"""Generation the slow way: no cache, no batch, one whole forward pass per token. The reference for the engine."""
+"""Naive generation, the reference for the engine: no cache, no batch, one full forward pass per token."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.params import Params
 
-NEAR_TIE = 1e-3  # two programs may draw different tokens where the best two perturbed logits are closer than this
+NEAR_TIE = 1e-3  # two programs may sample different tokens if the best two perturbed logits are closer than this
 
-_LENGTH_STEP = 32  # lengths are padded to multiples of this, or every length would be compiled again
+_LENGTH_STEP = 32  # lengths are padded to multiples of this, so that not every length is compiled
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A naive generation. `margins` are how far the drawn token's perturbed logit was ahead of the next best."""
+    """A naive generation. `margins` are the differences between the best and second-best perturbed logits."""
 
     tokens: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T]
@@ -31,7 +31,7 @@ class Trace:
 
 
 def generate(spec: ModelSpec, params: Params, request: Request, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32 [T] new tokens of `request`, the stop token included, and their log-probs float32 [T]."""
+    """The new tokens of `request`, int32 [T], including the stop token, and their log-probs, float32 [T]."""
     found = trace(spec, params, request, seed)
     return found.tokens, found.logprobs
 
@@ -57,8 +57,8 @@ def trace(spec: ModelSpec, params: Params, request: Request, seed: int) -> Trace
 @partial(jax.jit, static_argnums=0)
 def next_logits(
     spec: ModelSpec, params: Params, tokens: Int[Array, " T"], length: Int[Array, ""]
-) -> Float[Array, " V"]:  # fmt: skip
-    """float32 [V]: the logits after the first `length` of `tokens`; what follows them is not looked at."""
+) -> Float[Array, " V"]:
+    """float32 [V]: the logits after the first `length` of `tokens`; later tokens have no effect."""
     positions = jnp.arange(tokens.shape[0])
     segments = (positions < length).astype(jnp.int32)
     hidden = transformer.forward(spec, params, tokens[None], positions[None], segments[None])
@@ -67,14 +67,14 @@ def next_logits(
 
 @jax.jit
 def _noise(seed: int, identity: Int[Array, " 4"], like: Float[Array, " V"]) -> Float[Array, " V"]:
-    """Gumbel noise of the token that `identity` (group, member, salt, position) names."""
+    """The Gumbel noise of the token with `identity` (group, member, salt, position)."""
     return jax.random.gumbel(sampling.token_key(jax.random.key(seed), *identity), like.shape, like.dtype)
 
 
 def draw(
     request: Request, seed: int, logits: Float[Array, " V"], position: int, text: np.ndarray
 ) -> tuple[int, float, float]:
-    """The token at `position`, after `text`, its log-prob and its margin, by the definitions and in numpy."""
+    """The token at `position`, after `text`, its log-prob and its margin, computed in numpy by definition."""
     key, params = request.key, request.params
     scores = _penalised(np.array(logits), text, params.repetition_penalty)
     if request.allowed is not None:
@@ -89,15 +89,18 @@ def draw(
 
 
 def _penalised(scores: np.ndarray, text: np.ndarray, penalty: float) -> np.ndarray:
-    """`scores` with those of every word in `text` divided by `penalty` if positive, else multiplied."""
-    for word in set(text.tolist()) if penalty != 1 else ():
-        scores[word] = scores[word] / penalty if scores[word] > 0 else scores[word] * penalty
+    """`scores` with those of every token in `text` divided by `penalty` if positive, multiplied otherwise."""
+    for token in set(text.tolist()) if penalty != 1 else ():
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
     return scores
 
 
 def _truncated(scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """`scores` with -inf outside the `top_k` best (0: all), the smallest head of them with mass `top_p`, and of that
-    what is at least `min_p` times as likely as the best."""
+    """`scores` with -inf outside of the token mask.
+
+    The mask keeps the `top_k` best tokens (0: all), of those the smallest set with mass `top_p`, and of those the
+    tokens at least `min_p` times as likely as the best one.
+    """
     order = np.argsort(-scores, kind="stable")
     head = order[: top_k or len(order)]
     mass = np.cumsum(_probabilities(scores[head]))
@@ -112,7 +115,7 @@ def _probabilities(scores: np.ndarray) -> np.ndarray:
 
 
 def _best(perturbed: np.ndarray, judged: np.ndarray) -> tuple[int, float, float]:
-    """The best of `perturbed`, its log-prob under `judged`, and how far it is ahead."""
+    """The best of `perturbed`, its log-prob under `judged`, and its margin to the second best."""
     token = int(np.argmax(perturbed))
     ahead = np.partition(perturbed, -2)[-2:]
     return token, float(np.log(_probabilities(judged)[token])), float(ahead[1] - ahead[0])

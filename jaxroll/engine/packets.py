@@ -1,6 +1,7 @@
 """Packed requests and results between host and device: one int32 array each way, one transfer each.
 
-float32 values travel as their bits. Unused rows of a batch go to no slot, no page and no row of logits.
+float32 values are transferred as their bits. Unused rows of a batch have an index out of range, so that programs drop
+their writes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxroll.engine.requests import Request
 
-# Columns of a request's row on the device; stop tokens fill the rest, NO_TOKEN where there is none.
+# Columns of a request's row on the device; the remaining columns are stop tokens, padded with NO_TOKEN.
 (
     GROUP, MEMBER, SALT, KEY_OFFSET, MAX_TOKENS, TOP_K, TEMPERATURE, TOP_P, MIN_P, PENALTY, SEED, FLAGS, STOPS
 ) = range(13)  # fmt: skip
@@ -29,7 +30,7 @@ FINISH = {STOP: "stop", LENGTH: "length"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """The static sizes that decide the compiled programs: S slots in D shards, R rows a prefill, N starts an insert."""
+    """The static sizes of the compiled programs: S slots in D shards, R rows per prefill, N requests per insert."""
 
     slots: int
     max_tokens: int  # positions of one request in the cache
@@ -39,49 +40,49 @@ class Sizes:
     chunk: int  # decode steps a dispatch, at most
     max_stops: int
     page_tokens: int = 64
-    pages: int = 0  # of a shard; 0: as many as all its slots can come to need
+    pages: int = 0  # of a shard; 0: as many as all its slots can need
     logit_rows: int = 16
     shards: int = 1
-    penalties: bool = False  # whether the device keeps every request's text
-    masks: bool = False  # whether it keeps which words each may draw
+    penalties: bool = False  # the device stores every request's tokens
+    masks: bool = False  # the device stores a token mask per slot
 
     @property
     def columns(self) -> int:
-        """Width of a request's row."""
+        """C: the width of a request's row."""
         return STOPS + self.max_stops
 
     @property
     def table(self) -> int:
-        """J: pages of the longest request."""
+        """J: the number of pages of the longest request."""
         return -(-self.max_tokens // self.page_tokens)
 
     @property
     def shard_pages(self) -> int:
-        """P. Without a number given: for each slot its longest table, and for each prompt one page that is copied."""
+        """P: the pages of a shard. By default a full table for each slot, and one page to copy for each prompt."""
         return self.pages or self.slots // self.shards * self.table + self.logit_rows
 
     def prefill_shape(self, bucket: int) -> tuple[int, int]:
-        """Shape of the array that `pack_prefill` makes for `bucket`."""
+        """The shape of the array of `pack_prefill` for `bucket`."""
         return (self.rows, bucket + 4 + self.table)
 
     @property
     def text(self) -> int:
-        """W: tokens of each request's text that the device keeps."""
+        """W: the number of tokens of each request that the device stores."""
         return self.max_tokens if self.penalties else 0
 
     @property
     def insert_shape(self) -> tuple[int, int]:
-        """Shape of the array that `pack_inserts` and `pack_restores` make."""
+        """The shape of the arrays of `pack_inserts` and `pack_restores`."""
         return (self.inserts, 6 + self.columns + self.text)
 
     @property
     def copy_shape(self) -> tuple[int, int]:
-        """Shape of the array that `pack_copies` makes."""
+        """The shape of the array of `pack_copies`."""
         return (self.inserts, 3)
 
     @property
     def report_shape(self) -> tuple[int, int]:
-        """Shape of the array that a decode dispatch returns: see `Report`."""
+        """The shape of the array that a decode dispatch returns; see `Report`."""
         return (2 * self.chunk + 5, self.slots)
 
 
@@ -90,7 +91,7 @@ def _bits(value: float) -> int:
 
 
 def request_row(request: Request, sizes: Sizes) -> list[int]:
-    """The device's data about `request`, as `sizes.columns` integers."""
+    """The row of `request` on the device: `sizes.columns` integers."""
     key, params = request.key, request.params
     offset = request.first_position - len(request.prompt)
     stops = () if params.ignore_eos else params.stop_tokens
@@ -107,7 +108,10 @@ def request_row(request: Request, sizes: Sizes) -> list[int]:
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """`tokens` at positions `start`, start + 1, … of the pages in `table`; the last one's logits go to `logit_row`."""
+    """A row of a prefill: `tokens` at positions `start`, start + 1, … of the pages in `table`.
+
+    The last token's logits go to row `logit_row` of the logits (None: nowhere).
+    """
 
     tokens: np.ndarray
     start: int
@@ -117,7 +121,7 @@ class PrefillRow:
 
 
 def pack_prefill(bucket: int, rows: Sequence[PrefillRow], sizes: Sizes) -> np.ndarray:
-    """int32 `Sizes.prefill_shape`."""
+    """The rows of a prefill as one array, int32 `Sizes.prefill_shape`."""
     packed = np.zeros(sizes.prefill_shape(bucket), np.int32)
     packed[:, bucket + 3] = sizes.logit_rows
     for into, row in zip(packed, rows, strict=False):
@@ -141,14 +145,14 @@ class Prefill:
 
 
 def unpack_prefill(packed: Int[Array, "R C"], bucket: int) -> Prefill:
-    """The parts of what `pack_prefill` made."""
+    """The parts of the array of `pack_prefill`."""
     lengths, starts, shards, rows = (packed[:, bucket + i] for i in range(4))
     return Prefill(packed[:, :bucket], lengths, starts, shards, rows, packed[:, bucket + 4 :])
 
 
 def pack_inserts(entries: Sequence[tuple[int, int, Sequence[int], int, Request]], sizes: Sizes) -> np.ndarray:
-    """int32 `Sizes.insert_shape` of (slot, row of logits, (shard, page to copy, to which), prompt tokens, request)."""
-    packed = _nowhere(sizes)
+    """int32 `Sizes.insert_shape`; entries: (slot, logits row, (shard, from page, to page), prompt tokens, request)."""
+    packed = _unused_rows(sizes)
     for into, (slot, row, copy, tokens, request) in zip(packed, entries, strict=False):
         into[:6] = slot, row, *copy, tokens
         _put_request(into[6:], request, request.prompt, sizes)
@@ -156,8 +160,8 @@ def pack_inserts(entries: Sequence[tuple[int, int, Sequence[int], int, Request]]
 
 
 def pack_restores(entries: Sequence[tuple[int, np.ndarray, float, int, Request]], sizes: Sizes) -> np.ndarray:
-    """int32 `Sizes.insert_shape` of (slot, tokens drawn, the last one's log-prob, its position, request)."""
-    packed = _nowhere(sizes)
+    """int32 `Sizes.insert_shape`; entries: (slot, sampled tokens, the last one's log-prob, its position, request)."""
+    packed = _unused_rows(sizes)
     for into, (slot, tokens, logprob, position, request) in zip(packed, entries, strict=False):
         into[:6] = slot, tokens[-1], _bits(logprob), position, len(tokens), 0
         _put_request(into[6:], request, np.concatenate([request.prompt, tokens]), sizes)
@@ -170,14 +174,15 @@ def _put_request(into: np.ndarray, request: Request, text: np.ndarray, sizes: Si
         into[sizes.columns : sizes.columns + len(text)] = text
 
 
-def _nowhere(sizes: Sizes) -> np.ndarray:
+def _unused_rows(sizes: Sizes) -> np.ndarray:
+    """Rows whose slot and page are out of range, so that programs drop their writes."""
     packed = np.zeros(sizes.insert_shape, np.int32)
     packed[:, 0], packed[:, 4] = sizes.slots, sizes.shard_pages
     return packed
 
 
 def pack_copies(copies: Sequence[Sequence[int]], sizes: Sizes) -> np.ndarray:
-    """int32 `Sizes.copy_shape` of (shard, page to copy, to which)."""
+    """int32 `Sizes.copy_shape`; entries are (shard, from page, to page)."""
     packed = np.zeros(sizes.copy_shape, np.int32)
     packed[:, 2] = sizes.shard_pages
     if copies:
@@ -205,10 +210,11 @@ def is_stop(tokens: Int[Array, " S"], requests: Int[Array, "S C"]) -> Bool[Array
 
 @dataclass(frozen=True)
 class Report:
-    """The report of one decode dispatch, on the host (views of the one array that came over).
+    """The report of one decode dispatch on the host, as views of one array.
 
-    `first_*` are the last tokens before the dispatch: the first tokens of requests inserted just before it. `counts`
-    are new tokens of each slot's request so far; row t of `tokens` counts for slots that were still running then.
+    `first_*` are the last tokens before the dispatch, which are the first tokens of requests inserted just before it.
+    `counts` are the numbers of new tokens of each slot's request so far. Row t of `tokens` is valid for slots that were
+    running at step t.
     """
 
     steps: int

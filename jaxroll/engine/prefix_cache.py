@@ -1,8 +1,8 @@
 """The prefix cache: prompts computed once for all requests that start with them. Pure: no arrays, no clock.
 
-A *prefix* is a run of tokens whose keys and values stand in pages that it holds. It is *ready* when they are all there;
-then those who wait for it may start. It stays afterwards, for members of its group that come later, until its pages or
-its row of logits are wanted for something else: least recently used first. A weight swap forgets all of them.
+A *prefix* is a run of tokens whose keys and values are in pages that it holds. It is *ready* when all of them are
+computed; then the requests that wait for it may start. It stays in the cache, for later members of its group, until its
+pages or its row of logits are needed: the least recently used prefix is evicted first. A weight swap removes all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ TOKEN_BYTES = 4  # tokens are compared as the bytes of int32
 
 @dataclass(eq=False, slots=True)
 class Prefix:
-    """`computed` of its tokens are in `table`'s pages; `row` is where its last logits are kept (None: nowhere).
+    """A prefix. `computed` of its tokens are in the pages of `table`; `row` is the row of its last logits, or None.
 
-    `waiting` counts those who were promised it and have not started.
+    `waiting` counts the requests that use it and have not started.
     """
 
     tokens: bytes
@@ -31,40 +31,43 @@ class Prefix:
 
     @property
     def length(self) -> int:
-        """Tokens."""
+        """The number of tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def ready(self) -> bool:
-        """True if all of it is computed."""
+        """True if all tokens are computed."""
         return self.computed == self.length
 
 
 @dataclass
 class PrefixCache:
-    """Those that are known, by shard and tokens, and the free rows of logits."""
+    """The cached prefixes by shard and tokens, and the free rows of logits."""
 
     rows: list[int]
     _known: dict[tuple[int, bytes], Prefix] = field(default_factory=dict)
     _uses: int = 0
 
     def find(self, shard: int, tokens: bytes) -> Prefix | None:
-        """The prefix that is exactly `tokens` and has (or will have) its logits."""
+        """The prefix equal to `tokens`, if it has (or will have) a row of logits; otherwise None."""
         found = self._known.get((shard, tokens))
         return found if found is not None and found.row is not None else None
 
     def longest(self, shard: int, tokens: bytes, allowed: Callable[[Prefix], bool]) -> Prefix | None:
-        """The longest ready prefix with which `tokens` properly begin, among those `allowed`."""
+        """The longest ready, `allowed` prefix that is a proper prefix of `tokens`; None if there is none."""
         found = [
             prefix
             for (where, known), prefix in self._known.items()
-            if where == shard and len(known) < len(tokens) and tokens.startswith(known)
-            and prefix.ready and allowed(prefix)
-        ]  # fmt: skip
+            if where == shard
+            and len(known) < len(tokens)
+            and tokens.startswith(known)
+            and prefix.ready
+            and allowed(prefix)
+        ]
         return max(found, key=lambda prefix: prefix.length, default=None)
 
     def add(self, prefix: Prefix) -> Prefix | None:
-        """Add `prefix`; the former prefix of its tokens is returned, and its pages must be freed."""
+        """Add `prefix`; return a replaced prefix with the same tokens, whose pages the caller must free."""
         former = self._known.pop((prefix.shard, prefix.tokens), None)
         self._known[prefix.shard, prefix.tokens] = prefix
         if former is not None and former.row is not None:
@@ -73,7 +76,7 @@ class PrefixCache:
         return former
 
     def touch(self, prefix: Prefix) -> None:
-        """`prefix` was used."""
+        """Mark `prefix` as most recently used."""
         self._uses += 1
         prefix.used = self._uses
 
@@ -83,12 +86,12 @@ class PrefixCache:
         return iter(sorted(known, key=lambda prefix: prefix.used))
 
     def forget(self, prefix: Prefix) -> None:
-        """Know it no longer; its pages are the caller's to drop."""
+        """Remove `prefix`; the caller must free its pages."""
         if self._known.get((prefix.shard, prefix.tokens)) is prefix:
             del self._known[prefix.shard, prefix.tokens]
             if prefix.row is not None:
                 self.rows.append(prefix.row)
 
     def all(self) -> tuple[Prefix, ...]:
-        """Every known prefix."""
+        """All cached prefixes."""
         return tuple(self._known.values())

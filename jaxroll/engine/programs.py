@@ -1,8 +1,8 @@
 """The jitted programs of an engine: prefill prompts, insert requests, decode, and move pages.
 
-All state lives on the device in static shapes and is donated from call to call; parameters are an argument, so a weight
-flip is a change of reference. A token's key depends on its identity and position alone, and a row's arithmetic on that
-row alone, so within one program a request's tokens do not depend on its slot, its neighbours or the moment.
+All state is on the device in static shapes, and each call donates it. Parameters are an argument, so a weight swap is a
+change of a reference. A token's random key depends only on its identity and position, and a row's arithmetic only on
+that row, so within one program a request's tokens do not depend on its slot, its neighbours or the time.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from jaxroll.sharding.layout import Layout, Rules, sharding
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """The whole state of S slots. A slot's last token is at `positions` and is not in the cache yet.
+    """The state of S slots. A slot's last token is at `positions` and is not in the cache yet.
 
-    `logits` are those after the last token of each prompt that is known: who starts draws its first token from there.
+    `logits` are those after the last token of each cached prompt, from which new requests sample their first token.
     """
 
     cache: kv.KVCache
-    side: ContiguousCache | None  # the same once more, where steps read it so
+    side: ContiguousCache | None  # a contiguous copy of the cache, if decode steps read that
     logits: Float[Array, "E V"]
     requests: Int[Array, "S C"]  # see packets.request_row
-    text: Int[Array, "S W"]  # prompt and answer up to the last token, where penalties need it (else W = 0)
-    allowed: Bool[Array, "S V0"]  # token masks, where some requests have one (else V0 = 0)
+    text: Int[Array, "S W"]  # prompt and answer up to the last token, for penalties (otherwise W = 0)
+    allowed: Bool[Array, "S V0"]  # token masks (V0 = 0 in an engine without masks)
     tokens: Int[Array, " S"]
     logprobs: Float[Array, " S"]
     positions: Int[Array, " S"]
@@ -67,7 +67,7 @@ Allow = Callable[[DecodeState, ArrayLike, ArrayLike], DecodeState]
 
 @dataclass(frozen=True)
 class Programs:
-    """The jitted functions of one engine, and where their arguments lie."""
+    """The jitted functions of one engine, and the shardings of their arguments."""
 
     sizes: Sizes
     prefill: dict[tuple[bool, int], Prefill]  # by (fresh, bucket)
@@ -85,7 +85,7 @@ class Programs:
     replicated: NamedSharding
 
     def empty(self) -> DecodeState:
-        """All slots idle."""
+        """The decode state with all slots idle."""
         like = self.state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
         return jax.jit(
@@ -93,11 +93,18 @@ class Programs:
         )()
 
     def compiled(self) -> int:
-        """Number of programs compiled so far."""
+        """The number of programs compiled so far."""
         every = (
-            *self.prefill.values(), self.insert, self.restore, self.copy, self.decode, self.cancel, self.allow,
-            self.save, self.load,
-        )  # fmt: skip
+            *self.prefill.values(),
+            self.insert,
+            self.restore,
+            self.copy,
+            self.decode,
+            self.cancel,
+            self.allow,
+            self.save,
+            self.load,
+        )
         return sum(program._cache_size() for program in every)  # type: ignore[attr-defined]
 
 
@@ -109,7 +116,8 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
     params = model_params.shardings(spec, mesh, rules)
     tables = sharding(mesh, ("slots", None), rules, (sizes.slots, sizes.table))
     model = _Model(spec, Layout(mesh, rules), attention)
-    # Partials of their own: jitted wrappers of one function share their cache, and `compiled` counts this engine's.
+    # A new partial per engine, because jitted wrappers of one function share a cache, and `compiled` counts this
+    # engine's programs.
     update = lambda change: jax.jit(  # noqa: E731
         partial(change), in_shardings=(state, whole), out_shardings=state, donate_argnums=0
     )
@@ -117,8 +125,10 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
         sizes,
         prefill={
             (fresh, bucket): jax.jit(
-                partial(_prefill if fresh else _extend, model, bucket), in_shardings=(params, state, whole),
-                out_shardings=state, donate_argnums=1,
+                partial(_prefill if fresh else _extend, model, bucket),
+                in_shardings=(params, state, whole),
+                out_shardings=state,
+                donate_argnums=1,
             )
             for fresh in (True, False)
             for bucket in sizes.buckets
@@ -129,26 +139,26 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
         restore=update(partial(_restore, sizes)),
         copy=update(_copy),
         decode=jax.jit(
-            partial(_decode, model, sizes), in_shardings=(params, whole, state, tables, whole),
-            out_shardings=(state, whole), donate_argnums=2,
+            partial(_decode, model, sizes),
+            in_shardings=(params, whole, state, tables, whole),
+            out_shardings=(state, whole),
+            donate_argnums=2,
         ),
         cancel=update(_cancel),
-        allow=jax.jit(
-            partial(_allow), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0
-        ),
+        allow=jax.jit(partial(_allow), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0),
         save=jax.jit(partial(_save), in_shardings=(state, whole), out_shardings=whole),
         load=jax.jit(partial(_load), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0),
         state=like,
         params=params,
         tables=tables,
         replicated=whole,
-    )  # fmt: skip
+    )
 
 
 def lowered(
     spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving = PLAIN
 ) -> dict[str, jax.stages.Lowered]:
-    """Name to lowered program, without touching a device: for ahead-of-time compilation and for sizing."""
+    """The lowered programs by name, for ahead-of-time compilation and memory estimates; no device is used."""
     programs = build(spec, mesh, rules, sizes, attention)
 
     def whole(shape: tuple[int, ...], dtype) -> jax.ShapeDtypeStruct:
@@ -173,7 +183,7 @@ def lowered(
 
 
 def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Serving = PLAIN) -> DecodeState:
-    """The decode state as ShapeDtypeStructs with shardings; slots are spread over the mesh by the rules."""
+    """The decode state as ShapeDtypeStructs with shardings; slots are sharded by the rules."""
     slots = sizes.slots
 
     def leaf(shape: tuple[int, ...], dtype, first: str | None = "slots", last: str | None = None) -> Any:
@@ -202,7 +212,7 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, atte
 
 @dataclass(frozen=True)
 class _Model:
-    """A model, where its activations lie, and what computes its attention."""
+    """A model, the layout of its activations, and its attention implementations."""
 
     spec: ModelSpec
     layout: Layout
@@ -212,7 +222,7 @@ class _Model:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _SamplingRows:
-    """What N requests draw by, whatever the position: everything that need not be computed again for each token."""
+    """The sampling data of N requests that do not depend on the position, computed once per dispatch."""
 
     requests: Int[Array, "N C"]
     keys: Key[Array, " N"]
@@ -233,10 +243,13 @@ def _sampling_rows(seed: Key[Array, ""], requests: Int[Array, "N C"]) -> _Sampli
 
 
 def _draw(
-    by: _SamplingRows, logits: Float[Array, "N V"], positions: Int[Array, " N"], text: Int[Array, "N W"],
+    by: _SamplingRows,
+    logits: Float[Array, "N V"],
+    positions: Int[Array, " N"],
+    text: Int[Array, "N W"],
     allowed: Bool[Array, "N V0"],
-) -> tuple[Int[Array, " N"], Float[Array, " N"]]:  # fmt: skip
-    """One token per request for `positions`, and its log-prob; `text` is before them."""
+) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
+    """One token per request at `positions`, and its log-prob; `text` holds the tokens before."""
     column = by.requests.T
     keys = jax.vmap(sampling.position_key)(by.keys, positions + column[packets.KEY_OFFSET])
     if text.shape[1]:
@@ -244,21 +257,25 @@ def _draw(
     if allowed.shape[1]:
         logits = jnp.where(allowed, logits, -jnp.inf)
     return sampling.sample(
-        logits, keys, by.real(packets.TEMPERATURE), column[packets.TOP_K], by.real(packets.TOP_P),
-        by.real(packets.MIN_P), (column[packets.FLAGS] & packets.UNTRUNCATED) > 0, by.some_truncate,
-    )  # fmt: skip
+        logits,
+        keys,
+        by.real(packets.TEMPERATURE),
+        column[packets.TOP_K],
+        by.real(packets.TOP_P),
+        by.real(packets.MIN_P),
+        (column[packets.FLAGS] & packets.UNTRUNCATED) > 0,
+        by.some_truncate,
+    )
 
 
-def _status(
-    requests: Int[Array, "N C"], tokens: Int[Array, " N"], counts: Int[Array, " N"]
-) -> Int[Array, " N"]:  # fmt: skip
-    """True if a request goes on after `tokens`, its `counts`-th new token; a stop token is reported before length."""
+def _status(requests: Int[Array, "N C"], tokens: Int[Array, " N"], counts: Int[Array, " N"]) -> Int[Array, " N"]:
+    """The status of each request after `tokens`, its `counts`-th new token; STOP takes precedence over LENGTH."""
     full = jnp.where(counts >= requests[:, packets.MAX_TOKENS], packets.LENGTH, packets.RUNNING)
     return jnp.where(packets.is_stop(tokens, requests), packets.STOP, full)
 
 
 def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
-    """`state` with prompts, from position 0 on, in their pages, and the logits after them."""
+    """`state` after computing prompts from position 0 on into their pages, with the logits after them."""
     batch = packets.unpack_prefill(packed, bucket)
     logits, keys, values = transformer.prefill(
         model.spec, params, batch.tokens, batch.lengths, layout=model.layout, attention=model.attention.prefill.name
@@ -272,7 +289,7 @@ def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, pac
 
 
 def _extend(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
-    """`state` with more tokens after those that are in their pages already, and the logits after them."""
+    """`state` after computing more tokens behind those already in the pages, with the logits after them."""
     batch = packets.unpack_prefill(packed, bucket)
     pages = transformer.Pages(batch.shards, batch.tables, batch.starts)
     logits, cache = transformer.extend(
@@ -282,7 +299,7 @@ def _extend(model: _Model, bucket: int, params: Params, state: DecodeState, pack
 
 
 def _insert(sizes: Sizes, seed: Key[Array, ""], state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
-    """`state` with requests in slots, each with its own copy of a page, their first token drawn."""
+    """`state` with new requests in slots: a page is copied for each, and its first token sampled."""
     slots, rows, shards, sources, targets, positions = (packed[:, i] for i in range(6))
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
     tokens, logprobs = _draw(_sampling_rows(seed, requests), state.logits[rows], positions, text, state.allowed[slots])
@@ -292,7 +309,7 @@ def _insert(sizes: Sizes, seed: Key[Array, ""], state: DecodeState, packed: Int[
 
 
 def _restore(sizes: Sizes, state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
-    """`state` with requests in slots that go on after a token they drew before."""
+    """`state` with resumed requests in slots, which continue after tokens sampled earlier."""
     slots, tokens, logprobs, positions, counts = (packed[:, i] for i in range(5))
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
     return _write_slot(state, slots, requests, text, tokens, packets.floats(logprobs), positions, counts)
@@ -303,9 +320,15 @@ def _with_token(text: Int[Array, "N W"], tokens: Int[Array, " N"], positions: In
 
 
 def _write_slot(
-    state: DecodeState, slots: Int[Array, " N"], requests: Int[Array, "N C"], text: Int[Array, "N W"],
-    tokens: Int[Array, " N"], logprobs: Float[Array, " N"], positions: Int[Array, " N"], counts: Int[Array, " N"],
-) -> DecodeState:  # fmt: skip
+    state: DecodeState,
+    slots: Int[Array, " N"],
+    requests: Int[Array, "N C"],
+    text: Int[Array, "N W"],
+    tokens: Int[Array, " N"],
+    logprobs: Float[Array, " N"],
+    positions: Int[Array, " N"],
+    counts: Int[Array, " N"],
+) -> DecodeState:
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[slots].set(new, mode="drop")
 
@@ -323,7 +346,7 @@ def _write_slot(
 
 
 def _allow(state: DecodeState, slots: Int[Array, " S"], masks: Bool[Array, "S V0"]) -> DecodeState:
-    """`state` in which row i of `masks` says what slots[i] may draw; an index of S drops its row."""
+    """`state` with row i of `masks` as the token mask of slots[i]; a row with index S is dropped."""
     return replace(state, allowed=state.allowed.at[slots].set(masks, mode="drop"))
 
 
@@ -334,19 +357,19 @@ def _copy(state: DecodeState, packed: Int[Array, "N 3"]) -> DecodeState:
 
 def _with_copies(
     state: DecodeState, shards: Int[Array, " N"], sources: Int[Array, " N"], targets: Int[Array, " N"]
-) -> DecodeState:  # fmt: skip
+) -> DecodeState:
     copy = partial(kv.copied, shards=shards, sources=sources, targets=targets)
     return replace(state, cache=jax.tree.map(copy, state.cache))
 
 
 def _save(state: DecodeState, place: Int[Array, " J1"]) -> Pages:
-    """The pages place[1:] of shard place[0], for the host to keep."""
+    """The pages place[1:] of shard place[0]."""
     take = lambda pools: tuple(pool[place[0], :, place[1:]] for pool in pools)  # noqa: E731
     return take(state.cache.keys), take(state.cache.values)
 
 
 def _load(state: DecodeState, place: Int[Array, " J1"], pages: Pages) -> DecodeState:
-    """`state` with `pages` back, in pages place[1:] of shard place[0]; a page of P is left out."""
+    """`state` with `pages` written to pages place[1:] of shard place[0]; a page with index P is dropped."""
     put = lambda pool, saved: pool.at[place[0], :, place[1:]].set(saved, mode="drop")  # noqa: E731
     keys, values = (
         tuple(put(pool, saved) for pool, saved in zip(pools, some, strict=True))
@@ -363,9 +386,9 @@ def _decode_step(
     tables: Int[Array, "S J"],
     last: Int[Array, ""],
 ) -> DecodeState:
-    """`state` with one more token in every running slot, none of which is beyond position `last`.
+    """`state` with one more token in every running slot; no slot is beyond position `last`.
 
-    Other slots compute too, and nothing of it is kept.
+    Other slots are computed too, but their results are discarded.
     """
     running, side = state.status == packets.RUNNING, state.side
     at = state.tokens, jnp.where(running, state.positions, -1), tables
@@ -394,10 +417,15 @@ def _decode_step(
 
 
 def _decode(
-    model: _Model, sizes: Sizes,
-    params: Params, seed: Key[Array, ""], state: DecodeState, tables: Int[Array, "S J"], limits: Int[Array, " 2"],
-) -> tuple[DecodeState, Int[Array, "R S"]]:  # fmt: skip
-    """Up to limits[0] ≤ `sizes.chunk` steps and their report; fewer once limits[1] slots are idle, or all are."""
+    model: _Model,
+    sizes: Sizes,
+    params: Params,
+    seed: Key[Array, ""],
+    state: DecodeState,
+    tables: Int[Array, "S J"],
+    limits: Int[Array, " 2"],
+) -> tuple[DecodeState, Int[Array, "R S"]]:
+    """Decode up to limits[0] ≤ `sizes.chunk` steps, and stop early once limits[1] slots or all are idle."""
     chunk, slots = sizes.chunk, sizes.slots
     steps_wanted, enough_idle = limits
     where = jnp.where(state.status == packets.RUNNING, state.positions, -1)

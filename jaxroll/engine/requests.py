@@ -21,15 +21,15 @@ _KEY_LIMIT = 2**31
 class Request:
     """One generation. `id` is unique among the requests in the engine.
 
-    `position` is the absolute position of the first new token, which its random key depends on; 0 means right after
-    the prompt (int32 [P]). It differs from P only when the prompt is a continuation cut off at the front. With `keep`
-    its keys and values stay, as long as there is room: a request whose prompt goes on from there computes only what is
-    new.
+    `position` is the absolute position of the first new token, on which its random key depends; 0 means directly after
+    the prompt (int32 [P]). It differs from P only if the prompt was truncated at the front. With `keep`, the KV cache
+    of prompt and answer is kept while there is room, so that a later request that continues them computes only new
+    tokens.
 
-    `allowed` constrains what is drawn: it is given the tokens drawn so far (int32 [T]) and answers which words may come
-    next (bool [V], one at least). It is called on the stepping thread before each token, so every dispatch is one step
-    while such a request runs; what may be drawn must not depend on anything else, or a replay would differ. If it
-    raises, or answers with something else, the request ends with an error; the others do not notice.
+    `allowed` returns the mask of the next token (bool [V], at least one True) for the tokens sampled so far (int32
+    [T]). It is called on the stepping thread before each token, so every dispatch is one step while such a request
+    runs. Its result must depend on nothing else, otherwise a replay would differ. If it raises or returns an invalid
+    mask, the request ends with an error; other requests are not affected.
     """
 
     id: int
@@ -48,9 +48,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Result:
-    """A completion and when it was made: from its prefill to its delivery, in seconds of the engine's clock.
+    """A completion with its start (prefill) and end (delivery), in seconds of the engine's clock.
 
-    With an `error` the request could not go on, through a fault of its own; the completion is what it drew before.
+    With an `error` the request ended by its own fault; the completion holds the tokens before.
     """
 
     completion: Completion
@@ -64,7 +64,7 @@ OnDone = Callable[[Result], None]
 
 @dataclass(frozen=True, eq=False)
 class Add:
-    """Start `request` when a slot is free; it was added at `added_s`."""
+    """The command to start `request` when a slot is free; it was added at `added_s`."""
 
     request: Request
     on_done: OnDone
@@ -73,7 +73,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Abort:
-    """End request `id` now; with `keep` its tokens so far are delivered, else nothing is."""
+    """The command to end request `id`; with `keep` its tokens so far are delivered, otherwise nothing."""
 
     id: int
     keep: bool
@@ -81,24 +81,24 @@ class Abort:
 
 @dataclass(frozen=True)
 class Suspend:
-    """Stop decoding between two steps and keep everything as it is."""
+    """The command to stop decoding between two dispatches; running requests keep their slots."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Go on after `Suspend`."""
+    """The command to continue after `Suspend`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Swap:
-    """Sample with `params`, which are `version`, from now on (or, under `drain`, as soon as nothing runs)."""
+    """The command to sample with `params`, which are `version` (under `drain`, when no request runs)."""
 
     version: Version
     params: Params
 
 
 def next_mask(request: Request, drawn: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The token mask of `request` after the tokens `drawn`: bool [V]; DataError for a bad one."""
+    """The token mask of `request` after the tokens `drawn`: bool [V]; DataError for an invalid one."""
     assert request.allowed is not None
     name = f"request {request.id}: its `allowed`"
     try:
@@ -106,9 +106,9 @@ def next_mask(request: Request, drawn: np.ndarray, vocab_size: int) -> np.ndarra
     except Exception as error:  # the caller's code: its errors go to the caller and do not end the engine
         raise DataError(f"{name} raised {type(error).__name__} after {len(drawn)} tokens: {error}") from error
     if mask.shape != (vocab_size,):
-        raise DataError(f"{name} answered with shape {mask.shape}; one bool for each of {vocab_size} words is needed")
+        raise DataError(f"{name} returned shape {mask.shape}; one bool for each of {vocab_size} tokens is needed")
     if not mask.any():
-        raise DataError(f"{name} leaves no word to draw after {len(drawn)} tokens; one at least must be")
+        raise DataError(f"{name} allows no token after {len(drawn)} tokens; it must allow at least one")
     return mask
 
 
@@ -125,7 +125,7 @@ class Capabilities:
 
 
 def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int, able: Capabilities) -> None:
-    """DataError if `request` cannot be served by an engine with these sizes: says what and what to do."""
+    """Raise DataError, with the reason and a remedy, if an engine with these sizes cannot serve `request`."""
     prompt, params, name = request.prompt, request.params, f"request {request.id}"
     if not isinstance(prompt, np.ndarray) or prompt.ndim != 1 or prompt.dtype.kind not in "iu":
         raise DataError(f"{name}: the prompt must be a one-dimensional integer array of token ids")
@@ -134,11 +134,11 @@ def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int,
     if not len(prompt):
         raise DataError(f"{name}: the prompt is empty: generation needs at least one token to start from")
     if params.max_tokens < 1:
-        raise DataError(f"{name}: max_tokens = {params.max_tokens}; at least 1 token must be asked for")
+        raise DataError(f"{name}: max_tokens = {params.max_tokens}; it must be at least 1")
     if len(prompt) + params.max_tokens > max_tokens:
         raise DataError(
             f"{name}: {len(prompt)} prompt tokens and max_tokens = {params.max_tokens} exceed the cache of "
-            f"{max_tokens} tokens a slot: ask for fewer tokens or give the engine a longer cache"
+            f"{max_tokens} tokens a slot: lower max_tokens or give the engine a longer cache"
         )
     if len(params.stop_tokens) > max_stops:
         raise DataError(f"{name}: {len(params.stop_tokens)} stop tokens, but this engine is compiled for {max_stops}")
@@ -150,7 +150,7 @@ def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int,
         raise DataError(f"{name}: a seed must lie in 0..2^31-1; got {params.seed}")
     for wanted, can, what in (
         (params.repetition_penalty != 1, able.penalties, "penalties=True, for a repetition penalty"),
-        (request.allowed is not None, able.masks, "masks=True, for a request that says what is allowed"),
+        (request.allowed is not None, able.masks, "masks=True, for a request with a token mask (`allowed`)"),
         (bool(params.stop_strings), able.text, "decode=, for stop strings"),
     ):
         if wanted and not can:

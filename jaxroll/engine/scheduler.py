@@ -1,14 +1,14 @@
-"""The engine's scheduler: assigns slots and pages to sequences and chooses what to compute. A state machine.
+"""The engine's scheduler: assigns slots and pages to sequences and selects prompts to compute. A pure state machine.
 
-Requests are served in order of arrival, whatever their size. A sequence takes a slot and pages; its
-prompt is a prefix that all who begin so share, page for page, except the last partial page, of which everyone has a
-copy to go on writing in. Prefixes are computed in chunks whose cut depends on the prompt alone, so the programs that
-compute a request's tokens do not depend on who else is there.
+Requests are served in order of arrival, regardless of their size. A sequence takes a slot and pages. Its prompt is a
+prefix whose pages it shares with all sequences that start with it; only the last, partly filled page is copied for each
+sequence, which continues to write in it. Prefixes are computed in chunks that depend only on the prompt, so the
+programs that compute a request's tokens do not depend on other requests.
 
-With `reserve` a sequence takes at once all the pages it may ever need. Without, it takes them as it grows; when none is
-left the sequence that came last gives its own away and waits, in front of everyone else, until it can go on.
+With `reserve` a sequence takes at once all the pages it can need. Otherwise it takes them as it grows; when no page is
+free, the last sequence to arrive is preempted, and waits before all others until it can continue.
 
-Nothing here knows about arrays, devices or time. Every method is one event; what follows for the device is returned.
+Nothing here depends on arrays, devices or time. Every method handles one event and returns the work for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxroll.engine.sequence import Chunk, Limits, Preempted, Row, Sequence, Sta
 
 
 class Scheduler:
-    """S slots in D shards of `pages` pages each. One thread owns it."""
+    """The scheduler of S slots in D shards of `pages` pages each. Only one thread may use it."""
 
     def __init__(self, slots: int, shards: int, pages: int, logit_rows: int, limits: Limits) -> None:
         self.limits, self.shards = limits, shards
@@ -32,7 +32,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.held = False
         self.prefix_hits = 0
-        self.changes = 0  # how often the tables of running sequences have changed
+        self.changes = 0  # number of changes of the tables of running sequences
         self._filling: deque[Prefix | Sequence] = deque()
         self._orders = 0
 
@@ -40,7 +40,7 @@ class Scheduler:
 
     @property
     def active(self) -> int:
-        """Slots that are taken."""
+        """The number of slots in use."""
         return len(self.sequences) - self.sequences.count(None)
 
     @property
@@ -48,28 +48,24 @@ class Scheduler:
         """Sequences that decode."""
         return [sequence for sequence in self.sequences if sequence is not None and sequence.running]
 
-    @property
-    def is_prefilling(self) -> bool:
-        """True if something is left to compute before those in slots can run."""
-        return bool(self._filling)
-
     def shard_of(self, slot: int) -> int:
         """The shard of a slot."""
         return slot // (len(self.sequences) // self.shards)
 
     def refill_at(self) -> int | None:
-        """Free slots from which admission is worth its cost; None if no request may start.
+        """The number of free slots at which requests are admitted; None if none may start.
 
-        All that wait, or `refill`: a prefill costs the same however full it is.
+        It is `refill`, or the number of waiting requests if that is smaller, because a prefill that is not full costs
+        as much as a full one.
         """
         if not self.waiting or (self.held and not self.waiting[0].sampled):
             return None
         return min(self.limits.refill, len(self.waiting), len(self.sequences))
 
     def until_idle(self) -> int | None:
-        """Idle slots at which a dispatch ends early; None if it does not.
+        """The number of idle slots at which a dispatch stops early; None if it does not.
 
-        It ends when so many have ended that admission is worth its cost, and not for slots that are idle already.
+        It stops when enough requests have ended to admit others; slots that are idle already do not count.
         """
         wanted = self.refill_at()
         if wanted is None:
@@ -80,13 +76,13 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- events
 
     def add(self, sequence: Sequence) -> None:
-        """`sequence` waits, behind all others."""
+        """Add `sequence` at the end of the queue."""
         self._orders += 1
         sequence.arrival = self._orders
         self.waiting.append(sequence)
 
     def admit(self) -> list[Sequence]:
-        """Give free slots and pages to those who wait, in order; returns those that come back with swapped pages."""
+        """Assign free slots and pages to waiting sequences in order; return those with saved pages to load."""
         wanted, free = self.refill_at(), self.sequences.count(None)
         if wanted is None or free < wanted:
             return []
@@ -115,7 +111,7 @@ class Scheduler:
         return chunks
 
     def start_rows(self) -> list[Start]:
-        """Those whose tokens are all in the cache: they run from now on."""
+        """Start the sequences whose tokens are all in the cache."""
         ready = [
             sequence
             for sequence in self.sequences
@@ -132,7 +128,7 @@ class Scheduler:
         return started
 
     def grow(self, steps: int) -> list[Preempted]:
-        """Pages for `steps` more tokens of everyone; those that had to give theirs away for it."""
+        """Allocate pages for `steps` more tokens of every running sequence; return the sequences preempted for it."""
         victims: list[Preempted] = []
         if self.limits.reserve:
             return victims
@@ -142,12 +138,12 @@ class Scheduler:
         return victims
 
     def note_sampled(self, slot: int, sampled: int) -> None:
-        """The request in `slot` has drawn `sampled` tokens so far."""
+        """Record that the request in `slot` has sampled `sampled` tokens so far."""
         sequence = self._sequence_at(slot)
         sequence.sampled, sequence.computed = sampled, sequence.prompt_tokens + sampled - 1
 
     def release(self, slot: int, kept: bytes | None = None) -> Sequence:
-        """The request in `slot` ended. Others may go on from `kept`, the tokens whose keys it leaves behind."""
+        """Remove the ended request from `slot`; keep the KV cache of the tokens `kept` for later requests."""
         sequence = self._sequence_at(slot)
         shard = self.shard_of(slot)
         if kept is not None and self._worth_keeping(kept):
@@ -170,10 +166,10 @@ class Scheduler:
         return None
 
     def swap_weights(self, *, running: bool, forget_tokens: bool) -> list[int]:
-        """New weights: every prefix is forgotten, and who was being filled waits again, in front, in the old order.
+        """Drop all prefixes, and requeue sequences whose prompts are being computed, at the front in their old order.
 
-        With `running` those who run do too, keeping what they have drawn unless `forget_tokens`. Returns the slots
-        that running requests left.
+        With `running`, running sequences are requeued too; they keep their sampled tokens unless `forget_tokens`.
+        Returns the slots that running sequences left.
         """
         left = [sequence for sequence in self.sequences if sequence is not None and (running or not sequence.running)]
         slots = [sequence.slot for sequence in left if sequence.running and sequence.slot is not None]
@@ -191,7 +187,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------- placing a sequence
 
     def _slots_for(self, sequence: Sequence) -> list[int]:
-        """One free slot of each shard: first where the prompt is known, then where most pages are free."""
+        """One free slot of each shard, ordered by the cached tokens of the prompt, then by the number of free pages."""
         found: dict[int, int] = {}
         for shard in range(self.shards):
             sequences = self._sequences_of(shard)
@@ -211,7 +207,7 @@ class Scheduler:
         return base.length if base is not None else 0
 
     def _place(self, sequence: Sequence, slot: int) -> bool:
-        """True if `sequence` got `slot` and its pages."""
+        """Give `sequence` the slot and pages; return False if there are not enough pages."""
         shard = self.shard_of(slot)
         if sequence.swapped:
             need = self._pages_of(sequence.max_positions if self.limits.reserve else sequence.positions_wanted + 1)
@@ -224,7 +220,7 @@ class Scheduler:
         return True
 
     def _place_on_prefix(self, sequence: Sequence, shard: int) -> bool:
-        """Give `sequence` pages and a cached, extended or new prefix for its prompt; whether that was possible."""
+        """Give `sequence` pages and a cached, extended or new prefix for its prompt; return False without room."""
         prefix = self.prefixes.find(shard, sequence.prompt)
         if prefix is not None:
             self.prefix_hits += 1
@@ -235,7 +231,7 @@ class Scheduler:
         )
 
     def _allocate(self, sequence: Sequence, shard: int, known: Prefix | None, new: int) -> bool:
-        """`_place_on_prefix` given what is `known`; `new` is 1 when a prefix must be begun on top of that."""
+        """`_place_on_prefix` with the cached prefix `known`; `new` is 1 if another prefix must be computed after it."""
         U, whole = self.limits.page_tokens, sequence.prompt_tokens // self.limits.page_tokens
         own = self._pages_of(sequence.max_positions if self.limits.reserve else sequence.positions_wanted + 1) - whole
         shared = known.length // U if known is not None else 0
@@ -246,7 +242,7 @@ class Scheduler:
         prefix = self._begin_prefix(sequence.prompt, shard, known) if new or known is None else known
         self.prefixes.touch(prefix)
         sequence.table = self.pages[shard].share(prefix.table[:whole]) + self.pages[shard].allocate(own)
-        # Where the prompt ends within a page, everyone goes on writing in a copy of that page.
+        # If the prompt ends within a page, each sequence continues in its own copy of that page.
         sequence.copies = ((prefix.table[whole], sequence.table[whole]),) if sequence.prompt_tokens % U else ()
         sequence.prefix, sequence.computed = prefix, sequence.prompt_tokens
         prefix.waiting += 1
@@ -255,7 +251,7 @@ class Scheduler:
         return True
 
     def _begin_prefix(self, prompt: bytes, shard: int, base: Prefix | None) -> Prefix:
-        """A new prefix, to be computed from where `base` ends."""
+        """A new prefix, to be computed from the end of `base` on."""
         pages, U = self.pages[shard], self.limits.page_tokens
         shared = pages.share(base.table[: base.length // U]) if base else []
         table = shared + pages.allocate(self._pages_of(len(prompt) // TOKEN_BYTES) - len(shared))
@@ -272,20 +268,21 @@ class Scheduler:
         return prefix
 
     def _may_be_base(self, prefix: Prefix) -> bool:
-        """A conversation's end may; a prompt may where a chunk ends, so that who comes later is computed alike."""
+        """True if another prefix may continue `prefix`: a conversation's end, or a prompt that ends with a chunk."""
+        # Only at the end of a chunk, so that the chunks of a prompt do not depend on what is cached.
         return prefix.row is None or prefix.length % self.limits.chunk == 0
 
     def _pages_of(self, tokens: int) -> int:
         return -(-tokens // self.limits.page_tokens)
 
     def _has_room(self, shard: int, need: int, keep: Prefix | None) -> bool:
-        """True if `need` pages can be taken and one is left for each of the others to grow; idle prefixes go for it."""
+        """Evict idle prefixes until `need` pages, plus one per other sequence, are free; return False if too few."""
         sequences = self._sequences_of(shard)
         others = 0 if self.limits.reserve else len(sequences) - sequences.count(None)
         return self._free_pages(shard, need + others, keep)
 
     def _free_pages(self, shard: int, need: int, keep: Prefix | None = None) -> bool:
-        """True if `need` pages are free, now that as many idle prefixes as that takes (not `keep`) are forgotten."""
+        """Evict idle prefixes (except `keep`) until `need` pages are free; return False if there are fewer."""
         pages = self.pages[shard]
         for prefix in self.prefixes.idle(shard) if pages.free < need else ():
             if prefix is not keep:
@@ -309,7 +306,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------- computing
 
     def _next_chunk(self) -> Chunk | None:
-        """Up to `rows` rows of one program, beginning with the oldest that can go on."""
+        """Up to `rows` rows for one program, from the oldest sequence or prefix that can be computed."""
         chosen: tuple[bool, int] | None = None
         rows: list[Row] = []
         for owner in list(self._filling):
@@ -327,7 +324,7 @@ class Scheduler:
         return Chunk(*chosen, tuple(rows)) if chosen else None
 
     def _next_row(self, owner: Prefix | Sequence) -> Row | None:
-        """The next row of `owner`; a sequence's own tokens wait for its prefix."""
+        """The next row of `owner`; None while a sequence waits for its prefix, or if nothing is left."""
         if isinstance(owner, Sequence) and (owner.prefix is None or not owner.prefix.ready):
             return None
         count = min(end_of(owner) - owner.computed, self.limits.chunk)
@@ -356,7 +353,7 @@ class Scheduler:
             assert last.slot is not None
             victims.append(Preempted(last, last.slot, shard, tuple(last.table)))
             self._free_slot(last)
-            last.swapped = last.sampled > 0  # else it has begun just now: nothing is lost when it begins again
+            last.swapped = last.sampled > 0  # otherwise it has just started, and starts again without loss
             self._requeue([last])
             if last is sequence:
                 return victims
@@ -368,7 +365,7 @@ class Scheduler:
     # --------------------------------------------------------------------------------------------------- leaving
 
     def _free_slot(self, sequence: Sequence) -> None:
-        """Take slot and pages from `sequence`."""
+        """Free the slot and the pages of `sequence`."""
         assert sequence.slot is not None
         self.pages[self.shard_of(sequence.slot)].free_pages(sequence.table)
         self._preempt(sequence)
@@ -382,17 +379,11 @@ class Scheduler:
             sequence.prefix.waiting -= 1
             if not sequence.prefix.waiting and not sequence.prefix.ready:
                 self._forget(sequence.prefix)
-        sequence.slot, sequence.table, sequence.prefix, sequence.copies, sequence.computed, sequence.running = (
-            None,
-            [],
-            None,
-            (),
-            0,
-            False,
-        )
+        sequence.slot, sequence.table, sequence.prefix = None, [], None
+        sequence.copies, sequence.computed, sequence.running = (), 0, False
 
     def _requeue(self, sequences: Iterable[Sequence]) -> None:
-        """In front of those that wait for the first time, in the order in which they came."""
+        """Put `sequences` back into the queue, which is ordered by arrival."""
         back = sorted([*sequences, *self.waiting], key=_order)
         self.waiting = deque(back)
 
@@ -407,7 +398,7 @@ class Scheduler:
         return len(tokens) // TOKEN_BYTES >= self.limits.page_tokens
 
     def _keep(self, shard: int, tokens: bytes, table: list[int]) -> None:
-        """A conversation's end as a prefix without logits; pages beyond its tokens are free."""
+        """Keep the end of a conversation as a prefix without logits; free the pages beyond its tokens."""
         pages, length = self.pages[shard], len(tokens) // TOKEN_BYTES
         held = 0 if self.prefixes.find(shard, tokens) else self._pages_of(length)
         pages.free_pages(table[held:])

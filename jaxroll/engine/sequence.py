@@ -1,4 +1,4 @@
-"""Values of the scheduler: sequences, limits, and requests to the device."""
+"""Values of the scheduler: sequences, limits, prefill chunks, starts and preemptions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from jaxroll.engine.prefix_cache import TOKEN_BYTES, Prefix
 
 @dataclass(frozen=True)
 class Limits:
-    """The static sizes that the schedule must keep to.
+    """The static sizes that limit the schedule.
 
-    A prefill program computes `rows` rows of one of `buckets` tokens; an insert starts `inserts` requests; while work
-    waits, `refill` slots must be free before any is given away; `budget` tokens are computed between two dispatches.
+    A prefill program computes `rows` rows of one of `buckets` tokens; an insert starts up to `inserts` requests; while
+    requests wait, none is admitted before `refill` slots are free; up to `budget` prompt tokens are computed between
+    two dispatches. `reserve`: a sequence gets all the pages that it can need at its admission.
     """
 
     rows: int
@@ -26,16 +27,16 @@ class Limits:
 
     @property
     def chunk(self) -> int:
-        """The most tokens of a prompt that are computed at once."""
+        """The maximum number of tokens of a prompt that are computed at once."""
         return self.buckets[-1]
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request from its arrival to its end. `most` is the most positions of the cache that it can come to need.
+    """A request from its arrival to its end. `max_positions` is the largest number of cache positions it can need.
 
-    `sampled` are the tokens that it has drawn; all but the last of them are, or are to be, in the cache. `computed`
-    counts the positions that are there.
+    `sampled` counts its sampled tokens; all but the last must be in the cache before it can continue. `computed` counts
+    the positions that are in the cache. `swapped`: its pages were copied to the host when it was preempted.
     """
 
     id: int
@@ -53,18 +54,18 @@ class Sequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
+        """The number of tokens of its prompt."""
         return len(self.prompt) // TOKEN_BYTES
 
     @property
     def positions_wanted(self) -> int:
-        """Positions that must be in the cache before it can draw its next token."""
+        """The number of positions that must be in the cache before it can sample its next token."""
         return self.prompt_tokens + max(self.sampled - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`count` tokens of `owner` from position `start` on, to be computed."""
+    """A row of a prefill: `count` tokens of `owner` from position `start` on."""
 
     owner: Prefix | Sequence
     start: int
@@ -73,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One run of a prefill program: `fresh` rows begin at position 0 and read no page."""
+    """One run of a prefill program; `fresh` rows begin at position 0 and read no pages."""
 
     fresh: bool
     bucket: int
@@ -82,7 +83,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`sequence` runs from now on; its first token is sampled from `logit_row` after `copies` (page, to page)."""
+    """The start of `sequence`: pages are copied by `copies` (from, to), its first token is sampled from `logit_row`."""
 
     sequence: Sequence
     logit_row: int | None
@@ -91,9 +92,9 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """`sequence` was in `slot` and had the pages of `table`, which belong to others now.
+    """The preemption of `sequence`, which was in `slot` and held the pages of `table`.
 
-    They are worth keeping if the sequence is `swapped`, and nothing was drawn yet if not.
+    If the sequence is `swapped`, its pages must be saved before they are reused; otherwise it has sampled no token yet.
     """
 
     sequence: Sequence
@@ -103,10 +104,10 @@ class Preempted:
 
 
 def bucket_of(tokens: int, buckets: Iterable[int]) -> int:
-    """The smallest bucket that holds `tokens`."""
+    """The smallest bucket with room for `tokens`."""
     return min(size for size in buckets if size >= tokens)
 
 
 def end_of(owner: Prefix | Sequence) -> int:
-    """Number of its tokens to compute."""
+    """The number of tokens of `owner` to compute."""
     return owner.length if isinstance(owner, Prefix) else owner.positions_wanted

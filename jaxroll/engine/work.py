@@ -34,7 +34,7 @@ class Filled:
 
 @dataclass(eq=False, slots=True)
 class _Open:
-    """A request that has not left: what it drew before it had to leave its slot, and its pages if they were kept."""
+    """A request in the engine: its tokens before it last left its slot, and its saved pages, if any."""
 
     add: Add
     before: Partial | None = None
@@ -42,11 +42,11 @@ class _Open:
 
 
 class Work:
-    """The requests in the engine. All methods belong to the stepping thread."""
+    """The requests in the engine, and the work of a step. Only the stepping thread may call the methods."""
 
     def __init__(
         self, device: Device, scheduler: Scheduler, sizes: Sizes, clock: Callable[[], float], decode: Decode | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._decode = decode
         self._device, self._scheduler, self._sizes, self._clock = device, scheduler, sizes, clock
         self._ledger = Ledger(sizes.slots, sizes.max_tokens + sizes.chunk)
@@ -55,7 +55,7 @@ class Work:
         self._tables_of = -1
 
     def enter(self, add: Add, sequence: Sequence) -> Sequence:
-        """`sequence`, whose request is known from now on."""
+        """Register the request of `sequence`, and return `sequence`."""
         self._open[add.request.id] = _Open(add)
         return sequence
 
@@ -78,7 +78,7 @@ class Work:
         return Filled(len(chunks), len(rows), sum(row.count for row in rows), len(started))
 
     def make_room(self, steps: int) -> int:
-        """Pages for the next `steps` tokens; returns how many requests gave theirs away for it."""
+        """Allocate pages for the next `steps` tokens; return the number of requests preempted for it."""
         victims = self._scheduler.grow(steps)
         for victim in victims:
             if not victim.sequence.swapped:
@@ -98,7 +98,7 @@ class Work:
         copies = [
             (self._shard(row.owner), *copy)
             for row in chunk.rows
-            for copy in row.owner.copies  # made once, before the first chunk
+            for copy in row.owner.copies  # only before the first chunk
         ]
         if copies:
             self._device.copy(copies)
@@ -140,25 +140,25 @@ class Work:
                 (sequence.slot, before.tokens, float(before.logprobs[-1]), sequence.positions_wanted, request)
             )
         self._device.copy(copies)
-        self._allow([start.sequence for start in started], everyone=True)
+        self._set_masks([start.sequence for start in started], reset_others=True)
         self._device.restore(restores)
         self._device.insert(inserts)
 
     def steps(self) -> int:
-        """Tokens that the next dispatch may sample: one where a request has a token mask.
+        """The number of tokens that the next dispatch may sample per slot: 1 if a request has a token mask.
 
-        0 where even its first token is not known here yet.
+        0 if the host does not have the first token of such a request yet.
         """
         asking = [
             sequence for sequence in self._scheduler.running if self._open[sequence.id].add.request.allowed is not None
         ]
         if any(not sequence.sampled for sequence in asking):
             return 0
-        self._allow(asking, everyone=False)
+        self._set_masks(asking, reset_others=False)
         return 1 if asking else self._sizes.chunk
 
-    def _allow(self, sequences: list[Sequence], *, everyone: bool) -> None:
-        """Tell the device what may be drawn next; `everyone`: anything, for those that do not say."""
+    def _set_masks(self, sequences: list[Sequence], *, reset_others: bool) -> None:
+        """Send the next token masks to the device; with `reset_others`, requests without `allowed` get a full mask."""
         if not self._sizes.masks:
             return
         masks: dict[int, np.ndarray] = {}
@@ -169,14 +169,14 @@ class Work:
                 try:
                     masks[sequence.slot] = next_mask(request, self._drawn(sequence), self._device.mask_tokens)
                 except DataError as error:
-                    self._refused[sequence.id] = error  # it leaves before anything is drawn for it
-            elif everyone:
+                    self._refused[sequence.id] = error  # it is removed before the next token is sampled
+            elif reset_others:
                 masks[sequence.slot] = np.ones(1, bool)
         if masks:
             self._device.set_token_masks(masks)
 
     def _drawn(self, sequence: Sequence) -> np.ndarray:
-        """The tokens of the request in `sequence` that the host knows."""
+        """The sampled tokens of `sequence` that the host has."""
         before = self._open[sequence.id].before
         if sequence.sampled == 0:
             return np.zeros(0, np.int32)
@@ -188,7 +188,7 @@ class Work:
     # --- after a dispatch
 
     def account(self, report: packets.Report) -> Progress:
-        """Take in what a dispatch did."""
+        """Record a dispatch's report, and end requests whose stop strings are complete."""
         progressed = self._ledger.account(report)
         cut: list[int] = []
         for sequence in self._scheduler.running:
@@ -213,10 +213,10 @@ class Work:
         return next(n for n in range(1, len(tokens) + 1) if any(s in self._decode(tokens[:n]) for s in strings))
 
     def take(self, slot: int, ended: Ended, end_s: float, version: Version) -> tuple[Add, Result]:
-        """The request in `slot`, which ended, and what it came to."""
+        """Remove the ended request from `slot` and return it with its result."""
         add, result = self._ledger.take(slot, ended, end_s)
         kept = None
-        # Keys and values of another version are not reused.
+        # A KV cache of mixed versions is not reused.
         if add.request.keep and all(run.version == version for run in result.completion.versions):
             kept = np.concatenate([add.request.prompt, result.completion.tokens[:-1]]).astype(np.int32).tobytes()
         self._scheduler.release(slot, kept)
@@ -224,7 +224,7 @@ class Work:
         return add, result
 
     def refused(self) -> list[tuple[Add, Partial | None, DataError]]:
-        """The requests that cannot go on, what each has drawn (None: nothing), and why; they have left."""
+        """Remove the requests that cannot continue; return each with its tokens (None: none) and the error."""
         refused, self._refused = self._refused, {}
         left = []
         for id, error in refused.items():
@@ -234,7 +234,7 @@ class Work:
         return left
 
     def abort(self, id: int) -> tuple[Add, Partial | None] | None:
-        """The request and what it has drawn (None: nothing); None if it is not here any more."""
+        """Remove request `id` and return it with its tokens (None: none); None if it is not in the engine."""
         running = {sequence.id: (sequence.slot, sequence.sampled) for sequence in self._scheduler.running}
         if self._scheduler.abort(id) is None:
             return None
@@ -245,11 +245,11 @@ class Work:
         self._device.cancel([slot])
         if sampled:
             return self._ledger.interrupt(slot)
-        self._ledger.forget(slot)  # even its first token is not known here
+        self._ledger.forget(slot)  # the host does not have its first token yet
         return one.add, one.before
 
     def swap_weights(self, version: Version, *, running: bool, forget_tokens: bool) -> int:
-        """New weights from now on; returns how many tokens were thrown away for it."""
+        """Prepare requests for new weights, which are `version`; return the number of discarded tokens."""
         sequences = {sequence.slot: sequence.id for sequence in self._scheduler.running}
         slots = self._scheduler.swap_weights(running=running, forget_tokens=forget_tokens)
         for slot in slots:

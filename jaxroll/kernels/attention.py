@@ -1,9 +1,9 @@
-"""Attention as XLA computes it, softmax(q·kᵀ / √H + mask)·v with grouped key-value heads, and a slow reference.
+"""Attention in XLA operations, softmax(q·kᵀ / √H + mask)·v with grouped key-value heads, and a slow reference.
 
-The fused kernels (`tpu`, `gpu`) take segment ids where these take a mask; `placed` brings both under one signature.
+The fused kernels (`tpu`, `gpu`) take segment ids instead of a mask; `placed` gives both the same signature.
 
 B rows, T queries, U keys, N query heads, K key-value heads (N = K·G, head n reads key-value head n // G), H head
-dimension. A query that may see no key at all gets a finite, meaningless output.
+dimension. The output of a query that sees no key is finite but undefined.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ _MASKED = -1e30  # finite, so that a row without keys stays finite in value and 
 def grouped(
     q: Float[Array, "B T N H"], k: Float[Array, "B U K H"], v: Float[Array, "B U K H"], mask: Bool[Array, "#B T U"]
 ) -> Float[Array, "B T N H"]:
-    """Attention in XLA operations: keys are never repeated per query head; the softmax is in float32.
-
-    Products have their operands as the CPU backend wants them, in the gradient too, which is therefore written out:
-    what JAX derives takes twice as long there.
-    """
+    """Attention in XLA operations, without repeating keys per query head; the softmax is computed in float32."""
+    # The gradient is written out, because the products that JAX derives take twice as long on the CPU backend, which
+    # needs a certain order of operands.
     B, T, N, H = q.shape
     wide = q.reshape(B, T, k.shape[2], -1, H).transpose(0, 2, 3, 1, 4)
     return _attention(wide, k, v, mask).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
@@ -35,7 +33,7 @@ def grouped(
 def _attention(
     q: Float[Array, "B K G T H"], k: Float[Array, "B U K H"], v: Float[Array, "B U K H"], mask: Bool[Array, "#B T U"]
 ) -> Float[Array, "B K G T H"]:
-    """softmax(q·kᵀ / √H)·v where `mask` is True; scaled after the product, for bfloat16 would be rounded before."""
+    """softmax(q·kᵀ / √H)·v where `mask` is True."""
     return _forward(q, k, v, mask)[0]
 
 
@@ -44,6 +42,7 @@ def _forward(q: Array, k: Array, v: Array, mask: Array) -> tuple[Array, tuple[Ar
     scores = jnp.einsum(
         "bkgth,bkhu->bkgtu", q, k.transpose(0, 2, 3, 1), precision=exact, preferred_element_type=jnp.float32
     )
+    # Scaled after the product, because scaling a bfloat16 operand would round it.
     scores = jnp.where(mask[:, None, None], scores * q.shape[-1] ** -0.5, _MASKED)
     weights = jax.nn.softmax(scores, axis=-1)
     mean = jnp.einsum("bkgtu,bkuh->bkgth", weights.astype(v.dtype), v.transpose(0, 2, 1, 3), precision=exact)
@@ -56,7 +55,7 @@ def _backward(saved: tuple[Array, ...], d_mean: Array) -> tuple[Array, Array, Ar
     d_weights = jnp.einsum(
         "bkgth,bkhu->bkgtu", d_mean, v.transpose(0, 2, 3, 1), precision=exact, preferred_element_type=jnp.float32
     )
-    # Σ weight · its gradient over the keys, which is the output times its own (Dao et al., arXiv 2205.14135).
+    # Σ over keys of weight · d_weight equals the output times its gradient (Dao et al., arXiv 2205.14135).
     along = jnp.sum(d_mean.astype(jnp.float32) * mean.astype(jnp.float32), axis=-1, keepdims=True)
     d_scores = (weights * (d_weights - along) * q.shape[-1] ** -0.5).astype(q.dtype)
     d_q = jnp.einsum("bkgtu,bkuh->bkgth", d_scores, k.transpose(0, 2, 1, 3), precision=exact)
@@ -71,7 +70,7 @@ _attention.defvjp(_forward, _backward)
 def reference(
     q: Float[Array, "B T N H"], k: Float[Array, "B U K H"], v: Float[Array, "B U K H"], mask: Bool[Array, "#B T U"]
 ) -> Float[Array, "B T N H"]:
-    """Attention one row, query and head at a time, in float32: slow, and meant to be read."""
+    """Attention one row, query and head at a time, in float32; slow but easy to verify."""
     B, T, N, H = q.shape
     group = N // k.shape[2]
     mask = jnp.broadcast_to(mask, (B, T, k.shape[1]))
@@ -87,7 +86,7 @@ def reference(
 
 
 def visible(tokens: int, segments: Int[Array, "B T"] | None = None) -> Bool[Array, "#B T T"]:
-    """True where query t may see key u: u ≤ t and, where segments are given, of the same one and not padding (0)."""
+    """True where query t sees key u: u ≤ t and, with `segments`, both in the same segment, which is not padding (0)."""
     causal = jnp.tril(jnp.ones((tokens, tokens), bool))
     if segments is None:
         return causal[None]
@@ -96,27 +95,27 @@ def visible(tokens: int, segments: Int[Array, "B T"] | None = None) -> Bool[Arra
 
 
 def lengthened(x: Shaped[Array, "B T *rest"], multiple: int) -> Shaped[Array, "B T1 *rest"]:
-    """`x` with zeros behind its tokens, up to a multiple of `multiple`."""
+    """`x` padded with zeros after its tokens, to a multiple of `multiple`."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple), *((0, 0),) * (x.ndim - 2)))
 
 
 def exact_precision(dtype: jnp.dtype) -> jax.lax.Precision:
-    """The matmul precision that keeps a dtype's promise: TPU and GPU else multiply float32 in fewer bits."""
+    """The matmul precision that is exact for `dtype`; by default TPU and GPU multiply float32 with fewer bits."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 # --- rows whose prompts are computed once for all their answers
 #
-# A row is P tokens of prompts and A stretches of S tokens of answers, T = P + A·S. A prompt sees itself; an answer sees
-# its own tokens up to each, and all of the prompt that it continues: the same numbers as with a prompt before every
-# answer, for fewer tokens (Liu et al., "Prefix Grouper", arXiv 2506.05433, for one prompt a row; here a row holds
-# several
-# of each). B rows, N query heads, K key-value heads, H head dimension.
+# A row has P tokens of prompts and A stretches of S tokens of answers, T = P + A·S. A prompt token sees the prompt up
+# to itself; an answer token sees the whole prompt that its answer continues, and the answer up to itself. The results
+# equal those with a copy of the prompt before every answer, with fewer tokens (Liu et al., "Prefix Grouper", arXiv
+# 2506.05433, for one prompt per row; here a row holds several). B rows, N query heads, K key-value heads, H head
+# dimension.
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The division of a row: its first `prompt_tokens` hold prompts, then come `stretches` of `tokens` each."""
+    """The layout of a row: `prompt_tokens` tokens for prompts, then `stretches` of `tokens` tokens each for answers."""
 
     prompt_tokens: int
     stretches: int
@@ -131,10 +130,10 @@ class SharedRows:
 def attention(
     rows: SharedRows, segments: Int[Array, "B T"], prompts: Int[Array, "B T"]
 ) -> Callable[[Array, Array, Array], Array]:
-    """A function of q [B, T, N, H], k and v [B, T, K, H]; the masks are built here, once for all layers.
+    """Attention as a function of q [B, T, N, H], k and v [B, T, K, H]; the masks are built once for all layers.
 
-    `segments` number prompts and answers (0 is padding); `prompts` has at an answer's tokens the number of the prompt
-    that it continues, 0 where it brings its own.
+    `segments` numbers prompts and answers (0 is padding); `prompts` holds at an answer's tokens the number of the
+    prompt that it continues, or 0 if the answer contains its whole prompt.
     """
     P, A, S = rows.prompt_tokens, rows.stretches, rows.tokens
     of_prompts = visible(P, segments[:, :P])
@@ -156,5 +155,5 @@ def attention(
 
 
 def _stretches(x: Array, count: int) -> Array:
-    """[B·A, S, …] of [B, A·S, …]."""
+    """`x`, [B, A·S, …], as [B·A, S, …]."""
     return x.reshape(x.shape[0] * count, x.shape[1] // count, *x.shape[2:])

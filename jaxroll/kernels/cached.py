@@ -1,8 +1,8 @@
 """Attention over a KV cache: paged (a loop over pages), and contiguous (levels of increasing length).
 
 B rows of T consecutive queries each, N query heads, K key-value heads, H head dimension; a pool of P pages of U tokens;
-a row's table names its J pages in order. Query t of row b is at position starts[b] + t and sees the keys at
-positions 0 … starts[b] + t of its own pages. A row that sees no key at all gets a finite, meaningless output.
+a row's table lists its J pages in order. Query t of row b is at position starts[b] + t and sees the keys at positions
+0 … starts[b] + t of the row's pages. The output of a row that sees no key is finite but undefined.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jaxroll.kernels.attention import exact_precision
 from jaxroll.sharding import layout as meshes
 from jaxroll.sharding.layout import Layout
 
-_MASKED = -1e30  # finite: a row that sees nothing stays finite
-_CHUNK_TOKENS = 32  # small pages are read several at a time: every turn of the loop costs its dispatch
+_MASKED = -1e30  # finite, so that a row that sees no key stays finite
+_CHUNK_TOKENS = 32  # small pages are read several at a time, because every iteration of the loop has a fixed cost
 _CPU_ROWS = 4
 
 
@@ -33,9 +33,9 @@ def paged(
 ) -> Float[Array, "B T N H"]:
     """softmax(q·kᵀ / √H)·v, page by page with a running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867).
 
-    The rows are in equal blocks, one after the other; of block i only the first reach[i] pages are read: see `reach`.
-    All blocks are computed by the same operations, and to a row that ended earlier a further page adds exact zeros; so
-    a row's result does not depend, to the bit, on how long the others are, its slot or its pages.
+    The rows form equal, consecutive blocks; of block i only the first reach[i] pages are read (see `reach`). All blocks
+    use the same operations, and a page beyond the end of a row adds exact zeros. So a row's result does not depend, to
+    the bit, on the lengths of other rows, its slot or its pages.
     """
     B, T, N, H = q.shape
     K, U = keys.shape[0], keys.shape[2]
@@ -44,7 +44,7 @@ def paged(
     wide = q.reshape(B, T, K, N // K, H).transpose(2, 0, 3, 1, 4)
 
     def block(i: Int[Array, ""], out: Float[Array, "K B G T H"]) -> Float[Array, "K B G T H"]:
-        at = jnp.minimum(i * rows, B - rows)  # the last may begin within the one before: the same again
+        at = jnp.minimum(i * rows, B - rows)  # the last block may overlap the previous one and compute rows twice
         here = lambda x, axis=0: jax.lax.dynamic_slice_in_dim(x, at, rows, axis)  # noqa: E731
         mean = _block(here(wide, 1), keys, values, here(tables), here(starts), -(-reach[i] // pages))
         return jax.lax.dynamic_update_slice_in_dim(out, mean, at, axis=1)
@@ -55,9 +55,13 @@ def paged(
 
 
 def _block(
-    wide: Float[Array, "K R G T H"], keys: Float[Array, "K P U H"], values: Float[Array, "K P U H"],
-    tables: Int[Array, "R J"], starts: Int[Array, " R"], chunks: Int[Array, ""],
-) -> Float[Array, "K R G T H"]:  # fmt: skip
+    wide: Float[Array, "K R G T H"],
+    keys: Float[Array, "K P U H"],
+    values: Float[Array, "K P U H"],
+    tables: Int[Array, "R J"],
+    starts: Int[Array, " R"],
+    chunks: Int[Array, ""],
+) -> Float[Array, "K R G T H"]:
     """The rows of one block over their first `chunks` chunks of pages, in float32."""
     K, R, G, T, H = wide.shape
     pages, exact = _pages_at_once(keys.shape[2]), exact_precision(wide.dtype)
@@ -69,7 +73,7 @@ def _block(
         best, total, out = carry
         here = jax.lax.dynamic_slice_in_dim(tables, j * pages, pages, axis=1)
         k, v = keys[:, here].reshape(K, R, C, H), values[:, here].reshape(K, R, C, H)
-        # Keys on the left: on the right the CPU backend would first lay every page out again.
+        # Keys are the left operand: as the right one, the CPU backend would first transpose every page.
         scores = jnp.einsum("kbuh,kbqh->kbqu", k, queries, precision=exact, preferred_element_type=jnp.float32)
         scores = jnp.where(j * C + jnp.arange(C) <= positions[..., None], scores * H**-0.5, _MASKED)
         higher = jnp.maximum(best, jnp.max(scores, axis=-1))
@@ -86,17 +90,17 @@ def _block(
 
 
 def blocks(rows: int, layout: Layout | None) -> int:
-    """In how many blocks the loop should take `rows` rows of one query each.
+    """The number of blocks into which the loop divides `rows` rows of one query each.
 
-    On a CPU small ones: a long row then costs only those beside it. Elsewhere a turn of the loop costs more than what
-    it computes, and all rows go together.
+    On a CPU blocks are small, so that a long row slows only the rows of its block. On other platforms an iteration
+    costs more than its computation, so all rows form one block.
     """
     platform = jax.default_backend() if layout is None else meshes.platform(layout.mesh)
     return -(-rows // _CPU_ROWS) if platform == "cpu" else 1
 
 
 def reach(starts: Int[Array, "*shards B"], queries: int, page_tokens: int, blocks: int = 1) -> Int[Array, " blocks"]:
-    """Pages of the longest row of each block, for B rows in `blocks` blocks; the most of all shards."""
+    """The number of pages of the longest row of each block, for B rows in `blocks` blocks; the maximum over shards."""
     count = starts.shape[-1]
     rows = -(-count // blocks)
     begins = np.minimum(np.arange(blocks) * rows, count - rows)
@@ -112,18 +116,18 @@ def _pages_at_once(page_tokens: int) -> int:
 # --- contiguous KV cache: attention of one more token
 #
 # B rows of one query each, N query heads, K key-value heads (N = K·G), H head dimension; level l holds C_l tokens of
-# every row, the first level those from position 0 on. A row at position p sees the positions 0 … p. A row at -1 sees
-# nothing and gets a finite, meaningless output.
+# every row, the first level those from position 0 on. A row at position p sees the positions 0 … p. The output of a row
+# at -1 is finite but undefined.
 
 _LEVEL_TOKENS = 64
-_LEAST_TOKENS = 32  # the CPU's products of fewer columns take longer than those of so many
+_LEAST_TOKENS = 32  # on the CPU, products with fewer columns take longer than with this many
 _MOST_LEVELS = 8
 
 Sums = tuple[Float[Array, "B K G"], Float[Array, "B K G"], Float[Array, "B K G H"]]  # running maximum, sum, output
 
 
 def levels(tokens: int, page_tokens: int) -> tuple[int, ...]:
-    """C_l, multiples of `page_tokens` that hold `tokens` together, as many as pay; a short end goes with the last."""
+    """The lengths C_l of the levels, multiples of `page_tokens` with room for `tokens`; a short rest joins the last."""
     whole = -(-tokens // page_tokens) * page_tokens
     each = page_tokens * -(-max(_LEVEL_TOKENS, -(-whole // _MOST_LEVELS)) // page_tokens)
     lengths = [each] * (whole // each)
@@ -140,10 +144,10 @@ def dense(
     positions: Int[Array, " B"],
     last: Int[Array, ""],
 ) -> Float[Array, "B 1 N H"]:
-    """softmax(q·kᵀ / √H)·v, a level at a time with a running maximum and sum; those beyond `last` are left out.
+    """softmax(q·kᵀ / √H)·v, one level at a time with a running maximum and sum; levels beyond `last` are skipped.
 
-    To a row that ends earlier a further level adds exact zeros, so its result depends, to the bit, neither on how long
-    the others are nor on its slot. Keys have their tokens last, the layout of the CPU's products.
+    A level beyond the end of a row adds exact zeros, so a row's result does not depend, to the bit, on the lengths of
+    other rows or on its slot. The tokens are the last axis of keys, which is the layout of the CPU's products.
     """
     B, _, N, H = q.shape
     K = keys[0].shape[1]
@@ -163,13 +167,16 @@ def dense(
 
 
 def _level(
-    sums: Sums, wide: Float[Array, "B K G H"], k: Float[Array, "B K H C"], v: Float[Array, "B K C H"],
+    sums: Sums,
+    wide: Float[Array, "B K G H"],
+    k: Float[Array, "B K H C"],
+    v: Float[Array, "B K C H"],
     unseen: Float[Array, "B C"],
-) -> Sums:  # fmt: skip
+) -> Sums:
     best, total, out = sums
     exact = exact_precision(wide.dtype)
     scores = jnp.einsum("bkgh,bkhu->bkgu", wide, k, precision=exact, preferred_element_type=jnp.float32)
-    scores = scores * wide.shape[-1] ** -0.5 + unseen[:, None, None]  # so far down that nothing of a score is left
+    scores = scores * wide.shape[-1] ** -0.5 + unseen[:, None, None]  # -1e30 absorbs the score
     higher = jnp.maximum(best, jnp.max(scores, axis=-1))
     weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(best - higher)
     gained = jnp.einsum(

@@ -1,8 +1,8 @@
-"""The choice of the attention implementation, made once before anything is compiled. No JAX here.
+"""The choice of the attention implementation, made once before anything is compiled. No JAX.
 
 There are three uses: `packed` rows of a training batch, fresh prompts of a `prefill`, and one more token over the
-`paged` cache. Each has a key in the config. `auto` takes what suits the platform where that fits, and the plain XLA
-form elsewhere, with the reason; any other value is taken or refused, never replaced.
+`paged` cache. Each has a key in the config. `auto` selects the fused kernel of the platform if it supports the shapes,
+otherwise the XLA implementation, and reports the reason. Any other value is used or refused, never replaced.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jaxroll.errors import ConfigError
 
 Use = Literal["packed", "prefill", "paged"]
 AUTO, XLA, DENSE = "auto", "xla", "dense"
-DENSE_TOKENS = 192  # up to here reading all slots as far as the longest costs less than copying pages together
-BLOCK = 128  # tokens: the least that the fused kernels take at once; shorter rows would be padded to it
+DENSE_TOKENS = 192  # for up to this many tokens, reading a contiguous cache costs less than gathering pages
+BLOCK = 128  # tokens per block of the fused kernels; shorter rows would be padded to it
 KEYS: Mapping[Use, str] = {
     "packed": "learner.attention",
     "prefill": "sampler.prefill_attention",
@@ -24,8 +24,8 @@ KEYS: Mapping[Use, str] = {
 }
 
 _TPU_LANES = 128
-_TRITON_HEADS = (16, 32, 64, 128)  # the sides of its tiles are powers of two
-_CUDNN_HEADS = 128  # the largest that every generation takes
+_TRITON_HEADS = (16, 32, 64, 128)  # its tiles have powers of two
+_CUDNN_HEADS = 128  # the largest that every GPU generation supports
 _PLATFORMS = {
     "splash": ("tpu",), "triton": ("gpu",), "cudnn": ("gpu",), "pallas": ("tpu", "gpu"), DENSE: ("cpu", "gpu", "tpu"),
 }  # fmt: skip
@@ -55,10 +55,10 @@ class Heads(Protocol):
 
 @dataclass(frozen=True)
 class Site:
-    """The place of attention: the model, its devices, and the tokens of a row (of a page, for `paged`).
+    """The conditions of a choice: the model, its devices, and the tokens of a row (for `paged`: of a page).
 
-    `platform` is cpu, gpu or tpu; empty where it is not known yet. `tensor` devices share the heads. A slot holds up to
-    `longest` tokens (0: not known yet); `limited` says that its memory was limited by a number of pages.
+    `platform` is cpu, gpu or tpu, or empty if it is not known yet. `tensor` devices share the heads. A slot holds up to
+    `longest` tokens (0: not known yet). `limited`: the config limits the number of pages of the cache.
     """
 
     model: Heads
@@ -71,7 +71,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation, and why it is this one."""
+    """The chosen implementation, and the reason."""
 
     name: str = XLA
     reason: str = "by default"
@@ -91,7 +91,7 @@ class Serving:
     paged: Choice = UNASKED
 
     def described(self) -> dict[str, str]:
-        """Each use with its choice, for a person."""
+        """Each use with its choice, as text."""
         return {"prefill": str(self.prefill), "paged": str(self.paged)}
 
 
@@ -99,7 +99,7 @@ PLAIN = Serving()
 
 
 def choose(use: Use, wanted: str, site: Site) -> Choice:
-    """The choice that `wanted` means at `site`; ConfigError where it is an implementation that cannot work there."""
+    """The choice for `wanted` at `site`; ConfigError if `wanted` names an implementation that cannot work there."""
     if wanted == XLA:
         return Choice(XLA, "as configured")
     if wanted != AUTO:
@@ -110,15 +110,15 @@ def choose(use: Use, wanted: str, site: Site) -> Choice:
         return Choice(XLA, f"no fused kernel on {site.platform}")
     obstacle = _obstacle(use, suited, site)
     if suited == DENSE and site.longest > DENSE_TOKENS:
-        obstacle = f"requests have up to {site.longest} tokens, and it reads as many of all as of the longest"
+        obstacle = f"requests have up to {site.longest} tokens, and it reads all slots up to the longest one"
     return Choice(XLA, f"no {suited}: {obstacle}") if obstacle else Choice(suited, f"auto on {site.platform}")
 
 
 def check(use: Use, wanted: str, site: Site) -> None:
-    """Nothing, or ConfigError where `wanted` cannot work at `site`, or, its platform unknown, nowhere."""
+    """Raise ConfigError if `wanted` cannot work at `site` (with an unknown platform: on no platform)."""
     obstacle = "" if wanted in (AUTO, XLA) else _obstacle(use, wanted, site)
     if obstacle:
-        raise ConfigError(KEYS[use], wanted, obstacle, "Set it to 'xla', or to 'auto', which says what it takes.")
+        raise ConfigError(KEYS[use], wanted, obstacle, "Set it to 'xla', or to 'auto', which reports its choice.")
 
 
 def _obstacle(use: Use, name: str, site: Site) -> str:
@@ -126,7 +126,7 @@ def _obstacle(use: Use, name: str, site: Site) -> str:
     model = site.model
     if name == DENSE:
         return (
-            "it takes the memory of all slots at their longest, which sampler.cache_pages limits"
+            "it needs memory for the longest request in every slot, but sampler.cache_pages limits the memory"
             if site.limited
             else ""
         )
@@ -136,14 +136,14 @@ def _obstacle(use: Use, name: str, site: Site) -> str:
         return f"it multiplies in bfloat16 and model.dtype is {model.compute_dtype}"
     if model.heads % site.tensor or model.kv_heads % site.tensor:
         heads = f"{model.heads} query and {model.kv_heads} key-value heads"
-        return f"{heads} are not shared evenly by {site.tensor} devices"
+        return f"{heads} cannot be divided evenly over {site.tensor} devices"
     if use != "paged" and site.tokens < BLOCK:
         return f"rows have {site.tokens} tokens and it computes blocks of {BLOCK}"
-    return _misfit(use, name, site)
+    return _unsupported_shape(use, name, site)
 
 
-def _misfit(use: Use, name: str, site: Site) -> str:
-    """The shapes that a kernel does not take."""
+def _unsupported_shape(use: Use, name: str, site: Site) -> str:
+    """The shape that a kernel does not support, as a message; empty if it supports all."""
     head, tokens = site.model.head_dim, site.tokens
     tpu, gpu = site.platform == "tpu", site.platform == "gpu"
     if (name == "splash" or (name == "pallas" and tpu)) and head % _TPU_LANES:

@@ -1,6 +1,6 @@
-"""cuDNN's attention and JAX's own Pallas kernels (Triton) for GPU under our signatures, for the arrays of one device.
+"""Attention kernels for GPU (cuDNN's, and JAX's Pallas kernels for Triton), for the arrays of one device.
 
-`interpret` runs a Pallas kernel anywhere, slowly.
+`interpret` runs a Pallas kernel on any platform, slowly.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from jaxroll.kernels.attention import lengthened
 from jaxroll.kernels.choice import BLOCK
 
-_SPLITS = 16  # parts of a long request that are computed side by side
-_PAGED_TOKENS = 64  # of keys that are multiplied at once
+_SPLITS = 16  # parts of a long request that are computed in parallel
+_PAGED_TOKENS = 64  # keys per block
 
 
 def triton(
@@ -28,10 +28,8 @@ def triton(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention within segments, by Pallas' flash attention; it wants keys repeated for every query head.
-
-    Segment 0, padding, sees itself: finite, and of no meaning.
-    """
+    """Causal attention within segments, by Pallas' flash attention. Outputs of padding (segment 0) are undefined."""
+    # The kernel needs keys and values repeated for every query head.
     T, group = q.shape[1], q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
     q, k, v = (lengthened(x, BLOCK) for x in (q, k, v))
@@ -44,7 +42,7 @@ def triton(
 def cudnn(
     q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], segments: None
 ) -> Float[Array, "B T N H"]:
-    """Causal attention by cuDNN's flash kernel. It gets no segments: JAX passes them only as a mask of T·T."""
+    """Causal attention by cuDNN's flash kernel, without segments, which JAX would pass as a mask of T·T elements."""
     if segments is not None:
         raise ValueError("cuDNN's attention takes no segment ids: use triton or xla for packed rows")
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")

@@ -1,7 +1,7 @@
-"""Attention by the implementation that was chosen, over the devices of a layout.
+"""Attention by a chosen implementation, over the devices of a layout.
 
-A fused kernel is one device's program, which the compiler does not divide: rows, slots and heads are divided here, as
-the rules say, and every device computes its own.
+The compiler cannot partition a fused kernel. So rows, slots and heads are divided here by `shard_map` with the layout's
+rules, and every device runs the kernel on its part.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _POOL = ("slots", "kv_heads", None, "tokens", "head_dim")
 
 
 def rows(name: str, tokens: int, segments: Int[Array, "B T"] | None, layout: Layout | None) -> Attend:
-    """Causal attention over rows of `tokens`, within `segments` where they are given (0 is padding).
+    """Causal attention over rows of `tokens`, within `segments` if given (0 is padding), by the implementation `name`.
 
-    Only the XLA form builds the mask, once for all layers, and only it does without a layout.
+    The XLA implementation builds its mask once for all layers; it is the only one that works without a layout.
     """
     if name == XLA:
         return partial(_masked, visible(tokens, segments))
@@ -52,7 +52,7 @@ def _masked(mask: Array, q: Array, k: Array, v: Array) -> Array:
 
 
 def _row_kernel(name: str) -> Callable[..., Array]:
-    """Loaded when chosen: Pallas takes its time to import."""
+    """The kernel `name`; its module is imported on demand, because importing Pallas takes time."""
     if name == "splash":
         from jaxroll.kernels.tpu import splash
 
@@ -82,7 +82,7 @@ def _divided_pages(
     starts: Array,
     reach: Array,
 ) -> Array:
-    """q [D, S/D, 1, N, H] over keys and values [D, K, P, U, H]; how far to read each slot's length says by itself."""
+    """Attention of q [D, S/D, 1, N, H] over keys and values [D, K, P, U, H]; `reach` is not used by the kernels."""
 
     def one(q: Array, keys: Array, values: Array, tables: Array, starts: Array) -> Array:
         # D is the number of groups of devices, so each holds one shard.
@@ -105,5 +105,5 @@ def _spec(layout: Layout, logical: tuple[str | None, ...], array: Array) -> Part
 
 def _needed(name: str, layout: Layout | None) -> Layout:
     if layout is None:
-        raise ValueError(f"attention by {name} needs a layout: a mesh and rules that say which device computes what")
+        raise ValueError(f"attention by {name} needs a layout: a mesh, and rules that divide the work over it")
     return layout

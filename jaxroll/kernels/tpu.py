@@ -1,7 +1,7 @@
-"""JAX's own Pallas kernels for TPU under our signatures, for the arrays of one device.
+"""Attention kernels for TPU (JAX's Pallas kernels), for the arrays of one device.
 
-They compile for a TPU. Elsewhere, slowly, splash runs with `interpret`, and `paged`, whose kernel has no such argument,
-under `pltpu.force_tpu_interpret_mode`.
+They compile for TPU. On other platforms `splash` runs slowly with `interpret`, and `paged`, whose kernel has no such
+argument, under `pltpu.force_tpu_interpret_mode`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxroll.kernels.attention import lengthened
 from jaxroll.kernels.choice import BLOCK
 
 _BLOCKS = (4 * BLOCK, 2 * BLOCK, BLOCK)
-_PAGED_TOKENS = 512  # of keys that are fetched and multiplied at once
+_PAGED_TOKENS = 512  # keys per block
 
 
 def splash(
@@ -30,9 +30,9 @@ def splash(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention within segments, by splash attention: no array has T·T elements, forward or backward.
+    """Causal attention within segments, by splash attention; no array has T·T elements, forward or backward.
 
-    Segment 0, padding, sees itself: finite, and of no meaning.
+    Outputs of padding (segment 0) are undefined.
     """
     _, T, N, H = q.shape
     q, k, v = (lengthened(x, BLOCK).swapaxes(1, 2) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
@@ -48,9 +48,15 @@ def splash(
 def _kernel(heads: int, tokens: int, interpret: bool) -> kernels.SplashAttentionKernel:
     block = next(size for size in _BLOCKS if tokens % size == 0)
     sizes = kernels.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=block, block_q_dkv=block, block_kv_dkv=block,
-        block_kv_dkv_compute=block, block_q_dq=block, block_kv_dq=block,
-    )  # fmt: skip
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
     causal = masks.MultiHeadMask([masks.CausalMask((tokens, tokens))] * heads)
     return kernels.make_splash_mha(causal, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
 
@@ -62,14 +68,12 @@ def paged(
     tables: Int[Array, "S J"],
     positions: Int[Array, " S"],
 ) -> Float[Array, "S N H"]:
-    """softmax(q·kᵀ / √H)·v over the keys at 0 … positions[s] of slot s's pages; 0 for a slot at -1.
-
-    Queries go in as float32, so that the running mean is kept in float32.
-    """
+    """softmax(q·kᵀ / √H)·v over the keys at 0 … positions[s] of slot s's pages; 0 for a slot at -1."""
+    # Queries are cast to float32, so that the running mean is accumulated in float32.
     _, P, U, H = keys.shape
     J = tables.shape[1]
     at_once = max(1, min(J, _PAGED_TOKENS // U))
-    # Whole blocks of a table are fetched, also what no slot uses of it: every entry must name a page.
+    # The kernel fetches whole blocks of a table, including unused entries, so every entry must be a valid page.
     named = jnp.pad(jnp.clip(tables, 0, P - 1), ((0, 0), (0, -J % at_once)))
     lengths = jnp.clip(positions + 1, 0, J * U).astype(jnp.int32)
     wide = q.astype(jnp.float32) * H**-0.5

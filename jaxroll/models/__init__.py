@@ -1,1 +1,12 @@
-"""The decoder: families as data, flax modules, their parameters by name, the key-value cache."""
+"""Models: the decoder, its sizes as data, its parameters by name, and the KV cache.
+
+Read `transformer` first (the functions that the learner and the engine call), then `layers` (the flax modules) and
+`families` (model sizes as data).
+
+    params        parameters as a flat dict of names, with shapes and shardings
+    cache         the paged KV cache, and a contiguous copy of it
+    pretrained    weights of an imported model
+    folders       model folders: spec and completeness of weights (no JAX)
+    hf_names      Hugging Face's names of parameters (no JAX)
+    tensor_files  safetensors files (no JAX)
+"""

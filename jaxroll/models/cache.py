@@ -1,7 +1,7 @@
-"""The key-value cache: pages of tokens in a pool, and tables that say which pages are whose.
+"""The paged KV cache: pages of tokens in a pool, with a table of pages for each slot.
 
-S slots are in D shards, S/D in each, as the rules spread slots over the mesh; a shard has P pages of U tokens of its
-own, so that no decode step reads another device's pages. A page number counts inside its shard.
+S slots are in D shards of S/D slots, as the rules shard slots over the mesh. A shard has its own P pages of U tokens,
+so that no decode step reads another device's pages. Page numbers are relative to the shard.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ class KVCache:
 
     @property
     def shards(self) -> int:
-        """D."""
+        """D, the number of shards."""
         return self.keys[0].shape[0]
 
     @property
     def pages(self) -> int:
-        """P, the pages of one shard."""
+        """P, the number of pages of one shard."""
         return self.keys[0].shape[2]
 
     @property
     def page_tokens(self) -> int:
-        """U."""
+        """U, the number of tokens of a page."""
         return self.keys[0].shape[3]
 
 
 def shards_of(slots: int, mesh: Mesh, rules: Rules) -> int:
-    """D: over how many groups of devices the rules spread `slots`; 1 where they do not divide evenly."""
+    """D: the number of groups of devices over which the rules shard `slots`; 1 if these do not divide evenly."""
     spread = sharding(mesh, ("slots",), rules, (slots,))
     return slots // spread.shard_shape((slots,))[0]
 
 
 def abstract(spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules) -> KVCache:
-    """The cache as ShapeDtypeStructs with shardings: for compiling ahead of time and for sizing."""
+    """The cache as ShapeDtypeStructs with shardings, for ahead-of-time compilation and memory estimates."""
     shape = (shards, spec.kv_heads, pages, page_tokens, spec.head_dim)
     leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(spec.compute_dtype), sharding=sharding(mesh, LOGICAL, rules, shape))
     leaves = (leaf,) * spec.layers
@@ -60,7 +60,7 @@ def abstract(spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: M
 
 
 def empty(spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules) -> KVCache:
-    """A cache of zeros, sharded at birth."""
+    """A cache of zeros, created sharded."""
     like = abstract(spec, shards, pages, page_tokens, mesh, rules)
     lie = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), out_shardings=lie)()
@@ -74,7 +74,7 @@ def appended(
     place = jnp.clip(positions // U, 0, J - 1)
     page = jnp.take_along_axis(tables, place[:, None], axis=1)[:, 0]
     page = jnp.where((positions >= 0) & (positions < J * U), page, P)
-    # Heads by their numbers: all of them at once a TPU writes in another layout, and copies the pool there and back.
+    # Heads are indexed explicitly: for a slice of all heads, a TPU would copy the pool to another layout and back.
     return pool.at[jnp.arange(K)[:, None], page, positions % U].set(new.swapaxes(0, 1), mode="drop")
 
 
@@ -86,13 +86,13 @@ def filled(
     starts: Int[Array, " R"],
     lengths: Int[Array, " R"],
 ) -> Float[Array, "D K P U H"]:
-    """The pool with `lengths[r]` tokens of row r at positions starts[r], starts[r] + 1, …; the rest is not written."""
+    """The pool with `lengths[r]` tokens of row r at positions starts[r], starts[r] + 1, …; other tokens are dropped."""
     (K, P, U), J, T = pool.shape[1:4], tables.shape[1], new.shape[1]
     positions = starts[:, None] + jnp.arange(T)
     place = jnp.minimum(positions // U, J - 1)
     written = (jnp.arange(T) < lengths[:, None]) & (positions < J * U)
     page = jnp.where(written, jnp.take_along_axis(tables, place, axis=1), P)
-    heads, tokens = jnp.arange(K)[:, None], lambda x: x[:, None]  # [R, 1, T]: each head by its number, see `appended`
+    heads, tokens = jnp.arange(K)[:, None], lambda x: x[:, None]  # [R, 1, T]: explicit heads, see `appended`
     at = shards[:, None, None], heads, tokens(page), tokens(positions % U)
     return pool.at[at].set(new.swapaxes(1, 2).astype(pool.dtype), mode="drop")
 
@@ -104,7 +104,7 @@ def begun(
     tables: Int[Array, "R J"],
     lengths: Int[Array, " R"],
 ) -> Float[Array, "D K P U H"]:
-    """`filled` from position 0 on, in whole pages: the rest of its last page has no meaning."""
+    """`filled` from position 0 on, by whole pages; the rest of the last page is undefined."""
     (K, P, U), (R, T) = pool.shape[1:4], new.shape[:2]
     pages = -(-T // U)
     new = jnp.pad(new.astype(pool.dtype), ((0, 0), (0, pages * U - T), (0, 0), (0, 0)))
@@ -116,25 +116,24 @@ def begun(
 def copied(
     pool: Float[Array, "D K P U H"], shards: Int[Array, " R"], sources: Int[Array, " R"], targets: Int[Array, " R"]
 ) -> Float[Array, "D K P U H"]:
-    """The pool with page sources[r] copied to targets[r] within its shard; a target of P copies nothing."""
+    """The pool with page sources[r] copied to page targets[r] of shard shards[r]; a target of P copies nothing."""
     return pool.at[shards, :, targets].set(pool[shards, :, jnp.minimum(sources, pool.shape[2] - 1)], mode="drop")
 
 
 def constrained(cache: KVCache, layout: Layout | None) -> KVCache:
-    """`cache` with its layout pinned inside a jitted program."""
+    """`cache`, with its sharding inside a jitted program constrained to the layout."""
     if layout is None:
         return cache
     return jax.tree.map(lambda leaf: layout.constrain(leaf, LOGICAL), cache)
 
 
-# --- Every slot's keys and values side by side, beside the pages: what decode steps read where that is worth its memory
+# --- Contiguous KV cache: a copy of every slot's keys and values, which decode steps read if it is worth its memory
 #
-# The pages stay authoritative: the values of each request are written there, and a slot is laid out from them when
-# a
-# request takes it. From then on each new token is written to both, so that no step has to copy pages together.
+# The pages stay authoritative. When a request takes a slot, its keys and values are copied from the pages; from then on
+# each new token is written to both, so that no decode step has to gather pages.
 
 Levels = tuple[Array, ...]
-_AT_ONCE = 8  # slots that are laid out together
+_AT_ONCE = 8  # slots that are copied together
 
 KEYS = ("slots", None, "kv_heads", "head_dim", "tokens")
 VALUES = ("slots", None, "kv_heads", "tokens", "head_dim")
@@ -146,7 +145,7 @@ STALE = ("slots", None)
 class ContiguousCache:
     """Keys (already rotated) and values of each layer by level (`kernels.dense`), B slots in each of D shards.
 
-    A `stale` slot holds values of another request.
+    A `stale` slot holds the values of an earlier request.
     """
 
     keys: tuple[Levels, ...]  # of Float[Array, "D B K H C"]
@@ -157,7 +156,7 @@ class ContiguousCache:
 def abstract_contiguous(
     spec: ModelSpec, shards: int, slots: int, tokens: int, page_tokens: int, mesh: Mesh, rules: Rules
 ) -> ContiguousCache:
-    """Room for `tokens` of each of `slots` in all, as ShapeDtypeStructs with shardings."""
+    """A cache for `tokens` tokens of each of `slots` slots, as ShapeDtypeStructs with shardings."""
 
     def leaf(shape: tuple[int, ...], logical: tuple[str | None, ...], dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding(mesh, logical, rules, shape))
@@ -171,7 +170,7 @@ def abstract_contiguous(
 
 
 def taken(side: ContiguousCache, slots: Int[Array, " N"]) -> ContiguousCache:
-    """`side` when requests take `slots`, counted over all shards; a number beyond them is left out."""
+    """`side` with `slots` (numbered over all shards) marked as stale; numbers out of range are dropped."""
     stale = side.stale.reshape(-1).at[slots].set(True, mode="drop")
     return replace(side, stale=stale.reshape(side.stale.shape))
 
@@ -179,13 +178,13 @@ def taken(side: ContiguousCache, slots: Int[Array, " N"]) -> ContiguousCache:
 def refreshed(
     side: ContiguousCache, cache: KVCache, tables: Int[Array, "D B J"], positions: Int[Array, "D B"]
 ) -> ContiguousCache:
-    """`side` with nothing stale: of such a slot its pages' positions 0 … positions - 1, and zeros behind them.
+    """`side` with stale slots copied from their pages: positions 0 … positions - 1, and zeros behind them.
 
-    A slot whose position is negative is left as it is, and stays stale.
+    A slot with a negative position is not copied and stays stale.
     """
     B = positions.shape[1]
     wanted, rows = side.stale & (positions >= 0), min(_AT_ONCE, B)
-    order = jnp.argsort(~wanted, axis=1)  # those that are wanted come first
+    order = jnp.argsort(~wanted, axis=1)  # stale slots first
     count = jnp.max(jnp.sum(wanted, axis=1))
 
     def some(i: Int[Array, ""], side: ContiguousCache) -> ContiguousCache:
@@ -214,10 +213,14 @@ def refreshed(
 
 
 def _gathered(
-    pool: Float[Array, "D K P U H"], tables: Int[Array, "D R J"], known: Int[Array, "D R"], far: Int[Array, ""],
-    begin: int, tokens: int,
-) -> Float[Array, "D R K C H"]:  # fmt: skip
-    """The `known` values of R rows from position `begin` on; zeros, without a read, beyond `far`."""
+    pool: Float[Array, "D K P U H"],
+    tables: Int[Array, "D R J"],
+    known: Int[Array, "D R"],
+    far: Int[Array, ""],
+    begin: int,
+    tokens: int,
+) -> Float[Array, "D R K C H"]:
+    """The `known` values of R rows from position `begin` on; zeros, without reading pages, beyond `far`."""
     D, K, _, U, H = pool.shape
     shape = (D, tables.shape[1], K, tokens, H)
 
@@ -231,10 +234,13 @@ def _gathered(
 
 
 def with_token(
-    side: ContiguousCache, layer: int, keys: Float[Array, "D B K H"], values: Float[Array, "D B K H"],
+    side: ContiguousCache,
+    layer: int,
+    keys: Float[Array, "D B K H"],
+    values: Float[Array, "D B K H"],
     positions: Int[Array, "D B"],
-) -> ContiguousCache:  # fmt: skip
-    """`side` with one more key and value of `layer` in each slot, at its position; none where that is negative."""
+) -> ContiguousCache:
+    """`side` with one more key and value of `layer` in each slot at its position; negative positions are dropped."""
     put = lambda old, new: (*old[:layer], new, *old[layer + 1 :])  # noqa: E731
     return replace(
         side,
@@ -246,7 +252,7 @@ def with_token(
 def attend(
     side: ContiguousCache, layer: int, q: Float[Array, "D B 1 N H"], positions: Int[Array, "D B"], last: Int[Array, ""]
 ) -> Float[Array, "D B 1 N H"]:
-    """Attention of one more token in every slot; none is beyond position `last`."""
+    """Attention of one more token in every slot; no slot is beyond position `last`."""
     over_shards = jax.vmap(dense, in_axes=(0, 0, 0, 0, None))
     return over_shards(q, side.keys[layer], side.values[layer], positions, last)
 
@@ -254,11 +260,11 @@ def attend(
 def _with_one(
     old: Levels, new: Float[Array, "D B K H"], positions: Int[Array, "D B"], axis: int, put: Callable[..., Array]
 ) -> Levels:
-    """`put` into each level what belongs there; its tokens lie along `axis`."""
+    """The levels with `new` written by `put` into the level of each position; tokens are along `axis`."""
     written, begin = [], 0
     for level in old:
         tokens = level.shape[axis]
-        index = jnp.where(positions < begin, tokens, positions - begin)  # a negative one would count from the end
+        index = jnp.where(positions < begin, tokens, positions - begin)  # a negative index would count from the end
         written.append(jax.vmap(put)(level, new, index))
         begin += tokens
     return tuple(written)

@@ -1,4 +1,4 @@
-"""Model sizes as data: what distinguishes one decoder of the Qwen3 architecture from another. No JAX here."""
+"""Model sizes as data, for decoders of the Qwen3 architecture; conversion from and to config.json. No JAX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
 
 _DTYPES = ("float32", "bfloat16")
-# Nothing; all of a layer; all of it but what its parameters were multiplied to.
+# Recomputed in the backward pass: nothing; whole layers; layers except products with parameters.
 Remat = Literal["none", "layer", "dots"]
 
 
@@ -32,8 +32,8 @@ class ModelSpec:
     tied_embeddings: bool = True
     qk_norm: bool = True
     compute_dtype: str = "float32"
-    remat: Remat = "none"  # what the backward pass computes again instead of keeping it
-    value_head: bool = False  # a critic: one number for every state in place of the scores of the next token
+    remat: Remat = "none"  # what the backward pass recomputes instead of storing
+    value_head: bool = False  # of a critic: one number per token instead of logits
 
     def __post_init__(self) -> None:
         for key in _FROM_HUGGINGFACE:
@@ -43,7 +43,8 @@ class ModelSpec:
         for key in ("tied_embeddings", "qk_norm", "value_head"):
             _check_flag(f"model.{key}", getattr(self, key))
         if not isinstance(self.name, str) or self.remat not in get_args(Remat):
-            raise ConfigError("model", (self.name, self.remat), "no name and remat", f"remat is of {get_args(Remat)}.")
+            kinds = ", ".join(get_args(Remat))
+            raise ConfigError("model", (self.name, self.remat), "invalid name or remat", f"remat is one of {kinds}.")
         if self.heads % self.kv_heads:
             raise ConfigError("model.kv_heads", self.kv_heads, f"does not divide the {self.heads} query heads")
         if self.head_dim % 2:
@@ -52,7 +53,7 @@ class ModelSpec:
             raise ConfigError("model.dtype", self.compute_dtype, "unknown dtype", f"Known: {', '.join(_DTYPES)}.")
 
 
-_MOST_LAYERS, _MOST = 4096, 1 << 24  # of any other size; what is beyond is a damaged or hostile file
+_MOST_LAYERS, _MOST = 4096, 1 << 24  # limits of layers and of other sizes, against damaged or hostile files
 
 
 def _check_size(key: str, value: Any, size: str) -> None:
@@ -71,7 +72,7 @@ def _check_flag(key: str, value: Any) -> None:
         raise ConfigError(key, value, "must be true or false")
 
 
-# Our sizes by the names that a config.json has for them.
+# The fields of ModelSpec, with their names in a config.json.
 _FROM_HUGGINGFACE = {
     "vocab_size": "vocab_size",
     "layers": "num_hidden_layers",
@@ -92,7 +93,7 @@ _FAMILIES = {
 
 
 def names() -> tuple[str, ...]:
-    """The sizes that `spec` knows."""
+    """The names of the known sizes."""
     return tuple(_FAMILIES)
 
 
@@ -105,7 +106,7 @@ def spec(size: str, *, vocab_size: int | None = None, compute_dtype: str = "floa
 
 
 def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32") -> ModelSpec:
-    """The spec of a Qwen3 checkpoint from its parsed config.json; ConfigError for what this decoder does not cover."""
+    """The spec of a Qwen3 checkpoint from its parsed config.json; ConfigError for features not supported here."""
     for key, covered in _COVERED.items():
         if config.get(key, covered[0]) not in covered:
             raise _not_covered(key, config[key], str(covered))
@@ -137,32 +138,32 @@ def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32
 
 
 def _not_covered(key: str, value: Any, covered: str) -> ConfigError:
-    return ConfigError(f"config.json {key}", value, "not covered by this decoder", f"Covered: {covered}.")
+    return ConfigError(f"config.json {key}", value, "not supported by this decoder", f"Supported: {covered}.")
 
 
 def to_huggingface(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The config.json of this model with weights of `dtype`, read by transformers 4.51 and newer.
 
-    Fields that the model lacks (token ids, the longest context) are taken from `base`, the config.json it came from.
+    Fields that the model lacks (token ids, the longest context) are taken from `base`, the original config.json.
     """
-    said = dict(base or {"max_position_embeddings": LONGEST_CONTEXT})
+    fields = dict(base or {"max_position_embeddings": LONGEST_CONTEXT})
     for old in ("rope_theta", "torch_dtype", "rope_scaling"):
-        said.pop(old, None)
-    said |= {theirs: getattr(spec, ours) for ours, theirs in _FROM_HUGGINGFACE.items()}
-    said |= {key: covered[0] for key, covered in _COVERED.items() if key != "rope_scaling"}
+        fields.pop(old, None)
+    fields |= {theirs: getattr(spec, ours) for ours, theirs in _FROM_HUGGINGFACE.items()}
+    fields |= {key: covered[0] for key, covered in _COVERED.items() if key != "rope_scaling"}
     rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
-    return said | {
+    return fields | {
         "architectures": ["Qwen3ForCausalLM"],
         "rms_norm_eps": spec.norm_eps,
         "tie_word_embeddings": spec.tied_embeddings,
-        "rope_theta": spec.rope_theta,  # transformers 4 reads this one, 5 the other
+        "rope_theta": spec.rope_theta,  # read by transformers 4; transformers 5 reads rope_parameters
         "rope_parameters": rope,
         "torch_dtype": dtype,
         "dtype": dtype,
     }
 
 
-LONGEST_CONTEXT = 40_960  # Qwen3's own: nothing here depends on it
+LONGEST_CONTEXT = 40_960  # Qwen3's value; the decoder does not depend on it
 
 # Allowed values of a config.json under these keys (the first is the default).
 _COVERED: dict[str, tuple[Any, ...]] = {
@@ -175,11 +176,9 @@ _COVERED: dict[str, tuple[Any, ...]] = {
 
 
 def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:
-    """Nothing, or ConfigError when tensor parallelism cannot split the model evenly.
-
-    The rules would leave such an axis whole on every device: correct, but not what a mesh is asked for. Key-value
-    heads and vocabulary may stay whole (fewer key-value heads than devices is common), query heads and hidden not.
-    """
+    """Raise ConfigError when the mesh does not divide the model evenly."""
+    # The rules would replicate such an axis, which is correct but not what a mesh is for. Key-value heads and
+    # vocabulary may be replicated (fewer key-value heads than devices is common); query heads and hidden may not.
     for axis, size, what, count in (
         ("tensor", mesh.tensor, "query heads", spec.heads),
         ("tensor", mesh.tensor, "hidden units", spec.hidden),
@@ -193,7 +192,7 @@ def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:
 
 
 def parameter_count(spec: ModelSpec) -> int:
-    """Number of parameters, by arithmetic (a check on the module, and an answer without JAX)."""
+    """The number of parameters, computed from the sizes without JAX."""
     attention = spec.width * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads) + 2 * spec.head_dim * spec.qk_norm
     layer = attention + 3 * spec.width * spec.hidden + 2 * spec.width
     head = spec.width if spec.value_head else 0 if spec.tied_embeddings else spec.vocab_size * spec.width

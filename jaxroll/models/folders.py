@@ -1,7 +1,8 @@
-"""The content of a model's folder, read without JAX: its spec, and whether its weights are complete.
+"""Model folders, read without JAX: the spec, and the completeness of the weights.
 
-Two kinds are known: a Hugging Face checkpoint (config.json, tensors by their names), and what `jaxroll sft` and
-`jaxroll weights import` write (model.json, arrays by ours; see `jaxroll.learner.weights`).
+There are two kinds: a Hugging Face checkpoint (config.json, tensors under Hugging Face's names), and a JaxRoll folder
+as written by `jaxroll sft` and `jaxroll weights import` (model.json, arrays under JaxRoll's names; see
+`jaxroll.learner.weights`).
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.models.tensor_files import Tensors
 
 CONFIG_FILE = "config.json"  # of a Hugging Face checkpoint
-MODEL_FILE = "model.json"  # of a folder of our own
+MODEL_FILE = "model.json"  # of a JaxRoll folder
 
 
 def spec(config: ModelConfig, vocab_size: int) -> ModelSpec:
-    """The model of `config.path` where one is given (which must hold the tokenizer's words), else of `config.size`."""
+    """The model of `config.path`, or of `config.size` if no path is set. ConfigError if its vocabulary is too small."""
     if not config.path:
         return families.spec(config.size, vocab_size=vocab_size, compute_dtype=config.dtype)
     found = described(Path(config.path), config.dtype)
     if vocab_size > found.vocab_size:
-        reason = f"its model has {found.vocab_size} token ids and the tokenizer makes {vocab_size}"
+        reason = f"its model has {found.vocab_size} token ids and the tokenizer has {vocab_size}"
         raise ConfigError(
             "model.path", config.path, reason, "Set tokenizer.kind = hf and tokenizer.path to its folder."
         )
@@ -34,21 +35,21 @@ def spec(config: ModelConfig, vocab_size: int) -> ModelSpec:
 
 
 def described(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
-    """The model that a folder of either kind describes; ConfigError when it describes none that is known here."""
+    """The model that a folder of either kind describes; ConfigError when it is not supported."""
     name = MODEL_FILE if is_ours(folder) else CONFIG_FILE
     values = read_json(folder, name)
     try:
         if name == CONFIG_FILE:
             return families.from_huggingface(values, compute_dtype=compute_dtype)
-        said: dict[str, Any] = {**values, "compute_dtype": compute_dtype}
-        return ModelSpec(**said)
+        fields: dict[str, Any] = {**values, "compute_dtype": compute_dtype}
+        return ModelSpec(**fields)
     except TypeError as error:
         reason = f"its {name} has a key that is unknown, or lacks one ({error})"
         raise ConfigError("model.path", str(folder), reason, "Copy it again.") from error
 
 
 def is_ours(folder: Path) -> bool:
-    """True if the folder holds arrays under our names; otherwise it is read as a Hugging Face checkpoint."""
+    """True for a JaxRoll folder; otherwise the folder is read as a Hugging Face checkpoint."""
     return (folder / MODEL_FILE).is_file()
 
 
@@ -65,31 +66,31 @@ def weight_tensors(folder: Path) -> Tensors:
 
 
 def check_weights(config: ModelConfig, model: ModelSpec) -> None:
-    """Nothing, or ConfigError when the weights of `config.path` cannot be those of `model`. Reads headers only."""
+    """Raise ConfigError when the weights of `config.path` cannot be those of `model`. Reads only headers."""
     folder = Path(config.path)
     tensors = weight_tensors(folder)
     remedy = f"Is this the checkpoint of its {MODEL_FILE if is_ours(folder) else CONFIG_FILE}?"
-    if wrong := misfit(folder, model, tensors):
+    if wrong := weights_error(folder, model, tensors):
         raise ConfigError("model.path", config.path, wrong, remedy)
     needed = families.parameter_count(model)
-    if tensors.elements < needed:  # more is no harm: a tied head may be written out
+    if tensors.elements < needed:  # more is allowed: a tied head may be stored separately
         reason = f"its weights hold {tensors.elements} numbers and its model has {needed}"
         raise ConfigError("model.path", config.path, reason, remedy)
 
 
-def misfit(folder: Path, model: ModelSpec, tensors: Tensors) -> str:
-    """The first tensor of `model` that the folder lacks, or that is not of `model`; empty if none."""
+def weights_error(folder: Path, model: ModelSpec, tensors: Tensors) -> str:
+    """The first tensor that is missing in the folder or unknown to `model`, as a message; empty if there is none."""
     if not is_ours(folder):
-        return hf_names.misfit(model, tensors.keys())
+        return hf_names.name_error(model, tensors.keys())
     wanted = set(hf_names.ours(model))
     different = sorted(wanted ^ set(tensors))
     if not different:
         return ""
-    return f"has no array {different[0]!r}" if different[0] in wanted else f"has an array {different[0]!r} besides"
+    return f"has no array {different[0]!r}" if different[0] in wanted else f"has an unknown array {different[0]!r}"
 
 
 def read_json(folder: Path, name: str) -> dict:
-    """The object in a file of the folder; ConfigError when it cannot be read or is none."""
+    """The JSON object in a file of the folder; ConfigError when it cannot be read or is not an object."""
     try:
         found = disk.read_json(folder / name)
     except (OSError, DataError) as error:

@@ -1,4 +1,4 @@
-"""Hugging Face's names of our parameters, and what is wrong with a checkpoint's names. Strings only, no JAX."""
+"""Hugging Face's names of JaxRoll's parameters, and the check of a checkpoint's names. Strings only, no JAX."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QK_NORM = ("attn.q_norm", "attn.k_norm")
 
 
 def name(ours: str) -> str:
-    """Their name of our parameter: "model.layers.0.self_attn.q_proj.weight" for "layers.00.attn.q"."""
+    """Hugging Face's name of a parameter: "model.layers.0.self_attn.q_proj.weight" for "layers.00.attn.q"."""
     if ours in _TOP:
         return _TOP[ours]
     _, layer, rest = ours.split(".", 2)
@@ -32,20 +32,20 @@ def name(ours: str) -> str:
 
 
 def ours(spec: ModelSpec) -> tuple[str, ...]:
-    """Our names of all parameters of this model, sorted; what the flax module declares, known without JAX."""
+    """JaxRoll's names of all parameters of this model, sorted, as the flax module declares them."""
     top = [key for key in _TOP if key != "head" or not spec.tied_embeddings]
     layer = [key for key in _LAYER if spec.qk_norm or key not in _QK_NORM]
     return tuple(sorted([*top, *(f"layers.{number:02d}.{key}" for number in range(spec.layers) for key in layer)]))
 
 
-def misfit(spec: ModelSpec, held: Collection[str]) -> str:
-    """The missing or unexpected tensors of a checkpoint with these names; empty when there is none."""
+def name_error(spec: ModelSpec, held: Collection[str]) -> str:
+    """The first missing or unexpected tensor of a checkpoint with these names, as a message; empty if there is none."""
     wanted = {name(one): one for one in ours(spec)}
     if missing := sorted(wanted.keys() - set(held)):
         return f"has no tensor {missing[0]!r}, which {wanted[missing[0]]!r} is read from{_more(missing)}"
-    allowed = {*wanted, _TOP["head"]}  # a tied head may be written out; it is the embedding then
+    allowed = {*wanted, _TOP["head"]}  # a tied head, equal to the embedding, may be stored separately
     if unexpected := sorted(set(held) - allowed):
-        return f"has a tensor {unexpected[0]!r}, which this model has no place for{_more(unexpected)}"
+        return f"has a tensor {unexpected[0]!r}, which this model does not have{_more(unexpected)}"
     return ""
 
 

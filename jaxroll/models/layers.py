@@ -1,4 +1,4 @@
-"""The decoder as flax modules. Here, and only here, a parameter's shape, dtype, logical axes and initialiser are said.
+"""The decoder as flax modules: the only declaration of each parameter's shape, dtype, logical axes and initialiser.
 
 The architecture is Qwen3's: pre-norm blocks of grouped-query attention (per-head RMSNorm on q and k, rotary positions)
 and SwiGLU, no biases. Parameters are float32; a module computes in its spec's dtype.
@@ -19,12 +19,12 @@ from jaxroll.kernels.attention import exact_precision
 from jaxroll.models.families import ModelSpec
 
 Rotation = tuple[Array, Array]  # cos and sin, each float32 [..., 1, H]
-PRODUCT = "product"  # the name by which a remat policy keeps what a parameter was multiplied to
+PRODUCT = "product"  # checkpoint name of the products with parameters, for the remat policy "dots"
 Attend = Callable[[Array, Array, Array], Array]
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], logical: tuple[str, ...], stddev: float | None) -> nnx.Param:
-    """One float32 parameter: normal with this standard deviation, or ones where it is None."""
+    """One float32 parameter: normal with standard deviation `stddev`, or ones if that is None."""
     if stddev is None:
         value = jnp.ones(shape, jnp.float32)
     else:
@@ -42,10 +42,9 @@ def project(x: Float[Array, " ..."], weight: nnx.Param, inputs: int = 1) -> Floa
 
 @jax.custom_vjp
 def _product(x: Float[Array, "R I"], kernel: Float[Array, "I O"]) -> Float[Array, "R O"]:
-    """x·W. Its gradient is JAX's own with the factors of dW in the other order, xᵀ·dy.
-
-    As (dyᵀ·x)ᵀ the CPU backend computes what precedes dy a second time, transposed: a fifth of a training step.
-    """
+    """x·W, with the gradient dW = xᵀ·dy."""
+    # JAX derives dW = (dyᵀ·x)ᵀ, for which the CPU backend recomputes the operations before dy in transposed form: a
+    # fifth of a training step.
     return jnp.dot(x, kernel, precision=exact_precision(x.dtype))
 
 
@@ -64,7 +63,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def rotation(positions: Int[Array, "*rows"], head_dim: int, theta: float) -> Rotation:
-    """cos and sin of position · θ^(-2i/H), the H/2 frequencies laid out twice (Hugging Face's half rotation)."""
+    """cos and sin of position · θ^(-2i/H); the H/2 frequencies are repeated (Hugging Face's half rotation)."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angle = positions[..., None].astype(jnp.float32) * frequency
     angle = jnp.concatenate([angle, angle], axis=-1)[..., None, :]
@@ -93,7 +92,7 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; how queries meet keys is the caller's `attend`."""
+    """Grouped-query attention; the caller passes the function `attend` of queries, keys and values."""
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
         D, N, K, H = spec.width, spec.heads, spec.kv_heads, spec.head_dim
@@ -142,7 +141,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, blocks, final norm, and the head (the embedding again where it is tied; of a critic, one number)."""
+    """Embedding, blocks, final norm, and the head (tied to the embedding or separate; a critic has a value head)."""
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
         self.embed = parameter(rngs, (spec.vocab_size, spec.width), ("vocab", "embed"), 0.02)
@@ -155,11 +154,11 @@ class Decoder(nnx.Module):
         self.tied, self.dtype = spec.tied_embeddings, jnp.dtype(spec.compute_dtype)
 
     def embedded(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """The residual stream at the bottom, in the compute dtype."""
+        """The embeddings of `tokens`, in the compute dtype."""
         return jnp.take(self.embed[...].astype(self.dtype), tokens, axis=0)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Scores of the next token, float32 for every compute dtype."""
+        """The logits of the next token, float32 for every compute dtype."""
         equation, weight = ("...d,vd->...v", self.embed) if self.tied else ("...d,dv->...v", self.head)
         return jnp.einsum(
             equation,
@@ -170,7 +169,7 @@ class Decoder(nnx.Module):
         )
 
     def values(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows"]:
-        """A critic's value of every state, float32 for every compute dtype."""
+        """A critic's value of every hidden state, float32 for every compute dtype."""
         weight = self.value[...].astype(hidden.dtype)
         product = jnp.einsum(
             "...d,dk->...k",

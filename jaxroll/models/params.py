@@ -1,6 +1,6 @@
-"""Parameters as a flat dict of dotted names ("layers.00.attn.q"), derived from the module's abstract state.
+"""Parameters as a flat dict by dotted names ("layers.00.attn.q"), derived from the abstract state of `layers.Decoder`.
 
-Everything here follows from `layers.Decoder`: shapes, dtypes and logical axes are declared there once.
+Shapes, dtypes and logical axes are declared only there.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ Params = dict[str, jax.Array]
 
 
 def abstract(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name to shape and dtype (float32), sorted by name; nothing is allocated."""
+    """Shape and dtype (float32) by name, sorted; nothing is allocated."""
     _, variables = _blueprint(spec)
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in variables.items()}
 
 
 def served(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """As `abstract`, in the compute dtype: what an engine holds. Every use of a parameter casts it to that dtype first,
-    so the model computes the same, bit for bit, from half the memory where that is bfloat16."""
+    """As `abstract`, but in the compute dtype, for an engine."""
+    # Every use of a parameter casts it to the compute dtype first, so the results are bitwise equal, and bfloat16
+    # parameters take half the memory.
     dtype = jnp.dtype(spec.compute_dtype)
     return {name: jax.ShapeDtypeStruct(leaf.shape, dtype) for name, leaf in abstract(spec).items()}
 
 
 def logical_axes(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """Name to the logical axes that the module declares."""
+    """The logical axes by name, as the module declares them."""
     _, variables = _blueprint(spec)
     return {name: variable.get_metadata("logical") for name, variable in variables.items()}
 
 
 def shardings(spec: ModelSpec, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
-    """Name to where the parameter lies on this mesh under these rules."""
+    """The sharding of every parameter by name, on this mesh under these rules."""
     axes = logical_axes(spec)
     return {name: sharding(mesh, axes[name], rules, leaf.shape) for name, leaf in abstract(spec).items()}
 
 
 def init(spec: ModelSpec, key: PRNGKeyArray, mesh: Mesh, rules: Rules) -> Params:
-    """Fresh parameters, sharded at birth: no device holds more than its part, and the mesh does not change them."""
+    """Fresh parameters, created sharded; their values do not depend on the mesh."""
     create = jax.jit(functools.partial(_created, spec), out_shardings=shardings(spec, mesh, rules))
     return create(key)
 
 
 def module(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Decoder:
-    """The decoder holding `params`; ValueError names what is missing, unknown or of another shape."""
+    """The decoder with `params`; ValueError names missing or unknown parameters, and wrong shapes."""
     graph, variables = _blueprint(spec)
     _check(variables, params)
     filled = {name: variable.replace(params[name]) for name, variable in variables.items()}
@@ -78,7 +79,7 @@ def _named(state: nnx.State) -> dict[str, nnx.Variable]:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    """ "layers.00.attn.q" of ("layers", 0, "attn", "q"); a norm is named for itself, not for its scale."""
+    """The name "layers.00.attn.q" for ("layers", 0, "attn", "q"); a norm's name leaves out its `scale`."""
     parts = path[:-1] if path[-1] == "scale" else path
     return ".".join(f"{part:02d}" if isinstance(part, int) else part for part in parts)
 

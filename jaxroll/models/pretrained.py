@@ -1,4 +1,4 @@
-"""Weights of the model that a config names: an entry of `families`, or a folder (see `folders`)."""
+"""Weights of an imported model: read from a folder (see `folders`), and conversion between layouts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["leaves", "spec", "stored", "weights"]
 
 
 def weights(config: ModelConfig, model: ModelSpec) -> Mapping[str, np.ndarray]:
-    """The parameters in the folder `config.path`, float32 by flat name; each is read when asked for, not kept.
+    """The parameters in the folder `config.path`, float32 by flat name; each is read on access and not kept.
 
-    ConfigError before any is read when a tensor is missing, misshapen or unexpected.
+    ConfigError, before any is read, when a tensor is missing, unexpected or has a wrong shape.
     """
     raw = leaves(Path(config.path), model)
     return Converted(raw, lambda name: np.asarray(raw[name], np.float32))
 
 
 def leaves(folder: Path, model: ModelSpec) -> Mapping[str, np.ndarray]:
-    """Our parameters from a folder of either kind, as `weights`, but in the dtype in which they are stored."""
+    """As `weights`, from a folder of either kind, but in the stored dtype."""
     tensors = folders.weight_tensors(folder)
     try:
         stored(folder, model, tensors)
@@ -43,8 +43,8 @@ def leaves(folder: Path, model: ModelSpec) -> Mapping[str, np.ndarray]:
 
 
 def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
-    """Dtype and shape (ours) of every parameter as the folder holds it; DataError when one is not as `model` has it."""
-    if wrong := folders.misfit(folder, model, tensors):
+    """The stored dtype and JaxRoll's shape of every parameter; DataError when one does not match `model`."""
+    if wrong := folders.weights_error(folder, model, tensors):
         raise DataError(wrong)
     ours, found = folders.is_ours(folder), {}
     for own_name, leaf in params.abstract(model).items():
@@ -57,24 +57,24 @@ def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
     return found
 
 
-# --- Hugging Face names and layouts ↔ our tree: pure functions of numpy arrays
+# --- Conversion between Hugging Face's and JaxRoll's layouts: pure functions of numpy arrays
 #
-# Their linear weights are [out, in] with heads and head dimension in one axis; ours are [in, heads, head_dim]. A value
-# keeps the dtype of its source.
+# Hugging Face's linear weights are [out, in] with heads and head dimension in one axis; JaxRoll's are
+# [in, heads, head_dim]. The dtype is kept. `ours` is JaxRoll's name of a parameter, `at` its shape.
 
 
 def imported(spec: ModelSpec, tensor: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
-    """Our parameters (float32) read from `tensor(their name)`; DataError for a tensor that is missing or misshapen."""
+    """JaxRoll's parameters (float32) from `tensor(Hugging Face name)`; DataError for a missing or misshapen tensor."""
     return {ours: np.asarray(leaf(ours, at.shape, tensor), np.float32) for ours, at in params.abstract(spec).items()}
 
 
 def exported(spec: ModelSpec, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Their tensors by their names, contiguous, in the dtype of `values`."""
+    """Hugging Face's tensors by name, contiguous, in the dtype of `values`."""
     return {name(ours): theirs(ours, np.asarray(values[ours])) for ours in params.abstract(spec)}
 
 
 def leaf(ours: str, at: tuple[int, ...], tensor: Callable[[str], np.ndarray]) -> np.ndarray:
-    """Our parameter of shape `at`, contiguous; DataError for a tensor that is missing or misshapen."""
+    """The parameter `ours` of shape `at`, contiguous; DataError for a missing or misshapen tensor."""
     try:
         value = np.asarray(tensor(name(ours)))
     except KeyError as error:
@@ -84,13 +84,13 @@ def leaf(ours: str, at: tuple[int, ...], tensor: Callable[[str], np.ndarray]) ->
 
 
 def check_shape(ours: str, at: tuple[int, ...], found: tuple[int, ...]) -> None:
-    """Nothing, or DataError when their tensor of our parameter (of shape `at`) has another shape than it should."""
+    """Raise DataError when the shape `found` of the Hugging Face tensor is not that of the parameter `ours`."""
     if found != shape(ours, at):
         raise DataError(f"tensor {name(ours)!r} has shape {found}; {ours!r} of this model needs {shape(ours, at)}")
 
 
 def shape(ours: str, at: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of their tensor of our parameter of shape `at`: [out, in] where it is a linear weight."""
+    """The shape of the Hugging Face tensor of the parameter `ours` with shape `at`; [out, in] for a linear weight."""
     if not _transposed(ours):
         return at
     inputs = at[:-1] if ours.endswith(".attn.o") else at[:1]
@@ -98,7 +98,7 @@ def shape(ours: str, at: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def theirs(ours: str, value: np.ndarray) -> np.ndarray:
-    """Their tensor of our parameter, contiguous."""
+    """The Hugging Face tensor of the parameter `ours`, contiguous."""
     rows, *columns = shape(ours, value.shape)
     return np.ascontiguousarray(value.reshape(*columns, rows).T if _transposed(ours) else value)
 

@@ -1,4 +1,4 @@
-"""Safetensors files, read and written one tensor at a time. No JAX: what is only looked at is not copied.
+"""Safetensors files, read and written one tensor at a time. No JAX; tensors are memory-mapped, not copied.
 
 A file is the length of its header (8 bytes), the header (JSON: name → dtype, shape, offsets), and the bytes of all
 tensors without gaps. A folder holds one file, or several with an index from tensors to files.
@@ -22,13 +22,13 @@ from jaxroll import disk
 from jaxroll.errors import DataError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-HEADER_LIMIT = 32 << 20  # some 300,000 tensors; the reference reader takes three times as much
+HEADER_LIMIT = 32 << 20  # about 300,000 tensors; a third of the reference implementation's limit
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16),
     "F64": np.dtype(np.float64), "I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "U8": np.dtype(np.uint8),
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_MAX_DIMS = 32  # numpy has 64 at most
+_MAX_DIMS = 32  # numpy supports 64
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 
 
@@ -41,13 +41,13 @@ class Leaf:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor."""
+        """The size of the tensor."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """One tensor in a file, from byte `start` on."""
+    """The position of one tensor: byte `start` of `file`."""
 
     leaf: Leaf
     file: Path
@@ -55,7 +55,7 @@ class Placed:
 
 
 class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor as a header has it; any other shape of it is a msgspec.ValidationError."""
+    """A header's entry of one tensor."""
 
     dtype: str
     shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMS)]
@@ -67,7 +67,7 @@ _METADATA, _ENTRY = msgspec.json.Decoder(dict[str, str]), msgspec.json.Decoder(_
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """The tensors of some files by name. One that is asked for is mapped from its file, read-only."""
+    """The tensors of some files by name; each is memory-mapped on access, read-only."""
 
     def __init__(self, placed: Mapping[str, Placed]) -> None:
         self._placed = dict(placed)
@@ -85,17 +85,17 @@ class Tensors(Mapping[str, np.ndarray]):
         return len(self._placed)
 
     def leaf(self, name: str) -> Leaf:
-        """Dtype and shape, without touching the tensor."""
+        """Dtype and shape of a tensor, without reading it."""
         return self._placed[name].leaf
 
     @property
     def elements(self) -> int:
-        """Numbers in all tensors together."""
+        """The total number of elements of all tensors."""
         return sum(math.prod(placed.leaf.shape) for placed in self._placed.values())
 
 
 class Converted(Mapping[str, np.ndarray]):
-    """Arrays by name that are made when they are asked for, one at a time, and not kept."""
+    """Arrays by name, computed on access and not kept."""
 
     def __init__(self, names: Mapping[str, Any], make: Callable[[str], np.ndarray]) -> None:
         self._names, self._make = tuple(names), make
@@ -116,16 +116,15 @@ class Converted(Mapping[str, np.ndarray]):
 
 
 def opened(path: Path) -> Tensors:
-    """The tensors of one file. DataError says what is wrong with it; OSError when it cannot be opened.
+    """The tensors of one file. DataError for an invalid file; OSError when it cannot be opened.
 
-    Costs memory in proportion to the header, which the file must hold in full: no number in it is believed before the
-    bytes are there.
+    It needs memory in proportion to the header. Sizes in the header are checked against the file before they are used.
     """
     with disk.opened(path) as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size
         if not 2 <= length <= min(HEADER_LIMIT, size - 8):
-            raise DataError(f"{path.name} is no safetensors file")
+            raise DataError(f"{path.name} is not a safetensors file")
         text = file.read(length)
     try:
         placed = {name: _placed(path, 8 + length, entry) for name, entry in _entries(text).items()}
@@ -144,11 +143,11 @@ def _entries(text: bytes) -> dict[str, _Entry]:
 
 
 def _check_contiguous(path: Path, placed: Mapping[str, Placed], data: int, size: int) -> None:
-    """DataError when the tensors overlap, leave bytes out, or are not all there."""
+    """Raise DataError when tensors overlap, leave gaps, or extend beyond the file."""
     end = data
     for name, one in sorted(placed.items(), key=lambda item: (item[1].start, item[1].leaf.size_bytes)):
         if one.start != end:
-            raise DataError(f"{path.name}: {name!r} begins at byte {one.start}, and the tensor before ends at {end}")
+            raise DataError(f"{path.name}: {name!r} begins at byte {one.start}, but the previous tensor ends at {end}")
         end += one.leaf.size_bytes
     if end != size:
         raise DataError(f"{path.name} has {size} bytes and its header needs {end}: it was not copied whole")
@@ -170,7 +169,7 @@ def opened_folder(folder: Path) -> Tensors | None:
 
 
 def write(path: Path, leaves: Mapping[str, Leaf], value: Callable[[str], np.ndarray]) -> None:
-    """Write a file of `leaves` in their order, requesting and releasing one `value` after the other."""
+    """Write a file of `leaves` in their order; call `value` for one tensor at a time."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, leaf in leaves.items():
@@ -183,12 +182,12 @@ def write(path: Path, leaves: Mapping[str, Leaf], value: Callable[[str], np.ndar
         for name, leaf in leaves.items():
             array = np.ascontiguousarray(value(name), leaf.dtype)
             if array.shape != leaf.shape:
-                raise ValueError(f"{name} has shape {array.shape}, announced was {leaf.shape}")
+                raise ValueError(f"{name} has shape {array.shape}, declared was {leaf.shape}")
             file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def write_folder(folder: Path, leaves: Mapping[str, Leaf], value: Callable[[str], np.ndarray], shard_bytes: int) -> int:
-    """Write `leaves` into one file, or into several with an index where they exceed `shard_bytes`; how many files."""
+    """Write `leaves` into one file, or into several with an index if they exceed `shard_bytes`; return their number."""
     shards = _shards(leaves, shard_bytes)
     if len(shards) == 1:
         write(folder / SINGLE, leaves, value)
@@ -210,7 +209,7 @@ def code(dtype: np.dtype) -> str:
 
 
 def _shards(leaves: Mapping[str, Leaf], shard_bytes: int) -> list[list[str]]:
-    """Names in order, cut where the next would not fit; one larger than a shard is alone in its file."""
+    """The names in order, divided into shards of at most `shard_bytes`; a larger tensor gets its own shard."""
     shards: list[list[str]] = [[]]
     held = 0
     for name, leaf in leaves.items():
@@ -225,7 +224,7 @@ def _shards(leaves: Mapping[str, Leaf], shard_bytes: int) -> list[list[str]]:
 def _placed(path: Path, data: int, entry: _Entry) -> Placed:
     dtype = DTYPES.get(entry.dtype)
     if dtype is None:
-        raise ValueError(f"dtype {entry.dtype[:20]!r} is not read; known: {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {entry.dtype[:20]!r} is not supported; known: {', '.join(DTYPES)}")
     leaf = Leaf(dtype, entry.shape)
     start, end = entry.data_offsets
     if end - start != leaf.size_bytes:
@@ -236,7 +235,7 @@ def _placed(path: Path, data: int, entry: _Entry) -> Placed:
 
 
 def _beside(folder: Path, file: str) -> Path:
-    """A file of the folder itself: an index names no file elsewhere."""
+    """The path of `file` in `folder`; DataError when an index names a file outside of it."""
     if Path(file).name != file or file in ("", ".", ".."):
         raise DataError(f"its {INDEX} names {file!r}, which is not a file of the folder")
     return folder / file

@@ -1,7 +1,7 @@
 """The decoder's entry points: pure functions of (spec, flat parameters, arrays), to be jitted by their callers.
 
-B rows, R prompts, S slots, T tokens, K key-value heads, H head dimension, D width, V vocabulary. `layout`
-(mesh and rules) is optional everywhere: with it the activations are pinned, without it the compiler propagates.
+B rows, R prompts, S slots, T tokens, K key-value heads, H head dimension, D width, V vocabulary. `layout` (mesh and
+rules) is optional: it constrains the shardings of activations, which the compiler otherwise infers.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def forward(
 ) -> Float[Array, "B T D"]:
     """The final hidden states of packed rows: attention is causal and stays within a segment; segment 0 is padding.
 
-    `attention` names its implementation (`kernels.choice`); all but the XLA form need a layout. In `rows` that share
-    prompts it is the XLA form, and `prompt_ids` has at each token the segment that it continues, 0 for none.
+    `attention` names the implementation (`kernels.choice`); all except XLA need a layout. With `rows` that share
+    prompts it is XLA, and `prompt_ids` holds for each token the segment of the prompt that it continues (0 for none).
     """
     decoder = module(spec, params)
     if rows is None:
         attend = placed.rows(attention, tokens.shape[1], segment_ids, layout)
     else:
-        assert prompt_ids is not None, "rows that share prompts say which"
+        assert prompt_ids is not None, "rows that share prompts need prompt_ids"
         attend = shared.attention(rows, segment_ids, prompt_ids)
     turn = rotation(positions, spec.head_dim, spec.rope_theta)
 
@@ -77,12 +77,12 @@ def forward(
 
 
 def logits(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-    """Scores of the next token after every hidden state, float32."""
+    """The logits of the next token for every hidden state, float32."""
     return module(spec, params).logits(hidden)
 
 
 def values(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows"]:
-    """A critic's value (of a spec with a value head) after every hidden state, float32."""
+    """A critic's value (of a spec with a value head) for every hidden state, float32."""
     return module(spec, params).values(hidden)
 
 
@@ -95,9 +95,9 @@ def prefill(
     layout: Layout | None = None,
     attention: str = XLA,
 ) -> tuple[Float[Array, "R V"], Layers, Layers]:
-    """The logits after each prompt's last token, and the keys and values of every layer to put into the cache.
+    """The logits after each prompt's last token, and the keys and values of every layer for the cache.
 
-    Prompts start at position 0 and are padded on the right. A row of length 0 is a dummy.
+    Prompts start at position 0 and are padded on the right. A row of length 0 is unused.
     """
     decoder = module(spec, params)
     T = tokens.shape[1]
@@ -124,10 +124,10 @@ def extend(
     *,
     layout: Layout | None = None,
 ) -> tuple[Float[Array, "R V"], KVCache]:
-    """The logits after each row's last token, and the cache with its `lengths` tokens from pages.starts on.
+    """The logits after each row's last token, and the cache with the rows' `lengths` tokens from pages.starts on.
 
-    Earlier tokens are read from the row's pages: a long prompt comes in several such chunks, a conversation
-    goes on where it ended.
+    Earlier tokens are read from the row's pages: a long prompt is computed in several such chunks, and a conversation
+    continues after its cached tokens.
     """
     decoder = module(spec, params)
     T = tokens.shape[1]
@@ -158,16 +158,16 @@ def decode(
     layout: Layout | None = None,
     attention: str = XLA,
 ) -> tuple[Float[Array, "S V"], KVCache]:
-    """The logits after one more token in every slot, and the cache with that token's keys and values written.
+    """The logits after one more token in every slot, and the cache with that token's keys and values.
 
-    `tokens` are at `positions`; a slot attends to its positions up to and including that one. A position of -1, as
-    one beyond the table's pages, is not written, and its logits mean nothing.
+    `tokens` are at `positions`; a slot attends to its positions up to and including that one. For a position of -1, or
+    one beyond the table's pages, nothing is written and the logits are undefined.
     """
     decoder = module(spec, params)
     keys, values = list(cache.keys), list(cache.values)
-    split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731  (slots of a shard side by side)
+    split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731  (slots of a shard are adjacent)
     count = blocks(len(tokens) // cache.shards, layout) if attention == XLA else 1
-    # The longest slots of each shard first: those in one block, whose longest says how far it reads, are alike.
+    # Slots of each shard sorted by length: a block reads as many pages as its longest slot has.
     order = jnp.argsort(-split(positions), axis=1) if count > 1 else None
     tokens, positions, tables = (_ordered(x, order) for x in (tokens, positions, tables))
     turn = rotation(positions[:, None], spec.head_dim, spec.rope_theta)
@@ -178,7 +178,7 @@ def decode(
         over_shards = placed.pages(attention, layout)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        # Every layer has an array of its own, written a token at a time: with the cache donated nothing is copied.
+        # One array per layer, updated by one token: since the cache is donated, nothing is copied.
         at = next(layer)
         keys[at] = jax.vmap(appended)(keys[at], split(k[:, 0]), here, where)
         values[at] = jax.vmap(appended)(values[at], split(v[:, 0]), here, where)
@@ -201,7 +201,7 @@ def decode_contiguous(
     *,
     layout: Layout | None = None,
 ) -> tuple[Float[Array, "S V"], KVCache, ContiguousCache]:
-    """`decode` that reads what the pages hold side by side, and writes the token to both; no slot is beyond `last`."""
+    """`decode` that reads the contiguous cache, and writes the token to both caches; no slot is beyond `last`."""
     decoder = module(spec, params)
     keys, values = list(cache.keys), list(cache.values)
     split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731
@@ -223,19 +223,19 @@ def decode_contiguous(
 
 
 def _ordered(x: Array, order: Int[Array, "D B"] | None) -> Array:
-    """The rows of `x` [D·B, …] with those of each shard in `order`; as they are without one."""
+    """The rows of `x` [D·B, …] with the rows of each shard in `order`; `x` itself if `order` is None."""
     if order is None:
         return x
     return jax.vmap(lambda rows, at: rows[at])(x.reshape(*order.shape, *x.shape[1:]), order).reshape(x.shape)
 
 
 def _at(x: Float[Array, "R T D"], index: Int[Array, " R"]) -> Float[Array, "R D"]:
-    """The hidden state of each row at `index`, at 0 where that is negative."""
+    """The hidden state of each row at `index` (at 0 if that is negative)."""
     return jnp.take_along_axis(x, jnp.maximum(index, 0)[:, None, None], axis=1)[:, 0]
 
 
 def _one_pool(pool: Float[Array, "D K P U H"]) -> Float[Array, "K DP U H"]:
-    """The pages of all shards in one row."""
+    """The pages of all shards as one pool."""
     D, K, P, U, H = pool.shape
     return pool.swapaxes(0, 1).reshape(K, D * P, U, H)
 

@@ -118,10 +118,10 @@ def failing():
 @pytest.mark.parametrize(
     ("drawn", "answer", "words"),
     [
-        (0, lambda: np.zeros(64, bool), "request 2: its `allowed` leaves no word to draw after 0 tokens"),
-        (3, lambda: np.zeros(64, bool), "leaves no word to draw after 3 tokens"),
+        (0, lambda: np.zeros(64, bool), "request 2: its `allowed` allows no token after 0 tokens"),
+        (3, lambda: np.zeros(64, bool), "allows no token after 3 tokens"),
         (3, failing, "raised KeyError after 3 tokens"),
-        (0, lambda: np.ones(63, bool), "one bool for each of 64 words is needed"),
+        (0, lambda: np.ones(63, bool), "one bool for each of 64 tokens is needed"),
     ],
     ids=["at first", "later", "raises", "wrong shape"],
 )

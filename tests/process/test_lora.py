@@ -53,5 +53,5 @@ def test_a_run_of_adapters_resumes_and_is_exported(tmp_path, publish):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0 and "adapters merged" in done.stdout, done.stderr
     out = tmp_path / "hf"
-    assert folders.misfit(out, folders.described(out), folders.weight_tensors(out)) == ""
+    assert folders.weights_error(out, folders.described(out), folders.weight_tensors(out)) == ""
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "float32"

@@ -217,7 +217,7 @@ MISFITS = {
     ),
     "unexpected": (
         lambda tensors: tensors.update({"model.layers.2.mlp.bias": np.zeros(3, np.float32)}),
-        r"a tensor 'model\.layers\.2\.mlp\.bias', which this model has no place for",
+        r"a tensor 'model\.layers\.2\.mlp\.bias', which this model does not have",
     ),
     "misshapen": (
         lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:-1]}),
@@ -246,7 +246,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_is_none_or_lies_elsewhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(DataError, match="is no safetensors file"):
+    with pytest.raises(DataError, match="is not a safetensors file"):
         tensor_files.opened(tmp_path / "model.safetensors")
     (tmp_path / tensor_files.INDEX).write_text('{"weight_map": {"a": "../secret"}}')
     with pytest.raises(DataError, match="not a file of the folder"):
