@@ -1,4 +1,4 @@
-"""What environments return is converted where nothing is lost, and refused with the field's name where it is not."""
+"""Values that environments return are converted if nothing is lost, and otherwise refused with the field's name."""
 
 from __future__ import annotations
 

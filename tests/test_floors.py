@@ -1,7 +1,7 @@
-"""Holds jaxroll/ to its rooms and floors: who may import whom, and who must load without JAX.
+"""The packages of jaxroll/ import only packages of lower floors, and some of them load without JAX.
 
-docs/design.md shows the table. A room imports only from floors below it. The words of floor 0 are
-single modules that may import one another, without a cycle. Imports are read from the source, also inside functions.
+docs/design.md shows the table. A package imports only from floors below it. The modules of floor 0
+may import one another, without a cycle. Imports are read from the source, also inside functions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ JaxUse = Literal[
 class Room:
     floor: int
     jax: JaxUse = "any"
-    forbidden: tuple[str, ...] = ()  # top-level modules that the room must not import, beside JAX's
+    forbidden: tuple[str, ...] = ()  # top-level modules that the package must not import, in addition to JAX's
 
 
 PURE = ("asyncio", "threading", "time", "sqlite3", "socket", "subprocess")
@@ -47,7 +47,7 @@ ROOMS: Mapping[str, Room] = {
     "migration": Room(0, "none"),  # names that earlier versions wrote
     "errors": Room(0, "none"),
     "clock": Room(0, "none"),
-    "disk": Room(0, "none"),  # full and broken disks, and files from strangers
+    "disk": Room(0, "none"),  # full and broken disks, and untrusted files
     "rpc": Room(1, "none"),
     "algorithms": Room(1),
     "sharding": Room(1),
@@ -103,7 +103,7 @@ class Import:
 
 
 def imports_of(path: Path, root: Path) -> Iterator[Import]:
-    """Every import in one file, wherever it stands, relative ones made absolute; import_module("literal") too."""
+    """Every import in one file, at any position, relative ones made absolute; import_module("literal") too."""
     package = path.relative_to(root).parent.parts
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path))):
         if isinstance(node, ast.Import):
@@ -138,7 +138,7 @@ def sources(root: Path) -> list[Path]:
 
 
 def complaints(root: Path, rooms: Mapping[str, Room] = ROOMS) -> list[str]:
-    """What is wrong with the tree under root, one line each; empty when it keeps to the table."""
+    """The violations of the table in the tree under root, one line each."""
     found = []
     graph: dict[str, set[str]] = {}
     modules = {dotted(path.relative_to(root)) for path in sources(root)}
@@ -186,7 +186,7 @@ def _room_imported(item: Import) -> str:
 
 
 def _import_complaints(item: Import, home: str, rooms: Mapping[str, Room]) -> Iterator[str]:
-    """What is wrong with one import made in the room `home` ('' is the package's own __init__)."""
+    """The violation by one import in the package `home` ('' is jaxroll's own __init__)."""
     if item.top != PACKAGE:
         if home and rooms[home].jax == "none" and item.top in JAX_LIBRARIES:
             yield f"{home} works without JAX and imports {item.module}"
@@ -262,7 +262,7 @@ if "jax" in sys.modules:
 
 
 def load_alone(root: Path, room: str, blocked: Sequence[str]) -> str:
-    """Why the room and all its modules cannot be loaded in a fresh interpreter; empty when they can."""
+    """The reason why the package and all its modules cannot be loaded in a fresh interpreter; empty when they can."""
     arguments = [sys.executable, "-c", _LOAD_ROOM, str(root), f"{PACKAGE}.{room}", ",".join(blocked)]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

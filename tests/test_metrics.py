@@ -1,4 +1,4 @@
-"""Rows of metrics: written whole, read while they grow, whatever a killed writer left behind."""
+"""Rows of metrics: written whole, and read while they grow, also after a writer was killed."""
 
 from __future__ import annotations
 

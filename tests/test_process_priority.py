@@ -1,4 +1,4 @@
-"""On a CPU whoever is not the learner gives way to it: in its own priority, and in that of its session."""
+"""On a CPU all roles except the learner lower their priority, and that of their session."""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+KEY = "told"  # a word of the rules, as an identifier in code
+
 PATH = Path(__file__).resolve().parent.parent / ".ci" / "prose.py"
 _spec = importlib.util.spec_from_file_location("prose_check", PATH)
 assert _spec is not None and _spec.loader is not None
@@ -43,7 +45,7 @@ raise ValueError(f"{name} is told of it at once")
     ("name", "text"),
     [
         ("page.md", "Run `python -m nobody` once.\n\n```\nwho said nobody\n```\n"),
-        ("module.py", 'told = {"said": 1}\nprint("told")\nsql = "SELECT who FROM told WHERE said = 1"\n'),
+        ("module.py", f'{KEY} = {{"{KEY}": 1}}\nprint("{KEY}")\nsql = "SELECT who FROM {KEY}"\n'),
         ("module.py", 'def f():\n    """Return the share of rows that a caller may read."""\n'),
         ("page.md", "The sampler swaps its weights when the learner publishes a version.\n"),
     ],

@@ -111,7 +111,7 @@ def test_the_critic_is_held_near_its_old_values():
 
 @functools.cache
 def losses_and_slopes(clip: float):
-    """Of every value by itself."""
+    """The losses and gradients of single values."""
     return jax.jit(jax.vmap(jax.value_and_grad(lambda *given: advantages.clipped_value_loss(*given, clip))))
 
 
@@ -134,7 +134,7 @@ def test_the_clipped_value_loss_agrees_with_numpy(seed, clip):
 
 @pytest.mark.parametrize("target", [-1.0, 0.0, 0.25, 0.5, 1.0])
 def test_a_value_at_the_edge_of_its_range(target):
-    """Both losses are ½·(V − R)² there; a step farther one of them stands still, so the slope is some part of V − R."""
+    """Both losses are ½·(V − R)² there; one step further one of them is constant, so the slope is a part of V − R."""
     value = np.float32([0.25, -0.25])
     loss, slope = losses_and_slopes(0.25)(value, np.zeros(2, np.float32), np.full(2, target, np.float32))
     np.testing.assert_allclose(loss, (value - target) ** 2 / 2, rtol=1e-6)

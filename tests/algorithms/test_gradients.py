@@ -142,7 +142,7 @@ def at_least(values: np.ndarray) -> float:
 
 UNCORRECTED = LearnerConfig(correction="none")
 FAR = 38  # degrees: uncorrected the mean is 42.0 ± 2.1, on the way to nowhere at 90
-# What each correction takes off the angle of the uncorrected gradient, world by world: degrees that the mean exceeds
+# Degrees by which each correction reduces the angle of the uncorrected gradient, world by world: the mean exceeds them
 # with its 95 % interval. The worlds number 200, where that interval is ± 1 to 2.
 GAINS = {
     "grpo": (LearnerConfig(), 6),
@@ -180,8 +180,8 @@ def test_it_leads_uphill_in_every_world(name):
     assert angles(EVERY[name]).max() < 90
 
 
-def test_topr_pulls_whoever_drew_and_pushes_no_harder_than_the_policy_would():
-    """TOPR does not seek the true gradient: A > 0 has the weight of who drew, A ≤ 0 min(π, b) and so at most its own.
+def test_topr_weights_good_answers_by_the_behaviour_policy_and_bad_ones_by_at_most_the_policy():
+    """TOPR does not estimate the true gradient: A > 0 has the weight b, A ≤ 0 has min(π, b), which is at most π.
 
     Uncorrected, a bad answer is pushed by b however rare the policy has made it. Token by token TOPR's push is only
     never harder than that.
@@ -211,7 +211,7 @@ def test_the_uncapped_weight_of_the_sequence_gives_the_true_gradient(name, step)
 
 @pytest.mark.parametrize("name", ["tis", "cispo", "topr", "topr-token"])
 def test_with_r_in_place_of_rho_they_are_uncorrected(name):
-    """The trap: told that π_prox drew the answers, ρ is r, which is 1 on the first step."""
+    """With π_prox in place of the behaviour policy, ρ is r, which is 1 on the first step."""
     config, w = EVERY[name], world(0, DRIFT)
     blind = w._replace(behaviour=w.theta)
 
@@ -291,7 +291,7 @@ def unbound(name: str, **keys) -> LearnerConfig:
 
 
 class Probabilities(NamedTuple):
-    """Of every token of every answer of every world [WORLDS, A, T], 1 where there is none."""
+    """[WORLDS, A, T]: the probability of every token of every answer of every world, 1 for missing tokens."""
 
     pi: np.ndarray
     prox: np.ndarray
@@ -314,7 +314,7 @@ def tokens_of(w: World) -> Probabilities:
 def test_answers_of_one_token_have_the_true_gradient_in_every_step():
     """E_b[w · r · A ∇log π] = E_b[ρ · A ∇log π] = E_π[A ∇log π]. With r alone an answer counts b · r times: biased.
 
-    Of longer answers this holds for ρ of the sequence only: a token's own does not tell who wrote the words before it.
+    For longer answers this holds only for ρ of the sequence, since a token's ρ ignores the tokens before it.
     """
     true = everywhere(_true, STEP, 1)
 
@@ -341,7 +341,7 @@ def test_losses_of_rho_are_blind_to_what_the_claim_began_with(name):
     np.testing.assert_array_equal(pushes(EVERY[name], STEP), pushes(EVERY[name]))
 
 
-# What is made of w = π_prox/π_b.
+# The weight as a function of w = π_prox/π_b.
 WEIGHTS = {
     "grpo-none": (UNCORRECTED, np.ones_like),
     "grpo": (LearnerConfig(), lambda w: np.minimum(w, 2)),

@@ -67,7 +67,7 @@ def test_a_loss_has_its_gradient_whoever_drew(estimator, other_way_round):
 
 @pytest.mark.parametrize(("estimator", "held"), [("k1", True), ("k2", False), ("k3", False)])
 def test_as_a_reward_k1_alone_has_the_gradient(estimator, held):
-    """E_p[k · ∇log p], enumerated: what REINFORCE makes of a reward. Others hold nobody near q."""
+    """E_p[k · ∇log p], enumerated: the gradient that REINFORCE gives for a reward; only k1 gives that of the KL."""
     p, q = (np.asarray(logs(x), np.float64) for x in (P_LOGITS, Q_LOGITS))
     charged = np.asarray(getattr(losses, estimator)(logs(P_LOGITS), logs(Q_LOGITS)), np.float64)
     found = np.exp(p) * (charged - np.sum(np.exp(p) * charged))  # through softmax

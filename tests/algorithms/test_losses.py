@@ -75,7 +75,7 @@ def sequences(seed: int, lengths=(3, 1, 4), spread: float = 0.6) -> list[dict[st
 
 
 def packed(made: list[dict[str, np.ndarray]], holes: bool = True) -> tuple[Tokens, list[np.ndarray]]:
-    """A row of the sequences, one token of prompt before each and rubbish wherever nothing is trained; their places."""
+    """A row of the sequences, with one prompt token before each and random values at untrained tokens; their slices."""
     row = {key: np.full(ROW, 7.0) for key in STREAMS}
     mask, ids, places, start = np.zeros(ROW, bool), np.zeros(ROW, np.int32), [], 0
     for number, one in enumerate(made, start=1):
@@ -219,7 +219,7 @@ def test_weights_worked_by_hand():
 
 def test_the_second_step_worked_by_hand():
     # One answer drawn at π_b = 0.1, begun at π_prox = 0.15, now at 0.3, 0.165 and 0.075: w = 1.5, r = 2, 1.1 and 1/2,
-    # ρ = 3, 1.65 and 0.75. The clip to [0.8, 1.28] stops 2 from rising and 1/2 from falling, whatever w and ρ are.
+    # ρ = 3, 1.65 and 0.75. The clip to [0.8, 1.28] stops 2 from rising and 1/2 from falling, for any w and ρ.
     one = {key: np.log([p] * 3) for key, p in (("prox", 0.15), ("beh", 0.1), ("ref", 0.1))}
     one["logp"] = np.log([0.3, 0.165, 0.075])
     s = 1.1 ** (1 / 3)
@@ -275,7 +275,7 @@ def test_on_policy_every_loss_is_the_policy_gradient(name, seed):
     _, grad, bounded = losses(config, made)
     scale = {"topr-weighted": lambda a: np.where(a > 0, 0.5, 2.0)}.get(name, lambda a: 1.0)
     for got, one in zip(grad, made, strict=True):
-        # GSPO's loss of a sequence stands at every token of it, each moving by a share of the mean.
+        # GSPO's loss of a sequence is the loss of each of its tokens, each of which has a share of the mean's gradient.
         np.testing.assert_allclose(got, -one["adv"] * scale(one["adv"]), rtol=2e-5, atol=1e-6)
     assert not np.concatenate(bounded).any()
 
@@ -283,7 +283,7 @@ def test_on_policy_every_loss_is_the_policy_gradient(name, seed):
 @every
 @pytest.mark.parametrize(("spread", "seeds"), [(0.05, 1), (0.8, 8)], ids=["near", "far"])
 def test_gradients_agree_with_finite_differences(name, spread, seeds):
-    """Of policies near one another, and so far apart that clips and caps hold some tokens and not others."""
+    """Policies close to each other, and so far apart that clips and caps affect only some tokens."""
     config, bounded = CONFIGS[name], []
     for seed in range(5, 5 + seeds):
         made = sequences(seed, spread=spread)

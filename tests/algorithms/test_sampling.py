@@ -1,4 +1,4 @@
-"""Sampling against a slow numpy truncation, by frequencies, and by who a token's key belongs to."""
+"""Sampling against a slow numpy truncation, by frequencies, and by the identity behind a token's key."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is held out is held out: distinct, far away, never trained on, the same for every seed."""
+"""The held-out set: distinct questions from a distant range, never trained on, the same for every seed."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_restored_stream_continues_with_the_same_tasks(undisturbed: list, posi
     first = PromptPipeline(config())
     draw(first, position)
     second = PromptPipeline(config())
-    draw(second, 7)  # where it stood before does not matter
+    draw(second, 7)  # its position before has no effect
     second.restore(first.state())
     assert draw(second, 100) == undisturbed[position : position + 100] == draw(first, 100)
 
@@ -180,7 +180,7 @@ def test_a_changed_file_does_not_resume(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_no_backend_is_initialised_by_using_the_room() -> None:
-    """With a platform that does not exist, whatever asks JAX for a device fails."""
+    """With an unknown platform, any use of a JAX device fails."""
     code = (
         "from jaxroll.config import Config; from jaxroll.data import prompts, tasks\n"
         "stream = prompts.PromptPipeline(Config()); next(stream); stream.restore(stream.state()); next(stream)\n"

@@ -1,4 +1,4 @@
-"""The ring of rows and the record of flips against lists that forget nothing."""
+"""The ring of rows and the record of weight swaps against lists that keep everything."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_rows_that_are_not_held_are_refused(start, count):
     first=st.integers(0, 2),
 )
 def test_runs_are_the_versions_row_by_row(flips, before, count, first):
-    """`flips` are (rows since the last flip, version); a request starts at a row after the first flip."""
+    """`flips` are (rows since the last weight swap, version); a request starts at a row after the first one."""
     record, versions, row = WeightSwaps(), [], 0
     for gap, step in flips:
         versions += [versions[-1]] * gap if versions else []

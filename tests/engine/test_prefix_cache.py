@@ -67,7 +67,7 @@ def test_a_prompt_is_not_shared_across_weights(bench, assert_replayed):
 
 
 def test_a_long_prompt_that_others_begin_with_is_shared_up_to_a_whole_chunk(bench, assert_replayed):
-    """Of 32 shared tokens both chunks of 16 are; of 20 none, since the cut would not be the prompt's own."""
+    """With 32 shared tokens both chunks of 16 are shared; with 20 none, since a prefix must end with a chunk."""
     b = bench(**LONG)
     system = prompt(32, 8)
     b.run(group(system, 1))

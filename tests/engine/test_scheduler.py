@@ -1,4 +1,4 @@
-"""The engine's schedule over random histories, against a device whose memory is a list: every token stands there."""
+"""The engine's schedule over random histories, against a device whose memory is a list of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def words(tokens: bytes) -> list[int]:
 
 
 class Memory:
-    """What a device would do: cells hold (weights, token); a decode writes the last token and draws the next."""
+    """A model of the device: cells hold (weights, token); a decode writes the last token and samples the next."""
 
     def __init__(self, scheduler: Scheduler, pages: int, rng: random.Random) -> None:
         self.scheduler, self.rng, self.weights = scheduler, rng, 0
@@ -100,7 +100,7 @@ class Memory:
             assert owners.setdefault((shard, page, at), id) == id, "two requests write in one place"
 
     def whole(self, sequence: Sequence, shard: int) -> None:
-        """Everything that a sequence has read so far stands where its table says."""
+        """Every token that a sequence has computed is at the position given by its table."""
         tokens = words(sequence.prompt) + self.drawn[sequence.id]
         for position in range(len(tokens) - 1):
             page, at = self.cell(shard, sequence.table, position)
@@ -186,7 +186,7 @@ def test_every_token_stands_where_it_is_read_whatever_happens(seed: int, reserve
         memory.fill()
         memory.decode(3)
         memory.release(keep=False)
-    assert not scheduler.waiting and not scheduler.active, "somebody waits forever"
+    assert not scheduler.waiting and not scheduler.active, "a sequence waits forever"
     assert sorted([*memory.done, *gone]) == list(range(added))
 
 
@@ -205,7 +205,7 @@ def test_first_come_first_served_although_a_smaller_one_would_fit() -> None:
         memory.limits[id] = 4
         scheduler.add(Sequence(id, text(*range(100 * id, 100 * id + tokens)), tokens + 4))
     memory.fill()
-    assert [sequence.id for sequence in scheduler.running] == [0]  # 1 does not fit beside 0, and 2 does not pass it
+    assert [sequence.id for sequence in scheduler.running] == [0]  # 1 does not fit next to 0, and 2 may not overtake it
     assert started_order(scheduler, memory) == [0, 1, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""What the engine says about itself: occupancy, counters, compiles, times; and what crosses between host and device."""
+"""The engine's statistics: occupancy, counters, compiles, times; and its transfers between host and device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_slots_are_busy_while_work_waits_although_dispatches_are_long(bench):
     total = after.slot_steps_total_while_waiting - before.slot_steps_total_while_waiting
     assert total > 1000 and busy / total >= 0.9
     assert after.slot_occupancy >= 0.9
-    # The threshold of 2 free slots of 16 is what may stand idle at most, in the step before a refill.
+    # At most 2 of 16 slots, the threshold of a refill, may be idle in the step before it.
     assert after.dispatches - before.dispatches < (after.decode_steps - before.decode_steps)
 
 
@@ -68,7 +68,7 @@ def test_a_group_is_prefilled_once(bench):
 
 
 def test_nothing_is_compiled_after_warm_up(bench, work):
-    """Counted by JAX itself, over arrivals, buckets, aborts, flips and suspensions."""
+    """Counted by JAX, over arrivals, buckets, aborts, weight swaps and suspensions."""
     b = bench()
     b.run(work(0, 4))
     compiled: list[str] = []

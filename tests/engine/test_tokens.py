@@ -1,4 +1,4 @@
-"""The engine's tokens and log-probs against generation without cache and batch, whatever the history."""
+"""The engine's tokens and log-probs against generation without cache and batch, for any history."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_tokens_are_exactly_equal_whatever_slot_neighbours_and_order(bench, work
 
 @pytest.mark.parametrize("paged", ["dense", "xla"])
 def test_what_a_request_reads_grows_within_a_dispatch_whoever_stands_beside_it(bench, paged):
-    """From position 63 to 64, where another level begins, alone and beside one that is further."""
+    """From position 63 to 64, where the next level begins, alone and next to a longer request."""
     b = functools.partial(bench, max_tokens=160, decode_chunk=8, paged_attention=paged, prefill_buckets=(64,))
     words = np.random.default_rng(4).integers(0, 64, 64).astype(np.int32)
     short, long = (Request(n, words[:n], GenerationKey(n, 0), SamplingParams(20)) for n in (60, 64))

@@ -1,4 +1,4 @@
-"""Slots of very uneven lengths: who is long is nobody else's business, to the bit."""
+"""Slots of very uneven lengths: a long request does not change the others, to the bit."""
 
 from __future__ import annotations
 

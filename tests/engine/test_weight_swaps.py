@@ -1,4 +1,4 @@
-"""What a swap does to running requests under each policy, against slow loops with the weights that were recorded."""
+"""Running requests after a weight swap under each policy, against slow loops with the recorded weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calculator against Python's own arithmetic, and against text that is no expression."""
+"""The calculator against Python's own arithmetic, and against text that is not an expression."""
 
 from __future__ import annotations
 

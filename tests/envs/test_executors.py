@@ -41,7 +41,7 @@ def play(body: Callable[[Executors], Awaitable[object]], *, most: int = 1) -> No
 
 
 async def where(env: Environment) -> tuple[int, int]:
-    """Process and thread that the environment says it is in; the other words check what it was told."""
+    """The process and thread that the environment reports; its other answers are checked here."""
     messages = await EnvironmentCalls().reset(env, TASK)
     process, thread, name, seed = messages[-1].content.split()
     assert (messages[0], name, seed) == (TASK.messages[0], "told", "5")

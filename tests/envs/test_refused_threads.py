@@ -32,7 +32,7 @@ def no_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the kernel has no descriptors of processes")
 def test_a_process_of_environments_needs_no_thread_that_waits_for_it(no_thread_waits: None) -> None:
-    """Where it needed one that was refused, the process was there, waited for by nothing, and never ended."""
+    """If a thread were needed and refused, the process would run without being waited for, and never end."""
 
     async def started() -> None:
         process = await asyncio.wait_for(EnvProcess.start(TaskConfig()), 60)

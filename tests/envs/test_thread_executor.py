@@ -196,7 +196,7 @@ def test_cancelling_gives_the_thread_up(gate: threading.Event) -> None:
             await call
 
     run(cancel())
-    assert (threads.hanging, threads.abandoned) == (1, 0), "it is nobody's fault"
+    assert (threads.hanging, threads.abandoned) == (1, 0), "an abandoned call is not an error of the pool"
 
 
 def test_a_call_that_is_cancelled_before_it_starts_never_does(gate: threading.Event) -> None:

@@ -1,12 +1,12 @@
-"""Writes the goldens of Qwen3, for .venv-torch: small random models by transformers, and what it makes of some input.
+"""Goldens of Qwen3, for .venv-torch: small random models of transformers, with their outputs for some inputs.
 
     python write_qwen3.py FOLDER
 
 FOLDER/tied and FOLDER/untied are checkpoints as `save_pretrained` writes them, with tokenizer and chat template.
-Beside each checkpoint's files:
+In addition to each checkpoint's files:
 
     expected.npz   tokens int32 [B, T], logits float32 [B, T, V], greedy int32 [B, N]: the continuation of each row
-    chats.json     conversations, and what apply_chat_template makes of each: text and ids
+    chats.json     conversations, and the result of apply_chat_template for each: text and ids
 
 In both models heads · head_dim ≠ width, keys are grouped, and norms are away from 1; their RoPE bases and ε differ from
 the defaults enough to show. `tied` is float32 in several files, `untied` bfloat16 in one.
@@ -112,7 +112,7 @@ def write_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
 
 
 def chats(tokenizer: transformers.PreTrainedTokenizerFast) -> list[dict]:
-    """Every conversation with what transformers makes of it."""
+    """Every conversation with its rendering by transformers."""
     rows = []
     for turns in CONVERSATIONS:
         messages = [{"role": role, "content": content} for role, content in turns]
@@ -124,11 +124,11 @@ def chats(tokenizer: transformers.PreTrainedTokenizerFast) -> list[dict]:
 
 @torch.no_grad()
 def write(folder: Path, variant: str) -> dict:
-    """One variant; logits and continuations are computed in float32 from the weights as they stand in the files."""
+    """One variant; logits and continuations are computed in float32 from the weights as stored in the files."""
     qwen = model(variant)
     qwen.save_pretrained(folder, max_shard_size=SHARD[variant])
     (folder / "chats.json").write_text(json.dumps(chats(write_tokenizer(folder)), indent=1) + "\n")
-    # From the files, not by .float(): casting a model to bfloat16 rounds its RoPE frequencies too, for good.
+    # From the files, not by .float(): casting a model to bfloat16 also rounds its RoPE frequencies permanently.
     qwen = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     tokens = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     logits = qwen(tokens).logits

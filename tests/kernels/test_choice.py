@@ -1,4 +1,4 @@
-"""Which implementation of attention is taken where, why, and what is refused."""
+"""The choice of the attention implementation, its reason, and refusals."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Attention over levels side by side: right, blind to the neighbours to the bit, and no further than anybody needs."""
+"""Attention over a contiguous cache: correct, bitwise independent of other rows, and limited to the needed levels."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_bfloat16_loses_little_more_than_the_rounding_of_its_output(form: str, N
 
 
 def test_a_row_does_not_depend_on_its_neighbours_to_the_bit() -> None:
-    """In any place, beside others of any length, however far is read."""
+    """In any row, next to rows of any length, for any number of levels."""
     rows, rng = 10, np.random.default_rng(2)
     (q, k, v), positions = problem(rows), rng.integers(0, TOKENS, rows).astype(np.int32)
     alone = by_levels(q, k, v, positions)

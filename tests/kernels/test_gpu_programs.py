@@ -1,4 +1,4 @@
-"""What the decoder is lowered to for GPUs, on a machine without one: the kernels' calls are in every device's part.
+"""The decoder lowered for GPUs on a machine without one: every device's program calls the kernels.
 
 Nothing here is compiled or has run on a GPU.
 """

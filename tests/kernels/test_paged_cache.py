@@ -48,7 +48,7 @@ def test_equals_attention_over_pages_in_one_piece(rows, count, queries):
 
 
 def test_a_row_does_not_depend_on_its_neighbours_to_the_bit():
-    """In any place, beside others of any length: a row that moves takes its query, its table and its start along."""
+    """In any row, next to rows of any length: a row that moves takes its query, its table and its start along."""
     rows, rng = 10, np.random.default_rng(2)
     given, starts = problem(rows), rng.integers(0, J * U, rows)
     alone = looped(given, starts, 3)
@@ -61,7 +61,7 @@ def test_a_row_does_not_depend_on_its_neighbours_to_the_bit():
 
 
 def test_a_block_reads_no_further_than_its_own_longest_row():
-    """Whatever a later page holds, nothing comes of it; not even of what is no number."""
+    """The content of later pages has no effect, even if it is NaN."""
     rows, starts = 8, np.array([J * U - 1, 3, 5, 7, 1, 30, 2, 4])
     given, far = problem(rows), [J, 4]  # pages, read in chunks of 4
     assert reach(jnp.asarray(starts), 1, U, 2).tolist() == [J, 4]

@@ -1,4 +1,4 @@
-"""Algorithms in the learner: sequence losses whatever the packing, micro-batches and mesh; pairs; the reference."""
+"""Algorithms in the learner: sequence losses for any packing, micro-batches and mesh; pairs; the reference."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_kl_in_the_loss_holds_the_policy_near_the_reference(small_config, make
 
 @pytest.mark.parametrize("algorithm", ["raft", "raft_pp"])
 def test_a_kl_in_the_loss_is_added_to_a_loss_of_the_credited(small_config, make_claim, make_trainer, algorithm):
-    """Its gradient over everyone, that of `grpo` where nobody earned anything, on the gradient without a KL."""
+    """Its gradient over all members (that of `grpo` with rewards of 0) is added to the gradient without a KL."""
     held = {"kl_coef": 0.5, "reference": "init"}
     configs = [small_config(algorithm=algorithm, **held), small_config(algorithm=algorithm), small_config(**held)]
     claim, found = make_claim(), []

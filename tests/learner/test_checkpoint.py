@@ -258,7 +258,7 @@ def test_one_flipped_bit_is_found_wherever_it_is(folder, trainer, kind):
     data = bytearray(found[kind].read_bytes())
     data[len(data) // 2] ^= 0x80
     found[kind].write_bytes(data)
-    assert checkpoints.latest() == Version(0, 2), "nobody has looked into it yet"
+    assert checkpoints.latest() == Version(0, 2), "nothing has read it yet"
     with pytest.raises(CheckpointDamaged, match=r"0000\.00000002 cannot be read"):
         checkpoints.restore(Version(0, 2), trainer.abstract_state())
     assert checkpoints.latest() == Version(0, 1) and checkpoints.damaged == {Version(0, 2)}
@@ -286,20 +286,20 @@ def test_a_file_that_is_gone_is_named(folder, trainer):
 
 
 def test_without_sums_a_whole_folder_counts(folder, trainer):
-    """Its writer was killed between the rename and the sums, so nobody was told that it is durable."""
+    """Its writer was killed between the rename and the checksums, so the store has not recorded it as durable."""
     checkpoints = saved(folder, trainer, Version(0, 1))
     sums = folder / "0000.00000001" / "sums.json"
     written = sums.read_text()
     sums.unlink()
     state, _ = checkpoints.restore(Version(0, 1), trainer.abstract_state())
-    assert same_bits(state, trainer.state) and not sums.exists(), "who only reads writes nothing"
+    assert same_bits(state, trainer.state) and not sums.exists(), "a reader writes nothing"
     checkpoints.settle(Version(0, 1))
     assert sums.read_text() == written
     checkpoints.close()
 
 
 def test_without_sums_one_that_was_durable_is_damaged(folder, trainer):
-    """They are written before anybody is told that it is durable: somebody took them away."""
+    """Checksums are written before a checkpoint counts as durable, so here they were removed."""
     checkpoints = saved(folder, trainer, Version(0, 1), Version(0, 2))
     checkpoints.restore(Version(0, 2), trainer.abstract_state(), durable=True)
     (folder / "0000.00000002" / "sums.json").unlink()
@@ -311,18 +311,18 @@ def test_without_sums_one_that_was_durable_is_damaged(folder, trainer):
 
 @pytest.mark.process
 def test_what_is_durable_has_sums_whenever_its_writer_is_killed(folder):
-    """The order: whole, summed up, durable. Killed between any two, what was said to be durable can be verified."""
+    """The order is: whole, checksums, durable. If the writer is killed in between, durable ones can be verified."""
     env, code = {**os.environ, "XLA_FLAGS": ""}, WRITER.replace("]), 2)", "]), 10_000)")
     writer = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
     assert writer.stdout is not None
-    said = [int(writer.stdout.readline()) for _ in range(6)]
+    durable = [int(writer.stdout.readline()) for _ in range(6)]
     writer.send_signal(signal.SIGKILL)
-    said += [int(line) for line in writer.stdout if line.endswith("\n")]
+    durable += [int(line) for line in writer.stdout if line.endswith("\n")]
     writer.wait(timeout=30)
     writer.stdout.close()
     checkpoints = Checkpoints(folder, 2)
-    assert {version.step for version in checkpoints.versions()} >= set(said)
-    assert not any(checkpoint_files.damage(checkpoints.path(Version(0, step)), durable=True) for step in said)
+    assert {version.step for version in checkpoints.versions()} >= set(durable)
+    assert not any(checkpoint_files.damage(checkpoints.path(Version(0, step)), durable=True) for step in durable)
 
 
 def test_another_model_is_refused_by_the_name_of_an_array(folder, trainer, small_config):

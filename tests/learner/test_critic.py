@@ -25,7 +25,7 @@ LONGEST = 32
 
 
 def judging(trainer, seed=1):
-    """`trainer` with a critic that says something: a fresh one says 0 of every state, whatever its other parameters."""
+    """`trainer` with a critic whose values are not 0, unlike those of a fresh critic."""
     chance, critic = np.random.default_rng(seed), trainer.state.critic
     host = {name: np.asarray(value) for name, value in sorted(critic.params.items())}
     moved = {name: value + chance.normal(0, 0.05, value.shape).astype(np.float32) for name, value in host.items()}
@@ -175,7 +175,7 @@ def test_the_critics_gradient_agrees_with_a_finite_difference(small_config, make
 
 
 def accumulated(monkeypatch, values, streams, clip) -> Accumulator:
-    """What the critic adds to an accumulator that held 1, of a model whose parameters are its values."""
+    """The critic's sums, added to an accumulator of ones, for a model whose parameters are its values."""
     monkeypatch.setattr(critic, "token_values", lambda recipe, params, streams: params[critic.HEAD])
     held = Accumulator({critic.HEAD: np.ones(values.shape, np.float32)}, {"loss": np.float32(1.0)})
     accumulate = functools.partial(Critic._accumulate, SimpleNamespace(recipe=None, clip=clip))
@@ -185,7 +185,7 @@ def accumulated(monkeypatch, values, streams, clip) -> Accumulator:
 @pytest.mark.parametrize("clip", [0.0, 0.2])
 @pytest.mark.parametrize("share", [0.6, 0.0], ids=["some", "none"])
 def test_the_value_loss_is_of_trained_tokens_by_their_weight(monkeypatch, clip, share):
-    """Σ weight · loss and its slopes against numpy; one row has no trained token, and at others stands 10³⁰."""
+    """Σ weight · loss and its gradients against numpy; one row has no trained token, and other tokens have 10³⁰."""
     rng, shape = np.random.default_rng(5), (6, 8)
     mask = rng.random(shape) < share
     mask[2] = False
@@ -209,8 +209,8 @@ def test_the_value_loss_is_of_trained_tokens_by_their_weight(monkeypatch, clip, 
 def test_gae_of_two_turns_worked_by_hand(small_config):
     """γ 1, λ ½, values ½ at the four trained tokens, reward 1 at the last: δ = 0, 0, 0, ½ and A = 1/16, 1/8, ¼, ½.
 
-    The environment speaks between the turns, and a stale token of the second is masked: neither is a step, whatever the
-    critic may have said there.
+    Environment tokens between the turns and a masked stale token of the second turn are not steps, so the critic's
+    values there have no effect.
     """
     config = small_config(gae_lambda=0.5, raw_advantages=True, **PPO)
     mask = [0, 0, 1, 1, 0, 0, 0, 1, 1]

@@ -18,7 +18,10 @@ from tests.harness.learner_critic import CUBE, PPO, bits, sample_of
 
 
 def test_it_starts_as_the_policy_says_zero_and_learns(small_config, make_claim, make_trainer):
-    slow = {"learning_rate": 1e-4, "critic_learning_rate": 5e-3}  # the policy, and with it what is to be said, stays
+    slow = {
+        "learning_rate": 1e-4,
+        "critic_learning_rate": 5e-3,
+    }  # so that the policy, and with it the values to learn, hardly changes
     config = small_config(micro_batch_rows=4, value_clip=0.0, **(PPO | slow))
     trainer, claim = make_trainer(config), make_claim(age=1)
     policy, critic = jax.device_get((trainer.state.params, trainer.state.critic.params))
@@ -56,7 +59,7 @@ def test_claims_with_nothing_to_learn_stay_finite(small_config, make_claim, make
     before = bits(trainer.state.params)
     for _ in range(2):
         row = trainer.train(claim)
-        assert row["tokens_computed"] == row["tokens_trained"], "also of who has no advantage"
+        assert row["tokens_computed"] == row["tokens_trained"], "also of members without an advantage"
         assert all(np.isfinite(row[key]) for key in ("loss", "value_loss", "grad_norm", "critic_grad_norm"))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(trainer.state)))
     if groups == 0 or reward == 0.0:

@@ -44,7 +44,7 @@ def streams_of(trainer, claim) -> dict[str, jax.Array]:
 
 
 def test_gradients_are_the_dense_ones_projected(adapted, make_claim):
-    """Of W + s·A·B: dA = s · dW·Bᵀ and dB = s · Aᵀ·dW, with the dense gradient dW at the merged parameters."""
+    """Gradients of W + s·A·B: dA = s · dW·Bᵀ and dB = s · Aᵀ·dW, with the dense gradient dW at merged parameters."""
     trainer = adapted()
     recipe, base, adapters = trainer.programs.recipe, trainer.base, dict(trainer.state.params)
     chance = np.random.default_rng(0)

@@ -147,7 +147,7 @@ def test_a_critic_hears_of_members_without_credit(small_config, make_claim):
 
 
 def test_a_loss_of_ones_own_over_the_credited_stays_among_them(small_config, make_claim):
-    """One that is no multiple of the advantage: larger advantages would not say what its denominators are."""
+    """A loss that is not a multiple of the advantage: scaling advantages could not correct its denominators."""
     own = replace(GRPO, credited_only=True, multiple_of_advantage=False, penalised=True)
     samples = [replace(s, advantage=float(k % 2)) for k, s in enumerate(of_claim(make_claim(groups=1))[0])]
     kept = minibatch.weighted(samples, "token_mean", own)
@@ -171,7 +171,7 @@ def two_turns(config, rewards, shown):
 def test_step_advantages_reach_the_tokens_of_their_turns(small_config):
     """GiGPO by hand: rewards 1 and 0, standardised ±1/√2; returns of the first turn 0.5 and 0, of the second 1 and 0.
 
-    The first turns stand in one state; the second in one where the same was shown, else each is alone in its own.
+    The first turns share a state; the second turns share one if the same tokens were shown before them.
     """
     config = small_config(algorithm="gigpo", turn_discount=0.5, step_weight=2.0)
     half = 2**-0.5

@@ -1,4 +1,4 @@
-"""The words of a learner's first process to the others: in their order, to nobody else, and a loss ends all."""
+"""Commands from a learner's first process to the others: ordered, authenticated, and a lost connection ends all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_words_come_in_their_order_up_to_the_end(links, ends):
     assert list(follower.commands()) == [*said, Command("end", code=130)]
     links[0].close()
     links[1].close()
-    assert ends.empty(), "after the end nobody is missed"
+    assert ends.empty(), "after `end` a lost connection is no error"
 
 
 def test_who_is_asked_to_leave_asks_the_leader(links, ends):

@@ -1,4 +1,4 @@
-"""What the devices hold between two steps, by every array that is alive, with and without offloading."""
+"""Device memory between two steps, by all live arrays, with and without offloading."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_the_same_samples_give_the_same_batches(lengths):
 def test_shards_get_equal_work_of_lengths_that_are_very_unequal(per_shard, shards, each):
     """Log-normal lengths (σ = 1, at most 16 medians), 20 claims, each within 5 %.
 
-    With one row a shard the longest sample can cost more than any row beside it: then 1 % of what no packing can beat.
+    With one row per shard the longest sample can cost more than any other row: then within 1 % of the lower bound.
     """
     quadratic = packing.attention_share(families.spec("qwen3_0p6b"))
     buckets = packing.row_buckets(each * shards, shards)
@@ -150,10 +150,11 @@ def test_shards_get_equal_work_of_lengths_that_are_very_unequal(per_shard, shard
 
 
 def least_imbalance(lengths: np.ndarray, cost: np.ndarray, shards: int, tokens: int) -> float:
-    """What no packing into micro-batches of `tokens` tokens can beat: the dearest sample lies in one shard of one.
+    """A lower bound of the imbalance of micro-batches of `tokens` tokens: one shard must compute the costliest sample.
 
-    That micro-batch has at most what the dearest tokens cost together, so its other shards lag behind; the rest of the
-    claim may be even. Where all of it fits into one micro-batch, that is the dearest sample over the mean.
+    The micro-batch of that sample costs at most as much as the costliest tokens together, so its other shards wait; the
+    rest of the claim may be even. If the claim fits into one micro-batch, the bound is the costliest sample over the
+    mean.
     """
     order = np.argsort(-lengths)
     before = np.cumsum(lengths[order]) - lengths[order]

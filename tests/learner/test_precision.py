@@ -19,7 +19,7 @@ def short(values: np.ndarray) -> np.ndarray:
 
 
 def gradients(trainer, claim) -> list[dict[str, np.ndarray]]:
-    """Of the micro-batches one by one, and of all of them accumulated."""
+    """The gradients of the micro-batches one by one, and of all of them accumulated."""
     (samples,) = minibatch.prepare(claim, trainer.config).minibatches
     batches = packing.pack(samples, trainer.config.learner.row_tokens, trainer.buckets)
     programs, params = trainer.programs, trainer.state.params
@@ -31,7 +31,7 @@ def gradients(trainer, claim) -> list[dict[str, np.ndarray]]:
 
 
 def off(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> float:
-    """How far off the farthest leaf is, as a share of its length."""
+    """The largest relative error of a leaf."""
     return max(float(np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])) for name in want)
 
 

@@ -1,4 +1,4 @@
-"""What the backward pass makes again: less memory for more work, and the same gradients."""
+"""Rematerialisation in the backward pass: less memory for more work, and the same gradients."""
 
 from __future__ import annotations
 

@@ -48,7 +48,9 @@ def test_fresh_means_wholly_of_the_trained_version():
     now = [VersionRun(Version(1, 4), 5)]
     assert samples.of_member(member(TWO_TURNS, now), trained_at=Version(1, 4)).fresh
     assert not samples.of_member(member(TWO_TURNS, now), trained_at=Version(1, 5)).fresh
-    assert not samples.of_member(member(TWO_TURNS, now), trained_at=Version(2, 4)).fresh, "the weights of another life"
+    assert not samples.of_member(member(TWO_TURNS, now), trained_at=Version(2, 4)).fresh, (
+        "the weights of another lineage"
+    )
 
 
 def test_stale_tokens_lose_their_mask_and_the_others_keep_their_age():

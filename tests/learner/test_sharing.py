@@ -1,4 +1,4 @@
-"""Prompts that lie once for all their answers: the same numbers as with a copy before each, for fewer tokens."""
+"""Prompts stored once for all their answers: the same results as with a copy before each, for fewer tokens."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_group_shares_its_prompt_and_one_too_large_for_a_row_shares_two_copies
 
 
 def test_tokens_that_were_sampled_are_no_prompt_although_none_is_trained():
-    """Where stale tokens lost their mask an answer begins before the first that is trained on."""
+    """If stale tokens are masked, an answer begins before its first trained token."""
     from jaxroll.algorithms.advantages import Turn
 
     one = sample(np.arange(5), 6, 0)

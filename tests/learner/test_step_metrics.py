@@ -1,4 +1,4 @@
-"""What a step says of every age, against numpy over the tokens one by one."""
+"""Step metrics of every age, against numpy over the tokens one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIGURES = ("logprob_delta", "kl_behaviour", "ratio_max", "clip_share", "ess")
 
 
 class Figures(NamedTuple):
-    """Of every trained token, one after the other: what it is told apart by, and what is counted of it."""
+    """Per trained token: the keys by which tokens are grouped, and the values that are counted."""
 
     age: np.ndarray
     reward: np.ndarray

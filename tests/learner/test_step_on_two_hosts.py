@@ -17,7 +17,7 @@ from jaxroll import lifeline, wire
 pytestmark = pytest.mark.process
 _SCRIPT = Path(__file__).parents[1] / "harness/programs/learner_host.py"
 LIMIT_S = 240.0
-# What goes across the two processes: rows; rows and parameters; heads and hidden units (then rows are whole on both).
+# Sharded over the two processes: rows; rows and parameters; heads and hidden units (with rows replicated).
 MESHES = {
     "rows": {"data": 2, "tensor": 2},
     "parameters": {"fsdp": 4},
@@ -106,7 +106,7 @@ def test_two_processes_make_the_update_of_one(make_claim, tmp_path, pairs):
         moved = found[name, 1, 0][0][-1]
         assert moved["grad_norm"] > 0 and moved["tokens_trained"] > 0
         compiled = [row["compiles"] for row in found[name, 2, 0][0]]
-        # What is offloaded comes back by copies that are compiled when they are first made: in the first step.
+        # Offloaded state returns by copies that are compiled on first use, in the first step.
         assert compiled == [0, 0] or ("offloaded" in name and compiled[0] == compiled[1]), (name, compiled)
 
 

@@ -40,7 +40,7 @@ def with_outcomes(claim: Claim, change) -> Claim:
 
 
 def test_what_others_of_the_process_compile_is_not_counted():
-    """Where roles share a process the evaluator's engine compiles while the learner trains."""
+    """In a shared process the evaluator's engine compiles while the learner trains."""
     counter = CompileCounter()
     try:
         compiled = lambda factor: jax.jit(lambda x: factor * x).lower(1.0).compile()  # noqa: E731
@@ -178,7 +178,7 @@ def with_lengths(claim: Claim, lengths) -> Claim:
 
 
 def work_by_device(segment_ids: jax.Array, share: float) -> dict[int, float]:
-    """Of every device that holds rows: n + share·n² of each segment of n tokens, summed."""
+    """The work of every device that holds rows: n + share·n² of each segment of n tokens, summed."""
     rows = {shard.device.id: np.asarray(shard.data) for shard in segment_ids.addressable_shards}
     return {
         device: float(sum(n + share * n * n for row in held for n in np.bincount(row)[1:]))
@@ -347,7 +347,7 @@ def test_ages_across_lineages_count_by_step(small_config, make_claim, make_train
 def test_a_claim_laid_out_while_the_step_before_is_computed_changes_no_bit(
     small_config, make_claim, make_trainer, settings
 ):
-    """Micro-batches ask no model; what a step asks of one (minibatches, a reference) is asked when it starts."""
+    """Packing evaluates no model; log-probs for minibatches or a reference are computed when the step starts."""
     config, claims = small_config(**settings), [make_claim(step, age=1) for step in (1, 2, 3)]
     one_by_one, ahead = make_trainer(config), make_trainer(config)
     want = [one_by_one.train(claim) for claim in claims]
@@ -369,7 +369,7 @@ def test_what_asks_a_model_is_not_laid_out_ahead(small_config, make_trainer):
 
 @pytest.mark.parametrize("advantage", ["group_std", "group_mean", "leave_one_out", "batch_std"])
 def test_a_claim_is_laid_out_while_a_device_is_busy(small_config, make_claim, make_trainer, advantage):
-    """A device computes one thing after the other: whoever asks it for a number waits for the step."""
+    """A device runs programs in order, so a caller that fetches a number waits for the step."""
     trainer = make_trainer(small_config(advantage=advantage))
     long = jax.jit(lambda x: jax.lax.fori_loop(0, 3000, lambda _, y: jax.numpy.tanh(y @ y), x))
     x = jax.block_until_ready(long(jax.numpy.eye(256)))

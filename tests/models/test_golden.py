@@ -1,4 +1,4 @@
-"""Checkpoints that transformers wrote (tests/golden/write_qwen3.py), read by us: what it says of them, we say."""
+"""Checkpoints written by transformers (tests/golden/write_qwen3.py): JaxRoll's model gives the same outputs."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ SPECS = {
     "rope_theta NaN": _spec(rope_theta=float("nan")),
     "qk_norm as text": _spec(qk_norm="no"),
     "a remat that there is not": _spec(remat="all"),
-    "a name that is none": _spec(name=[1]),
+    "a name that is not a string": _spec(name=[1]),
     "nested": NESTED,
     "a list": "[1]",
 }  # fmt: skip

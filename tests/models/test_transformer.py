@@ -117,7 +117,7 @@ def test_logits_equal_the_numpy_decoder(variant):
 
 
 def scattered_tables(slots: int, pages: int) -> np.ndarray:
-    """Tables whose pages lie anywhere; page 0 is nobody's."""
+    """Tables with random pages; page 0 belongs to no row."""
     return np.random.default_rng(5).permutation(np.arange(1, slots * pages + 1)).reshape(slots, pages).astype(np.int32)
 
 
@@ -242,7 +242,7 @@ def test_a_slot_gets_the_same_bits_wherever_it_and_its_pages_stand_and_however_l
 def test_decode_looks_at_nothing_beyond_its_position_and_writes_only_there():
     values, held = initialised(NANO), random_cache(4, 4, 1)
     tables, positions = np.array([[2, 0], [3, 1], [1, 3]], np.int32), np.array([3, 8, -1], np.int32)
-    tokens = np.array([5, 6, 7], np.int32)  # 8 lies beyond the table, -1 says that nobody is there
+    tokens = np.array([5, 6, 7], np.int32)  # 8 is beyond the table, -1 marks an empty slot
     logits, after = decode(NANO, values, held, tokens, positions, tables)
     stale = jax.tree.map(lambda pool: pool.at[:, :, [0, 1, 3]].set(50.0), held)
     again, _ = decode(NANO, values, stale, tokens, positions, tables)

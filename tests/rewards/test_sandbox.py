@@ -1,4 +1,4 @@
-"""What a worker gives up: rule by rule in a child, and in words."""
+"""The restrictions of a worker: rule by rule in a child process, and as text."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ os.write(1, json.dumps([list(restrictions.missing), str(restrictions), found]).e
 
 
 def child(path: Path, how: str) -> tuple[list[str], str, dict[str, str]]:
-    """What is open, in words, and what came of each trial in a process that closed its doors."""
+    """The missing restrictions, the description, and the result of each attempt in a restricted process."""
     path.write_text("text")
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(path), how], capture_output=True, text=True, timeout=60, check=True
     )
     still_open, words, found = json.loads(done.stdout)
     if still_open:
-        pytest.skip(f"this kernel leaves doors open: {words}")
+        pytest.skip(f"this kernel lacks restrictions: {words}")
     assert path.read_text() == "text" and sorted(path.parent.iterdir()) == [path]
     return still_open, words, found
 

@@ -1,4 +1,4 @@
-"""The scoring pool with real processes: throughput, and scorers that hang, die, take too much, or say nonsense."""
+"""The scoring pool with real processes: throughput; scorers that hang, die, take too much, or send malformed data."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_with_two_workers_a_hang_does_not_delay_the_other(module: str) -> None:
 
 
 def test_items_overtake_one_that_takes_long(module: str) -> None:
-    """However much comes, none of it is sent to stand behind the item that hangs."""
+    """No item is sent to a worker whose current item hangs, however many arrive."""
     pool = ScoringPool(2, time_limit_s=30.0, libraries=(), modules=(module,))
     pool.start()
 
@@ -435,7 +435,7 @@ def test_a_pool_that_cannot_start_at_all_leaves_nothing(module: str, refused: Ca
 
 
 def test_nothing_is_written_to_or_read_from_a_process_that_was_killed(pool: ScoringPool) -> None:
-    """Its descriptors' numbers may belong to somebody else's files by then."""
+    """The numbers of its descriptors may be reused for other files by then."""
     process = pool._workers[0].process
     numbers = {process.input_descriptor, process.output_descriptor}
     process.kill()

@@ -91,7 +91,7 @@ RAISES = {
     "tabs": "{{ '\t'.expandtabs(2000000000) }}",
     "a method that is left out": "{{ 'a'.ljust(2000000000) }}",
     "an own message": "{{ raise_exception('no\nsuch\x1b[2J' * 1000) }}",
-    "an own message that is none": "{{ raise_exception([]) }}",
+    "a message that is not text": "{{ raise_exception([]) }}",
 }  # fmt: skip
 
 DOES_NOT_PARSE = {

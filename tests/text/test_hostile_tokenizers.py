@@ -48,7 +48,7 @@ TOKENIZERS = {
     "a charsmap that panics": tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
     "merges that panic": tokenizer(model={"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}),
     "an unknown model": tokenizer(model={"type": "Code", "vocab": {}}),
-    "a regular expression that is none": tokenizer(
+    "an invalid regular expression": tokenizer(
         pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
     ),
 }  # fmt: skip

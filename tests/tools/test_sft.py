@@ -31,7 +31,7 @@ def config(steps: int) -> Config:
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory):
-    """A warm start of 150 steps: (its folder, its metrics, what it said)."""
+    """A warm start of 150 steps: (its folder, its metrics, its messages)."""
     folder, said = tmp_path_factory.mktemp("sft") / "warm", []
     return folder, sft.train(config(150), folder, said.append), said
 

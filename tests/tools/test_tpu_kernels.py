@@ -18,7 +18,7 @@ pytestmark = [NEEDS_LIBTPU]
 
 
 def by_fusion(topology: str, size: str, limit_s: float) -> Costs:
-    """(program, whether attention is fused) to its cost, and what stands in its text."""
+    """The cost and the text of programs by (program, attention is fused)."""
     rows = compiled("tpu_kernels.py", topology, size, limit_s=limit_s)
     return {(row["name"], not row["attention"].startswith("xla")): row for row in rows}
 
@@ -61,7 +61,7 @@ def test_long_rows_of_qwen3_fit_sixteen_chips(capsys: pytest.CaptureFixture[str]
         peak, temporaries = row["peak_bytes"] / 2**20, row["temp_bytes"] / 2**20
         with capsys.disabled():
             print(f"\n{name}: {row['attention']}, peak {peak:.0f} MiB a chip, of it temporaries {temporaries:.0f} MiB, "
-                  f"{row['flops'] / 1e9:.1f} GFLOP beside the kernels, compiled in {row['compile_s']:.0f} s",
+                  f"{row['flops'] / 1e9:.1f} GFLOP without the kernels, compiled in {row['compile_s']:.0f} s",
                   end="")  # fmt: skip
         assert row["peak_bytes"] < CHIP_BYTES
     assert found["accumulate", True]["squares"] == 0 < found["accumulate", False]["squares"]

@@ -87,7 +87,7 @@ def test_a_chip_holds_its_share_of_the_state(costs: Costs, name: str, bytes_of_s
     ],
 )
 def test_state_is_updated_in_place(costs: Costs, name: str, bytes_at_least: int) -> None:
-    """What is donated takes the outputs; all that is new are statistics and the tokens of a dispatch."""
+    """Outputs are stored in donated arguments, except for statistics and the tokens of a dispatch."""
     cost = costs[name]
     assert cost["alias_bytes"] >= bytes_at_least
     assert cost["output_bytes"] - cost["alias_bytes"] < 32 * 1024
@@ -96,7 +96,7 @@ def test_state_is_updated_in_place(costs: Costs, name: str, bytes_at_least: int)
 @pytest.mark.parametrize("name", ["prefill_128", "prefill_256", "extend_128", "extend_256", "decode"])
 def test_no_pool_is_copied(costs: Costs, name: str) -> None:
     """One that is laid out again to be written costs more than all that a decode step, or a prompt, reads of it."""
-    logits = SLOTS // DATA * SPEC.vocab_size * 4  # of those who draw, over all words
+    logits = SLOTS // DATA * SPEC.vocab_size * 4  # of the sampling rows, over the vocabulary
     assert max({int(size) for size in costs[name]["copies"]} - {logits}, default=0) < POOL_BYTES / 2
 
 
@@ -155,8 +155,10 @@ def test_every_forward_reduces_over_tensor(costs: Costs) -> None:
 
 
 def test_logits_are_never_whole(costs: Costs) -> None:
-    """Of a training step a part at a time, of prompts only those of last tokens: no array is larger than the parameter
-    that makes them, and none of a step larger than the config allows."""
+    """A training step computes logits a part at a time, a prefill only those of last tokens.
+
+    So no array is larger than the head's parameter, and none of a step is larger than the config allows.
+    """
     assert LOGITS_BYTES / 2 < costs["accumulate"]["largest_bytes"] <= LOGITS_BYTES
     assert all(costs[name]["largest_bytes"] == 2 * HEAD // TENSOR for name in (*PREFILLS, "decode"))
     # A layer's input is kept for the backward pass; what else lives at once is a few times the logits of a part.

@@ -77,7 +77,7 @@ def test_a_chip_holds_its_share_of_the_state(costs: Costs, name: str, parameters
     ],
 )
 def test_state_is_updated_in_place(costs: Costs, name: str, bytes_at_least: int) -> None:
-    """What is donated takes the outputs; all that is new are statistics and the tokens of a dispatch."""
+    """Outputs are stored in donated arguments, except for statistics and the tokens of a dispatch."""
     cost = costs[name]
     assert cost["alias_bytes"] >= bytes_at_least
     assert cost["output_bytes"] - cost["alias_bytes"] < 32 * 1024
@@ -113,7 +113,7 @@ def test_the_learner_gathers_over_fsdp_and_every_forward_reduces_over_tensor(cos
     assert all(costs[name]["collectives"]["all-reduce"] > 0 for name in forward)
 
 
-# As libtpu writes them; what is read stands behind the name of the operation.
+# As libtpu writes them; operands follow the name of the operation.
 LINES = """
   %copy.1 = bf16[832,64,2,128]{3,2,1,0:T(8,128)(2,1)} copy(%param.1), metadata={op_name="a"}
   ROOT %copy.2 = f32[1024,512]{1,0:T(8,128)S(1)} copy(%fusion.2)

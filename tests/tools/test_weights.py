@@ -304,7 +304,7 @@ def test_the_names_are_those_that_the_module_declares() -> None:
 
 @pytest.mark.soak
 def test_adapters_are_served_and_exported_merged(tmp_path: Path) -> None:
-    """Of a run that trained adapters on its fresh init: evaluation and export see one array for each parameter."""
+    """A run that trains adapters on a fresh init: evaluation and export see one array for each parameter."""
     words = ["model.size=nano", "learner.lora_rank=2", "learner.lora_alpha=6"]
     config = configs.parse(configs.override(configs.to_dict(configs.parse(configs.defaults())), words))
     run = weights.OfRun(run_dir.create(tmp_path / "run", config, []), config)

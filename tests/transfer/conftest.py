@@ -29,7 +29,7 @@ from tests.harness.transfer_arrays import (
 
 @dataclass
 class Kit:
-    """What the tests of this folder share."""
+    """Helpers that the tests of this folder share."""
 
     folder: Path
     stack: contextlib.ExitStack

@@ -88,7 +88,7 @@ def test_only_the_newest_is_kept_once_it_is_told_of(publisher) -> None:
     watched = weakref.ref(publisher.kept(V1)["embed"])
     started: Future[VersionRef] = publisher.start(V2, params_of(values_of(6), learners))
     new = publisher.finish(V2, started)
-    assert fetched(old), "who was told of it may still come"
+    assert fetched(old), "an engine that got its address may still fetch it"
     publisher.drop_older(V2)
     gc.collect()
     assert watched() is None, "its memory is free"

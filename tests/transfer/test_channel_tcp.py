@@ -90,7 +90,7 @@ def test_a_byte_flipped_in_a_slice_of_a_partial_leaf_is_a_digest_mismatch(kit, p
 
 
 class _LeftHalf:
-    """What a sharding over two hosts shows to the first."""
+    """The devices of a sharding over two hosts, as seen by the first host."""
 
     def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict:
         return {"device": (slice(None), slice(0, shape[1] // 2))}

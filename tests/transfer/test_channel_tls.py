@@ -102,7 +102,7 @@ def test_strangers_who_say_nothing_make_room_for_readers(kit, certified: SimpleN
                     assert sock.recv(1) == b""
                     break
             else:
-                pytest.fail("a silent stranger kept its place")
+                pytest.fail("a silent, unauthenticated reader kept its connection")
         assert read(kit, address, certified.client) == value
 
 

@@ -1,4 +1,4 @@
-"""What every channel promises, on both."""
+"""The contract of every channel, tested on both."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_staged_parameters_are_placed_once(kit, channel) -> None:
 
 
 class _SecondHost:
-    """What a sharding over two processes shows to one of them: all devices exist, half can be fed."""
+    """A sharding over two processes as seen by one of them: all devices exist, half are addressable."""
 
     def __init__(self, sharding: jax.sharding.NamedSharding) -> None:
         self._sharding = sharding

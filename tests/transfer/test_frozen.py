@@ -81,7 +81,7 @@ def test_what_is_new_is_verified_beside_what_is_held(kit):
 
 
 def _end_of_answers(kit, snapshot, held):
-    """How many bytes the publisher sends for one fetch."""
+    """The number of bytes that the publisher sends for one fetch."""
     middle = kit.middle(snapshot.address)
     fetched(kit, VersionRef(snapshot.version, "tcp", middle.address, snapshot.manifest_digest), held)
     return middle.passed_bytes

@@ -188,7 +188,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
         folder / "manifest.msgpack", lambda path: path.symlink_to("/dev/zero")
     ),
     "no metadata": lambda folder: (folder / "embed" / "zarr.json").unlink(),
-    "metadata that is no JSON": lambda folder: (folder / "embed" / "zarr.json").write_text("{"),
+    "metadata that is not JSON": lambda folder: (folder / "embed" / "zarr.json").write_text("{"),
     "metadata that nests": lambda folder: (folder / "embed" / "zarr.json").write_text("[" * 10_000),
     "another shape": lambda folder: _metadata(folder / "embed" / "zarr.json", shape=[2**40, 2**20]),
     "other chunks": lambda folder: _metadata(

@@ -56,7 +56,7 @@ class Learner:
         watchdog.cancel()
         if not line:
             self._log.seek(0)
-            pytest.fail(f"the learner process died or said nothing for {_START_S} s:\n{self._log.read()[-3000:]}")
+            pytest.fail(f"the learner process died or was silent for {_START_S} s:\n{self._log.read()[-3000:]}")
         return wire.decode(bytes.fromhex(line), VersionRef)
 
     def kill(self) -> None:
@@ -133,7 +133,7 @@ def test_a_learner_of_fsdp_2_feeds_samplers_of_any_mesh(kit, script, start, chan
 
 
 def test_the_manifest_does_not_depend_on_the_process(kit, script, start) -> None:
-    """The same parameters on the same mesh have the same digest whoever publishes them."""
+    """The same parameters on the same mesh have the same digest from any publisher."""
     announced, values = start("tcp", "small").publish(7), script.values("small", 7)
     ours = _target(kit, (1, 2, 1), ("fsdp",), values)
     taken = take(Version(0, 7), {name: jax.device_put(value, ours[name]) for name, value in values.items()}, "float32")
