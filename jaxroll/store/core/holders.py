@@ -1,6 +1,6 @@
 """Admission of lease requests: the in-flight window, and the health, speed and share of each lease holder.
 
-Pure queries of the state, and at the end the updates of the holders' statistics, which only `machine` calls.
+Pure queries of the state.
 """
 
 from __future__ import annotations
@@ -8,25 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cached_property
-from statistics import median
-from typing import Any
 
 from jaxroll.policy.health import (
     BROKEN,
     LONGEST_S,
-    SHORT_S,
-    SLOW,
-    SLOWER,
-    TRIP,
     UNRELIABLE,
-    Health,
-    failing_share,
 )  # fmt: skip
 from jaxroll.policy.limiter import Pace, adapted
 from jaxroll.policy.order import Share, groups_ahead
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.settings import CHECKPOINT_WANTED_AT, END_OF_DATA, Settings
-from jaxroll.store.core.state import FREE, LEASED, Group, Recent, Slot, State, held_bytes, unpublished_groups
+from jaxroll.store.core.state import FREE, LEASED, Group, Slot, State, held_bytes, unpublished_groups
 
 HUNGRY_S = 10.0  # a sampler with room asks again within this time
 IDLE_S = 120.0  # a holder that was idle within this time can take over the work of one that fails
@@ -135,9 +127,6 @@ def checkpoint_wanted(settings: Settings, state: State) -> bool:
 
 AVOIDED_S = 60.0
 SEEN_EVERY_S = 1.0
-HOLDERS_KEPT = 1000
-_ERROR_CHARS = 200
-_RECENT = 20  # members in the mean duration of a holder
 
 
 def left_s(settings: Settings, state: State, name: str, now_s: float) -> float:
@@ -157,54 +146,6 @@ def others(settings: Settings, state: State, name: str, now_s: float) -> Iterato
             health = state.holders.get(other)
             if health is None or not (health.on_trial or health.left_s(now_s, alone=False) > 0):
                 yield other
-
-
-def slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:
-    """The rest imposed on the holder of a put that took `took_s`; None if the holder keeps up with the others."""
-    recent = state.recent_s.get(slot.holder, Recent())
-    health = state.holders.get(slot.holder, Health())
-    enough = recent.count + 1 >= TRIP or not (health.on_trial and health.error == SLOW)
-    keeps_up = None if enough else 0.0  # a single quick member does not end a trial
-    usual = {other: state.recent_s[other] for other in others(settings, state, slot.holder, now_s)
-             if other in state.recent_s and state.recent_s[other].count >= TRIP}  # fmt: skip
-    if (
-        not usual
-        or took_s <= 0
-        or slot.leased_at_s is None
-        or max(recent.mean_s, took_s) <= max(SHORT_S, SLOWER * min(r.mean_s for r in usual.values()))
-    ):
-        return keeps_up
-    running_s = _running_s(state, now_s, slot)
-    its_s = _mean_at_least_s(recent, took_s, running_s.get(slot.holder, []))
-    usual_s = median(_mean_at_most_s(mean, running_s.get(other, [])) for other, mean in usual.items())
-    if its_s <= max(SHORT_S, SLOWER * usual_s):
-        return keeps_up
-    return health.next_slow_rest_s(slot.leased_at_s, max(took_s, its_s))
-
-
-def _mean_at_least_s(recent: Recent, took_s: float, running_s: list[float]) -> float:
-    """A lower estimate of the mean, if one more member took `took_s` and others have run for `running_s` so far.
-
-    Short members are put first, so the finished ones alone would make a slow holder look quick.
-    """
-    longer = [run_s for run_s in running_s if run_s > recent.mean_s]
-    return (recent.count * recent.mean_s + took_s + sum(longer)) / (recent.count + 1 + len(longer))
-
-
-def _mean_at_most_s(recent: Recent, running_s: list[float]) -> float:
-    """An upper estimate of the mean: each member that still runs is expected to need the mean once more."""
-    expected = sum(running_s) + len(running_s) * recent.mean_s
-    return (recent.count * recent.mean_s + expected) / (recent.count + len(running_s))
-
-
-def _running_s(state: State, now_s: float, ended: Slot) -> dict[str, list[float]]:
-    """For each holder: how long each of its members has been leased so far, without the one in slot `ended`."""
-    found: dict[str, list[float]] = {}
-    for group in state.index.lacking.values():
-        for slot in group.slots:
-            if slot.status == LEASED and slot.leased_at_s is not None and slot is not ended:
-                found.setdefault(slot.holder, []).append(now_s - slot.leased_at_s)
-    return found
 
 
 def is_broken_alone(settings: Settings, state: State, name: str, now_s: float) -> bool:
@@ -321,75 +262,3 @@ def _available(settings: Settings, state: State, r: rq.Lease, enough: int, now_s
     while found < enough and unclaimed < last and admits(claimed + unclaimed):
         found, unclaimed = found + settings.members_leased, unclaimed + 1
     return found
-
-
-# --- updates of the holders' statistics, called by `machine` when it applies an event
-
-
-def recent_mean_s(before_s: float, now_s: float) -> float:
-    """The running mean of durations after a new one of `now_s`; `before_s` is the mean before, 0 if there was none."""
-    return now_s if before_s == 0.0 else 0.8 * before_s + 0.2 * now_s
-
-
-def note_duration(state: State, holder: str, took_s: float, *, is_measured: bool) -> None:
-    """Add the duration of a member to the means of its holder; `is_measured`: also to the one that is compared."""
-    state.member_s[holder] = recent_mean_s(state.member_s.pop(holder, 0.0), took_s)
-    keep_newest(state.member_s)
-    if is_measured:
-        recent = state.recent_s.pop(holder, None) or Recent()
-        recent.count = min(recent.count + 1, _RECENT)
-        recent.mean_s += (took_s - recent.mean_s) / recent.count
-        state.recent_s[holder] = recent
-        keep_newest(state.recent_s)
-
-
-def note_end(state: State, holder: str, *, failed: bool) -> None:
-    """Update the share of the holder's last members that failed."""
-    share = state.failing.pop(holder, 0.0)
-    if failed or share > 0:
-        state.failing[holder] = failing_share(share, failed=failed)
-        keep_newest(state.failing)
-
-
-def note_failure(state: State, holder: str, rest_s: float, error: str, now_s: float) -> None:
-    """Count a failure against its holder, which rests for `rest_s` (0: not)."""
-    health = state.holders.pop(holder, None) or Health()
-    state.holders[holder] = health  # newest last
-    health.note_failure(rest_s, error[:_ERROR_CHARS], now_s)
-    if rest_s > 0:
-        _clear_idle(state, holder)
-    keep_newest(state.holders)
-
-
-def note_success(state: State, holder: str, slow_rest_s: float | None, now_s: float) -> None:
-    """Count a put of the holder; `slow_rest_s` is the rest for slowness that it causes, None if there is none."""
-    if slow_rest_s is not None:
-        health = state.holders.pop(holder, None) or Health()
-        state.holders[holder] = health
-        if slow_rest_s > 0:
-            health.begin_slow_rest(slow_rest_s, now_s)
-            state.recent_s.pop(holder, None)  # only members leased for the trial count in it
-            _clear_idle(state, holder)
-        keep_newest(state.holders)
-    elif (health := state.holders.get(holder)) is not None:
-        health.note_success()
-        if not health.rests:
-            del state.holders[holder]
-
-
-def _clear_idle(state: State, holder: str) -> None:
-    for table in (state.hungry, state.rooms, state.idle_s):
-        table.pop(holder, None)
-
-
-def note_seen(state: State, holder: str, now_s: float) -> None:
-    """Record that the holder is present."""
-    state.seen_s.pop(holder, None)
-    state.seen_s[holder] = now_s
-    keep_newest(state.seen_s)
-
-
-def keep_newest(table: dict[str, Any]) -> None:
-    """Drop the oldest entries of `table` beyond `HOLDERS_KEPT`."""
-    while len(table) > HOLDERS_KEPT:
-        del table[next(iter(table))]

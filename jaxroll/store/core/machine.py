@@ -11,13 +11,12 @@ from typing import Any
 from jaxroll.policy.health import KEPT_BY_CLAIM
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import forks, holders, leases, puts, training
+from jaxroll.store.core import forks, leases, puts, training
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.leases import Decision
 from jaxroll.store.core.requests import Key
 from jaxroll.store.core.settings import FILTERED, Settings
 from jaxroll.store.core.state import (
-    DONE,
     DROPPED,
     FREE,
     LEASED,
@@ -30,9 +29,12 @@ from jaxroll.store.core.state import (
     Slot,
     State,
     base_step,
+    keep_newest,
+    note_seen,
     rebased,
+    recent_mean_s,
     touch,
-)  # fmt: skip
+)
 
 _DECIDERS: dict[type, Callable[[Settings, State, Any, float], Decision]] = {
     rq.Arrive: leases.arrive,
@@ -157,7 +159,7 @@ def _leased(state: State, e: ev.Leased, now_s: float) -> None:
         slot = group.slots[member]
         slot.status, slot.attempt, slot.holder, slot.session = LEASED, attempt, e.holder, e.session
         slot.deadline_s, slot.rests_until_s, slot.leased_at_s = now_s + e.ttl_s, 0.0, now_s
-    holders.note_seen(state, e.holder, now_s)
+    note_seen(state, e.holder, now_s)
     state.index.changed(group)
     state.hungry.pop(e.holder, None)
     state.rooms.pop(e.holder, None)
@@ -174,48 +176,6 @@ def _lease_ended(state: State, e: ev.LeaseEnded, now_s: float) -> None:
     state.index.changed(group)
 
 
-def _put(state: State, e: ev.Put, now_s: float) -> None:
-    group = state.open[e.group]
-    slot = group.slots[e.member]
-    slot.status, slot.digest, slot.size_bytes = DONE, e.digest, e.size_bytes
-    slot.runs, slot.reward = e.runs, e.reward
-    slot.rests_until_s, slot.failed_by = 0.0, ()
-    holders.note_seen(state, slot.holder, now_s)
-    holders.note_success(state, slot.holder, e.holder_rest_s, now_s)
-    holders.note_end(state, slot.holder, failed=False)
-    if e.took_s > 0:
-        holders.note_duration(state, slot.holder, e.took_s, is_measured=e.is_measured)
-    state.tokens_put += slot.tokens
-    state.member_bytes = max(state.member_bytes, e.size_bytes)
-    state.moved_at_s = now_s
-    state.index.changed(group)
-    _note_ready(state, group)
-
-
-def _note_ready(state: State, group: Group) -> None:
-    if group.id not in state.index.lacking:
-        group.ready_place = state.ready_places
-        state.ready_places += 1
-
-
-def _member_failed(state: State, e: ev.MemberFailed, now_s: float) -> None:
-    group = state.open[e.group]
-    slot = group.slots[e.member]
-    slot.status, slot.failed_attempt, slot.failed_digest = FREE, e.attempt, e.digest
-    slot.rests_until_s = now_s + e.rest_s if e.rest_s > 0 else 0.0
-    if e.kind == "DATA":
-        slot.data_failures += 1
-    else:
-        slot.infra_failures += 1
-    if slot.holder not in slot.failed_by:
-        slot.failed_by += (slot.holder,)
-    slot.avoided_until_s = now_s + holders.AVOIDED_S
-    holders.note_end(state, slot.holder, failed=True)
-    if e.holder_rest_s is not None:
-        holders.note_failure(state, slot.holder, e.holder_rest_s, e.error, now_s)
-    state.index.changed(group)
-
-
 def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
     group = state.open[e.group]
     for member in e.dropped:
@@ -223,7 +183,7 @@ def _shrunk(state: State, e: ev.Shrunk, now_s: float) -> None:
     group.note = e.reason
     state.shrunk += 1
     state.index.changed(group)
-    _note_ready(state, group)
+    puts.note_ready(state, group)
 
 
 def _aborted(state: State, e: ev.Aborted, now_s: float) -> None:
@@ -232,7 +192,7 @@ def _aborted(state: State, e: ev.Aborted, now_s: float) -> None:
         group.slots[member].status = DROPPED
     state.aborted_members += len(e.members)
     state.index.changed(group)
-    _note_ready(state, group)
+    puts.note_ready(state, group)
 
 
 def _expired(state: State, e: ev.Expired, now_s: float) -> None:
@@ -279,7 +239,7 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
     state.pace = e.pace if e.pace is not None else state.pace
     at_once = not state.step_s and e.step == 1 and state.acked < e.step  # claims 0 and 1 were ready at the start
     if e.worked_s > 0 and not at_once:
-        state.step_s = holders.recent_mean_s(state.step_s, e.worked_s)
+        state.step_s = recent_mean_s(state.step_s, e.worked_s)
     state.failing = {name: kept for name, share in state.failing.items() if (kept := KEPT_BY_CLAIM * share) > 0.001}
     state.claimed_at_s, state.awaited_at_s = now_s, None
     state.moved_at_s = now_s
@@ -396,14 +356,14 @@ def _hungry(state: State, e: ev.Hungry, now_s: float) -> None:
         state.hungry[e.name], state.rooms[e.name] = now_s, e.room
         state.idle_s.pop(e.name, None)
         state.idle_s[e.name] = now_s
-        holders.keep_newest(state.idle_s)
+        keep_newest(state.idle_s)
     else:
         state.hungry.pop(e.name, None)
         state.rooms.pop(e.name, None)
 
 
 def _seen(state: State, e: ev.Seen, now_s: float) -> None:
-    holders.note_seen(state, e.name, now_s)
+    note_seen(state, e.name, now_s)
 
 
 def _renewed(state: State, e: ev.Renewed, now_s: float) -> None:
@@ -411,7 +371,7 @@ def _renewed(state: State, e: ev.Renewed, now_s: float) -> None:
         slot = state.open[group].slots[member]
         slot.deadline_s = now_s + e.ttl_s
     if e.members:
-        holders.note_seen(state, slot.holder, now_s)
+        note_seen(state, slot.holder, now_s)
 
 
 def _extended(state: State, e: ev.Extended, now_s: float) -> None:
@@ -438,8 +398,8 @@ _EFFECTS: dict[type, Callable[[State, Any, float], None]] = {
     ev.Skipped: _skipped,
     ev.Leased: _leased,
     ev.LeaseEnded: _lease_ended,
-    ev.Put: _put,
-    ev.MemberFailed: _member_failed,
+    ev.Put: puts.apply_put,
+    ev.MemberFailed: puts.apply_failure,
     ev.Shrunk: _shrunk,
     ev.Aborted: _aborted,
     ev.Expired: _expired,

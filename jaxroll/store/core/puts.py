@@ -1,20 +1,40 @@
-"""Put decisions: idempotent by (group, member, attempt) and digest, fenced by attempt. Pure functions of the state."""
+"""Puts: the decision (idempotent by key and digest, fenced by attempt) and the effect of its events on the state.
+
+Deciding is pure; `machine` applies the effects.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from jaxroll.errors import Conflict, Fenced, StaleClient, StoreRefusal
-from jaxroll.policy.health import Health
+from jaxroll.policy.health import SHORT_S, SLOW, SLOWER, TRIP, Health, failing_share
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import holders
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.leases import Decision, refuse
 from jaxroll.store.core.settings import FILTERED, Settings
-from jaxroll.store.core.state import DONE, DROPPED, Group, Slot, State, on_line, slot_of, was_published
+from jaxroll.store.core.state import (
+    DONE,
+    DROPPED,
+    FREE,
+    LEASED,
+    Group,
+    Recent,
+    Slot,
+    State,
+    keep_newest,
+    note_seen,
+    on_line,
+    recent_mean_s,
+    slot_of,
+    was_published,
+)  # fmt: skip
 
-_CAUSE_CHARS = 300
+_CAUSE_CHARS, _ERROR_CHARS = 300, 200
+_RECENT = 20  # members in the mean duration of a holder
 
 
 def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Decision:
@@ -35,7 +55,7 @@ def put(settings: Settings, state: State, r: rq.PutMember, now_s: float) -> Deci
     if invalid:
         return refuse(StaleClient(f"put {r.group}.{r.member}.{r.attempt}: {invalid}"))
     took_s = _took_s(slot, now_s)
-    rest_s = holders.slow_rest_s(settings, state, slot, took_s, now_s)
+    rest_s = _slow_rest_s(settings, state, slot, took_s, now_s)
     health = state.holders.get(slot.holder)
     # Only members that were leased during a trial count in it.
     counts = not rest_s and (health is None or not health.is_of_older_wave(slot.leased_at_s))
@@ -198,3 +218,154 @@ def _why_over(settings: Settings, state: State, rejected: int, reason: str, brok
         f"schedule.filter {settings.filter.kind} rejected {rejected} groups for claim {state.next_claim} "
         f"(schedule.filter_limit), the last one as: {reason}"
     )
+
+
+# --- the effects of `Put` and `MemberFailed` on the state
+
+
+def apply_put(state: State, e: ev.Put, now_s: float) -> None:
+    """Mark the member as done and update the statistics of its holder."""
+    group = state.open[e.group]
+    slot = group.slots[e.member]
+    slot.status, slot.digest, slot.size_bytes = DONE, e.digest, e.size_bytes
+    slot.runs, slot.reward = e.runs, e.reward
+    slot.rests_until_s, slot.failed_by = 0.0, ()
+    note_seen(state, slot.holder, now_s)
+    _note_success(state, slot.holder, e.holder_rest_s, now_s)
+    _note_end(state, slot.holder, failed=False)
+    if e.took_s > 0:
+        _note_duration(state, slot.holder, e.took_s, is_measured=e.is_measured)
+    state.tokens_put += slot.tokens
+    state.member_bytes = max(state.member_bytes, e.size_bytes)
+    state.moved_at_s = now_s
+    state.index.changed(group)
+    note_ready(state, group)
+
+
+def note_ready(state: State, group: Group) -> None:
+    """Give the group the next position in the order of completion if it misses no member."""
+    if group.id not in state.index.lacking:
+        group.ready_place = state.ready_places
+        state.ready_places += 1
+
+
+def apply_failure(state: State, e: ev.MemberFailed, now_s: float) -> None:
+    """Free the failed member, which rests, and update the statistics of its holder."""
+    group = state.open[e.group]
+    slot = group.slots[e.member]
+    slot.status, slot.failed_attempt, slot.failed_digest = FREE, e.attempt, e.digest
+    slot.rests_until_s = now_s + e.rest_s if e.rest_s > 0 else 0.0
+    if e.kind == "DATA":
+        slot.data_failures += 1
+    else:
+        slot.infra_failures += 1
+    if slot.holder not in slot.failed_by:
+        slot.failed_by += (slot.holder,)
+    slot.avoided_until_s = now_s + holders.AVOIDED_S
+    _note_end(state, slot.holder, failed=True)
+    if e.holder_rest_s is not None:
+        _note_failure(state, slot.holder, e.holder_rest_s, e.error, now_s)
+    state.index.changed(group)
+
+
+def _note_duration(state: State, holder: str, took_s: float, *, is_measured: bool) -> None:
+    """Add the duration of a member to the means of its holder; `is_measured`: also to the one that is compared."""
+    state.member_s[holder] = recent_mean_s(state.member_s.pop(holder, 0.0), took_s)
+    keep_newest(state.member_s)
+    if is_measured:
+        recent = state.recent_s.pop(holder, None) or Recent()
+        recent.count = min(recent.count + 1, _RECENT)
+        recent.mean_s += (took_s - recent.mean_s) / recent.count
+        state.recent_s[holder] = recent
+        keep_newest(state.recent_s)
+
+
+def _note_end(state: State, holder: str, *, failed: bool) -> None:
+    """Update the share of the holder's last members that failed."""
+    share = state.failing.pop(holder, 0.0)
+    if failed or share > 0:
+        state.failing[holder] = failing_share(share, failed=failed)
+        keep_newest(state.failing)
+
+
+def _note_failure(state: State, holder: str, rest_s: float, error: str, now_s: float) -> None:
+    """Count a failure against its holder, which rests for `rest_s` (0: not)."""
+    health = state.holders.pop(holder, None) or Health()
+    state.holders[holder] = health  # newest last
+    health.note_failure(rest_s, error[:_ERROR_CHARS], now_s)
+    if rest_s > 0:
+        _clear_idle(state, holder)
+    keep_newest(state.holders)
+
+
+def _note_success(state: State, holder: str, slow_rest_s: float | None, now_s: float) -> None:
+    """Count a put of the holder; `slow_rest_s` is the rest for slowness that it causes, None if there is none."""
+    if slow_rest_s is not None:
+        health = state.holders.pop(holder, None) or Health()
+        state.holders[holder] = health
+        if slow_rest_s > 0:
+            health.begin_slow_rest(slow_rest_s, now_s)
+            state.recent_s.pop(holder, None)  # only members leased for the trial count in it
+            _clear_idle(state, holder)
+        keep_newest(state.holders)
+    elif (health := state.holders.get(holder)) is not None:
+        health.note_success()
+        if not health.rests:
+            del state.holders[holder]
+
+
+def _clear_idle(state: State, holder: str) -> None:
+    for table in (state.hungry, state.rooms, state.idle_s):
+        table.pop(holder, None)
+
+
+# --- comparison of the durations of holders
+
+
+def _slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, now_s: float) -> float | None:
+    """The rest imposed on the holder of a put that took `took_s`; None if the holder keeps up with the others."""
+    recent = state.recent_s.get(slot.holder, Recent())
+    health = state.holders.get(slot.holder, Health())
+    enough = recent.count + 1 >= TRIP or not (health.on_trial and health.error == SLOW)
+    keeps_up = None if enough else 0.0  # a single quick member does not end a trial
+    measured = {name: mean for name, mean in state.recent_s.items() if mean.count >= TRIP and name != slot.holder}
+    others = holders.others(settings, state, slot.holder, now_s) if measured else ()
+    usual = {other: measured[other] for other in others if other in measured}
+    if (
+        not usual
+        or took_s <= 0
+        or slot.leased_at_s is None
+        or max(recent.mean_s, took_s) <= max(SHORT_S, SLOWER * min(r.mean_s for r in usual.values()))
+    ):
+        return keeps_up
+    running_s = _running_s(state, now_s, slot)
+    its_s = _mean_at_least_s(recent, took_s, running_s.get(slot.holder, []))
+    usual_s = median(_mean_at_most_s(mean, running_s.get(other, [])) for other, mean in usual.items())
+    if its_s <= max(SHORT_S, SLOWER * usual_s):
+        return keeps_up
+    return health.next_slow_rest_s(slot.leased_at_s, max(took_s, its_s))
+
+
+def _mean_at_least_s(recent: Recent, took_s: float, running_s: list[float]) -> float:
+    """A lower estimate of the mean, if one more member took `took_s` and others have run for `running_s` so far.
+
+    Short members are put first, so the finished ones alone would make a slow holder look quick.
+    """
+    longer = [run_s for run_s in running_s if run_s > recent.mean_s]
+    return (recent.count * recent.mean_s + took_s + sum(longer)) / (recent.count + 1 + len(longer))
+
+
+def _mean_at_most_s(recent: Recent, running_s: list[float]) -> float:
+    """An upper estimate of the mean: each member that still runs is expected to need the mean once more."""
+    expected = sum(running_s) + len(running_s) * recent.mean_s
+    return (recent.count * recent.mean_s + expected) / (recent.count + len(running_s))
+
+
+def _running_s(state: State, now_s: float, ended: Slot) -> dict[str, list[float]]:
+    """For each holder: how long each of its members has been leased so far, without the one in slot `ended`."""
+    found: dict[str, list[float]] = {}
+    for group in state.index.lacking.values():
+        for slot in group.slots:
+            if slot.status == LEASED and slot.leased_at_s is not None and slot is not ended:
+                found.setdefault(slot.holder, []).append(now_s - slot.leased_at_s)
+    return found

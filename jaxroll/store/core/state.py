@@ -255,16 +255,16 @@ def touch(questions: dict[str, Question], question_hash: str) -> Question:
     return row
 
 
-def length_class(tokens: int) -> int:
-    """The smallest power of two that is at least `tokens`; 0 for none."""
-    return 1 << (tokens - 1).bit_length() if tokens > 0 else 0
-
-
 class Recent(msgspec.Struct):
     """Mean duration of the last `_RECENT` members of a holder; newer members weigh more."""
 
     mean_s: float = 0.0
     count: int = 0
+
+
+def recent_mean_s(before_s: float, now_s: float) -> float:
+    """The running mean of durations after a new one of `now_s`; `before_s` is the mean before, 0 if there was none."""
+    return now_s if before_s == 0.0 else 0.8 * before_s + 0.2 * now_s
 
 
 # --- the state
@@ -273,6 +273,7 @@ class Recent(msgspec.Struct):
 # have no meaning in another process: after a restart `rebased` gives every open lease its full time again.
 
 NAMES_KNOWN = 10_000
+HOLDERS_KEPT = 1000  # entries of each table by holder
 
 
 class Batch(msgspec.Struct):
@@ -483,3 +484,16 @@ def _stragglers_s(state: State, batch: int, deadline_s: float) -> Iterator[float
             break
         if group.leased_at_s is not None:
             yield group.leased_at_s + deadline_s
+
+
+def note_seen(state: State, holder: str, now_s: float) -> None:
+    """Record that the holder is present."""
+    state.seen_s.pop(holder, None)
+    state.seen_s[holder] = now_s
+    keep_newest(state.seen_s)
+
+
+def keep_newest(table: dict) -> None:
+    """Drop the oldest entries of `table` beyond `HOLDERS_KEPT`."""
+    while len(table) > HOLDERS_KEPT:
+        del table[next(iter(table))]

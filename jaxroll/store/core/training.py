@@ -17,7 +17,7 @@ from jaxroll.store.core.holders import adapted_pace
 from jaxroll.store.core.leases import Decision, refuse
 from jaxroll.store.core.puts import judged
 from jaxroll.store.core.settings import END_OF_DATA, Settings
-from jaxroll.store.core.state import Batch, Group, Lineage, State, base_step, length_class, on_line
+from jaxroll.store.core.state import Batch, Group, Lineage, State, base_step, on_line
 
 SHRINK_LEAST = 2  # a group of one has nothing to be compared with
 
@@ -117,11 +117,16 @@ def expire_and_reissue(
     return events
 
 
+def _length_class(tokens: int) -> int:
+    """The smallest power of two that is at least `tokens`; 0 for none."""
+    return 1 << (tokens - 1).bit_length() if tokens > 0 else 0
+
+
 def _reissued(settings: Settings, group: Group, new: int) -> ev.Issued:
     longest = max((slot.tokens for _, slot in group.done()), default=0)
     return ev.Issued(
         new, group.task, settings.members_leased, reissue_of=group.id, reissues=group.reissues + 1,
-        ordinal=group.ordinal, length=length_class(longest), wanted=settings.members_wanted,
+        ordinal=group.ordinal, length=_length_class(longest), wanted=settings.members_wanted,
     )  # fmt: skip
 
 

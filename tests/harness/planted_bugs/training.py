@@ -11,7 +11,7 @@ from jaxroll.policy import order
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import forks, leases, machine, state, training
+from jaxroll.store.core import forks, leases, machine, puts, state, training
 from jaxroll.store.core import requests as rq
 from tests.harness.planted_bugs.leases_and_puts import BUGS, Patch, breaks, wrap
 
@@ -31,7 +31,7 @@ def partial_group_claimed(patch: Patch) -> None:
         if not group.ready and sum(1 for _ in group.missing()) <= 1:
             group.ready_place, now.ready_places = now.ready_places, now.ready_places + 1
 
-    wrap(patch, machine, "_note_ready", note)
+    wrap(patch, puts, "note_ready", note)
 
 
 @breaks("5 replayable batches")

@@ -11,7 +11,7 @@ from jaxroll import wire
 from jaxroll.errors import NoCredit, NotReady
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import holders
+from jaxroll.store.core import holders, puts
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import State
@@ -240,7 +240,7 @@ def test_a_sampler_too_slow_for_the_window_gets_nothing_while_another_has_room(m
     assert ruled.leased[0] < 0.1 * ruled.leased[1]
     assert status(ruled.core.settings, ruled.core.state)["slow"] == ["s0"]
     monkeypatch.setattr(holders, "is_slow", lambda *_: False)
-    monkeypatch.setattr(holders, "slow_rest_s", lambda *_: None)
+    monkeypatch.setattr(puts, "_slow_rest_s", lambda *_: None)
     assert result.steps_per_s > 1.2 * spared.play().steps_per_s
     assert spared.leased[0] > 0.1 * spared.leased[1]
 
@@ -270,7 +270,7 @@ def test_hunger_ends_with_a_lease_with_other_reasons_and_with_time() -> None:
     with pytest.raises(NoCredit, match="slow: slow holds claims up, and fast has room"):
         m.lease(1, Version(0, 3), name="slow")
     assert m.lease(1, Version(0, 3), name="fast")
-    assert m.lease(1, Version(0, 3), name="slow"), "nobody else asks any more"
+    assert m.lease(1, Version(0, 3), name="slow"), "no other sampler asks any more"
     with pytest.raises(NoCredit, match="window"):
         m.lease(1, Version(0, 3), name="fast")
     m.ask(rq.Release(((8, 0, 1),)))
