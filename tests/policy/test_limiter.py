@@ -1,4 +1,4 @@
-"""The limiter against a brute-force account of who is trained when, and its refusals."""
+"""The limiter against a brute-force simulation of claims, and its refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALPHAS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 4.0])
         (1, 4, 0, 0, 8),
         (1, 4, 0, 1, 4),
         (1, 4, 2, 0, 10),
-        (1, 4, 2, 2, 0),  # whatever is sampled now would be older than 1 when trained
+        (1, 4, 2, 2, 0),  # a token sampled now would be older than 1 when trained
         (0.5, 3, 0, 0, 4),
         (0.5, 3, 0, 1, 1),
         (0.1, 10, 0, 0, 11),

@@ -1,4 +1,4 @@
-"""Shares of scarce work: by hand, and that nothing is left over and nobody takes twice."""
+"""Shares of scarce work: by hand; nothing is left over and no sampler takes twice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxroll.policy.order import Share
         (Share(8, 8, 8), 4),
         (Share(8, 24, 8), 2),
         (Share(1, 100, 1), 1),
-        (Share(4, 4, 0), 1),  # nothing there: whoever asks must hear so from the window, not from its share
+        (Share(4, 4, 0), 1),  # no work: the window must refuse the caller, not its share
     ],
 )
 def test_shares_by_hand(share: Share, members: int) -> None:
@@ -32,14 +32,14 @@ def test_shares_by_hand(share: Share, members: int) -> None:
         ("spread", 100, False, True),
         ("auto", 100, False, False),
         ("auto", 100, True, True),  # the learner waits for this group
-        ("auto", 15, False, True),  # somebody would be idle
+        ("auto", 15, False, True),  # a sampler would be idle
     ],
 )
 def test_when_groups_are_split(replicate: str, available: int, awaited: bool, splits: bool) -> None:
     share = Share(8, 8, available, replicate)
     assert share.splits(awaited) == splits
     assert share.of_group(8, share.members, awaited, begun=False) == (4 if splits else 8)
-    assert not Share(8, 0, available, replicate).splits(awaited), "nobody else has room"
+    assert not Share(8, 0, available, replicate).splits(awaited), "no other sampler has room"
 
 
 def test_a_group_kept_together_goes_whole_beyond_the_share_but_what_has_begun_does_not() -> None:
@@ -52,7 +52,7 @@ def test_a_group_kept_together_goes_whole_beyond_the_share_but_what_has_begun_do
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 100))
 def test_what_there_is_goes_out_by_room(rooms: list[int], available: int) -> None:
-    """Samplers ask one after the other, each beside those that did not have their turn: nobody is far from its part."""
+    """Samplers ask one after the other, the rest being the others with room: each gets close to its share."""
     left, taken, whole = available, [], min(available, sum(rooms))
     for place, room in enumerate(rooms):
         share = Share(room, sum(rooms[place + 1 :]), left)

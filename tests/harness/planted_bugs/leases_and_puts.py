@@ -274,7 +274,7 @@ def redundancy_outside_the_window(patch: Patch) -> None:
     def admits(original: Any, self: AgeLimiter, *arguments: Any) -> bool:
         return original(
             self, *arguments[:4]
-        )  # without the claims that the window must hold beside the redundant groups
+        )  # without the claims that the window must hold in addition to the redundant groups
 
     wrap(patch, AgeLimiter, "admits", admits)
 

@@ -90,7 +90,7 @@ def free_members_that_are_not_needed_stay(patch: Patch) -> None:
     wrap(patch, machine._EFFECTS, ev.Aborted, aborted)
 
 
-@breaks("11 who lost a lease is told")
+@breaks("11 holders learn of lost leases")
 def holders_of_surplus_work_are_not_told(patch: Patch) -> None:
     def ended_by(original: Any, now: state.State, event: ev.Event) -> Any:
         return [] if isinstance(event, ev.Aborted) else original(now, event)
@@ -98,7 +98,7 @@ def holders_of_surplus_work_are_not_told(patch: Patch) -> None:
     wrap(patch, machine, "ended_by", ended_by)
 
 
-@breaks("11 who lost a lease is told")
+@breaks("11 holders learn of lost leases")
 def holders_are_told_of_leases_that_others_have(patch: Patch) -> None:
     def ended_by(original: Any, now: state.State, event: ev.Event) -> Any:
         return [("somebody", key) for _, key in original(now, event)]

@@ -35,7 +35,7 @@ def task(index: int) -> Task:
 
 
 def finished(group: int, member: int, attempt: int, *runs: tuple[Version, int], reward: float = 1.0) -> Member:
-    """A member of four prompt tokens and as many sampled ones as `runs` counts; its tokens tell who it is."""
+    """A member of four prompt tokens and as many sampled ones as `runs` counts; its tokens encode its key."""
     count = sum(n for _, n in runs)
     prompt = Segment(np.arange(4, dtype=np.int32), np.zeros(4, np.uint8), np.zeros(4, np.float32))
     tokens = np.full(count, group * 100 + member, np.int32)

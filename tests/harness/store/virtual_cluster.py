@@ -1,7 +1,7 @@
 """A cluster on a virtual clock around the real core: samplers with slots, one learner, weights that take time.
 
 Nothing here decides anything that the core decides. Times are seconds of the virtual clock. A member's tokens are
-spread evenly over the time it takes; those drawn after its sampler flips are of the newer version.
+spread evenly over the time it takes; those drawn after its sampler's weight swap are of the newer version.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Fault:
 
 @dataclass(frozen=True)
 class World:
-    """What a cluster is like: `duration_s` draws how long one member takes, `train_s` one step of the learner."""
+    """Parameters of a cluster: `duration_s` draws how long one member takes, `train_s` one step of the learner."""
 
     duration_s: Callable[[random.Random], float]
     train_s: Callable[[random.Random], float]
     samplers: int = 2
     slots: int = 64
-    lag_s: float = 0.1  # from a publication to the samplers' flip
+    lag_s: float = 0.1  # from a publication to the samplers' weight swap
     alpha: float = 2.0
     batch: int = 8
     size: int = 4
@@ -65,7 +65,7 @@ class World:
 
 @dataclass
 class Result:
-    """What came of a run; the first `skipped` steps are left out of the rates."""
+    """Result of a run; the rates leave out the first `skipped` steps."""
 
     steps_per_s: float = 0.0
     waiting_share: float = 0.0
@@ -142,7 +142,7 @@ class Cluster:
     # --- samplers
 
     def lease_all(self) -> None:
-        """Everyone asks for what there is room for; in turns, as none is first by right."""
+        """Let all samplers ask for as many members as they have room for, in a rotating order."""
         first = next(self.requests)
         for sampler in range(self.world.samplers):
             self.lease((first + sampler) % self.world.samplers)

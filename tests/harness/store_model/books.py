@@ -1,4 +1,4 @@
-"""What the reference model writes down: groups, members, lines of versions, and the figures that follow from them.
+"""Records of the reference model: groups, members, lines of versions, and the figures derived from them.
 
 Plain dicts and lists, so that it pickles. Versions are (lineage, step), token runs (lineage, step, count).
 """
@@ -59,7 +59,7 @@ class Rules:
 
     @property
     def members(self) -> int:
-        """Of a new group."""
+        """The members of a new group."""
         return self.size + self.spare
 
 
@@ -97,7 +97,7 @@ class Books:
         self.failing: dict[str, float] = {}  # holder → failed members of its last ones, as a share
         self.rooms: dict[str, tuple[float, int]] = {}  # the same with its room, until it gets something
         self.slow: set[str] = set()  # samplers that the store calls slow
-        self.seen: dict[str, float] = {}  # holder → when it was last heard of
+        self.seen: dict[str, float] = {}  # holder → time of its last call
         self.health: dict[str, dict] = {}  # holder → failures, rests, rest, at (None: it does not rest)
         self.avoided = 0  # how often a member was left to another holder
         self.awaited = False  # the learner waits for a claim
@@ -209,7 +209,7 @@ class Books:
         )
 
     def leases(self) -> set[tuple[str, tuple[int, int, int]]]:
-        """(session, key) of every member in work."""
+        """(session, key) of every leased member."""
         return {(m["session"], (gid, number, m["attempt"])) for gid, group in self.open.items()
                 for number, m in enumerate(group["members"]) if m["status"] == LEASED}  # fmt: skip
 
@@ -228,7 +228,7 @@ class Books:
         self.open[gid] = group | {"step": None}
 
     def end(self, gid: int, how: str) -> dict:
-        """The group left the open ones for good."""
+        """Note that the group has left the open ones permanently."""
         group = self.open.pop(gid, None) or self.held.pop(gid)
         self.ended[how] += 1
         self.tokens_ended[how] += sum(run[2] for run in self.runs(group))
@@ -273,7 +273,7 @@ class Books:
                 member |= {"rest": 0.0, "avoid": 0.0, "leased": None, "deadline": now + self.rules.lease_s}
 
     def figures(self) -> dict[str, Any]:
-        """What the store must say of itself after every operation."""
+        """The status that the store must report after every operation."""
         return {
             "counts": self.counts(), "groups_in_flight": self.outstanding(), "claims": self.next_claim,
             "acked": self.acked, "durable": self.durable, "lineage": len(self.lines) - 1, "published": self.published,

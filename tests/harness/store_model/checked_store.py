@@ -34,7 +34,7 @@ WHOLE_EVERY = 16  # decisions between two comparisons of every member
 
 @dataclass
 class Waiting:
-    """A decision that is not on disk yet. `state` is that of a compaction, which stands for all before it."""
+    """A decision that is not on disk yet. `state` is that of a compaction, which replaces all before it."""
 
     request: Any
     reply: Any
@@ -48,7 +48,7 @@ class Waiting:
 
 
 class Disk:
-    """What a crash leaves: the log, and from it what is known of members put."""
+    """Data that survives a crash: the log, and the members put according to it."""
 
     def __init__(self) -> None:
         self.state: bytes | None = None
@@ -64,7 +64,7 @@ class Disk:
             self.put |= {(e.group, e.member): rq.Recorded(e.attempt, e.digest) for e in entry.puts}
 
     def recovered(self, settings: Settings, now: float) -> Core:
-        """The machine that a new process makes of it."""
+        """The machine that a new process recovers from it."""
         state = None if self.state is None else wire.decode(self.state, st.State)
         return Core.recovered(settings, state, [wire.decode(body, ev.Event) for body in self.events], now)  # type: ignore[arg-type]
 
@@ -85,7 +85,7 @@ class Store:
         self.delivered: dict[tuple[int, int], tuple[int, ...]] = {}  # (branch, step)  # batches that a learner has
 
     def perform(self, operation: tuple) -> Any:
-        """What the operation answers; only an `ask` answers anything."""
+        """The answer to the operation; only an `ask` has one."""
         kind, *arguments = operation
         try:
             return getattr(self, kind)(*arguments)
@@ -142,7 +142,7 @@ class Store:
             self._copy, self._since = pickle.dumps(self.ref.__dict__), []
 
     def leave(self, entry: Waiting) -> None:
-        """Somebody relies on this answer from now on."""
+        """Note that a client relies on this answer from now on."""
         request, reply = entry.request, entry.reply
         if reply == "OK" and request.failure is None:
             self.promised[request.group, request.member] = (request.attempt, request.digest)
@@ -195,14 +195,14 @@ class Store:
     # --- checks
 
     def check_told(self, request: Any, before: set[tuple], told: list[tuple]) -> None:
-        """Whoever lost a lease is told of it at once; but not of one that ran out, or that it ended itself."""
+        """Check that holders are notified of lost leases at once, but not of those that expired or that they ended."""
         gone = before - self.ref.leases()
         if isinstance(request, rq.Release | rq.Tick | rq.Arrive):
             gone = set()
         elif isinstance(request, rq.PutMember):
             gone = {lease for lease in gone if lease[1][:2] != (request.group, request.member)}
         if len(set(told)) != len(told) or set(told) != gone:
-            broken("11 who lost a lease is told", f"{request}: {told} are told, {gone} were lost")
+            broken("11 holders learn of lost leases", f"{request}: {told} are reported, {gone} were lost")
 
     def compare(self, whole: bool) -> None:
         """The core's own figures against the reference's; with `whole` every member as well."""
@@ -240,7 +240,7 @@ class Store:
             broken("10 one consistent cut", f"the log does not give back {wrong}")
 
     def check_promised(self) -> None:
-        """What has left before a crash is still true after it."""
+        """Check that answers sent before a crash are still true after it."""
         for (gid, number), promise in self.promised.items():
             group = self.core.state.find(gid)
             slot = None if group is None else group.slots[number]
@@ -258,7 +258,7 @@ class Store:
 
 
 def first_broken(rules: Rules, operations: list[tuple]) -> tuple[int, Broken] | None:
-    """Which of `operations`, performed on a fresh store, breaks a promise, and how."""
+    """The first of `operations` that breaks a promise on a fresh store, and the promise."""
     store = Store(rules)
     for place, operation in enumerate(operations):
         try:

@@ -1,7 +1,7 @@
-"""Who talks to the store in the random test: samplers and learners, honest ones and others.
+"""Clients of the store in the random test: samplers and learners, correct ones and others.
 
-A client that waits for an answer does not know whether it was lost; what it asked stands in `unsaid` then, and is asked
-again. A process that dies forgets everything but the learner's checkpoints.
+A client that waits for an answer does not know if it was lost: it keeps the call in `unsaid` and repeats it.
+A process that dies forgets everything but the learner's checkpoints.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Sampler:
         world.ask(self, rq.Renew(self.session, tuple(self.holding)), self.drop)
 
     def drop(self, lost: Any) -> None:
-        """These leases are somebody else's now."""
+        """Forget these leases, which other clients hold now."""
         for key in lost:
             self.holding.pop(key, None)
 
     def lease(self, world: World, room: int) -> None:
-        """Ask for work. Once the feeder has no more, the store is told."""
+        """Ask for work. Once the feeder has no more prompts, notify the store."""
         assert self.version is not None
         if world.prompts is not None and world.store.fed >= world.prompts and world.rng.random() < 0.5:
             world.ask(None, rq.EndData(), ignore)
@@ -206,7 +206,7 @@ class Learner:
         self.say(world, rq.ClaimStep(self.session, self.version.lineage, self.version.step + 1, ahead=True), keep)
 
     def say(self, world: World, request: Any, heard: Heard) -> None:
-        """One call at a time. A learner that is told that it is stale ends."""
+        """Make one call at a time. A learner that is refused as stale ends."""
         self.waits, life = True, self.life
 
         def hear(reply: Any) -> None:

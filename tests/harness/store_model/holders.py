@@ -1,4 +1,4 @@
-"""Broken and slow holders as the contract has them: who rests, for how long, and who gets a failed member next."""
+"""Broken and slow holders by the contract: rests, their lengths, and the next holder of a failed member."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ IN_A_ROW, TRIAL, LONGEST_S, ALONE_S = 4, 2, 600.0, 30.0
 
 
 class Holders(LearnerSide):
-    """What the reference knows of holders."""
+    """Holders as the reference model knows them."""
 
     def is_left_to_another(self, member: dict, name: str, now: float) -> bool:
-        """True if `name` failed it, and somebody is there who did not."""
+        """True if `name` failed it, and a holder is present that did not."""
         lately = name in member["failed_by"] and now < member["avoid"]
         return lately and any(other not in member["failed_by"] for other in self.helpers(name, now))
 
     def helpers(self, name: str, now: float) -> list[str]:
-        """Holders besides `name` that were heard of and can be counted on."""
+        """Holders other than `name` that are present and reliable."""
         there = [other for other in self.seen if other != name and self.is_there(other, now)]
         return [o for o in there if not self.yields(o, now) and not self.is_ill(o, now)]
 
     def is_there(self, name: str, now: float) -> bool:
-        """True if it was heard of lately."""
+        """True if it called recently."""
         return name in self.seen and now - self.seen[name] <= max(THERE_S, self.rules.lease_s)
 
     def fails(self, name: str) -> bool:
@@ -84,7 +84,7 @@ class Holders(LearnerSide):
         return self.health.get(name, {"rests": 0})["rests"] >= TRIAL
 
     def is_at_rest(self, r: rq.Lease, reply: Any, now: float) -> bool:
-        """True if the asker gets nothing because its members failed: then it must be told so, and otherwise not."""
+        """True if the caller gets nothing because its members failed: only then the refusal must give that reason."""
         busy = any(m["status"] == LEASED and m["name"] == r.name for g in self.open.values() for m in g["members"])
         due = self.rests(r.name, now) or (self.on_trial(r.name) and busy)
         refused = str(reply).startswith(("no credit: resting", "no credit: on trial"))
@@ -115,13 +115,13 @@ class Holders(LearnerSide):
             self.busy(name)
 
     def note_success(self, name: str, now: float) -> None:
-        """A put, which halves what was counted, unless the store finds it slow beside others."""
+        """Count a put, which halves the counts, unless the store finds it slow compared with others."""
         slow = [fact[2] for fact in self.take("too slow")]
         health = self.health.get(name, {"failures": 0, "rests": 0, "rest": 0.0, "at": None})
         on_trial = health.get("slow", False) and health["rests"] >= TRIAL
         if slow:
             if not 0 <= slow[0] <= LONGEST_S or not (self.helpers(name, now) or (slow[0] == 0 and on_trial)):
-                broken("failures: rest", f"{name} is slow for {slow}, beside {self.helpers(name, now)}")
+                broken("failures: rest", f"{name} is slow for {slow}, compared with {self.helpers(name, now)}")
             self.health[name] = health
             health["tried"] = health.get("tried", 0) + 1
             if slow[0]:

@@ -10,7 +10,7 @@ from tests.harness.store_model.books import DONE, DROPPED, FREE, LEASED, Books, 
 
 
 class LearnerSide(Books):
-    """What a learner may be told, and what follows from what it says."""
+    """Allowed answers to a learner, and the effects of its calls."""
 
     def __init__(self, rules: Rules) -> None:
         super().__init__(rules)
@@ -134,7 +134,7 @@ class LearnerSide(Books):
         return None
 
     def shared(self, lineage: int, step: int) -> int:
-        """How many claims of the current line are behind that version."""
+        """The number of claims of the current line behind that version."""
         mine, its = self.line(len(self.lines) - 1, self.next_claim), self.line(lineage, step)
         return next((n for n, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b), min(len(mine), len(its)))
 
@@ -209,7 +209,7 @@ class LearnerSide(Books):
         return None
 
     def new_claim(self, step: int, reply: Any, now: float, *, ahead: bool) -> None:
-        """What is stale ends, the head may be shrunk, and then the policy's batch, when it is there."""
+        """Expire stale groups, shrink the head if allowed, then claim the policy's batch if it is ready."""
         rules, usable = self.rules, [gid for gid, group in self.open.items() if not self.is_stale(group, step)]
         self.expire([gid for gid in self.open if gid not in usable], "stale")
         last = self.data_ended and len(self.open) == len(usable)

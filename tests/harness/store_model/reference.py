@@ -1,8 +1,8 @@
-"""The store as its contract describes it: after every request, which answers are allowed, and what must be true.
+"""Reference model of the store, by its contract: the allowed answers to every request, and the invariants after it.
 
-It shares nothing with the store but the request types. It is told every request, its answer, and what the log says
-began and ended (`Fact`s). Where the contract leaves a choice it follows the answer, after checking that the choice was
-allowed; where it leaves none, the answer must be the one. A negative answer must be one of those that have a reason.
+It shares only the request types with the store. It receives every request, its answer, and the starts and ends in the
+log (`Fact`s). Where the contract leaves a choice, it checks that the answer is allowed and follows it; otherwise
+the answer must be the only allowed one. A refusal must have one of the reasons that apply.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BACKOFF_S = (0.5, 30.0)  # the first rest after an INFRA failure, doubled each t
 
 
 class Reference(Sharing):
-    """What a store that keeps its promises knows after the requests it `observe`d."""
+    """State of a store that keeps its promises, after the requests that it `observe`d."""
 
     def observe(self, request: Any, reply: Any, facts: list[Fact], now: float) -> None:
         """Raise Broken unless the contract allows `reply` and `facts`; then follows them."""
@@ -58,7 +58,7 @@ class Reference(Sharing):
     def on_Tick(self, r: rq.Tick, reply: Any, now: float) -> None:
         if not r.stalled_s:
             return self.free(lambda m: m["deadline"] <= now)
-        for group in self.open.values():  # a store that stood still extends leases rather than expiring them all
+        for group in self.open.values():  # a suspended store extends leases instead of expiring them all
             if group["leased_at"] is not None:
                 group["leased_at"] += r.stalled_s
             for member in group["members"]:
@@ -101,7 +101,7 @@ class Reference(Sharing):
         return None
 
     def note_seen(self, r: rq.Lease, grants: dict, reply: Any, before: float | None, now: float) -> None:
-        """Who is given work is there, and who could do some and gets none."""
+        """Note the presence of a sampler that gets work, or could do some and gets none."""
         idle = isinstance(reply, Exception) and self.published is not None and r.version.step >= self.published[1]
         if grants or (idle and (before is None or now - before >= SEEN_S)):
             self.seen[r.name] = now
@@ -137,7 +137,7 @@ class Reference(Sharing):
         group["leased_at"] = now if group["leased_at"] is None else group["leased_at"]
 
     def grant_retries(self, r: rq.Lease, grants: dict, deal: Deal, now: float) -> tuple[dict, int, bool]:
-        """Follow the grants of members that groups in work miss: in order, within the window, none passed over.
+        """Follow the grants of members that open groups miss: in order, within the window, none passed over.
 
         Returns the grants that are left, what is left of the asker's share, and whether new prompts may follow.
         """
@@ -200,7 +200,7 @@ class Reference(Sharing):
                 broken("9 backpressure", f"no group for prompt {more[0]}, with room {room} and {least} in the window")
 
     def must_not_issue(self) -> str:
-        """Why one more prompt would break a promise; '' when it would not."""
+        """The reason why one more prompt would break a promise; '' if it would not."""
         per_claim = self.rules.batch + self.rules.redundant
         if len(self.open) >= (self.rules.steps - self.next_claim) * per_claim:
             return "no step is left that would train it"
@@ -250,7 +250,7 @@ class Reference(Sharing):
             self.judge(r.group)
 
     def put_answers(self, r: rq.PutMember) -> set[str]:
-        """What promise 2 allows."""
+        """The answers that promise 2 allows."""
         if not 0 <= r.group < self.next_group or not 0 <= r.member < self.rules.members:
             return (
                 {"StaleClient"} if r.group >= self.next_group or (r.group in self.open) else {"StaleClient", "SURPLUS"}

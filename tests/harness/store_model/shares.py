@@ -1,4 +1,4 @@
-"""Who may take how much of scarce work, as the contract has it: in fractions, apart from the store's own arithmetic."""
+"""Shares of scarce work by the contract: in fractions, independent of the store's arithmetic."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxroll.store.core import requests as rq
 from tests.harness.store_model.books import FREE
 from tests.harness.store_model.holders import Holders
 
-ASKS_AGAIN_S = 10.0  # a sampler that was turned away so lately still has its room
+ASKS_AGAIN_S = 10.0  # a sampler that was refused within this time still has its room
 
 
 @dataclass(frozen=True)
 class Deal:
-    """What one sampler may take: `most` members of its `room`, and `fraction` of a group that is dealt out.
+    """Share of one sampler: `most` members of its `room`, and `fraction` of a group that is split.
 
-    `head` groups are dealt out as `at_head` says, the others as `elsewhere`. When the window adapts, how much there is
+    `head` groups are split as `at_head` says, the others as `elsewhere`. When the window adapts, how much there is
     to share is not known here.
     """
 
@@ -30,16 +30,16 @@ class Deal:
     is_known: bool
 
     def splits(self, place: int) -> bool:
-        """True if the group at `place` of the order is dealt out."""
+        """True if the group at `place` of the order is split."""
         return self.at_head if place < self.head else self.elsewhere
 
     def part(self, members: int, place: int) -> int:
-        """How many of so many free members of a group it may take, its share aside."""
+        """The number of a group's free members that it may take, apart from its share."""
         return math.ceil(members * self.fraction) if self.splits(place) else members
 
 
 class Sharing(Holders):
-    """What the reference knows of samplers with room."""
+    """Samplers with room, as the reference model knows them."""
 
     def free_now(self, group: dict, name: str, now: float) -> list[int]:
         """Members that can be leased to `name`."""
@@ -49,7 +49,7 @@ class Sharing(Holders):
         return mine
 
     def deal(self, r: rq.Lease, now: float) -> Deal:
-        """What the asker may take beside those that were turned away for want of work."""
+        """The caller's share, given the samplers that were refused because there was no work."""
         room, mode, head = r.max_members, self.rules.replicate, self.rules.batch
         others = [space for name, (at, space) in self.rooms.items()
                   if name != r.name and now - at <= ASKS_AGAIN_S and not self.holds_up(name)]  # fmt: skip
@@ -77,7 +77,7 @@ class Sharing(Holders):
         return found + max(0, groups) * self.rules.members
 
     def note_room(self, r: rq.Lease, grants: dict, reply: str, now: float) -> None:
-        """Who is turned away by the window alone has room; whoever got something, or lacks something else, has not."""
+        """Note a sampler's room: it has room only if the window alone refused it."""
         if grants:
             self.rooms.pop(r.name, None)
         elif self.published is not None and r.version.step >= self.published[1] and not reply.startswith("Leases"):

@@ -1,4 +1,4 @@
-"""What the core says of itself, in the words of the reference model, and the reference's rules in the core's."""
+"""The core's state in the terms of the reference model, and the reference's rules as the core's settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def settings(rules: Rules) -> Settings:
 
 
 def facts(events: list[Any]) -> list[Fact]:
-    """What the log says began and ended."""
+    """The starts and ends according to the log."""
     found: list[Fact] = []
     for e in events:
         if isinstance(e, ev.Issued):
@@ -61,7 +61,7 @@ def answered(request: Any, reply: Any) -> str:
 
 
 def figures(state: st.State) -> dict[str, Any]:
-    """What the core says of itself, in the reference's words."""
+    """The core's status, in the reference's terms."""
     published = state.published
     return {
         "counts": st.counts(state), "groups_in_flight": st.outstanding(state),

@@ -1,7 +1,7 @@
 """A random run around one store: samplers, learners, an evaluator, an operator, time, and death.
 
-A `World` draws operations until its quota is used, then lets everybody work without faults until the run is over: a run
-that does not end is broken too. A client hears an answer at the sync after it. Equal seeds give equal operations.
+A `World` draws operations until its quota is used, then lets all work without faults until the run is over: a run
+that does not end is broken too. A client gets an answer at the sync after it. Equal seeds give equal operations.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ class World:
             self.sync()
 
     def sync(self) -> None:
-        """Group commit; everybody hears."""
+        """Commit the group; all clients get their answers."""
         self.do("sync")
         listening, self.listening = self.listening, []
         for _, _, _, heard, reply in listening:
             heard(reply)
 
     def crash(self) -> None:
-        """The store dies and comes back; who waited for an answer will ask again."""
+        """Restart the store; clients that waited for an answer will ask again."""
         self.do("crash", self.rng.randint(0, len(self.store.waiting)), self.rng.choice((0.0, 1e6)) + self.rng.random())
         for client, request, prompts, heard, _ in self.listening:
             if client is not None:
@@ -116,7 +116,7 @@ class World:
         return True
 
     def ready(self, wanted: int) -> int:
-        """Prompts that the feeder has at hand."""
+        """Prompts that the feeder has ready."""
         return wanted if self.prompts is None else max(0, min(wanted, self.prompts - self.store.fed))
 
     def name(self, prefix: str) -> str:
@@ -173,7 +173,7 @@ class World:
         return self.lives
 
     def kill_learner(self) -> None:
-        """It dies, or is only believed to be dead and goes on beside its successor."""
+        """Kill a client, or start its successor while it continues."""
         if self.rng.random() < 0.3:
             self.zombie = replace(self.learner, unsaid=list(self.learner.unsaid), waits=False)
         self.learner = Learner()
@@ -205,7 +205,7 @@ class World:
         return ref.acked >= self.rules.steps or (ref.data_ended and not ref.open and ref.acked == ref.next_claim)
 
     def finish(self) -> None:
-        """Everybody works and nobody fails: the run must end, with every step trained once."""
+        """Let all clients work without failures: the run must end, with every step trained once."""
         self.faults, self.slowness, self.zombie, end = 0.0, 0.2, None, self.store.done + FINISH_WITHIN
         self.crash()
         for s in self.samplers:

@@ -1,7 +1,7 @@
 """One bad holder among healthy ones: no prompt dies of it, and the run is about as fast as without it. Virtual clock.
 
-The core knows holders only: a sampler, an actor, and a sampler whose scoring worker is broken look alike to it. What
-differs is how soon members break, how many of them, and with which kind of failure.
+The core knows holders only: a sampler, an actor, and a sampler whose scoring worker is broken look alike to it. They
+differ in how soon members fail, how many of them fail, and with which kind of failure.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def beside(world: str, healthy: int, seed: int, fault: Fault | None = None, slow
 
 
 def rates_beside(neighbour: str, world: str, healthy: int, seeds: Iterable[int]) -> list[float]:
-    """Of the rate without the neighbour; no group may die."""
+    """Rates relative to the rate without the bad holder; no group may die."""
     rates = []
     for seed in seeds:
         result, without = beside(world, healthy, seed, **NEIGHBOURS[neighbour]).play(), alone(world, healthy, seed)
@@ -267,7 +267,7 @@ def test_the_slow_one_is_not_waited_for_while_a_quick_one_is_there() -> None:
 
 
 def test_members_of_less_than_a_second_are_slow_beside_nobody() -> None:
-    """Beside one that answers within milliseconds, whose process may be gone, any other would rest."""
+    """Otherwise one holder that answers within milliseconds (its process may be gone) would make all others rest."""
     m = failing()
     for _ in range(5):
         for key in m.lease(2, name="B"):
@@ -317,7 +317,7 @@ def idle(m: Machine, name: str = "B") -> None:
 @pytest.mark.parametrize("kind", ["INFRA", "DATA"])
 def test_a_holder_that_fails_too_often_gets_no_work_while_a_reliable_one_is_idle(kind: str) -> None:
     m = broken_in_part(kind)
-    assert m.lease(1, name="A"), "nobody is idle"
+    assert m.lease(1, name="A"), "no other holder is idle"
     idle(m)
     with pytest.raises(NoCredit, match=r"unreliable: .* of A failed, and B has room"):
         m.lease(4, name="A")
@@ -367,7 +367,7 @@ def test_an_environment_that_fails_everywhere_makes_nobody_rest_and_ends_the_run
 
 
 def test_a_rewind_makes_no_healthy_holder_rest() -> None:
-    """What was leased before it is fenced, and no failure of its holder."""
+    """Members leased before the rewind are fenced, which is not a failure of their holder."""
     m = failing()
     m.fill(8)
     m.train(0)
@@ -383,7 +383,7 @@ def test_a_rewind_makes_no_healthy_holder_rest() -> None:
 
 
 def test_the_next_deadline_is_not_a_rest_that_is_over() -> None:
-    """Otherwise the store would tick without a pause until somebody leases the member."""
+    """Otherwise the store would tick without a pause until a sampler leases the member."""
     m = failing(("A",))
     (key,) = m.lease(1, name="A")
     m.fail(key, "INFRA")

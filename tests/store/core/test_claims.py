@@ -42,7 +42,7 @@ def test_a_stale_group_is_expired_at_the_claim_and_its_prompt_comes_again() -> N
         m.put(key)
     m.train(0)
     late = m.lease(4, Version(0, 1))
-    m.put(late[0], V0)  # a generation that began before the flip and never saw a new token
+    m.put(late[0], V0)  # a generation that began before the weight swap and never saw a new token
     for key in late[1:]:
         m.put(key, Version(0, 1))
     with pytest.raises(NotReady):
@@ -112,7 +112,7 @@ def test_stragglers_are_left_behind_only_when_two_members_are_there() -> None:
 def test_the_store_looks_again_when_the_next_straggler_is_due_and_not_for_those_that_were() -> None:
     m = Machine(batch=2, size=2, alpha=1.0, straggler_deadline_s=100.0)
     m.start()
-    assert next_straggler_s(m.state, 2, 100.0, 0.0) is None, "nothing is in work"
+    assert next_straggler_s(m.state, 2, 100.0, 0.0) is None, "nothing is leased"
     m.lease(2)
     m.now = 3.0
     m.lease(4)  # the third group is not of the next claim

@@ -199,14 +199,14 @@ def racing() -> Greedy:
     while greedy.version.step < 20:
         greedy.round()
         rounds += 1
-    assert rounds <= 22, f"{rounds} rounds for 20 claims: nobody raced"
+    assert rounds <= 22, f"{rounds} rounds for 20 claims: no group raced"
     assert greedy.machine.state.expired == {"surplus": 20}
     assert greedy.age_max == 0
     return greedy
 
 
 def test_redundant_groups_are_inside_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R is part of the window and of the claim's head; a window without it never leases them, and nobody races."""
+    """R is part of the window and of the claim's head; a window without it never leases them, and no group races."""
     racing()
     window = AgeLimiter.window
     monkeypatch.setattr(AgeLimiter, "window", lambda limiter, lag: window(limiter, lag) - limiter.redundant_groups)

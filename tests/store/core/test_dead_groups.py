@@ -1,4 +1,4 @@
-"""A run in which every group dies ends, and says of what."""
+"""A run in which every group dies ends, and its reason names the cause."""
 
 from __future__ import annotations
 

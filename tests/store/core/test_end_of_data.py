@@ -1,4 +1,4 @@
-"""The data's end, what may be kept, difficulty and length: what the state counts beside the groups."""
+"""End of the data, retention limits, and the state's counts of difficulty and length."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def durable(machine: Machine, version: Version, session: str = "L") -> None:
 
 
 def trained_twice(steps: int = 2) -> Machine:
-    """A run whose first `steps` claims are trained and trimmed, with more in work."""
+    """A run whose first `steps` claims are trained and trimmed, with more in flight."""
     m = Machine()
     m.start()
     for step in range(steps):

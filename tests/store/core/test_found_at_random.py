@@ -1,4 +1,4 @@
-"""What the random test (test_reference_model.py) found, each as the shortest run that shows it."""
+"""Bugs that the random test (test_reference_model.py) found, each as the shortest run that shows it."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_process_under_an_old_name_ends_the_leases_of_the_former(machine: Mach
 
 
 def test_of_names_without_end_the_newest_are_known(machine: Machine) -> None:
-    """Otherwise whoever may join makes the state grow forever; who joins again counts as new."""
+    """Otherwise joining processes make the state grow without limit; a name that joins again counts as new."""
     for i in range(NAMES_KNOWN):
         machine.ask(rq.Arrive(f"s{i}", "1"))
     machine.ask(rq.Arrive("s0", "2"))

@@ -38,7 +38,7 @@ def test_a_lower_attempt_is_fenced_once_the_member_is_leased_again(machine: Mach
     keys = machine.lease(2)
     machine.now = 10.0
     machine.ask(rq.Tick())
-    assert machine.put(keys[0]) == "OK", "late, but nobody else works on it"
+    assert machine.put(keys[0]) == "OK", "late, but no other sampler has leased it"
     assert machine.lease(1) == [(0, 1, 2)]
     with pytest.raises(Fenced, match="attempt 2"):
         machine.put(keys[1])

@@ -2,7 +2,7 @@
 
 `World` plays everyone around the core on a manual clock. A request may meet a store that dies before its events are on
 disk (they are lost, and so is the reply), or after (only the reply is lost); the caller then asks again, as the real
-clients do. What is checked is written down independently of the core: the batches a learner saw, the parameters it
+clients do. The expected results are recorded independently of the core: the batches a learner saw, the parameters it
 made of them, the puts that were acknowledged.
 """
 
@@ -268,7 +268,7 @@ class World:
                 self.see(self.ask(rq.ClaimStep(self.learner.session, version.lineage, version.step + 1, ahead=True)))
 
     def see(self, batch: Any) -> None:
-        """What a learner sees at a step: the same groups every time, whole, and none too old."""
+        """Check the groups that a learner sees at a step: the same every time, whole, and none too old."""
         known = self.batches.setdefault(batch.step, batch.groups)
         assert known == batch.groups, "another batch for the same step"
         state = self.core.state
@@ -319,7 +319,7 @@ class World:
         return state.acked >= self.rules.steps
 
     def finish(self) -> None:
-        """Everyone works, nobody fails: the run must end. Bounded, so a deadlock is a failure that shows the state."""
+        """Let all roles work without failures: the run must end. Bounded, so that a deadlock fails with the state."""
         self.faults = 0.0
         for s in self.samplers:
             self.ask(rq.Arrive(s.name, s.session))

@@ -1,4 +1,4 @@
-"""Redundant members in the core: the first to finish make the group, the others are let go and their holders told."""
+"""Redundant members: the first to finish make the group; the others are aborted and their holders notified."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_holders_of_what_is_let_go_are_told_and_nobody_else() -> None:
     m.put((0, 0, 1))
     ended = told(m, rq.PutMember(0, 1, 1, "d", 100, m.state.open[0].slots[0].runs))
     assert ended == [("B-1", (0, 2, 1))]
-    assert m.ask(rq.Renew("B-1", ((0, 2, 1),))) == ((0, 2, 1),), "whoever missed it learns it when it renews"
+    assert m.ask(rq.Renew("B-1", ((0, 2, 1),))) == ((0, 2, 1),), "a holder that missed it learns it when it renews"
 
 
 def test_a_rewind_a_surplus_and_a_dead_group_are_told_but_no_lease_that_ran_out() -> None:

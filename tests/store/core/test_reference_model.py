@@ -33,7 +33,7 @@ REACHED = """
 
 
 def played(operations: int, first_seed: int = 0) -> Counter[str]:
-    """What happened in random runs of `operations` in all; fails at the first mistake, with a short reproduction."""
+    """Counts of events in random runs of `operations` in all; fails at the first mistake with a short reproduction."""
     happened: Counter[str] = Counter()
     for seed in itertools.count(first_seed):
         if happened["operations"] >= operations:
@@ -49,7 +49,7 @@ def played(operations: int, first_seed: int = 0) -> Counter[str]:
 
 
 def what_happened(world: World) -> Counter[str]:
-    """How often each request got each answer, and each ending came about."""
+    """Counts of each answer to each request, and of each ending."""
     ref, core = world.store.ref, world.store.core.state
     found = world.store.answered + ref.ended
     found.update(rewinds=len(ref.lines) - 1, forks=len(ref.forks), masked=ref.tokens_masked, shrunk=core.shrunk)

@@ -1,4 +1,4 @@
-"""Several samplers at one store: scarce work is dealt out by free room, groups together or spread by the policy."""
+"""Several samplers at one store: scarce work is split by free room, groups together or spread by the policy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ V1 = Version(0, 1)
 
 
 def hungry(m: Machine, version: Version, **rooms: int) -> None:
-    """Let these samplers be turned away for want of work."""
+    """Let the store refuse these samplers because there is no work."""
     for name, room in rooms.items():
         with pytest.raises(NoCredit, match="window"):
             m.lease(room, version, name=name)
@@ -54,7 +54,7 @@ def test_spread_deals_every_group_over_those_with_room() -> None:
 
 
 def test_spread_leaves_nothing_to_nobody() -> None:
-    """Whoever has room left after its turn takes what the others were too small for."""
+    """A sampler with room left after its share takes the members for which the others had no room."""
     m = second_step("spread", A=8, B=2)
     assert by_group(m.lease(8, V1, name="A")) == {2: 4, 3: 3}
     assert by_group(m.lease(2, V1, name="B")) == {3: 1}

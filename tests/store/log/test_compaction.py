@@ -1,4 +1,4 @@
-"""Compaction beside the running store: nothing is lost, nothing waits, and disk stays bounded."""
+"""Compaction while the store runs: nothing is lost, no call waits, and the disk use stays bounded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_snapshot_is_the_state_at_its_position(tmp_path: Path) -> None:
 
 
 async def compacted_while_writing(run_dir: Path, release: threading.Event) -> tuple[State, int]:
-    """The state of a run whose compaction stood still in the middle, while everything else went on."""
+    """The state of a run whose compaction was suspended in the middle, while everything else continued."""
     clock = ManualClock()
     kept_run = Keeper(SETTINGS, Log(run_dir, history_bytes=0, keep_bytes=0), clock)
     rest = kept_run.log._rest
@@ -77,7 +77,7 @@ async def compacted_while_writing(run_dir: Path, release: threading.Event) -> tu
             kept_run.log.compact()
             await started.wait()
         acknowledged += 1
-    assert not release.is_set(), "every commit went through while the compaction stood still"
+    assert not release.is_set(), "every commit succeeded while the compaction was suspended"
     release.set()
     await kept_run.log.tidy()
     await kept_run.log.close()
@@ -96,7 +96,7 @@ def test_puts_go_on_while_a_compaction_stands_still(tmp_path: Path) -> None:
 
 
 def test_the_first_compaction_of_a_new_life_reads_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not all that is in the log since the last snapshot: whoever is killed in every compaction would never end one."""
+    """Not the whole log since the last checkpoint: a store killed in every compaction would never complete one."""
     asyncio.run(recorded_run(tmp_path))
     replayed = []
     real = state_checkpoints.apply
@@ -277,7 +277,7 @@ def test_the_budget_for_trajectories_drops_the_oldest_first(tmp_path: Path) -> N
 
 
 def test_what_is_acknowledged_while_upkeep_runs_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader of another connection sees every put the moment it is acknowledged, whatever the writer does besides."""
+    """A reader of another connection sees every put as soon as it is acknowledged."""
     monkeypatch.setattr(keeper, "COMPACT_EVERY", 25)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Which mount holds a folder, and whether a log may live there: golden mount tables."""
+"""The mount that holds a folder, and the file systems that may hold a log: golden mount tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders from strangers: a log, checkpoints and sums that no run wrote, opened by the commands that show runs."""
+"""Untrusted run folders: a log, checkpoints and sums that no run wrote, opened by the commands that show runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_dir(whole: Path, tmp_path: Path) -> Path:
 
 
 def sql(*statements: str) -> Callable[[Path], None]:
-    """Run the statements on the run's log, as somebody with SQLite at hand would."""
+    """Run the statements on the run's log, as a person with SQLite could."""
 
     def change(run_dir: Path) -> None:
         with contextlib.closing(sqlite3.connect(run_dir / "store.db", isolation_level=None)) as db:
@@ -111,24 +111,24 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a column that computes": sql("ALTER TABLE claims ADD COLUMN x GENERATED ALWAYS AS (zeroblob(900000000))"),
     "a schema of the future": sql("PRAGMA user_version = 99"),
     "a negative schema": sql("PRAGMA user_version = -7"),
-    "a schema that is no SQL": sql("UPDATE sqlite_master SET sql = 'CREATE TABLE log (' WHERE name = 'log'"),
+    "a schema that is not SQL": sql("UPDATE sqlite_master SET sql = 'CREATE TABLE log (' WHERE name = 'log'"),
 }  # fmt: skip
 TYPES: dict[str, Callable[[Path], None]] = {
-    "records that are no records": event(b"\xc1" * 100),
+    "records that are not records": event(b"\xc1" * 100),
     "records of another kind": event(wire.encode({"type": "code", "run": "x"})),
     "a record that nests": event(b"\x91" * 100_000),
     "a group of 2**62 members": event(wire.encode({"type": "issued", "group": 1, "size": 2**62})),
     "times as text": sql("UPDATE groups SET issued_unix_s = 'yesterday'", "UPDATE members SET leased_unix_s = 'x'"),
     "infinite times": sql("UPDATE log SET unix_s = 9e999", "UPDATE failures SET unix_s = 9e999"),
     "states that there are not": sql("UPDATE groups SET state = 'GONE'"),
-    "messages that are no messages": sql("UPDATE tasks SET messages = '[1]'"),
+    "messages that are not messages": sql("UPDATE tasks SET messages = '[1]'"),
     "messages that nest": sql(f"UPDATE tasks SET messages = '{NESTED}'"),
     "messages that are not UTF-8": sql("UPDATE tasks SET messages = CAST(x'5b22ff225d' AS TEXT)"),
     "payloads as text": sql("UPDATE payloads SET body = 'text'"),
     "errors as blobs": sql("UPDATE failures SET error = x'00ff'"),
     "rewards as text": sql("UPDATE questions SET reward_sum = 'many'"),
     "errors that move the cursor": sql("UPDATE failures SET error = char(27) || '[2J' || char(10) || 'x'"),
-    "rules that are none": sql("UPDATE meta SET value = '[]' WHERE key = 'rules'"),
+    "rules of another type": sql("UPDATE meta SET value = '[]' WHERE key = 'rules'"),
     "no run id": sql("DELETE FROM meta"),
     "no snapshots and no beginning": sql("DELETE FROM snapshots", "DELETE FROM log WHERE position < 5"),
     "snapshot parts of nothing": sql("UPDATE snapshot_parts SET body = x'c1'"),

@@ -79,7 +79,7 @@ def test_whatever_the_store_decides_passes(seed: int, monkeypatch: pytest.Monkey
 
 
 def altered(kind: str, index: int, change: Callable[..., ev.Event]) -> Damage:
-    """Replace the `index`-th record of a kind by what `change` makes of it."""
+    """Replace the `index`-th record of a kind by the result of `change`."""
 
     def damage(db: sqlite3.Connection) -> None:
         rows = db.execute("SELECT position, body FROM log WHERE kind = ? ORDER BY position", (kind,)).fetchall()
@@ -126,7 +126,7 @@ DAMAGES: dict[str, tuple[Damage, str, str]] = {
     "a claim out of order": (altered("claimed", 1, set_fields(step=2)), "claimed", "claim 2, the next is 1"),
     "a group twice in a claim": (altered("claimed", 1, set_fields(groups=(2, 2))), "claimed", "1 of them different"),
     "a short claim": (altered("claimed", 1, set_fields(groups=(2,))), "claimed", "has 1 groups, a step trains 2"),
-    "a claim of a group in work": (altered("claimed", 2, set_fields(groups=(8, 10))), "claimed", "misses members"),
+    "a claim of an unfinished group": (altered("claimed", 2, set_fields(groups=(8, 10))), "claimed", "misses members"),
     "an ack of the future": (
         altered("acked", 1, set_fields(version=Version(0, 5))), "acked", "of which no claim was made"),
     "an ack twice": (altered("acked", 1, set_fields(version=Version(0, 0))), "acked", "the next is 1"),

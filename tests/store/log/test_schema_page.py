@@ -1,4 +1,4 @@
-"""docs/store_schema.md is true: every table and column stands there, and every query of it runs on a real log."""
+"""docs/store_schema.md is complete: it lists every table and column, and each of its queries runs on a real log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_page_has_ten_queries() -> None:
     assert len(QUERIES) == 10
 
 
-# What an eventful run answers; a query whose answer must be empty says so itself.
+# The answers for an eventful run; a query whose answer must be empty is marked as such on the page.
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: re.sub(r"\W+", " ", query)[:40].strip())
 def test_a_query_of_the_page_answers(db: sqlite3.Connection, query: str) -> None:
     rows = db.execute(query).fetchall()

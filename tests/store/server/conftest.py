@@ -11,7 +11,7 @@ from jaxroll.store.server.keeper import Wakeups
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch):
-    """A function that returns once somebody waits for a topic, in this process's store."""
+    """A function that returns once a call waits for a topic in this process's store."""
     entered: dict[str, asyncio.Queue] = {}
     wait = Wakeups.wait
 

@@ -1,4 +1,4 @@
-"""A sampler hears at once that a lease of its own ended: by a call that waits, once for each, never of others."""
+"""Long polls notify a sampler at once of its ended leases: once for each lease, and never of other samplers' leases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_who_works_on_what_nobody_needs_is_told(tmp_path: Path, small: SimpleNam
                 assert not waiting.done()
                 await a.put(small.finished(*key, (V0, 3)))
             assert await waiting == [other]
-            assert await b.ended(0.0) == [], "each is told once"
+            assert await b.ended(0.0) == [], "each is reported once"
             assert await a.ended(0.0) == [], "what it put itself did not end"
             assert await b.put(small.finished(*other, (V0, 3))) == "SURPLUS"
 

@@ -1,4 +1,4 @@
-"""A fork through client, service, log and feeder, and what the tables say of it; where a learner starts then."""
+"""A fork through client, service, log and feeder, its rows in the tables, and the learner's version after it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_run_goes_on_from_below_the_trim_mark_in_a_new_lineage(tmp_path: Path,
     sql = "SELECT question_hash, issued, trained, members, reward_sum, last_step FROM questions ORDER BY 1 LIMIT 3"
     assert db.execute(sql).fetchall() == [
         (f"{0:016x}", 1, 1, 2, 2.0, 0), (f"{1:016x}", 1, 1, 2, 2.0, 0), (f"{2:016x}", 2, 2, 4, 4.0, 1),
-    ], "difficulty is what was seen, on whatever line"  # fmt: skip
+    ], "difficulty counts all groups seen, on any line"  # fmt: skip
     assert db.execute(LINE).fetchall() == db.execute(TWICE).fetchall() == []
     assert db.execute("SELECT COUNT(*) FROM groups WHERE state = 'TRIMMED'").fetchone() == (12,)
     db.close()

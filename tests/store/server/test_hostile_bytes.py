@@ -233,7 +233,7 @@ def test_what_nobody_asked_for_is_passed_over() -> None:
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_message_costs_memory_in_proportion_to_itself(name: str) -> None:
-    """What it declares is refused before anything of that size is made: at most its own length once more, and 1 MB."""
+    """Memory for a message is at most its own length once more and 1 MB, regardless of the sizes that it declares."""
     body = BOMBS[name]
     tracemalloc.start()
     try:

@@ -122,7 +122,7 @@ async def kill_at_random(store: StoreProcess, seed: int, kills: int, working: as
 
 
 def position(run_dir: Path) -> int:
-    """Records in the log, read beside the store."""
+    """Records in the log, read while the store runs."""
     try:
         db = sqlite3.connect(f"{(run_dir / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
     except sqlite3.OperationalError:

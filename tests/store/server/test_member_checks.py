@@ -168,7 +168,7 @@ def test_a_large_member_sent_again_is_known_though_its_group_ends_while_it_is_lo
 def test_nobody_makes_the_store_look_for_the_end_of_megabytes_of_nonsense(
     tmp_path: Path, small: SimpleNamespace, run
 ) -> None:
-    """A message has few bytes unless it carries members, nothing beside them, and each of them has a limit."""
+    """Messages other than puts are small, puts contain members only, and each member has a limit."""
     config, nils = small.configured(), b"\xc0" * 2**21
     many = b"\xdd" + len(nils).to_bytes(4, "big") + nils  # an array of them
     member = wire.encode(small.finished(0, 0, 1, (V0, 3)))
@@ -192,7 +192,7 @@ def test_nobody_makes_the_store_look_for_the_end_of_megabytes_of_nonsense(
 def test_a_name_that_was_forgotten_goes_on(
     tmp_path: Path, small: SimpleNamespace, run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of more names than are known the oldest are forgotten: those of the learner and of the first samplers."""
+    """Beyond the limit the store drops the oldest names: those of the learner and of the first samplers."""
     config = small.configured()
     monkeypatch.setattr(machine, "NAMES_KNOWN", 4)
     monkeypatch.setattr(keeper, "NAMES_KNOWN", 4)

@@ -1,4 +1,4 @@
-"""Metrics rows of callers: malformed ones reach no reader, and nobody writes rows that are not about its own work."""
+"""Metric rows of callers: readers get no malformed ones, and a caller can only write rows about its own work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may do what: every method for every role, the first message, the audit, and where the secret never stands."""
+"""Permissions: every method for every role, the first message, the audit, and the files that never hold the secret."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _refusals_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def raw(address: str | Path, role: str, token: str | None, **options: Any) -> RawClient:
-    """A caller that has not said hello."""
+    """A caller that has not sent Hello."""
     return RawClient(
         msg.SERVICE, address, role=role, name=role, token=token, patience_s=10.0, max_message_bytes=2**20, **options
     )
@@ -72,7 +72,7 @@ def test_every_method_admits_its_roles_and_no_other(tmp_path: Path, small: Simpl
                     except Unauthorized as refusal:
                         assert f"the role {role} may not call {method}" in str(refusal)
                         outcome = "turned away"
-                    except StoreRefusal:  # let in, and then told that nothing was said
+                    except StoreRefusal:  # permitted, then refused for its empty message
                         outcome = "in"
                     assert outcome == ("in" if role in allowed else "turned away"), (role, method)
                 await client.close()
@@ -139,7 +139,7 @@ def test_what_does_not_agree_is_refused_with_both_sides_values(tmp_path: Path, s
 def test_calls_before_the_hello_and_with_another_config_are_refused(
     tmp_path: Path, small: SimpleNamespace, run
 ) -> None:
-    """Also for one who knows the run's id, and in the life of a store after the one that heard the hello."""
+    """Also for a caller that knows the run's id, and after a restart of the store that received the Hello."""
     config = small.configured()
 
     async def tries() -> None:
@@ -231,7 +231,7 @@ def audited(run_dir: Path) -> list[tuple]:
 
 
 def test_a_run_that_ends_by_itself_is_on_record(tmp_path: Path, small: SimpleNamespace, run) -> None:
-    """The filter's limit is reached: nobody called Close."""
+    """The filter's limit ends the run without a call of Close."""
     config = small.configured(alpha=0.0, filter="min_std", filter_limit=1)
 
     async def alike() -> None:
@@ -391,7 +391,7 @@ def test_the_secret_stands_in_the_token_file_only(tmp_path: Path, small: SimpleN
 
 
 def test_a_flood_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests here switch off is on by default."""
+    """The checks that tests here switch off are on by default."""
     monkeypatch.undo()
     assert intake.HOLD_S >= 1.0
     asyncio.run(_held_back(monkeypatch))
@@ -409,4 +409,4 @@ async def _held_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(slept) >= intake.HOLD_S and max(slept) <= 2 * intake.HOLD_S
     assert len({round(seconds, 2) for seconds in slept}) > 50, "they come back together"
     await intake.RefusalThrottle().hold(1.0)
-    assert slept[-1] == 0.8, "who waits for a second only is told within it"
+    assert slept[-1] == 0.8, "a caller that waits for one second gets its answer within it"

@@ -1,4 +1,4 @@
-"""Turns at changing weights: so many at a time, in order, and none is lost with whoever had it."""
+"""Update slots for rolling updates: a limited number, in order, and none is lost if its holder dies."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def test_a_turn_ends_by_itself_and_who_leaves_holds_nobody_up() -> None:
     assert turns.next_end_s(15.0) == float("inf"), "one that is over is waited for"
     assert not turns.take("b", 14.9) and not turns.take("c", 14.9)
     assert turns.leave("b") and not turns.leave("b")
-    assert turns.take("c", 15.0), "the turn before is over, and nobody is before c"
+    assert turns.take("c", 15.0), "the slot before has ended, and c is first in the queue"
     assert not turns.over("a"), "it was over by itself"
     assert turns.over("c") and turns.next_end_s(15.0) == float("inf")
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_at_random_never_too_many_and_all_come_on(seed: int) -> None:
-    """Samplers that hold, fail, die and come back: `count` at most at a time; who waits and does not leave comes on."""
+    """Samplers hold, fail, die and come back: at most `count` slots; each waiting sampler that stays gets one."""
     chance, count, now_s = random.Random(seed), random.Random(seed).choice((1, 2)), 0.0
     turns, until_s, asked = UpdateSlots(count, 10.0), {}, dict.fromkeys(NAMES, 0)
     for _ in range(2000):
@@ -75,7 +75,7 @@ def test_at_random_never_too_many_and_all_come_on(seed: int) -> None:
 
 @contextlib.asynccontextmanager
 async def two_told(small: SimpleNamespace, folder: Path, turn_s: float) -> AsyncIterator[Any]:
-    """A learner, samplers a and b that hold the first weights, an evaluator, and whoever makes the next weights."""
+    """A learner, samplers a and b that hold the first weights, an evaluator, and a publisher of the next weights."""
     config = dataclasses.replace(small.configured(rolling_updates=1), transfer=TransferConfig(deadline_s=turn_s))
     async with (
         small.serving(folder, config),
@@ -98,7 +98,7 @@ async def two_told(small: SimpleNamespace, folder: Path, turn_s: float) -> Async
 
 
 def test_two_samplers_are_told_one_after_the_other(tmp_path: Path, small: SimpleNamespace, run) -> None:
-    """A turn ends with the next question; who does not ask for one needs none."""
+    """A slot ends with the next call; a caller that does not ask for one needs none."""
     v0, v1 = Version(0, 0), Version(0, 1)
 
     async def job() -> None:
@@ -141,7 +141,7 @@ def test_a_turn_is_over_when_its_time_is_and_a_place_when_the_call_is(
 
 
 def test_weights_of_a_lineage_that_ended_are_as_good_as_none(tmp_path: Path, small: SimpleNamespace, run) -> None:
-    """Nobody may sample with them: all fetch at once."""
+    """No sampler may use them, so all fetch at once."""
 
     async def job() -> None:
         async with two_told(small, tmp_path, 10 * WAIT_S) as at:

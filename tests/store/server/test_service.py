@@ -367,7 +367,7 @@ def test_the_blocking_client_says_the_same(tmp_path: Path, small: SimpleNamespac
 
 
 def test_a_waiting_lease_is_granted_at_the_flip(tmp_path: Path, small: SimpleNamespace, run) -> None:
-    """A sampler asks, flips while it waits, and need not ask again: at alpha = 0 old weights get nothing."""
+    """A sampler that swaps weights while its lease call waits need not call again, even with alpha = 0."""
     config = small.configured(steps=3, alpha=0.0)
 
     async def flip_while_waiting() -> None:

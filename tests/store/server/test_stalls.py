@@ -1,4 +1,4 @@
-"""A store that stood still, or whose machine slept: nobody else pays for it. The clock is the test's."""
+"""A suspended store or machine: leases are extended by the suspended time. The clock is the test's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ V0 = Version(0, 0)
 def test_hours_that_pass_at_once_end_no_lease_and_shrink_no_group(
     tmp_path: Path, small: SimpleNamespace, run, asks: str
 ) -> None:
-    """A machine that slept with everything on it, whoever speaks to the store first when it wakes."""
+    """A machine that slept with all processes, regardless of the first caller after it wakes."""
     config, clock = small.configured(group_size=4, straggler="shrink", straggler_deadline_s=60.0), ManualClock()
 
     async def sleeps() -> None:

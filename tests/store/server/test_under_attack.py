@@ -38,7 +38,7 @@ CHANGES = {
     "lease_s": 60.0,
     "retention_mb": 16_384,
 }
-MAX_STORE_MB = 700  # 70 at rest, 192 of messages in work and their copies, some thousand calls that are held
+MAX_STORE_MB = 700  # 70 at rest, 192 of messages in progress and their copies, some thousand calls that are held
 MAX_CALL_S = (
     20.0  # of a good client's call on a busy machine; what it usually takes is measured by benchmarks/faults/hostile.py
 )
@@ -63,7 +63,7 @@ MORE_ATTACKS: dict[str, dict[str, Any]] = ATTACKS | {
     "crowd": {"connections": 4, "in_flight": 8},
     "heavy": {"connections": 2, "in_flight": 1, "timeout_s": 60.0},
 }
-MAX_PUT_P99_MS = 100.0  # of a good client under any attack; asserted where nothing else is asked of the machine
+MAX_PUT_P99_MS = 100.0  # of a good client under any attack; asserted on an otherwise idle machine
 LEAST_PUTS = 200  # in ten seconds
 
 
@@ -118,7 +118,7 @@ def test_a_store_under_attack_serves_those_who_behave(
 ) -> None:
     """No put is lost or refused, memory stays bounded, nothing appears outside the run's folder, and it still works.
 
-    Every attack reaches what it aims at and is told nothing else. With `max_p99_ms` puts are also in time.
+    Every attack reaches its target and gets the expected replies only. With `max_p99_ms` puts are also in time.
     """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -152,7 +152,7 @@ def test_a_store_under_attack_serves_those_who_behave(
                 spans[kind] = (began_s, time.monotonic())
                 result = _stopped(attacker)
             assert result["missed"] == [], f"{kind} did not reach what it is for: {result['counted']}"
-            assert result["strange"] == {}, f"{kind} was told what nobody expects"
+            assert result["strange"] == {}, f"{kind} got unexpected replies"
             if kind == "silent":
                 assert result["counted"]["opened"] >= 2_000, result
         did = _stopped(good)
@@ -169,7 +169,7 @@ def test_a_store_under_attack_serves_those_who_behave(
 
 
 def _puts_s(did: dict[str, Any], began_s: float, ended_s: float) -> list[float]:
-    """How long the puts took that were under way in that time."""
+    """Durations of the puts that were in progress in that time."""
     puts = zip(did["put_at_s"], did["put_s"], strict=True)
     return [took_s for at_s, took_s in puts if at_s < ended_s and at_s + took_s > began_s]
 

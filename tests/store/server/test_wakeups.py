@@ -1,4 +1,4 @@
-"""Who waits is woken once, in order, and thousands of them are no reason for anybody else to wait."""
+"""Waiting calls are woken once, in order, and thousands of them do not delay other calls."""
 
 from __future__ import annotations
 
