@@ -195,7 +195,7 @@ def test_both_views_name_the_bottleneck(tmp_path: Path, monkeypatch: pytest.Monk
     table.rows(with_bottleneck(20))
     console.print(table._render())
     table._live.stop()
-    assert "(learner.micro_rows)" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "(learner.micro_batch_rows)" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_view_writes_tensorboard_events_and_the_devices(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ CASES: dict[str, Case] = {
     "filter unknown": (None, ["schedule.filter=mean"], "schedule.filter", "mean", "mean_band"),
     "filter's band empty": (
         None, ["schedule.filter=pass_rate", "schedule.filter_low=1"], "schedule.filter_low", "1", "filter_high"),
-    "filter's module absent": (None, ["schedule.filter=nowhere_at_all:f"], "schedule.filter", "nowhere_at_all", "mend"),
+    "filter's module absent": (
+        None, ["schedule.filter=nowhere_at_all:f"], "schedule.filter", "nowhere_at_all", "cannot be loaded"),
     "filter that fails": (
         module("def f(rewards): return rewards[9]"), ["schedule.filter=game:f"], "schedule.filter", "game:f",
         "IndexError"),
@@ -149,8 +150,8 @@ CASES: dict[str, Case] = {
     "rows held out first": (
         rows(GOOD, GOOD), [*JSONL, "task.train_start=1", "task.heldout_start=0"], "task.heldout_start", "0", "before"),
     "every row held out": (rows(GOOD), JSONL, "task.path", "x.jsonl", "gives no prompts"),
-    "a letter that stands for none": (
-        rows({"question": "\ufffd", "answer": "1"}), JSONL, "tokenizer.kind", "char", "stands for"),
+    "a character that is reserved": (
+        rows({"question": "\ufffd", "answer": "1"}), JSONL, "tokenizer.kind", "char", "is reserved"),
     "rows for the warm start too long": (
         rows(*({"question": f"{n}", "answer": "9" * 400} for n in range(30))), JSONL, "learner.row_tokens", "128",
         "tokens with its question"),
@@ -335,7 +336,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "text/hf.py::HFTokenizer._chat_format": ("chat template no text",),
     "text/hf.py::_load": ("folder without a tokenizer", "tokenizer unreadable"),
     "text/hf.py::_read_json": ("tokenizer's settings unreadable", "tokenizer's settings a list"),
-    "text/tokenizers.py::CharTokenizer.__init__": ("a letter that stands for none",),
+    "text/tokenizers.py::CharTokenizer.__init__": ("a character that is reserved",),
     "text/tokenizers.py::of_run": HERE,
     "text/tokenizers.py::build": TYPED,
     "policy/filters.py::Filter.__post_init__": ("filter unknown", "filter's band empty"),

@@ -28,7 +28,7 @@ STEPS = 20
 
 def rows(
     *, wait: float, publish: float = 0.02, decode: float = 0.3, fetch: float = 0.05, queued: float = 0.0,
-    active: float = 0.1, members: float = 0.3, unput: float = 0.0, retained: float = 0.0,
+    active: float = 0.1, members: float = 0.3, unstored: float = 0.0, retained: float = 0.0,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Twenty steps of a second each; the shares are of the step, the decoded tokens, the slots and the limits."""
     found: list[dict[str, Any]] = []
@@ -41,7 +41,8 @@ def rows(
             {**sampler, "kind": "span", "what": "fetch", "t0": n, "t1": n + fetch},
             {**sampler, "kind": "span", "what": "decode", "t0": n + fetch, "t1": n + fetch + decode, "tokens": 1000},
             {**sampler, "kind": "stats", "slot_steps_busy": 1000 * queued, "slot_steps_total": 1000 * queued,
-             "active": active * SLOTS, "open": (members + unput) * ALLOWED, "unput": unput * ALLOWED},
+             "active": active * SLOTS, "members_in_flight": (members + unstored) * ALLOWED,
+             "members_unstored": unstored * ALLOWED},
             {"t": t1, "role": "store", "kind": "store",
              "retained_bytes": retained * CONFIG["store"]["retention_mb"] * 2**20},
         ]  # fmt: skip
@@ -49,12 +50,14 @@ def rows(
 
 
 CASES = {
-    "the learner computes all the time": (rows(wait=0.05, decode=0.9, queued=0.9), "learner", "learner.micro_rows"),
+    "the learner computes all the time": (
+        rows(wait=0.05, decode=0.9, queued=0.9), "learner", "learner.micro_batch_rows"),
     "slots are always full": (rows(wait=0.7, queued=0.8, decode=0.9, members=1.0), "sampler slots", "sampler.slots"),
     "weights travel slowly": (rows(wait=0.7, fetch=0.5, publish=0.2), "weight transfer", "schedule.publish_every"),
-    "episodes wait for their environment": (rows(wait=0.7, members=0.95), "environments", "sampler.episodes"),
+    "episodes wait for their environment": (
+        rows(wait=0.7, members=0.95), "environments", "sampler.concurrent_episodes"),
     "the age bound": (rows(wait=0.7), "age bound", "schedule.alpha"),
-    "few episodes run, many wait for the store": (rows(wait=0.7, unput=0.9), "age bound", "schedule.alpha"),
+    "few episodes run, many wait for the store": (rows(wait=0.7, unstored=0.9), "age bound", "schedule.alpha"),
     "engines that decode all the time": (
         rows(wait=0.7, decode=0.95, active=0.8, members=0.9), "sampler", "sampler.count"),
     "retention is full": (rows(wait=0.7, retained=1.0), "store", "store.retention_mb"),
@@ -75,8 +78,8 @@ def test_the_limit_of_a_run_is_named_with_the_key_that_relieves_it(
 
 
 def test_actors_hold_the_members_where_there_are_any() -> None:
-    found = [row | {"open": 0} if row["kind"] == "stats" else row for row in rows(wait=0.7)]
-    actor = [{"t": row["t"], "role": "actor-0", "kind": "stats", "open": ALLOWED} for row in found
+    found = [row | {"members_in_flight": 0} if row["kind"] == "stats" else row for row in rows(wait=0.7)]
+    actor = [{"t": row["t"], "role": "actor-0", "kind": "stats", "members_in_flight": ALLOWED} for row in found
              if row["kind"] == "stats"]  # fmt: skip
     limit = activity.bottleneck([*found, *actor], CONFIG)
     assert limit is not None and limit.part == "environments"
@@ -110,10 +113,10 @@ def test_report_page_and_inspect_show_it(tmp_path: Path, capsys: pytest.CaptureF
 # Settings added to configs/smoke.py that make one part the limit of a run.
 SLOW = "task.env=tests.harness.envs.slow_reward:slow_reward"
 RUNS = {
-    "learner": ["learner.row_tokens=1024", "learner.micro_rows=4", "sampler.slots=32", "learner.substeps=4"],
+    "learner": ["learner.row_tokens=1024", "learner.micro_batch_rows=4", "sampler.slots=32", "learner.minibatches=4"],
     "sampler slots": ["sampler.slots=1", "sampler.prefill_rows=1"],
-    "environments": [SLOW, "sampler.slots=64", "sampler.episodes=8"],
-    "age bound": [SLOW, "sampler.slots=64", "sampler.episodes=256"],
+    "environments": [SLOW, "sampler.slots=64", "sampler.concurrent_episodes=8"],
+    "age bound": [SLOW, "sampler.slots=64", "sampler.concurrent_episodes=256"],
     "sampler": ["sampler.slots=256", "sampler.prefill_rows=16", "sampling.max_tokens=64", "task.max_prompt_tokens=16"],
 }
 

@@ -200,11 +200,11 @@ def length_s(intervals: Iterable[Interval]) -> float:
 LEAST_STEPS = 8  # the first fill the pipeline
 _LEARNER_IDLE = 0.15  # below this share of waiting the learner is the limit
 _PARTS = {
-    "learner": "learner.micro_rows",
+    "learner": "learner.micro_batch_rows",
     "store": "store.retention_mb",
     "weight transfer": "schedule.publish_every",
     "sampler slots": "sampler.slots",
-    "environments": "sampler.episodes",
+    "environments": "sampler.concurrent_episodes",
     "sampler": "sampler.count",
     "age bound": "schedule.alpha",
 }
@@ -294,10 +294,10 @@ class _Load:
         published_s = sum(row["publish_s"] for row in steps)
         return cls(
             decode=_time_share(spans, ("decode",), window),
-            transfer=_time_share(spans, ("fetch", "swap", "flip"), window) + published_s / (window[1] - window[0]),
+            transfer=_time_share(spans, ("fetch", "weight_swap"), window) + published_s / (window[1] - window[0]),
             queued=min(1.0, sum(row.get("slot_steps_busy") or 0 for row in engines) / decoded) if decoded else 0.0,
             active=_mean(engines, "active") / max(1, config["sampler"].get("slots") or 1),
-            open=(_mean(actors or engines, "open") - _mean(actors or engines, "unput"))
+            open=(_mean(actors or engines, "members_in_flight") - _mean(actors or engines, "members_unstored"))
             / _members_allowed(config, len({row["role"] for row in actors})),
             retention=sum((row.get("retained_bytes") or 0) >= full for row in stores) / max(1, len(stores)),
         )
@@ -324,5 +324,5 @@ def _members_allowed(config: Mapping[str, Any], actors: int) -> float:
     """The members that one process may hold in flight: a sampler, or one of so many actors."""
     schedule, sampler = config["schedule"], config["sampler"]
     group = (schedule.get("group_size") or 1) + (schedule.get("redundant_members") or 0)
-    each = sampler.get("episodes") or (sampler.get("slots") or 1) + GROUPS_AHEAD * group
+    each = sampler.get("concurrent_episodes") or (sampler.get("slots") or 1) + GROUPS_AHEAD * group
     return max(1, each * (sampler.get("count") or 1) / actors if actors else each)
