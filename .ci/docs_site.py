@@ -29,8 +29,11 @@ LINK = re.compile(r"\]\(([^)#:\s]+)(#[^)]*)?\)|src=\"([^\":]+)\"")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the empty sections of the navigation, and set the address of the repository if there is one."""
     config.repo_url = jaxroll.PROJECT_URL or None
-    sections: dict[str, list[Any]] = {"Results": results(), "Reference": [{p: f"api/{p}.md"} for p in packages()]}
-    config.nav = [_filled(item, sections) for item in config.nav or []]
+    listed = set(re.findall(r"'([\w/]+\.md)'", str(config.nav)))
+    others = sorted(path.name for path in (ROOT / "docs").glob("*.md") if path.name not in listed)
+    reference = [{package: f"api/{package}.md"} for package in packages()]
+    sections: dict[str, list[Any]] = {"Results": results(), "Reference": reference, "Other": others}
+    config.nav = [item for item in (_filled(item, sections) for item in config.nav or []) if item != {"Other": []}]
     return config
 
 

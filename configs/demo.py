@@ -3,7 +3,7 @@
 Command   make demo   (or: jaxroll demo --seed=0)
 Hardware  two CPU cores; learner and sampler have two forced devices each, on different mesh axes
 Setting   warm start on worked answers, then GRPO with decoupled correction at alpha = 1
-Result    README.md, "Measured"; the report of the run
+Result    docs/results/demo.md; the report of the run
 """
 
 from ml_collections import ConfigDict
