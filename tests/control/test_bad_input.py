@@ -1,6 +1,6 @@
-"""Every command with every class of bad input: one line of error with file or key, and a documented exit code.
+"""Every command with every class of bad input: a one-line error with file or key, and a documented exit code.
 
-The run that the inputs damage is made by hand; nothing here starts a process or JAX.
+The damaged run is made by hand; no test here starts a process or JAX.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")
 Damage = Callable[[Path], object]
 
-# Commands that read a run; RUN is its folder. `checkpoints` and `list` have less to read, and may find nothing wrong.
+# Commands that read a run; RUN is its folder. `checkpoints` and `list` read less and may not notice the damage.
 READERS: dict[str, list[str]] = {
     "report": ["report", "RUN"],
     "report --json": ["report", "RUN", "--json"],
@@ -34,12 +34,12 @@ READERS: dict[str, list[str]] = {
     "config": ["config", "--run=RUN"],
     "resume": ["train", "--run=RUN", "--resume", "--config.schedule.nothing=1"],  # refused at the latest for this
     "new run": ["train", "--run=RUN", f"--config={SMOKE}", "--config.schedule.nothing=1"],
-    "token": ["tls", "RUN", "--token-of=nobody"],
+    "token": ["tls", "RUN", "--token-of=unknown"],
 }
 
 
 def writes(name: str, data: bytes) -> Damage:
-    """Puts `data` in place of the run's file `name`."""
+    """Replace the run's file `name` by `data`."""
 
     def damage(run: Path) -> None:
         path = run / name
@@ -51,7 +51,7 @@ def writes(name: str, data: bytes) -> Damage:
 
 
 def folder(name: str) -> Damage:
-    """Put a folder in place of the run's file `name`."""
+    """Replace the run's file `name` by a folder."""
 
     def damage(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
@@ -61,7 +61,7 @@ def folder(name: str) -> Damage:
 
 
 def loop(name: str) -> Damage:
-    """Put a link to itself in place of the run's file `name`."""
+    """Replace the run's file `name` by a link to itself."""
 
     def damage(run: Path) -> None:
         (run / name).unlink(missing_ok=True)
@@ -76,7 +76,7 @@ def without(name: str) -> Damage:
 
 
 def config_with(**sections: object) -> Damage:
-    """A run.json whose config has `sections` in place of its own."""
+    """Replace sections of the config in run.json."""
 
     def damage(run: Path) -> None:
         values = json.loads((run / "run.json").read_bytes())
@@ -86,13 +86,13 @@ def config_with(**sections: object) -> Damage:
 
 
 def cut(run: Path) -> None:
-    """Half of the log."""
+    """Cut the log in half."""
     data = (run / "store.db").read_bytes()
     (run / "store.db").write_bytes(data[: len(data) // 2])
 
 
 def other_tables(run: Path) -> None:
-    """A database of another program."""
+    """Replace the log by another program's database."""
     (run / "store.db").unlink()
     with sqlite3.connect(run / "store.db") as db:
         db.execute("CREATE TABLE songs (name TEXT)")
@@ -100,14 +100,14 @@ def other_tables(run: Path) -> None:
 
 
 def newer(run: Path) -> None:
-    """A log of a later version."""
+    """Give the log a later schema version."""
     with sqlite3.connect(run / "store.db") as db:
         db.execute("PRAGMA user_version = 999")
     db.close()
 
 
 def rows_of_junk(run: Path) -> None:
-    """A log with bodies that are no records, and tables with values of other types."""
+    """Put malformed records into the log, and values of wrong types into its tables."""
     with sqlite3.connect(run / "store.db") as db:
         db.execute("UPDATE log SET body = x'ff00' WHERE position > 3")
         db.execute("UPDATE groups SET question_hash = x'00ff', state = 7 WHERE id = 0")
@@ -115,18 +115,18 @@ def rows_of_junk(run: Path) -> None:
 
 
 def no_run(run: Path) -> None:
-    """No folder at all."""
+    """Remove the run's folder."""
     shutil.rmtree(run)
 
 
 def a_file(run: Path) -> None:
-    """A file in place of the folder."""
+    """Replace the folder by a file."""
     shutil.rmtree(run)
     run.write_text("not a folder")
 
 
 def emptied(run: Path) -> None:
-    """A folder without anything."""
+    """Empty the folder."""
     shutil.rmtree(run)
     run.mkdir()
 
@@ -206,7 +206,7 @@ CONFIG_FILES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("command", ["config", "train", "demo", "store", "sft", "launch"])
-def test_config_files_that_are_none(
+def test_malformed_config_files(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -246,7 +246,9 @@ def test_overrides_of_wrong_type(
     assert not (tmp_path / "runs").exists()
 
 
-def test_exports_to_what_cannot_be_written(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exports_to_paths_that_cannot_be_written(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").write_text("kept")
     for out in (tmp_path, tmp_path / "no" / "file", tmp_path / "file" / "x", Path("/proc/version/x"), Path("/proc/x")):
         for option in ("--jsonl", "--parquet"):

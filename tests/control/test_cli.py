@@ -1,4 +1,4 @@
-"""The command line: what each command does with its words."""
+"""The command line: the effects of commands and arguments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_overrides_are_told_from_options_in_both_spellings() -> None:
+def test_overrides_are_separated_from_options_in_both_spellings() -> None:
     words = ["train", "--config.a.b=1", "--run=x", "--config.c", "2", "--config=F"]
     assert cli.split_overrides(words) == (["a.b=1", "c=2"], ["train", "--run=x", "--config=F"])
 
@@ -74,7 +74,7 @@ def test_config_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -
         ([*ACTOR, "--sampler=h:1", "--sampler=h:2"], 64, "sampler.count=1"),
     ],
 )
-def test_bad_words_end_with_a_sentence_and_leave_nothing(
+def test_bad_arguments_end_with_a_sentence_and_leave_no_files(
     here: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str
 ) -> None:
     assert cli.main(words) == code
@@ -97,7 +97,7 @@ def test_demo_outside_a_checkout_says_where_it_looked(
 
 
 def given_role(monkeypatch: pytest.MonkeyPatch, name: str) -> list[RoleArgs]:
-    """Put a role in place of jaxroll.roles.NAME that keeps what it is given."""
+    """Replace jaxroll.roles.NAME by a role that records its arguments."""
     seen: list[RoleArgs] = []
     module = types.ModuleType(name)
     module.main = seen.append  # type: ignore[attr-defined]
@@ -116,7 +116,7 @@ def test_a_role_under_a_supervisor_reads_the_run(here: Path, monkeypatch: pytest
 
 def test_a_role_alone_makes_its_run_folder_and_its_environment(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("XLA_FLAGS", "JAX_PLATFORMS", "NPROC"):
-        monkeypatch.setenv(name, "x")  # put back after the test
+        monkeypatch.setenv(name, "x")  # restored after the test
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     seen = given_role(monkeypatch, "jaxroll.roles.learner")
@@ -165,7 +165,7 @@ def test_errors_of_a_role_become_exit_codes(
     assert "stalled for 600 s" in capsys.readouterr().err
 
 
-def test_every_command_of_the_parser_is_carried_out_by_something() -> None:
+def test_every_command_of_the_parser_has_a_function() -> None:
     (action,) = (a for a in cli.parser()._actions if a.dest == "command")
     assert set(action.choices) == set(commands.COMMANDS)  # type: ignore[arg-type]
 
@@ -207,7 +207,7 @@ def test_train_warms_up_once_runs_all_roles_and_resumes(here: Path, capsys: pyte
     assert cli.main(["train", "--run=r", "--resume", "--config.schedule.steps=9"]) == 0
     later = calls(here / "r")[len(first) :]
     assert sorted(words[0] for words in later) == ["evaluator", "learner", "sampler", "store"]
-    assert [words for words in later if "--resume" in words] == [], "a role looks at the disk by itself"
+    assert [words for words in later if "--resume" in words] == [], "roles find their state on disk without --resume"
     assert run_dir.load_config(here / "r").schedule.steps == 9
 
 
@@ -222,7 +222,7 @@ def test_the_demo_is_always_a_new_run_which_its_link_names(here: Path, monkeypat
         assert cli.main(["demo", f"--config={SMOKE}", f"--seed={seed}"]) == 0
         assert (here / "runs" / "demo").resolve() == reported[-1].resolve(), "the link follows"
     made = [path for path in (here / "runs").iterdir() if not path.is_symlink()]
-    assert len(made) == len(set(reported)) == 3, "none is deleted, none is used again"
+    assert len(made) == len(set(reported)) == 3, "a run was deleted or used again"
     assert [run_dir.load_config(path).run.seed for path in reported] == [1, 1, 2]
 
 
@@ -349,7 +349,7 @@ def test_train_ends_with_what_a_role_refused(here: Path, capsys: pytest.CaptureF
     assert "refused its configuration" in capsys.readouterr().out
 
 
-def test_what_to_type_next_works_where_the_shell_does_not_know_the_command(
+def test_the_suggested_command_works_where_the_shell_does_not_find_jaxroll(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from jaxroll.control import train
@@ -357,7 +357,7 @@ def test_what_to_type_next_works_where_the_shell_does_not_know_the_command(
     (here / "bin").mkdir()
     monkeypatch.setattr(sys, "executable", str(here / "bin" / "python"))
     monkeypatch.setenv("PATH", "/nowhere")
-    assert train.own_command() == "jaxroll", "it was not installed as a command"
+    assert train.own_command() == "jaxroll", "the shell finds no command"
     (here / "bin" / "jaxroll").touch(mode=0o755)
     assert train.own_command() == "bin/jaxroll"
     monkeypatch.setenv("PATH", str(here / "bin"))

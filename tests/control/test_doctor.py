@@ -1,4 +1,4 @@
-"""What the doctor finds."""
+"""`jaxroll doctor`: findings about Python, packages, devices and the scoring process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxroll.errors import ConfigError
 
 
 @pytest.mark.process
-def test_doctor_names_python_packages_devices_and_what_is_absent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_names_python_packages_devices_and_missing_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main() == 0
     out = capsys.readouterr().out
     assert "python    3." in out and "jax 0." in out and "JAX uses cpu: " in out
@@ -20,11 +20,11 @@ def test_doctor_names_python_packages_devices_and_what_is_absent(capsys: pytest.
 
 
 @pytest.mark.process
-def test_a_probe_of_the_scoring_process_that_fails_counts_as_open_doors(tmp_path: Path) -> None:
+def test_a_failed_probe_of_the_scoring_process_counts_as_unrestricted(tmp_path: Path) -> None:
     assert doctor.scoring_doors(str(tmp_path / "nothing")).startswith("OPEN: everything")
 
 
-def test_what_is_absent_is_said_with_what_it_costs_and_how_to_get_it() -> None:
+def test_missing_packages_are_named_with_their_effect_and_remedy() -> None:
     things = (
         doctor.Optional("a", lambda: True, "x", "get a"),
         doctor.Optional("b", lambda: False, "the b tests", "pip install b"),
@@ -33,7 +33,7 @@ def test_what_is_absent_is_said_with_what_it_costs_and_how_to_get_it() -> None:
 
 
 @pytest.mark.process
-def test_a_jax_that_does_not_start_is_said(tmp_path: Path) -> None:
+def test_a_jax_that_does_not_start_is_reported(tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'no libtpu here' >&2\nexit 1\n")
     broken.chmod(0o755)

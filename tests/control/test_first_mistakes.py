@@ -1,7 +1,7 @@
-"""The first ten minutes of a new user: each typical mistake is answered at once with its remedy, and the remedy works.
+"""Typical mistakes of a new user: each is answered at once with its remedy, and the remedy works.
 
-Words are typed in a folder that holds `configs/` and nothing else, or what `PREPARED` puts there. Starting a run is
-pretended: what counts is that the command gets that far.
+The commands run in a folder that holds `configs/` and nothing else, or the things that `PREPARED` puts there. A
+stand-in replaces the start of a run: the tests check that the command gets that far.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 CPU_S = 2.0
 TASK = "task.name"
 
-# What is typed (after `jaxroll`), what the answer must contain, and the remedy that it names ("" where it is not a
-# command); `{port}` is a port that another process has.
+# The command (after `jaxroll`), texts that the answer must contain, and the remedy that it names ("" if this is not a
+# command); `{port}` is a port that another process uses.
 MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     # the command line
     ("trian --config=configs/smoke.py", ("trian", "jaxroll train"), "train --config=configs/smoke.py"),
@@ -100,7 +100,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's folder: a run `old` that has begun to train, and a run `begun` that has not."""
+    """The user's folder, with a run `old` that has begun to train and a run `begun` that has not."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     make_run(tmp_path / "old", steps=2, steps_wanted=9)
     run_dir.create(tmp_path / "begun", configs.load(ROOT / "configs" / "smoke.py"), [])
@@ -171,8 +171,8 @@ def test_a_run_that_is_read_while_it_begins(home: Path, capsys: pytest.CaptureFi
         "generate begun hello", "weights import configs out", "weights export begun out", "report nothing",
     ],
 )  # fmt: skip
-def test_the_answer_takes_little_time(line: str, home: Path) -> None:
-    """Seconds of the processor, child processes included, the best of a few: a loaded machine needs more at times."""
+def test_the_answer_is_quick(line: str, home: Path) -> None:
+    """CPU seconds, child processes included; the best of several, because a loaded machine sometimes needs more."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     used = []
     while len(used) < 5 and min(used, default=CPU_S) >= CPU_S:

@@ -1,4 +1,4 @@
-"""What the user sees of a run, folded from rows: on a terminal a table, elsewhere lines, never ten silent seconds."""
+"""The live view of a run: on a terminal a table, elsewhere lines, and never ten seconds of silence."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_step_shows_reward_accuracy_rate_age_and_waits() -> None:
                      "groups, 0.3 s; sampler-1 (has group 7)")  # fmt: skip
 
 
-def test_what_is_unknown_is_a_dash() -> None:
+def test_unknown_values_are_dashes() -> None:
     assert folded([{"kind": "step", "step": 1}]).steps[-1].cells(9) == ("1/9", "-", "-", "-", "-", "-", "-")
     assert folded(
         [{"kind": "stats", "role": "s", "tokens_per_s": None}, {"kind": "eval", "accuracy": None}]
@@ -78,7 +78,7 @@ def test_compiling_is_named_with_its_age_until_it_ends_or_its_process_dies() -> 
         ([], "starting"),
     ],
 )
-def test_there_is_always_something_to_say(processes: list[tuple[str, str, float]], words: str) -> None:
+def test_every_state_has_a_text(processes: list[tuple[str, str, float]], words: str) -> None:
     assert words in Status(5).doing(100.0, [ProcessView(*one) for one in processes])
 
 
@@ -88,7 +88,7 @@ def test_after_the_last_step_no_next_one_is_promised() -> None:
     assert status.doing(115.0, []) == "all steps are trained"
 
 
-def test_the_newest_word_of_a_role_stands_until_it_gets_somewhere() -> None:
+def test_the_newest_message_of_a_role_is_shown_until_it_makes_progress() -> None:
     said = {"kind": "event", "role": "learner", "text": "compiling apply", "t": 100.0}
     up = [ProcessView("learner", "running", 20.0)]
     assert "learner: compiling apply, 7 s" in folded([{**said, "text": "old"}, said]).doing(107.0, up)
@@ -96,7 +96,7 @@ def test_the_newest_word_of_a_role_stands_until_it_gets_somewhere() -> None:
     assert "compiling apply" not in folded([said]).doing(107.0, [ProcessView("learner", "done", 1.0)])
 
 
-def test_what_roles_of_one_process_say_stands_while_it_runs_and_goes_when_it_dies() -> None:
+def test_messages_of_a_process_are_shown_until_it_dies() -> None:
     words = [
         {"kind": "event", "role": "learner", "text": "waiting until the evaluator has version 0.3", "t": 100.0},
         {"kind": "compile", "role": "sampler-0", "what": "compiling the engine", "state": "start", "t": 100.0},
@@ -108,8 +108,8 @@ def test_what_roles_of_one_process_say_stands_while_it_runs_and_goes_when_it_die
         assert shown in folded(words).doing(107.0, up)
     status = folded([*words, {"kind": "restart", "process": "colocated"}, STEP])
     assert "compil" not in (said := status.doing(107.0, up)) and "waiting until" not in said
-    assert "store: compacting" in said, "another process, which lives on"
-    assert status.steps[-1].cells(50)[3] == "-", "the rate of the dead life"
+    assert "store: compacting" in said, "the store is another process, which still runs"
+    assert status.steps[-1].cells(50)[3] == "-", "the rate of the dead process"
 
 
 def test_between_steps_the_next_one_and_the_waits_are_named() -> None:

@@ -1,4 +1,4 @@
-"""Output and observers: whatever happens to what is shown, a run goes on and a command ends in one line."""
+"""Output and observers: when showing fails, a run continues and a command ends with one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHER_LOCALE = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}  #
 
 
 class Broken:
-    """An observer that raises whatever it is called with, except for rows of the kind `fine`."""
+    """An observer that raises at every call except for rows of the kind `fine`."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ def test_an_observer_that_raises_is_reported_once_and_costs_the_row_alone() -> N
 
 
 def supervised(run_dir: Path, code: str, observer) -> int:
-    """The exit code of a run whose learner is the Python program `code`."""
+    """Supervise a run whose learner is the Python program `code`; return the exit code."""
     spec = ProcessSpec("learner", "learner", (sys.executable, "-c", code), {})
     return Supervisor([spec], run_dir, SupervisorConfig(backoff_s=0.05, max_restarts=0, stop_s=20.0), observer).run()
 
@@ -105,7 +105,7 @@ def test_a_run_completes_though_there_is_no_room_for_its_log(tmp_path: Path) -> 
     assert tail(tmp_path / "logs") == tail(tmp_path / "none") == ""
 
 
-def test_tensorboard_without_room_is_said_once_and_ends_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_tensorboard_on_a_full_disk_is_reported_once_and_the_run_continues(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "tb").write_text("in the way")
     view = PlainView(tmp_path, 5)
     row = {"kind": "stats", "role": "sampler-0", "t": 1.0, "tokens_per_s": 1.0}
@@ -119,14 +119,14 @@ def test_tensorboard_without_room_is_said_once_and_ends_nothing(tmp_path: Path, 
     with monkeypatch.context() as patch:
         patch.setattr(view._events, "_file", Stuffed(view._events._file))
         view.rows([row])
-    assert view.events_lost == 3 and file.stat().st_size == size  # nothing of the record that did not fit
+    assert view.events_lost == 3 and file.stat().st_size == size  # no part of the record that did not fit
     view.rows([row])
     view.close()
     assert file.stat().st_size > size
 
 
 class Stuffed:
-    """A file that takes three bytes more."""
+    """A file with room for three more bytes."""
 
     def __init__(self, file) -> None:
         self._file, self._left, self.truncate = file, 3, file.truncate
@@ -189,7 +189,7 @@ def test_long_lines_are_skipped_without_being_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_metrics_that_are_no_file_are_an_error_of_the_run(tmp_path: Path, make) -> None:
+def test_a_metrics_path_that_is_not_a_file_is_an_error_of_the_run(tmp_path: Path, make) -> None:
     make(tmp_path / "metrics.jsonl")
     with pytest.raises(metrics.ConfigError, match="unreadable"):
         metrics.read(tmp_path / "metrics.jsonl")
@@ -267,7 +267,7 @@ def test_an_outlet_keeps_the_error_of_a_full_disk() -> None:
 
 
 def shell(line: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-    """A command line with `$J` for jaxroll; each has `pipefail`."""
+    """Run a command line with `pipefail`, in which `$J` is jaxroll."""
     given = os.environ | {"J": f"{sys.executable} -m jaxroll", "PYTHONPATH": str(ROOT)} | env
     return subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, env=given, timeout=PATIENCE_S,
                           cwd=ROOT, check=False)  # fmt: skip
@@ -301,7 +301,7 @@ def test_a_command_in_another_locale_reads_and_writes_utf8(tmp_path: Path) -> No
     assert done.stdout.decode().splitlines() == [f"No runs in {folder}/.", "0"]
 
 
-def test_the_program_is_not_started_again_for_ever(monkeypatch) -> None:
+def test_the_program_is_restarted_at_most_once(monkeypatch) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(streams.locale, "getencoding", lambda: "ISO-8859-1")
     monkeypatch.setattr(streams.os, "execv", lambda _, argv: started.append(argv))
@@ -309,7 +309,7 @@ def test_the_program_is_not_started_again_for_ever(monkeypatch) -> None:
     if not sys.flags.utf8_mode:
         streams.ensure_utf8()
         assert len(started) == 1 and os.environ[streams.UTF8_ENV] == "1"
-    streams.ensure_utf8()  # as the program that was started would, had the interpreter ignored the variable
+    streams.ensure_utf8()  # as the restarted program would if the interpreter had ignored the variable
     assert len(started) <= 1
 
 

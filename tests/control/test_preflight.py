@@ -1,4 +1,4 @@
-"""What a role would refuse is refused by the command, before a role exists: key, value, remedy, and no JAX."""
+"""Preflight: the command refuses what a role would refuse, with key, value and remedy, before JAX starts."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ HUGGING_FACE = {
     "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "tie_word_embeddings": True,
 }  # fmt: skip
 
-# name: (what is made in the working folder, overrides, the key that is blamed, its value, words of reason or remedy)
+# name: (files in the working folder, overrides, the key in the error, its value, words of the reason or remedy)
 Make = Callable[[Path], object]
 Case = tuple[Make | None, list[str], str, str, str]
 
 
 def rows(*lines: dict | str) -> Make:
-    """A file x.jsonl of these rows."""
+    """A file x.jsonl with these rows."""
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     return lambda here: (here / "x.jsonl").write_text(text + "\n" * bool(lines))
 
 
 def folder(**files: object) -> Make:
-    """A folder hf: `config` is config.json, `tokenizer` is tokenizer.json, and so on; text is written as it is."""
+    """A folder hf: `config` becomes config.json, `tokenizer` tokenizer.json, and so on; text is written unchanged."""
 
     def make(here: Path) -> None:
         (here / "hf").mkdir()
@@ -53,7 +53,7 @@ def folder(**files: object) -> Make:
 
 
 def weights(counts: dict[str, int], **files: object) -> Make:
-    """A folder hf with a checkpoint of tensors with these names and so many numbers."""
+    """A folder hf with a checkpoint whose tensors have these names and numbers of elements."""
 
     def make(here: Path) -> None:
         folder(config=HUGGING_FACE, **files)(here)
@@ -64,7 +64,7 @@ def weights(counts: dict[str, int], **files: object) -> Make:
 
 
 def named(count: int) -> dict[str, int]:
-    """The tensors of the model that HUGGING_FACE describes, each of `count` numbers."""
+    """The tensors of the model that HUGGING_FACE describes, each with `count` elements."""
     spec = families.from_huggingface(HUGGING_FACE)
     return {hf_names.name(ours): count for ours in hf_names.ours(spec)}
 
@@ -144,7 +144,7 @@ CASES: dict[str, Case] = {
     "no such rows": (None, JSONL, "task.path", "x.jsonl", "no such file"),
     "rows, nearly": (rows(GOOD), [*JSONL, "task.path=x.json"], "task.path", "x.json", "Did you mean 'x.jsonl'?"),
     "no rows": (rows(), JSONL, "task.path", "x.jsonl", "no rows"),
-    "a row that is none": (rows(GOOD, "{"), JSONL, "task.path", "x.jsonl:2", "A row is"),
+    "a malformed row": (rows(GOOD, "{"), JSONL, "task.path", "x.jsonl:2", "A row is"),
     "no parquet": (rows(GOOD), ["task.source=parquet", "task.path=x.jsonl"], "task.path", "x.jsonl", "Parquet"),
     "too few rows": (rows(GOOD), [*JSONL, "task.train_start=1"], "task.train_start", "1", "1 rows"),
     "rows held out first": (
@@ -182,7 +182,7 @@ CASES: dict[str, Case] = {
         "config.json rope_parameters", "yarn", "Covered"),
     "a rope base that is no number": (
         folder(config={**HUGGING_FACE, "rope_theta": "x"}), PATH, "config.json rope_theta", "x", "a number"),
-    "a flag that is none": (
+    "a flag that is a number": (
         folder(config={**HUGGING_FACE, "tie_word_embeddings": 1}), PATH, "config.json tie_word_embeddings", "1",
         "true or false"),
     "a model of ours with another key": (folder(model={"a": 1}), PATH, "model.path", "hf", "a key that is unknown"),
@@ -229,7 +229,7 @@ def test_the_command_refuses_what_a_role_would(
     (line,) = printed.err.splitlines()
     assert line.startswith(f"error: {key} = ")
     assert value in line and words in line, line
-    assert line.endswith((".", "?")), "the last sentence is the remedy"
+    assert line.endswith((".", "?")), "the last sentence must be a remedy"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
@@ -284,7 +284,7 @@ def test_a_whole_checkpoint_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.process
 def test_refusing_and_accepting_work_without_jax(tmp_path: Path) -> None:
-    """JAX and grain are made impossible to import: a refusal that took a device would need them."""
+    """JAX and grain cannot be imported here: a refusal that took a device would need them."""
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('jax', 'jaxlib', 'flax', 'grain', 'optax')))\n"  # None: ImportError
@@ -298,19 +298,19 @@ def test_refusing_and_accepting_work_without_jax(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "64 0", done.stderr
 
 
-# --- every refusal in the roles' rooms is met before a role starts, or cannot be
+# --- every refusal in the roles' packages happens before a role starts, or cannot
 
 ROOMS = ("rpc", "algorithms", "sharding", "text", "policy", "kernels", "models", "engine", "data", "rewards", "envs",
          "rollout", "store", "learner", "transfer", "serving", "roles")  # fmt: skip
 TYPED = "the schema or a bound refuses the value first"
 RULED = "a rule of config/rules.py is at least as strict"
-CODE = "only a mistake in our code"
-CALLED = "an adapter that is used by a program of one's own; no role starts it"
-OWN = "an algorithm of one's own, whose module only the learner loads; a rule refuses ours"
+CODE = "only a programming mistake"
+CALLED = "an adapter for a user's program; no role starts it"
+OWN = "a custom algorithm, whose module only the learner loads; a rule refuses the presets"
 HERE = "what this machine is or has: an address, a device, a package, a file of the run"
 
-# Where a role's rooms raise ConfigError: the cases above in which the command meets it first, or why it needs none. A
-# file without a function stands for all of its functions that have no entry of their own.
+# Functions in the roles' packages that raise ConfigError: the cases above in which the command refuses first, or the
+# reason why it cannot. A file without a function covers all of its functions that have no entry.
 REFUSALS: dict[str, str | tuple[str, ...]] = {
     "rpc/auth.py::right_of": CODE,
     "rpc/auth.py": HERE,
@@ -346,7 +346,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "models/families.py::ModelSpec.__post_init__": ("model of odd heads", "heads without keys"),
     "models/families.py::_check_size": ("model of no layers", "no number of layers"),
     "models/families.py::_check_number": ("a rope base that is no number",),
-    "models/families.py::_check_flag": ("a flag that is none",),
+    "models/families.py::_check_flag": ("a flag that is a number",),
     "models/families.py::_not_covered": ("another architecture", "another rope"),
     "models/families.py::spec": TYPED,
     "models/families.py::from_huggingface": ("model without a size",),
@@ -364,7 +364,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/sources.py::_not_parquet": ("no parquet",),
     "data/sources.py::_existing": ("no such rows",),
     "data/sources.py::_some_rows": ("no rows",),
-    "data/sources.py::_bad_row": ("a row that is none",),
+    "data/sources.py::_bad_row": ("a malformed row",),
     "envs/calculator.py::CalculatorSource.__init__": ("tool without arithmetic",),
     "data/sources.py::check_game": ("no such game", "another game's environment"),
     "data/sources.py::_loaded": ("game's module absent",),
@@ -422,13 +422,13 @@ def test_every_refusal_of_a_role_is_on_the_list() -> None:
     assert not (gone := sorted(REFUSALS.keys() - found - files)), f"not raised any more: {gone}"
 
 
-def test_the_list_names_cases_that_exist() -> None:
+def test_the_list_names_existing_cases() -> None:
     named = {case for entry in REFUSALS.values() if isinstance(entry, tuple) for case in entry}
     assert named <= CASES.keys()
 
 
 def sites(path: Path) -> set[str]:
-    """room/file.py::function of every ConfigError that is made in the file."""
+    """package/file.py::function of every ConfigError that is constructed in the file."""
     found = set()
     file = f"{path.parent.relative_to(ROOT / 'jaxroll')}/{path.name}"
 
@@ -446,7 +446,7 @@ def sites(path: Path) -> set[str]:
 
 
 def test_what_the_rules_accept_the_limiter_and_the_engine_accept() -> None:
-    """The entries that say RULED: the rules are compared with the constructors over a grid of settings."""
+    """For the RULED entries: over a grid of settings, the rules are at least as strict as the constructors."""
     refused = accepted = 0
     for alpha in (0, 0.1, 0.5, 0.7, 1, 1.5, 2):
         for groups in (1, 3, 10, 30):

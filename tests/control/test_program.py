@@ -1,4 +1,4 @@
-"""The processes of a run as a value, compared with golden files; and the devices each of them sees."""
+"""The process specs of a run, compared with golden files, and the devices of each process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @pytest.mark.parametrize("name", INVENTORIES)
 def test_program_is_the_golden_one(name: str) -> None:
-    """Look at the difference; if it is meant, run with JAXROLL_UPDATE_GOLDEN=1 and commit the file."""
+    """If this fails on an intended change, run with JAXROLL_UPDATE_GOLDEN=1 and commit the file."""
     text = json.dumps([_as_json(spec) for spec in built(name)], indent=1, sort_keys=True) + "\n"
     file = GOLDEN / f"program_{name}.json"
     if os.environ.get("JAXROLL_UPDATE_GOLDEN"):
@@ -36,9 +36,9 @@ def _as_json(spec: program.ProcessSpec) -> dict:
             "ready_file": str(spec.ready_file) if spec.ready_file else None}  # fmt: skip
 
 
-def test_everybody_waits_for_the_learner_to_fork_and_nothing_else_changes() -> None:
+def test_all_other_roles_wait_for_the_learner_to_fork() -> None:
     specs, forked = built("cpu"), program.forked(built("cpu"), Path("/r/run"), "4", name="abc")
-    assert forked[0] == specs[0], "the store waits for nobody"
+    assert forked[0] == specs[0], "the store waits for no process"
     assert forked[1].argv == (*specs[1].argv, "--fork=4@abc")
     assert forked[1].ready_file == Path("/r/run/.forked")
     for before, after in zip(specs[2:], forked[2:], strict=True):
@@ -56,9 +56,9 @@ def test_a_learner_of_two_hosts_is_a_gang_that_divides_its_devices() -> None:
     assert first.env == second.env and "device_count=1 " in first.env["XLA_FLAGS"]
     assert [spec.gang for spec in specs[:4]] == ["", "learner", "learner", ""]
     forked = program.forked(specs, Path("/r/run"), "4", name="abc")
-    assert forked[2] == second, "process 0 forks, and all of the gang start together"
+    assert forked[2] == second, "only process 0 forks, and all processes of the learner start together"
     alone = program.offline_env(config, INVENTORIES["cpu"], Path("/r/cache"))
-    assert "device_count=2 " in alone["XLA_FLAGS"], "what is done outside a run has one process"
+    assert "device_count=2 " in alone["XLA_FLAGS"], "outside of a run there is one process"
     gpus = program.build(config, Path("/r/run"), INVENTORIES["gpus"], **of_two)
     assert [spec.env["CUDA_VISIBLE_DEVICES"] for spec in gpus[1:4]] == ["0", "1", "2,3"]
 
@@ -70,7 +70,7 @@ def test_colocated_roles_are_one_process_with_the_devices_of_the_largest_mesh() 
     assert [(spec.name, spec.role) for spec in specs] == [("store", "store"), ("colocated", "colocated")]
     together = specs[1]
     assert "device_count=4 " in together.env["XLA_FLAGS"] and together.env["JAXROLL_NICE"] == ""
-    assert "GLIBC_TUNABLES" in together.env, "the learner is in it"
+    assert "GLIBC_TUNABLES" in together.env, "the process includes the learner"
     (store, forked) = program.forked(specs, Path("/r/run"), "4", name="abc")
     assert store == specs[0] and forked.argv == (*together.argv, "--fork=4@abc")
     assert forked.ready_file == Path("/r/run/.forked") and forked.after == ("store",)
@@ -141,7 +141,7 @@ def test_a_cpu_role_has_one_thread_and_its_mesh_of_devices() -> None:
         assert spec.env["JAX_PLATFORMS"] == "cpu"
 
 
-def test_cache_stands_beside_the_runs_unless_it_is_named() -> None:
+def test_the_cache_is_next_to_the_runs_unless_it_is_named() -> None:
     assert program.default_cache_dir(Path("/w/runs/demo"), {}) == Path("/w/.cache/jax")
     assert program.default_cache_dir(Path("/w/x"), {}) == Path("/w/.cache/jax")
     assert program.default_cache_dir(Path("/w/runs/demo"), {"JAX_COMPILATION_CACHE_DIR": "/c"}) == Path("/c")
@@ -162,7 +162,7 @@ def test_a_role_on_cpu_has_one_thread_or_as_many_as_it_is_given() -> None:
 
 
 def _grants_large_pages() -> bool:
-    """True if malloc asks for large pages here: glibc does from 2.35 on, where the kernel leaves it to programs."""
+    """True if malloc requests large pages here: glibc 2.35 or newer does if the kernel leaves it to programs."""
     mode = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     libc, version = platform.libc_ver()
     return libc == "glibc" and tuple(map(int, version.split("."))) >= (2, 35) and (
@@ -171,8 +171,8 @@ def _grants_large_pages() -> bool:
 
 
 @pytest.mark.skipif(not _grants_large_pages(), reason="malloc does not ask for large pages on this system")
-def test_what_the_learner_takes_on_cpu_lies_in_large_pages() -> None:
-    """Of each region of memory Linux says whether large pages were asked for: the flag hg."""
+def test_the_learner_allocates_large_pages_on_cpu() -> None:
+    """Linux flags the memory regions for which large pages were requested with hg."""
     env = placement.device_env(UNEQUAL, Inventory("cpu"))["learner"]
     code = """
 import ctypes
@@ -202,7 +202,7 @@ print(found)
 
 @pytest.mark.process
 def test_jaxlib_knows_the_xla_flags() -> None:
-    """An unknown flag aborts the process, so the flags must fit the oldest and the newest jaxlib we name."""
+    """An unknown flag aborts the process, so the oldest and the newest supported jaxlib must know the flags."""
     code = "import jax; print(len(jax.devices()), jax.devices()[0].platform)"
     env = {**os.environ, **placement.cpu_env(3)}
     done = subprocess.run(

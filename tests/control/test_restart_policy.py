@@ -1,4 +1,4 @@
-"""What follows when a process ends."""
+"""The restart policy: verdicts when a process ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_backoff_doubles_to_its_bound_and_then_the_run_ends() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-15, 63).filter(bool), st.floats(0, 1000)), max_size=40))
-def test_restarts_are_bounded_between_long_lives(ends: list[tuple[int, float]]) -> None:
+def test_restarts_are_bounded_until_a_process_runs_for_long(ends: list[tuple[int, float]]) -> None:
     lives, short = Lives(), 0
     for restarts, (code, lived_s) in enumerate(ends):
         short = 1 if lived_s >= FORGIVEN_AFTER_S else short + 1
@@ -46,7 +46,7 @@ def test_restarts_are_bounded_between_long_lives(ends: list[tuple[int, float]]) 
         lives = verdict.lives
 
 
-def test_who_asks_to_be_started_again_is_and_none_of_it_counts_as_a_death() -> None:
+def test_a_process_that_requests_a_restart_gets_it_without_counting_as_dead() -> None:
     lives = Lives(deaths=CONFIG.max_restarts)
     for again in range(1, 30):
         verdict = after_exit("sampler-0", EXIT_WORN, 1.0, lives, CONFIG)
@@ -60,7 +60,7 @@ def test_who_asks_to_be_started_again_is_and_none_of_it_counts_as_a_death() -> N
      ("colocated", EXIT_CLOSED, GiveUp),
      ("sampler-0", EXIT_CLOSED, Done), ("learner", 1, Restart)],
 )  # fmt: skip
-def test_exit_codes_say_what_helps(name: str, code: int, verdict: type) -> None:
+def test_exit_codes_determine_the_verdict(name: str, code: int, verdict: type) -> None:
     assert isinstance(after_exit(name, code, 1.0, Lives(), CONFIG), verdict)
 
 

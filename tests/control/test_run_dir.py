@@ -1,4 +1,4 @@
-"""The run's folder."""
+"""The run's folder: creating, reading, listing, locking and linking it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxroll.errors import ConfigError
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.py"
 
 
-def test_run_json_says_what_ran_and_gives_the_config_back(tmp_path: Path) -> None:
+def test_run_json_restores_the_config(tmp_path: Path) -> None:
     changed = configs.parse(configs.override(configs.defaults().to_dict(), ["run.seed=5", "task.args.x=[1,2]"]))
     path = run_dir.create(tmp_path / "a" / "run", changed, ["train", "--config=x"])
     values = json.loads((path / "run.json").read_text())
@@ -61,7 +61,7 @@ def test_a_folder_without_a_run_is_a_config_error(tmp_path: Path, text: str | No
      b'{"config": {}, "digest": null}', b'{"config": null}', b"9" * 5000],
     ids=lambda data: ascii(data[:40]),
 )  # fmt: skip
-def test_a_run_file_that_is_none_of_ours_is_a_config_error(tmp_path: Path, data: bytes) -> None:
+def test_a_malformed_run_file_is_a_config_error(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "run.json").write_bytes(data)
     with pytest.raises(ConfigError, match=r"x/run\.json.*Restore the file from a copy"):
@@ -69,7 +69,7 @@ def test_a_run_file_that_is_none_of_ours_is_a_config_error(tmp_path: Path, data:
     assert run_dir.find_runs(tmp_path) == []
 
 
-def test_a_run_file_that_is_no_file_is_not_read(tmp_path: Path) -> None:
+def test_a_run_file_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     os.mkfifo(file)  # a reader would wait for a writer
     with pytest.raises(ConfigError, match="not a file"):
@@ -90,7 +90,7 @@ def test_a_run_file_that_is_no_file_is_not_read(tmp_path: Path) -> None:
 
 
 def bad_places(folder: Path) -> list[Path]:
-    """Paths at which there can be no run folder."""
+    """Paths at which no run folder can be made."""
     (folder / "file").write_text("")
     (folder / "loop").symlink_to("loop")
     (folder / "dangling").symlink_to("nowhere/at/all")
@@ -98,7 +98,7 @@ def bad_places(folder: Path) -> list[Path]:
             Path("/proc/nothing")]  # fmt: skip
 
 
-def test_where_no_folder_can_be_made_it_says_so(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
     for place in bad_places(tmp_path):
         before = sorted(tmp_path.rglob("*"))
         for attempt in (lambda path: run_dir.create(path, Config(), []),
@@ -109,7 +109,7 @@ def test_where_no_folder_can_be_made_it_says_so(tmp_path: Path) -> None:
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_what_is_left_of_a_run_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+def test_remains_of_a_run_are_not_taken_for_a_new_run(tmp_path: Path) -> None:
     for name in ("store.db", "checkpoints"):
         (tmp_path / name / name / "of a run").mkdir(parents=True)
         with pytest.raises(ConfigError, match=rf"{name} of a run.*Restore run\.json"):
@@ -159,7 +159,7 @@ for words in (["train", "--run=r", "--resume"], ["store", "--run=r"], ["sft", "-
 @pytest.mark.process
 def test_a_read_only_file_system_is_refused_without_a_traceback(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no mount namespace of our own")
+        pytest.skip("this process may not create a mount namespace")
     run_dir.create(tmp_path / "r", configs.load(SMOKE), [])
     done = subprocess.run(["unshare", "-rm", sys.executable, "-c", READ_ONLY, str(tmp_path), str(SMOKE)], cwd=tmp_path,
                           capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
@@ -170,7 +170,7 @@ def test_a_read_only_file_system_is_refused_without_a_traceback(tmp_path: Path) 
     assert done.stderr.count("Read-only file system") == 7, done.stderr
 
 
-def test_resuming_may_change_how_long_but_not_what(tmp_path: Path) -> None:
+def test_resuming_may_change_only_keys_about_length_and_supervision(tmp_path: Path) -> None:
     path = run_dir.create(tmp_path / "run", Config(), [])
     longer = run_dir.resume(path, ["--config.schedule.steps=500"], preflight.check)
     assert longer.schedule.steps == 500 and run_dir.load_config(path) == longer
@@ -231,7 +231,7 @@ def test_runs_are_listed_with_their_progress_and_without_links(tmp_path: Path) -
 
 
 def test_a_new_disk_may_be_mounted_where_the_checkpoints_go(tmp_path: Path) -> None:
-    """A folder that is empty, but for what a file system puts there, is nothing that another run has left."""
+    """A folder with nothing but a file system's own entries is not taken for the remains of another run."""
     (tmp_path / "run" / "checkpoints" / "lost+found").mkdir(parents=True)
     assert run_dir.create(tmp_path / "run", Config(), []) == tmp_path / "run"
     (tmp_path / "other" / "checkpoints" / "0000.00000001").mkdir(parents=True)

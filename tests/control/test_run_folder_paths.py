@@ -1,4 +1,4 @@
-"""Paths of run folders: in each a run works, or it is refused by name before anything is written."""
+"""Paths of run folders: a run works in a path, or the path is refused by name before anything is written."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_run_works_in_every_other_folder(tmp_path: Path, name: str) -> None:
     events.log({"kind": "step", "step": 1, "loss": 0.5})
     events.close()
     assert {file.relative_to(tmp_path).parts[0] for file in tmp_path.rglob("*")} == {"parent"}
-    assert [one.name for one in parent.iterdir()] == [name.partition("/")[0]], "something lies outside of the run"
+    assert [one.name for one in parent.iterdir()] == [name.partition("/")[0]], "a file was made outside of the run"
 
 
 def test_the_longest_path_that_is_taken_works(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_run_is_named_by_one_folder(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_where_the_locale_is_not_utf8_only_ascii_is_taken(tmp_path: Path) -> None:
-    """Python would make the folder in the locale's encoding, TensorStore another one in UTF-8."""
+    """Python would create the folder in the locale's encoding, and TensorStore another one in UTF-8."""
     code = (
         "import os, sys\nfrom jaxroll.control import run_dir\nfrom jaxroll.errors import ConfigError\n"
         "os.fsencode = lambda path: str(path).encode('latin-1', 'surrogateescape')\n"

@@ -1,4 +1,4 @@
-"""One folder, one owner: of simultaneous runs, resumes and forks one proceeds, the others change nothing."""
+"""The lock of a run's folder: of simultaneous runs, resumes and forks one proceeds, the others change nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMOKE = str(ROOT / "configs" / "smoke.py")
 NEW = ("train", f"--config={SMOKE}", "--run=r")
 RESUME = ("train", "--run=r", "--resume")
 WAIT_S = 60.0
-# What may own a run (it needs a folder that holds a run already, or one that does not), and what may ask for it.
+# Commands that may own a run (in an existing run folder or a new one), and commands that may ask for it.
 OWNERS = {
     "new": (False, NEW),
     "resume": (True, RESUME),
@@ -48,7 +48,7 @@ REFUSED = {
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Time of change and bytes of every file, and of every folder its time."""
+    """Modification time and bytes of every file, and the modification time of every folder."""
     return {
         str(path.relative_to(folder)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
         for path in [folder, *folder.rglob("*")]
@@ -69,7 +69,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(here: Path, words: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    """`jaxroll WORDS…` as a process, its roles pretended."""
+    """Start `jaxroll WORDS…` as a process with stand-ins for the roles."""
     argv = [
         sys.executable,
         str(Path(__file__).parents[1] / "harness/programs/run_command.py"),
@@ -81,7 +81,7 @@ def start(here: Path, words: tuple[str, ...]) -> subprocess.Popen[bytes]:
 
 @contextlib.contextmanager
 def owned(here: Path, exists: bool, words: tuple[str, ...]) -> Iterator[subprocess.Popen[bytes]]:
-    """The run `r`, owned by a process of this command that has come to rest."""
+    """The run `r`, owned by a process of this command that has finished its start."""
     run = here / "r"
     if exists:
         run_dir.create(run, configs.load(SMOKE), [])
@@ -194,7 +194,7 @@ def test_roles_that_start_at_once_on_a_new_folder_create_one_run(tmp_path: Path)
 
 
 def test_a_role_keeps_the_config_that_its_supervisor_started_with(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever has become of run.json since."""
+    """Later changes of run.json have no effect on it."""
     path = run_dir.create(here / "r", Config(), [])
     environ = run_dir.config_environment(path, Config())
     run_dir.resume(path, ["--config.schedule.steps=7"], lambda config: None)

@@ -1,4 +1,4 @@
-"""The supervisor on real processes that only pretend to be roles."""
+"""The supervisor with real processes that replace the roles."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TAKE_TERMINAL = (
 
 
 class Stage:
-    """A run folder with pretended roles and a supervisor over them in a process of its own."""
+    """A run folder with stand-ins for the roles and a supervisor in its own process."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir, self.events = folder / "run", folder / "events"
@@ -55,7 +55,7 @@ class Stage:
         term: str | None = "xterm",
         **config: float,
     ) -> None:
-        """Start the supervisor; on a `terminal` of its own where one is given."""
+        """Start the supervisor; on its own `terminal` if one is given."""
         words = words or {}
         common = {"store": [f"--ready={self.run_dir / 'store.addr'}"], "learner": [f"--until={self.learner_done}"],
                   "evaluator": [f"--until={self.evaluator_done}"]}  # fmt: skip
@@ -134,10 +134,10 @@ def test_a_run_ends_with_its_learner_then_its_evaluator_then_in_order(stage: Sta
     assert metrics.read(stage.run_dir / "metrics.jsonl") == []
 
 
-def test_nobody_is_started_before_the_store_can_be_spoken_to(stage: Stage) -> None:
+def test_no_role_is_started_before_the_store_answers(stage: Stage) -> None:
     hold = stage.events.with_name("hold")
     (stage.run_dir).mkdir()
-    (stage.run_dir / "store.addr").write_text("of an earlier life")
+    (stage.run_dir / "store.addr").write_text("of an earlier process")
     stage.start({"store": [f"--hold={hold}"]})
     until(lambda: stage.names("start") == ["store"], "the store")
     assert [path.name for path in (stage.run_dir / "logs").iterdir()] == ["store.log"]
@@ -157,7 +157,7 @@ def test_an_evaluation_that_never_ends_is_cut_off(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("victim", ["learner", "sampler-1"])
-def test_of_a_gang_all_are_started_again_when_one_dies(stage: Stage, victim: str) -> None:
+def test_all_processes_of_a_learner_restart_when_one_dies(stage: Stage, victim: str) -> None:
     stage.start(gang=("learner", "sampler-1"))
     stage.all_up()
     before = {name: stage.pid(name) for name in NAMES}
@@ -167,12 +167,12 @@ def test_of_a_gang_all_are_started_again_when_one_dies(stage: Stage, victim: str
     stage.learner_done.touch()
     stage.evaluator_done.touch()
     assert stage.finish()[0] == 0
-    assert sorted(stage.names("again")) == ["learner", "sampler-1"], "and nobody else, and once"
+    assert sorted(stage.names("again")) == ["learner", "sampler-1"], "no other role, and only once"
     restarts = [row["process"] for row in metrics.read(stage.run_dir / "metrics.jsonl") if row["kind"] == "restart"]
     assert restarts == [victim]
 
 
-def test_one_of_a_gang_that_falls_after_the_leader_is_done_revives_nobody(stage: Stage) -> None:
+def test_a_death_after_the_learner_has_finished_restarts_nothing(stage: Stage) -> None:
     stage.start(gang=("learner", "sampler-1"))
     stage.all_up()
     learner, mate = stage.pid("learner"), stage.pid("sampler-1")
@@ -205,7 +205,7 @@ def test_a_killed_role_is_started_again(stage: Stage) -> None:
     assert "sampler-1 died by signal 9" in out
 
 
-def test_a_role_that_keeps_dying_ends_the_run_with_its_last_words(stage: Stage) -> None:
+def test_a_role_that_keeps_dying_ends_the_run_with_its_last_output(stage: Stage) -> None:
     stage.start({"sampler-0": ["--crash=99"]}, max_restarts=2)
     code, out = stage.finish()
     assert code == 1
@@ -214,16 +214,16 @@ def test_a_role_that_keeps_dying_ends_the_run_with_its_last_words(stage: Stage) 
     assert "store" in stage.names("term")
 
 
-def test_a_role_that_crashes_a_few_times_is_forgiven(stage: Stage) -> None:
+def test_a_few_crashes_of_a_role_do_not_end_the_run(stage: Stage) -> None:
     stage.start({"learner": ["--crash=2"]}, max_restarts=2)
-    until(lambda: stage.names("start", "again").count("learner") == 3, "the learner's third life")
+    until(lambda: stage.names("start", "again").count("learner") == 3, "the learner's third process")
     stage.learner_done.touch()
     stage.evaluator_done.touch()
     assert stage.finish()[0] == 0
 
 
 def test_a_role_that_the_machine_does_not_start_now_is_tried_again(stage: Stage) -> None:
-    """As where no process, descriptor or room is left for a while: here its log cannot be opened."""
+    """Its log cannot be opened, as when no process, descriptor or disk space is left for a while."""
     log = stage.run_dir / "logs" / "sampler-1.log"
     log.mkdir(parents=True)
     stage.start(max_restarts=1000)
@@ -246,7 +246,7 @@ def test_a_role_that_the_machine_never_starts_ends_the_run_with_the_cause(stage:
 
 
 def test_a_disk_that_takes_no_log_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the role itself says of its disk would be in the log."""
+    """The role's own message about its disk would be in the log."""
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "logs" / "learner.log"))
@@ -342,14 +342,14 @@ def test_a_second_interrupt_kills(stage: Stage) -> None:
     stage.start({name: ["--stubborn"] for name in NAMES}, stop_s=60.0)
     stage.all_up()
     stage.process.send_signal(signal.SIGINT)
-    until(lambda: "learner" in stage.names("term"), "the first one asked")
+    until(lambda: "learner" in stage.names("term"), "the effect of the first interrupt")
     stage.process.send_signal(signal.SIGINT)
     assert stage.finish()[0] == 130
     assert all(gone(stage.pid(name)) for name in NAMES)
 
 
 def test_a_hang_up_never_kills(stage: Stage) -> None:
-    """A shell that ends sends it twice, and a service manager SIGTERM with it."""
+    """A shell that ends sends SIGHUP twice, and a service manager SIGTERM in addition."""
     stage.start({"learner": ["--linger=2"]}, stop_s=60.0)
     stage.all_up()
     for signum in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
@@ -357,12 +357,12 @@ def test_a_hang_up_never_kills(stage: Stage) -> None:
         time.sleep(0.2)
     code, out = stage.finish()
     assert code == 130 and "killed" not in out
-    assert "end learner" in stage.events.read_text(), "it was not given the time to end"
+    assert "end learner" in stage.events.read_text(), "it had no time to end"
     assert stage.names("term")[-1] == "store"
 
 
 def test_under_nohup_a_hang_up_is_ignored(stage: Stage) -> None:
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does, for what it starts
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does for its child
     try:
         stage.start()
     finally:
@@ -380,10 +380,10 @@ def test_a_run_whose_terminal_is_closed_ends_in_order(stage: Stage) -> None:
     stage.start({"learner": ["--linger=2"]}, stop_s=60.0, terminal=end)
     os.close(end)
     stage.all_up()
-    os.close(terminal)  # the kernel tells the leader of the session, and refuses every write from now on
+    os.close(terminal)  # the kernel signals the session's leader and refuses further writes
     code = stage.process.wait(timeout=PATIENCE_S)
     assert code == 130
-    assert "end learner" in stage.events.read_text(), "it was not given the time to end"
+    assert "end learner" in stage.events.read_text(), "it had no time to end"
     assert stage.names("term")[:2] == ["learner", "evaluator"] and stage.names("term")[-1] == "store"
 
 
@@ -391,7 +391,7 @@ SIZES = ((50, 200), (24, 80), (5, 10), (1, 1), (0, 0), (1, 200), (50, 1), (65535
 
 
 class Screen:
-    """The reading end of a terminal, which keeps what was shown."""
+    """The reading end of a terminal, which records the output."""
 
     def __init__(self) -> None:
         self.master, self.end = os.openpty()
@@ -399,7 +399,7 @@ class Screen:
         self._thread = threading.Thread(target=self._read, daemon=True)
 
     def read(self) -> None:
-        """Read from now on."""
+        """Start to read in a thread."""
         self._thread.start()
 
     def _read(self) -> None:
@@ -414,7 +414,7 @@ class Screen:
 
 
 def train_step(stage: Stage, step: int) -> None:
-    """A metrics row as a learner's."""
+    """Append a metrics row as the learner does."""
     tracker = metrics.JsonlTracker(stage.run_dir / "metrics.jsonl")
     now = time.time()
     tracker.log({"t": now, "role": "learner", "kind": "step", "step": step, "t0": now, "t1": now, "train_s": 0.1,
@@ -423,7 +423,7 @@ def train_step(stage: Stage, step: int) -> None:
 
 
 def end_all(stage: Stage) -> int:
-    """The exit code of a run whose roles end now."""
+    """Let all roles end; return the run's exit code."""
     stage.learner_done.touch()
     stage.evaluator_done.touch()
     return stage.process.wait(timeout=PATIENCE_S)
@@ -471,7 +471,7 @@ def test_a_terminal_that_cannot_move_its_cursor_is_shown_lines(stage: Stage, ter
     assert b"\x1b" not in screen.shown
 
 
-def test_nobody_is_left_after_the_supervisor_is_killed(stage: Stage) -> None:
+def test_no_process_is_left_after_the_supervisor_is_killed(stage: Stage) -> None:
     stage.start({name: ["--stubborn", "--child"] for name in NAMES})
     stage.all_up()
     pids = [stage.pid(name) for name in NAMES]
@@ -486,7 +486,7 @@ def test_the_children_of_a_killed_role_go_with_it(stage: Stage) -> None:
     stage.all_up()
     child = int(stage.events.with_name("child-of-sampler-0").read_text())
     os.kill(stage.pid("sampler-0"), signal.SIGKILL)
-    until(lambda: "sampler-0" in stage.names("again"), "a second life")
-    until(lambda: gone(child), "the worker of the first life gone", 20.0)
+    until(lambda: "sampler-0" in stage.names("again"), "a restart")
+    until(lambda: gone(child), "the end of the first process's worker", 20.0)
     stage.process.send_signal(signal.SIGINT)
     assert stage.finish()[0] == 130

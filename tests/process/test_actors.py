@@ -1,4 +1,4 @@
-"""Episodes in processes of their own: the same members, whoever plays them, and whoever is killed meanwhile."""
+"""Actors: the members are the same as without actors, also when an actor or its sampler is killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Held = dict[tuple[int, int], int]  # (group, member) → attempt
 
 
 def actor(train: Train, name: str) -> psutil.Process:
-    """The process of an actor that is up."""
+    """The process of an actor that has started."""
     index = name.partition("-")[2]
     deadline, pause = time.monotonic() + START_S, threading.Event()
     while time.monotonic() < deadline:
@@ -38,15 +38,15 @@ def actor(train: Train, name: str) -> psutil.Process:
 
 
 def leases(train: Train, holder: str) -> Held:
-    """What `holder` is working on."""
+    """The members that `holder` has leased, with their attempts."""
     sql = f"SELECT group_id, member, attempt FROM leases WHERE holder = '{holder}'"
     return {(group, member): attempt for group, member, attempt in train.query(sql)}
 
 
 def asking(rows: list[dict], names: tuple[str, ...], since: float) -> bool:
-    """True if what the actors play waits for an answer of the sampler, all of it, as they say later than `since`.
+    """True if all episodes of the actors wait for the sampler, by their rows from after `since`.
 
-    A seat is held from the first question until the episode is scored: `since` must lie that time after the stop.
+    An episode counts from its first request until it is scored: choose `since` that much later than the stop.
     """
     last = {row["role"]: row for row in rows if row["kind"] == "stats" and row["t"] > since}
     said = [(row["samplers"]["sampler-0"], row["members_in_flight"]) for name, row in last.items() if name in names]
@@ -56,9 +56,9 @@ def asking(rows: list[dict], names: tuple[str, ...], since: float) -> bool:
 
 
 def settled(look: Callable[[], dict[str, Held]]) -> dict[str, Held]:
-    """What `look` sees once it has seen the same for a while: puts sent before a stop may still be on their way.
+    """The value of `look` once it has not changed for a while: puts sent before a stop may still be in flight.
 
-    Holders that play on never settle: what they hold is taken as it is in the end.
+    For holders that continue to play it never settles; then the last value counts.
     """
     seen, since = look(), time.monotonic()
     deadline, pause = since + 10 * SETTLED_S, threading.Event()
@@ -70,12 +70,12 @@ def settled(look: Callable[[], dict[str, Held]]) -> dict[str, Held]:
 
 
 def killed_at_work(train: Train, victim: psutil.Process, *holders: str, asked: bool = False) -> dict[str, Held]:
-    """Kill -9 of `victim` while all `holders` are in the middle of something, or `asked` it all; what they held."""
+    """Kill `victim` while all `holders` have leases (if `asked`: while all wait for an answer); return the leases."""
     held: dict[str, Held] = {}
     while not (held and all(held.values())):  # until() has the deadline
         victim.send_signal(signal.SIGCONT)
         train.until(lambda rows: all(leases(train, holder) for holder in holders), f"work of {', '.join(holders)}")
-        victim.send_signal(signal.SIGSTOP)  # what it holds once the store has what it sent, it holds when it dies
+        victim.send_signal(signal.SIGSTOP)  # once the store has its puts, its leases no longer change
         if asked:
             asked_since = partial(asking, names=holders, since=time.time() + 2 * TAKES_S)
             train.until(asked_since, "requests of all that is held")
@@ -92,7 +92,7 @@ def finished(train: Train) -> dict[tuple[int, int], tuple[int, str]]:
 
 @pytest.mark.soak
 def test_a_run_of_actors_is_the_run_of_its_sampler(tmp_path) -> None:
-    """With α = 0 everything is decided by the seed: groups, members and losses are equal bit for bit."""
+    """With α = 0 the seed determines everything: groups, members and losses are equal bit for bit."""
     words = (*WORDS, "--config.task.env=tests.harness.envs.dense_reward:dense_reward", "--config.schedule.alpha=0")
     found = {}
     for name, more in (("actors", ()), ("sampler", ("--config.placement.actors=0",))):
@@ -101,7 +101,7 @@ def test_a_run_of_actors_is_the_run_of_its_sampler(tmp_path) -> None:
             assert_sound(train, steps=3, alpha=0)
             members = train.query("SELECT group_id, member, attempt, digest FROM members ORDER BY group_id, member")
             losses = [(row["loss"], row["grad_norm"]) for row in train.rows if row["kind"] == "step"]
-            assert any(norm for _, norm in losses), "nothing was learned, so weights were all the same"
+            assert any(norm for _, norm in losses), "nothing was learned, so all versions have equal weights"
             found[name] = members, losses, {holder for _, holder in finished(train).values()}
             if name == "actors":
                 assert_actors_are_told_of(train)
@@ -110,7 +110,7 @@ def test_a_run_of_actors_is_the_run_of_its_sampler(tmp_path) -> None:
 
 
 def assert_actors_are_told_of(train: Train) -> None:
-    """They report what the sampler reported of episodes, and it what it served."""
+    """Assert that actors report the metrics of episodes, and the sampler those of the requests that it served."""
     last = {row["role"]: row for row in train.rows if row["kind"] == "stats"}
     assert set(last) == {*ACTORS, "sampler-0"}
     episodes = sum(last[name]["episodes"] for name in ACTORS)
@@ -132,11 +132,11 @@ def test_a_run_survives_the_kill_of_an_actor_and_of_its_sampler_in_mid_episode(f
         assert train.report()["restarts"] == 2
         done = finished(train)
         again = {key: done[key][0] for key, attempt in orphans.items() if key in done}
-        assert again and all(attempt > orphans[key] for key, attempt in again.items()), "not sampled again, and there"
+        assert again and all(attempt > orphans[key] for key, attempt in again.items()), "no member was sampled again"
         held = {key: (attempt, holder) for holder, leased in waiting.items() for key, attempt in leased.items()}
         kept = {key: done[key] for key in held if key in done}
         assert kept and kept == {key: held[key] for key in kept}, "a member was lost with the sampler"
         assert train.query("SELECT kind, error FROM failures") == []
         assert sum(row.get("requests_retried", 0) for row in train.rows if row["kind"] == "stats") > 0, (
-            "nobody was asking"
+            "no actor had a request"
         )

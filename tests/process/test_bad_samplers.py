@@ -1,6 +1,6 @@
-"""Whole runs with a healthy sampler and a bad one: what fails is taken over, and the bad one rests and is reported.
+"""Whole runs with a healthy and a bad sampler: the healthy one takes over failed members; the bad one is rested.
 
-How fast such a run is belongs to benchmarks/schedules (`neighbour_…`).
+benchmarks/schedules (`neighbour_…`) measures the speed of such runs.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 BAD, GOOD = "sampler-1", "sampler-0"
 WORDS = ("--config.sft.steps=0", "--config.evaluator.every=0", "--config.sampler.count=2", "--config.schedule.alpha=2",
          "--config.schedule.steps=100000", "--config.schedule.straggler=wait")  # fmt: skip
-PLAYED = 24  # members that a sampler of this config plays at once
+PLAYED = 24  # concurrent members of a sampler with this config
 
 
 def resting(rows: list[dict]) -> dict:
-    """The newest row of the store about samplers at rest."""
+    """The store's newest row about resting samplers."""
     return next((row["backoff"] for row in reversed(rows) if row["kind"] == "store"), {})
 
 
 def inspected(train: Train, *words: str) -> str:
-    """What `jaxroll inspect` prints."""
+    """The output of `jaxroll inspect`."""
     line = [sys.executable, "-m", "jaxroll", "inspect", str(train.run_dir), *words]
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def test_a_bad_sampler_rests_and_is_reported_and_no_group_dies(free_run_dir: Pat
         if env == "slow":
             assert failed == []
             return
-        assert len(failed) <= 3 * PLAYED, "two full rounds and its trials: then it gets one member at a time"
+        assert len(failed) <= 3 * PLAYED, "after two full rounds the bad sampler must get one member at a time"
         taken_over = train.query("SELECT COUNT(*) FROM members m JOIN failures f USING (group_id, member) "
                                  "WHERE m.state = 'done'")  # fmt: skip
-        assert taken_over[0][0] > 0, "what it failed the healthy one finished"
+        assert taken_over[0][0] > 0, "the healthy sampler finished no failed member"

@@ -1,4 +1,4 @@
-"""Learner, samplers and evaluator in one process, by turns on the same devices (`placement.colocated`)."""
+"""Learner, samplers and evaluator in one process that take turns on the same devices (`placement.colocated`)."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from tests.harness.train_process import (
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 TOGETHER = "--config.placement.colocated=True"
 EVALUATED = "--config.evaluator.every=2"
-PATIENT = "--config.transfer.deadline_s=200"  # with the evaluator, which compiles before the first step
+PATIENT = "--config.transfer.deadline_s=200"  # time for the evaluator, which compiles before the first step
 
 
 def roles(train: Train) -> list[str]:
-    """The roles that have a process, of what the supervisor started."""
+    """The roles of the processes that the supervisor started."""
     words = [process.cmdline() for process in train.children()]
     return sorted(line[3] for line in words if line[1:3] == ["-m", "jaxroll"])
 
 
 def steps_of(train: Train) -> list[dict]:
-    """What is to be the same of each step."""
+    """The keys of each step that must be equal."""
     return [{key: row[key] for key in SAME} for row in train.rows if row["kind"] == "step"]
 
 
 def accuracies(train: Train) -> dict[int, tuple[int, list]]:
-    """By step, of how many questions which were right."""
+    """By step, the number of questions and the correct ones."""
     return {row["step"]: (row["n"], row["correct"]) for row in train.rows if row["kind"] == "eval"}
 
 
 def channels(train: Train) -> list[str]:
-    """How weights came to the engines."""
+    """The channels through which the engines received weights."""
     return [channel for (channel,) in train.query("SELECT DISTINCT channel FROM versions")]
 
 
 def test_a_synchronous_run_in_one_process_is_that_of_processes_of_their_own(tmp_path):
-    """Two devices in unequal meshes: the same questions, losses and evaluations, to the bit."""
+    """With two devices in unequal meshes, questions, losses and evaluations are equal bit for bit."""
     words = (*LEARNING, EVALUATED, "--config.schedule.alpha=0", "--config.schedule.steps=6", PATIENT)
     with Train(tmp_path / "apart", *words) as apart:
         assert apart.finish() == 0, apart.logs()
     with Train(tmp_path / "together", *words, TOGETHER) as together:
         together.until_step(1)
-        assert roles(together) == ["colocated", "feeder", "store"], "feeder is the store's"
+        assert roles(together) == ["colocated", "feeder", "store"], "the feeder is a child of the store"
         assert together.finish() == 0, together.logs()
         assert_sound(together, steps=6, alpha=0)
     assert any(step["grad_norm"] for step in steps_of(together)), "it learns something"
     assert steps_of(together) == steps_of(apart)
     first, second = accuracies(together), accuracies(apart)
-    both = first.keys() & second.keys()  # who is at an older version when one comes does not see it
+    both = first.keys() & second.keys()  # an evaluator skips a version that is replaced while it is busy
     assert {0, 6} <= both and {step: first[step] for step in both} == {step: second[step] for step in both}
     assert trained_questions(together) == trained_questions(apart)
     assert [channels(train) for train in (apart, together)] == [["tcp"], ["device"]]
@@ -91,14 +91,14 @@ def test_what_roles_may_be_is_the_same_in_one_process(tmp_path, channel, words):
 
 
 def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir):
-    """What the store knows of weights after a kill is of the life that has ended: nobody is to begin with it."""
+    """After a kill the store still lists weights of the ended process; no role may start with them."""
     words = (*LEARNING, EVALUATED, TOGETHER, "--config.schedule.steps=5000", "--config.learner.checkpoint_every=3",
              "--config.supervisor.backoff_s=0.1", "--config.sampler.count=2")  # fmt: skip
     with Train(free_run_dir, *words) as train:
         for kill in range(2):
             train.until_step(last_step(train.rows) + 4)
             train.role("colocated").send_signal(signal.SIGKILL)
-            train.until(lambda rows, died=kill + 1: restarts(rows) == died, f"the end of life {kill + 1}")
+            train.until(lambda rows, died=kill + 1: restarts(rows) == died, f"the end of process {kill + 1}")
             killed_at = last_step(train.rows)
             train.until(lambda rows, at=killed_at: last_step(rows) > at, f"a step after kill {kill + 1}")
             train.until(lambda rows, at=killed_at: evaluated(rows) > at, f"an evaluation after kill {kill + 1}")
@@ -109,7 +109,7 @@ def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir)
         assert train.report()["restarts"] == 2
         assert differing(trained_again(train.rows)) == {}
         leased = train.query("SELECT COUNT(*) FROM members WHERE state = 'leased'")
-        assert leased == [(0,)], "a clean stop gives back what was leased"
+        assert leased == [(0,)], "a clean stop returns all leases"
     words = ("--config.placement.colocated=False", f"--config.schedule.steps={stopped_at + 3}")
     with Train(free_run_dir, *words, resume=True) as second:
         assert second.finish() == 0, second.logs()
@@ -117,7 +117,7 @@ def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir)
         assert evaluated(second.rows) == stopped_at + 3
     with Train(free_run_dir, TOGETHER, resume=True) as over:
         assert over.finish() == 0, over.logs()
-        assert restarts(over.rows) == 0, "a run that is over ends at once"
+        assert restarts(over.rows) == 0, "a finished run ends at once"
 
 
 def restarts(rows: list[dict]) -> int:
@@ -125,5 +125,5 @@ def restarts(rows: list[dict]) -> int:
 
 
 def evaluated(rows: list[dict]) -> int:
-    """The newest step that was evaluated."""
+    """The newest evaluated step."""
     return max((row["step"] for row in rows if row["kind"] == "eval"), default=0)

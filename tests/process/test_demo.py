@@ -1,4 +1,4 @@
-"""The demo as a user runs it: what it learns, what its report promises, and the control that must not learn."""
+"""The demo as a user runs it: it learns, its report's invariants hold, and the control does not learn."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ STEPS = 100
 
 
 class Watch(threading.Thread):
-    """Measures, while a run goes, its longest silence and the machine's largest load. Use as a context manager."""
+    """Context manager that measures a run's longest silence and the machine's largest load."""
 
     def __init__(self, output):
         super().__init__(daemon=True)
@@ -38,17 +38,17 @@ class Watch(threading.Thread):
 
 
 def finished(run_dir, *overrides, config="demo"):
-    """The run, over, its report, and what was measured meanwhile."""
+    """Run to the end; return the run, its report and the measurements."""
     train = Train(run_dir, *overrides, config=config)
     with train, Watch(train.output) as watch:
         assert train.finish(LIMIT_S) == 0, train.logs()
-    assert 1 < watch.silence_s < 10, "there is always something to read"
+    assert 1 < watch.silence_s < 10, "the run was silent for too long"
     return train, train.report(), watch
 
 
 def assert_promises(train, report, watch):
-    """All that the report promises. The demo's own processes make a load of up to 5; beside others it overlaps less."""
-    assert broken_promises(train, report) == [], f"the largest load meanwhile was {watch.load:.0f}"
+    """Assert the report's invariants. The demo alone causes a load of up to 5; with other load it overlaps less."""
+    assert broken_promises(train, report) == [], f"the largest load during the run was {watch.load:.0f}"
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -67,7 +67,7 @@ def test_the_demo_learns_at_other_bounds_of_age(free_run_dir, alpha):
     train, report, watch = finished(free_run_dir, f"--config.schedule.alpha={alpha}")
     assert_sound(train, steps=STEPS, alpha=alpha)
     ages = {int(age) for row in train.rows if row["kind"] == "step" for age in row["age_hist"]}
-    assert {0, min(alpha, 1)} <= ages <= set(range(alpha + 1)), "α is a bound, not a target"
+    assert {0, min(alpha, 1)} <= ages <= set(range(alpha + 1)), "ages are not within α, or do not vary"
     assert report["accuracy_gain_low"] >= 0.08, report
     assert_promises(train, report, watch)
 

@@ -1,4 +1,4 @@
-"""A demo in which sampler, learner and store are killed three times each, at random instants."""
+"""The demo with three kills each of sampler, learner and store at random instants."""
 
 import random
 import signal
@@ -31,12 +31,12 @@ def test_a_demo_survives_nine_kills(free_run_dir, seed):
     assert report["heldout_in_train"] == 0 and report["eval_steps"] == [0, STEPS]
     assert report["accuracy_gain_low"] >= 0.08, report
     again = trained_again(train.rows)
-    assert len(again) >= 3, "the learner died three times between checkpoints, and went back"
-    assert differing(again) == {}, "a step that is trained again is the same step, bit for bit"
+    assert len(again) >= 3, "the learner did not rewind after each of its three kills"
+    assert differing(again) == {}, "a repeated step differs"
 
 
 def durable_groups_twice(train: Train) -> list[tuple]:
-    """(group, steps) of the groups that stand in two durable steps, from RUN/store.db."""
+    """(group, steps) of the groups that are in two durable steps, from RUN/store.db."""
     return train.query(
         "SELECT group_id, COUNT(*) FROM claim_groups WHERE step IN "
         "(SELECT step FROM claims WHERE durable_lineage IS NOT NULL) GROUP BY group_id HAVING COUNT(*) > 1"

@@ -1,4 +1,4 @@
-"""`--resume --fork=STEP`: a finished run goes on from a step whose trajectories are gone, once, whatever dies."""
+"""`--resume --fork=STEP`: a finished run forks once at a step without trajectories, also if the learner dies."""
 
 import signal
 
@@ -17,7 +17,7 @@ QUESTIONS = (
 
 
 @pytest.mark.timeout(600)
-def test_a_finished_run_forks_once_and_trains_the_same_questions_anew(tmp_path):
+def test_a_finished_run_forks_once_and_trains_the_same_questions_again(tmp_path):
     words = (*SMALL, f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=2",
              "--config.learner.checkpoints_kept=40", "--config.supervisor.backoff_s=0.1")  # fmt: skip
     with Train(tmp_path / "run", *words) as first:
@@ -29,9 +29,9 @@ def test_a_finished_run_forks_once_and_trains_the_same_questions_anew(tmp_path):
         steps = [row["step"] for row in forked.rows if row["kind"] == "step"]
         assert (min(steps), max(steps)) == (FORK + 1, STEPS)
         claimed = dict(forked.query("SELECT step, COUNT(*) FROM claims GROUP BY step"))
-        assert claimed == {step: 1 + (step >= FORK) for step in range(STEPS)}, "the learner's second life forked again"
+        assert claimed == {step: 1 + (step >= FORK) for step in range(STEPS)}, "the restarted learner forked again"
         assert [step for (step,) in forked.query(LINE)] == list(range(STEPS))
         before, after = (forked.query(QUESTIONS.format(sign)) for sign in ("=", ">"))
-        assert before == after, "the new line does not see the questions of the old one"
+        assert before == after, "the new lineage does not train on the questions of the old one"
         report = forked.report()
         assert (report["conservation_residual"], report["groups_trained_twice"]) == (0, 0)

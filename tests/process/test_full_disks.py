@@ -1,4 +1,4 @@
-"""Whole runs on disks that are full for a while, or that become read-only: each folder of a run by itself, and all."""
+"""Whole runs on disks that are full for a while or become read-only: each folder of a run alone, and all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = (*SMALL, f"--config.schedule.steps={STEPS}", "--config.learner.checkpoin
 
 @contextlib.contextmanager
 def disk_for(what: str, base: Path) -> Iterator[tuple[disks.Disk, Path, tuple[str, ...], dict[str, str]]]:
-    """A small disk that holds `what` of a run: the disk, the run's folder, further words, further environment."""
+    """A small disk that holds `what` of a run: the disk, the run's folder, more arguments, more environment."""
     run = base / "run"
     match what:
         case "run":
@@ -40,10 +40,10 @@ def disk_for(what: str, base: Path) -> Iterator[tuple[disks.Disk, Path, tuple[st
 
 @pytest.mark.parametrize("what", ["checkpoints", "logs", "transfer", "cache", "run"])
 def test_a_disk_that_is_full_for_a_while(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on when there is room again, or it ended with the cause and `--resume` completes it."""
+    """The run continues when there is room again, or it ends with the cause and `--resume` completes it."""
     with disk_for(what, tmp_path) as (disk, run, words, env):
         if what == "cache":
-            disk.fill(leave_bytes=2**18)  # it is read and written at the start
+            disk.fill(leave_bytes=2**18)  # the start reads and writes here
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         with Train(run, *WORDS, *words) as first:

@@ -1,4 +1,4 @@
-"""Environments in threads that never come back: each costs its member and a thread, and the threads come back."""
+"""Environments that hang in threads: each costs its member and a thread; a restart of the sampler frees the threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_sampler_without_threads_is_started_again_as_often_as_it_takes(free_ru
     words = (*SMALL, env, f"--config.sampler.env_threads={THREADS}", "--config.schedule.steps=5000",
              "--config.supervisor.max_restarts=0", "--config.supervisor.backoff_s=0.1")  # fmt: skip
     with Train(free_run_dir, *words) as train:
-        train.until(lambda rows: len(restarts(rows)) >= 2, "two lives that environments wore out")
+        train.until(lambda rows: len(restarts(rows)) >= 2, "two restarts for lack of threads")
         reached = last_step(train.rows)
         train.until_step(reached + 2)
         train.interrupt()
@@ -29,4 +29,4 @@ def test_a_sampler_without_threads_is_started_again_as_often_as_it_takes(free_ru
         assert {row["process"] for row in restarts(train.rows)} == {"sampler-0"}
         assert "worn out by environments that hang" in train.output.read_text()
         lost = train.query("SELECT COUNT(*) FROM failures WHERE kind = 'DATA'")[0][0]
-        assert lost >= 2 * THREADS // 4, "each that hung has its record"
+        assert lost >= 2 * THREADS // 4, "an environment that hung has no record"

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.process
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("role", ["sampler", "learner", "store"])
 def test_a_run_survives_three_kills_of(role, free_run_dir):
-    """After each kill the run goes on by itself; no group is trained twice into durable weights."""
+    """After each kill the run continues; no group is trained twice into durable weights."""
     steps, chance = 60, random.Random(f"kills of {role}")
     words = (*LEARNING, f"--config.schedule.steps={steps}", "--config.learner.checkpoint_every=7",
              "--config.supervisor.backoff_s=0.1")  # fmt: skip
@@ -31,15 +31,17 @@ def test_a_run_survives_three_kills_of(role, free_run_dir):
         assert_sound(train, steps=steps, alpha=1)
         assert train.report()["restarts"] == 3
         again = trained_again(train.rows)
-        assert differing(again) == {}, "a step that is trained again is the same step, bit for bit"
+        assert differing(again) == {}, "a repeated step differs"
         if role == "learner":
-            assert any(life["grad_norm"] for lives in again.values() for life in lives), "it went back, and it learned"
+            assert any(life["grad_norm"] for lives in again.values() for life in lives), (
+                "no repeated step has a gradient"
+            )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("role", ["sampler", "learner"])
-def test_a_role_that_is_told_to_leave_early_comes_back(role, free_run_dir):
-    """SIGTERM from outside, as in a preemption: the role leaves in order, and the run is not over for that."""
+def test_a_role_that_gets_sigterm_comes_back(role, free_run_dir):
+    """SIGTERM from outside, as in a preemption: the role leaves in order, restarts, and the run continues."""
     with Train(free_run_dir, *SMALL, "--config.schedule.steps=14", "--config.supervisor.backoff_s=0.1") as train:
         train.until_step(3)
         train.role(role).send_signal(signal.SIGTERM)
@@ -59,7 +61,7 @@ def test_no_child_outlives_a_killed_supervisor(free_run_dir):
 
 
 def is_there(process: psutil.Process) -> bool:
-    """True if it lives: not gone, and no zombie."""
+    """True if the process is alive and not a zombie."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""`kill -9` of the whole run, or of one role, inside what happens seldom: seen by the files that it makes."""
+"""`kill -9` of the whole run or of one role during rare events, which tests detect by the files that they make."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS = (f"--config.schedule.steps={STEPS}", "--config.learner.checkpoint_every=
 
 
 def soon(seen: Callable[[], object], train: Train, what: str) -> None:
-    """Return when `seen()` is true, looking every millisecond; fails the test when that does not happen in time."""
+    """Poll `seen()` every millisecond until it is true; fail the test if that takes too long."""
     deadline, pause = time.monotonic() + START_S, threading.Event()
     while not seen():
         if time.monotonic() > deadline or train.process.poll() is not None:
@@ -29,7 +29,7 @@ def soon(seen: Callable[[], object], train: Train, what: str) -> None:
 
 
 def kill_everything(train: Train) -> None:
-    """`kill -9` of the supervisor, which its children do not outlive."""
+    """Kill the supervisor with SIGKILL, which its children do not outlive."""
     children = train.children()
     train.process.send_signal(signal.SIGKILL)
     train.process.wait(10)
@@ -37,7 +37,7 @@ def kill_everything(train: Train) -> None:
 
 
 def completed(run: Path, rows: list[dict]) -> None:
-    """`--resume` completes the run, and all that must hold of it does."""
+    """Complete the run with `--resume` and assert its invariants."""
     with Train(run, resume=True) as last:
         assert last.finish() == 0, last.logs()
         last.rows = rows + last.rows
@@ -49,7 +49,7 @@ def test_killed_while_a_checkpoint_is_written_and_again_while_it_is_restored(tmp
     run = tmp_path / "run"
     with Train(run, *LEARNING, *WORDS) as first:
         first.until_step(4)
-        soon(lambda: any((run / "checkpoints").glob("*.00000006.*tmp*")), first, "a checkpoint that is being written")
+        soon(lambda: any((run / "checkpoints").glob("*.00000006.*tmp*")), first, "an unfinished checkpoint")
         kill_everything(first)
         first.rows += first._rows.rows()
     with Train(run, resume=True) as second:
@@ -68,13 +68,13 @@ def test_killed_in_the_warm_start_and_again_as_it_is_written(tmp_path: Path) -> 
         kill_everything(first)
     assert not (run / WARM_MARK).exists()
     with Train(run, resume=True) as second:
-        soon((run / "warm").exists, second, "what the warm start writes at its end")
+        soon((run / "warm").exists, second, "the final write of the warm start")
         kill_everything(second)
     completed(run, [])
 
 
 def test_a_store_killed_in_each_of_its_compactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log is compacted after a few records here; each time the store dies within it."""
+    """The log is compacted after every 60 records, and each time the store is killed during it."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(OFTEN)
@@ -93,7 +93,7 @@ def test_a_store_killed_in_each_of_its_compactions(tmp_path: Path, monkeypatch: 
 
 
 OFTEN = '''
-"""A store that compacts its log after every 60 records, and leaves a file each time that it begins."""
+"""A store that compacts its log after every 60 records and makes a file when each compaction begins."""
 import os, sys
 
 if sys.orig_argv[1:4] == ["-m", "jaxroll", "store"]:

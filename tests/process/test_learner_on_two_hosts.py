@@ -1,4 +1,4 @@
-"""A learner of two processes, whose parameters lie half on each: it trains as one does, and survives its death."""
+"""A learner of two processes with half of the parameters each: it trains as one process does and survives kills."""
 
 import signal
 
@@ -24,7 +24,7 @@ def steps_of(train: Train) -> list[dict]:
 
 @pytest.mark.timeout(600)
 def test_a_learner_on_two_hosts_trains_as_on_one(tmp_path):
-    """With alpha = 0 the answers, too, depend on what was trained before."""
+    """With alpha = 0 the answers also depend on all previous training steps."""
     words = (*LEARNING, "--config.schedule.alpha=0", f"--config.schedule.steps={STEPS}")
     with Train(tmp_path / "two", *words, TWO) as two:
         assert two.finish() == 0, two.logs()
@@ -36,16 +36,18 @@ def test_a_learner_on_two_hosts_trains_as_on_one(tmp_path):
         for key in ("loss", "grad_norm", "reward_mean", "tokens_trained", "entropy"):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6), f"step {mine['step']}: {key}"
     assert steps_of(one)[-1]["grad_norm"] > 0
-    assert list((tmp_path / "two" / "checkpoints").glob("*/sums.json")), "what both wrote is summed up"
+    assert list((tmp_path / "two" / "checkpoints").glob("*/sums.json")), "the checkpoint of both hosts has no sums"
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_what_two_hosts_wrote_one_goes_on_from(tmp_path):
+def test_one_host_resumes_from_a_checkpoint_of_two(tmp_path):
     words = (*LEARNING, TWO, "--config.schedule.steps=12", "--config.learner.checkpoint_every=100")
     with Train(tmp_path / "run", *words) as first:
         first.until_step(3)
-        follower(first).send_signal(signal.SIGTERM)  # as in a preemption: it asks the leader, and all come back
+        follower(first).send_signal(
+            signal.SIGTERM
+        )  # as in a preemption: it notifies the leader, and all processes restart
         first.until_step(last_step(first.rows) + 2)
         first.interrupt()
         assert first.finish(60) == EXIT_INTERRUPTED, first.logs()
@@ -63,7 +65,7 @@ def test_what_two_hosts_wrote_one_goes_on_from(tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("which", ["follower", "leader"])
 def test_a_run_survives_the_death_of(which, free_run_dir):
-    """All processes of the learner start again, from the last version that all had written."""
+    """All processes of the learner restart from the last version that all of them had written."""
     steps = 24
     words = (*LEARNING, TWO, f"--config.schedule.steps={steps}", "--config.learner.checkpoint_every=5",
              "--config.supervisor.backoff_s=0.1")  # fmt: skip

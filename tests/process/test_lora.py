@@ -1,4 +1,4 @@
-"""A run that trains adapters: interrupted, resumed, its samplers served with the merged parameters, exported."""
+"""A run that trains adapters: interrupted, resumed and exported; its samplers use the merged parameters."""
 
 import json
 import subprocess
@@ -32,13 +32,13 @@ def test_a_run_of_adapters_resumes_and_is_exported(tmp_path, publish):
         assert_sound(second, steps=STEPS, alpha=1)
         steps = [row for row in (*first.rows, *second.rows) if row["kind"] == "step"]
         assert any(row["grad_norm"] > 0 for row in steps), "nothing was learned"
-        # What a sampler drew from, against what the learner computes with: the merged parameters are the same.
+        # The sampler's and the learner's log-probs agree: both use the same merged parameters.
         assert max(row["logprob_mismatch_max"] for row in steps if row["logprob_mismatch_tokens"]) < 1e-3
     lives = {}
     for row in (*first.rows, *second.rows):
         if row["kind"] == "span" and row["what"] == "fetch" and row["role"].startswith("sampler"):
             lives.setdefault(row["size_bytes"], []).append(row["version"])
-    # A sampler of either life fetches everything once; then, of adapters, these alone.
+    # After each start a sampler fetches all parameters once, and then the adapters alone.
     assert len(lives) == 1 if publish == "merged" else sorted(lives)[0] * 4 < sorted(lives)[1] and len(lives) == 2, (
         lives
     )

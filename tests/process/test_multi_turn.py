@@ -1,4 +1,4 @@
-"""A run whose episodes take several turns: real roles, a real game, the engine's memory of what was said."""
+"""A run with episodes of several turns: real roles, a real game, and the engine's prefix cache."""
 
 import pytest
 
@@ -17,6 +17,6 @@ def test_an_agent_is_trained_on_conversations(free_run_dir):
         assert_sound(train, steps=3, alpha=1)
         last = [row for row in train.rows if row["kind"] == "stats"][-1]
         assert last["episodes"] >= 3 * 16 and last["failed"] == {}, train.logs()
-        assert last["env_calls"] > last["episodes"], "a reset, and steps"
+        assert last["env_calls"] > last["episodes"], "episodes did not have a reset and several steps"
         assert last["prefix_hits"] > 0
         assert 0 <= last["reward_parts"]["truncated"] <= 1

@@ -1,4 +1,4 @@
-"""A run with a critic that lies in the host's memory: interrupted, resumed, listed, asked, exported."""
+"""A run with a critic in host memory: interrupted, resumed, listed, used to generate, exported."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_a_run_of_ppo_resumes_with_its_critic_and_is_exported(tmp_path):
         assert_sound(second, steps=STEPS, alpha=1)
         steps = [row for row in (*first.rows, *second.rows) if row["kind"] == "step"]
     assert all(row[key] is not None for row in steps for key in CRITIC)
-    assert all(row["critic_grad_norm"] > 0 for row in steps), "the critic learns at every step"
+    assert all(row["critic_grad_norm"] > 0 for row in steps), "the critic did not learn at every step"
     listed = json.loads(command("checkpoints", str(run), "--verify", "--json"))
     assert listed["checkpoints"][-1]["step"] == STEPS and not any(row["problem"] for row in listed["checkpoints"])
     newest = checkpoint_files.path_of(run / "checkpoints", checkpoint_files.versions(run / "checkpoints")[-1])

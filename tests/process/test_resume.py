@@ -1,4 +1,4 @@
-"""Ctrl-C, or a closed terminal, and `--resume`: two lives of a run see the questions that one life would have seen."""
+"""Ctrl-C or a closed terminal, then `--resume`: the run sees the same questions as an uninterrupted one."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ from tests.harness.run_folder import run_of_format_1
 from tests.harness.train_process import SMALL, Train, assert_sound, last_step, trained_questions
 
 pytestmark = pytest.mark.process
-MORE = 9  # steps of the second life
+MORE = 9  # steps after the resume
 
 
 @pytest.mark.timeout(600)
@@ -33,7 +33,7 @@ def test_resume_after_a_clean_stop_sees_the_undisturbed_questions(tmp_path, sign
         assert second.finish() == 0, second.logs()
         assert_sound(second, steps=steps, alpha=1)
         trained = [row["step"] for row in second.rows if row["kind"] == "step"]
-        assert trained == list(range(stopped_at + 1, steps + 1)), "it goes on where the last durable step ended"
+        assert trained == list(range(stopped_at + 1, steps + 1)), "it did not continue after the last durable step"
         assert {row["lineage"] for row in second.rows if row["kind"] == "step"} == {0}, "a clean stop loses nothing"
         assert trained_questions(second) == undisturbed
 
@@ -57,7 +57,7 @@ def test_a_run_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_run_whose_log_is_lost_is_refused_and_keeps_its_checkpoints(tmp_path: Path) -> None:
-    """A run that began again at step 0 would write checkpoints of lineage 0, which count as older than the others."""
+    """A run that restarted at step 0 would write checkpoints of lineage 0, which count as older than the others."""
     run = tmp_path / "run"
     words = (*SMALL, "--config.schedule.steps=100000", "--config.learner.checkpoint_every=2",
              "--config.supervisor.backoff_s=0.1")  # fmt: skip
@@ -79,5 +79,5 @@ def test_a_run_whose_log_is_lost_is_refused_and_keeps_its_checkpoints(tmp_path: 
 
 
 def checkpoints(run: Path, pattern: str = "*") -> set[tuple[str, int]]:
-    """Every checkpoint, and the time at which it was written."""
+    """Every checkpoint and its modification time."""
     return {(path.name, path.stat().st_mtime_ns) for path in (run / "checkpoints").glob(pattern)}

@@ -1,4 +1,4 @@
-"""Two samplers that change their weights in turns (`schedule.rolling_updates`), or whenever there are new ones."""
+"""Weight swaps of two samplers, one after the other (`schedule.rolling_updates`) or at any time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Spans = dict[str, list[tuple[float, float]]]  # sampler → from when to when it
 
 
 def changes(rows: list[dict]) -> Spans:
-    """Of each sampler, from the fetch of weights to the flip to them; without its first, which all have at once."""
+    """For each sampler the spans from fetching weights to swapping them in, without the first, which all do at once."""
     found: Spans = defaultdict(list)
     begun: dict[tuple[str, str], float] = {}
     for row in rows:
@@ -39,14 +39,14 @@ def changes(rows: list[dict]) -> Spans:
 
 
 def at_once(found: Spans) -> int:
-    """How many changes of one sampler fell into those of the other."""
+    """The number of weight changes of one sampler during a change of the other."""
     return sum(
         a < d and c < b for one, two in itertools.combinations(found.values(), 2) for a, b in one for c, d in two
     )
 
 
 def further(rows: list[dict], known: Spans) -> bool:
-    """True if both samplers have changed twice since `known`."""
+    """True if both samplers have swapped weights twice since `known`."""
     found = changes(rows)
     return all(len(found.get(role, [])) >= len(known.get(role, [])) + 2 for role in ("sampler-0", "sampler-1"))
 
@@ -66,7 +66,7 @@ def test_samplers_change_their_weights_one_after_the_other_or_at_once(free_run_d
         assert set(found) == {"sampler-0", "sampler-1"}
         assert (at_once(found) > 0) == (rolling == 0), found
         mixed = train.query("SELECT COUNT(*) FROM members WHERE state = 'done' AND newest_step > oldest_step")[0][0]
-        assert mixed == 0, "a request was drawn at several versions, though engines drain before they flip"
+        assert mixed == 0, "a request was sampled at several versions, although engines drain before a weight swap"
 
 
 @pytest.mark.soak

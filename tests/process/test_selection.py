@@ -1,4 +1,4 @@
-"""Filtering, redundant members and two samplers in a whole run: the engines abort what nobody needs any more."""
+"""Filtering, redundant members and two samplers in a whole run: the engines abort surplus members."""
 
 import sqlite3
 
@@ -17,7 +17,7 @@ CHOOSING = ("--config.schedule.alpha=0", f"--config.schedule.steps={STEPS}", "--
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_a_synchronous_run_that_chooses_what_it_trains_on(free_run_dir):
+def test_a_synchronous_run_with_filter_and_redundant_members(free_run_dir):
     with Train(free_run_dir, *LEARNING, *CHOOSING) as train:
         assert train.finish() == 0, train.logs()
         assert_sound(train, steps=STEPS, alpha=0)
@@ -45,12 +45,12 @@ def test_one_step_samples_every_member_wholly_at_one_version(free_run_dir):
         assert_sound(train, steps=8, alpha=1)
         ages = train.query("SELECT claim_step - oldest_step, newest_step - oldest_step FROM members"
                            " JOIN groups ON id = group_id WHERE claim_step > 0 AND members.state = 'done'")  # fmt: skip
-        assert {spread for _, spread in ages} == {0}, "a flip went through a running request"
-        assert 1 in {age for age, _ in ages}, "nothing was sampled beside training"
+        assert {spread for _, spread in ages} == {0}, "a running request went through a weight swap"
+        assert 1 in {age for age, _ in ages}, "nothing was sampled during training"
 
 
 @pytest.mark.timeout(600)
-def test_two_samplers_flip_by_themselves_beside_a_learner_at_half_a_step_of_staleness(free_run_dir):
+def test_two_samplers_swap_weights_during_training_at_half_a_step_of_staleness(free_run_dir):
     words = ("--config.schedule.alpha=0.5", "--config.schedule.steps=5000", "--config.sampler.count=2",
              "--config.sampler.mesh.tensor=1", "--config.sft.steps=0", "--config.evaluator.every=0",
              "--config.sampler.slots=8", "--config.sampler.concurrent_episodes=8",
@@ -58,24 +58,26 @@ def test_two_samplers_flip_by_themselves_beside_a_learner_at_half_a_step_of_stal
              "--config.task.env=tests.harness.envs.dense_reward:dense_reward")  # fmt: skip
     with Train(free_run_dir, *words) as train:
         train.until_step(1)
-        # Who comes up late is waited for: the run ends when each sampler has sampled at three versions, and old groups
+        # The test waits for slow starts: the run ends when each sampler has sampled at three versions, and old groups
         # and fresh ones were trained.
         train.until(lambda rows: len(versions_by_sampler(train)) == 2
                     and min(versions_by_sampler(train).values()) >= 3
                     and {row["age_max"] for row in rows if row["kind"] == "step"} >= {0, 1},
-                    "both samplers to flip, and both ages to be trained")  # fmt: skip
+                    "weight swaps of both samplers, and both ages trained")  # fmt: skip
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
         computed = [row for row in train.rows if row["kind"] == "step" and row["logprob_mismatch_tokens"]]
         assert computed and all(row["shared_tokens"] > 0 for row in computed)
-        assert max(row["logprob_mismatch_max"] for row in computed) < 1e-3, "the sampler reads prompts with each answer"
+        assert max(row["logprob_mismatch_max"] for row in computed) < 1e-3, (
+            "the log-probs of sampler and learner differ"
+        )
         assert {row["age_max"] for row in train.rows if row["kind"] == "step"} == {0, 1}, (
             "at a half, some are a step old"
         )
 
 
 def versions_by_sampler(train: Train) -> dict[str, int]:
-    """At how many versions each sampler has finished members."""
+    """The number of versions at which each sampler has finished members."""
     return dict(train.query("SELECT holder, COUNT(DISTINCT newest_step) FROM members"
                             " WHERE state = 'done' GROUP BY holder"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every role by itself, found by address: no supervisor, no shared folder between sampler and the rest."""
+"""Roles started one by one and connected by address: no supervisor, no folder shared with the sampler."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ LIMIT_S = 200.0
 
 
 def start(role: str, path: Path, address: str, *words: str, config: Sequence[str] = WORDS) -> subprocess.Popen:
-    """`jaxroll ROLE --config=FILE --store=HOST:PORT --run=DIR`, its output in DIR.log."""
+    """Start `jaxroll ROLE --config=FILE --store=HOST:PORT --run=DIR` with its output in DIR.log."""
     env = {**os.environ, "XLA_FLAGS": "", "JAXROLL_CACHE": str(ROOT / ".cache" / "jax")}
     del env["XLA_FLAGS"]  # a role that is started alone sets its own devices
     with path.with_suffix(f".{role}.log").open("w") as out:
@@ -33,14 +33,14 @@ def start(role: str, path: Path, address: str, *words: str, config: Sequence[str
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
+    """A port on which no process listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def test_a_task_without_prompts_ends_the_store_with_its_reason(tmp_path: Path) -> None:
-    """As where the data changed after the run was made: the command that looked at it before saw something else."""
+    """This happens if the data changes after the run was created, so that the check of `jaxroll train` is outdated."""
     settings = configs.load(ROOT / "configs" / "smoke.py", ["task.max_prompt_tokens=1"])
     run_dir.create(tmp_path / "a", settings, [])
     store = start("store", tmp_path / "a", "127.0.0.1:0", config=())
@@ -68,7 +68,7 @@ def test_roles_meet_by_address(tmp_path: Path) -> None:
                 pytest.fail(f"the {name} did not end within {LIMIT_S:g} s\n{said()}", pytrace=False)
             assert code == 0, said()
         assert last_step(metrics.read(tmp_path / "a" / "metrics.jsonl")) == 3
-        assert not (tmp_path / "b" / "store.db").exists(), "the history is the store's alone"
+        assert not (tmp_path / "b" / "store.db").exists(), "only the store may write the log"
     finally:
         for process in roles.values():
             process.terminate()

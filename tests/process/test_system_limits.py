@@ -1,4 +1,4 @@
-"""Whole runs of processes that meet a limit of the system, and in surroundings that are not a developer's."""
+"""Whole runs with processes at a limit of the system, and in bare environments such as a service's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ WORDS = (*LEARNING, "--config.schedule.steps=100000", "--config.learner.checkpoi
 
 @pytest.mark.parametrize("role", ["sampler", "learner", "store"])
 @pytest.mark.parametrize("limit", ["descriptors", "memory"])
-def test_a_role_that_meets_a_limit(role: str, limit: str, free_run_dir: Path) -> None:
-    """It goes on without, or dies of it and is started again; the others live, and the run goes on."""
+def test_a_role_at_a_limit_of_the_system(role: str, limit: str, free_run_dir: Path) -> None:
+    """The role copes, or dies and is restarted; the other roles keep running and the run continues."""
     with Train(free_run_dir, *WORDS) as train:
         train.until_step(4)
         victim = train.role(role)
@@ -36,7 +36,7 @@ def test_a_role_that_meets_a_limit(role: str, limit: str, free_run_dir: Path) ->
         train.until(lambda rows: last_step(rows) >= at + 8, f"steps with a {role} at its limit of {limit}")
         if victim.is_running() and victim.status() != psutil.STATUS_ZOMBIE:
             resource.prlimit(victim.pid, kind, was)
-        assert all(psutil.pid_exists(pid) for pid in others), "somebody else died of it"
+        assert all(psutil.pid_exists(pid) for pid in others), "another role died"
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
@@ -60,7 +60,7 @@ def test_without_a_locale_a_home_or_a_place_for_scratch_and_with_much_to_say(
 
 
 def test_a_terminal_that_is_gone_leaves_a_checkpoint(free_run_dir: Path) -> None:
-    """SIGHUP, as the kernel sends it when the connection to the terminal is lost: `--resume` repeats no step."""
+    """After SIGHUP, which the kernel sends when the terminal's connection is lost, `--resume` repeats no step."""
     with Train(free_run_dir, *WORDS[:-2], "--config.learner.checkpoint_every=1000") as first:
         first.until_step(5)
         first.process.send_signal(signal.SIGHUP)

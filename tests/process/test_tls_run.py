@@ -1,4 +1,4 @@
-"""A whole run over TLS: certificates that are replaced while it runs, that expire, and callers that do not fit."""
+"""A whole run over TLS: certificates that are replaced during the run or expire, and callers that are refused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_run_over_tls_outlives_its_certificates(
         wrong = refusal(train, monkeypatch, None, auth.bearer(secret, "sampler"), "learner")
         assert "no valid token for the role 'learner'" in wrong and auth.TOKEN_VARIABLE in wrong
 
-        shutil.rmtree(run / tls.TLS_FOLDER)  # a new CA: nobody trusts an old certificate any more
+        shutil.rmtree(run / tls.TLS_FOLDER)  # a new CA: old certificates are no longer trusted
         certificates.make(run, [], 1)
         for name in ("store", "learner", "sampler"):
             at = last_step(train.rows)
@@ -96,11 +96,12 @@ if sys.orig_argv[1:4] == ["-m", "jaxroll", os.environ["WRONG_ROLE"]]:
 @pytest.mark.parametrize(
     ("role", "by_s", "warning"), [("learner", DAY_S, "expired at"), ("sampler", -DAY_S, "is not valid before")]
 )
-def test_a_role_whose_clock_is_off_by_a_day_says_so_and_works(
+def test_a_role_whose_clock_is_off_by_a_day_warns_and_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, by_s: float, warning: str
 ) -> None:
-    """Its Python sees another time, and with it what JaxRoll says of certificates, rows and durations. OpenSSL and gRPC
-    read the machine's clock: how they refuse a certificate out of its time is shown with real ones above.
+    """The role's Python has another time, which JaxRoll's messages about certificates, rows and durations use.
+
+    OpenSSL and gRPC read the machine's clock; the test above shows with real certificates how they refuse expired ones.
     """
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(CLOCK)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.process
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("alpha", [0, pytest.param(1, marks=pytest.mark.soak), 2])
 def test_no_trained_token_is_older_than_alpha(free_run_dir, alpha):
-    """Every step is published, then acknowledged, before the next is; with α > 0 the next is claimed before that."""
+    """Each step is published and acknowledged before the next; with α > 0 the next step is claimed before that."""
     words = (f"--config.schedule.alpha={alpha}", f"--config.schedule.steps={5000 if alpha else 8}")
     with Train(free_run_dir, *SMALL, *words) as train:
         if alpha:  # a sampler slower than the learner completes most batches late: one that it does not is waited for
@@ -34,12 +34,12 @@ def test_no_trained_token_is_older_than_alpha(free_run_dir, alpha):
 
 
 def ages(rows: list[dict]) -> set[int]:
-    """How old trained tokens were, in steps."""
+    """The ages of trained tokens in steps."""
     return {int(age) for row in rows if row["kind"] == "step" for age in row["age_hist"]}
 
 
 def positions(train: Train) -> dict[str, int]:
-    """Where in the log each claim, publication and acknowledgement stands: "claimed 3" → its position."""
+    """Positions of claims, publications and acknowledgements in the log: "claimed 3" → its position."""
     rows = train.query(
         "SELECT kind, ROW_NUMBER() OVER (PARTITION BY kind ORDER BY position) - 1, position FROM log "
         "WHERE kind IN ('claimed', 'published', 'acked')"
@@ -55,7 +55,7 @@ def claimed_ahead(train: Train) -> list[int]:
 
 @pytest.mark.timeout(600)
 def test_a_run_from_warm_start_to_report(free_run_dir):
-    # The learner waits so long for an evaluator that compiles.
+    # The deadline gives the evaluator time to compile.
     with Train(free_run_dir, *UNEQUAL_MESHES, "--config.schedule.steps=6", "--config.transfer.deadline_s=200") as train:
         assert train.finish() == 0, train.logs()
         assert_sound(train, steps=6, alpha=1)
@@ -65,7 +65,7 @@ def test_a_run_from_warm_start_to_report(free_run_dir):
         assert report["learner_mesh"]["fsdp"] == 2 and report["sampler_mesh"]["tensor"] == 2
         evals = [row for row in train.rows if row["kind"] == "eval"]
         assert evals[0]["step"] == 0 and evals[-1]["step"] == 6, "the gain is measured from the warm start to the end"
-        assert all(row["n"] == 16 for row in evals), "every item is answered wholly at the pinned version"
+        assert all(row["n"] == 16 for row in evals), "not every item was answered at the pinned version"
         assert all(example["answer"].lower() == example["prompt"][::-1] for row in evals for example in row["examples"])
         assert (free_run_dir / "report.html").stat().st_size > 10_000
         assert {"learner", "sampler-0", "evaluator"} <= {row["role"] for row in train.rows if row["kind"] == "devices"}
@@ -77,7 +77,7 @@ def test_the_tensorstore_channel_carries_a_run(free_run_dir):
         train.until_step(4)
         learner = train.role("learner").nice()
         others = [train.role(name).nice() for name in ("sampler", "store")]
-        assert others == [max(learner, lifeline.NICE)] * 2, "on a CPU all give way to the learner"
+        assert others == [max(learner, lifeline.NICE)] * 2, "on a CPU the learner has priority"
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)

@@ -8,12 +8,12 @@ from jaxroll.errors import EXIT_INTERRUPTED
 from tests.harness.train_process import LEARNING, Train, assert_sound, last_step
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-# Steps without end: a run is ended when it has shown what it is to show, however busy the machine is.
+# Many steps: the test ends a run when it has observed the event, however busy the machine is.
 ENDLESS = (*LEARNING, "--config.schedule.steps=5000", "--config.schedule.alpha=1", "--config.sampling.max_tokens=48")
 
 
 def mixed(train: Train) -> int:
-    """How many members were drawn at several versions."""
+    """The number of members that were sampled at several versions."""
     return train.query("SELECT COUNT(*) FROM members WHERE state = 'done' AND newest_step > oldest_step")[0][0]
 
 
@@ -22,8 +22,8 @@ def discarded(rows: list[dict]) -> int:
     return max((row["tokens_discarded"] for row in rows if row["kind"] == "stats"), default=0)
 
 
-def sampled_beside_an_evaluation(rows: list[dict]) -> bool:
-    """True if a sampler decoded wholly within the time of an evaluation."""
+def sampled_during_an_evaluation(rows: list[dict]) -> bool:
+    """True if a decode span of a sampler is within an evaluation."""
     within = [(row["t0"], row["t1"]) for row in rows if row["kind"] == "eval"]
     return any(
         began <= row["t0"] and row["t1"] <= ended
@@ -46,8 +46,8 @@ def test_running_requests_go_on_as_the_flip_says(free_run_dir, weight_swap, eval
     with Train(free_run_dir, *words) as train:
         train.until(lambda rows: last_step(rows) >= 4, "four steps")
         train.until(lambda rows: not goes_on or mixed(train) > 0, "a member of several versions")
-        train.until(lambda rows: not throws_away or discarded(rows) > 0, "tokens that are thrown away")
-        train.until(lambda rows: not evaluated or sampled_beside_an_evaluation(rows), "rollouts beside an evaluation")
+        train.until(lambda rows: not throws_away or discarded(rows) > 0, "discarded tokens")
+        train.until(lambda rows: not evaluated or sampled_during_an_evaluation(rows), "rollouts during an evaluation")
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)
