@@ -1,4 +1,4 @@
-"""An algorithm of one's own that weighs tokens by their age: `learner.algorithm=tests.harness.age_loss:by_age`."""
+"""A custom algorithm that weights tokens by their age: `learner.algorithm=tests.harness.age_loss:by_age`."""
 
 from jaxroll.algorithms import registry
 from jaxroll.algorithms.registry import Algorithm
@@ -7,7 +7,7 @@ from jaxroll.algorithms.tokens import TokenLoss
 
 @registry.register("by_age")
 def by_age(learner):
-    """Tokens pull as often as they are steps old."""
+    """Weight every token's loss by its age in steps."""
 
     def token_loss(tokens):
         loss = -tokens.ages * tokens.advantage * tokens.logprob

@@ -1,4 +1,4 @@
-"""Reference gradients of samples, one padded row each."""
+"""Reference gradients of samples with one padded row per sample."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxroll.models import transformer
 
 
 class Padded:
-    """Samples one a row, without the packer: log π of their trained tokens [N, 32], 0 elsewhere, in one program."""
+    """Samples in one row each, without the packer: log π of trained tokens [N, 32], 0 elsewhere, in one program."""
 
     def __init__(self, spec, samples):
         shape = (len(samples), 32)

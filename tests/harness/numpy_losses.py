@@ -1,8 +1,8 @@
-"""Every loss and advantage once more in numpy and float64, one sequence at a time, written from the papers' formulas.
+"""Reference losses and advantages in numpy and float64, one sequence at a time, from the papers' formulas.
 
 A sequence is a dict of arrays [n] over its trained tokens: `logp` log π_θ, `prox`, `beh`, `ref`, and `adv`. Each loss
-gives one number a token. `c` holds the constants of a settled learner's config. Nothing here is shared with the code
-under test.
+gives one number per token. `c` holds the constants of a resolved learner config. No code is shared with the code under
+test.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def ppo(r, adv, c):
-    """Token by token, with ifs in place of min and clip."""
+    """PPO's loss token by token, with ifs in place of min and clip."""
     out = []
     for ratio, a in zip(r, adv, strict=True):
         inside = min(max(ratio, 1 - c.clip_low), 1 + c.clip_high)
@@ -25,7 +25,7 @@ def ppo(r, adv, c):
 
 
 def bounded_weight(w, c):
-    """What each correction makes of π_prox/π_b."""
+    """The weight that each correction computes from π_prox/π_b."""
     if c.correction == "none":
         return np.ones_like(w)
     if c.correction == "icepop":
@@ -81,7 +81,7 @@ def likelihood(s, c):
 
 
 def dpo(better, worse, c):
-    """One number for the pair."""
+    """The loss of a pair."""
     margin = sum(better["logp"] - better["ref"]) - sum(worse["logp"] - worse["ref"])
     return -math.log(1 / (1 + math.exp(-c.dpo_beta * margin)))
 
@@ -100,7 +100,7 @@ LOSSES = {
 
 
 def value_loss(values, before, targets, clip):
-    """One state at a time: the worse of the value as it is and as far as it may go."""
+    """The clipped value loss, one state at a time: the larger of the losses of the value and of its clipped form."""
     out = []
     for value, start, target in zip(values, before, targets, strict=True):
         held = min(max(value, start - clip), start + clip) if clip else value
@@ -116,7 +116,7 @@ def value_slopes(values, before, targets, clip, step=1e-6):
 
 
 def aggregated(losses: list[np.ndarray], kind: str, length: int) -> float:
-    """The batch's loss of per-token losses, sequence by sequence."""
+    """The batch's loss from per-token losses, sequence by sequence."""
     losses = [np.asarray(of_tokens) for of_tokens in losses if len(of_tokens)]
     if not losses:
         return 0.0

@@ -1,4 +1,4 @@
-"""The processes of example runs."""
+"""Process specs of example runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bounds that a hostile input must not exceed: memory and time of one call, and what a refusal looks like."""
+"""Bounds for hostile input: memory and time of one call, and the form of a refusal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MEMORY_BYTES, TIME_S, MESSAGE_CHARACTERS = 64 << 20, 30.0, 1500
 
 
 class OutOfTime(BaseException):
-    """Not an Exception, so that no handler of the code under test takes it for its own."""
+    """A BaseException, so that no handler of the code under test catches it."""
 
 
 @contextlib.contextmanager
 def bounded(memory_bytes: int | None = MEMORY_BYTES, time_s: float = TIME_S) -> Iterator[None]:
-    """Fail when the block takes more memory (as Python and numpy allocate it) or more time than that.
+    """Fail if the block takes more memory (allocated by Python and numpy) or more time than these bounds.
 
     Counting memory makes Python several times slower; None does not count it.
     """
@@ -44,7 +44,7 @@ def bounded(memory_bytes: int | None = MEMORY_BYTES, time_s: float = TIME_S) -> 
 
 
 def check_refusal(error: JaxRollError, *words: Any) -> None:
-    """One line of bounded length that holds all `words`."""
+    """Assert that the error is one line of bounded length that holds all `words`."""
     text = str(error)
     assert len(text) <= MESSAGE_CHARACTERS and text.isprintable(), repr(text[:3000])
     assert all(str(word) in text for word in words), text

@@ -1,4 +1,4 @@
-"""A proxy whose answers a test gives, with a task and grants for it."""
+"""A proxy with scripted answers, and a task and grants for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answered() -> Completion:
 
 @dataclass
 class FakeProxy:
-    """Answers every member with "a"; `errors` and `gates` are by member."""
+    """A proxy that answers every member with "a"; `errors` and `gates` are by member."""
 
     errors: dict[int, BaseException] = field(default_factory=dict)
     gates: dict[int, asyncio.Event] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A run folder made by hand: rows as the roles write them, a log written by the store's own schema, one seed."""
+"""A run folder for tests: rows in the roles' format, a log in the store's schema, generated from one seed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def task(index: int) -> Task:
 
 
 class LogMaker:
-    """Collects events with their SQL, the way the store does."""
+    """A collection of events with their SQL, as the store makes them."""
 
     def __init__(self) -> None:
         self.state, self.statements = State(), []
@@ -45,7 +45,7 @@ class LogMaker:
             self.statements += schema.statements(event, self.state, self.state.position, t)
 
     def issue(self, group: int, *, index: int | None = None, version: Version = START, tokens: int = TOKENS) -> None:
-        """A group with all members leased and put."""
+        """Add a group with all members leased and put."""
         self.add(ev.Issued(group, task(group if index is None else index), MEMBERS, cursor=b"c"))
         self.add(ev.Leased(group, tuple((m, 1) for m in range(MEMBERS)), "sampler-0", "s", "r", 30.0))
         for member in range(MEMBERS):
@@ -62,19 +62,19 @@ class LogMaker:
 
 
 def encodable(text: str) -> str:
-    """What of `text` can travel: wire messages hold no lone surrogates, lines of JSON may."""
+    """`text` without lone surrogates, which JSON lines may hold but wire messages may not."""
     return text.encode("utf-8", "replace").decode()
 
 
 def write_rows(run_dir: Path, rows: Sequence[dict]) -> None:
-    """RUN/metrics.jsonl, in order of time."""
+    """Write RUN/metrics.jsonl in order of time."""
     tracker = metrics.JsonlTracker(run_dir / "metrics.jsonl")
     tracker.log_all(sorted(rows, key=lambda row: row["t"]))
     tracker.close()
 
 
 def write_run_file(run_dir: Path, **changes: object) -> None:
-    """RUN/run.json with the demo's meshes; `changes` are dotted keys of the config with __ for the dot."""
+    """Write RUN/run.json with the demo's meshes; `changes` are dotted config keys with __ for the dot."""
     values = configs.defaults().to_dict()
     values["learner"]["mesh"]["fsdp"], values["sampler"]["mesh"]["tensor"] = 2, 2
     for key, value in changes.items():
@@ -90,7 +90,7 @@ def write_run_file(run_dir: Path, **changes: object) -> None:
 
 
 def make_run(run_dir: Path, *, steps: int = 60, steps_wanted: int = 60, hostile: str = "") -> Path:
-    """A whole run that learns; `hostile` is put wherever a model's or an environment's words can stand."""
+    """Make a whole run that learns; `hostile` is inserted wherever a model's or an environment's text can occur."""
     rng = random.Random(0)
     write_run_file(run_dir, schedule__steps=steps_wanted)
     log, rows = LogMaker(), _warm_rows(rng)

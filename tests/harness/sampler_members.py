@@ -55,7 +55,7 @@ def members(
 
 
 def counted(work: Members) -> dict[str, int]:
-    """The counts of members that go as they should."""
+    """The counts of healthy members."""
     counts = work.counts()
     assert counts.pop("puts_refused") == 0
     counts.pop("members_lost")

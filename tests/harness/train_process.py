@@ -1,4 +1,4 @@
-"""A `jaxroll train` of real processes under a test's eye: follow its metrics, kill its roles, read its log."""
+"""A `jaxroll train` of real processes for tests: follow its metrics, kill its roles, read its log."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SMALL = ("--config.sft.steps=0", "--config.evaluator.every=0", *UNEQUAL_MESHES)
 LEARNING = (
     *SMALL,
     "--config.task.env=tests.harness.envs.dense_reward:dense_reward",
-)  # parameters move from the first step on
-START_S, LIMIT_S = 240.0, 480.0  # on a machine that is busy with ten other things
-SAME = ("groups", "loss", "grad_norm", "tokens_trained", "tokens_computed", "reward_mean")  # of a step
+)  # parameters change from the first step on
+START_S, LIMIT_S = 240.0, 480.0  # also on a busy machine
+SAME = ("groups", "loss", "grad_norm", "tokens_trained", "tokens_computed", "reward_mean")  # keys of a step
 
 
 class Train:
-    """One `jaxroll train` on configs/NAME.py (or `--resume`). Use as a context manager: nothing outlives it.
+    """A context manager for `jaxroll train` on configs/NAME.py (or `--resume`), which ends all its processes.
 
     Its output goes to a file; with `stdout`, standard output goes there instead.
     """
@@ -64,7 +64,7 @@ class Train:
         self.process.wait(timeout=10)
 
     def until(self, seen: Callable[[list[dict]], bool], what: str, limit_s: float = START_S) -> None:
-        """Return when `seen(all rows so far)`; fails the test, with all logs, when that does not happen in time."""
+        """Wait until `seen(all rows so far)` is true; fail the test with all logs if that takes too long."""
         deadline = time.monotonic() + limit_s
         pause = threading.Event()
         while True:
@@ -77,11 +77,11 @@ class Train:
             pause.wait(0.05)
 
     def until_step(self, step: int, limit_s: float = START_S) -> None:
-        """Return when `step` steps are trained."""
+        """Wait until `step` steps are trained."""
         self.until(lambda rows: last_step(rows) >= step, f"step {step}", limit_s)
 
     def finish(self, limit_s: float = LIMIT_S) -> int:
-        """The exit code of the run."""
+        """Wait for the run's end; return its exit code."""
         try:
             code = self.process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -90,14 +90,14 @@ class Train:
         return code
 
     def children(self) -> list[psutil.Process]:
-        """The roles and what they started."""
+        """The processes of the roles and their children."""
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
     def role(self, name: str) -> psutil.Process:
-        """The process of a role that is up, `learner` or `sampler` or `store`."""
+        """The process of a role that has started: `learner`, `sampler` or `store`."""
         deadline, pause = time.monotonic() + START_S, threading.Event()
         while time.monotonic() < deadline:
             for process in self.children():
@@ -110,11 +110,11 @@ class Train:
         pytest.fail(f"no {name} came up\n{self.logs()}", pytrace=False)
 
     def interrupt(self) -> None:
-        """Ctrl-C, as the terminal sends it to the foreground: here to the supervisor."""
+        """Send SIGINT to the supervisor, as the terminal does for Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
     def logs(self) -> str:
-        """The last lines of everything that was said."""
+        """The last lines of all logs."""
         files = [self.output, *sorted((self.run_dir / "logs").glob("*.log"))]
         return "\n".join(
             f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files if file.exists()
@@ -126,7 +126,7 @@ class Train:
             return db.execute(sql).fetchall()
 
     def report(self) -> dict:
-        """What `jaxroll report RUN --json` prints."""
+        """The output of `jaxroll report RUN --json`."""
         words = [sys.executable, "-m", "jaxroll", "report", str(self.run_dir), "--json"]
         done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
@@ -134,7 +134,7 @@ class Train:
 
 
 def trained_again(rows: Sequence[dict]) -> dict[int, list[dict]]:
-    """What was computed in every life of the steps that were trained more than once."""
+    """The rows of every step that was trained more than once."""
     lives = defaultdict(list)
     for row in rows:
         if row.get("kind") == "step":
@@ -143,23 +143,23 @@ def trained_again(rows: Sequence[dict]) -> dict[int, list[dict]]:
 
 
 def differing(lives: Mapping[int, list[dict]]) -> dict[int, list[dict]]:
-    """Those of the steps that were not the same in every life."""
+    """The steps whose rows are not all equal."""
     return {step: found for step, found in lives.items() if any(life != found[0] for life in found)}
 
 
 def broken_promises(train: Train, report: dict) -> list[str]:
-    """The lines of the report that say NO."""
+    """The report's violated invariants."""
     config = json.loads((train.run_dir / "run.json").read_text())["config"]
     return [f"{c.name}: {c.found}, {c.bound}" for c in checks(report, config) if c.holds is False]
 
 
 def last_step(rows: Sequence[dict]) -> int:
-    """The newest step trained."""
+    """The newest trained step."""
     return max((row["step"] for row in rows if row.get("kind") == "step"), default=0)
 
 
 def trained_questions(train: Train) -> list[tuple[int, int, str]]:
-    """(step, place, question hash) of every group that was claimed, in training order."""
+    """(step, place, question hash) of every claimed group, in training order."""
     return train.query(
         "SELECT c.step, c.place, g.question_hash FROM claim_groups c JOIN groups g ON g.id = c.group_id "
         "ORDER BY c.step, c.place"
@@ -167,7 +167,7 @@ def trained_questions(train: Train) -> list[tuple[int, int, str]]:
 
 
 def assert_sound(train: Train, *, steps: int, alpha: int) -> None:
-    """What must hold after every run, however it went."""
+    """Assert the invariants of every run."""
     assert last_step(train.rows) == steps
     twice = train.query("SELECT group_id, COUNT(*) FROM claim_groups GROUP BY group_id HAVING COUNT(*) > 1")
     assert twice == [], f"groups in two claims: {twice}"

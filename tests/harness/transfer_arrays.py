@@ -44,5 +44,5 @@ def abstract_of(shapes: dict[str, tuple[int, ...]], dtype: str = "float32") -> d
 
 
 def host_snapshot(version: Version, values: dict[str, np.ndarray]) -> HostSnapshot:
-    """A snapshot whose pieces show `values` itself: a test can change them under it."""
+    """A snapshot whose pieces are views of `values`, so that a test can change them later."""
     return from_pieces(version, {name: (v.shape, [(tuple((0, n) for n in v.shape), v)]) for name, v in values.items()})

@@ -1,4 +1,4 @@
-"""A run of real processes without JAX under a test's eye: a store, scripted samplers, scripted learners, all mortal."""
+"""A run of real processes without JAX for tests: a store, scripted samplers and learners; tests can kill each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.harness.cluster.scripted_store import StoreOrders
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "configs" / "smoke.py"
-LIMIT_S = 60.0  # ten times what the slowest wait takes on an idle machine
+LIMIT_S = 60.0  # ten times the slowest wait on an idle machine
 POLL_S = 0.02
 Row = dict[str, Any]
 
@@ -61,7 +61,7 @@ class Role:
 
     @property
     def rows(self) -> list[Row]:
-        """What its lives have journaled so far."""
+        """The journal of all its processes so far."""
         self._rows += self._follower.rows()
         return self._rows
 
@@ -70,18 +70,18 @@ class Role:
         return [row for row in self.rows if row["kind"] == kind]
 
     def kill(self) -> None:
-        """`kill -9`, and wait for the kernel to agree."""
+        """Send SIGKILL and wait for the end."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(10)
         self.kills += 1
 
     def stop(self, limit_s: float = LIMIT_S) -> int:
-        """SIGTERM; the exit code."""
+        """Send SIGTERM; return the exit code."""
         self.process.terminate()
         return self.process.wait(limit_s)
 
     def pause(self) -> None:
-        """SIGSTOP: it stands still until `resume`."""
+        """Stop the process with SIGSTOP until `resume`."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -90,12 +90,12 @@ class Role:
 
     @property
     def alive(self) -> bool:
-        """True if it still runs."""
+        """True if the process runs."""
         return self.process.poll() is None
 
     @property
     def broken(self) -> bool:
-        """True if it ended by itself, with a failure that no test asked for."""
+        """True if the process ended by itself with a failure that no test caused."""
         return not self.may_fail and (self.process.poll() or 0) > 0
 
     @property
@@ -111,7 +111,7 @@ class Role:
 
 
 class ByHand:
-    """A sampler that the test itself plays, in its own process; what it puts is journaled like any other's."""
+    """A sampler in the test's own process; its puts are journaled like those of other samplers."""
 
     def __init__(self, name: str, folder: Path, store: StoreClient) -> None:
         self.name, self.store = name, store
@@ -120,19 +120,19 @@ class ByHand:
         self.rows: list[Row] = []
 
     async def put(self, member: Member) -> str:
-        """See scripted_sampler.put."""
+        """Put a member as scripted_sampler.put does."""
         answer = await put(self.store, self._journal, member)
         self.rows += self._follower.rows()
         return answer
 
     async def keys(self, version: Version, members: int) -> list[Key]:
-        """Leases (group, member, attempt) for so many members, waited for."""
+        """Lease so many members, waiting as needed; return their (group, member, attempt)."""
         grants = await self.store.lease(version, members, LIMIT_S)
         return [(grant.group, member, attempt) for grant in grants for member, attempt in grant.members]
 
 
 class Cluster:
-    """One run. `overrides` are words of the command line (`schedule.steps=20`). Use as a context manager.
+    """One run, as a context manager. `overrides` are config overrides such as `schedule.steps=20`.
 
     The store is the real role through the real command line; its prompts come from a counter, or with `real_feeder`
     from the dataset by the real feeder child (which imports JAX on the CPU: a second per start of the store).
@@ -148,7 +148,7 @@ class Cluster:
         self.digest = configs.digest(self.config)
         self.roles: dict[str, Role] = {}
         self.hands: list[ByHand] = []
-        self.run_dir.mkdir(exist_ok=True)  # a test may have put it on a disk of its own
+        self.run_dir.mkdir(exist_ok=True)  # a test may have put it on a separate disk
         auth.create(self.run_dir)
         words = ["store", f"--config={CONFIG}", f"--run={self.run_dir}", *(f"--config.{o}" for o in overrides)]
         if real_feeder:
@@ -164,14 +164,14 @@ class Cluster:
         return self._start(name, "tests.harness.cluster.scripted_sampler", orders)
 
     def learner(self, process: str = "learner", *, address_file: Path | None = None, **behaviour: Any) -> Role:
-        """Start a scripted learner, which the store knows as `learner` whatever its process is called here."""
+        """Start a scripted learner; to the store its name is `learner`, regardless of `process`."""
         common = self._orders("learner", process, address_file) | {
             "checkpoints": str(self.checkpoints), "steps": self.config.schedule.steps, "gate": str(self._gate),
         }  # fmt: skip
         return self._start(process, "tests.harness.cluster.scripted_learner", LearnerOrders(**common | behaviour))
 
     def allow(self, steps: int) -> None:
-        """Learners train so many steps and then wait for more; without any call, all."""
+        """Let learners train so many steps and then wait; without any call they train all steps."""
         draft = self._gate.with_suffix(".draft")
         draft.write_text(str(steps))
         os.replace(draft, self._gate)
@@ -196,7 +196,7 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def by_hand(self, name: str = "sampler-by-hand") -> AsyncIterator[ByHand]:
-        """A sampler that the test plays."""
+        """A sampler in the test's own process."""
         store = await StoreClient.connect(
             self.run_dir / "store.addr", role="sampler", name=name, config_digest=self.digest, patience_s=LIMIT_S
         )
@@ -208,19 +208,19 @@ class Cluster:
             await store.aclose()
 
     def sampled(self) -> list[Row]:
-        """What all samplers journaled."""
+        """The journal rows of all samplers."""
         return [row for sampler in (*self.samplers(), *self.hands) for row in sampler.rows]
 
     def learned(self) -> list[Row]:
-        """What all learners journaled."""
+        """The journal rows of all learners."""
         return [row for learner in self.learners() for row in learner.rows]
 
     def acked(self) -> int:
-        """Steps that learners have been told are acknowledged."""
+        """The number of steps whose acknowledgement the learners have received."""
         return max((row["version"][1] + 1 for role in self.learners() for row in role.said("ack")), default=0)
 
     def until(self, seen: Callable[[], Any], what: str, limit_s: float = LIMIT_S, poll_s: float = POLL_S) -> Any:
-        """What `seen()` returns once it is true; fails the test, with all logs, when that does not happen in time."""
+        """Poll `seen()` until it is true and return its value; fail the test with all logs if that takes too long."""
         deadline, pause = time.monotonic() + limit_s, threading.Event()
         while not (found := seen()):
             broken = [role.name for role in self.roles.values() if role.broken]
@@ -235,14 +235,14 @@ class Cluster:
         self.until(lambda: self.acked() >= steps, f"{steps} acknowledged steps (there are {self.acked()})")
 
     def finish(self, limit_s: float = LIMIT_S) -> None:
-        """Wait for the end of the run: the learner's, then everybody's but the store's, each with exit code 0."""
+        """Wait for the end of the learner, then of all roles but the store, each with exit code 0."""
         for role in [*self.learners(), *self.samplers()]:
             self.until(lambda role=role: not role.alive, f"the end of {role.name}", limit_s)
             assert role.process.returncode in (0, -signal.SIGKILL), f"{role.name} failed"
 
     @contextlib.contextmanager
     def observer(self) -> Iterator[BlockingStore]:
-        """A client that may look."""
+        """A client with the observer's privileges."""
         client = BlockingStore(self.run_dir / "store.addr", role="observer", name="observer", patience_s=LIMIT_S)
         try:
             yield client
@@ -250,23 +250,23 @@ class Cluster:
             client.close()
 
     def status(self) -> Row:
-        """The run in numbers, as the store says."""
+        """The store's status of the run."""
         with self.observer() as client:
             return client.status()
 
     def query(self, sql: str, parameters: tuple = ()) -> list[tuple]:
-        """Rows of RUN/store.db, read beside the store (or after it); none before there is such a table."""
+        """Rows of RUN/store.db, read during or after the store's run; none if the table does not exist yet."""
         path = self.run_dir / "store.db"
         if not path.exists():
             return []
-        mode = "ro" if self.store.alive else "rw"  # a WAL that nobody holds open must be recovered by its reader
+        mode = "ro" if self.store.alive else "rw"  # the reader must recover a WAL that no process holds open
         with contextlib.closing(
             sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=LIMIT_S)
         ) as db:
             return db.execute(sql, parameters).fetchall()
 
     def granted(self, holder: str) -> set[tuple[int, int, int]]:
-        """Keys that the log says were leased to `holder`: also those of a reply that it did not live to read."""
+        """Keys that the log records as leased to `holder`, also if it died before it read the reply."""
         leased = [wire.decode(body, ev.Event) for (body,) in self.query("SELECT body FROM log WHERE kind = 'leased'")]
         return {(e.group, member, attempt) for e in leased if e.holder == holder for member, attempt in e.members}
 

@@ -1,6 +1,6 @@
 """Criteria after every fault (docs/store_contract.md): of the store, of RUN/store.db, and of the other roles' records.
 
-`judge` asks everything of a scripted cluster; the single questions serve tests whose learner is the real one.
+`judge` checks a scripted cluster against all of them; tests with a real learner use the single functions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from jaxroll import wire
 from tests.harness.cluster.cluster import Cluster
 
-LATE_S = 1.0  # an RPC may outlive its deadline by this much
-WHOLE = 0.9  # of a deadline as it is seen at the other end of the line, where gRPC rounds it up
+LATE_S = 1.0  # an RPC may exceed its deadline by this much
+WHOLE = 0.9  # share of a deadline that counts as the whole at the other end, where gRPC rounds it up
 TERMINAL = frozenset({"TRIMMED", "EXPIRED", "DEAD"})
 STATES = frozenset({"PENDING", "LEASED", "READY", "CLAIMED", "ACKED"}) | TERMINAL
 Journal = Iterable[dict[str, Any]]
@@ -26,7 +26,7 @@ Journal = Iterable[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table of faults. `lost` counts acknowledged puts, `trained_twice` groups, `max_age` versions."""
+    """A row of the table of faults. `lost` counts acknowledged puts, `trained_twice` groups, `max_age` versions."""
 
     fault: str
     injected: int
@@ -39,17 +39,17 @@ class Row:
 def judge(
     cluster: Cluster, fault: str, injected: int, *, survived: str = "", went_on_from: int | None = None, errors: int = 0
 ) -> Row:
-    """The row of `fault` once all common criteria hold; ends the cluster's processes to read its files alone.
+    """End the cluster's processes, assert all common criteria, and return the row of `fault`.
 
-    Either the run went on (it acknowledged more than `went_on_from` steps) or it ended with the cause in `survived`.
-    `errors` is how many roles had to end with an error.
+    Either the run continued (it acknowledged more than `went_on_from` steps) or it ended with the cause in `survived`.
+    `errors` is the number of roles that must end with an error.
     """
     if went_on_from is not None:
         assert cluster.acked() > went_on_from, f"no step since {went_on_from}: the run did not go on"
         survived = f"{survived}+{cluster.acked() - went_on_from} steps"
     assert survived, "neither did the run go on nor did it end with a named cause"
     for role in (*cluster.samplers(), *cluster.learners()):
-        if role.alive:  # a life that has only begun does not heed SIGTERM yet
+        if role.alive:  # a process that has just started does not handle SIGTERM yet
             begun = lambda role=role: any(row["pid"] == role.process.pid for row in role.said("life"))  # noqa: E731
             cluster.until(lambda role=role, begun=begun: begun() or not role.alive, f"the arrival of {role.name}")
             assert role.stop() == 0, f"{role.name} did not leave in order"
@@ -57,7 +57,7 @@ def judge(
         status = cluster.status()
         cluster.store.stop()
         assert status["conservation_residual"] == 0, status
-        assert status["counts"] == counts(cluster.run_dir), "the tables say something else than the store"
+        assert status["counts"] == counts(cluster.run_dir), "the tables differ from the store's status"
     assert conservation_residual(cluster.run_dir) == 0
     learned, sampled = cluster.learned(), cluster.sampled()
     assert overdue([*learned, *sampled]) == []
@@ -69,24 +69,24 @@ def judge(
     assert age <= math.ceil(cluster.config.schedule.alpha), f"a token of age {age} was trained"
     assert unlike_what_was_sent(learned, sampled) == []
     lost = lost_puts(cluster.run_dir, sampled)
-    assert lost == [], f"acknowledged and gone: {lost}"
+    assert lost == [], f"lost acknowledged puts: {lost}"
     return Row(fault, injected, survived, len(lost), len(twice), age)
 
 
 def opened(run_dir: Path) -> contextlib.closing[sqlite3.Connection]:
-    """RUN/store.db of a store that has ended (a WAL it left is taken in)."""
+    """RUN/store.db of a store that has ended; opening merges its WAL."""
     return contextlib.closing(sqlite3.connect(run_dir / "store.db", timeout=30.0))
 
 
 def counts(run_dir: Path) -> dict[str, int]:
-    """Groups by state, as the tables say."""
+    """The number of groups by state in the tables."""
     with opened(run_dir) as db:
         found = dict(db.execute("SELECT state, COUNT(*) FROM groups GROUP BY state"))
     return {state: found.get(state, 0) for state in STATES}
 
 
 def conservation_residual(run_dir: Path) -> int:
-    """Groups issued less groups in a state of the contract. Ids are given in order from 0, so the last one counts."""
+    """The number of issued groups minus those in a state of the contract. Ids count from 0."""
     with opened(run_dir) as db:
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         issued = db.execute("SELECT COALESCE(MAX(id) + 1, 0) FROM groups").fetchone()[0]
@@ -96,33 +96,33 @@ def conservation_residual(run_dir: Path) -> int:
 
 
 def overdue(journal: Journal) -> list[dict[str, Any]]:
-    """Attempts of RPCs that outlived their deadline by more than a second, the caller's own stillness not counted.
+    """Attempts of RPCs that exceeded their deadline by more than a second, without the time of a stopped caller.
 
-    However they ended, and if they have not.
+    All outcomes count, also attempts that have not ended.
     """
     attempts = (row for row in journal if row["kind"] == "rpc")
     return [row for row in attempts if row["took_s"] - row["stood_s"] > row["deadline_s"] + LATE_S]
 
 
 def unanswered(journal: Journal) -> list[dict[str, Any]]:
-    """Attempts of RPCs whose whole deadline went by without an answer, the caller's own stillness not counted.
+    """Attempts of RPCs without an answer within the deadline, without the time that the caller was stopped.
 
-    Nobody may find such a one where no store died and no line was cut: what may be held is answered before its
-    deadline, if only by "nothing yet".
+    There may be none in a test in which no store died and no connection was cut: the store answers a call that it holds
+    before its deadline, if only with "nothing yet".
     """
     attempts = (row for row in journal if row["kind"] == "rpc" and row["outcome"] != "OK")
     return [row for row in attempts if row["took_s"] - row["stood_s"] > WHOLE * row["deadline_s"]]
 
 
 def trained_twice(trained: Sequence[tuple[int, Sequence[int]]]) -> set[int]:
-    """Groups that stand more than once in the weights made by these (step, groups); steps must be 0, 1, 2, …"""
+    """Groups that occur more than once in the weights of these (step, groups); asserts that steps are 0, 1, 2, …"""
     assert [step for step, _ in trained] == list(range(len(trained))), "a step is missing, or is there twice"
     times = Counter(group for _, groups in trained for group in groups)
     return {group for group, n in times.items() if n > 1}
 
 
 def durable_twice(run_dir: Path) -> set[int]:
-    """Groups in two durable steps, as the tables say."""
+    """Groups in two durable steps, from the tables."""
     sql = (
         "SELECT group_id FROM claim_groups JOIN claims USING (lineage, step) WHERE durable_lineage IS NOT NULL "
         "GROUP BY group_id HAVING COUNT(*) > 1"
@@ -138,7 +138,7 @@ def acknowledged(sampled: Journal) -> dict[tuple[int, int, int], str]:
 
 
 def lost_puts(run_dir: Path, sampled: Journal) -> list[str]:
-    """What became of acknowledged puts that are not there as they were put, nor ended with their group for a reason."""
+    """The acknowledged puts that are not stored as sent and whose group did not end for a reason, as text."""
     with opened(run_dir) as db:
         members = {
             (group, member, attempt): digest
@@ -155,14 +155,14 @@ def lost_puts(run_dir: Path, sampled: Journal) -> list[str]:
         if members.get(key) != digest:
             lost.append(f"{key}: not in the table of members ({state})")
         elif state not in TERMINAL and bodies.get(key[:2]) != digest:
-            lost.append(f"{key}: its bytes are gone, its group is {state}")
+            lost.append(f"{key}: its bytes are missing, its group is {state}")
         elif state in ("EXPIRED", "DEAD") and not reason:
-            lost.append(f"{key}: its group is {state} and nothing says why")
+            lost.append(f"{key}: its group is {state} without a reason")
     return lost
 
 
 def unlike_what_was_sent(learned: Journal, sampled: Journal) -> list[str]:
-    """Members in claims that no sampler sent with those bytes (claims of a run that does not mask)."""
+    """Members in claims that no sampler sent with those bytes (for runs that do not mask)."""
     sent = {(*row["key"], row["digest"]) for row in sampled if row["kind"] == "send"}
     found = []
     for claim in (row for row in learned if row["kind"] == "claim"):
@@ -172,7 +172,7 @@ def unlike_what_was_sent(learned: Journal, sampled: Journal) -> list[str]:
 
 
 def replays(learned: Journal) -> dict[int, list[list]]:
-    """The claims of every step, as often as they were handed out: a replayed one must be like the first."""
+    """All claims by step, repeated ones included: a replayed claim must equal the first."""
     by_step: dict[int, list[list]] = {}
     for row in learned:
         if row["kind"] == "claim":
@@ -181,7 +181,7 @@ def replays(learned: Journal) -> dict[int, list[list]]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The rows as lines of equal columns."""
+    """The rows as lines with aligned columns."""
     head = ("fault", "injected", "survived", "lost", "trained twice", "max age")
     cells = [
         head, *((r.fault, str(r.injected), r.survived, str(r.lost), str(r.trained_twice), str(r.max_age)) for r in rows)

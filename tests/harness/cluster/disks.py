@@ -1,7 +1,7 @@
-"""Small disks of a test's own: full, full for a time, or read-only from one moment on. Root on Linux is needed.
+"""Small disks for tests: full, full for a time, or read-only from one moment on. They need root on Linux.
 
-The calling thread gets a mount namespace of its own first, which its children inherit, so that no other process of
-the machine sees the mounts, and they go with the test process at the latest.
+The calling thread first gets its own mount namespace, which its children inherit. No other process of the machine sees
+the mounts, and they end with the test process at the latest.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _PIECE = b"\0" * 65536
 
 
 class Disk:
-    """A file system of its own at `path`, of the file `image` if it has one."""
+    """A file system at `path`, stored in the file `image` if there is one."""
 
     def __init__(self, path: Path, image: Path | None = None) -> None:
         self.path, self._image = path, image
         self._filler = path / ".filler"
 
     def fill(self, leave_bytes: int = 0) -> None:
-        """Take all room but `leave_bytes`."""
+        """Fill the disk up to `leave_bytes`."""
         with self._filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
             size = len(_PIECE)
             while size >= 1:
@@ -44,15 +44,15 @@ class Disk:
             os.truncate(self._filler, max(0, self._filler.stat().st_size - leave_bytes))
 
     def free(self) -> None:
-        """Give the room back."""
+        """Free the space again."""
         self._filler.unlink(missing_ok=True)
 
     def fail(self) -> None:
-        """Make it read-only at once, as the kernel does after an error (`errors=remount-ro`); a `failing_disk` only."""
+        """Make a `failing_disk` read-only at once, as the kernel does after an error (`errors=remount-ro`)."""
         subprocess.run(["mount", "-o", "remount,abort", str(self.path)], timeout=30, check=True)
 
     def repair(self) -> None:
-        """Check a disk that failed, and mount it again; nothing may use it."""
+        """Check a failed disk and mount it again; no process may use it."""
         subprocess.run(["umount", str(self.path)], timeout=30, check=True)
         subprocess.run(["e2fsck", "-fy", str(self._image)], capture_output=True, timeout=30, check=False)
         subprocess.run(["mount", "-o", "loop", str(self._image), str(self.path)], timeout=30, check=True)
@@ -60,7 +60,7 @@ class Disk:
 
 @contextlib.contextmanager
 def small_disk(path: Path, size_mb: int) -> Iterator[Disk]:
-    """A disk in memory of `size_mb` at the folder `path`, which is made."""
+    """A disk of `size_mb` in memory at the folder `path`, which is created."""
     _need_own_mounts()
     path.mkdir(parents=True, exist_ok=True)
     _mount("-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(path))
@@ -72,7 +72,7 @@ def small_disk(path: Path, size_mb: int) -> Iterator[Disk]:
 
 @contextlib.contextmanager
 def failing_disk(path: Path, image: Path, size_mb: int) -> Iterator[Disk]:
-    """An ext4 in the file `image` at the folder `path`, which is made: its `fail` works while files are open."""
+    """An ext4 disk in the file `image` at the new folder `path`; its `fail` works while files are open."""
     _need_own_mounts()
     if shutil.which("mkfs.ext4") is None or not os.path.exists("/dev/loop-control"):
         pytest.skip("needs mkfs.ext4 and loop devices")
@@ -89,7 +89,7 @@ def failing_disk(path: Path, image: Path, size_mb: int) -> Iterator[Disk]:
 
 @functools.cache
 def _own_mounts() -> str:
-    """Why this thread cannot have mounts of its own; '' when it has them from now on."""
+    """Give this thread its own mounts; return the reason if that is impossible, else ''."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare"):
         return "no mount namespaces here (not Linux)"

@@ -1,4 +1,4 @@
-"""kill -9 at an exact place: before or after a call of the victim, so long into its work, inside a checkpoint."""
+"""SIGKILL at an exact point: before or after a call of the victim, some time into its work, during a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.harness.cluster.rpc_tap import Call, Forward, Lost
 
 
 class Dying:
-    """The death of `name` at its first `wanted` call to `method`: before the store hears of it or, with `answered`,
-    before it hears the store's answer. `done` is set when it has happened.
+    """A kill of `name` at its first `wanted` call to `method`: before the store receives the call or, with `answered`,
+    before the caller receives the answer. `done` is set after the kill.
     """
 
     def __init__(
@@ -29,14 +29,14 @@ class Dying:
         world.tap.on(name, method, self._call)
 
     def die(self) -> None:
-        """Now, unless it died before: whoever has its name then is another life."""
+        """Kill now, unless that has happened: a later process of the same name is another one."""
         if self.done.is_set():
             return
         self._world.kill(self._name)  # without await: the death of a caller cancels its call, and this task with it
         self.done.set()
 
     def wait(self) -> None:
-        """Until it is dead; its calls pass unhindered from then on."""
+        """Wait for the kill; afterwards calls pass unchanged."""
         self._world.until(self.done.is_set, f"the death of the {self._name} at {self._method}")
         assert self._world.processes[self._name].wait(20) == -signal.SIGKILL
         self._world.tap.on(self._name, self._method, None)
@@ -51,7 +51,7 @@ class Dying:
 
 
 def waiting(world: World, step: int, delay_s: float) -> Dying:
-    """The learner's death `delay_s` after it asked for the claim of `step`, which is not there yet."""
+    """A kill of the learner `delay_s` after it requested the claim of `step`, which is not ready yet."""
     dying = in_step(world, step, 0.0)
 
     async def claim(call: Call, forward: Forward) -> bytes:
@@ -67,7 +67,7 @@ def waiting(world: World, step: int, delay_s: float) -> Dying:
 
 
 def in_step(world: World, step: int, delay_s: float) -> Dying:
-    """The learner's death `delay_s` after it was given the claim of `step`; at the latest when it would publish it."""
+    """A kill of the learner `delay_s` after it received the claim of `step`, at the latest when it publishes."""
     dying = Dying(world, "learner", "Publish", lambda call: publish_of(call).step == step + 1)
 
     async def claim(call: Call, forward: Forward) -> bytes:
@@ -81,9 +81,9 @@ def in_step(world: World, step: int, delay_s: float) -> Dying:
 
 
 def in_checkpoint(world: World) -> str:
-    """Kill the learner while it writes a checkpoint; the name that this checkpoint would have had.
+    """Kill the learner while it writes a checkpoint; return the name that the checkpoint would have had.
 
-    It is stopped as soon as its unfinished folder is seen; if it renamed the folder first, the next one is tried.
+    The learner is stopped as soon as the unfinished folder exists; if it renamed the folder first, the next one counts.
     """
     folder, learner = world.run_dir / "checkpoints", world.processes["learner"]
     deadline_s = time.monotonic() + START_S

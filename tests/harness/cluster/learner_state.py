@@ -1,4 +1,4 @@
-"""The learner's newest checkpoint, read back and summed up."""
+"""Digests of the arrays in the learner's newest checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def digests(run: World) -> dict[str, str]:
     """A digest of every array of the newest checkpoint, by name: parameters, optimizer moments, counters.
 
-    Parameters by the checksum of `jaxroll.transfer.manifest`, which is what samplers hold them against; the others by
-    their bytes.
+    Parameters have the checksum of `jaxroll.transfer.manifest`, which samplers verify; the others a digest of their
+    bytes.
     """
     import jax
 

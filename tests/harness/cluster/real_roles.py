@@ -1,4 +1,4 @@
-"""Real learners and samplers under a test's eye, each started alone, all of them calling the store through a tap."""
+"""Real learners and samplers for tests, started one by one, which call the store through a tap."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.harness.cluster.rpc_tap import Tap
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S, LIMIT_S = 120.0, 240.0
-# One device a role, no warm start, no evaluator; answers are short, so a run is a matter of seconds.
+# One device per role, no warm start, no evaluator, short answers: a run takes seconds.
 NANO = {
     "model.size": "nano", "placement.platform": "cpu", "evaluator.every": 0, "sft.steps": 0, "sampler.slots": 8,
     "schedule.groups_per_step": 4, "schedule.group_size": 4, "learner.learning_rate": 3e-3, "learner.warmup_steps": 1,
@@ -43,7 +43,7 @@ def config_of(changes: dict[str, object]) -> Config:
 
 
 class World:
-    """One run: a store, a tap before it, and the roles that a test starts. Nothing outlives the `with` block."""
+    """One run: a store, a tap before it, and the roles that a test starts. All processes end with the `with` block."""
 
     def __init__(self, folder: Path, **changes: object) -> None:
         self.config = config_of({key.replace("__", "."): value for key, value in changes.items()})
@@ -68,27 +68,27 @@ class World:
         self._stack.close()
 
     def learner(self) -> subprocess.Popen:
-        """A life of the learner begins."""
+        """Start the learner."""
         return self._role("learner")
 
     def sampler(self) -> subprocess.Popen:
-        """A life of sampler-0 begins."""
+        """Start sampler-0."""
         return self._role("sampler", "--index=0")
 
     def kill(self, name: str) -> None:
-        """kill -9, and it is dead when this returns."""
+        """Kill the role with SIGKILL and wait for its end."""
         self.processes[name].send_signal(signal.SIGKILL)
         self.processes[name].wait(20)
 
     def ended(self, name: str, limit_s: float = LIMIT_S) -> int:
-        """The exit code of a role that ends by itself."""
+        """Wait for a role to end by itself; return its exit code."""
         try:
             return self.processes[name].wait(limit_s)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the {name} did not end within {limit_s:g} s\n{self.logs()}", pytrace=False)
 
     def until(self, seen: Callable[[], object], what: str, limit_s: float = START_S) -> None:
-        """Return when `seen()` holds; fail the test, with all logs, when that does not happen in time."""
+        """Wait until `seen()` is true; fail the test with all logs if that takes too long."""
         deadline_s, pause = time.monotonic() + limit_s, threading.Event()
         while not seen():
             store = self.processes["store"].poll()
@@ -98,23 +98,23 @@ class World:
             pause.wait(0.02)
 
     def until_step(self, step: int) -> None:
-        """Return when `step` steps are trained."""
+        """Wait until `step` steps are trained."""
         self.until(lambda: max((row["step"] for row in self.step_rows()), default=0) >= step, f"step {step}")
 
     def step_rows(self) -> list[dict]:
-        """The learner's rows so far, oldest first; a step that was trained again stands there again."""
+        """The learner's rows so far, oldest first; a step that was trained again occurs again."""
         self.rows += self._follower.rows()
         return [row for row in self.rows if row.get("kind") == "step"]
 
     def events(self, role: str) -> list[str]:
-        """What `role` said so far."""
+        """The texts of the events of `role` so far."""
         self.rows += self._follower.rows()
         return [row["text"] for row in self.rows if row.get("kind") == "event" and row["role"] == role]
 
     def judge(self, fault: str, injected: int, *, survived: str = "") -> criteria.Row:
-        """The row of `fault` once all common criteria hold of this run, whose store is ended to read its files alone.
+        """End the store, assert all common criteria, and return the row of `fault`.
 
-        The run went on to its last step, or `survived` names how it ended.
+        The run must have reached its last step, or `survived` describes its end.
         """
         rows = self.step_rows()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -123,7 +123,7 @@ class World:
         assert criteria.conservation_residual(self.run_dir) == 0
         account = self.tap.account()
         late = [*criteria.overdue(account), *criteria.unanswered(account)]
-        assert late == [], f"calls that outlived their deadline, or that nobody answered: {late}"
+        assert late == [], f"calls that exceeded their deadline or got no answer: {late}"
         last = {row["step"]: row for row in rows}
         twice = criteria.trained_twice([(step - 1, last[step]["groups"]) for step in sorted(last)])
         twice |= criteria.durable_twice(self.run_dir)
@@ -131,7 +131,7 @@ class World:
         age = max((row["age_max"] for row in rows), default=0)
         assert age <= math.ceil(self.config.schedule.alpha), f"a token of age {age} was trained"
         lost = criteria.lost_puts(self.run_dir, self.tap.journal)
-        assert lost == [], f"acknowledged and gone: {lost}"
+        assert lost == [], f"lost acknowledged puts: {lost}"
         assert survived or sorted(last) == list(range(1, self.config.schedule.steps + 1)), "the run did not go on"
         return criteria.Row(fault, injected, survived or f"{len(last)} steps", len(lost), len(twice), age)
 
@@ -143,7 +143,7 @@ class World:
             return db.execute(sql, values).fetchall()
 
     def logs(self) -> str:
-        """The last lines of everything that was said."""
+        """The last lines of all logs."""
         files = sorted((self.run_dir / "logs").glob("*.log"))
         return "\n".join(f"--- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
 

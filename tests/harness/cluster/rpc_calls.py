@@ -1,4 +1,4 @@
-"""What a call that passes the tap says."""
+"""Contents of calls that pass the tap."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from tests.harness.cluster.rpc_tap import Call
 
 
 def claim_of(call: Call) -> int:
-    """The step that is claimed."""
+    """The claimed step."""
     return wire.decode(call.body, msg.ClaimCall).step
 
 
 def ack_of(call: Call) -> int:
-    """The step that is acknowledged."""
+    """The acknowledged step."""
     return wire.decode(call.body, msg.VersionCall).version.step
 
 
 def durable_of(call: Call) -> Version:
-    """The version that is said to be durable."""
+    """The durable version."""
     return wire.decode(call.body, msg.VersionCall).version
 
 
 def publish_of(call: Call) -> Version:
-    """The version that is published."""
+    """The published version."""
     return wire.decode(call.body, VersionRef).version

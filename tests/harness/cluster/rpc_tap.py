@@ -1,8 +1,8 @@
-"""A tap in the line to the store: every call passes through here, where a test can hold it, change it or kill somebody.
+"""A tap before the store: every call passes through it, and a test can hold or change the call or kill a process.
 
-The store and its callers are real processes that know nothing of it; callers are given the tap's address. What a hook
-does happens at an exact place of the protocol (before a call is forwarded, before its answer is given), so that no test
-waits for a lucky moment.
+The store and its callers are real processes that are not aware of the tap; callers get its address. A hook acts at an
+exact point of the protocol (before a call is forwarded, before its answer is returned), so that no test depends on
+timing.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ Hook = Callable[[Call, Forward], Awaitable[bytes]]
 
 
 class Lost(Exception):
-    """What a hook raises for a call that never reaches the store: its caller is told that nobody is there."""
+    """Raised by a hook to drop a call before the store; the caller gets UNAVAILABLE."""
 
 
 class Tap:
-    """A pass-through to the store in `run_dir`, on a thread of its own. Use as a context manager."""
+    """A pass-through to the store in `run_dir` on its own thread, as a context manager."""
 
     def __init__(self, run_dir: Path) -> None:
         self._upstream = run_dir / "store.addr"
@@ -57,23 +57,23 @@ class Tap:
         self._thread = threading.Thread(target=self._loop.run_forever, name="tap", daemon=True)
         self._heart = Heartbeat()
         self.address = ""
-        self.journal: list[dict[str, Any]] = []  # calls that ended, puts, claims, in the words of `criteria`
-        self._under_way: dict[int, dict[str, Any]] = {}  # calls under way, with when they began
+        self.journal: list[dict[str, Any]] = []  # ended calls, puts, claims, in the format of `criteria`
+        self._under_way: dict[int, dict[str, Any]] = {}  # calls in flight, with their start times
         self._numbers = itertools.count()
 
     def on(self, name: str, method: str, hook: Hook | None) -> None:
-        """From now on calls of `name` to `method` go through `hook`; None lets them pass."""
+        """Pass later calls of `name` to `method` through `hook`; None removes the hook."""
         if hook is None:
             self._hooks.pop((name, method), None)
         else:
             self._hooks[name, method] = hook
 
     def account(self) -> list[dict[str, Any]]:
-        """The journal, and calls that have not ended as they are now: their outcome is `open`."""
+        """The journal, with unfinished calls in their present state, whose outcome is `open`."""
         return [*self.journal, *(self._timed(began) for began in list(self._under_way.values()))]
 
     def run(self, job):
-        """The result of a coroutine on the tap's loop."""
+        """Run a coroutine on the tap's loop; return its result."""
         return asyncio.run_coroutine_threadsafe(job, self._loop).result(START_S)
 
     def __enter__(self) -> Tap:
@@ -101,7 +101,7 @@ class Tap:
         await self._channel.close()
 
     async def answer(self, method: str, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """The store's answer to a call, or what a hook made of it."""
+        """The store's answer to a call, possibly changed by a hook."""
         said = context.invocation_metadata() or ()
         passed_on = ("jaxroll-", "auth")  # but not the size: a hook may change the body
         metadata = [(k, v) for k, v in said if k.startswith(passed_on) and k != "jaxroll-bytes"]
@@ -128,7 +128,7 @@ class Tap:
         except grpc.aio.AioRpcError as error:
             began["outcome"] = error.code().name
             await context.abort(error.code(), error.details() or "")
-        except asyncio.CancelledError:  # its caller is gone, or its deadline is over
+        except asyncio.CancelledError:  # the caller has ended, or the deadline is over
             began["outcome"] = "CANCELLED"
             raise
         finally:
@@ -136,7 +136,7 @@ class Tap:
         raise AssertionError("abort raises")
 
     def _timed(self, began: dict[str, Any]) -> dict[str, Any]:
-        """The row of a call that began so, as long as it has taken now."""
+        """The row of a call from its start, with its duration until now."""
         stood_s = self._heart.so_far_s() - began["stood_s"]
         return began | {"took_s": time.monotonic() - began["began_s"], "stood_s": stood_s}
 
@@ -163,7 +163,7 @@ class Tap:
 
 
 class _Everything(grpc.GenericRpcHandler):
-    """Takes every method of every service."""
+    """A handler for every method of every service."""
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap

@@ -1,7 +1,7 @@
 """A sampler without a model for a learner with one: plausible members of the nano model's vocabulary.
 
-What a member says is a function of its question and its number alone, so two runs that claim the same questions train
-on the same bytes, whoever died meanwhile.
+The tokens of a member are a function of its question and its number alone, so two runs that claim the same questions
+train on the same bytes, also if a process died in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Stamp = Callable[[Version], Version]
 
 
 def vocabulary(config: Config) -> int:
-    """How many tokens the model of `config` knows."""
+    """The vocabulary size of the model of `config`."""
     return tokenizers.build(config.tokenizer, sources.alphabet(config.task)).vocab_size
 
 
@@ -46,10 +46,10 @@ def finished(task: Task, member: int, version: Version, vocab: int) -> Finished:
 
 
 class ScriptedSampler:
-    """Leases a group at a time, in order, and puts it; on a thread of this process, as `sampler-0`.
+    """A sampler `sampler-0` on a thread of this process that leases and puts one group at a time, in order.
 
-    `stamp` says which version a token claims to be drawn at, given the newest one. `up_to` groups are leased; raise it
-    with `allow`. `refusals` are the leases that were refused, `leased` (version asked with, group) of the others.
+    `stamp` maps the newest version to the one that tokens are stamped with. `up_to` groups are leased; raise it with
+    `allow`. `refusals` are the refused leases, `leased` holds (version of the request, group) of the others.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ScriptedSampler:
         self.failure: BaseException | None = None
 
     def allow(self, up_to: int) -> None:
-        """Lease groups below `up_to` from now on."""
+        """Allow leases of groups below `up_to`."""
         self.up_to = up_to
         self._loop.call_soon_threadsafe(self._more.set)
 

@@ -1,9 +1,9 @@
-"""A learner without a model: its weights are the list of what it was trained on.
+"""A learner without a model: its weights are the list of the groups that it has trained on.
 
     claim s → train → publish s+1 → ack s → (every C steps) checkpoint s+1 → durable s+1
 
-A checkpoint is a file renamed into place that holds the steps since the one before it, and names that one: following
-the chain gives every group that is in the weights, as an optimizer state would hold their gradients.
+A checkpoint is a file, written and then renamed, that holds the steps since the previous checkpoint and names that one.
+The chain of checkpoints gives every group in the weights, as an optimizer state would hold their gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GATE_POLL_S = 0.01
 
 
 class LearnerOrders(Orders, frozen=True, kw_only=True):
-    """`gate` is a file with the number of steps that may be trained (no file: all)."""
+    """Orders of a learner; `gate` is a file with the number of steps that may be trained (no file: all)."""
 
     checkpoints: str
     steps: int
@@ -38,7 +38,7 @@ class LearnerOrders(Orders, frozen=True, kw_only=True):
 
 
 class Weights:
-    """Checkpoints in a folder."""
+    """The checkpoints in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class Weights:
         return max((Version(int(lineage), int(step)) for lineage, step in names), default=None)
 
     def save(self, version: Version, parent: Version | None, trained: list[tuple[int, list[int]]]) -> None:
-        """Complete or absent: `trained` are the (step, groups) since `parent`."""
+        """Write a checkpoint atomically; `trained` are the (step, groups) since `parent`."""
         path = self._path(version)
         draft = path.with_suffix(".draft")
         with draft.open("w") as file:
@@ -73,16 +73,16 @@ class Weights:
 
 
 class Learner:
-    """One life."""
+    """One process of the learner."""
 
     def __init__(self, orders: LearnerOrders, journal: Journal, store: StoreClient, stop: asyncio.Event) -> None:
         self.orders, self.journal, self.store, self.stop = orders, journal, store, stop
         self.weights = Weights(Path(orders.checkpoints))
         self.saved = self.weights.latest()
-        self.since: list[tuple[int, list[int]]] = []  # trained and in no checkpoint yet
+        self.since: list[tuple[int, list[int]]] = []  # trained but in no checkpoint yet
 
     async def run(self) -> None:
-        """From the newest checkpoint to the last step, or to the end of the step at which a stop is asked for."""
+        """Train from the newest checkpoint to the last step, or until a stop is requested at the end of a step."""
         version = await self.store.begin(self.saved)
         self.journal.log("begin", durable=pair(self.saved), version=pair(version))
         await self._publish(version)
@@ -138,7 +138,7 @@ class Learner:
 
 
 def _facts(claim: Claim) -> dict:
-    """The claim as the journal keeps it: groups in order, each member's digest, the age of its oldest trained token."""
+    """The claim for the journal: groups in order, each member's digest, the age of its oldest trained token."""
     groups = []
     for group in claim.groups:
         groups.append([group.group, [[m.member, m.attempt, wire.digest(wire.encode(m))] for m in group.members]])
@@ -150,7 +150,7 @@ def _facts(claim: Claim) -> dict:
 
 
 def max_age(member: Member, step: int) -> int:
-    """The age of the oldest token that a step would train: sampled tokens are the last segment's."""
+    """The age of the oldest token that a step would train; sampled tokens are in the last segment."""
     assert isinstance(member.outcome, Finished)
     mask = member.outcome.segments[-1].loss_mask.astype(bool)
     trained = ages(member.outcome.versions, step)[mask]

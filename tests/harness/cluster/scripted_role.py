@@ -1,7 +1,7 @@
-"""What the scripted roles share: orders, a journal that survives `kill -9`, a client whose every RPC is timed.
+"""Common parts of the scripted roles: orders, a journal that survives `kill -9`, a client that times every RPC.
 
-A journal line is one `write` of an appending file: once written it is the kernel's, and no signal takes it back. (It is
-not synced: no test here takes the machine down, and its syncs would compete with the store's.)
+A journal line is one `write` to a file in append mode: the kernel keeps it when the process is killed. It is not
+synced, because no test crashes the machine and its syncs would compete with the store's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T", bound="Orders")
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What every scripted role is told, as JSON in its only argument. `address_file` has the run's token beside it."""
+    """Orders of a scripted role, as JSON in its only argument. The run's token is next to `address_file`."""
 
     name: str
     address_file: str
@@ -42,7 +42,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Journal:
-    """What a role did and was told, one line each, with the time of the machine's monotonic clock."""
+    """A file with one line per action or answer of a role, with the time of the machine's monotonic clock."""
 
     def __init__(self, path: str) -> None:
         self._lines = JsonlTracker(path)
@@ -53,32 +53,32 @@ class Journal:
 
 
 class Heartbeat:
-    """Adds up how long this process's event loop stood still (no core, or stopped by a signal): no RPC's fault."""
+    """The total time for which this process's event loop was stopped (no core, or a signal), which no RPC caused."""
 
     def __init__(self) -> None:
         self.stood_s, self._expected_s = 0.0, time.monotonic()
 
     async def beat(self) -> None:
-        """For ever."""
+        """Measure without end."""
         while True:
             self._expected_s = time.monotonic() + BEAT_S
             await asyncio.sleep(BEAT_S)
             self.stood_s += max(0.0, time.monotonic() - self._expected_s)
 
     def so_far_s(self) -> float:
-        """Seconds stood still until now, the present stillness included."""
+        """Seconds stopped until now, a present stop included."""
         return self.stood_s + max(0.0, time.monotonic() - self._expected_s)
 
 
 def orders_of(kind: type[T]) -> T:
-    """This process's orders; binds it to the life of its parent."""
+    """Bind this process to its parent's life; return its orders."""
     lifeline.bind_from_env()
     return msgspec.json.decode(sys.argv[1], type=kind)
 
 
 @contextlib.asynccontextmanager
 async def connected(orders: Orders, journal: Journal, role: str) -> AsyncIterator[StoreClient]:
-    """A client of the store; every attempt of every call is journaled with its duration and its deadline."""
+    """A client of the store that journals every attempt of every call with its duration and deadline."""
     heart = Heartbeat()
     beating = asyncio.ensure_future(heart.beat())
     _time_attempts(journal, heart)
@@ -121,7 +121,7 @@ def stop_event() -> asyncio.Event:
 
 
 async def first_of(*jobs: asyncio.Future) -> None:
-    """Return when the first of `jobs` ends, its error raised; the others are cancelled."""
+    """Wait for the first of `jobs`, cancel the others, and raise the error of the first if it has one."""
     try:
         done, _ = await asyncio.wait(jobs, return_when=asyncio.FIRST_COMPLETED)
         for job in done:
@@ -133,5 +133,5 @@ async def first_of(*jobs: asyncio.Future) -> None:
 
 
 def pair(version: Version | None) -> list[int] | None:
-    """A version as a journal holds it."""
+    """A version in the journal's format."""
     return None if version is None else [version.lineage, version.step]

@@ -1,7 +1,7 @@
-"""A sampler without a model: leases, renews, takes its time, puts members of random size, follows the versions.
+"""A sampler without a model: it leases, renews, sleeps, puts members of random size, and follows new versions.
 
-The same loops as `jaxroll.roles.sampler`. Before a put it journals what it sends, after it what it was told, so that
-whatever the store acknowledged is known however both of them died.
+It has the same loops as `jaxroll.roles.sampler`. It journals every put before it is sent, and the answer afterwards, so
+that acknowledged puts are known even if both processes are killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPT_TOKENS = 4
 
 
 class SamplerOrders(Orders, frozen=True, kw_only=True):
-    """`work_s` is the mean time of a member; `slow_member` of every `slow_every`-th group takes `slow_factor` as long.
+    """Orders of a sampler. A member takes `work_s` on average, `slow_factor` times that if it is slow.
 
     A member has `tokens_low` to `tokens_high` sampled tokens, of 9 bytes each. `follows` False: stuck at the first
     weights it sees. Members of every `dull_every`-th prompt have the same reward.
@@ -44,7 +44,7 @@ class SamplerOrders(Orders, frozen=True, kw_only=True):
 
 
 class Sampler:
-    """One life."""
+    """One process of a sampler."""
 
     def __init__(self, orders: SamplerOrders, journal: Journal, store: StoreClient) -> None:
         self.orders, self.journal, self.store = orders, journal, store
@@ -53,7 +53,7 @@ class Sampler:
         self.has_version, self.room, self.closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until the run is closed or a stop is asked for; unfinished leases go back."""
+        """Sample until the run is closed or a stop is requested; return unfinished leases."""
         jobs = (self._follow(), self._lease(), self._end_early(), self._renew(), stop.wait(), self.closed.wait())
         try:
             await first_of(*map(asyncio.ensure_future, jobs))
@@ -148,7 +148,7 @@ class Sampler:
 
 
 async def put(store: StoreClient, journal: Journal, member: Member) -> str:
-    """The answer: OK, SURPLUS, or the name of a refusal. What is sent is journaled first. Raises Closed."""
+    """Journal and put a member; return OK, SURPLUS, or the name of a refusal. Raises Closed."""
     body = wire.encode(member)
     known = {
         "key": [member.group, member.member, member.attempt], "digest": wire.digest(body),
@@ -167,14 +167,14 @@ async def put(store: StoreClient, journal: Journal, member: Member) -> str:
 
 
 def _runs(first: Version, last: Version, count: int) -> tuple[VersionRun, ...]:
-    """`count` tokens, the second half at `last` if the weights flipped meanwhile (as with weight_swap=keep_kv)."""
+    """Runs of `count` tokens, the second half at `last` if weights were swapped meanwhile (weight_swap=keep_kv)."""
     if first == last or count < 2:
         return (VersionRun(first, count),)
     return (VersionRun(first, count - count // 2), VersionRun(last, count // 2))
 
 
 def finished(key: Key, runs: tuple[VersionRun, ...], reward: float = 1.0) -> Finished:
-    """A rollout whose tokens tell whose they are."""
+    """A rollout whose tokens identify the member."""
     count = sum(run.count for run in runs)
     prompt = Segment(
         np.arange(PROMPT_TOKENS, dtype=np.int32), np.zeros(PROMPT_TOKENS, np.uint8), np.zeros(PROMPT_TOKENS, np.float32)

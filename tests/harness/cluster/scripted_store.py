@@ -1,8 +1,7 @@
 """`jaxroll store` with prompts from a counter instead of a dataset, so that a restart costs no import of JAX.
 
-Called as `python -m tests.harness.cluster.scripted_store ORDERS store --config=FILE --run=DIR …`; everything but the
-feeder (and how often and how finely the log is compacted, if the orders say so) is the real role, through the real
-command line.
+Called as `python -m tests.harness.cluster.scripted_store ORDERS store --config=FILE --run=DIR …`. Everything but the
+feeder (and the compaction of the log, if the orders change it) is the real role, started by the real command line.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from jaxroll.store.server import keeper, server
 
 
 class StoreOrders(msgspec.Struct, frozen=True):
-    """`prompts` 0 means without end, `questions` 0 never the same twice; other figures at 0 leave the store its own.
+    """Orders of a store. `prompts` 0: no end; `questions` 0: no repetition; any other 0 keeps the store's default.
 
-    `compact_every` records make a snapshot, written in the smallest pieces, one a commit. `history_bytes` of old log
-    records and `keep_bytes` of trajectories that ended stay readable.
+    After `compact_every` records a snapshot is written in the smallest parts, one per commit. `history_bytes` of old
+    log records and `keep_bytes` of ended trajectories stay readable.
     """
 
     prompts: int = 0
@@ -37,7 +36,7 @@ class StoreOrders(msgspec.Struct, frozen=True):
 
 
 class CountingFeeder:
-    """Prompts 0, 1, 2, …; the state after prompt i is the text i + 1."""
+    """A feeder of prompts 0, 1, 2, …; the state after prompt i is the text i + 1."""
 
     limit = questions = 0
 
@@ -45,7 +44,7 @@ class CountingFeeder:
         self._at = 0
 
     async def restore(self, state: bytes | None) -> None:
-        """Continue after the prompt whose state this is."""
+        """Continue after the prompt with this state."""
         self._at = int(state) if state else 0
 
     async def next(self, count: int) -> list[tuple[Task, bytes]]:
@@ -68,7 +67,7 @@ def _log(run_dir: Path, *, Log: Callable[..., Any], budgets: dict[str, int], **g
 
 
 def main() -> int:
-    """The exit code of the store."""
+    """Run the store; return its exit code."""
     orders = msgspec.json.decode(sys.argv[1], type=StoreOrders)
     CountingFeeder.limit, CountingFeeder.questions = orders.prompts, orders.questions
     role.FeederProcess = CountingFeeder

@@ -12,5 +12,5 @@ SMALL = ("schedule.groups_per_step=3", "schedule.group_size=4", "schedule.alpha=
 
 
 def store_of(run: Cluster) -> Callable[[], str]:
-    """Where the store listens now."""
+    """A function for the store's present address."""
     return lambda: (run.run_dir / "store.addr").read_text().strip()

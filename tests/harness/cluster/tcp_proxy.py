@@ -1,4 +1,4 @@
-"""A TCP proxy on the loopback that can part two processes, delay what they say, and cut them off in mid-message."""
+"""A TCP proxy on the loopback that can partition two processes, delay their bytes, and cut a connection."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _CONNECT_S = 2.0
 
 
 class Proxy:
-    """Forwards to where `target` says (host:port, asked at every connection). Use as a context manager.
+    """A context manager that forwards every connection to the host:port that `target` returns.
 
-    Parted peers are not told: their connections stay open and new ones are accepted, but no byte passes until `heal`,
-    as on a network that drops packets. Threads: one accepts, two pump for each connection.
+    During a partition connections stay open and new ones are accepted, but no byte passes until `heal`, as on a network
+    that drops packets. Threads: one accepts; two per connection copy bytes.
     """
 
     def __init__(self, target: Callable[[], str]) -> None:
@@ -34,7 +34,7 @@ class Proxy:
         self._threads[0].start()
 
     def address_file(self, folder: Path, token_of: Path) -> Path:
-        """A file that names this proxy as the store, with the run's token beside it, for a client that takes a file."""
+        """An address file with this proxy as the store, and the run's token next to it."""
         folder.mkdir(parents=True, exist_ok=True)
         if (token := token_of / "token").exists():
             (folder / "token").touch(mode=0o600)
@@ -43,23 +43,23 @@ class Proxy:
         return folder / "store.addr"
 
     def partition(self, direction: str = "both") -> None:
-        """Hold back from now on what goes `up` to the target, `down` from it, or both; no new connection is made."""
+        """Hold back all bytes `up` to the target, `down` from it, or `both`, and make no new connection."""
         if direction in ("both", "up"):
             self._up.clear()
         if direction in ("both", "down"):
             self._down.clear()
 
     def heal(self) -> None:
-        """Let what was held back, and all that follows, pass."""
+        """End the partition: pass the bytes that were held back, and all later ones."""
         self._up.set()
         self._down.set()
 
     def delay(self, seconds: float) -> None:
-        """Every chunk, in both directions, leaves this much later."""
+        """Delay every chunk in both directions."""
         self._delay_s = seconds
 
     def cut_after(self, size_bytes: int) -> None:
-        """Break the connection that is the first to send this many further bytes to the target, in the middle."""
+        """Cut the first connection that sends this many more bytes to the target, in the middle of a message."""
         with self._lock:
             self._cut_after = size_bytes
 
@@ -89,7 +89,7 @@ class Proxy:
             thread.start()
 
     def _serve(self, client: socket.socket) -> None:
-        """One connection, from its acceptance to its end."""
+        """Serve one connection until it ends."""
         self._up.wait()
         self._down.wait()
         host, _, port = self._target().rpartition(":")
@@ -122,7 +122,7 @@ class Proxy:
             _shut(one)
 
     def _share(self, size_bytes: int) -> int:
-        """How many of `size_bytes` may pass before the cut."""
+        """The number of `size_bytes` that may pass before the cut."""
         with self._lock:
             self.forwarded_bytes += size_bytes
             if self._cut_after is None:

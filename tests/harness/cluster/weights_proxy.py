@@ -1,6 +1,6 @@
-"""Who carries weights from learner to sampler, and may spoil them: a TCP proxy before the learner's transfer listener.
+"""A TCP proxy before the learner's transfer listener that can damage weights on their way to the sampler.
 
-The tap puts its address into what the sampler is told of a publication, so both ends are real and know nothing of it.
+The tap writes the proxy's address into the publication that the sampler receives, so both ends are real roles.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Spoil = Callable[[int, bytes], bytes]  # (offset in the answers, bytes that came
 
 
 class Courier:
-    """Forwards one connection a thread. Use as a context manager, within the tap's.
+    """A context manager, used within the tap's, that forwards each connection on its own thread.
 
-    `spoil(version, how)` changes the answers of the next transfer of that version, once. `carried` holds the answers of
-    the last whole transfer.
+    `spoil(version, how)` changes the answers of the next transfer of that version once. `carried` holds the answers of
+    the last complete transfer.
     """
 
     def __init__(self, tap: Tap, sampler: str = "sampler-0") -> None:
@@ -42,12 +42,12 @@ class Courier:
         tap.on(sampler, "Published", self._published)
 
     def spoil(self, version: Version, how: Spoil) -> None:
-        """Change what the next transfer of `version` brings."""
+        """Change the answers of the next transfer of `version`."""
         self._spoils[version] = how
 
     @property
     def upstream(self) -> str:
-        """The learner's address of the last publication."""
+        """The learner's address in the last publication."""
         return self._upstream[0]
 
     def __enter__(self) -> Courier:
@@ -110,7 +110,7 @@ class Courier:
 
 
 def flip(at: int) -> Spoil:
-    """One bit of byte `at`."""
+    """Change one bit of byte `at`."""
 
     def how(offset: int, data: bytes) -> bytes:
         if not offset <= at < offset + len(data):
@@ -123,7 +123,7 @@ def flip(at: int) -> Spoil:
 
 
 def overwrite(other: bytes, start: int, stop: int) -> Spoil:
-    """The bytes from `start` to `stop` as `other` has them: a buffer that was written to while it was being sent."""
+    """Replace bytes `start` to `stop` by those of `other`, as if the buffer was overwritten while it was sent."""
 
     def how(offset: int, data: bytes) -> bytes:
         low, high = max(start, offset), min(stop, offset + len(data))
@@ -135,7 +135,7 @@ def overwrite(other: bytes, start: int, stop: int) -> Spoil:
 
 
 def stall(at: int, stalled: threading.Event, go_on: threading.Event, limit_s: float = 60.0) -> Spoil:
-    """Nothing beyond byte `at` until `go_on`; `stalled` says that it has come to that."""
+    """Stop at byte `at` and set `stalled`, until `go_on` is set."""
 
     def how(offset: int, data: bytes) -> bytes:
         if offset + len(data) > at and not go_on.is_set():

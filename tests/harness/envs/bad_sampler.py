@@ -1,7 +1,7 @@
-"""Environments that are well in the first sampler and ill in the second one, each in its own way.
+"""Environments that work in the first sampler and fail or are slow in the second one.
 
-`task.env=tests.harness.envs.bad_sampler:fails_at_once`, `fails_late` or `slow`. A sampler's process knows which one it
-is by its command line.
+`task.env=tests.harness.envs.bad_sampler:fails_at_once`, `fails_late` or `slow`. The environment reads from its
+process's command line which sampler it is in.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ ILL = "--index=1" in sys.argv
 
 
 class Healthy:
-    """One question, one answer after a while, a reward for different letters."""
+    """An environment of one turn that takes a while and rewards different letters."""
 
     latency_s = LATENCY_S
 
@@ -38,10 +38,10 @@ class Healthy:
 
 @registry.register("fails_at_once")
 class FailsAtOnce(Healthy):
-    """As where a library of the environment is not installed: a DATA failure."""
+    """A DATA failure in the second sampler, as if a library of the environment was not installed."""
 
     async def reset(self, task, seed):
-        """The messages the model sees first; nothing in the second sampler."""
+        """The messages that the model sees first; raises in the second sampler."""
         if ILL:
             raise RuntimeError("a library is missing here")
         return task.messages
@@ -49,10 +49,10 @@ class FailsAtOnce(Healthy):
 
 @registry.register("fails_late")
 class FailsLate(Healthy):
-    """As where a judge cannot be reached: an INFRA failure."""
+    """An INFRA failure in the second sampler, as if a judge could not be reached."""
 
     async def step(self, answer):
-        """The end; nothing in the second sampler."""
+        """The end of the episode; raises in the second sampler."""
         result = await super().step(answer)
         if ILL:
             raise InfraError("the judge cannot be reached from here")
@@ -61,6 +61,6 @@ class FailsLate(Healthy):
 
 @registry.register("slow")
 class Slow(Healthy):
-    """As on a machine that is overloaded."""
+    """Slow in the second sampler, as on an overloaded machine."""
 
     latency_s = 10 * LATENCY_S if ILL else LATENCY_S

@@ -1,4 +1,4 @@
-"""Environments for the tests: they say where they run, hang, die and fail."""
+"""Environments that report where they run, hang, die and fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 
 
 class Blocking:
-    """Does what the answer says, in plain functions; pays 1 at the end of two turns."""
+    """An environment of plain functions that follows the answer's command; its reward after two turns is 1."""
 
     step_limit_s = 30.0
 
@@ -27,11 +27,11 @@ class Blocking:
         self._turns, self._failed, self._name = 0, False, config.name
 
     def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """Say where it is."""
+        """Report the process, the thread, the class and the seed."""
         return (*task.messages, Message("user", f"{os.getpid()} {threading.get_ident()} {self._name} {seed}"))
 
     def step(self, answer: str) -> StepResult:
-        """Hang, die, raise, print, or a turn."""
+        """Hang, die, raise, print, or take a turn, as the answer says."""
         match answer:
             case "hang":
                 time.sleep(3600)
@@ -67,12 +67,12 @@ class Blocking:
 
 @register("in_thread")
 class InThread(Blocking):
-    """Says nothing about its place: plain functions go to a thread."""
+    """Without a declared executor: plain functions run in a thread."""
 
 
 @register("in_process")
 class InProcess(Blocking):
-    """In a process of its own, with a second for each step."""
+    """In its own process, with one second per step."""
 
     place: Place = "process"
     step_retries = 1
@@ -80,21 +80,21 @@ class InProcess(Blocking):
 
 @register("in_process_hasty")
 class InProcessHasty(InProcess):
-    """The same, with less time."""
+    """In its own process, with less time per step."""
 
     step_limit_s = 0.5
 
 
 @register("on_loop")
 class OnLoop(Blocking):
-    """Plain functions that are quick enough for the loop."""
+    """Plain functions that are fast enough for the event loop."""
 
     place: Place = "loop"
 
 
 @register("asynchronous")
 class Asynchronous(Blocking):
-    """Coroutines, which go to the loop."""
+    """Coroutines, which run on the event loop."""
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:  # type: ignore[override]
         return super().reset(task, seed)
@@ -105,20 +105,20 @@ class Asynchronous(Blocking):
 
 @register("in_process_coroutines")
 class InProcessCoroutines(Asynchronous):
-    """Coroutines in a process."""
+    """Coroutines in their own process."""
 
     place: Place = "process"
 
 
 @register("misplaced")
 class Misplaced(Asynchronous):
-    """Coroutines that ask for a thread."""
+    """Coroutines that declare a thread."""
 
     place: Place = "thread"
 
 
 @register("nowhere")
 class Nowhere(Blocking):
-    """A place that there is not."""
+    """An executor that does not exist."""
 
     place = "cloud"

@@ -1,4 +1,4 @@
-"""Environments that break the contract, one way each, and two that keep it."""
+"""Environments that break the contract, each in one way, and two that keep it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxroll.rewards.scoring_pool import ScoringPool
 
 
 class Kept:
-    """Two turns; the reward is 1 for an answer of the task's, judged here."""
+    """An environment of two turns whose reward is 1 for the task's answer."""
 
     step_limit_s = 20.0
 
@@ -34,7 +34,7 @@ class Kept:
         return (*task.messages, Message("user", str(random.Random(seed).random())))
 
     async def step(self, answer: str) -> StepResult:
-        """One more turn, then the end."""
+        """Take one more turn, then end."""
         self._turns += 1
         if self._turns == 1:
             return StepResult(done=False, messages=(Message("user", "sure?"),))
@@ -49,7 +49,7 @@ register("kept")(Kept)
 
 @register("kept_in_process")
 class KeptInProcess(Kept):
-    """The same in a process."""
+    """The same environment in its own process."""
 
     place: Place = "process"
 
@@ -61,7 +61,7 @@ def broken_scorer(args: Any, answer: str) -> Any:
 
 
 def broken(name: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Registers an environment that calls the function (of itself) in every step."""
+    """Register an environment that calls the function with itself in every step."""
 
     def add(act: Callable[[Any], Any]) -> Callable[[Any], Any]:
         class Broken(Kept):
@@ -123,7 +123,7 @@ async def _deaf(env: Any) -> None:
 
 @register("prompt_by_chance")
 class PromptByChance(Kept):
-    """Another prompt each time."""
+    """An environment with a random prompt."""
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
         """Without the seed."""
@@ -132,12 +132,12 @@ class PromptByChance(Kept):
 
 @register("shared")
 class Shared(Kept):
-    """Its state is the class's: instances that play together disturb one another."""
+    """State in the class: concurrent instances disturb each other."""
 
     turns = 0
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """Set what belongs to all."""
+        """Set the shared state."""
         Shared.turns = 0
         return task.messages
 
@@ -153,7 +153,7 @@ class SlowClose(Kept):
     """Takes its time."""
 
     async def close(self) -> None:
-        """Longer than anything else."""
+        """Take longer than any limit."""
         await asyncio.sleep(0.3)
 
 
@@ -168,20 +168,20 @@ class CloseRaises(Kept):
 
 @register("close_needs_reset")
 class CloseNeedsReset(Kept):
-    """Expects that every instance was reset."""
+    """An environment whose close fails without a reset."""
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
-        """What close needs."""
+        """Make the object that close needs."""
         self._held = True
         return task.messages
 
     async def close(self) -> None:
-        """Of what reset made."""
+        """Close the object that reset made."""
         del self._held
 
 
 @register("misdeclared")  # type: ignore[arg-type]
 class Misdeclared(Kept):
-    """A limit that is no number."""
+    """A limit that is not a number."""
 
     step_limit_s = "long"  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Environments and a scorer that real samplers are given by module path: one that is fair, and all the others."""
+"""Environments and a scorer for real samplers, given by module path: an ordinary one and faulty ones."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from jaxroll.rewards import scorers
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 STEP_LIMIT_S = 30.0
-QUICK_MISDEEDS = ("fork", "allocate", "connect", "truncate")  # those that cost no time limit
+QUICK_MISDEEDS = ("fork", "allocate", "connect", "truncate")  # misdeeds that end before the time limit
 MISDEED_VARIABLE = "JAXROLL_TEST_MISDEED_FOLDER"
 
 
 def coin(text: str) -> float:
-    """0 or 1, as good as random, and a function of the answer."""
+    """A pseudo-random 0 or 1 that is a function of the answer."""
     return float(hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % 2)
 
 
 class _Coin:
-    """Shows the question; the reward is a coin that falls the same way for the same answer."""
+    """Shows the question; the reward is `coin` of the answer."""
 
     step_limit_s = STEP_LIMIT_S
 
@@ -58,7 +58,7 @@ _CALLS: Counter[int] = Counter()
 
 @register("misfortune")
 class Misfortune(_Coin):
-    """Question i does what `fate(i)` says before it may be answered."""
+    """An environment in which question i first suffers `fate(i)`."""
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
         what = fate(task.index)
@@ -73,7 +73,7 @@ class Misfortune(_Coin):
 
 
 def fate(index: int) -> str:
-    """poisoned: it always raises; flaky: every second attempt or so finds the machinery broken; or a misdeed."""
+    """The fate of a question: `poisoned` always raises, `flaky` fails in about half of the attempts, or a misdeed."""
     if index % 5 == 4:
         return "poisoned"
     if index % 5 == 2:
@@ -88,7 +88,7 @@ def misdeed(what: str, folder: str, port: int = 9) -> str:
 
 @scorers.register("misdeed")
 def do(args: Mapping[str, Any], answer: str) -> float:
-    """1.0 when the misdeed succeeded."""
+    """Try the misdeed; return 1.0 if it succeeded."""
     precious = os.path.join(args["folder"], "precious")
     match args["what"]:
         case "loop":
@@ -115,7 +115,7 @@ def do(args: Mapping[str, Any], answer: str) -> float:
         case "mkdir":
             os.mkdir(os.path.join(args["folder"], "mine"))
         case "kill":
-            os.kill(os.getppid(), 0)  # signal 0 asks whether one may; the kernel's answer is the same for all
+            os.kill(os.getppid(), 0)  # signal 0 only checks the permission
         case "thread":
             threading.Thread(target=time.sleep, args=(3600,), daemon=False).start()
     return 1.0

@@ -1,4 +1,4 @@
-"""The task of `dense_reward` behind a library that blocks, and now and then never returns.
+"""The task of `dense_reward` behind a library that blocks and sometimes never returns.
 
 `task.env=tests.harness.envs.hanging:hanging_env`.
 """
@@ -11,12 +11,12 @@ from jaxroll.protocols import StepResult
 from jaxroll.records import Message
 
 ONE_IN = 6  # answers hang
-_CHANCE = random.Random()  # another one in each process
+_CHANCE = random.Random()  # a different seed in each process
 
 
 @registry.register("hanging_env")
 class HangingEnv:
-    """As a client of a web service whose connection is lost."""
+    """An environment that blocks like a client of a web service whose connection is lost."""
 
     place = "thread"
     step_limit_s = 0.3
@@ -25,11 +25,11 @@ class HangingEnv:
         pass
 
     def reset(self, task, seed) -> tuple[Message, ...]:
-        """The messages the model sees first."""
+        """The messages that the model sees first."""
         return task.messages
 
     def step(self, answer) -> StepResult:
-        """The end, or never."""
+        """The end of the episode; sometimes it never returns."""
         if _CHANCE.randrange(ONE_IN) == 0:
             time.sleep(3600.0)
         return StepResult(done=True, reward=len(set(answer)) / 10)

@@ -1,4 +1,4 @@
-"""One environment that misbehaves as its task says: in each of the ways that whole runs have met or may meet."""
+"""An environment that misbehaves as its task says, in every way that whole runs have met or may meet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def shows(*messages: Any) -> Callable[[], StepResult]:
 
 
 def raises(error: Callable[[], BaseException]) -> Callable[[], Any]:
-    """An environment's code that raises."""
+    """A step that raises `error`."""
 
     def act() -> Any:
         raise error()
@@ -82,7 +82,7 @@ class Mute(Exception):
 
 
 Act = Callable[[], Any]
-# what it does → the act, and what the recorded failure says; "" where the member is finished all the same
+# name → the act, and text of the recorded failure; "" if the member finishes all the same
 WAYS: dict[str, tuple[Act, str]] = {
     "reward none": (result(reward=None), "the reward is None"),
     "reward text": (result(reward="1.0"), "the reward is a value of type str"),
@@ -129,7 +129,7 @@ CLOSES = {"close raises": ValueError, "close exits": SystemExit, "close cancelle
 
 
 class _Misbehaving:
-    """Does what the question says in its first step; a question that names no way is answered fairly."""
+    """An environment that misbehaves as the question says in its first step; other questions are ordinary."""
 
     step_limit_s = STEP_LIMIT_S
 
@@ -152,12 +152,12 @@ class _Misbehaving:
 
 @register("misbehaving")
 class Misbehaving(_Misbehaving):
-    """On the event loop."""
+    """The environment on the event loop."""
 
 
 @register("misbehaving_in_process")
 class MisbehavingInProcess(_Misbehaving):
-    """In a process of its own."""
+    """The environment in its own process."""
 
     place: Place = "process"
     step_limit_s = 30.0

@@ -1,4 +1,4 @@
-"""The environment of `dense_reward`, which takes its time: episodes last long enough to be interrupted.
+"""A slow `dense_reward` environment, with episodes that last long enough to be interrupted.
 
 `task.env=tests.harness.envs.slow_reward:slow_reward`.
 """
@@ -13,14 +13,14 @@ TAKES_S = 0.3
 
 @registry.register("slow_reward")
 class SlowReward(DenseReward):
-    """As a tool or a web page would be."""
+    """An environment as slow as a tool or a web page."""
 
     async def reset(self, task, seed):
-        """The messages the model sees first."""
+        """The messages that the model sees first."""
         await asyncio.sleep(TAKES_S)
         return await super().reset(task, seed)
 
     async def step(self, answer):
-        """The end, after a while."""
+        """The end of the episode, after a while."""
         await asyncio.sleep(TAKES_S)
         return await super().step(answer)

@@ -1,4 +1,4 @@
-"""An environment that writes ten thousand lines to its process's standard error, and as many bytes to its output."""
+"""An environment that writes much to its process's standard error and standard output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _said: list[bool] = []
 
 @registry.register("talkative")
 class Talkative(DenseReward):
-    """As dense_reward; the first one of a process talks."""
+    """A `dense_reward` environment; the first one of a process writes the output."""
 
     def __init__(self, pool, config):
         super().__init__(pool, config)

@@ -1,9 +1,8 @@
-"""Mistakes to plant in the store, each in one place, each with the promise that it breaks.
+"""Bugs to plant in the store, each in one place, each with the invariant that it breaks.
 
-Those of this file are about puts and leases, training.py has claims, versions and forks, and
-selection.py the filter, redundant members and shares.
-A bug is planted with pytest's MonkeyPatch (`BUGS[name].plant(patch)`) and undone with it. The random test must find
-every one of them: what it cannot find it does not check.
+This file has bugs of puts and leases; training.py has claims, versions and forks; selection.py has the filter,
+redundant members and shares. pytest's MonkeyPatch plants a bug (`BUGS[name].plant(patch)`) and undoes it. The random
+test must find every bug: an invariant whose bug it does not find is not checked.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Patch = pytest.MonkeyPatch
 
 @dataclass(frozen=True)
 class Bug:
-    """`plant` changes the store in one place; `promise` is what it breaks."""
+    """A bug: `plant` changes the store in one place and thereby breaks the invariant `promise`."""
 
     promise: str
     plant: Callable[[Patch], None]
@@ -37,7 +36,7 @@ BUGS: dict[str, Bug] = {}
 
 
 def breaks(promise: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
-    """Registers the function as the bug of its name."""
+    """Register the function as the bug of its name."""
 
     def register(plant: Callable[[Patch], None]) -> Callable[[Patch], None]:
         BUGS[plant.__name__] = Bug(promise, plant)

@@ -1,4 +1,4 @@
-"""More mistakes to plant, as in leases_and_puts.py: the filter, redundant members, shares, holders. `BUGS` has all."""
+"""Bugs of the filter, of redundant members, of shares and of holders, as in leases_and_puts.py. `BUGS` has all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More mistakes to plant, as in leases_and_puts.py: claims, versions, checkpoints, forks."""
+"""Bugs of claims, versions, checkpoints and forks, as in leases_and_puts.py."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def fork_trains_prompts_twice(patch: Patch) -> None:
 
 
 def replaced_cut(cut: ev.Cut) -> ev.Cut:
-    """The cut without the prompts that are not to come again."""
+    """The cut without the prompts that must not be issued again."""
     return msgspec.structs.replace(cut, passed=())
 
 

@@ -1,11 +1,12 @@
-"""A role that only pretends: notes its start and its end in a file, and behaves as its arguments say.
+"""A stand-in for a role: it notes its start and end in a file, and behaves as its arguments say.
 
     dummy_role.py EVENTS NAME [--ready=FILE] [--hold=FILE] [--until=FILE] [--crash=N] [--code=C]
                   [--stubborn] [--linger=SECONDS] [--child[=loose]]
 
-Ends with code C once FILE exists (never, without --until) or on SIGTERM (code 0); the first N lives crash at once.
-With --linger it takes so long to end, and notes that.
-A loose child is not bound to our life. With --hold it is ready only once that FILE exists.
+It ends with code C once the FILE of --until exists, or with code 0 on SIGTERM. The first N processes crash at once.
+With
+--linger it takes SECONDS to end and notes that. With --child it has a child, which a loose one outlives. With --hold it
+is ready only once that FILE exists.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Stands in for `python -m jaxroll ROLE --run=DIR`: notes the call; the learner ends at once, the others on SIGTERM.
+"""A stand-in for `python -m jaxroll`: it notes the call; the learner ends at once, other roles end on SIGTERM.
 
-While the run's folder holds a file `hold`, the learner and the warm start go on.
+The learner and the warm start continue while the run's folder holds a file `hold`.
 """
 
 import json
@@ -32,7 +32,7 @@ elif role == "store":
 if role in ("store", "sampler"):
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     time.sleep(60)
-if role == "learner":  # with it the run ends: not before the sampler beside it has noted its call
+if role == "learner":  # the run ends with it: wait until the sampler has noted its call
     give_up_s = time.monotonic() + 30
     while time.monotonic() < give_up_s:
         said = [json.loads(line)["words"][0] for line in (run_dir / "calls.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""One process of a learner whose mesh spans several: trains on the claims of a file, and says what came of it.
+"""One process of a learner whose mesh spans several: it trains on the claims of a file and writes the results.
 
 python learner_host.py FOLDER INDEX PROCESSES COORDINATOR
 """
@@ -28,7 +28,7 @@ from jaxroll.sharding import layout, placing
 from jaxroll.transfer import host_snapshot
 
 VOCAB = 24
-KEPT = ("grpo on parameters", "critic on parameters", "lora on heads")  # what checkpoints are written of
+KEPT = ("grpo on parameters", "critic on parameters", "lora on heads")  # the cases that write checkpoints
 
 
 def config_of(options: dict) -> Config:
@@ -42,7 +42,7 @@ def config_of(options: dict) -> Config:
 
 
 def published(held: dict[str, jax.Array]) -> dict[str, np.ndarray]:
-    """What process 0 would publish of these parameters, put together; nothing on the others."""
+    """The whole arrays that process 0 would publish; empty on the other processes."""
     pending = host_snapshot.begin(held, "float32")
     found = {}
     if jax.process_index() == 0:
@@ -55,7 +55,7 @@ def published(held: dict[str, jax.Array]) -> dict[str, np.ndarray]:
 
 
 def kept(trainer: Trainer, folder: Path) -> None:
-    """Write the state in all processes and read it again; by itself, one reads what two wrote before."""
+    """Write the state in all processes and read it again; a single process reads the state that two wrote before."""
     checkpoints, first, count = Checkpoints(folder, kept=9), jax.process_index() == 0, jax.process_count()
     version, abstract, state = Version(0, count), trainer.abstract_state(), trainer.state
     if first:
@@ -95,7 +95,7 @@ def trained(options: dict, claims: list[Claim], folder: Path | None) -> tuple[li
 
 
 def main() -> None:
-    """Train, and write rows and parameters."""
+    """Train and write rows and parameters."""
     folder, index, processes, coordinator = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     lifeline.bind_from_env()
     jax.distributed.initialize(coordinator, processes, index, initialization_timeout=60)

@@ -1,6 +1,6 @@
-"""Runs `jaxroll WORDS…` over pretended roles: run_command.py PYTHON WORDS… (PYTHON stands in for the interpreter).
+"""Run `jaxroll WORDS…` with stand-ins for the roles: run_command.py PYTHON WORDS… (PYTHON replaces the interpreter).
 
-A store that is started alone is pretended too: it goes on while the run's folder holds a file `hold`.
+A store that is started alone is a stand-in too, which runs while the run's folder holds a file `hold`.
 """
 
 import sys

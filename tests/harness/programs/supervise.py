@@ -1,4 +1,4 @@
-"""Runs a supervisor over processes described in a JSON file: supervise.py RUN_DIR SPECS. Its exit code is the run's."""
+"""Run a supervisor over processes described in a JSON file: supervise.py RUN_DIR SPECS; exit with the run's code."""
 
 import json
 import sys

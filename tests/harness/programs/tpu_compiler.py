@@ -16,7 +16,7 @@ import pytest
 from jaxroll.tools import aot
 
 CHIP_BYTES = 16e9  # high-bandwidth memory of one v5e chip
-Costs = Mapping[str, Mapping[str, Any]]  # program name to its cost, see `aot.ProgramCost`, and what stands in its text
+Costs = Mapping[str, Mapping[str, Any]]  # program name → its cost (see `aot.ProgramCost`) and facts about its text
 
 NEEDS_LIBTPU = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -25,7 +25,7 @@ NEEDS_LIBTPU = pytest.mark.skipif(
 
 
 def compiled(script: str, topology: str, size: str, *, limit_s: float) -> list[dict[str, Any]]:
-    """What `script`, which stands beside this file, says of each program that it compiled."""
+    """Run `script` from this folder; return the costs of each program that it compiled."""
     command = [sys.executable, str(Path(__file__).with_name(script)), topology, size]
     child = subprocess.run(
         command, env=aot.tpu_environment(), capture_output=True, text=True, timeout=limit_s, check=False

@@ -1,9 +1,9 @@
-"""The learner's and the engine's programs with attention by fused kernels, compiled for TPU chips that exist by name.
+"""The learner's and the engine's programs with fused attention kernels, compiled for TPU topologies without chips.
 
     python tpu_kernels.py TOPOLOGY SIZE
 
 SIZE is `lean`, a model of one layer whose heads fill a TPU's lanes, on meshes of 4 chips, or `qwen3_0p6b` on 16.
-Whoever starts it sets its environment (`aot.tpu_environment`). Every line on stdout is one program as JSON.
+The caller sets the environment (`aot.tpu_environment`). Every line on stdout is one program as JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAN = ModelSpec("lean", 256, 1, 256, 4, 2, 128, 320, compute_dtype="bfloat16", 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model and how it is run."""
+    """A model and the settings of its programs."""
 
     spec: ModelSpec
     learner_mesh: MeshConfig
@@ -56,7 +56,7 @@ CASES = {
 
 
 def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.Lowered]]:
-    """Name, implementation of attention, and lowered program."""
+    """(name, implementation of attention, lowered program) of each program."""
     for wanted in ("auto", "xla"):
         config = Config(learner=LearnerConfig(row_tokens=case.row_tokens, attention=wanted))
         layout = Layout(aot.topology_mesh(case.learner_mesh, topology), LEARNER)
@@ -70,7 +70,7 @@ def programs(case: Case, topology: str) -> Iterator[tuple[str, str, jax.stages.L
 
 
 def main(topology: str, size: str) -> None:
-    """One line of JSON each. The XLA forms are only lowered: they are there for comparison."""
+    """Print one line of JSON per program. The XLA forms are only lowered, for comparison."""
     case = CASES[size]
     for name, chosen, lowered in programs(case, topology):
         row: dict[str, Any] = {"name": name, "attention": chosen}

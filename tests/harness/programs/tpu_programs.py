@@ -1,10 +1,10 @@
-"""The learner's and the engine's own programs, compiled for TPU chips that exist only by name.
+"""The learner's and the engine's programs, compiled for TPU topologies without chips.
 
     python tpu_programs.py TOPOLOGY SIZE
 
-SIZE is `tiny`, on meshes of 4 chips, or `qwen3_0p6b`, by its config file on 16. Whoever starts it sets its environment
-(`aot.tpu_environment`): libtpu reads it once, when it is loaded. No parameter is ever made. Every line on stdout is one
-program's cost as JSON, with what stands in its text.
+SIZE is `tiny`, on meshes of 4 chips, or `qwen3_0p6b`, by its config file on 16. The caller sets the environment
+(`aot.tpu_environment`), which libtpu reads once, when it is loaded. No parameter is created. Every line on stdout is
+one program's cost as JSON, with facts about its text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tiny() -> Config:
 
 
 def qwen3() -> Config:
-    """Its config file, which gives four chips to each role, with sixteen: four times the rows and slots."""
+    """The config file, which gives four chips to each role, on sixteen: four times the rows and slots."""
     more = ("learner.mesh.tensor=4", "learner.micro_batch_rows=32", "sampler.mesh.data=4", "sampler.slots=256",
             "sampler.prefill_rows=32")  # fmt: skip
     return files.load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
@@ -58,7 +58,7 @@ Programs = Iterator[tuple[str, str, jax.stages.Lowered]]
 
 
 def learner_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
-    """The two programs of every optimizer step: name, implementation of attention, and lowered program."""
+    """The two programs of every optimizer step: (name, implementation of attention, lowered program)."""
     layout = Layout(aot.topology_mesh(config.learner.mesh, topology), LEARNER)
     recipe = trainer.recipe(config, spec, layout)
     programs = step.Programs(recipe)
@@ -67,7 +67,7 @@ def learner_programs(config: Config, spec: ModelSpec, topology: str) -> Programs
 
 
 def engine_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
-    """Prefill by bucket, fresh and extending, insert, and a dispatch of decode steps, likewise."""
+    """The same for prefill by bucket (fresh and extending), insert, and a dispatch of decode steps."""
     mesh = aot.topology_mesh(config.sampler.mesh, topology)
     sizes = engine_sizes(config, cache.shards_of(config.sampler.slots, mesh, SAMPLER))
     chosen = device.choose_kernels(
@@ -79,7 +79,7 @@ def engine_programs(config: Config, spec: ModelSpec, topology: str) -> Programs:
 
 
 def engine_sizes(config: Config, shards: int) -> Sizes:
-    """What `Engine` makes of this config."""
+    """The sizes that `Engine` computes from this config."""
     sampler, longest = config.sampler, max(episode_tokens(config), config.sampler.prefill_buckets[-1])
     return Sizes(
         slots=sampler.slots, max_tokens=longest, rows=sampler.prefill_rows,
@@ -90,9 +90,8 @@ def engine_sizes(config: Config, shards: int) -> Sizes:
 
 
 def described(text: str) -> dict[str, Any]:
-    """What stands in a compiled program: collectives, kernels, how many copies of how many bytes (a MiB and more), and
-    how many that come back from the vector memory, and the bytes on one chip of the largest array of all and of the
-    largest that is gathered.
+    """Facts about a compiled program: its collectives, its kernels, the numbers of copies by size (a MiB or more), the
+    number of copies back from vector memory, and the bytes per chip of its largest array and largest gathered array.
     """
     return {
         "collectives": {kind: text.count(f" {kind}") for kind in COLLECTIVES},
@@ -105,23 +104,23 @@ def described(text: str) -> dict[str, Any]:
 
 
 def copied(text: str) -> list[int]:
-    """The bytes of each copy from the chip's memory to the same; S(1) is its vector memory."""
+    """The bytes of each copy within the chip's main memory; S(1) is its vector memory."""
     return [size_bytes(made) for made in results("copy", text) if "S(1)" not in made]
 
 
 def written_back(text: str) -> list[int]:
-    """The bytes of each copy that begins from the vector memory to the chip's, which is named first.
+    """The bytes of each copy from vector memory to the chip's main memory, which is named first.
 
-    It was made in the vector memory, or fetched there whole, changed and brought back.
+    The array was made in vector memory, or fetched there whole, changed and written back.
     """
     made = (result.partition("}") for result in results("copy", text))
     return [size_bytes(target) for target, _, source in made if "S(1)" in source and "S(1)" not in target]
 
 
 def results(kind: str, text: str) -> list[str]:
-    """What each operation of this kind makes, as the compiler writes it: an array, or a tuple of several.
+    """The result of each operation of this kind in the compiler's notation: an array, or a tuple of several.
 
-    One that only begins (`-start`) names what it reads too.
+    The result of a `-start` operation also names its operands.
     """
     made = re.compile(rf" = (.*?) {kind}(?:-start)?\(")
     found = (made.search(line) for line in text.splitlines())
@@ -129,13 +128,13 @@ def results(kind: str, text: str) -> list[str]:
 
 
 def size_bytes(text: str) -> int:
-    """The bytes of the largest array whose shape stands in `text`; 0 where there is none."""
+    """The bytes of the largest array whose shape occurs in `text`; 0 if there is none."""
     found = set(ARRAY.findall(text))
     return max((BYTES[dtype] * math.prod(map(int, shape.split(","))) for dtype, shape in found), default=0)
 
 
 def main(topology: str, size: str) -> None:
-    """Compile everything, one line of JSON each."""
+    """Compile all programs and print one line of JSON per program."""
     config = CONFIG[size]()
     spec = families.spec(config.model.size, compute_dtype=config.model.dtype)
     for programs in (learner_programs, engine_programs):

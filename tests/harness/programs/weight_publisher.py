@@ -1,8 +1,8 @@
-"""A learner of two devices: publishes what it is told to, from a process of its own, until its stdin closes.
+"""A learner of two devices in its own process that publishes the requested steps until its stdin closes.
 
     python weight_publisher.py CHANNEL RUN_DIR KIND     KIND is small or big
 
-Whoever starts it sets its environment (two forced devices).
+The caller sets the environment (two forced devices).
 Every line on stdin is a step to publish; the answer on stdout is the announcement as one line of hex.
 """
 
@@ -46,7 +46,7 @@ def main() -> None:
                 for name, value in values(kind, step).items()
             }
             coming = publisher.start(Version(0, step), params)
-            jax.block_until_ready(train(params))  # the live parameters are donated while the snapshot is on its way
+            jax.block_until_ready(train(params))  # the live parameters are donated while the snapshot is being sent
             print(wire.encode(coming.result(timeout=30)).hex(), flush=True)
 
 
