@@ -1,10 +1,11 @@
-"""Do two thousand environments that sleep fit into one process, without one waiting for another?
+"""Two thousand sleeping environments in one process: wall time and delay of the event loop.
 
-Every episode takes several turns; in each its environment sleeps for a time drawn from N(μ, σ) clipped at 0, on the
-event loop (coroutines) or in threads (functions that block). Generation takes no time, so all there is besides sleeping
-is the env manager. Aim: the wall time is at most 1.2 times the longest episode's sleep, and the event loop is late by
-at most 50 ms in 99 of 100 samples taken every 5 ms. The arm `faulty` has one environment in ten that hangs in its
-thread and one in ten that raises: every lost member has its record, and the others take no longer.
+Every episode takes several turns. In each turn its environment sleeps for a time drawn from N(μ, σ), clipped at 0, on
+the event loop (coroutines) or in threads (functions that block). Generation takes no time, so that the rest of the wall
+time is the overhead of calling environments. Aim: the wall time is at most 1.2 times the longest episode's sleep, and
+the event loop is late by at most 50 ms in 99 of 100 samples taken every 5 ms. In the arm `faulty` one environment in
+ten hangs in its thread and one in ten raises: every lost member must have its record, and the others must take no
+longer.
 
     python benchmarks/environments.py [--quick] [--environments=2000] [--rounds=3]
 """
@@ -39,7 +40,7 @@ HANG_LIMIT_S = 1.0
 
 
 class Sleeper:
-    """An environment that sleeps as long as it was told, in each of its turns."""
+    """An environment that sleeps for a given time in each of its turns."""
 
     step_limit_s = 600.0
 
@@ -59,7 +60,7 @@ class Sleeper:
 
 
 class OnLoop(Sleeper):
-    """Sleeps as a coroutine."""
+    """An environment that sleeps in a coroutine."""
 
     place = "loop"
 
@@ -69,7 +70,7 @@ class OnLoop(Sleeper):
 
 
 class InSleep(Sleeper):
-    """Sleeps as a function that blocks; `fate` may be to hang or to raise."""
+    """An environment that sleeps in a blocking function; its `fate` may be to hang or to raise."""
 
     def __init__(self, sleeps_s: list[float], fate: str = "", over: threading.Event | None = None) -> None:
         super().__init__(sleeps_s)
@@ -98,7 +99,7 @@ class Instantly:
 
 
 async def lags(found_s: list[float]) -> None:
-    """Append by how much the event loop was late, every few milliseconds."""
+    """Append the event loop's delay every few milliseconds."""
     while True:
         due_s = time.monotonic() + PROBE_S
         await asyncio.sleep(PROBE_S)
@@ -106,7 +107,7 @@ async def lags(found_s: list[float]) -> None:
 
 
 def measured(make: Callable[[int], Environment], sleeps_s: np.ndarray, healthy: list[int]) -> dict[str, Any]:
-    """All episodes at once, environment i made by `make(i)`; the longest sleep is that of the `healthy` ones."""
+    """Run all episodes at once, environment i made by `make(i)`; the longest sleep is among the `healthy` ones."""
 
     async def play() -> tuple[list[Member], float, list[float]]:
         numbers, late_s = iter(range(len(sleeps_s))), []
@@ -130,7 +131,7 @@ def measured(make: Callable[[int], Environment], sleeps_s: np.ndarray, healthy: 
 
 
 def sleeping(kind: str, count: int, mean_s: float, seed: int) -> dict[str, Any]:
-    """One run of one arm."""
+    """The figures of one run of one arm."""
     sleeps_s = np.clip(np.random.default_rng(seed).normal(mean_s, mean_s / 2, (count, TURNS)), 0, None)
     if kind == "loop":
         return measured(lambda i: OnLoop(list(sleeps_s[i])), sleeps_s, list(range(count)))
@@ -148,10 +149,10 @@ def sleeping(kind: str, count: int, mean_s: float, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Alternate the arms and print what came of it."""
+    """Alternate the arms and print the results."""
     parser = arguments(__doc__ or "")
     parser.add_argument("--environments", type=int, default=2000)
-    parser.add_argument("--mean-s", type=float, default=2.0, help="of one turn's sleep; a tenth of it with --quick")
+    parser.add_argument("--mean-s", type=float, default=2.0, help="mean sleep per turn; a tenth of it with --quick")
     options = parser.parse_args()
     started = time.monotonic()
     count = options.environments if not options.quick else min(options.environments, 200)

@@ -1,8 +1,8 @@
-"""Which loss learns from stale samples? Every algorithm at α = 0, 2 and 8, three seeds, from one warm start.
+"""Learning at fixed staleness (α = 0, 2 and 8), per algorithm: three seeds each, from one warm start.
 
 Staleness is exact (see benchmarks/algorithms/fixed_staleness.py): after the first α steps every token is α steps old.
-Held-out accuracy is greedy. "grpo" is the clip without a correction, which a run refuses at α > 0: the control.
-"decoupled" is a run's default.
+Held-out accuracy is greedy. The control "grpo" is the clip without a correction, which a run refuses at α > 0.
+"decoupled" is the default of a run.
 
 python -m benchmarks.algorithms [--quick] [--resume] [--only NAME ...]
 """
@@ -39,7 +39,7 @@ FULL: Mapping[str, dict[str, Any]] = {
     "gspo": {"algorithm": "gspo"},
     "rloo": {"algorithm": "rloo"},
     "dpo": {"algorithm": "dpo", **OFFLINE, **PAIRS},
-    # With one optimizer step a claim these have one gradient, `decoupled` and `tis` above.
+    # With one optimizer step per claim these equal `decoupled` and `tis` above.
     "decoupled, two minibatches": {"minibatches": 2},
     "tis, two minibatches": {"algorithm": "tis", "minibatches": 2},
 }
@@ -62,7 +62,7 @@ ONCE: Mapping[str, dict[str, Any]] = {
 
 
 def settings(quick: bool) -> Any:
-    """The config that all runs share; α sizes the age buckets, the loop decides what it really is."""
+    """The config of all runs; its α sizes the age buckets, and the loop sets the staleness of each run."""
     from jaxroll import config as configs
 
     values = configs.defaults().to_dict()
@@ -80,7 +80,7 @@ def settings(quick: bool) -> Any:
 
 
 def plan(quick: bool, only: Sequence[str]) -> list[tuple[str, dict[str, Any], int, int]]:
-    """(name, learner keys, α, seed) of every run; the seeds outermost, so that a benchmark cut short has whole ones."""
+    """(name, learner keys, α, seed) of every run, seed by seed, so that an interrupted benchmark has whole seeds."""
     seeds, alphas = ((0,), QUICK_ALPHAS) if quick else (SEEDS, ALPHAS)
     runs = [(name, keys, alpha, seed) for seed in seeds for alpha in alphas for name, keys in FULL.items()]
     runs += [(name, keys, 1, 0) for name, keys in ONCE.items()]
@@ -90,7 +90,7 @@ def plan(quick: bool, only: Sequence[str]) -> list[tuple[str, dict[str, Any], in
 
 
 def summary(results: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str, Any]:
-    """By algorithm and α: gain in held-out accuracy (mean over seeds, with the seeds' range), and how stale it was."""
+    """By algorithm and α: gain in held-out accuracy (mean and range over seeds), and the metrics by age."""
     found: dict[str, Any] = {}
     for (name, alpha), runs in results.items():
         gains = [one["after"] - one["before"] for one in runs]
@@ -107,9 +107,9 @@ def summary(results: Mapping[tuple[str, int], list[dict[str, Any]]]) -> dict[str
 
 
 def draw(path: Path, found: Mapping[str, Any]) -> None:
-    """What `summary` found, as a figure: gain with its interval over seeds, effective samples, clipped share, mismatch.
+    """Draw the output of `summary`: gain with its interval over seeds, effective samples, clipped share, mismatch.
 
-    After the first α steps every token is α steps old: a colour is an age.
+    After the first α steps every token is α steps old, so that a colour means an age.
     """
     from benchmarks.lib import figures
 
@@ -141,14 +141,14 @@ def interval(values: Sequence[float]) -> list[float] | None:
 
 
 def of_questions(share: float, questions: int) -> list[float]:
-    """Wilson's 95 % interval of a share of so many questions: of one run, it says nothing of another seed."""
+    """Wilson's 95 % interval of a share of so many questions; it covers one run, not the variance over seeds."""
     z, n = 1.96, questions
     middle, half = share + z * z / (2 * n), z * (share * (1 - share) / n + (z / (2 * n)) ** 2) ** 0.5
     return [(middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)]
 
 
 def _by_age(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, float | None]]:
-    """The mean over runs of each figure of each age."""
+    """The mean over runs of each figure by age."""
     ages = sorted({age for one in runs for age in one}, key=int)
     keys = {key: None for one in runs for of_age in one.values() for key in of_age}
     return {age: {key: _mean([one[age] for one in runs if age in one], key) for key in keys} for age in ages}
@@ -160,7 +160,7 @@ def _mean(runs: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def measured(bench: Any, keys: dict[str, Any], alpha: int, seed: int, steps: int) -> Callable[[], dict[str, Any]]:
-    """A function that makes the run."""
+    """A function that runs the benchmark's run and returns its figures."""
 
     def measure() -> dict[str, Any]:
         from benchmarks.algorithms import fixed_staleness
@@ -175,7 +175,7 @@ def measured(bench: Any, keys: dict[str, Any], alpha: int, seed: int, steps: int
 
 
 def main() -> None:
-    """Make the runs that are not in the file yet, and print what all of them say."""
+    """Make the runs that are not in the file yet, and print the summary of all runs."""
     parser = report.arguments((__doc__ or "").splitlines()[0])
     parser.add_argument("--only", action="append", default=[], choices=[*FULL, *ONCE], help="one algorithm; may repeat")
     options, started = parser.parse_args(), time.monotonic()

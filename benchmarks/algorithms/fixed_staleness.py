@@ -1,7 +1,7 @@
 """One learner and one engine in a loop of exact staleness: step n trains on answers of the weights of step n − α.
 
-What asynchronous training does to a loss, without its scheduling: nothing overlaps, nothing is lost, every claim has
-the same size, and the same seed asks the same questions at every α. Private to benchmarks/algorithms.
+This isolates the effect of staleness on a loss from the effects of scheduling: nothing overlaps, nothing is lost, every
+claim has the same size, and a seed gives the same questions at every α. Private to benchmarks/algorithms.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SLOTS, PREFILL_ROWS, CHUNK = 64, 8, 4
 
 
 class Question(NamedTuple):
-    """What is asked and what is right."""
+    """A question and its right answer."""
 
     task: Task
     answer: str
@@ -65,7 +65,7 @@ class Bench:
         self._versions, self._trainers = 0, {}
 
     def placed(self, params: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """A copy of `params` as the engine wants them: the learner donates its own."""
+        """A copy of `params` in the engine's sharding, because the learner donates its own."""
         copies = {name: jnp.array(value, copy=True) for name, value in params.items()}
         return jax.device_put(copies, self._shardings)
 
@@ -80,7 +80,7 @@ class Bench:
         return self._trainers[learner]
 
     def questions(self, seed: int) -> Iterator[Question]:
-        """Training questions without end, other ones for every seed, none that is held out."""
+        """Training questions without end, different for every seed, none of them held out."""
         span = self.candidates.ranges.train
         for index in np.random.default_rng(seed).permutation(len(span)):
             if question := self._question(span[int(index)], self.kept_aside):
@@ -110,7 +110,7 @@ class Bench:
         return [[results[number * size + member] for member in range(size)] for number in range(len(questions))]
 
     def right(self, result: Result, question: Question) -> bool:
-        """True if the answer ended by itself and is the right one."""
+        """True if the answer ended by itself and is right."""
         ids, finish = result.completion.tokens.tolist(), result.completion.finish
         return finish == "stop" and self.text.decode(ids[:-1]) == question.answer
 
@@ -122,7 +122,7 @@ class Bench:
 
 
 def run(bench: Bench, learner: LearnerConfig, alpha: int, seed: int, steps: int) -> dict[str, Any]:
-    """Accuracy before and after `steps` steps at staleness `alpha`, and what the last half of the steps said."""
+    """Accuracy before and after `steps` steps at staleness `alpha`, and metrics of the last half of the steps."""
     trainer, config = bench.trainer(learner), bench.config
     history, rows = deque([bench.placed(trainer.state.params)], maxlen=alpha + 1), []
     before, questions = bench.accuracy(history[-1]), bench.questions(seed)

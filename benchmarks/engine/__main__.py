@@ -1,13 +1,13 @@
-"""How fast is the engine beside google-tunix's sampler and Hugging Face `generate`, and does it ever stand still?
+"""Engine throughput compared with google-tunix's sampler and Hugging Face `generate`, and its latency under load.
 
     python -m benchmarks.engine [--quick] [--case=NAME ...] [--threads=ARM:N ...] [--rounds=N] [--resume]
 
 Races: the same random Qwen3 of 0.62 million parameters, the same prompts and lengths, a long-lived process per arm.
-Greedy tokens must be equal on 99 % of the prompts, else there is no race. Then runs alternate, sampled at temperature
-1, compiled beforehand, each arm with the number of threads that suits it best (ours with a mesh of as many devices of
-one thread each, slots spread over them); only tokens up to a request's own length count. Then our engine alone:
+Greedy tokens must be equal on 99 % of the prompts, otherwise there is no race. Then runs alternate, sampled at
+temperature 1 and compiled beforehand, each arm with its fastest number of threads (ours with a mesh of as many devices
+of one thread each, slots spread over them). Only tokens up to a request's own length count. Then our engine alone:
 inter-token latency while long prompts come and go (`storm`), and at a weight swap (`swap`).
-The last line is one JSON object with a case each.
+The last line is one JSON object with one entry per case.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SMALL = Scale(watched=2, tokens=48, guests=2, guest_prompt=80, guest_tokens=2, c
 
 
 def small(case: Case) -> Case:
-    """The same in small, for --quick."""
+    """A small version of the case, for --quick."""
     options = case.options | {"prefill_rows": 4, "decode_chunk": 4}
     groups = max(1, 16 // case.group_size) if case.sigma else max(1, 8 // case.group_size)
     return replace(case, groups=groups, batch=8, median=4, most=16 if case.sigma else 0, repeats=1, options=options)
@@ -57,7 +57,7 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
 
 
 def race(case: Case, arms: Arms, runs: Runs, threads: dict[str, int], rounds: int) -> dict[str, Any]:
-    """Agreement, then tokens a second of both arms and their ratio; without agreement no race."""
+    """Agreement, then tokens per second of both arms and their ratio; without agreement no race."""
 
     def run(arm: str, count: int) -> dict[str, Any]:
         ran = arms.get(arm, count).ask("run")
@@ -81,7 +81,7 @@ def race(case: Case, arms: Arms, runs: Runs, threads: dict[str, int], rounds: in
 
 
 def main() -> int:
-    """Measure; 1 when arms do not agree."""
+    """Measure; return 1 if arms do not agree."""
     names = [*(case.name for case in CASES), "storm", "swap"]
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--case", action="append", choices=names, help="this one; again for more (default: all)")

@@ -21,21 +21,21 @@ from jaxroll.config import MeshConfig
 from jaxroll.models import families, params, pretrained
 from jaxroll.sharding import layout
 
-_SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # else every token repeats the one before
+_SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # otherwise every token repeats the previous one
 
 
 @dataclass(frozen=True)
 class Case:
-    """Work, the peer it is raced against, the ratio that is aimed at, and our engine's options for it."""
+    """The work of a race, the peer, the target ratio, and our engine's options."""
 
     name: str
     peer: str
     aim: float
-    groups: int  # of requests with one prompt
+    groups: int  # groups of requests with the same prompt
     group_size: int
     prompt_tokens: int
-    median: int  # tokens that a request wants
-    sigma: float = 0.0  # of their logarithm; 0: all the same
+    median: int  # tokens per request
+    sigma: float = 0.0  # standard deviation of their logarithm; 0: all equal
     most: int = 0
     batch: int = 64
     repeats: int = 1
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a request wants."""
+        """The largest number of tokens of a request."""
         return self.most or self.median
 
     def work(self) -> Work:
@@ -56,17 +56,17 @@ class Case:
         return Work(prompts.repeat(self.group_size, axis=0), lengths, self.batch, self.repeats)
 
     def engine_options(self) -> dict[str, Any]:
-        """Of our engine: a slot for every request of a batch."""
+        """Our engine's options, with a slot for every request of a batch."""
         most = self.prompt_tokens + self.longest
         return {"slots": self.batch, "max_tokens": most, "prefill_buckets": [self.prompt_tokens], **self.options}
 
     def settings(self) -> dict[str, Any]:
-        """What a run depends on."""
+        """The settings that identify a run."""
         return {**asdict(self), "options": self.engine_options()}
 
 
 def prepare(folder: Path, cases: list[Case]) -> None:
-    """Random weights for every arm, scaled so that the model has opinions that change, and each case's work."""
+    """Write random weights for every arm, scaled so that tokens vary, and each case's work."""
     made = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.SAMPLER)
     weights = {name: np.asarray(leaf) * _SCALE.get(name.split(".", 2)[-1], 1.0) for name, leaf in made.items()}
     np.savez(folder / "weights.npz", allow_pickle=False, **weights)
@@ -77,7 +77,7 @@ def prepare(folder: Path, cases: list[Case]) -> None:
 
 
 def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
-    """An arm of a race: answers `greedy` and `run`. Ours has a mesh of `threads` devices, one thread each."""
+    """The process of an arm, which answers `greedy` and `run`. Ours has a mesh of `threads` one-thread devices."""
     if arm == "ours":
         words = str(folder), case.name, json.dumps(case.engine_options())
         return Child("benchmarks.engine.our_arm", arm, 1, *words, devices=threads)
@@ -85,7 +85,7 @@ def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
 
 
 def measured_alone(runs: Runs, scale: Scale, folder: Path, rounds: int, wanted: list[str]) -> dict[str, Any]:
-    """`storm` and `swap`, of our engine alone on one thread: every run in the same process, in turn."""
+    """`storm` and `swap` of our engine alone on one thread: all runs in the same process, one after the other."""
     with ExitStack() as stack:
         started: list[Child] = []
 

@@ -1,4 +1,4 @@
-"""Our engine under the clock, for benchmarks/engine: running requests while others come and go, and at a swap.
+"""Latency of our engine, for benchmarks/engine: running requests while others come and go, and at a weight swap.
 
     python -m benchmarks.engine.latency FOLDER SCALE-AS-JSON
 
@@ -27,7 +27,7 @@ from jaxroll.records import Version
 
 @dataclass(frozen=True)
 class Scale:
-    """`watched` requests draw `tokens` each; up to `guests` with long prompts stand beside them in a storm."""
+    """`watched` requests sample `tokens` each; in a storm up to `guests` requests with long prompts run as well."""
 
     watched: int = 16
     tokens: int = 512
@@ -39,7 +39,7 @@ class Scale:
     dispatches_per_swap: int = 8
 
     def options(self) -> dict[str, Any]:
-        """Of the engine: long prompts come in pieces, one between two dispatches."""
+        """The engine's options: long prompts are prefilled in pieces, one between two dispatches."""
         return {
             "slots": self.watched + self.guests, "max_tokens": self.guest_prompt + self.guest_tokens,
             "prefill_rows": 1, "prefill_buckets": [self.prefill_tokens], "decode_chunk": self.chunk,
@@ -48,7 +48,7 @@ class Scale:
 
 
 class Bench:
-    """One engine, and what is done to it between two dispatches."""
+    """One engine, and the actions between two of its dispatches."""
 
     def __init__(self, folder: Path, scale: Scale) -> None:
         self._engine, self._weights = engine(folder, scale.options())
@@ -65,7 +65,7 @@ class Bench:
         return self._ids
 
     def _gone(self, guest: int) -> None:
-        if guest in self._guests:  # else it had just been told to leave
+        if guest in self._guests:  # otherwise it was just aborted
             self._guests.remove(guest)
 
     def _swap(self) -> None:
@@ -73,8 +73,8 @@ class Bench:
         self._engine.swap(Version(0, self._versions), self._other if self._versions % 2 else self._weights)
 
     def watch(self, between: Callable[[int], Any]) -> tuple[list[float], list[int], list[Any]]:
-        """Seconds and steps of every dispatch while all watched requests run, and what `between` did before each."""
-        self._swap()  # nobody finds what an earlier run computed
+        """Seconds and steps of each dispatch while all watched requests run, and results of `between` before each."""
+        self._swap()  # so that no run finds the cache of an earlier one
         ended: list[int] = []
         for _ in range(self._scale.watched):
             self._add(16, self._scale.tokens, ended.append)
@@ -110,7 +110,7 @@ class Bench:
         return {**_latencies(seconds, steps), "host_share": host}
 
     def storm(self) -> dict[str, Any]:
-        """Before every dispatch long prompts come until there are `guests`, and every other one leaves early."""
+        """Latency while long prompts arrive before every dispatch, up to `guests`, and every second one is aborted."""
         adds, aborts = [0], [0]
         before = self._engine.stats()
 
@@ -132,7 +132,7 @@ class Bench:
         }  # fmt: skip
 
     def first(self) -> dict[str, Any]:
-        """Seconds from adding a short request to its first and only token, beside the watched ones."""
+        """Seconds from adding a short request to its only token while the watched requests run."""
         waits: list[float] = []
 
         def between(dispatch: int) -> None:
@@ -144,7 +144,7 @@ class Bench:
         return {"first_token_s": waits}
 
     def swap(self) -> dict[str, Any]:
-        """The time of a dispatch before which the weights were swapped, beyond the median one: in dispatches."""
+        """The extra time of a dispatch after a weight swap, in units of the median dispatch."""
 
         def between(dispatch: int) -> bool:
             if flips := dispatch % self._scale.dispatches_per_swap == self._scale.dispatches_per_swap - 1:
@@ -159,7 +159,7 @@ class Bench:
 
 
 def _latencies(seconds: list[float], steps: list[int]) -> dict[str, Any]:
-    """Seconds a token (a dispatch's are spread evenly over its steps), and seconds between two reports."""
+    """Seconds per token (a dispatch's time is divided evenly over its steps), and seconds between two reports."""
     tokens = [s / count for s, count in zip(seconds, steps, strict=True) if count for _ in range(count)]
     return {"token_s": [round(s, 7) for s in tokens], "report_s": seconds}
 

@@ -27,7 +27,7 @@ SPEC = ModelSpec("tiny", **MODEL)
 
 
 def engine(folder: Path, options: dict[str, Any]) -> tuple[Engine, dict[str, jax.Array]]:
-    """A warm engine that has no weights yet, its slots spread over all devices, and the folder's weights."""
+    """A warm engine without weights whose slots are spread over all devices, and the folder's weights."""
     mesh = layout.build(MeshConfig(data=jax.device_count()))
     made, where = Engine(SPEC, mesh, layout.SAMPLER, seed=0, **options), params.shardings(SPEC, mesh, layout.SAMPLER)
     weights = {name: jax.device_put(leaf, where[name]) for name, leaf in np.load(folder / "weights.npz").items()}
@@ -43,7 +43,7 @@ class Arm:
         self._work, self._runs, self._before = Work.load(folder / f"{case}.npz"), 0, self._engine.stats()
 
     def generate(self, greedy: bool) -> list[list[int]]:
-        """All requests at once, stepped until none is left. A version of its own: no run finds another's prompts."""
+        """Run all requests to their ends, at a new version, so that no run finds another's prompts in the cache."""
         self._runs += 1
         self._engine.swap(Version(0, self._runs), self._weights)
         self._before = self._engine.stats()
@@ -57,7 +57,7 @@ class Arm:
         return [results[number].completion.tokens.tolist() for number in range(len(results))]
 
     def facts(self) -> dict[str, Any]:
-        """Of the last run: steps, dispatches, prefills, and the host's share of the time."""
+        """Facts of the last run: steps, dispatches, prefills, and the host's share of the time."""
         now, before = self._engine.stats(), self._before
         if now.compiles:
             raise RuntimeError(f"{now.compiles} compilations after warm-up")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.engine.torch_arm FOLDER CASE
 
-Its best settings: one batch, key-value cache, inference mode, fused attention; no log-probs are asked of it.
+Its best settings: one batch, KV cache, inference mode, fused attention, no log-probs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.engine.work import Generate, Work, serve
 
 
 def made(folder: Path, case: str) -> Generate:
-    """`generate` over the case's batches, each to its longest request."""
+    """A function that runs `generate` over the case's batches, each to its longest request."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # requests end at their length

@@ -22,11 +22,11 @@ from tunix.models.qwen3 import model as qwen3
 
 from benchmarks.engine.work import MODEL, Generate, Work, serve
 
-_OUTSIDE = MODEL["vocab_size"]  # no token: the sampler takes every pad token in its buffer for padding
+_OUTSIDE = MODEL["vocab_size"]  # not a token: the sampler treats every pad token in its buffer as padding
 
 
 class Numbers:
-    """A tokenizer by tunix's foreign protocol: text "7" is prompt 7, and answers are not decoded."""
+    """A tokenizer by tunix's protocol: text "7" is prompt 7, and answers are not decoded."""
 
     def __init__(self, prompts: np.ndarray) -> None:
         self._prompts = prompts.tolist()
@@ -48,7 +48,7 @@ class Numbers:
 
 
 def model(folder: Path) -> qwen3.Qwen3:
-    """Their module with our weights."""
+    """The peer's module with our weights."""
     config = qwen3.ModelConfig(
         num_layers=MODEL["layers"], vocab_size=MODEL["vocab_size"], embed_dim=MODEL["width"],
         hidden_dim=MODEL["hidden"], num_heads=MODEL["heads"], head_dim=MODEL["head_dim"],
@@ -82,7 +82,7 @@ def model(folder: Path) -> qwen3.Qwen3:
 
 
 def made(folder: Path, case: str) -> Generate:
-    """A sampler for each length that a batch is decoded to."""
+    """A function that decodes each batch with the sampler for its length."""
     qwen, work = model(folder), Work.load(folder / f"{case}.npz")
     prompt_tokens, tokenizer = work.prompts.shape[1], Numbers(work.prompts)
     samplers: dict[int, sampler.Sampler] = {}

@@ -1,7 +1,7 @@
-"""What the arms of benchmarks/engine are given, and how they are asked: numpy alone, for every arm's environment.
+"""Work and protocol of the arms of benchmarks/engine, with numpy alone, for every arm's environment.
 
-A folder holds weights.npz (our names), model.safetensors and config.json (Hugging Face's), and one WORK.npz a case. An
-arm reads a command a line from stdin and answers with a JSON object a line; at the end of stdin it ends.
+A folder holds weights.npz (our names), model.safetensors and config.json (Hugging Face's), and one WORK.npz per case.
+An arm reads one command per line from stdin, answers with one JSON object per line, and ends when stdin ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-# google-tunix's qwen3 rotates with θ = 10⁶ whatever its config says; so do all arms.
+# google-tunix's qwen3 always rotates with θ = 10⁶ and ignores its config; so do all arms.
 MODEL = {
     "vocab_size": 256, "layers": 3, "width": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "hidden": 384,
     "rope_theta": 1e6, "norm_eps": 1e-6,
@@ -26,12 +26,12 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Work:
-    """N requests: prompts int32 [N, P] of one length, and the tokens that each wants, int32 [N]."""
+    """N requests: prompts int32 [N, P] of one length, and the numbers of tokens to generate, int32 [N]."""
 
     prompts: np.ndarray
     lengths: np.ndarray
-    batch: int  # requests that an arm may have under way
-    repeats: int = 1  # in one run, so that a run is long enough to be timed
+    batch: int  # concurrent requests of an arm
+    repeats: int = 1  # per run, so that a run is long enough to be timed
 
     def save(self, path: Path) -> None:
         """Write it."""
@@ -45,11 +45,11 @@ class Work:
 
     @property
     def useful(self) -> int:
-        """Tokens that count: what comes after a request's own length does not."""
+        """The number of tokens that count, which are those within each request's own length."""
         return int(self.lengths.sum())
 
     def batches(self) -> list[Work]:
-        """The same in batches, in the order of arrival."""
+        """The work in batches, in the order of arrival."""
         cuts = range(0, len(self.prompts), self.batch)
         return [Work(self.prompts[i : i + self.batch], self.lengths[i : i + self.batch], self.batch) for i in cuts]
 
@@ -58,11 +58,11 @@ class Work:
         return [row[:length] for row, length in zip(rows, self.lengths.tolist(), strict=True)]
 
 
-Generate = Callable[[bool], list[list[int]]]  # whether greedily; the tokens of every request, in order
+Generate = Callable[[bool], list[list[int]]]  # True for greedy → the tokens of every request, in order
 
 
 def answering() -> Callable[[dict[str, Any]], None]:
-    """Write an answer to stdout, which is nobody else's from now on: libraries that print do so on stderr."""
+    """A function that writes an answer to stdout; from now on other prints, as of libraries, go to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -76,7 +76,7 @@ def answering() -> Callable[[dict[str, Any]], None]:
 def serve(made: Callable[[Path, str], Generate], facts: Callable[[], dict[str, Any]] = dict) -> None:
     """Answer `greedy` (the tokens) and `run` (seconds and processor seconds of one run that samples).
 
-    `made` gets the folder and the case's name, which stand in argv.
+    `made` gets the folder and the case's name, which are in argv.
     """
     say = answering()
     folder, case = Path(sys.argv[1]), sys.argv[2]

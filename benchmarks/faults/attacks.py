@@ -1,12 +1,12 @@
 """Attacks on a store, each as a process: `python -m benchmarks.faults.attacks KIND ORDERS_JSON`.
 
-Prints "ready" when it has reached what it aims at (`AIMS`: the answers that say so), goes on until its standard input
-ends (or its parent), then prints one JSON object: `counted` answers, the aims it `missed`, and `strange` answers that
-nobody expects of it. Used by benchmarks/faults/hostile.py, tests/store/server/test_under_attack.py,
+The process prints "ready" when it has received all answers that it aims at (`AIMS`), attacks until its standard input
+or its parent ends, then prints one JSON object: `counted` answers, the aims it `missed`, and `strange`, unexpected
+answers. Used by benchmarks/faults/hostile.py, tests/store/server/test_under_attack.py and
 tests/faults/test_hostile_clients.py.
 
-    silent       TCP connections that never speak, opened again when they are dropped
-    loris        connections that say the beginning of HTTP/2 byte by byte
+    silent       TCP connections that send nothing, opened again when they are dropped
+    loris        connections that send the HTTP/2 preface byte by byte
     garbage      HTTP/2 preface, then random frames
     no_token     calls without a token               wrong_token  calls with a guessed token
     wrong_role   a sampler's token, calls of the learner
@@ -17,7 +17,7 @@ tests/faults/test_hostile_clients.py.
     polls        a valid token, more long polls than a connection may have, on many connections
     crowd        a valid token, a hello under a new name each time
     heavy        a valid token, puts of the largest size: many members of thousands of empty and tiny segments, of
-                 groups that nobody knows; and an eighth as many of groups that it holds, which must be looked at
+                 unknown groups; and an eighth as many of groups that it has leased, which the store must check
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ SAMPLER_METHODS = ("Hello", "Lease", "Renew", "Ended", "Put", "Release", "Publis
 LEARNER_METHODS = ("Claim", "Begin", "Publish", "Ack", "Durable", "Close")
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-_UNPARSABLE, _TOO_LARGE = b"Failed parsing HTTP/2", b"larger than max"  # gRPC's words
+_UNPARSABLE, _TOO_LARGE = b"Failed parsing HTTP/2", b"larger than max"  # gRPC's messages
 V0 = Version(0, 0)
-NOBODYS = 2**40  # a group that was never issued
-PATIENCE_S = 30.0  # until the aims are reached
-STALE_S = 8.0  # a connection that lived as long was closed for what it did not say
+UNKNOWN_GROUP = 2**40  # a group that was never issued
+PATIENCE_S = 30.0  # time to reach the aims
+STALE_S = 8.0  # a connection that lasted as long was closed because it was silent
 HELD_S = 2.5  # a call that waits as long is held, not refused
 
-# What each attack must be answered, each of it at least once: "Method CODE: reason" of a call, "member CODE: reason" of
-# a member in a put, or what a connection met with. Regular expressions for the beginning.
+# Answers that each attack must get at least once: "Method CODE: reason" of a call, "member CODE: reason" of a member in
+# a put, or the fate of a connection. Regular expressions for the beginning.
 _METHOD, _NO_TOKEN, _MALFORMED = (
     "[A-Z][a-z]+",
     "UNAUTHENTICATED: no valid token",
@@ -71,14 +71,14 @@ _METHOD, _NO_TOKEN, _MALFORMED = (
 AIMS: dict[str, tuple[str, ...]] = {
     "silent": ("opened", "dropped"),
     "loris": ("opened", "dropped for being slow"),
-    "garbage": ("opened", "dropped for what it said"),
+    "garbage": ("opened", "dropped for malformed bytes"),
     "no_token": (f"Put {_NO_TOKEN}",),
     "wrong_token": tuple(f"{method} {_NO_TOKEN}" for method in SAMPLER_METHODS),
     "wrong_role": (
         *(f"{method} PERMISSION_DENIED: the role sampler may not call {method}" for method in LEARNER_METHODS),
         f"{_METHOD} {_NO_TOKEN}",
     ),
-    "two_gb": ("opened", "told that it is too large"),
+    "two_gb": ("opened", "refused as too large"),
     "liars": (
         rf"Put {_MALFORMED}\d+ bytes came, 100 were declared",
         rf"Put {_MALFORMED}the message ended after \d+ bytes",
@@ -90,7 +90,7 @@ AIMS: dict[str, tuple[str, ...]] = {
         *(f"{method} OK" for method in SAMPLER_METHODS),
         "Hello UNAUTHORIZED: the store speaks protocol",
         r"member REFUSED: put .*: versions cover 1 tokens, 0 were sampled",
-        rf"member STALE_CLIENT: group {NOBODYS} was never issued",
+        rf"member STALE_CLIENT: group {UNKNOWN_GROUP} was never issued",
     ),
     "paths": (
         "Hello INVALID_ARGUMENT: name and session must match",
@@ -105,13 +105,13 @@ AIMS: dict[str, tuple[str, ...]] = {
         r"member STALE_CLIENT: group \d+ was never issued",
     ),
 }  # fmt: skip
-# What it may be answered besides; and what a busy machine may answer anybody.
+# Other answers that each attack may get, and answers that any client may get from a busy machine.
 BESIDES: dict[str, tuple[str, ...]] = {
     "silent": ("refused", "dropped for being slow"),
     "loris": ("refused", "dropped"),
     "garbage": ("refused", "dropped for being slow", "dropped"),
     "two_gb": ("refused", "dropped", "bytes"),
-    "liars": ("Put INTERNAL: Internal error from Core",),  # this side's gRPC, when it is refused while it sends
+    "liars": ("Put INTERNAL: Internal error from Core",),  # this client's gRPC, if it is refused while it sends
     "malformed": (
         f"{_METHOD} (REFUSED|STALE_CLIENT|UNAUTHORIZED|NO_CREDIT): ",
         "member (REFUSED|STALE_CLIENT|FENCED|SURPLUS)",
@@ -126,7 +126,7 @@ _BUSY = (
 
 
 class Attack:
-    """What an attacker knows, and what it counts."""
+    """An attacker's knowledge of the run, and its counts."""
 
     def __init__(self, kind: str, orders: dict[str, Any]) -> None:
         self._aims, self._expected = AIMS[kind], (*AIMS[kind], *BESIDES.get(kind, ()), *_BUSY)
@@ -137,7 +137,7 @@ class Attack:
         self.stop = threading.Event()
 
     def heard(self, answer: str, times: int = 1) -> None:
-        """Count an answer under what was expected; a strange one under its own words, less their numbers."""
+        """Count an answer under the expected pattern; a strange one under its text without numbers."""
         for expected in self._expected:
             if re.match(expected, answer, re.DOTALL):
                 self.count[expected] += times
@@ -145,16 +145,16 @@ class Attack:
         self.count[re.sub(r"\d+", "N", answer)[:160]] += times
 
     def missed(self) -> list[str]:
-        """The aims that were not reached yet."""
+        """The aims that have not been reached yet."""
         return [aim for aim in self._aims if not self.count[aim]]
 
     def result(self) -> dict[str, Any]:
-        """What the parent reads."""
+        """The object that the parent reads."""
         strange = {answer: times for answer, times in self.count.items() if answer not in self._expected}
         return {"counted": dict(self.count), "missed": self.missed(), "strange": strange}
 
     def said(self, **changes: str) -> list[tuple[str, str]]:
-        """The metadata of a call, as a client would send it but for the changes."""
+        """The metadata of a call as a client sends it, with the changes."""
         orders = self.orders
         said = {"name": "mallory", "session": "m", "right": "sampler", "run": orders.get("run_id", ""),
                 "protocol": str(wire.PROTOCOL_VERSION), "config": orders.get("config_digest", "")}  # fmt: skip
@@ -163,7 +163,7 @@ class Attack:
         return [*metadata, *([("authorization", f"Bearer {auth.bearer(token, 'sampler')}")] if token else [])]
 
     def channels(self) -> list[grpc.aio.Channel]:
-        """As many connections of their own as ordered."""
+        """As many separate connections as ordered."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         return [grpc.aio.insecure_channel(self.orders["address"], options=options)
                 for _ in range(self.orders.get("connections", 4))]  # fmt: skip
@@ -171,7 +171,7 @@ class Attack:
     async def call(
         self, channel: grpc.aio.Channel, method: str, body: bytes, metadata: list[tuple[str, str]] | None = None
     ) -> bytes:
-        """The answer's body, b"" when there is none; what it says is counted."""
+        """Make a call and count the answer; return its body, or b"" if there is none."""
         metadata = self.said(bytes=str(len(body))) if metadata is None else metadata
         answer = await self._answer(channel, method, body, metadata, self.orders.get("timeout_s", 20.0))
         if isinstance(answer, str):
@@ -185,7 +185,7 @@ class Attack:
     async def _answer(
         self, channel: grpc.aio.Channel, method: str, body: bytes, metadata: list[tuple[str, str]], timeout_s: float
     ) -> bytes | str:
-        """The body, or how the call was refused."""
+        """The body, or the refusal as text."""
         path = f"/{msg.SERVICE}/{method}"
         try:
             if len(body) <= protocol.PIECE_BYTES:
@@ -198,7 +198,7 @@ class Attack:
         return f"{envelope.refusal.code}: {envelope.refusal.reason}" if envelope.refusal else envelope.body
 
     async def ask(self, method: str, message: Any) -> bytes:
-        """The body of the answer to a message that must be understood, once the store has room for it; not counted."""
+        """Send a valid message, again while the store has no room; return the answer's body, which is not counted."""
         channel, body = self.channels()[0], wire.encode(message)
         give_up_s = time.monotonic() + PATIENCE_S
         while True:
@@ -211,17 +211,17 @@ class Attack:
             await asyncio.sleep(0.1)
 
     async def greet(self) -> None:
-        """Say Hello once, as a sampler would."""
+        """Send Hello once, as a sampler does."""
         await self.ask("Hello", msg.Hello(wire.PROTOCOL_VERSION, self.orders.get("config_digest", "")))
 
     async def lease(self, members: int, request: str) -> list[msg.Key]:
-        """Keys of at most so many members, which are this attacker's own."""
+        """Lease at most so many members; return their keys."""
         call = msg.LeaseCall(V0, members, 5.0, request)
         grants = wire.decode(await self.ask("Lease", call), msg.LeaseReply).grants
         return [(grant.group, member, attempt) for grant in grants for member, attempt in grant.members]
 
     async def flood(self, one: Callable[[grpc.aio.Channel], Awaitable[Any]]) -> None:
-        """`in_flight` callers on every connection, each calling again at once, until told to stop."""
+        """Run `in_flight` callers on every connection, each calling again at once, until the attack stops."""
 
         async def again(channel: grpc.aio.Channel) -> None:
             while not self.stop.is_set():
@@ -246,7 +246,7 @@ class Attack:
 
 @dataclass
 class Line:
-    """A connection: since when, how often it has spoken, the end of what it was told, its stream."""
+    """A connection: its start, the number of its writes, the end of the bytes received, its stream."""
 
     sock: socket.socket
     since_s: float
@@ -256,7 +256,7 @@ class Line:
 
 
 def silent(attack: Attack, speak: Callable[[Line], None] | None = None) -> None:
-    """Hold connections; `speak` may say a little on each, every half second."""
+    """Hold connections; `speak` may send a little on each, every half second."""
     held: list[Line] = []
     ready, give_up_s = False, time.monotonic() + PATIENCE_S
     while True:
@@ -287,9 +287,9 @@ def silent(attack: Attack, speak: Callable[[Line], None] | None = None) -> None:
 
 
 def _end(line: Line) -> str:
-    """What a connection ended of, as far as its own end can tell."""
+    """The reason for a connection's end, as far as the client can tell."""
     if _UNPARSABLE in line.told:
-        return "dropped for what it said"
+        return "dropped for malformed bytes"
     return "dropped for being slow" if line.rounds and time.monotonic() - line.since_s > STALE_S else "dropped"
 
 
@@ -305,12 +305,12 @@ def _is_closed(line: Line) -> bool:
 
 
 def loris(attack: Attack) -> None:
-    """The preface, a byte each half second."""
+    """Send the preface, one byte each half second."""
     silent(attack, lambda line: (line.sock.send(_PREFACE[line.rounds % len(_PREFACE) :][:1]), None)[1])
 
 
 def garbage(attack: Attack) -> None:
-    """Frames of random types, lengths and contents."""
+    """Send frames of random types, lengths and contents."""
 
     def speak(line: Line) -> None:
         if line.rounds == 0:
@@ -324,7 +324,7 @@ def garbage(attack: Attack) -> None:
 
 
 def two_gb(attack: Attack) -> None:
-    """A gRPC message whose prefix says 2 GB, and as much of it as is taken; then the same on another stream."""
+    """Announce a gRPC message of 2 GB and send as much as the store accepts; then the same on another stream."""
     headers = [(":method", "POST"), (":scheme", "http"), (":path", f"/{msg.SERVICE}/Put"), (":authority", "x"),
                ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
     headers += attack.said(bytes="60000000")
@@ -343,7 +343,7 @@ def two_gb(attack: Attack) -> None:
         if line.rounds == 0:
             begin(line)
         elif _TOO_LARGE in line.told:
-            attack.heard("told that it is too large")
+            attack.heard("refused as too large")
             line.told, line.stream = b"", line.stream + 2
             begin(line)
         for _ in range(64):
@@ -353,7 +353,7 @@ def two_gb(attack: Attack) -> None:
 
 
 def _literal(text: str) -> bytes:
-    """A string of HPACK, plain."""
+    """An HPACK string without compression."""
     data, length = text.encode(), len(text.encode())
     if length < 127:
         return bytes([length]) + data
@@ -372,7 +372,7 @@ def _data(stream: int, body: bytes) -> bytes:
 
 
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:
-    """The body as a client would send it."""
+    """The body in pieces, as a client sends it."""
     for start in range(0, len(body), protocol.PIECE_BYTES):
         yield body[start : start + protocol.PIECE_BYTES]
 
@@ -394,7 +394,7 @@ async def wrong_role(attack: Attack) -> None:
 
     def one(channel: grpc.aio.Channel) -> Awaitable[bytes]:
         right = attack.random.choice(("sampler", "learner", "admin"))
-        method = attack.random.choice(LEARNER_METHODS)  # with what would do harm: a new lineage, the end of the run
+        method = attack.random.choice(LEARNER_METHODS)  # calls that would do harm: a new lineage, the end of the run
         body = {"Begin": msg.BeginCall(None), "Close": msg.CloseCall("mallory")}.get(method)
         return attack.call(channel, method, wire.encode(body) if body else b"", attack.said(right=right))
 
@@ -402,10 +402,10 @@ async def wrong_role(attack: Attack) -> None:
 
 
 async def liars(attack: Attack) -> None:
-    """Whole pieces, half pieces, and none after the first: of a small message, and of some that take all the room."""
+    """Send whole pieces, half pieces, or one piece, of a small message and of messages that fill the room."""
     forever = asyncio.Event()
     large = 60_000_000
-    kinds = (  # declared bytes, bytes of a piece, pieces, and whether it ends then
+    kinds = (  # declared bytes, bytes per piece, pieces, True if it ends then
         (100, 200_000, 8, True),
         (large, protocol.PIECE_BYTES, 8, True),
         (2**31, protocol.PIECE_BYTES, 8, True),
@@ -434,18 +434,18 @@ async def liars(attack: Attack) -> None:
 
 
 async def malformed(attack: Attack) -> None:
-    """Bytes that were valid once. Puts are spoiled inside or outside, of a member that is leased or that nobody knows.
+    """Send damaged bytes: valid messages, and puts of leased or unknown members, damaged inside or outside.
 
-    No put here could be accepted as it was, and no lease but the attacker's own is renewed or given back.
+    No put here is valid before the damage, and only the attacker's own leases are renewed or returned.
     """
     await attack.greet()
-    nobodys = (NOBODYS, 0, 1)
+    unknown = (UNKNOWN_GROUP, 0, 1)
     bad = Finished((), "stop", 1.0, {}, (VersionRun(V0, 1),))
     failed = Failed("DATA", "x")
     members = [
-        wire.encode(one) for one in (Member(*(await attack.lease(1, "malformed"))[0], bad), Member(*nobodys, failed))
+        wire.encode(one) for one in (Member(*(await attack.lease(1, "malformed"))[0], bad), Member(*unknown, failed))
     ]
-    hello, keys = attack.orders.get("config_digest", ""), msg.Members((nobodys,))
+    hello, keys = attack.orders.get("config_digest", ""), msg.Members((unknown,))
     meant = {
         "Hello": (msg.Hello(wire.PROTOCOL_VERSION, hello), msg.Hello(wire.PROTOCOL_VERSION - 1, hello)),
         "Renew": (keys,), "Release": (keys,), "Ended": (msg.EndedCall(0.0),), "Status": (None,),
@@ -458,7 +458,7 @@ async def malformed(attack: Attack) -> None:
     def spoiled(valid: bytes) -> bytes:
         body = bytearray(valid)
         if attack.random.random() < 0.2:
-            return valid  # what is answered late when it makes no sense is to be understood now and then
+            return valid  # now and then a call that waits for its answer must be valid
         for _ in range(attack.random.randint(0, 4)):
             body[attack.random.randrange(len(body))] = attack.random.randrange(256)
         return bytes(body) if attack.random.random() < 0.7 else attack.random.randbytes(attack.random.randint(0, 300))
@@ -477,7 +477,7 @@ async def malformed(attack: Attack) -> None:
 
     (first, *others) = attack.channels()
     for method, some in {**bodies, "Put": [wire.encode(msg.PutCall((member,))) for member in members]}.items():
-        for body in (*some, b"\xc1"):  # each answer at least once, whatever chance brings
+        for body in (*some, b"\xc1"):  # so that each answer comes at least once
             await attack.call(first, method, body)
     for channel in (first, *others):
         await channel.close()
@@ -485,7 +485,7 @@ async def malformed(attack: Attack) -> None:
 
 
 async def paths(attack: Attack) -> None:
-    """Names that would be files."""
+    """Send names that would be file paths."""
     texts = ("../../outside", "/etc/outside", "..", "a/../../outside", "%2e%2e%2foutside", "outside.db", "~/outside")
     await attack.greet()
 
@@ -502,7 +502,7 @@ async def paths(attack: Attack) -> None:
 
 
 async def polls(attack: Attack) -> None:
-    """Ended and published, each to be held as long as can be."""
+    """Call Ended and Published with the longest wait."""
     bodies = {"Ended": wire.encode(msg.EndedCall(30.0)), "Published": wire.encode(msg.PublishedCall(V0, 30.0))}
     await attack.greet()
 
@@ -528,7 +528,7 @@ async def crowd(attack: Attack) -> None:
 
 
 async def heavy(attack: Attack) -> None:
-    """Calls of `bytes`, as many segments in each as can be. What is wrong with a member is told by its last number."""
+    """Put calls of `bytes` with as many segments as possible; only the last number of a member is wrong."""
     await attack.greet()
     size = attack.orders.get("bytes", 2**26)
     said = np.zeros(1, np.int32), np.ones(1, np.uint8), np.zeros(1, np.float32)
@@ -542,13 +542,13 @@ async def heavy(attack: Attack) -> None:
     leased = await attack.lease(count, "heavy")
     bodies = [
         wire.encode(msg.PutCall(tuple(_member(leased[i % len(leased)], wrong) for i in range(1 + count // 8)))),
-        wire.encode(msg.PutCall(tuple(_member((NOBODYS + i, 0, 1), right) for i in range(count)))),
+        wire.encode(msg.PutCall(tuple(_member((UNKNOWN_GROUP + i, 0, 1), right) for i in range(count)))),
     ]
     await attack.flood(lambda channel: attack.call(channel, "Put", attack.random.choice(bodies)))
 
 
 def _member(key: msg.Key, outcome: bytes) -> bytes:
-    """The bytes of a member whose outcome is encoded already."""
+    """The bytes of a member from its encoded outcome."""
     group, member, attempt = key
     return wire.encode({"group": group, "member": member, "attempt": attempt, "outcome": msgspec.Raw(outcome)})
 

@@ -1,27 +1,28 @@
-"""Does a whole run survive an hour of faults?
+"""A whole run under random faults for an hour.
 
     python -m benchmarks.faults.chaos --minutes=60 --seed=N [--every=20] [--only=NAME,…] [--without=NAME,…] [--quick]
 
 A run with two samplers, a learner, a store with its feeder and an evaluator trains the smallest model. In every window
-of `--every` seconds a fault of `chaos_faults.FAULTS` strikes at a random instant, in a quarter of the windows two at
-once. The faults come in a shuffled order in which each comes once before any comes twice. After `--minutes` they stop:
-the run is interrupted, resumed with a few steps more to go, and must complete. Then this must hold:
+of `--every` seconds a fault of `chaos_faults.FAULTS` is injected at a random instant, in a quarter of the windows two
+at once. The faults are in a shuffled order in which each occurs once before any occurs twice. After `--minutes` they
+stop: the run is interrupted, resumed with a few more steps to train, and must complete. Then this must hold:
 
 - every step is durable, and the run ended by itself only after a fault that may end it (a full disk, for instance);
 - no group is unaccounted for; no group was claimed for two steps; a step that was trained again had the same claim and
   the same result, bit for bit; no token older than `schedule.alpha` was trained;
-- each put that the store acknowledged is there with its bytes, or its group ended for a reason; each checkpoint that it
-  acknowledged as durable is an ancestor of the last weights. Hooks inside the roles journal what was acknowledged, in a
-  folder beside the run's;
+- each put that the store acknowledged is stored with its bytes, or its group ended for a reason; each checkpoint that
+it
+  acknowledged as durable is an ancestor of the last weights. Hooks inside the roles journal acknowledgements in a
+  folder next to the run's;
 - `jaxroll replay` and `jaxroll checkpoints --verify` find nothing;
-- prompts were issued in the order of a run that nothing disturbs.
+- prompts were issued in the order of an undisturbed run.
 
-The last line is one JSON object. Exit code 1 names what was violated and keeps the run's folder (`--folder`). `seed`
-decides kinds, targets, durations and instants; what the run is at in an instant depends on the machine, so a seed makes
-a failure likely again, not certain.
+The last line is one JSON object. With exit code 1 the violations are named and the run's folder (`--folder`) is kept.
+`seed` determines kinds, targets, durations and instants. The run's state at an instant also depends on the machine, so
+a seed makes a failure likely to occur again, not certain.
 
-As root on Linux all this happens in a mount and network namespace of its own, with a small tmpfs for the run's folder:
-full disks, read-only folders and cut networks are real and reach no other process. Without root these are skipped.
+As root on Linux the benchmark uses its own mount and network namespace, with a small tmpfs for the run's folder: full
+disks, read-only folders and cut networks are real and affect no other process. Without root these are skipped.
 The wall clock jumps for the run's processes alone (`hooks/sitecustomize.py`).
 """
 
@@ -52,13 +53,13 @@ PAIRS = 0.25  # share of the windows with two faults
 START_S, STALL_S, FINISH_S = 300.0, 300.0, 900.0
 SILENCE_S = 8.0
 LAST_STEPS = 10
-FRUITLESS = 5  # lives in a row that ended by themselves before a step was trained
-FORGOTTEN_S = 180.0  # an end of the run is put down to faults of so long ago
+FRUITLESS = 5  # processes in a row that ended by themselves before a step was trained
+FORGOTTEN_S = 180.0  # faults of at most this age may explain an end of the run
 
 
 @dataclass
 class Tally:
-    """What happened: faults by name, faults that were skipped with the reason, ends of the run, violations."""
+    """The events so far: faults by name, skipped faults with the reason, ends of the run, violations."""
 
     faults: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class Tally:
 
 
 def plan(seed: int, every_s: float, names: Sequence[str]) -> Iterator[tuple[float, tuple[str, ...]]]:
-    """(seconds since the beginning, faults) without end. Each name comes once before any comes twice."""
+    """(seconds since the beginning, faults) without end. Each name occurs once before any occurs twice."""
     chance, deck, window = random.Random(f"chaos {seed}"), [], 0
     while True:
         chosen: list[str] = []
@@ -102,12 +103,12 @@ class Attack:
         self.step_at_end = 0
 
     def tell(self, *texts: str) -> None:
-        """One line of progress."""
+        """Print one line of progress."""
         self._spoke_s = time.monotonic()
         tell(self._began_s, [f"step {self.run.step:<5}", *texts])
 
     def play(self, minutes: float, every_s: float, names: Sequence[str]) -> int:
-        """Attack for `minutes`, then let the run complete: the steps it was to train. Violations go to the tally."""
+        """Attack for `minutes`, let the run complete, and return the steps that it had to train; note violations."""
         self.run.start()
         if not self.wait(lambda: self.run.step >= 1, START_S):
             self.tally.wrong.append(f"no step within {START_S:.0f} s of the start: {self.run.last_words()}")
@@ -150,7 +151,7 @@ class Attack:
         self.tell(f"{name:15}", effect)
 
     def wait(self, seen, limit_s: float) -> bool:
-        """True if `seen()` became true within `limit_s`, and the attack may go on."""
+        """Wait up to `limit_s` until `seen()` is true; return True if it is and the attack may continue."""
         deadline = time.monotonic() + limit_s
         while not seen():
             if time.monotonic() > deadline or not self.look():
@@ -159,7 +160,7 @@ class Attack:
         return True
 
     def look(self) -> bool:
-        """See to the run: resume it when it ended by itself. False when it makes no step any more, or was complete."""
+        """Resume the run if it ended by itself; return False if it makes no progress or was complete."""
         self.run.look()
         if time.monotonic() - self._spoke_s > SILENCE_S:
             self.tell("…")
@@ -170,7 +171,7 @@ class Attack:
             finally:
                 self.run.lock.release()
         if self.tally.fruitless >= FRUITLESS:
-            self.tally.wrong.append(f"{FRUITLESS} lives in a row ended without a step")
+            self.tally.wrong.append(f"{FRUITLESS} processes in a row ended without a step")
             return False
         if time.monotonic() - self.run.moved_s > STALL_S:
             self.run.show_stacks()
@@ -180,7 +181,7 @@ class Attack:
         return True
 
     def _ended(self) -> None:
-        """Note that the run ended by itself, and resume it."""
+        """Note that the run ended by itself and resume it."""
         assert self.run.process is not None
         code, suspects = self.run.process.returncode, self.tally.suspects()
         words = self.run.last_words()
@@ -195,11 +196,11 @@ class Attack:
         self.run.start()
 
     def complete(self) -> int:
-        """Let the run train a few steps more and end: how many steps that are in all."""
+        """Let the run train a few more steps and end; return the total number of steps."""
         at = self.run.step
         if not self.wait(lambda: self.run.step > at, STALL_S):
             return 0
-        self.tell("faults stop; the run is interrupted, to be resumed with an end")
+        self.tell("faults stop; the run is interrupted and resumed with a last step")
         if (code := self.run.signal(signal.SIGINT)) != EXIT_INTERRUPTED:
             self.tally.wrong.append(f"the last interrupt ended the run with {code}: {self.run.last_words()}")
         self.run.look()
@@ -215,14 +216,14 @@ class Attack:
         if code is None:
             self.run.show_stacks()
         if code != 0:
-            self.tally.wrong.append(f"the last life ended with {code}: {self.run.last_words()}")
+            self.tally.wrong.append(f"the last process ended with {code}: {self.run.last_words()}")
         self.run.look()
         self.tell(f"complete with code {code}")
         return steps
 
 
 def chosen_names(only: str, without: str) -> list[str]:
-    """The faults to inject. SystemExit for a name that there is not."""
+    """The faults to inject. Raises SystemExit for an unknown name."""
     names = only.split(",") if only else list(FAULTS)
     unknown = [name for name in (*names, *filter(None, without.split(","))) if name not in FAULTS]
     if unknown:
@@ -231,16 +232,16 @@ def chosen_names(only: str, without: str) -> list[str]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Attack one run; 0 when everything held."""
+    """Attack one run; return 0 if there was no violation."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="15 s with a fault in every 3 s: shows that it works")
-    parser.add_argument("--minutes", type=float, default=60.0, help="how long faults come")
-    parser.add_argument("--every", type=float, default=20.0, help="seconds: one window, with one fault or two")
+    parser.add_argument("--quick", action="store_true", help="15 s with a fault every 3 s, to show that it works")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time with faults")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds per window, each with one or two faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", metavar="NAME,…", help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--without", default="", metavar="NAME,…")
     parser.add_argument("--folder", type=Path, help="where the run and its journal are (default: a temporary folder)")
-    parser.add_argument("--keep", action="store_true", help="keep the folder also when everything held")
+    parser.add_argument("--keep", action="store_true", help="keep the folder also without a violation")
     options = parser.parse_args(words)
     minutes, every_s = (0.25, 3.0) if options.quick else (options.minutes, options.every)
     names = chosen_names(options.only, options.without)
@@ -253,13 +254,13 @@ def main(words: Sequence[str] | None = None) -> int:
         f"seed {options.seed}, {minutes:g} minutes, a window of {every_s:g} s, {len(names)} kinds of faults in {folder}"
     )
     if refused:
-        say(f"no namespaces of our own ({refused}): full disk, read-only folder and cut network are skipped")
+        say(f"no separate namespaces ({refused}): full disk, read-only folder and cut network are skipped")
     began = time.monotonic()
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, lambda number, _: sys.exit(128 + number))  # through `finally`: nothing is left
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background job would hand on that it is ignored
+        signal.signal(
+            signum, lambda number, _: sys.exit(128 + number)
+        )  # runs the `finally` blocks, so that nothing is left
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background job the signal would be ignored
     run = Run(folder, disk / "run", options.seed, refused)
     attack = Attack(run, options.seed)
     try:
@@ -290,7 +291,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def keep_or_remove(folder: Path, disk: Path, *, keep: bool, mounted: bool) -> None:
-    """Remove the folder, or keep all of it: what is on the small file system ends with this process."""
+    """Remove the folder, or keep all of it: copy the small file system, which ends with this process."""
     if not keep:
         if mounted:
             machine.leave(disk)

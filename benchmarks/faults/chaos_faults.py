@@ -1,8 +1,8 @@
-"""The faults of chaos.py, by name. Each acts on a `Run`, undoes itself, and returns its effect in words.
+"""The faults of chaos.py by name. Each acts on a `Run`, undoes itself, and returns a description of its effect.
 
-A fault that the machine does not allow, or whose target is not there, raises Skipped. `ends` names faults after which
-the run may end by itself (it is resumed then); after all others it must go on alone. `alone` faults end the supervisor
-and are not paired with one another.
+A fault that the machine does not allow, or whose target does not exist, raises Skipped. After faults with `ends` the
+run may end by itself (it is resumed then); after all others it must continue. `alone` faults end the supervisor and are
+not paired with each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.faults.run import LEASE_S, Run
 from jaxroll.errors import EXIT_INTERRUPTED
 
 ROLES = ("store", "learner", "sampler-0", "sampler-1", "evaluator")
-INSTANT_S = 15.0  # how long a fault that needs a certain instant waits for it
+INSTANT_S = 15.0  # time for which a fault waits for the instant that it needs
 POLL_S = 0.002
 
 
@@ -33,17 +33,17 @@ class Skipped(Exception):
 
 
 class Wrong(Exception):
-    """What the run did in answer is a violation by itself; the message says what."""
+    """The run's reaction is a violation, which the message names."""
 
 
 class Fault(Protocol):
-    """A way in which users, machines and environments misbehave."""
+    """A fault of a user, a machine or an environment."""
 
     ends: bool
     alone: bool
 
     def __call__(self, run: Run, chance: random.Random) -> str:
-        """Inject it; its effect in words. Raises Skipped or Wrong."""
+        """Inject the fault; return a description of its effect. Raises Skipped or Wrong."""
         ...
 
 
@@ -57,11 +57,11 @@ def there(run: Run, target: str) -> psutil.Process:
 
 @contextlib.contextmanager
 def gone_is_fine(target: str) -> Iterator[None]:
-    """The target may end at any time."""
+    """Turn the early end of the target into Skipped."""
     try:
         yield
     except psutil.NoSuchProcess:
-        raise Skipped(f"{target} ended by itself meanwhile") from None
+        raise Skipped(f"{target} ended by itself before the fault") from None
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class End:
     def __call__(self, run: Run, chance: random.Random) -> str:
         name = signal.Signals(self.signum).name
         with run.lock:
-            began, early = time.monotonic(), not run.processes()  # no role is started: any end will do
+            began, early = time.monotonic(), not run.processes()  # no role has started: any end is right
             code = run.signal(self.signum)
             took_s = time.monotonic() - began
             after = ""
@@ -187,14 +187,14 @@ class CutNetwork:
 
 
 def needs_namespace(run: Run) -> None:
-    """Skip the fault where the machine has no namespaces for us."""
+    """Skip the fault if this process has no separate namespaces."""
     if run.no_namespace:
         raise Skipped(run.no_namespace)
 
 
 @dataclass(frozen=True)
 class FewDescriptors:
-    """A role can open no further file or connection."""
+    """A role cannot open any more files or connections."""
 
     ends = True
     alone = False
@@ -211,7 +211,7 @@ class FewDescriptors:
 
 @dataclass(frozen=True)
 class LittleMemory:
-    """A role can map no further memory."""
+    """A role cannot map more memory."""
 
     ends = alone = False
 
@@ -260,7 +260,7 @@ class MoveClock:
 
 @dataclass(frozen=True)
 class Order:
-    """The environment misbehaves once, in the way that the order names."""
+    """The environment misbehaves once, as the order says."""
 
     order: str
     times: int = 1
@@ -270,27 +270,27 @@ class Order:
         for number in range(self.times):
             (run.orders / f"{self.order}.{number}").touch()
         taken = until(lambda: not any(run.orders.glob(f"{self.order}.*")), INSTANT_S)
-        return f"the environment did {self.order} {self.times} times" if taken else "ordered, not yet obeyed"
+        return f"the environment did {self.order} {self.times} times" if taken else "ordered, not yet carried out"
 
 
 @dataclass(frozen=True)
 class CloseOutput:
-    """The reader of the supervisor's output goes away."""
+    """The reader of the supervisor's output ends."""
 
     ends = alone = False
 
     def __call__(self, run: Run, chance: random.Random) -> str:
         with run.lock:
             if run.reader is None or run.reader.poll() is not None:
-                raise Skipped("there is no reader already")
+                raise Skipped("there is no reader any more")
             run.reader.kill()
             run.reader.wait(30)
-        return "the reader of the supervisor's output is gone"
+        return "the reader of the supervisor's output has ended"
 
 
 @dataclass(frozen=True)
 class KillAt:
-    """`kill -9` of a role at an instant that is seen in the run's folder."""
+    """`kill -9` of a role at an instant that shows in the run's folder."""
 
     target: str
     instant: str
@@ -327,7 +327,7 @@ class KillTwice:
 
 
 def until(seen: Callable[[], Any], limit_s: float) -> bool:
-    """True if `seen()` became true within `limit_s`."""
+    """Wait up to `limit_s` until `seen()` is true; return True if it is."""
     deadline, pause = time.monotonic() + limit_s, threading.Event()
     while time.monotonic() < deadline:
         if seen():
@@ -338,7 +338,7 @@ def until(seen: Callable[[], Any], limit_s: float) -> bool:
 
 @contextlib.contextmanager
 def compacting(run: Run) -> Iterator[Callable[[], bool]]:
-    """True if parts of a snapshot of the store are on disk and its mark is not."""
+    """A function that is true if parts of a snapshot of the store are on disk but not its mark."""
     sql = "SELECT 1 FROM snapshot_parts WHERE position > (SELECT COALESCE(MAX(position), 0) FROM snapshots) LIMIT 1"
     try:
         connection = sqlite3.connect(f"{(run.run_dir / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
@@ -349,7 +349,7 @@ def compacting(run: Run) -> Iterator[Callable[[], bool]]:
         def seen() -> bool:
             try:
                 return bool(db.execute(sql).fetchone())
-            except sqlite3.Error:  # locked by a store that starts
+            except sqlite3.Error:  # a starting store has locked it
                 return False
 
         yield seen
@@ -357,7 +357,7 @@ def compacting(run: Run) -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def writing_checkpoint(run: Run) -> Iterator[Callable[[], bool]]:
-    """True if a checkpoint is there that has no sums yet, or not yet its name."""
+    """A function that is true if a checkpoint exists without its sums or its final name."""
 
     def seen() -> bool:
         try:

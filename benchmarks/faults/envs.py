@@ -1,9 +1,9 @@
 """The environment of a run under attack: `task.env=benchmarks.faults.envs:chaos`.
 
-An answer earns the share of its letters that are in the alphabet's first half, so that an untrained model learns. A
-scoring worker judges two questions of three, an environment in a process of its own the third. One answer in 200 ends
-in an exception. Beyond that the environment misbehaves once for every file that it finds in the folder `CHAOS_ORDERS`:
-the name of the file says how.
+The reward is the share of letters in the alphabet's first half, so that an untrained model learns. A scoring worker
+judges two questions of three, an environment in its own process the third. One answer in 200 ends in an exception. In
+addition the environment misbehaves once for every file in the folder `CHAOS_ORDERS`, in the way that the file's name
+says.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ _processes = {}
 
 
 def early_share(answer):
-    """The share of twelve places that hold a letter of the alphabet's first half."""
+    """The number of letters from the alphabet's first half among the first twelve, as a share of twelve."""
     return min(sum("a" <= letter <= "m" for letter in answer), 12) / 12
 
 
 @scorers.register("chaos_early_letters")
 def early_letters(args, answer):
-    """The same as a scorer, for the scoring workers."""
+    """`early_share` as a scorer, for the scoring workers."""
     return early_share(answer)
 
 
 @registry.register("chaos_process")
 class ChaosProcess:
-    """The environment in a process of its own."""
+    """The environment in its own process."""
 
     place = "process"
     step_limit_s = STEP_LIMIT_S

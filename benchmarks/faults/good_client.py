@@ -1,4 +1,4 @@
-"""A sampler that behaves, beside an attack: puts and renews one after another, and times them.
+"""An honest sampler during an attack: it puts and renews one after the other, and times these calls.
 
     python -m benchmarks.faults.good_client FOLDER ORDERS_JSON
 
@@ -26,7 +26,7 @@ from jaxroll.store.messages import Key
 
 
 async def work(folder: Path, orders: dict[str, Any], stop: threading.Event) -> dict[str, Any]:
-    """What was measured until `stop`."""
+    """Measure until `stop` is set; return the figures."""
     store = await StoreClient.connect(
         folder / "store.addr", role="sampler", name="good", config_digest=orders["config_digest"], patience_s=60.0
     )
@@ -48,7 +48,7 @@ async def work(folder: Path, orders: dict[str, Any], stop: threading.Event) -> d
         started = time.perf_counter()
         lost = await store.renew(leased)
         renew_s.append(time.perf_counter() - started)
-        assert lost == [], f"a stranger took {lost}"
+        assert lost == [], f"another client took {lost}"
     await store.release(leased)
     await store.aclose()
     return {"put_at_s": put_at_s, "put_s": put_s, "renew_s": renew_s, "acknowledged": acknowledged}

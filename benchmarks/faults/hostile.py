@@ -1,9 +1,10 @@
-"""What does a hostile client cost a good one?
+"""The cost of a hostile client for an honest one.
 
-One store process (a run with a token, on the loopback), one good sampler that puts 64 KB members and renews its leases
-one after the other, and one kind of attack at a time from other processes (see benchmarks/faults/attacks.py). For each:
-p50, p99 and the longest put and renew of the good client, how many it made, and the store's largest memory. The first
-line is without an attack. All processes share the machine's cores, so an attacker also costs what it computes itself.
+One store process (a run with a token, on the loopback), one honest sampler that puts 64 KB members and renews its
+leases one after the other, and one kind of attack at a time from other processes (see benchmarks/faults/attacks.py).
+For each attack: p50, p99 and maximum of the honest client's puts and renewals, their numbers, and the store's largest
+memory. The first line is without an attack. All processes share the machine's cores, so the cost includes the
+attacker's own work.
 
     python -m benchmarks.faults.hostile [--seconds=8] [--only=KIND,KIND]
 """
@@ -54,7 +55,7 @@ ATTACKS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def process(module: str, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A running module of `benchmarks`; killed at the end if it is still there."""
+    """A running module of `benchmarks`, killed at the end if it still runs."""
     command = [sys.executable, "-m", module, *words]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -65,20 +66,20 @@ def process(module: str, *words: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def ready(started: subprocess.Popen[str]) -> None:
-    """Return when it says so."""
+    """Wait until the process prints "ready"."""
     assert started.stdout is not None
     if started.stdout.readline().strip() != "ready":
-        raise SystemExit("a process did not come up; its error stands above")
+        raise SystemExit("a process did not start; its error is above")
 
 
 def ended(started: subprocess.Popen[str]) -> dict[str, Any]:
-    """What it counted, after telling it to stop."""
+    """Stop the process by closing its standard input; return its counts."""
     out, _ = started.communicate("", timeout=60)
     return json.loads(out.splitlines()[-1])
 
 
 async def _open_run(folder: Path) -> dict[str, str]:
-    """Weights are published; what callers must know."""
+    """Publish weights; return the facts that callers need."""
     learner = await StoreClient.connect(
         folder / "store.addr", role="learner", name="learner", config_digest=digest(config(CHANGES)), patience_s=30.0
     )
@@ -89,7 +90,7 @@ async def _open_run(folder: Path) -> dict[str, str]:
 
 
 def measured(kind: str, seconds: float) -> dict[str, Any]:
-    """One line of the table."""
+    """The figures of one line of the table."""
     count, orders = ATTACKS.get(kind, (0, {}))
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         folder = Path(scratch)
@@ -110,7 +111,7 @@ def measured(kind: str, seconds: float) -> dict[str, Any]:
         did = ended(good)
         results = [ended(attacker) for attacker in attackers]
         if any(result["missed"] or result["strange"] for result in results):
-            raise SystemExit(f"{kind} is not the attack that it should be: {results}")
+            raise SystemExit(f"{kind} did not exercise its attack: {results}")
         counts = [result["counted"] for result in results]
         asyncio.run(_still_works(folder, known["config_digest"]))
     return {"attack": kind, **_times("put", did["put_s"]), **_times("renew", did["renew_s"]),
@@ -141,11 +142,11 @@ def _times(name: str, seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """The table, then one JSON object."""
+    """Print the table, then one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--only", default=",".join(("none", *ATTACKS)))
-    parser.add_argument("--quick", action="store_true", help="one second of each: shows that it works, measures little")
+    parser.add_argument("--quick", action="store_true", help="one second of each, to show that it works")
     options = parser.parse_args()
     options.seconds = 1.0 if options.quick else options.seconds
     rows = []

@@ -1,8 +1,8 @@
-"""A machine of our own inside the machine: a mount and network namespace, a small file system, limits, cuts.
+"""Isolation for the fault benchmarks: a mount and network namespace, a small file system, limits, network cuts.
 
-As root on Linux `enter` gives this process and all that it starts from then on namespaces of their own, with a tmpfs
-of `SIZE_MB` for the run's folder. Nothing outside changes. Elsewhere `enter` returns the reason why it is not possible,
-and the faults that need it are skipped.
+As root on Linux `enter` gives this process and its later children separate namespaces, with a tmpfs of `SIZE_MB` for
+the run's folder. Nothing outside changes. Elsewhere `enter` returns the reason why this is impossible, and the faults
+that need it are skipped.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Refused(Exception):
 
 
 def enter(folder: Path) -> str:
-    """Enter namespaces of our own and mount the small file system on `folder`; the reason when that is refused."""
+    """Enter separate namespaces and mount the small file system on `folder`; return the reason if that is refused."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "namespaces need root on Linux"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -81,10 +81,10 @@ def network_cut() -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """What is opened under `folder` meanwhile can only be read.
+    """Make `folder` read-only for files that are opened during the block.
 
     A mount whose files are open for writing cannot be made read-only, so a read-only view is mounted over it. Files
-    that were open before stay writable.
+    that were open before remain writable.
     """
     _mount(str(folder), folder, None, _BIND, None)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -96,7 +96,7 @@ def read_only(folder: Path) -> Iterator[None]:
 
 
 def fill(folder: Path, seconds: float) -> int:
-    """Take all free space of the file system of `folder`, again and again for `seconds`; the bytes taken."""
+    """Fill the file system of `folder` again and again for `seconds`; return the bytes written."""
     path, taken = folder / "filler", 0
     until = time.monotonic() + seconds
     try:
@@ -116,7 +116,7 @@ def fill(folder: Path, seconds: float) -> int:
 
 @contextlib.contextmanager
 def limited(process: psutil.Process, resource: int, value: int) -> Iterator[None]:
-    """The process's soft limit is `value`."""
+    """Set the process's soft limit to `value` during the block."""
     soft, hard = process.rlimit(resource)
     process.rlimit(resource, (value, hard))
     try:
@@ -128,7 +128,7 @@ def limited(process: psutil.Process, resource: int, value: int) -> Iterator[None
 
 @contextlib.contextmanager
 def no_more_tasks(process: psutil.Process) -> Iterator[None]:
-    """The process can start neither threads nor processes. Refused where its limits do not bind it."""
+    """Let the process start neither threads nor processes. Raises Refused where its limits do not bind it."""
     if os.geteuid() != 0:
         with limited(process, psutil.RLIMIT_NPROC, 1):
             yield

@@ -1,4 +1,4 @@
-"""A run under attack: starts it, resumes it, finds its processes, watches its progress, notices its end."""
+"""A run under attack: start, resume, processes, progress, end."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OVERRIDES = {
     "store.keep_trajectories_mb": 8, "store.retention_mb": 64, "supervisor.max_restarts": 10_000,
     "supervisor.backoff_s": 0.2, "supervisor.backoff_max_s": 2.0, "supervisor.stop_s": 30.0,
 }  # fmt: skip
-LEAVES_S = 180.0  # patience with a supervisor that was asked to leave
+LEAVES_S = 180.0  # time for a supervisor to end after a signal
 Row = dict[str, Any]
 
 
 class Run:
-    """One run in `folder/run`, with its clock, its journal and its orders beside it. Nothing outlives `close`."""
+    """One run in `folder/run`, with its clock, journal and orders next to it. `close` ends all its processes."""
 
     def __init__(self, folder: Path, run_dir: Path, seed: int, no_namespace: str = "") -> None:
         self.folder, self.run_dir, self.seed, self.no_namespace = folder, run_dir, seed, no_namespace
@@ -43,7 +43,7 @@ class Run:
         for path in (self.journal, self.orders):
             path.mkdir(parents=True, exist_ok=True)
         self.set_clock(0.0)
-        self.lock = threading.RLock()  # held while the supervisor is ended and started again on purpose
+        self.lock = threading.RLock()  # held during an intended restart of the supervisor
         self.lives = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.reader: subprocess.Popen[bytes] | None = None
@@ -54,13 +54,13 @@ class Run:
     # --- the supervisor
 
     def start(self, *words: str) -> None:
-        """Start the run, or go on with it; `words` are added to the command line."""
+        """Start or resume the run with the additional arguments `words`."""
         fresh = not (self.run_dir / "run.json").exists()
         changes = {**OVERRIDES, "run.seed": self.seed}
         how = [f"--config={ROOT / 'configs' / 'smoke.py'}", *(f"--config.{k}={v}" for k, v in changes.items())]
         self.lives += 1
         with self.output("out").open("wb") as out, self.output("err").open("wb") as err:
-            # What reads the output is a process, so that it can go away while the run goes on.
+            # The reader of the output is a process, so that it can end before the run.
             self.reader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=out, start_new_session=True)
             assert self.reader.stdin is not None
             command = [sys.executable, "-m", "jaxroll", "train", f"--run={self.run_dir}"]
@@ -72,7 +72,7 @@ class Run:
         self.moved_s = time.monotonic()
 
     def environment(self) -> dict[str, str]:
-        """What the processes of the run are started with."""
+        """The environment of the run's processes."""
         path = os.pathsep.join([str(HERE / "hooks"), str(ROOT)])
         cache = os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(ROOT / ".cache" / "jax")
         return {**os.environ, "PYTHONPATH": path, "JAXROLL_CACHE": cache, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu",
@@ -80,7 +80,7 @@ class Run:
                 "CHAOS_ORDERS": str(self.orders)}  # fmt: skip
 
     def output(self, name: str) -> Path:
-        """The file of what the present supervisor wrote to stdout (`out`) or stderr (`err`)."""
+        """The file with the present supervisor's stdout (`out`) or stderr (`err`)."""
         return self.folder / f"supervisor-{self.lives:03d}.{name}"
 
     @property
@@ -89,7 +89,7 @@ class Run:
         return self.process is not None and self.process.poll() is None
 
     def signal(self, signum: int) -> int | None:
-        """Send the supervisor a signal and wait for its end: the exit code, or None when it had to be killed."""
+        """Send the supervisor a signal and wait for its end; return the exit code, or None if it had to be killed."""
         assert self.process is not None
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signum)
@@ -112,7 +112,7 @@ class Run:
         psutil.wait_procs(processes, timeout=30)
 
     def close(self) -> None:
-        """End everything that is left."""
+        """End all remaining processes."""
         self.kill_all()
         if self.reader is not None:
             self.reader.kill()
@@ -121,7 +121,7 @@ class Run:
     # --- its processes
 
     def processes(self) -> list[psutil.Process]:
-        """Everything below the supervisor."""
+        """All descendants of the supervisor."""
         if self.process is None:
             return []
         try:
@@ -145,7 +145,7 @@ class Run:
         return None
 
     def wait_for(self, target: str, limit_s: float = 30.0) -> psutil.Process | None:
-        """The process once it is there; None when it is not within `limit_s`."""
+        """Wait for the process up to `limit_s`; return it, or None."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and self.alive:
             found = self.find(target)
@@ -154,10 +154,10 @@ class Run:
             time.sleep(0.05)
         return None
 
-    # --- what happens in it
+    # --- its progress
 
     def look(self) -> list[Row]:
-        """The rows since the last call; notes the newest step and when it came."""
+        """Read the rows since the last call; note the newest step and its time."""
         try:
             new = self._follower.rows()
         except OSError:
@@ -169,7 +169,7 @@ class Run:
         return new
 
     def until(self, seen: Callable[[], bool], limit_s: float) -> bool:
-        """True if `seen()` became true within `limit_s`; looks at the run meanwhile."""
+        """Wait up to `limit_s` until `seen()` is true, reading the run's rows meanwhile; return True if it is."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
             self.look()
@@ -179,7 +179,7 @@ class Run:
         return False
 
     def show_stacks(self) -> None:
-        """Let every role write to its log where its threads are."""
+        """Let every role write its threads' stacks to its log."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error, IndexError):
                 if process.cmdline()[1:3] == ["-m", "jaxroll"] and process.cmdline()[3] != "feeder":
@@ -188,29 +188,29 @@ class Run:
         time.sleep(1.0)
 
     def last_words(self, lines: int = 6) -> str:
-        """The end of what the present supervisor wrote."""
+        """The end of the present supervisor's output."""
         text = "".join(self.output(name).read_text(errors="replace") for name in ("out", "err"))
         return "\n".join(text.splitlines()[-lines:])
 
-    # --- what the faults change
+    # --- changes by faults
 
     def set_clock(self, offset_s: float) -> None:
-        """Let the wall clock of all processes be wrong by so much."""
+        """Shift the wall clock of all processes."""
         with open(self.clock, "r+b" if self.clock.exists() else "w+b") as file:
             file.write(struct.pack("d", offset_s))
 
     def clock_offset(self) -> float:
-        """By how much it is wrong."""
+        """The shift of the wall clock in seconds."""
         return struct.unpack("d", self.clock.read_bytes())[0]
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A command of `jaxroll` over the run, without any hook."""
+        """Run a command of `jaxroll` on the run, without hooks."""
         env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         argv = [sys.executable, "-m", "jaxroll", *words]
         return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=env, timeout=600, check=False)
 
     def asked(self, *words: str) -> tuple[Any, str]:
-        """The JSON that a command prints, and what went wrong (empty: nothing)."""
+        """The JSON that a command prints, and its error ('': none)."""
         done = self.command(*words)
         try:
             found = json.loads(done.stdout)
@@ -220,5 +220,5 @@ class Run:
 
 
 def tell(began_s: float, texts: Sequence[str]) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     say(f"{time.monotonic() - began_s:7.1f} s  " + "  ".join(texts))

@@ -1,4 +1,4 @@
-"""What must hold of a run that was attacked: read from its folder, from the journal of acknowledgements, from replay.
+"""Invariants of a run under attack, from its folder, the journal of acknowledgements, and replay.
 
 `facts` collects; `violations` judges, and is a pure function of the facts.
 """
@@ -21,11 +21,18 @@ from jaxroll.report.figures.checks import checks
 
 Row = dict[str, Any]
 ENDED = ("TRIMMED", "EXPIRED", "DEAD")
-SAME = ("groups", "loss", "grad_norm", "tokens_trained", "tokens_computed", "reward_mean")  # in every life of a step
+SAME = (
+    "groups",
+    "loss",
+    "grad_norm",
+    "tokens_trained",
+    "tokens_computed",
+    "reward_mean",
+)  # equal whenever a step is trained
 
 
 def facts(run: Run, steps: int) -> Row:
-    """Everything that the verdict is made of. `steps` is how many the run was to train."""
+    """All facts for the verdict. `steps` is the number of steps that the run had to train."""
     journal = read_journal(run.journal)
     claims = [row for row in journal if row["kind"] == "claim"]
     report, report_error = run.asked("report", str(run.run_dir), "--json")
@@ -67,7 +74,7 @@ _ISSUED = "SELECT prompt_index FROM groups WHERE reissue_of IS NULL ORDER BY id"
 
 
 def violations(found: Mapping[str, Any]) -> list[str]:
-    """What does not hold, in words; empty when everything does."""
+    """The violated invariants as text; empty if all hold."""
     wrong: list[str] = []
 
     def must(holds: bool, text: str) -> None:
@@ -92,7 +99,7 @@ def violations(found: Mapping[str, Any]) -> list[str]:
 
 
 def read_journal(folder: Path) -> list[Row]:
-    """What the store acknowledged, process by process; a torn last line is left out."""
+    """The store's acknowledgements, process by process, without a torn last line."""
     rows = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
@@ -102,13 +109,13 @@ def read_journal(folder: Path) -> list[Row]:
 
 
 def conservation(db: sqlite3.Connection) -> int:
-    """Groups issued less groups in the table: ids are given in order from 0."""
+    """The number of issued groups minus those in the table; ids count from 0."""
     issued, there = db.execute("SELECT COALESCE(MAX(id) + 1, 0), COUNT(*) FROM groups").fetchone()
     return issued - there
 
 
 def lost_puts(db: sqlite3.Connection, journal: Iterable[Row]) -> list[str]:
-    """Acknowledged members that are neither there as they were put nor ended with their group for a reason."""
+    """Acknowledged members that are not stored as put and whose group did not end for a reason."""
     members = {
         (g, m, a): digest for g, m, a, digest in db.execute("SELECT group_id, member, attempt, digest FROM members")
     }
@@ -125,7 +132,7 @@ def lost_puts(db: sqlite3.Connection, journal: Iterable[Row]) -> list[str]:
         if members.get(key) != row["digest"]:
             lost.append(f"member {key}: not in the table ({state})")
         elif state not in ENDED and bodies.get(key[:2]) != row["digest"]:
-            lost.append(f"member {key}: its bytes are gone, its group is {state}")
+            lost.append(f"member {key}: its bytes are missing, its group is {state}")
         elif state in ("EXPIRED", "DEAD") and not reason:
             lost.append(f"member {key}: its group is {state} without a reason")
     return lost
@@ -172,7 +179,7 @@ def _repeated(rows: Iterable[Row]) -> set[int]:
 
 
 def out_of_order(issued: Sequence[int], run_dir: Path) -> str | None:
-    """Where the prompts of the run leave the order of its dataset; None when they do not."""
+    """The first difference between the run's prompts and the order of its dataset; None if there is none."""
     from jaxroll.data.prompts import PromptPipeline
 
     pipeline = PromptPipeline(run_dirs.load_config(run_dir))
@@ -180,7 +187,7 @@ def out_of_order(issued: Sequence[int], run_dir: Path) -> str | None:
 
 
 def first_difference(issued: Sequence[int], undisturbed: Sequence[int]) -> str | None:
-    """The first place where the two differ, in words; None when there is none."""
+    """The first difference between the two as text; None if there is none."""
     for place, (found, wanted) in enumerate(zip(issued, undisturbed, strict=True)):
         if found != wanted:
             return f"prompt {place} is item {found}, not {wanted}"
@@ -188,7 +195,7 @@ def first_difference(issued: Sequence[int], undisturbed: Sequence[int]) -> str |
 
 
 def broken_promises(report: Row, config: Row) -> list[str]:
-    """What the run's own report finds broken, performance left out: a run under attack is slow."""
+    """The invariants that the run's report finds violated, except performance: a run under attack is slow."""
     kept = ("largest age", "groups unaccounted for", "groups trained twice", "held-out questions trained",
             "compiles after warm-up")  # fmt: skip
     return [f"{c.name}: {c.found} ({c.bound})" for c in checks(report, config) if c.holds is False and c.name in kept]

@@ -1,25 +1,25 @@
-"""Everything to be learned from one GPU in calls of ten minutes: each case a process with a time limit.
+"""Benchmarks on one GPU in calls of ten minutes: each case is a process with a time limit.
 
     python -m benchmarks.gpu [--quick] [--only=CASE,…] [--seconds=N] [--out=FILE] [--wheels=FOLDER] [--platform=cuda]
 
 limits         bandwidths of the card and of the bus, matmul rates, overheads
-attention      each implementation: its error against float32 first, then its time beside the others'
-decode         one decode step at Qwen3's shapes: tokens a second, and bytes read over the measured bandwidth
+attention      each implementation: its error against float32, then its time compared with the others
+decode         one decode step at Qwen3's shapes: tokens per second, and bytes read over the measured bandwidth
 learner        optimizer steps on packed rows at Qwen3's shapes, over the measured matmul rate
-prefill        the same of prompts
-transfer       every channel within a process and between two, beside a copy in memory and a raw socket
-engine         Qwen3-0.6B whole, in the engine: tokens a second, the host's share
-learner_whole  Qwen3-0.6B whole, in the learner: checks what `learner` continues from two depths
+prefill        the same for prompts
+transfer       every channel within a process and between two, compared with a memory copy and a raw socket
+engine         all of Qwen3-0.6B in the engine: tokens per second, the host's share
+learner_whole  all of Qwen3-0.6B in the learner, to check the extrapolation of `learner` from two depths
 train          `jaxroll train`, all roles in one process, then each in its own with a fraction of the card
 demo           `jaxroll demo` on the card: its time and gain
-torch          transformers beside us: equal greedy tokens and gradients first, then both rates
+torch          transformers as a peer: equal greedy tokens and gradients first, then both rates
 
-`--quick` runs all of it in small, on a CPU too: it shows that every case works and measures nothing. The result is
-written to --out (default .cache/benchmarks/gpu.json) whenever something is measured, so a call that is killed keeps it.
-The last line is the same as one JSON object: a case each, `failed`, the cases that did not end well, and `suspect`, the
-shares of a limit that are above it.
+`--quick` runs small versions, also on a CPU: it shows that every case works and measures nothing. The result is written
+to --out (default .cache/benchmarks/gpu.json) after every measurement, so that a killed call keeps it. The last line is
+the same as one JSON object: one entry per case, `failed`, the cases that failed, and `suspect`, the shares of a limit
+that are above 1.
 
-On one card all of it takes more than ten minutes; three calls have room for it, in this order:
+On one card all cases take more than ten minutes; run them in three calls, in this order:
 
     --only=limits,attention,decode,learner    --only=prefill,transfer,train,engine    --only=torch,learner_whole,demo
 
@@ -60,11 +60,11 @@ from typing import Any
 from benchmarks.lib.report import ROOT, _plain, commit, hardware, say
 
 HEARTBEAT_S = 8.0
-START_S = 12.0  # with less time than this left no case starts
-QUICK_S = 400.0  # of a case in small: many times what an idle machine of two cores takes
-FREE_S = 20.0  # patience with the memory of a card after a process that had it
+START_S = 12.0  # no case starts with less time left
+QUICK_S = 400.0  # limit of a case with --quick: many times the time on two idle cores
+FREE_S = 20.0  # time for the card's memory to be freed after a process
 SHARES, MOST_SHARE = ("of_limit", "of_matmul", "of_bandwidth", "mfu"), 1.1
-BUSY_MB = 3000  # of a card's memory in use: less is contexts of others
+BUSY_MB = 3000  # used card memory that counts as busy; less is contexts of other processes
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ class Bench:
         return self._seconds - (time.monotonic() - self._started)
 
     def install(self, wheels: Path) -> None:
-        """Put the packages of a folder of wheels where only the cases find them."""
+        """Install the packages of a folder of wheels where only the cases find them."""
         found, site = sorted(wheels.glob("*.whl")), self._work / "site"
         if not found:
-            raise SystemExit(f"--wheels={wheels}: there is no wheel; see the head of benchmarks/gpu")
+            raise SystemExit(f"--wheels={wheels}: the folder has no wheel; see the head of benchmarks/gpu")
         pip = [
             sys.executable,
             "-m",
@@ -149,7 +149,7 @@ class Bench:
         say(f"installed {len(found)} wheels")
 
     def run(self, name: str) -> None:
-        """Run one case, whatever becomes of it, and add what it found."""
+        """Run one case and add its result, also if it fails."""
         entry, left = CASES[name], self.left_s()
         if left < START_S:
             self._keep(name, {"skipped": f"{left:.0f} s of --seconds are left"})
@@ -209,7 +209,7 @@ class Bench:
         }
 
     def _watch(self, name: str, process: subprocess.Popen, partial: Path, log: Path, end: float) -> int | None:
-        """The exit code, or None where the time is over. Meanwhile its progress is printed and its result kept."""
+        """Print the case's progress and keep its result; return its exit code, or None after the time limit."""
         shown, beat = 0, time.monotonic()
         while (code := process.poll()) is None and time.monotonic() < end:
             time.sleep(0.2)
@@ -250,7 +250,7 @@ class Bench:
 
 
 def ended_well(found: Mapping[str, Any]) -> bool:
-    """True if a case ended, none of its points raised, and nothing was unequal; what was skipped is no failure."""
+    """True if a case ended, no point raised, and nothing was unequal; skipped points are not failures."""
     points = found.get("points", {}).values()
     return not (
         "error" in found or found.get("equal") is False or any("error" in p or p.get("equal") is False for p in points)
@@ -258,7 +258,7 @@ def ended_well(found: Mapping[str, Any]) -> bool:
 
 
 def suspect(found: Any, at: str = "") -> list[str]:
-    """Where a share of a measured limit, of a line that is reliable, lies above what a limit allows: a wrong figure."""
+    """Paths of reliable shares of a measured limit that are above 1 and therefore wrong."""
     if not isinstance(found, Mapping):
         return []
     above = []
@@ -271,19 +271,19 @@ def suspect(found: Any, at: str = "") -> list[str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What a case has written so far."""
+    """The results that a case has written so far."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def end_group(process: subprocess.Popen) -> None:
     """End a case and all processes that it started in its group."""
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # it was started as the first of a session, and so of a group
+        os.killpg(process.pid, signal.SIGKILL)  # it leads its session and so its process group
     process.wait()
 
 
 def version(package: str) -> str | None:
-    """The version that is installed."""
+    """The installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -302,11 +302,11 @@ def _nvidia(query: str) -> list[str]:
 
 def gpu_name() -> str:
     """Name, memory and driver of the cards."""
-    return "; ".join(_nvidia("name,memory.total,driver_version")) or "none seen by nvidia-smi"
+    return "; ".join(_nvidia("name,memory.total,driver_version")) or "nvidia-smi finds none"
 
 
 def wait_until_free(seconds: float) -> int:
-    """0 once the card's memory is free, else the MB in use after `seconds`: the next case would find too little."""
+    """Wait until the card's memory is free; return 0, or the MB still in use after `seconds`."""
     end = time.monotonic() + seconds
     while True:
         used = max((int(line) for line in _nvidia("memory.used") if line.strip().isdigit()), default=0)
@@ -321,18 +321,16 @@ def wait_until_free(seconds: float) -> int:
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="all of it in small: shows that it works, measures nothing"
-    )
+    parser.add_argument("--quick", action="store_true", help="small versions, to show that all cases work")
     parser.add_argument("--only", default="", help=f"cases, with commas between: {', '.join(CASES)}")
     parser.add_argument("--seconds", type=float, default=570.0, help="for all cases together")
     parser.add_argument(
         "--out", type=Path, default=ROOT / ".cache" / "benchmarks" / "gpu.json", help="the result so far"
     )
-    parser.add_argument("--commit", default="", help="what is measured, where git does not say")
+    parser.add_argument("--commit", default="", help="the measured commit, where git is not available")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels for packages that this machine lacks")
     parser.add_argument(
-        "--platform", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where nvidia-smi sees a GPU"
+        "--platform", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if nvidia-smi finds a GPU"
     )
     chosen = parser.parse_args(words)
     chosen.only = [name for name in chosen.only.split(",") if name] or list(CASES)
@@ -344,13 +342,13 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the cases; 1 when one failed."""
+    """Run the cases; return 1 if one failed."""
     chosen = arguments()
     if chosen.platform == "cpu" and not chosen.quick:
         say("no GPU is here: --quick rehearses on the CPU; --platform=cuda where nvidia-smi cannot be called")
         print(json.dumps({"skipped": "no GPU"}))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the case in progress is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends the case in progress
     with Bench(chosen.out, chosen.platform, chosen.quick, chosen.seconds, chosen.commit) as bench:
         if chosen.wheels:
             bench.install(chosen.wheels)

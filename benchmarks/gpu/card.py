@@ -1,4 +1,4 @@
-"""What the card can do, with JAX alone: bandwidths, the matmul rate, overheads; and attention by implementation."""
+"""Limits of the card, with JAX alone: bandwidths, matmul rate, overheads; and attention by implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu.case import Case, device_facts, on_gpu, rates, run_case, tim
 from benchmarks.lib.report import ratio, spread
 from jaxroll.kernels import attention as plain
 
-ERROR_FORWARD, ERROR_BACKWARD = 0.03, 0.06  # of bfloat16 against float32, relative to the largest value
+ERROR_FORWARD, ERROR_BACKWARD = 0.03, 0.06  # bounds for bfloat16 against float32, relative to the largest value
 
 
 def _size(small: int, large: int) -> int:
@@ -23,7 +23,7 @@ def _size(small: int, large: int) -> int:
 
 
 def copy_bandwidth(size_bytes: int = 0) -> dict[str, Any]:
-    """Bytes a second of the device's memory, read and written: of a copy, and of a sum, which only reads."""
+    """Bytes per second of the device's memory: of a copy, which reads and writes, and of a sum, which only reads."""
     count = (size_bytes or _size(64 << 20, 4 << 30)) // 2
     x = jax.jit(lambda: jnp.ones((count // 1024, 1024), jnp.bfloat16))()
     copy, total = jax.jit(lambda x: -x), jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32))
@@ -42,7 +42,7 @@ def bandwidth_limit() -> float:
 
 
 def matmul_rate(m: int, k: int, n: int, dtype: Any = jnp.bfloat16) -> dict[str, float]:
-    """Floating-point operations a second of a product of random matrices."""
+    """Floating-point operations per second of a product of random matrices."""
     a, b = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(((m, k), (k, n))))
     product = jax.jit(jnp.matmul)
     return rates(2.0 * m * k * n, timed(lambda: product(a, b), least_s=0.2))
@@ -65,7 +65,7 @@ def _to_device(size_bytes: int) -> dict[str, Any]:
 def _to_host(size_bytes: int) -> dict[str, Any]:
     make = jax.jit(lambda i: jnp.full(size_bytes, i, jnp.uint8))
     seconds = []
-    for number in range(5):  # each array again: one that was fetched before keeps its copy on the host
+    for number in range(5):  # new arrays: a fetched one keeps its copy on the host
         x = make(number).block_until_ready()
         started = time.perf_counter()
         np.asarray(x)
@@ -85,7 +85,7 @@ def _pinned(size_bytes: int) -> dict[str, Any]:
 
 
 def _overheads() -> dict[str, Any]:
-    """Of one small program that is waited for, of one in a queue, and of one turn of a loop on the device."""
+    """Seconds of a small program with a wait, of one in a queue, and of one iteration of a loop on the device."""
     x, turns = jnp.zeros(8), 1000
     one = jax.jit(lambda x: x + 1)
     loop = jax.jit(lambda x, n: jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, c[1] * 1.5), (0, x))[1])
@@ -99,7 +99,7 @@ def _overheads() -> dict[str, Any]:
 
 
 def limits(case: Case) -> None:
-    """The limits of the card, each by itself."""
+    """Measure the limits of the card one by one."""
     case.put(**device_facts())
     case.point("memory", copy_bandwidth)
     for shape in _matmul_shapes():
@@ -123,7 +123,7 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None) -
 
 
 def row_kernels() -> dict[str, tuple[Attend, bool]]:
-    """By name, the implementations of attention over rows that run here, and whether each takes segments."""
+    """Implementations of attention over rows that run here, by name, each with True if it takes segments."""
     found: dict[str, tuple[Attend, bool]] = {"xla": (_xla, True)}
     from jaxroll.kernels import gpu
 
@@ -133,7 +133,7 @@ def row_kernels() -> dict[str, tuple[Attend, bool]]:
 
 
 def _rows(batch: int, tokens: int, heads: int, kv_heads: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """Random q, k, v of heads of 128 (64 in small), and the gradient of the output."""
+    """Random q, k, v with heads of 128 (64 with --quick), and the gradient of the output."""
     keys, head = jax.random.split(jax.random.key(tokens), 4), 128 if on_gpu() else 64
     counts = heads, kv_heads, kv_heads, heads
     return tuple(jax.random.normal(key, (batch, tokens, n, head), dtype) for key, n in zip(keys, counts, strict=True))
@@ -155,7 +155,7 @@ def _both(attend: Attend, segments: jax.Array | None, q: Any, k: Any, v: Any, d_
 
 
 def apart_by(exact: jax.Array, found: jax.Array) -> float:
-    """Largest difference over the largest exact value; NaN where one is (XLA's maximum on CPU passes over NaN)."""
+    """Largest difference over the largest exact value; NaN if one occurs (XLA's maximum on CPU ignores NaN)."""
     right, other = (np.asarray(x, np.float64) for x in (exact, found))
     return float(np.max(np.abs(right - other)) / np.max(np.abs(right)))
 
@@ -168,7 +168,7 @@ def errors(attend: Attend, segmented: bool, tokens: int) -> dict[str, Any]:
         exact = jax.jit(partial(_both, _xla, segments))(*(x.astype(jnp.float32) for x in arrays))
     found = jax.jit(partial(_both, attend, segments))(*arrays)
     apart = [apart_by(a, b) for a, b in zip(exact, found, strict=True)]
-    backward = float(np.max(apart[1:]))  # NaN if one is
+    backward = float(np.max(apart[1:]))  # NaN if one occurs
     equal = apart[0] <= ERROR_FORWARD and backward <= ERROR_BACKWARD
     return {"forward_error": apart[0], "backward_error": backward, "equal": bool(equal)}
 
@@ -189,7 +189,7 @@ def _measure_rows(
         for name, attend in able.items():
             scores_gib = 4 * batch * heads * tokens**2 / 2**30
             if name == "xla" and 4 * scores_gib > 40:
-                case.skip(f"{label} {name}", f"it keeps all scores, {scores_gib:.0f} GiB in several copies")
+                case.skip(f"{label} {name}", f"it stores all scores, {scores_gib:.0f} GiB in several copies")
                 continue
             body = (
                 (lambda q, k, v, _, a=attend: a(q, k, v, segments)) if factor == 1 else partial(_both, attend, segments)
@@ -222,7 +222,7 @@ def _measure_rows(
 
 
 def _paged(tokens: int, slots: int, quick: bool) -> dict[str, Any]:
-    """The paged kernel against attention over the same keys side by side: its error, and the share of the bandwidth."""
+    """The paged kernel compared with attention over a contiguous KV cache: its error, its share of the bandwidth."""
     from jaxroll.kernels import gpu
 
     page, heads, kv_heads, head = 16 if quick else 64, 16, 8, 128 if on_gpu() else 64
@@ -256,7 +256,7 @@ def _paged(tokens: int, slots: int, quick: bool) -> dict[str, Any]:
 
 
 def attention(case: Case) -> None:
-    """Equality first: an implementation that differs from float32 is not timed."""
+    """Compare errors, then time: an implementation that differs from float32 is not timed."""
     case.put(**device_facts())
     equal: dict[str, tuple[Attend, bool]] = {}
     for name, (attend, takes) in row_kernels().items():

@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.lib.report import _plain, say, spread
 
-_RESERVE_S = 5.0  # of a case's time: no further point starts with less
-_PARENT_S = 1.0  # between two looks whether the parent process lives
+_RESERVE_S = 5.0  # no further point starts with less of the case's time left
+_PARENT_S = 1.0  # interval of the checks that the parent process lives
 
 
 class Case:
@@ -42,7 +42,7 @@ class Case:
         self._write()
 
     def point(self, name: str, measure: Callable[[], Mapping[str, Any]], needs_s: float = _RESERVE_S) -> Any:
-        """Result of `measure()`, recorded; None where it raised, or where less than `needs_s` seconds are left."""
+        """Record and return `measure()`; None if it raised, or if less than `needs_s` seconds are left."""
         if self.left_s() < needs_s:
             self._record(name, {"skipped": f"{self.left_s():.0f} s left of this case, {needs_s:.0f} needed"}, 0.0)
             return None
@@ -72,7 +72,7 @@ class Case:
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """What a point that raised leaves: the error's kind and beginning, whether memory ran out, the last calls."""
+    """The record of a point that raised: the error's kind and beginning, out of memory or not, the last calls."""
     text = str(error)
     calls = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)[-4:]]
     out = "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
@@ -80,7 +80,7 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """`value` as plain JSON: what is not finite as None, numpy's numbers as Python's."""
+    """`value` as plain JSON: numbers that are not finite as None, numpy's numbers as Python's."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -107,9 +107,9 @@ def _end_with_parent(parent: int) -> None:
 
 
 def timed(call: Callable[[], Any], runs: int = 7, least_s: float = 0.05, most_s: float = 10.0) -> list[float]:
-    """Seconds of one `call` in each of `runs` runs; a run repeats it until it lasts `least_s`. The first is warm-up.
+    """Seconds per `call` in each of `runs` runs; a run repeats it until it lasts `least_s`. The first is warm-up.
 
-    The results of all calls of a run are waited for. After `most_s` no further run starts, but there are three.
+    A run waits for the results of all its calls. After `most_s` no further run starts, but there are at least three.
     """
     import jax
 
@@ -122,13 +122,13 @@ def timed(call: Callable[[], Any], runs: int = 7, least_s: float = 0.05, most_s:
         started = time.perf_counter()
         for _ in range(repeats):
             last = call()
-        jax.block_until_ready(last)  # one stream: what was queued before it is done too
+        jax.block_until_ready(last)  # one stream: earlier calls are done too
         seconds.append((time.perf_counter() - started) / repeats)
     return seconds
 
 
 def rates(amount: float, seconds: Sequence[float]) -> dict[str, float]:
-    """`amount` a second: median, least and greatest."""
+    """`amount` per second: median, minimum and maximum."""
     return spread([amount / one for one in seconds])
 
 

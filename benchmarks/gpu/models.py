@@ -1,7 +1,7 @@
 """Our engine and learner at Qwen3's shapes, random weights made on the device, against the card's measured limits.
 
-Most points compile two depths of a model and continue the line to all layers, since XLA compiles every layer: the
-result gives both depths, and `engine` and `learner_whole` measure one whole model to check the line.
+Most points compile two depths of a model and extrapolate linearly to all layers, because XLA compiles every layer. The
+result gives both depths, and `engine` and `learner_whole` measure one whole model to check the extrapolation.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ from jaxroll.records import Version
 from jaxroll.sharding import layout
 
 SIZES = ("qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
-DEPTHS = (2, 6)  # layers that are compiled
-STATE_BYTES = 16  # of a parameter in the learner: itself, two moments and the gradient in float32
+DEPTHS = (2, 6)  # compiled numbers of layers
+STATE_BYTES = 16  # per parameter in the learner: itself, two moments and the gradient in float32
 
 
 def spec_of(size: str, quick: bool) -> ModelSpec:
-    """The model; in small one of the same name with few layers and words."""
+    """The model; with `quick` a model of the same name with few layers and tokens."""
     if quick:
         return ModelSpec(size, 2048, 4, 256, 8, 4, 32, 1024, tied_embeddings=size != "qwen3_8b")
     return families.spec(size, compute_dtype="bfloat16")
 
 
 def at_depth(spec: ModelSpec, layers: int) -> ModelSpec:
-    """The same with so many layers."""
+    """The model with so many layers."""
     return dataclasses.replace(spec, layers=layers)
 
 
 def sizes_of(quick: bool) -> tuple[str, ...]:
-    """The models of a case; in small one with tied embeddings and one without."""
+    """The models of a case; with `quick` one with tied embeddings and one without."""
     return (SIZES[0], SIZES[2]) if quick else SIZES
 
 
 def depths(quick: bool) -> tuple[int, int]:
-    """The two depths that are compiled."""
+    """The two compiled depths."""
     return (1, 3) if quick else DEPTHS
 
 
 def continued(by_depth: Mapping[int, Sequence[float]], layers: int) -> dict[str, Any]:
     """Seconds of all `layers` by the line through the medians of two depths, and by their extremes.
 
-    Where some run of the deeper model was faster than some of the other, the line is noise: `reliable` is False.
+    If a run of the deeper model was faster than one of the other, the line is noise: `reliable` is False.
     """
     (few, short), (many, long) = sorted(by_depth.items())
 
@@ -96,7 +96,7 @@ def weights(spec: ModelSpec, dtype: str = "", seed: int = 0) -> params.Params:
 
 
 def bytes_of_step(spec: ModelSpec, slots: int, context: int) -> int:
-    """Bytes that one decode step must read: the weights but for an embedding that is only looked up, and the cache."""
+    """Bytes that a decode step must read: the weights without an embedding that is only looked up, and the KV cache."""
     looked_up = 0 if spec.tied_embeddings else spec.vocab_size * spec.width
     cache = 2 * spec.layers * slots * context * spec.kv_heads * spec.head_dim
     return jnp.dtype(spec.compute_dtype).itemsize * (families.parameter_count(spec) - looked_up + cache)
@@ -120,7 +120,7 @@ class Decoder:
         self._requests = np.tile(np.array(row, np.int32), (slots, 1))
 
     def seconds(self, context: int, runs: int) -> list[float]:
-        """Of one step of every slot, the mean over a dispatch that begins at `context`; the first run is warm-up."""
+        """Seconds per step of all slots, the mean over a dispatch from `context` on; the first run is warm-up."""
         found = []
         for _ in range(runs + 1):
             slots, like = len(self._requests), self._programs.state
@@ -141,7 +141,7 @@ class Decoder:
 
 
 def decode(case: Case) -> None:
-    """Tokens a second and the share of the memory's bandwidth, by size, slots and context."""
+    """Tokens per second and the share of the memory's bandwidth, by size, slots and context."""
     case.put(**device_facts())
     limit = card.bandwidth_limit()
     case.put(limit_bytes_per_s=limit)
@@ -175,7 +175,7 @@ def decode(case: Case) -> None:
 
 
 def engine(case: Case) -> None:
-    """A whole model in the engine itself, prompts and sampling included: tokens a second and the host's share."""
+    """A whole model in the engine, prompts and sampling included: tokens per second and the host's share."""
     case.put(**device_facts())
     limit = card.bandwidth_limit()
     for size, slots, new, chunk in (
@@ -243,7 +243,7 @@ def _generated(quick: bool, size: str, slots: int, new: int, chunk: int, limit: 
 
 
 def prefill(case: Case) -> None:
-    """Prompts a second and the share of the matmul rate, by size and length."""
+    """Prompts per second and the share of the matmul rate, by size and length."""
     case.put(**device_facts())
     limit = card.matmul_limit()
     case.put(limit_flops_per_s=limit, peak_flops_per_s=peak(jax.devices()[0].device_kind))
@@ -286,7 +286,7 @@ def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> 
         by_depth[layers] = timed(once, runs=5)
         del state, made, held
     line = continued(by_depth, spec.layers)
-    # Without the embedding and the head, which one token a row passes.
+    # Without the embedding and the head, through which one token per row passes.
     layer = (families.parameter_count(at_depth(spec, 2)) - families.parameter_count(at_depth(spec, 1))) * spec.layers
     done = rows * (2.0 * layer * tokens + 2.0 * spec.layers * spec.heads * spec.head_dim * tokens**2)
     seconds = line["seconds"]["median"]
@@ -299,7 +299,7 @@ def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> 
 
 
 def memory(spec: ModelSpec) -> dict[str, Any]:
-    """GiB that the learner's state takes when all parameters are trained, and whether this device has them."""
+    """GiB of the learner's state if all parameters are trained, and True if this device has them."""
     need = STATE_BYTES * families.parameter_count(spec) / 2**30
     there = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 0) / 2**30
     return {"state_gib": need, "device_gib": there or None, "state_fits": need < 0.85 * there if there else None}
@@ -357,7 +357,7 @@ def shares(done: float, tokens: int, seconds: float, limit: float) -> dict[str, 
 
 def _stepping(spec: ModelSpec, tokens: int, **options: Any) -> tuple[Callable[[], float], str]:
     """Seconds of one step on a group of full rows, and the attention that was chosen."""
-    gc.collect()  # the one before has its memory back to give
+    gc.collect()  # frees the memory of the previous one
     trainer, work = prepared(spec, GROUP, tokens, micro_batch_rows=1 if tokens > 8192 else 2, **options)
 
     def once() -> float:

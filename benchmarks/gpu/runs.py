@@ -55,7 +55,7 @@ def _platform() -> str:
 
 
 def jaxroll(case: Case, folder: Path, words: Sequence[str]) -> dict[str, Any]:
-    """Seconds of a command; RuntimeError with the end of its output where it fails or outlives the case."""
+    """Seconds of a command; RuntimeError with the end of its output if it fails or takes too long."""
     environment = {key: value for key, value in os.environ.items() if key != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
     started, log = time.perf_counter(), folder / "output"
     with log.open("wb") as output:
@@ -89,7 +89,7 @@ def _options(words: Sequence[str]) -> list[str]:
 
 
 def _tail(folder: Path) -> str:
-    """The end of the command's output, and of the logs of the roles: one of them says why."""
+    """The end of the command's output and of the roles' logs, one of which has the cause."""
     logs = sorted(folder.rglob("logs/*.log"), key=lambda path: path.stat().st_mtime)[-2:]
     return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-600:]}" for path in [folder / "output", *logs])
 
@@ -171,7 +171,7 @@ def _trained(case: Case, words: Sequence[str]) -> dict[str, Any]:
 
 
 def demo(case: Case) -> None:
-    """`jaxroll demo` with one device a role: its time, and the gain that its report gives."""
+    """`jaxroll demo` with one device per role: its time, and the gain in its report."""
     case.put(platform=_platform())
     words = ["demo", f"placement.platform={_platform()}", "learner.mesh.fsdp=1", "sampler.mesh.tensor=1", *SEPARATE]
     if case.quick:

@@ -1,8 +1,8 @@
-"""Hugging Face's Qwen3 in PyTorch on the card (on the CPU where there is none), an arm of `gpu.py --only=torch`.
+"""Hugging Face's Qwen3 in PyTorch on the card (else on the CPU), an arm of `benchmarks.gpu --only=torch`.
 
     python -m benchmarks.gpu.torch_arm FOLDER SHAPE-AS-JSON
 
-Its best settings: fused attention, key-value cache, inference mode; AdamW fused, autocast, no recomputation.
+Its best settings: fused attention, KV cache, inference mode; AdamW fused, autocast, no recomputation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Transformers beside us on the same card: equal in float32 first, then both rates.
+"""Transformers compared with our arm on the same card: equality in float32 first, then both rates.
 
-As `ours FOLDER SHAPE-AS-JSON` it is our arm: it makes random weights, writes them as a Hugging Face folder with the
-work of both arms, and answers `greedy`, `run` and `step`. Their arm is benchmarks/gpu/torch_arm.py. The case itself
-takes no device.
+With the arguments `ours FOLDER SHAPE-AS-JSON` this program is our arm: it makes random weights, writes them as a
+Hugging Face folder with the work of both arms, and answers `greedy`, `run` and `step`. The peer's arm is
+benchmarks/gpu/torch_arm.py. The case itself uses no device.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from benchmarks.lib.report import ROOT, ratio, spread
 EQUAL_TOKENS, EQUAL_NORMS = 0.96, 1e-3
 ROUNDS = 3
 ANSWER_S = 140.0
-SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # else every token repeats the one before
+SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # otherwise every token repeats the previous one
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What both arms compute: `layers` of the model, a batch to generate, and rows of one optimizer step."""
+    """The work of both arms: `layers` of the model, a batch to generate, and rows of one optimizer step."""
 
     quick: bool
     dtype: str
@@ -46,7 +46,7 @@ class Shape:
 
 
 def shapes(quick: bool) -> tuple[Shape, Shape]:
-    """To be equal, and to be timed."""
+    """(shape for the comparison, shape for timing)."""
     if quick:
         return Shape(quick, "float32", 2, 8, 16, 8, 32), Shape(quick, "float32", 2, 8, 16, 16, 64)
     return Shape(quick, "float32", 2, 32, 64, 16, 128), Shape(quick, "bfloat16", 8, 64, 128, 128, 2048)
@@ -87,14 +87,14 @@ class Arm:
         return json.loads(line)
 
     def ask(self, command: str) -> dict[str, Any]:
-        """What it answers."""
+        """Send a command and return the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(command + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def close(self) -> None:
-        """End it, and with it what it holds of the card."""
+        """End the process, which frees its memory on the card."""
         self._process.kill()
         self._process.communicate()
 
@@ -114,7 +114,7 @@ def compared(ours: Arm, theirs: Arm) -> dict[str, Any]:
 
 
 def raced(ours: Arm, theirs: Arm, command: str, tokens: int) -> dict[str, Any]:
-    """Tokens a second of both in alternating rounds after one that warms up, and the ratio."""
+    """Tokens per second of both arms in alternating rounds after a warm-up round, and the ratio."""
     rate: dict[str, list[float]] = {"ours": [], "theirs": []}
     arms = {"ours": ours, "theirs": theirs}
     for number in range(ROUNDS + 1):
@@ -127,8 +127,8 @@ def raced(ours: Arm, theirs: Arm, command: str, tokens: int) -> dict[str, Any]:
     }
 
 
-def beside_transformers(case: Case) -> None:
-    """Without equality there is no race."""
+def compare_with_transformers(case: Case) -> None:
+    """Compare results, then rates; without equality there is no race."""
     python = interpreter()
     if python is None:
         case.skip("transformers", "torch and transformers are not importable here, and there is no .venv-torch")
@@ -170,7 +170,7 @@ def beside_transformers(case: Case) -> None:
 
 
 def answer_as_ours(folder: Path, shape: Shape) -> None:
-    """Make the weights and the work, then answer."""
+    """Make the weights and the work, then answer commands."""
     from benchmarks.engine.work import answering
 
     say = answering()
@@ -265,4 +265,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "ours":
         answer_as_ours(Path(sys.argv[2]), Shape(**json.loads(sys.argv[3])))
     else:
-        run_case({"torch": beside_transformers})
+        run_case({"torch": compare_with_transformers})

@@ -1,6 +1,7 @@
-"""Weights by every channel, within a process and between two, beside a copy in memory and a raw socket.
+"""Weight transfer by every channel, within a process and between two, compared with a memory copy and a raw socket.
 
-As `sender CHANNEL FOLDER quick|full` it is the other process: "raw" sends raw bytes, a number publishes a version.
+With the arguments `sender CHANNEL FOLDER quick|full` it is the other process: "raw" sends raw bytes, a number
+publishes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from jaxroll.transfer.receive import Receiver
 DTYPE = "bfloat16"
 RAW_BYTES = {True: 8 << 20, False: 1 << 30}
 DEADLINE_S = 60.0
-WITHIN = "device"  # the channel that hands weights over inside a process only
+WITHIN = "device"  # the channel that works within a process only
 
 
 def channels() -> list[str]:
@@ -62,7 +63,7 @@ def _fetched(spec: ModelSpec, published: VersionRef) -> tuple[dict[str, jax.Arra
 
 
 def differing(found: dict[str, jax.Array], source: dict[str, jax.Array]) -> list[str]:
-    """Names of the parameters that are not, bit for bit, `source` in the dtype that travels."""
+    """Names of the parameters that differ from `source` in the transferred dtype."""
     if found.keys() != source.keys():
         return sorted(found.keys() ^ source.keys())
     return [name for name in found if not bool((found[name] == source[name].astype(DTYPE)).all())]
@@ -89,7 +90,7 @@ def _memory_copy(size_bytes: int) -> dict[str, Any]:
 
 
 def _within(channel: str, spec: ModelSpec, source: dict[str, jax.Array], folder: Path, rounds: int) -> dict[str, Any]:
-    """Publish and fetch in this process, so many times after one that warms up."""
+    """Publish and fetch in this process `rounds` times after a warm-up."""
     config = TransferConfig(channel=channel, dtype=DTYPE, deadline_s=DEADLINE_S)  # pyright: ignore[reportArgumentType]
     publisher = DevicePublisher(DTYPE) if channel == WITHIN else Publisher(config, folder / f"within-{channel}")
     rows, wrong, size_bytes = [], [], 0
@@ -111,7 +112,7 @@ def _within(channel: str, spec: ModelSpec, source: dict[str, jax.Array], folder:
 
 
 class Sender:
-    """The other process; it ends with the group of the case at the latest."""
+    """The other process, which ends with the case's process group at the latest."""
 
     def __init__(self, channel: str, folder: Path, quick: bool) -> None:
         words = [
@@ -139,7 +140,7 @@ class Sender:
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """The next answer; RuntimeError where none comes in time."""
+        """The next answer; RuntimeError if it does not arrive in time."""
         try:
             line = self._lines.get(timeout=DEADLINE_S)
         except queue.Empty:
@@ -156,7 +157,7 @@ class Sender:
 
 
 def _raw_socket(sender: Sender, size_bytes: int) -> float:
-    """Seconds of so many bytes over a loopback socket from the other process, into memory that was touched before."""
+    """Seconds to receive so many bytes over a loopback socket from the other process into memory already in use."""
     into = memoryview(bytearray(size_bytes))
     sender.tell("raw")
     with socket.create_connection(("127.0.0.1", sender.answer()["port"]), timeout=DEADLINE_S) as connection:
@@ -171,7 +172,7 @@ def _raw_socket(sender: Sender, size_bytes: int) -> float:
 
 
 def _between(channel: str, spec: ModelSpec, folder: Path, quick: bool, rounds: int) -> dict[str, Any]:
-    """The same from another process, in turn with raw bytes over a socket; the seed of the weights is the version's."""
+    """Fetch from another process, alternating with raw bytes over a socket; the version seeds the weights."""
     sender = Sender(channel, folder / f"between-{channel}", quick)
     rows, raw, wrong, size_bytes = [], [], [], 0
     try:
@@ -200,7 +201,7 @@ def _between(channel: str, spec: ModelSpec, folder: Path, quick: bool, rounds: i
 
 
 def send(channel: str, folder: Path, quick: bool) -> None:
-    """Answer on stdout, which is for answers alone from now on."""
+    """Answer commands on stdout, which from now on holds only answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -228,7 +229,7 @@ def send(channel: str, folder: Path, quick: bool) -> None:
 
 
 def transfer(case: Case) -> None:
-    """Every channel: equality bit for bit, then bytes a second of publishing, fetching and placing."""
+    """For every channel: equality bit for bit, then bytes per second of publishing, fetching and placing."""
     case.put(**device_facts(), dtype=DTYPE)
     spec, rounds = spec_of(SIZES[0], case.quick), 2 if case.quick else 4
     folder = Path(tempfile.mkdtemp(prefix="transfer-"))

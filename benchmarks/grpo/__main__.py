@@ -1,19 +1,19 @@
-"""How fast is a whole GRPO run beside google-tunix's, on the same model, task and shapes, on the same two cores?
+"""Whole GRPO runs compared with google-tunix's: the same model, task and shapes on the same two cores.
 
     python -m benchmarks.grpo [--quick] [--case=NAME ...] [--rounds=N] [--tried=ARM:N ...] [--resume]
 
-Ours is `jaxroll train` as a user starts it, asynchronous; the peer is google-tunix's GRPO learner with its own sampler,
-or in `agentic` its agentic learner. Both begin with the same weights (a Qwen3 of 0.62 million parameters, float32, that
-gives every answer the same length and leaves its letters open), ask the same questions, 8 a step with 8 answers each,
-and pay the same reward, which differs between the members of a group. First both learners compute one batch: their
-losses and gradients must agree, else there is no race. Then each arm tries its settings (threads, devices, how far
-ahead), and runs alternate, each a process from start to end; the steps after the first few count.
+Our arm is an asynchronous `jaxroll train` as a user starts it. The peer is google-tunix's GRPO learner with its own
+sampler, or in `agentic` its agentic learner. Both start with the same weights (a Qwen3 of 0.62 million parameters,
+float32, whose answers all have the same length and random letters), use the same questions, 8 per step with 8 answers
+each, and give the same reward, which differs between the members of a group. First both learners compute one batch:
+their losses and gradients must agree, otherwise there is no race. Then each arm tries its settings (threads, devices,
+steps ahead), and runs alternate, each in a new process; only steps after the first few count.
 
     equal           a prompt of 16 tokens, an answer of 32
-    reward_latency  the same, and a judgement takes 0.2 s: of a batch in the peer, of an answer in ours
+    reward_latency  the same, and a judgement takes 0.2 s: per batch in the peer, per answer in ours
     agentic         two answers of 16 tokens, after each the environment takes 0.05 s
 
-The last line is one JSON object with a case each.
+The last line is one JSON object with one entry per case.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Options = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A task, the ratio that is aimed at, the steps of a run of each arm, and the settings that each arm tries."""
+    """A task, the target ratio, the steps of a run of each arm, and the settings that each arm tries."""
 
     name: str
     aim: float
@@ -59,14 +59,14 @@ class Case:
 
 
 _OURS = [{"schedule.alpha": 2.0}, {"schedule.alpha": 1.0}, {"schedule.alpha": 2.0, "learner.mesh.data": 2}]
-# What waits for its judgement needs no slot: as many episodes as may be in work at all.
+# An episode that waits for its judgement needs no slot, so as many episodes as possible are in progress.
 _WAITING = [
     {"schedule.alpha": alpha, "sampler.concurrent_episodes": int(alpha + 1) * GROUPS * GROUP}
     for alpha in (2.0, 3.0, 4.0)
 ]
 _LEARNER = [{"apart": apart, "threads": threads} for apart, threads in ((False, 2), (True, 2), (False, 1))]
-# Apart and ahead is no setting of 0.1.7: its lock is taken on the thread of its event loop, so that an episode that
-# begins while new weights wait for those under way keeps these from ending, and all stand still.
+# Version 0.1.7 cannot run `apart` and `ahead` together: it takes a lock on the thread of its event loop, so that an
+# episode that begins while new weights wait for the running episodes keeps these from ending: a deadlock.
 _AGENTIC = [
     {"apart": apart, "threads": threads, "ahead": ahead, "at_once": at_once}
     for apart, threads, ahead, at_once in ((False, 2, 1, 16), (False, 2, 1, 64), (True, 2, 0, 64), (False, 1, 1, 16))
@@ -81,7 +81,7 @@ CASES = [
 
 
 def small(case: Case) -> Case:
-    """The same in small, for --quick: short answers, few steps, the first setting of each arm."""
+    """A small version of the case for --quick: short answers, few steps, the first setting of each arm."""
     tries = {arm: options[:1] for arm, options in case.tries.items()}
     return Case(case.name, case.aim, case.work.small(), {"ours": 12, PEER: 8}, tries)
 
@@ -93,7 +93,7 @@ def peer(case: Case, folder: Path, options: Options) -> Child:
 
 
 def run(case: Case, folder: Path, arm: str, options: Options) -> dict[str, Any]:
-    """One run of one arm: samples_per_s, tokens_a_sample, and where its time went."""
+    """One run of one arm: samples_per_s, tokens_a_sample, and its time by activity."""
     if arm == "ours":
         return trained(case.work, folder, case.steps[arm], options)
     with closing(peer(case, folder, options)) as child:
@@ -101,7 +101,7 @@ def run(case: Case, folder: Path, arm: str, options: Options) -> dict[str, Any]:
 
 
 def agreement(case: Case, folder: Path) -> dict[str, float]:
-    """Both losses of one batch; how far they are apart, over the size of ours; and the same of the gradients."""
+    """Both losses of one batch, their difference relative to ours, and the same for the gradients."""
     options = {arm: tries[0] for arm, tries in case.tries.items()}
     words = overrides(case.work, folder, case.steps["ours"], options["ours"])
     with closing(Child("benchmarks.grpo.loss", "ours", 1, str(folder), json.dumps(words))) as child:
@@ -117,9 +117,9 @@ def agreement(case: Case, folder: Path) -> dict[str, float]:
 
 
 def best(case: Case, folder: Path, arm: str, given: dict[str, int], runs: Runs) -> Options:
-    """The setting of `arm` that was fastest in one run each, or the one whose number was `given`.
+    """The fastest setting of `arm` in one run each, or the one whose number was `given`.
 
-    One under which the arm fails or stands still has no rate; RuntimeError when all do.
+    A setting under which the arm fails or hangs has no rate; RuntimeError if no setting works.
     """
     tries = case.tries[arm]
     if arm in given or len(tries) == 1:
@@ -141,7 +141,7 @@ def best(case: Case, folder: Path, arm: str, given: dict[str, int], runs: Runs) 
 
 
 def race(case: Case, folder: Path, given: dict[str, int], runs: Runs, rounds: int) -> dict[str, Any]:
-    """Agreement, then samples a second of both arms and their ratio; without agreement no race."""
+    """Agreement, then samples per second of both arms and their ratio; without agreement no race."""
     losses = runs.run(f"{case.name} losses", 0, lambda: agreement(case, folder))
     result: dict[str, Any] = {"aim": case.aim, "losses": losses}
     if not all(losses[key] <= most for key, most in EQUAL.items()):
@@ -153,7 +153,7 @@ def race(case: Case, folder: Path, given: dict[str, int], runs: Runs, rounds: in
 
 
 def compared(of: dict[str, list[dict[str, Any]]], aim: float) -> dict[str, Any]:
-    """Both rates, their ratio with its interval, the tokens of a sample, and where our time went."""
+    """Both rates, their ratio with its interval, the tokens per sample, and our time by activity."""
     rates = {arm: [one["samples_per_s"] for one in of[arm]] for arm in of}
     spreads, value = {arm: spread(rates[arm]) for arm in of}, ratio(rates["ours"], rates[PEER])
     mean = lambda key: float(np.mean([one[key] for one in of["ours"]]))  # noqa: E731
@@ -167,7 +167,7 @@ def compared(of: dict[str, list[dict[str, Any]]], aim: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure; 1 when arms do not agree."""
+    """Measure; return 1 if arms do not agree."""
     names = [case.name for case in CASES]
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--case", action="append", choices=names, help="this one; again for more (default: all)")

@@ -18,7 +18,7 @@ WORK = "JAXROLL_GRPO_WORK"  # an environment variable: the work, as JSON
 
 @registry.register("links")
 class Links:
-    """Takes as many answers as the work has turns, each after its latency; pays the mean of their rewards."""
+    """An environment with the work's number of turns, each with its latency; the reward is the mean over turns."""
 
     step_limit_s = 120.0
 
@@ -31,7 +31,7 @@ class Links:
         return task.messages
 
     async def step(self, answer):
-        """A letter to go on from, or the end."""
+        """The first letter of the next turn, or the end."""
         await asyncio.sleep(self._work.latency_s)
         self._earned.append(self._work.reward(self._question, letters(answer)))
         if len(self._earned) < self._work.turns:

@@ -1,9 +1,9 @@
-"""Our learner's loss and gradients on one batch, under the very config of the race; see benchmarks/grpo.
+"""Our learner's loss and gradients on one batch, with the same config as in the race; see benchmarks/grpo.
 
     python -m benchmarks.grpo.loss FOLDER OVERRIDES-AS-JSON
 
-Asked `loss` it answers with it, writes the gradients to ours.npz, and the log-probs of the batch's tokens to
-behaviour.npy: the peer's agentic learner is given them as those of its sampler.
+The command `loss` returns the loss, writes the gradients to ours.npz, and the log-probs of the batch's tokens to
+behaviour.npy, which the peer's agentic learner gets as the log-probs of its sampler.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxroll.sharding import layout
 
 
 def segments(batch: Batch, row: int, behaviour: np.ndarray) -> Iterator[Segment]:
-    """The prompt, and what was said by turns, `behaviour` being the log-probs [T] of what the model said."""
+    """The prompt and the segments of all turns; `behaviour` [T] has the log-probs of the model's tokens."""
     prompt = batch.prompts[row]
     yield Segment(prompt, np.zeros(len(prompt), np.uint8), np.zeros(len(prompt), np.float32))
     said, sampled = batch.said[row][batch.said[row] > 0], batch.mask[row][batch.said[row] > 0]
@@ -56,7 +56,7 @@ def claim(batch: Batch, behaviour: np.ndarray) -> Claim:
 
 
 def logprobs(trainer: Trainer, config: Config, batch: Batch) -> np.ndarray:
-    """Those of what was said in `batch` under the trainer's parameters, float32 [N, T]; 0 where the mask is False."""
+    """Log-probs of the tokens in `batch` under the trainer's parameters, float32 [N, T]; 0 where the mask is False."""
     (samples,) = minibatch.prepare(claim(batch, np.zeros(batch.said.shape)), config).minibatches
     found, prompt = np.zeros(batch.said.shape, np.float32), batch.prompts.shape[1]
     for micro in trainer.packed(samples):

@@ -23,10 +23,10 @@ CONFIG = ROOT / "configs" / "rlvr_tiny.py"
 
 
 def overrides(work: Work, folder: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The config of a run, over that of configs/rlvr_tiny.py; `options` are what is tried, by their keys."""
+    """Overrides of configs/rlvr_tiny.py for a run; `options` are the settings on trial, by key."""
     longest, members = work.prompt_tokens + work.said_tokens, GROUPS * GROUP
     several = {"task.max_episode_tokens": longest} if work.turns > 1 else {}
-    # Of one turn an answer and the last token of its prompt; the rest of it lies once for its group.
+    # A row of one turn holds an answer and the last token of its prompt; the group shares the rest of the prompt.
     shared = {"learner.shared_prompt_tokens": work.prompt_tokens - 1, "learner.shared_prompt_rows": GROUP,
               "learner.row_tokens": work.answer_tokens + 1} if work.turns == 1 else {}  # fmt: skip
     buckets = [work.prompt_tokens] + [longest] * (work.turns > 1)
@@ -47,7 +47,7 @@ def overrides(work: Work, folder: Path, steps: int, options: dict[str, Any]) -> 
 
 
 def trained(work: Work, folder: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """One run: samples a second once it has settled, and where the time went."""
+    """One run: samples per second after the first steps, and its time by activity."""
     words = [f"--config.{key}={value}" for key, value in overrides(work, folder, steps, options).items()]
     with tempfile.TemporaryDirectory(prefix="race-", dir=folder) as name:
         run_dir = Path(name) / "run"

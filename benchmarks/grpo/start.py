@@ -1,4 +1,4 @@
-"""The folder that both arms of benchmarks/grpo begin with: a model, its weights, and questions to it."""
+"""The folder from which both arms of benchmarks/grpo start: a model, its weights, and questions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxroll.models import families, params, pretrained
 from jaxroll.sharding import layout
 
 QUESTIONS = 4000
-_OWN, _NEXT, _REST = 1.5, 3.0, 0.1  # of a token's own link and of the next one's; of what is random, to its usual
+_OWN, _NEXT, _REST = 1.5, 3.0, 0.1  # scales of a token's own link, of the next link, and of random weights
 
 
 def prepare(folder: Path, work: Work) -> None:
@@ -33,17 +33,17 @@ def prepare(folder: Path, work: Work) -> None:
 
 
 def planted(work: Work) -> dict[str, np.ndarray]:
-    """Random weights of the usual scale, most of them weakened, in which every link of the chain names the next.
+    """Random weights, most of them scaled down, in which every link of the chain predicts the next one.
 
-    A token's embedding says on an axis of its own to which link it belongs; a hidden unit of the first layer reads that
-    axis and writes the next link's. Within a link the letters stay about equally likely.
+    A token's embedding marks its link on a separate axis; a hidden unit of the first layer reads that axis and writes
+    the next link's. Within a link the letters remain about equally likely.
     """
     made = params.init(SPEC, jax.random.key(0), layout.build(MeshConfig()), layout.SAMPLER)
     weights = {name: np.array(leaf) for name, leaf in made.items()}
     for name in weights:
         if name.endswith(("attn.o", "mlp.down")):
             weights[name] *= _REST
-    end, turn = work.links, work.links + 1  # axes: one a link, then the end's, then the turn's
+    end, turn = work.links, work.links + 1  # axes: one per link, then the end's, then the turn's
     link = np.full(SPEC.vocab_size, -1)
     link[FIRST : FIRST + work.letters] = np.arange(work.letters) // work.choices
     link[END], link[TURN] = end, turn
@@ -52,7 +52,9 @@ def planted(work: Work) -> dict[str, np.ndarray]:
     known = np.flatnonzero(link >= 0)
     embed[known, link[known]] = _OWN
     gate, up, down = (weights[f"layers.00.mlp.{part}"] for part in ("gate", "up", "down"))
-    size = SPEC.width**0.5  # of a token's own axis after the norm, about: nearly all of its length lies there
+    size = (
+        SPEC.width**0.5
+    )  # length of a token's own axis after the norm, about: it has nearly all of the token's length
     gate[:, :axes], up[:, :axes], down[:axes] = 0, 0, 0
     for at in range(axes):
         gate[at, at] = up[at, at] = 1

@@ -2,10 +2,10 @@
 
     python -m benchmarks.grpo.tunix_arm FOLDER WORK-AS-JSON OPTIONS-AS-JSON
 
-Asked `loss` it computes one batch with the loss function of its trainer; asked `run N` it trains N steps and ends. With
-`apart` rollouts have a device of their own (and a copy of the weights); the agentic learner then runs `ahead` steps
-ahead, with `at_once` episodes at once. Every call of the sampler has a seed of its own: with their fixed one the
-members of an agentic group are all the same.
+The command `loss` computes one batch with the loss function of its trainer; `run N` trains N steps and ends. With
+`apart` rollouts have their own device (and a copy of the weights); the agentic learner then runs `ahead` steps ahead,
+with `at_once` concurrent episodes. Every call of the sampler has its own seed: with the peer's fixed seed all members
+of an agentic group are equal.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Role = rl_cluster.Role
 
 
 class Numbers:
-    """A tokenizer by tunix's foreign protocol: text is ids."""
+    """A tokenizer by tunix's protocol whose text is ids."""
 
     def encode(self, text: str, **_) -> list[int]:
         return [int(word) for word in text.split()]
@@ -78,7 +78,7 @@ class Numbers:
 
 
 class Chat:
-    """Messages as text: what the model said ends with the end, and its turn is in what it is asked."""
+    """Messages as text: the model's messages end with the end token, and each request includes the turn token."""
 
     def parse(self, messages, add_generation_prompt: bool = False, is_first_msg: bool = False) -> str:
         words = []
@@ -90,13 +90,13 @@ class Chat:
 
 
 def reward(work: Work, prompt: str, answer: str) -> float:
-    """Of one answer to one prompt, both as text."""
+    """The reward of an answer to a prompt, both as text."""
     question = np.array(prompt.split()[1:-1], int) - FIRST
     return work.reward(question, np.array([int(word) - FIRST for word in answer.split() if int(word) >= FIRST], int))
 
 
 class Links(base_environment.BaseTaskEnv):
-    """Takes as many answers as the work has turns, each after its latency."""
+    """An environment with the work's number of turns, each with its latency."""
 
     def __init__(self, single_example: dict[str, Any], work: Work, **kwargs: Any) -> None:
         super().__init__(task=single_example, max_steps=work.turns, **kwargs)
@@ -114,20 +114,20 @@ class Links(base_environment.BaseTaskEnv):
 
 
 def cache_tokens(work: Work) -> int:
-    """Of one row: a later turn's prompt is the conversation so far, which their sampler pads to a power of two."""
+    """Cache tokens per row: a later turn's prompt is the whole conversation, padded to a power of two."""
     last = work.prompt_tokens + work.said_tokens - work.answer_tokens
     room = last if work.turns == 1 else 1 << (last - 1).bit_length()
     return max(work.prompt_tokens, room) + work.said_tokens
 
 
 def meshes(apart: bool) -> tuple[Mesh, Mesh]:
-    """Of the actor, and of rollouts."""
+    """(mesh of the actor, mesh of rollouts)."""
     devices = jax.devices()
     return tuple(Mesh(np.array([[devices[at]]]), ("fsdp", "tp")) for at in (0, int(apart)))
 
 
 def cluster(folder: Path, work: Work, options: dict[str, Any], steps: int) -> rl_cluster.RLCluster:
-    """Their actor and sampler, with the folder's weights; prompts and cache as long as needed."""
+    """The peer's actor and sampler with the folder's weights; prompts and cache as long as needed."""
     actor, rollout = meshes(options["apart"])
     with actor:
         qwen = model(folder)
@@ -154,7 +154,7 @@ def agentic(options: dict[str, Any]) -> bool:
 
 
 def learner(made: rl_cluster.RLCluster, work: Work, options: dict[str, Any]) -> Any:
-    """Their learner over a cluster."""
+    """The peer's learner over a cluster."""
     settings: dict[str, Any] = {
         "num_generations": GROUP, "num_iterations": 1, "beta": 0.0, "epsilon": 0.2, "loss_agg_mode": "token-mean",
     }  # fmt: skip
@@ -175,7 +175,7 @@ def learner(made: rl_cluster.RLCluster, work: Work, options: dict[str, Any]) -> 
 
 
 class Arm:
-    """A learner with our weights."""
+    """The peer's learner with our weights."""
 
     def __init__(self, folder: Path, work: Work, options: dict[str, Any], steps: int) -> None:
         self.work, self.options, self.steps = work, options, steps
@@ -187,7 +187,7 @@ class Arm:
         self._watch()
 
     def _watch(self) -> None:
-        """Give every call of the sampler its seed, and note when steps end and what they train on."""
+        """Give every call of the sampler its own seed, and note the ends of steps and their examples."""
         generate, update, seeds = self.cluster.rollout.generate, self.cluster.update_actor, itertools.count(1)
 
         def seeded(prompts: Any, config: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ class Arm:
         self.cluster.rollout.generate, self.cluster.update_actor = seeded, updated
 
     def loss(self, folder: Path) -> dict[str, float]:
-        """Of the folder's batch, as the race's trainer computes it; the gradients go to peer.npz."""
+        """The loss of the folder's batch, computed by the race's trainer; the gradients go to peer.npz."""
         batch, trainer = Batch.load(folder / "batch.npz"), self.cluster.actor_trainer
         given = jnp.asarray(np.load(folder / "behaviour.npy")) if agentic(self.options) else None
         example = common.TrainExample(
@@ -219,7 +219,7 @@ class Arm:
         return {"loss": float(value)}
 
     def run(self) -> dict[str, float]:
-        """Train; the steps after the first few count."""
+        """Train; only the steps after the first few count."""
         count = GROUPS * (self.steps + self.options.get("ahead", 0) + 2)
         texts = [" ".join(map(str, self.work.prompt(number))) for number in range(count)]
         source = grain.MapDataset.source(texts).batch(GROUPS).map(lambda rows: {"prompts": rows})
@@ -245,7 +245,7 @@ def main() -> None:
         arm = Arm(folder, work, options, int(steps or 1))
         say(arm.loss(folder) if what == "loss" else arm.run())
         if what == "run":
-            os._exit(0)  # their learner leaves threads behind
+            os._exit(0)  # the peer's learner leaves threads running
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What both arms of benchmarks/grpo work on: numpy alone, for either arm's environment.
+"""The task of both arms of benchmarks/grpo, with numpy alone, for either arm's environment.
 
-Answers have one length because the model is made so (`benchmarks/grpo/start.py`): every letter belongs to a link of a
-chain, and what follows a letter is some letter of the next link, after the last one the end of the answer. Which letter
-of a link is drawn is up to the policy, and is what is paid for: rewards vary, and there is something to learn.
+All answers have the same length because the model is built so (`benchmarks/grpo/start.py`): every letter belongs to a
+link of a chain, and a letter of the next link follows it; after the last link the answer ends. The policy chooses the
+letter within a link, and the reward depends on it: rewards vary, and the model can learn.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PAD, BOS, END, TURN, FIRST = 0, 1, 2, 3, 4  # of our character tokenizer: paddin
 VOCABULARY = 256
 GROUPS, GROUP = 8, 8  # prompts a step, answers a prompt
 LEARNING_RATE, BETAS, MAX_NORM = 1e-4, (0.9, 0.95), 1.0
-_LETTERS = 0x4E00  # characters that have no other case
+_LETTERS = 0x4E00  # characters without upper and lower case
 
 
 @dataclass(frozen=True)
 class Work:
-    """One task: prompts of `prompt_tokens`, `turns` answers of `links` letters and the end, `latency_s` a judgement."""
+    """One task: prompts of `prompt_tokens`, `turns` answers of `links` letters and the end, `latency_s` each."""
 
     links: int
     choices: int  # letters of one link
@@ -31,17 +31,17 @@ class Work:
 
     @property
     def answer_tokens(self) -> int:
-        """Of one turn, its end included."""
+        """Tokens of one turn's answer, its end included."""
         return self.links + 1
 
     @property
     def shown_tokens(self) -> int:
-        """Of what the environment says between two turns: a letter, and the word given back."""
+        """Tokens of the environment's message between two turns: a letter, and the token that begins the next turn."""
         return 2
 
     @property
     def said_tokens(self) -> int:
-        """Of a whole conversation after its prompt."""
+        """Tokens of a whole conversation after its prompt."""
         return self.turns * self.answer_tokens + (self.turns - 1) * self.shown_tokens
 
     @property
@@ -50,7 +50,7 @@ class Work:
         return self.links * self.choices
 
     def question(self, number: int) -> np.ndarray:
-        """int [prompt_tokens − 2]: the letters of question `number`; bos and turn stand around them."""
+        """int [prompt_tokens − 2]: the letters of question `number`; it is between bos and turn."""
         return np.random.default_rng([7, number]).integers(0, self.letters, self.prompt_tokens - 2)
 
     def prompt(self, number: int) -> list[int]:
@@ -58,25 +58,25 @@ class Work:
         return [BOS, *(FIRST + self.question(number)).tolist(), TURN]
 
     def answer(self, chance: np.random.Generator) -> np.ndarray:
-        """int32 [answer_tokens]: an answer as the model gives them."""
+        """int32 [answer_tokens]: a random answer as the model gives it."""
         drawn = FIRST + self.choices * np.arange(self.links) + chance.integers(0, self.choices, self.links)
         return np.append(drawn, END).astype(np.int32)
 
     def wanted(self, question: np.ndarray) -> int:
-        """Which letter of every link the question asks for."""
+        """The index within each link of the letter that the question asks for."""
         return int(question[-1]) % self.choices
 
     def reward(self, question: np.ndarray, letters: np.ndarray) -> float:
-        """The share of an answer's letters that are those asked for, the k-th counting √k: ties are rare so.
+        """The share of right letters in an answer, the k-th with weight √k, which makes ties rare.
 
-        A member that earns just its group's mean has no gradient, and one learner would save what the other computes.
+        A member with exactly its group's mean has no gradient, which one of the learners would not compute.
         """
         worth = np.sqrt(np.arange(1, self.links + 1))
         right = letters[: self.links] % self.choices == self.wanted(question)
         return float(worth[: len(right)] @ right / worth.sum())
 
     def small(self) -> Work:
-        """The same in small, for --quick: shorter answers."""
+        """A small version of the work, with shorter answers, for --quick."""
         return replace(self, links=7, latency_s=self.latency_s / 4)
 
 
@@ -86,14 +86,14 @@ def text(letters: np.ndarray) -> str:
 
 
 def letters(text: str) -> np.ndarray:
-    """int [n]: the inverse of `text`; what is no letter is −1."""
+    """int [n]: the inverse of `text`; −1 for other characters."""
     codes = np.array([ord(character) - _LETTERS for character in text], np.int64)
     return np.where((codes >= 0) & (codes < VOCABULARY), codes, -1)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """N conversations of one optimizer step: prompt, then what was said; where `mask`, by the model."""
+    """N conversations of one optimizer step: prompts, then the tokens of all turns; `mask` is True for the model's."""
 
     prompts: np.ndarray  # int32 [N, P]
     said: np.ndarray  # int32 [N, T], 0 after the end
@@ -113,7 +113,7 @@ class Batch:
 
 
 def batch(work: Work, seed: int = 3) -> Batch:
-    """One step's conversations, cut at different lengths: else the loss of GRPO's first step is 0 whatever it is."""
+    """One step's conversations, cut at different lengths: otherwise the loss of GRPO's first step would always be 0."""
     chance, count = np.random.default_rng(seed), GROUPS * GROUP
     prompts = np.array([work.prompt(row // GROUP) for row in range(count)], np.int32)
     said, mask = np.zeros((count, work.said_tokens), np.int32), np.zeros((count, work.said_tokens), bool)

@@ -1,14 +1,14 @@
-"""How fast is an optimizer step beside google-tunix's GRPO and PyTorch with transformers, and how near to the limit?
+"""Optimizer steps compared with google-tunix's GRPO and PyTorch with transformers, and with the hardware's limit.
 
     python -m benchmarks.learner [--quick] [--case=NAME ...] [--threads=ARM:N ...] [--rounds=N] [--resume]
 
 The same Qwen3 of 0.62 million parameters, the same answered prompts, a long-lived process per arm. First both arms'
 gradients of the first step are compared, name by name; without equality there is no race. Then runs of several steps
-alternate, compiled beforehand, each arm with the number of threads that suits it best. Only tokens that are not padding
-count. Ours begins with the claim (advantages, packing), the peers' with padded arrays that are ready. In `tunix_shared`
-ours computes the prompt of a group once (`learner.shared_prompt_tokens`); gradient and counted tokens are the same. On
-a GPU `gpu_0p6b` and `gpu_1p7b` say how much of its promised rate a step of Qwen3's shapes uses at 4,096 tokens a row.
-The last line is one JSON object with a case each.
+alternate, compiled beforehand, each arm with its fastest number of threads. Only tokens that are not padding count. Our
+step starts with the claim (advantages, packing), the peers' with finished padded arrays. In `tunix_shared` our step
+computes the prompt of a group once (`learner.shared_prompt_tokens`); gradient and counted tokens are the same. On a
+GPU, `gpu_0p6b` and `gpu_1p7b` give the share of its peak rate that a step of Qwen3's shapes uses at 4,096 tokens per
+row. The last line is one JSON object with one entry per case.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from jaxroll.control import placement
 from jaxroll.models import pretrained
 from jaxroll.models.families import parameter_count
 
-EQUAL = 1e-4  # of the largest gradient of a parameter
+EQUAL = 1e-4  # bound, relative to the largest gradient of a parameter
 ROUNDS = 7
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, the peer it is raced against, the ratio that is aimed at, and our learner's options for it."""
+    """A batch, the peer of the race, the target ratio, and our learner's options."""
 
     name: str
     peer: str
     aim: float
     sequences: int
     prompt_tokens: int
-    median: int  # tokens of an answer
-    sigma: float = 0.0  # of their logarithm; 0: all the same
+    median: int  # tokens per answer
+    sigma: float = 0.0  # standard deviation of their logarithm; 0: all equal
     most: int = 0
-    steps: int = 8  # of one run
+    steps: int = 8  # per run
     options: dict[str, Any] = field(default_factory=dict)
 
     def batch(self) -> Batch:
@@ -80,7 +80,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Large:
-    """A model's shape on the devices that are here, without a peer: the share of what they promise is what counts."""
+    """A model's shape on this machine's devices, without a peer: the figure is the share of their peak rate."""
 
     name: str
     size: str
@@ -93,13 +93,13 @@ class Large:
 
 
 LARGE = [Large("gpu_0p6b", "qwen3_0p6b", 0.45), Large("gpu_1p7b", "qwen3_1p7b", 0.45)]
-SMALL = [Large("large_quick", "nano", None, "float32", GROUP, 64, 2, "cpu")]  # for --quick: that it runs
+SMALL = [Large("large_quick", "nano", None, "float32", GROUP, 64, 2, "cpu")]  # for --quick, to show that it runs
 
 
 def large(case: Large, runs: Runs) -> dict[str, Any]:
-    """Seconds of a step, the model's FLOPs a second and device, and their share of the maker's figure (MFU).
+    """Seconds of a step, the model's FLOPs per second and device, and their share of the maker's figure (MFU).
 
-    What is computed twice (`remat`) is not counted twice.
+    Operations that `remat` computes twice count once.
     """
     if case.platform == "cuda" and not placement.visible_gpus():
         say(f"{case.name} is skipped: no GPU is here")
@@ -121,7 +121,7 @@ def large(case: Large, runs: Runs) -> dict[str, Any]:
 
 
 def small(case: Case) -> Case:
-    """The same in small, for --quick."""
+    """A small version of the case, for --quick."""
     most = 32 if case.sigma else 0
     rows = {"row_tokens": 48, "micro_batch_rows": 4} if case.sigma else {"row_tokens": 12, "micro_batch_rows": 16}
     if "shared_prompt_tokens" in case.options:
@@ -130,26 +130,26 @@ def small(case: Case) -> Case:
 
 
 def flops(batch: Batch, shared: int = 0) -> float:
-    """Of one step, forwards and backwards, without what is made twice: 6 a parameter and token, and attention's.
+    """FLOPs of one step, forwards and backwards, without recomputation: 6 per parameter and token, and attention's.
 
     `shared` tokens of every prompt are computed once for its answers.
     """
     own = (batch.prompts.shape[1] - shared + batch.lengths).astype(np.float64)
     prompts = np.full(len(own) // GROUP if shared else 0, shared, np.float64)
-    # Two products a pair: all that are before, and half of those among each other.
+    # Two products per pair: all previous tokens, and half of the pairs among each other.
     pairs = (own**2 + 2 * shared * own).sum() + (prompts**2).sum()
     return 6 * (parameter_count(SPEC) * (own.sum() + prompts.sum()) + SPEC.layers * SPEC.heads * SPEC.head_dim * pairs)
 
 
 def disagreement(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
-    """The largest difference of a parameter's gradients over their largest value, of all parameters the worst."""
+    """The largest difference of a parameter's gradients over their largest value, for the worst parameter."""
     if ours.keys() != theirs.keys():
         raise RuntimeError(f"gradients of other parameters: {sorted(ours.keys() ^ theirs.keys())}")
     return max(float(np.abs(ours[name] - theirs[name]).max() / np.abs(ours[name]).max()) for name in ours)
 
 
 def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
-    """An arm of a race: writes its gradients as it starts, and answers with the time of so many steps.
+    """The process of an arm, which writes its gradients and answers with the times of steps.
 
     Ours has a mesh of `threads` devices, one thread each.
     """
@@ -160,7 +160,7 @@ def racer(arm: str, threads: int, folder: Path, case: Case) -> Child:
 
 
 def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, int], rounds: int) -> dict[str, Any]:
-    """Agreement, then tokens a second of both arms and their ratio; without agreement no race."""
+    """Agreement, then tokens per second of both arms and their ratio; without agreement no race."""
     batch = case.batch()
 
     def run(arm: str, count: int) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def race(case: Case, arms: Arms, folder: Path, runs: Runs, threads: dict[str, in
 
 
 def imported(theirs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Gradients of transformers' parameters by our names."""
+    """Gradients of transformers' parameters under our names."""
     return pretrained.imported(SPEC, theirs.__getitem__)
 
 
@@ -203,7 +203,7 @@ def _matmul(threads: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure; 1 when arms do not agree."""
+    """Measure; return 1 if arms do not agree."""
     names = [case.name for case in (*CASES, *LARGE)]
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--case", action="append", choices=names, help="this one; again for more (default: all)")

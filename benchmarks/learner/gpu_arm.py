@@ -1,6 +1,6 @@
-"""Our learner's step of a large model on the devices that are here: how much of what they promise does it use?
+"""Our learner's step of a large model on this machine's devices, as a share of their peak rate.
 
-python -m benchmarks.learner.gpu_arm SIZE DTYPE ROWS TOKENS; asked for N it answers with the seconds of each of N steps.
+python -m benchmarks.learner.gpu_arm SIZE DTYPE ROWS TOKENS; the command N returns the seconds of each of N steps.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.records import Claim
 from jaxroll.sharding import layout
 
-# Dense bfloat16 products a second as the maker gives them, by words in the device's name.
+# The maker's figures for dense bfloat16 operations per second, by words in the device's name.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 
 
 def peak(kind: str) -> float | None:
-    """The promise of a device of this name; None for one that is not known."""
+    """The peak rate of a device of this name; None for an unknown one."""
     return next((value for name, value in PEAKS.items() if name in kind), None)
 
 
 def batch(rows: int, tokens: int, words: int) -> Batch:
-    """Rows that are full: a prompt of a 16th and an answer, random; rewards without ties."""
+    """Full rows of random tokens: one sixteenth prompt, the rest answer; rewards without ties."""
     rng, shown = np.random.default_rng(0), tokens // 16
     prompts = rng.integers(1, words, (rows // GROUP, shown), dtype=np.int32).repeat(GROUP, axis=0)
     answers = rng.integers(1, words, (rows, tokens - shown), dtype=np.int32)
@@ -40,7 +40,7 @@ def batch(rows: int, tokens: int, words: int) -> Batch:
 
 
 def flops(spec: ModelSpec, rows: int, tokens: int) -> float:
-    """Of one step, forwards and backwards, without what is made twice; an embedding that is only looked up has none."""
+    """FLOPs of one step, forwards and backwards, without recomputation and without embedding lookups."""
     looked_up = 0 if spec.tied_embeddings else spec.vocab_size * spec.width
     share = spec.layers * spec.heads * spec.head_dim
     return 6 * rows * ((families.parameter_count(spec) - looked_up) * tokens + share * tokens**2)

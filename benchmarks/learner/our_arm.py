@@ -22,7 +22,7 @@ from jaxroll.sharding import layout
 
 
 def member(batch: Batch, row: int) -> Member:
-    """Row `row` as a sampler would put it; its log-probs are those of nobody: no correction looks at them."""
+    """Row `row` as a sampler would put it, with arbitrary log-probs, because no correction uses them."""
     answer = batch.answers[row, : batch.lengths[row]]
     prompt = Segment(
         batch.prompts[row], np.zeros(len(batch.prompts[row]), np.uint8), np.zeros(len(batch.prompts[row]), np.float32)
@@ -55,7 +55,7 @@ def made(folder: Path, batch: Batch) -> Arm:
         ),
     )  # fmt: skip
     if (state.BETA1, state.BETA2) != BETAS:
-        raise RuntimeError("the peers' optimizer is another than ours")
+        raise RuntimeError("the peers' optimizer differs from ours")
     trainer = Trainer(config, SPEC, layout.build(mesh), layout.LEARNER, key=jax.random.key(0))
     trainer.set_params(dict(np.load(folder / "weights.npz")))
     trainer.warmup()

@@ -20,7 +20,7 @@ from benchmarks.learner.work import BETAS, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY
 
 
 def made(folder: Path, batch: Batch) -> Arm:
-    """Their model with our weights, and an optimizer."""
+    """The peer's model with our weights, and an optimizer."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     named = dict(model.named_parameters())

@@ -33,14 +33,14 @@ _NAMES = {
 
 
 def ours(path: tuple[Any, ...]) -> str:
-    """Our name of their parameter."""
+    """Our name of the peer's parameter."""
     if path[0] == "layers":
         return f"layers.{int(path[1]):02d}.{_NAMES[tuple(path[2:])]}"
     return {"embedder": "embed", "final_norm": "final_norm"}[path[0]]
 
 
 def made(folder: Path, batch: Batch) -> Arm:
-    """Their trainer with our weights."""
+    """The peer's trainer with our weights."""
     qwen = model(folder)
     config = grpo_learner.GRPOConfig(
         num_generations=2, num_iterations=1, beta=0.0, epsilon=0.2, loss_agg_mode="sequence-mean-token-mean"

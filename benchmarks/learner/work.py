@@ -1,7 +1,7 @@
-"""What the arms of benchmarks/learner are given, and how they are asked: numpy alone, for every arm's environment.
+"""Batches and protocol of the arms of benchmarks/learner, with numpy alone, for every arm's environment.
 
-A folder holds the weights as benchmarks/engine's does, and one BATCH.npz a case. An arm writes the gradients of its
-first step where it is told, and then makes optimizer steps on the same batch.
+A folder holds the weights as in benchmarks/engine, and one BATCH.npz per case. An arm writes the gradients of its first
+step to a file, and then makes optimizer steps on the same batch.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Batch:
 
     @property
     def mask(self) -> np.ndarray:
-        """bool [N, longest]: where an answer has a token."""
+        """bool [N, longest]: True where an answer has a token."""
         return np.arange(self.answers.shape[1]) < self.lengths[:, None]
 
     @property
     def advantages(self) -> np.ndarray:
-        """float32 [N]: rewards less their group's mean, over its standard deviation (divisor n − 1)."""
+        """float32 [N]: rewards minus their group's mean, over its standard deviation (divisor n − 1)."""
         groups = self.rewards.astype(np.float64).reshape(-1, GROUP)
         centred = groups - groups.mean(1, keepdims=True)
         return (centred / groups.std(1, ddof=1, keepdims=True)).astype(np.float32).ravel()
@@ -60,7 +60,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Arm:
-    """`gradients` by name, as the arm calls them; `step` makes one optimizer step and returns when it is done."""
+    """An arm: `gradients` returns them by the arm's names; `step` makes one optimizer step and waits for its end."""
 
     gradients: Callable[[], dict[str, np.ndarray]]
     step: Callable[[], float]  # the loss

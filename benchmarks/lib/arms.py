@@ -1,4 +1,4 @@
-"""The arms of one race: long-lived processes that start when a run is wanted, and what both races ask of them."""
+"""The arms of one race: processes that start at their first run, and the trials and races that benchmarks share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Arms:
 
 
 def best_threads(case: str, arm: str, given: dict[str, int], runs: Runs, run: Run) -> int:
-    """The threads that were `given` to `arm`, or how many, of one for each core, made three of its runs fastest."""
+    """The threads `given` for `arm`, or the number up to the cores with which three of its runs were fastest."""
     if arm in given:
         return given[arm]
     tried = {}
@@ -48,7 +48,7 @@ def best_threads(case: str, arm: str, given: dict[str, int], runs: Runs, run: Ru
 
 
 def raced(case: str, best: dict[str, int], runs: Runs, run: Run, rounds: int) -> tuple[dict[str, Any], dict[str, list]]:
-    """Tokens a second of ours (first of `best`) and its peer, their ratio with its interval; and the runs by arm."""
+    """Tokens per second of ours (first of `best`) and its peer, their ratio with its interval; and the runs by arm."""
     ours, peer = best
     named = {f"{case} {arm}": lambda arm=arm: run(arm, best[arm]) for arm in best}
     found = runs.alternate(named, rounds)

@@ -1,4 +1,4 @@
-"""The arms of a race as child processes, each in its peer's environment: asked a line at a time, answering in JSON."""
+"""The arms of a race as child processes in their peers' environments, which answer command lines with JSON."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from benchmarks.lib.report import ROOT
 from jaxroll.control.placement import HUGE_PAGES
 
 _DEADLINE_S = 300.0
-_OURS_ALONE = ("PYTHONPATH", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # of this process; nothing to a peer
+_OURS_ALONE = ("PYTHONPATH", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # meant for this process, not for a peer
 
 
 def python_of(arm: str) -> Path:
-    """The interpreter that an arm runs in; it need not exist."""
+    """The interpreter of an arm; it need not exist."""
     return Path(sys.executable) if arm == "ours" else ROOT / f".venv-{arm}" / "bin" / "python"
 
 
 class Child:
-    """A module of `benchmarks` as a process that answers; it dies with this one, whose end closes its stdin."""
+    """A module of `benchmarks` as a process that answers commands and ends with this process."""
 
     def __init__(
         self, program: str, arm: str, threads: int, *words: str, devices: int = 1, platform: str = "cpu"
     ) -> None:
-        """`threads` are one CPU device's; of several `devices` each has so many."""
+        """Start the process; each of its `devices` has so many `threads`."""
         self._name, count = f"{program} with {devices} x {threads} threads", str(threads)
         environment = {key: value for key, value in os.environ.items() if key not in _OURS_ALONE}
         environment |= {
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": platform, "NPROC": count, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count,
             "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / f"jax-{arm}"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **HUGE_PAGES,  # every arm gains by them, or may
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **HUGE_PAGES,  # every arm may use large pages
         }  # fmt: skip
         if devices > 1:
             environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
@@ -45,10 +45,10 @@ class Child:
             [str(python_of(arm)), "-m", program, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._errors, text=True, env=environment,
         )  # fmt: skip
-        self.said = self._answer()  # as it came up
+        self.said = self._answer()  # its answer at the start
 
     def ask(self, command: str) -> dict[str, Any]:
-        """What it answers."""
+        """Send a command and return the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(command + "\n")
         self._process.stdin.flush()

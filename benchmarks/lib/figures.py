@@ -1,6 +1,6 @@
-"""Figures as SVG files: values with their intervals, a row each, the kinds of one row beside each other in colour.
+"""Figures as SVG files: values with their intervals, one row each, the kinds of a row side by side in colours.
 
-A benchmark writes its figure beside its runs; docs/results shows those that benchmarks/figures/draw.py draws.
+A benchmark writes its figure next to its runs; docs/results shows those that benchmarks/figures/draw.py draws.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Rows = Mapping[str, Mapping[str, Value]]  # row → kind → value
 
 
 class Panel(NamedTuple):
-    """One plot; `at` is where a line stands that says "no difference"."""
+    """One plot; `at` is the value of the line that means "no difference"."""
 
     title: str
     rows: Rows
@@ -43,9 +43,9 @@ class Panel(NamedTuple):
 
 
 def write(path: Path, panels: Sequence[Panel], kinds: Sequence[str], columns: int = 2) -> None:
-    """The panels in `columns`, with a key to the kinds above them; those without a value are left out."""
+    """Write the panels in `columns`, with a key to the kinds above them; kinds without a value are left out."""
     if len(kinds) > len(COLOURS):
-        raise ValueError(f"{len(kinds)} kinds, and {len(COLOURS)} colours to tell them apart: draw fewer in one figure")
+        raise ValueError(f"{len(kinds)} kinds need more than the {len(COLOURS)} colours: draw fewer in one figure")
     panels = [panel for panel in panels if any(panel.rows.values())]
     height = TOP + ROW * max(len(panel.rows) for panel in panels) + BOTTOM
     lines = -(-len(panels) // columns)

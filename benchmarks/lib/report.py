@@ -1,4 +1,4 @@
-"""What all benchmarks here share: alternating runs, ratios with an interval, where it ran, the JSON object at the end.
+"""Common parts of the benchmarks: alternating runs, ratios with an interval, the hardware, the JSON object at the end.
 
 A result names its command, the hardware, the commit and the load.
 """
@@ -26,17 +26,19 @@ _RESAMPLES = 10_000
 
 
 def arguments(description: str) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks take: --quick, --rounds, --runs-file, --resume."""
+    """A parser with the options of all benchmarks: --quick, --rounds, --runs-file, --resume."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="a minute at most: shows that it works, measures little")
-    parser.add_argument("--rounds", type=int, default=0, help="alternating rounds; 0: what the benchmark thinks right")
-    parser.add_argument("--runs-file", type=Path, help="where each run is appended (default: under .cache/benchmarks)")
-    parser.add_argument("--resume", action="store_true", help="go on with the runs that an interrupted call left")
+    parser.add_argument("--quick", action="store_true", help="at most a minute, to show that it works")
+    parser.add_argument("--rounds", type=int, default=0, help="alternating rounds; 0: the benchmark's default")
+    parser.add_argument(
+        "--runs-file", type=Path, help="file to which each run is appended (default: under .cache/benchmarks)"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue with the runs of an interrupted call")
     return parser
 
 
 def hardware() -> str:
-    """The machine in words, without its name: processor, cores, memory, system, Python."""
+    """Description of the machine without its name: processor, cores, memory, system, Python."""
     memory_gb = psutil.virtual_memory().total / 2**30
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     python = f"Python {platform.python_version()}"
@@ -53,7 +55,7 @@ def _processor() -> str:
 
 
 def commit() -> str:
-    """The commit that is measured; with changes on top, also a digest of them."""
+    """The measured commit, with a digest of uncommitted changes."""
     head, changes = _git("rev-parse", "--short", "HEAD"), _git("diff", "HEAD")
     if not head:
         return "no commit"
@@ -66,7 +68,7 @@ def _git(*words: str) -> str:
 
 
 class Runs:
-    """The runs of one benchmark, each appended to a file as it ends, so that a long benchmark can be interrupted.
+    """The runs of one benchmark, each appended to a file when it ends, so that a long benchmark can be interrupted.
 
     With `resume`, runs in the file that belong to the same commit and `settings` are not made again.
     """
@@ -99,7 +101,7 @@ class Runs:
         return result
 
     def alternate(self, arms: Mapping[str, Callable[[], dict[str, Any]]], rounds: int) -> dict[str, list[dict]]:
-        """Each arm's results: `rounds` of them, the order reversed in every other round."""
+        """Run all arms in `rounds` rounds, in reversed order in every second round; return the results by arm."""
         results: dict[str, list[dict]] = {arm: [] for arm in arms}
         for number in range(rounds):
             order = list(arms)[:: 1 if number % 2 == 0 else -1]
@@ -109,7 +111,7 @@ class Runs:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest."""
+    """Median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
 
 
@@ -129,12 +131,12 @@ def percentile_ms(latencies_s: Sequence[float], percent: float) -> float:
 
 
 def say(text: str) -> None:
-    """Progress, on stderr: the last line of stdout is the result's."""
+    """Print progress on stderr: the last line of stdout is the result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def finish(result: Mapping[str, Any], *, command: str, started: float) -> None:
-    """Print `result` with what is needed to believe it, as one JSON object on one line: the last."""
+    """Print `result` with command, hardware, commit and load as one JSON object on the last line."""
     facts = {"command": command, "hardware": hardware(), "commit": commit(), "load_average": _load()}
     print(json.dumps(_plain({**result, **facts, "wall_s": time.monotonic() - started})), flush=True)
 
@@ -144,7 +146,7 @@ def _load() -> float:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with floats cut to four significant digits."""
+    """`value` with floats rounded to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, Mapping):

@@ -1,27 +1,28 @@
-"""What is asynchrony worth? The same work at α = 0 and at α = 1, 2, 4, on the same two cores, in whole runs.
+"""The gain from asynchrony: whole runs of the same work at α = 0 and at α = 1, 2, 4, on the same two cores.
 
     python -m benchmarks.schedules [--quick] [--workload=NAME ...] [--alpha=A ...] [--mechanism=NAME ...] [--resume]
 
-Every run is `jaxroll train` as a user starts it, at most a minute of training, from a warm start that depends on the
-seed alone; each is appended to a file as it ends, and --resume goes on. Each arm has what was fastest for it in trials:
-of where steps compute, slots for all environments or for half of them, so that a slot that is free finds its next
-episode begun; the synchronous arm also both cores for whichever role is at work (`placement.cpu_threads=2`) or one, and
-roles that share a process or have one each. Both arms hold the same number of environments, which never wait for one
-another inside a step.
+Every run is `jaxroll train` as a user starts it, with at most a minute of training, from a warm start that depends only
+on the seed. Each run is appended to a file when it ends, and --resume continues from that file. Each arm uses its
+fastest settings in trials: if steps compute, slots for all environments or for half of them, so that the next episode
+has begun when a slot is free; for the synchronous arm also one or both cores for the active role
+(`placement.cpu_threads=2`), and roles in one process or in separate ones. Both arms have the same number of
+environments, which never wait for each other within a step.
 
     rlvr_long_tail   strings to copy, their lengths log-normal (σ = 1), at most eight medians
-    constant         strings of one length: nothing to gain but overlap, and proposition 2 says how much; evaluated
-                     before the first step and after the last, since an evaluation takes a core from a stage
+    constant         strings of one length: overlap is the only gain, and proposition 2 gives its size; evaluated
+                     before the first step and after the last, because an evaluation takes a core from a stage
     constant_watched  the same with an evaluation every five steps, for the time to an accuracy
-    agentic_latency  a judge that takes N(μ, σ) seconds, cut at 0; σ = 0, μ/2, μ. Here and in constant there is
-                     something to learn: the warm start saw three answers in four in capitals, for which nobody pays
-    no_training      nobody is paid, so no gradient is computed: nothing to gain at all
-    tail_alone       the same with the lengths of rlvr_long_tail: what the long tail alone is worth, without overlap
+    agentic_latency  a judge that takes N(μ, σ) seconds, cut at 0; σ = 0, μ/2, μ. Here and in constant the model can
+                     learn: in the warm start three answers in four are in capitals, which get no reward
+    no_training      all rewards are 0, so no gradient is computed and there is nothing to gain
+    tail_alone       the same with the lengths of rlvr_long_tail: the effect of the long tail without overlap
 
-Samples a second are those of the steps after the first four. The ceiling of a workload is what the stages measured
-alone and beside each other allow; see `ceiling`. Then one row a mechanism (`benchmarks/schedules/mechanisms.py`): with
-it over without it, where it should help and where it cannot. The races come as a table; the last line is one JSON
-object: {WORKLOAD: {α: {"ratio", "low", "high", …}}, MECHANISM: {"ratio", "low", "high", "null": {…}, …}}.
+Samples per second are measured over the steps after the first four. The ceiling of a workload follows from the times of
+the stages alone and at the same time; see `ceiling`. Then follows one row per mechanism
+(`benchmarks/schedules/mechanisms.py`): the rate with it over the rate without it, where it should help and where it
+cannot. The races are printed as a table; the last line is one JSON object:
+{WORKLOAD: {α: {"ratio", "low", "high", …}}, MECHANISM: {"ratio", "low", "high", "null": {…}, …}}.
 """
 
 from __future__ import annotations
@@ -69,10 +70,10 @@ WORKLOADS = [
 
 
 def ceiling(sync: list[dict[str, Any]], ahead: list[dict[str, Any]]) -> float:
-    """The most that overlap alone can give: a synchronous step over the longer of the two stages beside the other.
+    """The largest gain from overlap alone: a synchronous step over the longer stage while both run.
 
-    Alone a step takes generation and training after one another. Beside each other both are slower (they share memory
-    and cores), and a step takes the longer one: ROLL Flash's proposition 2 with the stage times as they are.
+    A synchronous step takes generation plus training. At the same time both are slower (they share memory and cores),
+    and a step takes as long as the longer one: ROLL Flash's proposition 2 with the measured stage times.
     """
     mean = lambda runs, key: statistics.mean(run[key] for run in runs)  # noqa: E731
     return (mean(sync, "wait_s") + mean(sync, "train_s")) / max(mean(ahead, "decode_s"), mean(ahead, "train_s"))
@@ -97,8 +98,8 @@ def compared(
 
 
 def _learned(sync: list[dict[str, Any]], ahead: list[dict[str, Any]], target: float) -> dict[str, Any]:
-    """Final accuracies' difference with its 95 % interval (Student, over seeds); the time to the target, of those seeds
-    that begin below it and in which both reached it."""
+    """Difference of final accuracies with its 95 % interval (Student, over seeds); time to the target, for the seeds
+    that begin below it and in which both arms reach it."""
     apart = np.array([b["accuracy"][-1] - a["accuracy"][-1] for a, b in zip(sync, ahead, strict=True)])
     half = _STUDENT.get(len(apart), 1.96) * apart.std(ddof=1) / len(apart) ** 0.5 if len(apart) > 1 else float("nan")
     below = [(a, b) for a, b in zip(sync, ahead, strict=True) if max(a["accuracy"][0], b["accuracy"][0]) < target]
@@ -119,24 +120,24 @@ _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # 97.5 % points,
 
 
 def _reached(run: dict[str, Any], target: float) -> float | None:
-    """Seconds of training until an evaluation was at or above the target; None if none was."""
+    """Seconds of training until an evaluation reached the target; None if none did."""
     return next((t for accuracy, t in zip(run["accuracy"], run["accuracy_t"], strict=True) if accuracy >= target), None)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """How one side of a race is run: threads a role, and what it has set beside what both have."""
+    """Settings of one arm: threads per role, and settings in addition to the common ones."""
 
     threads: int
     settings: dict[str, Any]
 
     def of(self, workload: Workload) -> Workload:
-        """`workload` as this side runs it."""
+        """`workload` with this arm's settings."""
         return replace(workload, settings=workload.settings | self.settings)
 
 
 def arms_of(workload: Workload, alpha: float) -> list[Arm]:
-    """What is tried for the synchronous side (α = 0), or for the other one."""
+    """The settings on trial for the synchronous arm (α = 0), or for the other one."""
     if alpha:
         return [Arm(1, choice) for choice in workload.choices]
     counts = range(1, min(2, os.cpu_count() or 1) + 1)
@@ -146,7 +147,7 @@ def arms_of(workload: Workload, alpha: float) -> list[Arm]:
 
 
 def fastest(workload: Workload, folder: Path, alpha: float, runs: Runs) -> Arm:
-    """Of `arms_of` the one with which a short run, evaluated as often, was fastest; one alone is not tried."""
+    """The arm of `arms_of` with the fastest short run, evaluated as often; a single one is not tried."""
     tried = arms_of(workload, alpha)
     if len(tried) == 1:
         return tried[0]
@@ -161,7 +162,7 @@ def fastest(workload: Workload, folder: Path, alpha: float, runs: Runs) -> Arm:
 
 
 def raced(workload: Workload, folder: Path, runs: Runs, alphas: list[float], seeds: int) -> dict[str, Any]:
-    """A workload's table: by α; and the `arms`, as they were chosen."""
+    """A workload's results by α, and the chosen `arms`."""
     workload.questions(folder / f"{workload.name}.jsonl")
     arms = {alpha: fastest(workload, folder, alpha, runs) for alpha in (0.0, TRIAL_ALPHA)}
     made: dict[float, list[dict[str, Any]]] = {alpha: [] for alpha in (0.0, *alphas)}
@@ -178,13 +179,13 @@ def raced(workload: Workload, folder: Path, runs: Runs, alphas: list[float], see
 
 
 def races_in(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Workload → α → what was found, without what is said beside it."""
+    """Workload → α → results, without the other entries."""
     return {name: {alpha: of for alpha, of in by.items() if alpha != "arms"}
             for name, by in result.items() if name not in MECHANISMS}  # fmt: skip
 
 
 def table_of(result: dict[str, Any]) -> str:
-    """The races as Markdown, a line for each workload and α."""
+    """The races as a Markdown table, one line per workload and α."""
     lines = ["| workload | α | samples/s synchronous → asynchronous | ratio (95 %) | of the ceiling | time to target | "
              "final accuracy, apart by |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, by in races_in(result).items():
@@ -203,7 +204,7 @@ def table_of(result: dict[str, Any]) -> str:
 
 
 def draw(path: Path, result: dict[str, Any]) -> None:
-    """The ratios as a figure: by workload and α; what each mechanism is worth where it helps and where it cannot."""
+    """Draw the ratios: by workload and α, and of each mechanism where it helps and where it cannot."""
     races = {name: {f"α = {alpha}": of for alpha, of in by.items()} for name, by in races_in(result).items()}
     bounded = {name: {kind: of for kind, of in by.items() if "ceiling" in of} for name, by in races.items()}
     switches = {name: {"where it helps": by, "where it cannot": by.get("null")}
@@ -228,7 +229,7 @@ def main() -> int:
     names = [workload.name for workload in WORKLOADS]
     parser = arguments(str(__doc__).splitlines()[0])
     parser.add_argument("--workload", action="append", choices=names, help="this one; again for more (default: all)")
-    parser.add_argument("--mechanism", action="append", choices=list(MECHANISMS), help="this row; again for more")
+    parser.add_argument("--mechanism", action="append", choices=list(MECHANISMS), help="one row; repeat for more")
     parser.add_argument("--alpha", action="append", type=float, help=f"again for more (default: {ALPHAS})")
     parser.add_argument("--seeds", type=int, default=0, help=f"runs of each (default: {SEEDS})")
     chosen, started = parser.parse_args(), time.monotonic()

@@ -1,11 +1,12 @@
 """Environments of benchmarks/schedules, named in a config as `benchmarks.schedules.envs:NAME`.
 
-What they do stands in the environment's variable JAXROLL_RACE, a `Race` as JSON. Time in them is slept, not computed.
+The environment variable JAXROLL_RACE holds a `Race` as JSON. Latencies are slept, not computed.
 
-`waiting` judges like the ordinary one-turn environment, after a latency. `pays_nobody` judges nothing: every reward is
-0, so that no member has an advantage and training takes no time. `lottery` pays by chance. Of `Race.turns` answers each
-gets an answer after a latency. Where mechanisms are taken out, environments wait for one another: with `barrier` before
-every answer of theirs until all are there, with `wave` before their first question until the wave before has ended.
+`waiting` judges like the ordinary one-turn environment, after a latency. `pays_nobody` gives every member reward 0, so
+that no member has an advantage and training takes no time. `lottery` gives random rewards. With `Race.turns` each
+answer of the model is followed by a reply after a latency. To switch mechanisms off, environments wait for each other:
+with
+`barrier` before each reply until all have one, with `wave` before the first question until the previous wave has ended.
 """
 
 from __future__ import annotations
@@ -27,41 +28,41 @@ from jaxroll.records import Message
 VARIABLE = "JAXROLL_RACE"
 LIMIT_S = 120.0
 HELD_OUT = 5000  # the first line of questions that are not trained on
-NEIGHBOUR = "--index=1"  # a word of the second sampler's command line
+NEIGHBOUR = "--index=1"  # in the second sampler's command line
 
 
 @dataclass(frozen=True)
 class Race:
-    """`latency_s` is the mean and deviation of a normal time, cut at 0; every draw is new.
+    """Settings of the environments. `latency_s` is the mean and deviation of a normal time, cut at 0.
 
-    Of the questions, the share `dull` pays nobody. Of the steps, the share `slow` takes ten times as long; the share
-    `stopped` never answers, its question written to the file `journal`. With `length` longer answers are slow more
-    often, in proportion: so often as `slow` says those of that many characters. Held-out questions (of the file
-    `questions`, from line HELD_OUT on) are judged at once. In the second sampler alone `neighbour` holds: "at_once"
-    raises in every reset, "late" InfraError after the latency of a step, "slow" takes ten times as long.
+    All rewards of the share `dull` of questions are 0. The share `slow` of steps takes ten times as long; the share
+    `stopped` never answers and writes its question to the file `journal`. With `length` the share of slow steps is
+    proportional to the answer's length, and equals `slow` at `length` characters. Held-out questions (of the file
+    `questions`, from line HELD_OUT on) are judged at once. `neighbour` applies to the second sampler only: "at_once"
+    raises in every reset, "late" raises InfraError after the latency of a step, "slow" takes ten times as long.
     """
 
     latency_s: tuple[float, float] = (0.0, 0.0)
     turns: int = 1
-    barrier: int = 0  # environments that wait for one another; 0: none does
+    barrier: int = 0  # number of environments that wait for each other; 0: none
     wave: int = 0
     dull: float = 0.0
     slow: float = 0.0
     stopped: float = 0.0
     length: float = 0.0
-    neighbour: str = ""  # what is wrong in the second sampler
-    limit_s: float = LIMIT_S  # after which an answer that does not come counts as a failure
+    neighbour: str = ""  # the fault in the second sampler
+    limit_s: float = LIMIT_S  # time limit of an answer
     journal: str = ""
     questions: str = ""
 
     @staticmethod
     def ordered() -> Race:
-        """What the benchmark wants."""
+        """The settings from the environment variable."""
         return Race(**json.loads(os.environ.get(VARIABLE, "{}")))
 
 
 class _Together:
-    """Lets callers go on when `count` of them are there. One whose conversation is over is not waited for.
+    """A barrier that releases callers when `count` of them wait; it does not wait for ended conversations.
 
     A step has `count` conversations; when all of them are over, the next step's begin.
     """
@@ -70,13 +71,13 @@ class _Together:
         self._count, self._there, self._over, self._go = count, 0, 0, asyncio.Event()
 
     async def wait(self) -> None:
-        """Return with the last of them."""
+        """Wait for the last caller."""
         self._there, go = self._there + 1, self._go
         self._look()
         await go.wait()
 
     def leave(self) -> None:
-        """One conversation less, perhaps the one that the others wait for."""
+        """Remove an ended conversation, which may release the others."""
         self._over = (self._over + 1) % self._count
         self._look()
 
@@ -87,19 +88,19 @@ class _Together:
 
 
 class _Waves:
-    """Lets `count` in; the next ones when all of these have left."""
+    """A gate that admits `count` callers, and the next ones when all of these have left."""
 
     def __init__(self, count: int) -> None:
         self._count, self._entered, self._left, self._moved = count, 0, 0, asyncio.Event()
 
     async def enter(self) -> None:
-        """Return when there is room in a wave that has not begun to leave."""
+        """Wait for room in a wave from which no caller has left."""
         while self._entered == self._count:
             await self._moved.wait()
         self._entered += 1
 
     def leave(self) -> None:
-        """One less; the last one opens the next wave."""
+        """Leave; the last caller opens the next wave."""
         self._left += 1
         if self._left == self._count:
             self._entered = self._left = 0
@@ -108,7 +109,7 @@ class _Waves:
 
 
 class _Shared:
-    """What all environments of one process wait at."""
+    """The barriers of all environments in one process."""
 
     def __init__(self, race: Race) -> None:
         self.race = race
@@ -122,7 +123,7 @@ _shared: list[_Shared] = []
 
 
 class _Judged:
-    """A question, and so many answers."""
+    """An environment with a question and `Race.turns` answers."""
 
     def __init__(self, pool, config):
         if not _shared:
@@ -130,10 +131,10 @@ class _Judged:
         self._pool, self._shared, self._inside, self._turn = pool, _shared[0], False, 0
         self._fault = self._shared.race.neighbour if NEIGHBOUR in sys.argv else ""
         self.step_limit_s = self._shared.race.limit_s
-        self.reset_limit_s = LIMIT_S  # a wave may have to wait for the one before
+        self.reset_limit_s = LIMIT_S  # a wave may have to wait for the previous one
 
     async def reset(self, task, seed):
-        """The question, when its wave begins."""
+        """The question, when the wave begins."""
         if self._fault == "at_once":
             raise RuntimeError("this machine lacks a library of the environment")
         self._args, self._question, self._chance = task.env_args, task.messages[-1].content, random.Random()
@@ -143,7 +144,7 @@ class _Judged:
         return task.messages
 
     async def step(self, answer):
-        """The end, or another question, late."""
+        """The end or another question, after the latency."""
         race, self._turn = self._shared.race, self._turn + 1
         if self._question not in self._shared.held_out:
             await self._late(race, len(answer))
@@ -168,7 +169,7 @@ class _Judged:
         return float(await self._pool.score(self._args, answer) == 1.0)
 
     async def close(self):
-        """Room for others."""
+        """Leave barrier and wave."""
         if not self._inside:
             return
         self._inside = False
@@ -180,12 +181,12 @@ class _Judged:
 
 @registry.register("waiting")
 class Waiting(_Judged):
-    """Judges after a while."""
+    """An environment that judges after a latency."""
 
 
 @registry.register("pays_nobody")
 class PaysNobody(_Judged):
-    """Judges nothing."""
+    """An environment whose rewards are all 0."""
 
     async def _paid(self, answer):
         return 0.0
@@ -193,7 +194,7 @@ class PaysNobody(_Judged):
 
 @registry.register("lottery")
 class Lottery(_Judged):
-    """Pays half of the answers to a question, or to a dull one none."""
+    """An environment that rewards half of the answers to a question, or none of a dull one."""
 
     async def _paid(self, answer):
         dull = zlib.crc32(self._question.encode()) % 1000 < 1000 * self._shared.race.dull

@@ -1,15 +1,15 @@
-"""How much faster than the synchronous way can any schedule be that keeps to an age bound? Computed and simulated.
+"""The largest speed-up over the synchronous schedule under an age bound, computed and simulated.
 
     python -m benchmarks.schedules.limits [--quick] [--rounds=N]
 
-The workloads are those of sync_vs_async.py whose environments sleep: 64 environments, 8 groups of 8 a step, an answer
-judged after N(μ, σ) seconds cut at 0. A token sampled at version u is trained in step u + α at the latest. So from the
-publication of u to that claim, α + 1 steps less one training, the longest of what was begun at u must end: when as much
-is begun at each version as a step trains, that takes as long as the synchronous step does without its training, and
-the ratio is at most α + 1, whatever the schedule that trains all it begins (one that lets stragglers go does other
-work). Nor can it pass what the environments can do at all: one answer each
-in the mean time. `limit` is the smaller of the two; `simulated` are steps of `lease_order` under the rule of admission
-of the store (`AgeLimiter`) and nothing else that takes time but training.
+The workloads are those of benchmarks/schedules whose environments sleep: 64 environments, 8 groups of 8 per step, an
+answer judged after N(μ, σ) seconds cut at 0. A token sampled at version u is trained in step u + α at the latest.
+Between the publication of u and that claim are α + 1 steps minus one training, and the longest rollout that began at u
+must end in this time. If as many rollouts begin at each version as a step trains, the longest takes as long as a
+synchronous step without its training. So the ratio is at most α + 1 for every schedule that trains all rollouts that it
+begins (one that drops stragglers does other work). The rate is also at most that of the environments, one answer per
+environment in the mean time. `limit` is the smaller of the two; `simulated` are steps of `lease_order` under the
+store's admission rule (`AgeLimiter`), in which only environments and training take time.
 
 Class S, a few seconds on one core. The last line is one JSON object: {WORKLOAD: {α: {"ratio", "low", "high", "limit",
 "samples_per_s", "sync_samples_per_s"}}}.
@@ -32,13 +32,13 @@ from jaxroll.policy.limiter import AgeLimiter
 ALPHAS = (1.0, 2.0, 4.0)
 MEAN_S, DEVIATIONS_S = 1.0, {"0": 0.0, "half": 0.5, "one": 1.0}
 ENVIRONMENTS, GROUPS, GROUP_SIZE = 64, 8, 8
-TRAINS_S = 0.12  # of a step; what the runs measured is near
+TRAINS_S = 0.12  # training time per step, close to that of the measured runs
 STEPS, SETTLING, ROUNDS = 400, 100, 5
 
 
 @dataclass
 class _Group:
-    """One in work: members that have not ended, and the version at which it was begun."""
+    """A group in progress: its unfinished members, and the version at which it began."""
 
     missing: int
     version: int
@@ -47,7 +47,7 @@ class _Group:
 def samples_per_s(alpha: float, deviation_s: float, seed: int, steps: int = STEPS, settling: int = SETTLING) -> float:
     """The rate of a simulated run after its first `settling` steps. AssertionError if a token is too old."""
     chance, limiter = np.random.default_rng(seed), AgeLimiter(alpha, GROUPS)
-    groups: dict[int, _Group] = {}  # in the order of issue, until a claim takes them
+    groups: dict[int, _Group] = {}  # in the order of issue, until they are claimed
     numbers, to_begin = itertools.count(), []  # groups of which members wait for an environment
     playing: list[tuple[float, int]] = []  # (end, group)
     now_s, free, training_ends_s, ended_s = 0.0, ENVIRONMENTS, None, []
@@ -77,7 +77,7 @@ def samples_per_s(alpha: float, deviation_s: float, seed: int, steps: int = STEP
 
 
 def limit(alpha: float, deviation_s: float, sync_samples_per_s: float, draws: int = 100_000) -> float:
-    """The least upper bound that is known of the ratio; see above."""
+    """The smallest known upper bound of the ratio; see above."""
     latencies = np.maximum(0.0, np.random.default_rng(0).normal(MEAN_S, deviation_s, draws))
     return min(alpha + 1.0, ENVIRONMENTS / float(latencies.mean()) / sync_samples_per_s)
 

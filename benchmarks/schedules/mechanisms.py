@@ -1,29 +1,28 @@
-"""What each mechanism of the schedule is worth: the same work with it and without it, and where it cannot help.
+"""The effect of each scheduling mechanism: the same work with and without it, and a case where it cannot help.
 
-Of benchmarks/schedules. Two runs a row and seed, alternating, and two more on a workload that gives the
-mechanism nothing to do, whose ratio should be 1. Where a mechanism cannot be taken out of JaxRoll by its config, the
-environments take it out: they wait for one another (envs.py). Most rows are synchronous and bound by latency,
-so that a step shows what the schedule does and not what the processors can; replication is bound by the sampler, and
-window by the learner.
+Part of benchmarks/schedules. Each row and seed has two alternating runs, and two more on a workload on which the
+mechanism has no effect, whose ratio should be 1. If the config cannot switch a mechanism off, the environments do: they
+wait for each other (envs.py). Most rows are synchronous and bound by latency, so that a step shows the effect of the
+schedule and not of the processors; replication is bound by the sampler, and window by the learner.
 
-    queue         the next question is asked the moment a slot is free; without: in waves, each as long as its longest
-    env_async     an environment goes on when it can; without: at every turn all wait for the slowest
-    redundancy    of a filter that rejects four groups in ten: twice the groups in work; without: they are replaced
-    redundant_envs  one step in ten takes ten times as long: four members a group more than needed; without: none
+    queue         the next question is sent as soon as a slot is free; without: in waves, each as long as its longest
+    env_async     an environment continues when it can; without: at every turn all wait for the slowest
+    redundancy    with a filter that rejects four groups in ten: twice the groups in progress; without: replacements
+    redundant_envs  one step in ten takes ten times as long: four redundant members per group; without: none
     replication   a group's members spread over two samplers; without: together on one
-    replication_seats  the same where samplers have seats for two of three groups, and time is slept
-    replication_auto   the same by load (auto) in place of spread
+    replication_seats  the same with slots for two of three groups, and slept time
+    replication_auto   the same by load (auto) instead of spread
     failing       one step in ten slow and one in ten never answered, with redundancy; over the run without failures
     neighbour_at_once, neighbour_late, neighbour_slow
-                  at α = 2, beside a healthy sampler one whose environments fail in every reset, fail after their
+                  at α = 2, a healthy sampler and one whose environments fail in every reset, fail after their
                   latency, or take ten times as long; over the healthy one alone
-    straggler     one answer in ten, a long one more often, takes ten times as long: its group is closed without it
+    straggler     one answer in ten (long ones more often) takes ten times as long: its group is closed without it
                   (shrink); without: waits for it
-    rolling       at α = 2, of two samplers that finish what runs before they flip (drain), one at a time; without: both
-    colocated     all roles in one process, by turns; without: processes that share the cores. It is for devices that
-                  one process alone can have: here it shows what it costs
-    window        at α = 4 the smallest window at which the learner does not wait; without: all that α allows (where it
-                  cannot help the samplers are the slower side, so that the learner always waits)
+    rolling       at α = 2, one of two samplers at a time drains and swaps its weights; without: both at once
+    colocated     all roles take turns in one process; without: processes that share the cores. It is for devices that
+                  only one process can use: here it shows the cost
+    window        at α = 4 the smallest window that keeps the learner busy; without: the full window (where it
+                  cannot help, the samplers are slower, so that the learner always waits)
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ _ADAPTING = 80  # 51 claims without a wait bring a window of ten groups down to 
 _BESIDE = 48  # about a minute: several rests of a sampler that fails
 _WAVE = 16
 _LATE_S = 1.2  # longer than a whole synchronous step without slow ones
-_LONGEST, _MEAN_LENGTH = 32, 11.6  # of strings with a median of 8 and σ = 1
+_LONGEST, _MEAN_LENGTH = 32, 11.6  # lengths of strings with a median of 8 and σ = 1
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """The workload with the mechanism and without it; `null` are the same two where it cannot matter."""
+    """The workload with and without the mechanism; `null` are the same two where it cannot matter."""
 
     on: Workload
     off: Workload
@@ -55,7 +54,7 @@ class Mechanism:
     alpha: float = 0.0
 
     def settings(self) -> dict[str, Any]:
-        """What a run depends on."""
+        """The settings that identify a run."""
         return asdict(self)
 
 
@@ -137,7 +136,7 @@ def _replication() -> Mechanism:
 
 
 def _replication_seats(how: str) -> Mechanism:
-    # Three groups for two samplers with seats for one each: whole, the third waits until all of another has ended.
+    # Three groups for two samplers with slots for one each: a third whole group waits until another has ended.
     def both(name: str, latency_s: tuple[float, float]) -> tuple[Workload, Workload]:
         seats = {"sampler.count": 2, "sampler.slots": GROUP_SIZE, "sampler.concurrent_episodes": GROUP_SIZE}
         shape = seats | {"schedule.groups_per_step": 3}
@@ -165,7 +164,7 @@ def _straggler() -> Mechanism:
 
 
 def _window() -> Mechanism:
-    # Rows with room to spare make the learner the slower side; few large groups, so that the control is soon through.
+    # Partly empty rows make the learner the slower side; few large groups let the window adapt quickly.
     shape = {
         "schedule.groups_per_step": 2,
         "schedule.group_size": 32,
@@ -209,7 +208,7 @@ def _colocated() -> Mechanism:
         ]
         return replace(made[0], steps=steps), replace(made[1], steps=steps)
 
-    threads = {"placement.cpu_threads": 2}  # whoever is at work has the machine
+    threads = {"placement.cpu_threads": 2}  # the active role has the whole machine
     computing = both("colocated", Race(), _ADAPTING, **threads)
     return Mechanism(*computing, both("colocated_null", Race((1.0, 0.0)), _STEPS, **threads))
 
@@ -223,7 +222,7 @@ def _failing() -> Mechanism:
 
 def _neighbour(fault: str) -> Mechanism:
     name, race = f"neighbour_{fault}", Race((1.0, 0.25))
-    # 16 of 48 members that may be in work, of the smallest model: the latency limits the rate, on a busy core as well.
+    # 16 of 48 possible members in progress, with the smallest model: the latency limits the rate, also on a busy core.
     small = {"schedule.groups_per_step": 4, "schedule.group_size": 4, "model.size": "nano", "sft.steps": 5}
     one = small | {"sampler.slots": _WAVE, "sampler.concurrent_episodes": _WAVE}
     on = _workload(f"{name}_on", replace(race, neighbour=fault), settings=one | {"sampler.count": 2})
@@ -242,9 +241,9 @@ MECHANISMS = {
 
 
 def switched(mechanism: Mechanism, folder: Path, runs: Runs, seeds: int) -> dict[str, Any]:
-    """The row: rates with over without, paired by seed; the steps' medians, and who was lost with the mechanism.
+    """The row: ratio of rates with and without, paired by seed; medians of steps; lost members with the mechanism.
 
-    Of both arms, with and without, also what the mechanism may cost, means over the runs: `length_bias`; waste in
+    For both arms also the possible costs of the mechanism as means over the runs: `length_bias`; waste in
     shares of all sampled tokens and members; mean age of trained tokens, last window, the learner's wait a step.
     """
     rows = [_raced(mechanism.on, mechanism.off, mechanism.alpha, folder, runs, seeds)]
@@ -276,6 +275,6 @@ _COSTS = ("settling_s", "length_bias", "waste_tokens", "waste_members", "age_mea
 
 
 def _mean(runs: list[dict[str, Any]], key: str) -> float | None:
-    """Over the runs that can say."""
+    """The mean over the runs that have a value."""
     known = [run[key] for run in runs if run[key] is not None]
     return statistics.mean(known) if known else None

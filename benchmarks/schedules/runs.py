@@ -1,4 +1,4 @@
-"""Whole runs for benchmarks/schedules, by `jaxroll train`: what they train on, and what they measured."""
+"""Whole runs of `jaxroll train` for benchmarks/schedules: their workloads and their measurements."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from benchmarks.lib.report import ROOT
 from benchmarks.schedules.envs import HELD_OUT, VARIABLE, Race
 from jaxroll.report.figures.summary import waste
 
-SETTLING = 4  # steps that are not counted: the pipeline fills, and whatever is first is slow
+SETTLING = 4  # steps that do not count: the pipeline fills, and first calls are slow
 DEADLINE_S = 300.0
 GROUPS, GROUP_SIZE, ENVIRONMENTS = 8, 8, 64
-WARM = 4000, HELD_OUT  # the questions of the warm start; those before are trained on, those after held out
+WARM = 4000, HELD_OUT  # questions of the warm start; earlier ones are trained on, later ones held out
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run trains on: strings to copy, and what `race` says of their judges."""
+    """A run's workload: strings to copy, judged as `race` says."""
 
     name: str
     steps: int
-    median: int  # characters of a question
+    median: int  # characters per question
     sigma: float = 0.0
     most: int = 0
     env: str = "single_turn"
     race: Race = field(default_factory=Race)
     evaluations: int = 0
-    target: float = 0.0  # the held-out accuracy that is timed
-    capitals: float = 0.0  # of the warm start's worked answers, the share in capitals, which nobody is paid for
+    target: float = 0.0  # the held-out accuracy whose time is measured
+    capitals: float = 0.0  # share of the warm start's answers in capitals, which get no reward
     settings: dict[str, Any] = field(default_factory=dict)
-    choices: tuple[dict[str, Any], ...] = ({},)  # settings of which each arm takes those with which it is faster
+    choices: tuple[dict[str, Any], ...] = ({},)  # settings of which each arm uses the fastest
 
     def questions(self, path: Path, count: int = 6000) -> None:
-        """Random strings to copy, one a line; a later line has never the text of an earlier one."""
+        """Write random strings to copy, one per line, all different."""
         chance, seen = np.random.default_rng(11), set()
         longest = self.most or self.median
         with path.open("w") as file:
@@ -82,7 +82,7 @@ class Workload:
             "sampler.prefill_rows": 8,
             "sampler.prefill_buckets": f"({longest + 8},)",
             "sampler.decode_chunk": 8,
-            # An answer and the last token of its prompt; the rest of it lies once before four rows of answers.
+            # A row has an answer and the last token of its prompt; four rows share the rest of the prompt.
             "learner.row_tokens": longest + 3,
             "learner.shared_prompt_tokens": longest + 8,
             "learner.shared_prompt_rows": 4,
@@ -95,7 +95,7 @@ class Workload:
 
 
 def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: int) -> dict[str, Any]:
-    """One run: its rate, the seconds of its stages, its accuracies. Runs of one seed begin with the same warm start."""
+    """One run: its rate, the seconds of its stages, its accuracies. Runs of a seed start from the same warm start."""
     overrides = workload.overrides(folder, alpha, seed, threads)
     with tempfile.TemporaryDirectory(prefix="race-", dir=folder) as name:
         run_dir, journal = Path(name) / "run", Path(name) / "journal"
@@ -112,14 +112,14 @@ def trained(workload: Workload, folder: Path, alpha: float, seed: int, threads: 
 
 
 def resting(run_dir: Path) -> dict[str, Any]:
-    """The samplers at rest or on trial, as `jaxroll inspect` shows them."""
+    """The resting samplers and those on trial, from `jaxroll inspect`."""
     line = [sys.executable, "-m", "jaxroll", "inspect", str(run_dir), "--json"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
     return json.loads(done.stdout)["backoff"]
 
 
 def _jaxroll(command: str, run_dir: Path, overrides: dict[str, Any], variables: dict[str, str]) -> None:
-    """`jaxroll train` or `sft` as a user starts it."""
+    """Run `jaxroll train` or `sft` as a user does."""
     environment = os.environ | variables | {
         "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "benchmarks" / "jax-race"),
@@ -166,9 +166,9 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def thrown_away(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, float | None]:
-    """What was sampled and not trained, as shares of all that was sampled, and whom that favours (`length_bias`).
+    """The shares of sampled members and tokens that were not trained, and their `length_bias`.
 
-    Members and tokens of groups that ended untrained, and those let go before their end with the tokens they had.
+    They are members of groups that ended untrained, and aborted members with their tokens so far.
     """
     figures, last = waste(rows, steps), next(row for row in reversed(rows) if row["kind"] == "store")
     (trained, _), (lost, _) = last["lengths"]["trained"], last["lengths"]["lost"]
@@ -181,11 +181,11 @@ def thrown_away(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict
 
 
 def losses(log: Path, stopped: list[str]) -> dict[str, int]:
-    """How many environments `stopped` (their questions), how the log says that members ended otherwise than done, how
-    many groups died, and how many of the stopped it knows nothing of.
+    """The numbers of environments that `stopped` (their questions), of members by other ends than done, of DEAD groups,
+    and of stopped environments without a record in the log.
 
-    Each must be a failure of its question, or a member of it whose end is logged and is not to be done. One that is
-    still leased is neither (`under_way`): the run ended meanwhile.
+    Each stopped one must be a failure of its question, or a member of it with another logged end than done. One that is
+    still leased is neither (`under_way`): the run ended before.
     """
     db = sqlite3.connect(f"{log.absolute().as_uri()}?mode=ro", uri=True)
     try:

@@ -1,11 +1,11 @@
-"""How fast is a durable put, and what does the store's contract cost over the least that could do it?
+"""Durable puts per second, and the cost of the store's contract compared with a minimal server.
 
     python -m benchmarks.store [--quick] [--rounds=N] [--resume] [--folder=DIR]
 
-Everything is real: a store process, four sampler processes, a disk. Rounds of the same puts alternate between the
-store, a floor (bare grpc.aio before SQLite with synchronous=FULL, the same clients) and SQLite alone (same bytes, same
-puts per commit). Then a whole loop with a learner that claims, publishes, acknowledges and trims; then a store killed
-in the middle of its puts, whose acknowledged members are looked for in the file. The last line is one JSON object.
+The processes and the disk are real: a store, four samplers. Rounds of the same puts alternate between the store, a
+floor (bare grpc.aio before SQLite with synchronous=FULL, the same clients) and SQLite alone (same bytes, same puts per
+commit). Then comes a whole loop with a learner that claims, publishes, acknowledges and trims, and then a store that is
+killed during its puts; all acknowledged members must be in the file. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ QUICK = Scale(puts=256, rounds=2, loop_steps=6, loop_groups=4, killed_puts=512, 
 
 
 def put_round(kind: str, scale: Scale, folder: Path) -> dict[str, Any]:
-    """A fresh server and `puts` puts from all clients at once: rate, latencies, bytes written."""
+    """`puts` puts to a new server from all clients at once: rate, latencies, bytes written."""
     with serving(kind, folder, put_config(scale, scale.puts)) as server:
         open_run(server)
         samplers = Samplers(server, "puts", scale, puts=scale.puts // scale.clients)
@@ -60,7 +60,7 @@ def put_round(kind: str, scale: Scale, folder: Path) -> dict[str, Any]:
 
 
 def raw_round(scale: Scale, folder: Path, puts_per_commit: int) -> dict[str, Any]:
-    """The same bytes straight into SQLite (WAL, synchronous=FULL), as many of them in a commit."""
+    """The same bytes directly into SQLite (WAL, synchronous=FULL), with as many per commit."""
     member = Member(0, 0, 1, outcome(scale.payload_bytes, Version(0, 0)))
     place = Path(tempfile.mkdtemp(prefix="raw-", dir=folder))
     connection = sqlite3.connect(place / "raw.db", isolation_level=None)
@@ -81,7 +81,7 @@ def raw_round(scale: Scale, folder: Path, puts_per_commit: int) -> dict[str, Any
 
 
 def disk_round(scale: Scale, folder: Path) -> dict[str, Any]:
-    """fsyncs a second of one 4 KB page, appended each time."""
+    """fsyncs per second of an appended 4 KB page."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         count, started = 0, time.perf_counter()
         while (seconds := time.perf_counter() - started) < scale.disk_s:
@@ -93,7 +93,7 @@ def disk_round(scale: Scale, folder: Path) -> dict[str, Any]:
 
 
 def loop_round(scale: Scale, folder: Path) -> dict[str, Any]:
-    """Samplers and a learner in a whole loop; lease and claim are timed where they found what they asked for."""
+    """Samplers and a learner in a whole loop; leases and claims are timed if they succeed at once."""
     changes = {
         "steps": scale.loop_steps, "groups_per_step": scale.loop_groups, "group_size": scale.group_size,
         "alpha": 1.0, "lease_s": 600.0,
@@ -118,7 +118,7 @@ def loop_round(scale: Scale, folder: Path) -> dict[str, Any]:
 
 
 async def _learn(learner: StoreClient, steps: int) -> list[float]:
-    """Claim, publish, acknowledge; a durable checkpoint every four steps. The seconds of each claim that was ready."""
+    """Claim, publish, acknowledge, with a checkpoint every four steps; return the seconds of each ready claim."""
     seconds = []
     version = await learner.begin(None)
     for step in range(steps):
@@ -143,7 +143,7 @@ async def _claim(learner: StoreClient, version: Version, step: int) -> float:
 
 
 def kill_round(scale: Scale, folder: Path) -> dict[str, Any]:
-    """kill -9 while members are put: how long until the store answers again, and is every acknowledged put there?"""
+    """Kill the store during puts: seconds until it answers again, and the number of acknowledged puts that it has."""
     with serving("ours", folder, put_config(scale, scale.killed_puts)) as server:
         empty_s = time.monotonic() - server.started
         open_run(server)
@@ -178,7 +178,7 @@ def _rows(folder: Path) -> int:
 
 
 def _found(folder: Path, acknowledged: dict[tuple[int, int], str]) -> tuple[int, str]:
-    """How many of the acknowledged members are in the file with the bytes that were put, and whether it is sound."""
+    """The number of acknowledged members that are in the file with their bytes, and SQLite's integrity check."""
     db = sqlite3.connect(f"{(folder / 'store.db').absolute().as_uri()}?mode=ro", uri=True)
     try:
         rows = db.execute("SELECT group_id, member, body FROM payloads")
@@ -189,7 +189,7 @@ def _found(folder: Path, acknowledged: dict[tuple[int, int], str]) -> tuple[int,
 
 
 def summary(scale: Scale, results: dict[str, list[dict]], loop: dict, killed: dict, disk: dict) -> dict[str, Any]:
-    """The one object that is printed."""
+    """The printed object."""
     rates = {arm: [r["puts_per_s"] for r in runs] for arm, runs in results.items()}
     put_s = {arm: [s for r in results[arm] for s in r["put_s"]] for arm in ("ours", "floor")}
     ours = results["ours"]
@@ -222,9 +222,9 @@ def summary(scale: Scale, results: dict[str, list[dict]], loop: dict, killed: di
 
 
 def main() -> int:
-    """Measure; 1 when an acknowledged put is not found."""
+    """Measure; return 1 if an acknowledged put is lost."""
     parser = arguments(str(__doc__).splitlines()[0])
-    parser.add_argument("--folder", type=Path, help="where the servers write; it decides which disk is measured")
+    parser.add_argument("--folder", type=Path, help="folder for the servers, which determines the measured disk")
     chosen, started = parser.parse_args(), time.monotonic()
     scale = QUICK if chosen.quick else Scale()
     runs = Runs("store", asdict(scale), chosen.runs_file, chosen.resume)
@@ -233,7 +233,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="store-", dir=place) as name:
         folder = Path(name)
         disk = runs.run("disk", 0, lambda: disk_round(scale, folder))
-        per_commit = [scale.clients * scale.in_flight]  # until a round of ours says how many there are
+        per_commit = [scale.clients * scale.in_flight]  # until the first round of ours gives the number
 
         def ours() -> dict[str, Any]:
             result = put_round("ours", scale, folder)

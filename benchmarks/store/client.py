@@ -1,9 +1,10 @@
-"""A sampler without a model, as a process of benchmarks/store: leases, and puts members of a given size.
+"""A sampler without a model, as a process of benchmarks/store: it leases and puts members of a given size.
 
     python -m benchmarks.store.client puts|loop FOLDER NAME PARENT_PID SETTINGS_JSON
 
-`puts` leases its share, says "ready", waits for a line, then puts with `in_flight` calls under way. `loop` leases and
-puts until the run is closed, as a sampler does. The last line is one JSON object. The same program talks to the floor.
+`puts` leases its share, prints "ready", waits for a line, then puts with `in_flight` concurrent calls. `loop` leases
+and puts until the run is closed, as a sampler does. The last line is one JSON object. The same program talks to the
+floor.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def outcome(payload_bytes: int, version: Version) -> Finished:
 
 
 class Sampler:
-    """What one process measured: seconds of each call, and every put that was acknowledged."""
+    """Measurements of one process: seconds of each call, and every acknowledged put."""
 
     def __init__(self, client: StoreClient, settings: dict[str, Any]) -> None:
         self.client, self.settings = client, settings
@@ -58,7 +59,7 @@ class Sampler:
         self.bytes = 0
 
     async def lease(self, version: Version, count: int) -> list[Key]:
-        """Keys of `count` members; raises NoCredit."""
+        """Lease `count` members and return their keys; raises NoCredit."""
         started = time.perf_counter()
         grants = await self.client.lease(version, count)
         self.lease_s.append(time.perf_counter() - started)
@@ -90,19 +91,19 @@ class Sampler:
         return snapshot.version
 
     def report(self, started: float, ended: float) -> dict[str, Any]:
-        """What the parent reads."""
+        """The object that the parent reads."""
         measured = {"put_s": self.put_s, "lease_s": self.lease_s, "acknowledged": self.acknowledged}
         return measured | {"started": started, "ended": ended, "payload_bytes": self.bytes}
 
 
 async def puts(sampler: Sampler) -> dict[str, Any]:
-    """Lease first, then put when told to; a store that dies ends it early."""
+    """Lease, wait for a line, put; a store that dies ends it early."""
     settings, version = sampler.settings, await sampler.current()
     done, keys = outcome(settings["payload_bytes"], version), list[Key]()
     while len(keys) < settings["puts"]:
         try:
             keys += await sampler.lease(version, min(_LEASE_MEMBERS, settings["puts"] - len(keys)))
-        except NoCredit:  # the prompts are still being drawn
+        except NoCredit:  # the feeder has not delivered the prompts yet
             await asyncio.sleep(_PAUSE_S)
     sampler.bytes = len(wire.encode(Member(*keys[0], done)))
     print("ready", flush=True)
@@ -117,7 +118,7 @@ async def puts(sampler: Sampler) -> dict[str, Any]:
 
 
 async def loop(sampler: Sampler) -> dict[str, Any]:
-    """Lease, put, look for newer weights, until the run is closed."""
+    """Lease, put and check for newer weights until the run is closed."""
     settings, version = sampler.settings, await sampler.current()
     done = outcome(settings["payload_bytes"], version)
     print("ready", flush=True)
@@ -139,7 +140,7 @@ async def loop(sampler: Sampler) -> dict[str, Any]:
 
 
 async def main() -> None:
-    """Do what the command line names."""
+    """Run the mode that the command line names."""
     kind, folder, name, parent, text = sys.argv[1:]
     lifeline.bind(int(parent))
     settings = json.loads(text)

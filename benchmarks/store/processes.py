@@ -1,4 +1,4 @@
-"""The processes of benchmarks/store, from the outside: a server in a folder of its own, and its clients."""
+"""The processes of benchmarks/store, seen from the parent: a server in its own folder, and its clients."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done. Members are of `payload_bytes`; every client has `in_flight` puts under way."""
+    """The amount of work. Members have `payload_bytes`; every client has `in_flight` concurrent puts."""
 
     puts: int = 4096  # a round
     rounds: int = 6
     loop_steps: int = 40
     loop_groups: int = 16  # a claim
-    killed_puts: int = 12288  # of which about nine in ten are put when the kill comes
+    killed_puts: int = 12288  # about nine in ten are put before the kill
     disk_s: float = 2.0
     clients: int = 4
     in_flight: int = 8
@@ -46,7 +46,7 @@ class Scale:
 
 
 class Server:
-    """One of the servers of benchmarks/store/server.py as a child process, in a folder of its own."""
+    """One of the servers of benchmarks/store/server.py as a child process with its own folder."""
 
     def __init__(self, kind: str, folder: Path, changes: dict[str, Any]) -> None:
         self.kind, self.folder, self.changes = kind, folder, changes
@@ -54,7 +54,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start (again), and wait until it answers."""
+        """Start or restart the server and wait until it answers."""
         self.started = time.monotonic()
         before = self._address_changed()
         program = [sys.executable, "-m", "benchmarks.store.server", self.kind, str(self.folder), str(os.getpid())]
@@ -71,7 +71,7 @@ class Server:
         return path.stat().st_mtime_ns if path.exists() else 0
 
     def ask(self, job: Callable[[StoreClient], Any], role: str = "learner") -> Any:
-        """What `job(client)` returns."""
+        """Run `job(client)` and return its result."""
 
         async def asked() -> Any:
             client = await self.connect(role)
@@ -90,13 +90,13 @@ class Server:
         )
 
     def usage(self) -> dict[str, float]:
-        """Processor seconds, and bytes it caused to be written to the disk (/proc/PID/io)."""
+        """CPU seconds, and bytes that it wrote to the disk (/proc/PID/io)."""
         process = psutil.Process(self.process.pid)
         times = process.cpu_times()
         return {"cpu_s": times.user + times.system, "written": process.io_counters().write_bytes}
 
     def log_facts(self) -> dict[str, Any]:
-        """What the store says about its live connection to the database, and its commits."""
+        """The store's facts about its open database connection, and its commits."""
         return self.ask(lambda client: client.status())["log"] if self.kind == "ours" else {}
 
     def kill(self) -> None:
@@ -107,7 +107,7 @@ class Server:
 
 @contextmanager
 def serving(kind: str, parent: Path, changes: dict[str, Any]) -> Iterator[Server]:
-    """A server in a fresh folder under `parent`; both are gone afterwards."""
+    """A server in a new folder under `parent`; both are removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=parent))
     auth.create(folder)  # a run has a token, and checking it is part of a put
     server = Server(kind, folder, changes)
@@ -119,7 +119,7 @@ def serving(kind: str, parent: Path, changes: dict[str, Any]) -> Iterator[Server
 
 
 class Samplers:
-    """The client processes. They hold still until `go`."""
+    """The client processes, which wait for `go`."""
 
     def __init__(self, server: Server, kind: str, scale: Scale, **settings: Any) -> None:
         settings = {
@@ -151,18 +151,18 @@ class Samplers:
             process.stdin.flush()
 
     def results(self) -> list[dict[str, Any]]:
-        """What each measured, once all have ended."""
+        """Wait for the end of all clients; return their measurements."""
         found = []
         for process in self.processes:
             text, _ = process.communicate(timeout=_DEADLINE_S)
             if process.returncode != 0:
-                raise RuntimeError(f"a client failed with {process.returncode}; its error stands above")
+                raise RuntimeError(f"a client failed with {process.returncode}; its error is above")
             found.append(json.loads(text.splitlines()[-1]))
         return found
 
 
 def put_config(scale: Scale, puts: int) -> dict[str, Any]:
-    """A window that holds `puts` members, so that nothing but the put is measured."""
+    """A window that holds `puts` members, so that only the put is measured."""
     groups = -(-puts // scale.group_size) + 2 * scale.clients
     retention_mb = 2 * puts * scale.payload_bytes // 2**20 + 64
     return {
@@ -183,5 +183,5 @@ def open_run(server: Server) -> None:
 
 
 def snapshot(version: Version) -> VersionRef:
-    """Weights that nobody fetches."""
+    """Weights that no sampler fetches."""
     return VersionRef(version, "tcp", "nowhere", "none")

@@ -2,9 +2,9 @@
 
     python -m benchmarks.store.server ours|floor FOLDER PARENT_PID CONFIG_JSON
 
-`ours` is JaxRoll's store, whole, with prompts from a counter. `floor` is the least that answers the same calls: bare
-grpc.aio, every put inserted as it came by one writer thread with group commit (SQLite, WAL, synchronous=FULL), no state
-machine, no digest, no look at the bytes. Both write FOLDER/store.addr.
+`ours` is JaxRoll's whole store with prompts from a counter. `floor` is a minimal server for the same calls: bare
+grpc.aio, one writer thread that inserts every put with group commit (SQLite, WAL, synchronous=FULL), no state machine,
+no digest, no check of the bytes. Both write FOLDER/store.addr.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def task(index: int) -> Task:
 
 
 class Counter:
-    """Prompts 0, 1, 2, … without an end."""
+    """A feeder of prompts 0, 1, 2, … without an end."""
 
     at = 0
 
@@ -58,7 +58,7 @@ class Counter:
 
 
 class Floor:
-    """Puts into one table, and constant answers to the calls around them."""
+    """The floor: puts into one table, and constant answers to other calls."""
 
     def __init__(self, folder: Path, group_size: int) -> None:
         self._group_size, self._next_group = group_size, 0
@@ -112,7 +112,7 @@ class Floor:
         return _envelope(msg.LeaseReply(grants))
 
     async def hello(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
-        """Anybody is welcome."""
+        """Accept every caller."""
         return _envelope(msg.Welcome("floor", 0, None, wire.PROTOCOL_VERSION))
 
     async def published(self, body: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -143,7 +143,7 @@ async def serve_floor(folder: Path, group_size: int) -> None:
 
 
 def main() -> None:
-    """Serve what the command line names."""
+    """Run the server that the command line names."""
     kind, folder, parent, changes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     lifeline.bind(parent)
     if kind == "floor":

@@ -1,4 +1,4 @@
-"""`benchmarks/faults/chaos.py`: its verdict finds what is planted, its plan is fair, and a short attack ends well."""
+"""`benchmarks/faults/chaos.py`: its verdict finds planted violations, its plan is fair, a short attack succeeds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_each_planted_violation_is_found_and_no_other(load, key: str) -> None:
 
 
 def database() -> sqlite3.Connection:
-    """Group 0 is claimed with member 0, group 1 expired with member 0, group 2 is gone."""
+    """Group 0 is claimed with member 0, group 1 expired with member 0, group 2 is missing."""
     db = sqlite3.connect(":memory:")
     db.executescript(schema.TABLES)
     groups = "INSERT INTO groups (id, question_hash, prompt_index, state, reason, size, reissues, issued_unix_s)"

@@ -1,4 +1,4 @@
-"""benchmarks/gpu without a GPU: a failing case costs itself alone, errors are found, all of it runs in small."""
+"""benchmarks/gpu without a GPU: a failing case affects no other, errors are found, small versions run."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_two_depths_are_continued_to_all_layers(load: Any) -> None:
 
 
 def test_bytes_and_operations_are_those_of_the_published_shapes(load: Any) -> None:
-    """Qwen3-0.6B has 0.596 billion parameters and reads 112 KiB a token of context; 8B looks 1.24 GB of its 16.4 up."""
+    """Qwen3-0.6B has 0.596 billion parameters and reads 112 KiB per token of context; 8B looks up 1.24 of 16.4 GB."""
     models, learner = load("benchmarks.gpu.models"), load("benchmarks.learner.gpu_arm")
     small, large = (models.spec_of(name, False) for name in ("qwen3_0p6b", "qwen3_8b"))
     assert models.bytes_of_step(small, 1, 0) == pytest.approx(2 * 0.596e9, rel=1e-3)
@@ -229,7 +229,7 @@ def test_a_call_that_is_killed_keeps_what_it_measured_and_leaves_nothing_behind(
 @pytest.mark.soak
 @pytest.mark.timeout(2400)
 def test_all_of_it_runs_in_small(tmp_path: Path) -> None:
-    """Nothing fails; shares of a limit are shares. Torch may be missing."""
+    """No case fails and no share of a limit is above 1. Torch may be missing."""
     words = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--platform=cpu", "--seconds=2300"]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What benchmarks/grpo rests on: answers of one length, rewards that differ, no race without agreement."""
+"""Assumptions of benchmarks/grpo: answers of one length, rewards that differ, no race without agreement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parts() -> dict[str, ModuleType]:
 
 @pytest.mark.parametrize("case", ["equal", "agentic"])
 def test_every_answer_of_the_planted_model_has_one_length(parts: dict[str, ModuleType], case: str) -> None:
-    """Drawn at temperature 1, whatever the letters: each comes from the next link, and the end from after the last."""
+    """At temperature 1 and for all letters, each letter comes from the next link, and the end follows the last one."""
     work = next(each.work for each in parts["race"].CASES if each.name == case)
     start, chance = parts["start"], np.random.default_rng(0)
     weights = start.planted(work)
@@ -58,7 +58,7 @@ def test_a_batch_is_paid_in_groups_and_masked_where_the_environment_speaks(parts
         len(longest) and (longest[:, [3, 9]] == made.END).all() and (longest[:, 4:6] == [made.FIRST, made.TURN]).all()
     )
     assert (batch.mask == (batch.said > 0) & ~np.isin(np.arange(10), [4, 5])).all()
-    assert len(set(batch.mask.sum(1).tolist())) > 1, "of one length the loss would be 0 whatever it is"
+    assert len(set(batch.mask.sum(1).tolist())) > 1, "of one length the loss would be 0 for any reward"
 
 
 def test_letters_are_read_as_they_were_written_and_paid_by_the_question(parts: dict[str, ModuleType]) -> None:
@@ -78,7 +78,7 @@ def test_letters_are_read_as_they_were_written_and_paid_by_the_question(parts: d
 def race(
     parts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, path: Path, apart: float, gradients: float
 ) -> tuple[dict[str, Any], list[tuple[str, int]]]:
-    """The result of a race of scripted arms, and the runs that were made of them: arm and setting."""
+    """The result of a race of scripted arms, and their runs as (arm, setting)."""
     script, made = parts["race"], []
     rates = {"ours": [30.0, 40.0], "tunix": [10.0, 20.0]}
 

@@ -13,7 +13,7 @@ import pytest
 
 
 class Arm:
-    """A child that says what it is told to, and is asked nothing else."""
+    """A child with scripted answers, which refuses other commands."""
 
     def __init__(self, answers: dict[str, dict]) -> None:
         self.answers, self.asked = answers, []
@@ -27,7 +27,7 @@ class Arm:
 
 
 def test_arms_that_differ_are_not_raced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: ModuleType) -> None:
-    """Other greedy tokens, other gradients: told, and no run is made."""
+    """With other greedy tokens or other gradients the result says so, and no run is made."""
     arms, engine, learner = (
         importlib.import_module(name)
         for name in ("benchmarks.lib.arms", "benchmarks.engine.__main__", "benchmarks.learner.__main__")
@@ -84,7 +84,7 @@ def test_a_figure_shows_every_value_of_every_row_at_its_place(monkeypatch: pytes
     notes = [one.text for one in drawn.findall(".//{*}title")]
     assert notes[:3] == ["grpo, α = 0: 20", "grpo, α = 8: -10", "raft, α = 1: 20"] and len(notes) == 9
     at = [float(circle.get("cx", "")) for circle in drawn.findall(".//{*}circle") if len(circle)][:3]
-    assert at[1] < at[0] == at[2], "the same value stands at the same place, a smaller one to the left of it"
+    assert at[1] < at[0] == at[2], "equal values must have the same position, and a smaller one must be to the left"
 
     race = {"ratio": 2.0, "low": 1.5, "high": 2.5, "ceiling": 4.0}
     synchrony.draw(path, {"constant": {"arms": {}, "1": race}, "queue": race | {"null": race | {"ratio": 1.0}}})

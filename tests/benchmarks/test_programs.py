@@ -1,4 +1,4 @@
-"""Benchmarks cannot rot: each says what it takes, the store's runs in small, and what they share is right."""
+"""The benchmark programs: each prints its options, the store's runs a small version, the common parts are right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_make_bench_runs_every_program() -> None:
-    """A program reads arguments; the other modules are parts of one or are started by one. `figures` only draws."""
+    """Modules that read arguments; others are parts of these or started by them. `figures` only draws."""
     takes = {path for path in (ROOT / "benchmarks").rglob("*.py") if "parse_args(" in path.read_text()}
     takes = {path for path in takes if path.parent.name != "figures"}
     modules = {".".join(path.relative_to(ROOT / "benchmarks").with_suffix("").parts) for path in takes}
@@ -75,7 +75,7 @@ def test_the_store_is_measured_and_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_a_large_step_is_measured_without_a_peer_where_a_gpu_would_be(tmp_path: Path) -> None:
-    """In small, on the CPU, whose promised rate nobody knows: what would be divided by it is there."""
+    """A small version on the CPU, whose peak rate is unknown, gives the figures that do not depend on it."""
     done = run("learner", "--quick", "--case=gpu_0p6b", "--runs-file", str(tmp_path / "runs.jsonl"))
     result = json.loads(done.stdout.splitlines()[-1])
     found = result["large_quick"]
@@ -88,7 +88,7 @@ def test_a_large_step_is_measured_without_a_peer_where_a_gpu_would_be(tmp_path: 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_the_engine_is_raced_and_watched(tmp_path: Path) -> None:
-    """Peers that are not installed are left out, and said to be."""
+    """Peers that are not installed are left out with a message."""
     path, races = tmp_path / "runs.jsonl", {"tunix_lognormal": "tunix", "transformers_equal": "torch"}
     cases = [f"--case={name}" for name in [*races, "storm", "swap"]]
     done = run("engine", "--quick", "--rounds=2", "--runs-file", str(path), *cases)

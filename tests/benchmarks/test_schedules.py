@@ -40,7 +40,7 @@ def test_a_barrier_waits_for_nobody_whose_conversation_is_over(monkeypatch: pyte
 
 
 def test_a_schedule_is_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice the rate; 0.3 s of stages over 0.2 s of the longer one; what is timed is reached in half the time."""
+    """Twice the rate; 0.3 s of stages over 0.2 s of the longer one; the target is reached in half the time."""
     synchrony = importlib.import_module("benchmarks.schedules.__main__")
 
     def run(rate: float, wait_s: float, decode_s: float, accuracy: list[float], step_s: float) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_a_schedule_is_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) ->
 def test_each_side_of_a_race_has_what_is_fastest_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Made up: half the slots suit the asynchronous side, one process on both cores the synchronous one."""
+    """Scripted runs: half the slots suit the asynchronous arm, one process on both cores the synchronous one."""
     synchrony, races = (
         importlib.import_module(name) for name in ("benchmarks.schedules.__main__", "benchmarks.schedules.runs")
     )
@@ -166,7 +166,7 @@ def test_a_bad_neighbour_is_the_second_sampler_alone(monkeypatch: pytest.MonkeyP
 def test_three_worked_answers_in_four_are_in_capitals_and_no_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Else the workload is the one without, line by line: what is trained and held out pays for the small letters."""
+    """All other lines equal those of the workload without capitals, so that small letters get the reward."""
     races, lines = importlib.import_module("benchmarks.schedules.runs"), {}
     for share in (0.0, 0.75):
         races.Workload("w", 16, 8, capitals=share).questions(tmp_path / "w.jsonl")
@@ -199,7 +199,7 @@ def test_held_out_questions_are_judged_at_once(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_no_schedule_is_faster_than_its_age_bound_and_its_environments_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated steps of the synchronous way are those that can be computed, and α = 1 is twice as fast at most."""
+    """The simulated synchronous steps have the computed length, and α = 1 is at most twice as fast."""
     limits = importlib.import_module("benchmarks.schedules.limits")
     in_step = limits.samples_per_s(0.0, 0.0, 0, 60, 20)
     assert in_step == pytest.approx(64 / (limits.MEAN_S + limits.TRAINS_S))
@@ -229,7 +229,7 @@ async def _noted(slept: list[float], seconds: float) -> None:
 
 
 def made_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, seeds: int) -> tuple[dict, list[str]]:
-    """The row of mechanism `name` of runs that are made up: the arm that has it is twice as fast and wastes a tenth."""
+    """The row of mechanism `name` from scripted runs: the arm with it is twice as fast and wastes a tenth."""
     mechanisms, report = (
         importlib.import_module("benchmarks.schedules.mechanisms"),
         importlib.import_module("benchmarks.lib.report"),

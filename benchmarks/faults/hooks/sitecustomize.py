@@ -1,7 +1,7 @@
 """Hooks in every Python process of a run under attack (chaos.py puts this folder on its PYTHONPATH).
 
 - `CHAOS_CLOCK` names a file that holds one double: the seconds by which `time.time` is wrong, read at every call.
-- `CHAOS_JOURNAL` names a folder: what the store acknowledges to a caller is written there, outside the run's folder.
+- `CHAOS_JOURNAL` names a folder, outside the run's, to which the store's acknowledgements are written.
 - The store compacts its log after 300 records instead of 20,000, so that a short run compacts it many times.
 
 Only the standard library is imported here; modules of JaxRoll are changed when the process itself imports them.
@@ -21,10 +21,10 @@ COMPACT_EVERY = 300
 
 
 def shift_clock(path):
-    """Let `time.time` and `time.time_ns` be wrong by what the file says.
+    """Shift `time.time` and `time.time_ns` by the seconds in the file.
 
-    gRPC and its callers see the true time: it adds a timeout to `time.time()` and compares the sum with the kernel's
-    clock, which a real jump would move as well.
+    gRPC and its callers get the true time: gRPC adds a timeout to `time.time()` and compares the sum with the kernel's
+    clock, which a real jump would also move.
     """
     with open(path, "rb") as file:
         offset = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
@@ -54,7 +54,7 @@ class Journal:
 
 
 def journal_acknowledgements(module):
-    """Wrap the calls of StoreClient whose answers are promises: put, claim, ack, durable."""
+    """Wrap the calls of StoreClient whose answers acknowledge something: put, claim, ack, durable."""
     from jaxroll import wire
     from jaxroll.records import Finished
 
@@ -89,12 +89,12 @@ def journal_acknowledgements(module):
 
 
 def compact_often(module):
-    """Lower the store's threshold."""
+    """Lower the store's threshold for compaction."""
     module.COMPACT_EVERY = COMPACT_EVERY
 
 
 class Changes(importlib.abc.MetaPathFinder):
-    """Calls a function with a module right after the module's own import."""
+    """An import hook that calls a function with a module right after the module's import."""
 
     def __init__(self, by_name):
         self._by_name = by_name
