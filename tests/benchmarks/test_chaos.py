@@ -80,7 +80,7 @@ def test_acknowledged_puts_are_looked_for(load) -> None:
     assert [text[:16] for text in lost(db, [put(2)])] == ["member (2, 0, 1)"]
     assert "not in the table" in lost(db, [put(0, b"other")])[0]
     db.execute("UPDATE payloads SET body = ?", (b"boby",))
-    assert "its bytes are gone" in lost(db, [put(0)])[0]
+    assert "its bytes are missing" in lost(db, [put(0)])[0]
     db.execute("UPDATE groups SET reason = ''")
     assert "without a reason" in lost(db, [put(1)])[0]
 
