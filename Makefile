@@ -19,14 +19,14 @@ TEST_ENV := JAX_PLATFORMS=cpu NPROC=1 JAX_COMPILATION_CACHE_DIR="$(CURDIR)/.cach
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-jetstream soak lint prose bench docs package constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream
+.PHONY: help demo test test-jetstream soak lint bench docs package constraints clean venv-demo venv peers venv-torch venv-tunix venv-jetstream
 
 help:
 	@echo "make demo         install core + environments (about 1.1 GB) and train a small model here; SEED=0"
 	@echo "make test         install the rest (about 2.2 GB in all) and run the tests; ARGS='-k store' is passed on"
 	@echo "make soak         the long tests and the comparisons with the peers; installs the peers first (about 6 GB)"
 	@echo "                  test-jetstream: only the tests with google-jetstream (with TensorFlow, 5 GB of disk)"
-	@echo "make lint         ruff and pyright"
+	@echo "make lint         ruff, pyright, and the check of the language (.ci/prose.py)"
 	@echo "make bench        every benchmark; BENCH=store ARGS=--quick for one of them"
 	@echo "make docs         the documentation site, in build/site"
 	@echo "make package      build the sdist and the wheel in dist/, and install the wheel into an empty environment"
@@ -57,14 +57,12 @@ soak: venv peers
 test-jetstream: venv venv-jetstream
 	@$(TEST_ENV) JAXROLL_PEERS=jetstream $(VENV)/bin/python -m pytest -rfEs -m soak tests/peers/test_jetstream.py $(ARGS) </dev/null
 
+# `python .ci/prose.py FOLDER` checks the language of one folder.
 lint: venv
 	@echo "ruff check" && $(VENV)/bin/ruff check .
 	@echo "ruff format --check" && $(VENV)/bin/ruff format --check .
 	@echo "pyright" && $(VENV)/bin/pyright
-
-# Words and openings that have a plainer replacement; `python .ci/prose.py FOLDER` checks one folder.
-prose: venv
-	@$(VENV)/bin/python .ci/prose.py $(ARGS)
+	@echo "prose" && $(VENV)/bin/python .ci/prose.py
 
 BENCH ?= algorithms engine environments faults.chaos faults.hostile gpu grpo learner schedules schedules.limits store
 bench: venv peers

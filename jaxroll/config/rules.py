@@ -152,7 +152,7 @@ def _check_schedule(config: Config) -> None:
         raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
                           f"sampler.count is {config.sampler.count}: all change their weights at once, as without it",
                           "Set it below sampler.count, or to 0.")  # fmt: skip
-    # The learner claims a step ahead: who is a publication behind has two steps less, and none left at alpha = 1.
+    # The learner claims a step ahead: a sampler one publication behind has two steps less, and none left at alpha = 1.
     if schedule.rolling_updates and schedule.alpha < schedule.publish_every + 1:
         raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
                           f"with alpha = {schedule.alpha:g} samplers have no work while they wait for their turn",

@@ -89,7 +89,7 @@ class ScheduleConfig:
     steps: int = 100  # claims to train
     groups_per_step: int = 24
     group_size: int = 8
-    buffer_groups: int = 0  # groups kept (in work, waiting, or trained without a checkpoint) at most; 0: no such limit
+    buffer_groups: int = 0  # most groups kept (in progress, waiting, or trained without a checkpoint); 0: no limit
     redundant_groups: int = 0
     group_placement: Literal["auto", "together", "spread"] = "auto"  # whether a group's members are split over samplers
     redundant_members: int = 0  # leased beyond group_size; the first group_size to finish make the group
@@ -244,7 +244,7 @@ class EvaluatorConfig:
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """How parameters travel. `tcp` needs nothing; `tensorstore` writes to `path` (a folder or a gs:// prefix); `device`
+    """Weight transfer. `tcp` needs nothing; `tensorstore` writes to `path` (a folder or a gs:// prefix); `device`
     hands them over within a process (`placement.colocated`). `auto`: `device` there, else `tcp`."""
 
     channel: Literal["auto", "tcp", "tensorstore", "device"] = "auto"

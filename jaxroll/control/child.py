@@ -91,9 +91,9 @@ def _shown(line: str) -> str:
 
 # --- restart policy: decisions when a process ends. Pure
 #
-# A process that dies is started again after a back-off that doubles; a long life forgives earlier deaths. Exit code 0
-# means "my work is done", `errors.EXIT_CONFIG` means "starting me again will not help", `errors.EXIT_CLOSED` that the
-# store closed the run, `errors.EXIT_WORN` "start me again, as often as I ask".
+# A process that dies is started again after a back-off that doubles; earlier deaths do not count after a long run. Exit
+# code 0 means "my work is done", `errors.EXIT_CONFIG` means "starting me again will not help", `errors.EXIT_CLOSED`
+# that the store closed the run, `errors.EXIT_WORN` "start me again, as often as I ask".
 
 FORGIVEN_AFTER_S = 300.0
 

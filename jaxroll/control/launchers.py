@@ -82,7 +82,7 @@ def target_of(options: argparse.Namespace) -> Target:
 
 
 def plan(config: Config, target: Target) -> list[Launch]:
-    """What to start where: store, learner, samplers, evaluator, actors. ConfigError when a host has too few devices."""
+    """The processes to start on each host: all roles and actors. ConfigError if a host has too few devices."""
     names = ("store", *_with_devices(config, target), *actor_names(config))
     unknown = [name for name in target.hosts if name not in names and name not in {n.partition("-")[0] for n in names}]
     if unknown:

@@ -1,4 +1,4 @@
-"""Refusals that a role would make of its config, before one is started and before a device is touched.
+"""Config checks that the roles make, done before any role starts and before a device is used.
 
 `check_described` judges the config alone. `check` also opens what the config names on this machine:
 files, the task's library, the tokenizer, the environment's module. Neither loads JAX. tests/control/test_preflight.py

@@ -39,7 +39,7 @@ METRICS_FILE = "metrics.jsonl"
 LOGS = "logs"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "numpy", "grpcio", "msgspec",
             "reasoning-gym", "libtpu")  # fmt: skip
-# What may change when a run is resumed: duration, monitoring and placement; never the data or the objective.
+# Keys that may change when a run is resumed: duration, monitoring and placement; never the data or the objective.
 RESUMABLE = (
     "schedule.steps",
     "supervisor.",

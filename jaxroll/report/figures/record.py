@@ -1,7 +1,7 @@
 """A run's figures from the store's log, read from RUN/store.db without disturbing the store that may be writing it.
 
-Everything is read in one transaction. The figures come from the tables (`jaxroll.store.log.schema`); what stands in no
-table (masked tokens, the conservation residual) comes from the state that the log replays to.
+Everything is read in one transaction. The figures come from the tables (`jaxroll.store.log.schema`); values in no
+table (masked tokens, the conservation residual) come from the state that the log replays to.
 """
 
 from __future__ import annotations
