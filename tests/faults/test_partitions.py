@@ -22,7 +22,7 @@ from tests.harness.cluster.short_leases import LEASE_S, SMALL, store_of
 from tests.harness.cluster.tcp_proxy import Proxy
 from tests.harness.cluster.weights_proxy import Courier
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(300)]
 STALL_S = 1.0
 
 
@@ -40,14 +40,8 @@ def named(run: Cluster, who: str) -> bool:
     return any(name.startswith(who) for name in run.status()["waits"])
 
 
-CASES = [
-    pytest.param(who, direction, marks=() if (who, direction) == ("sampler", "down") else pytest.mark.soak)
-    for who in ("sampler", "learner")
-    for direction in ("both", "up", "down")
-]
-
-
-@pytest.mark.parametrize(("who", "direction"), CASES)
+@pytest.mark.parametrize("direction", ["both", "up", "down"])
+@pytest.mark.parametrize("who", ["sampler", "learner"])
 def test_a_partition_longer_than_a_lease_is_named_and_heals(
     tmp_path: Path, note: Callable[[Row], None], who: str, direction: str
 ) -> None:
@@ -64,7 +58,6 @@ def test_a_partition_longer_than_a_lease_is_named_and_heals(
         note(judge(run, f"9 {who} cut off, {direction}", 1, went_on_from=at))
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("who", ["sampler", "learner"])
 def test_a_partition_that_does_not_heal_ends_the_run_with_the_missing_peer(tmp_path: Path, who: str) -> None:
     rules = (f"store.stall_s={STALL_S}", "store.stall_abort_s=8", "schedule.straggler_deadline_s=4")
@@ -79,7 +72,6 @@ def test_a_partition_that_does_not_heal_ends_the_run_with_the_missing_peer(tmp_p
         assert other.process.returncode == 0
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("direction", ["both", "up", "down"])
 def test_an_evaluator_that_is_cut_off_fails_at_its_deadline_and_delays_no_role(tmp_path: Path, direction: str) -> None:
     with Cluster(tmp_path / "run", *SMALL) as run, Proxy(store_of(run)) as proxy:
@@ -106,7 +98,6 @@ def test_an_evaluator_that_is_cut_off_fails_at_its_deadline_and_delays_no_role(t
 ALPHA, CUT_AT, STEPS = 2, 3, 20
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("direction", ["both", "up", "down"])
 def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_waits(
