@@ -67,6 +67,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     "setup": (
         Command("doctor", "list installed and missing dependencies, with the command that installs each",
                 "jaxroll doctor"),
+        Command("compile", "compile the programs of one role into the compilation cache",
+                "jaxroll compile runs/a --role=sampler"),
         Command("env", "check an environment of your own before a run depends on it",
                 "jaxroll env check my_module:MyEnv"),
         Command("tls", "make certificates in RUN/tls for a run on several machines, or print the token of one role",
@@ -76,6 +78,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
     ),
 }  # fmt: skip
 ROLES = tuple(command.name for command in GROUPS["roles"])
+COMPILED = ("learner", "sampler", "evaluator")  # roles that have programs to compile
 RUNNING = ("train", "demo")  # like the roles, these continue when their output has no reader
 HELP = (
     "RUN is the folder of a run; --run=DIR means the same. --config.KEY=VALUE changes a key of the config, as in\n"
@@ -235,10 +238,13 @@ def parser() -> argparse.ArgumentParser:
         for group in GROUPS.values()
         for one in group
     }
-    for name in ("train", "sft", "config", "generate", "eval", "launch", *ROLES):
+    for name in ("train", "sft", "compile", "config", "generate", "eval", "launch", *ROLES):
         _run_options(known[name])
     known["train"].add_argument("--resume", action="store_true", help="continue RUN with its own config")
     _fork_option(known["train"])
+    known["compile"].add_argument(
+        "--role", choices=COMPILED, required=True, help="the role whose programs are compiled, on its own mesh"
+    )
     for role in ROLES:
         _role_options(role, known[role])
     for name in ("report", "inspect", "replay", "export", "checkpoints", "tls"):

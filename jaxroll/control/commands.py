@@ -130,6 +130,29 @@ def run_offline(options: argparse.Namespace) -> int:
         return run_foreground(argv, env)
 
 
+def run_compile(options: argparse.Namespace) -> int:
+    """`compile`: the programs of one role, here when we are the child, else in a child with that role's devices."""
+    config, path = _config_and_run(options, options.command)
+    name = "sampler-0" if options.role == "sampler" else options.role
+    if not options.child:
+        specs = program.compilers(config, path, train.find_inventory(config), python=sys.executable,
+                                  cache_dir=program.default_cache_dir(path, os.environ), names=(name,),
+                                  visible_gpus=placement.visible_gpus())  # fmt: skip
+        if not specs:
+            raise ConfigError("--role", options.role, "has no programs of its own in this run",
+                              "Colocated roles and a learner of several hosts compile when they start.")  # fmt: skip
+        return run_foreground(list(specs[0].argv), dict(specs[0].env))
+    from jaxroll.metrics import JsonlTracker
+    from jaxroll.roles.weights import Progress
+
+    lifeline.give_way()
+    tracker = JsonlTracker(path / run_dir.METRICS_FILE)
+    module = importlib.import_module(f"jaxroll.roles.{options.role}")
+    module.compile_programs(RoleArgs(config, path), Progress(name, tracker.log))
+    tracker.close()
+    return 0
+
+
 def _check_trained(path: Path) -> None:
     """Refuse a run without weights here, rather than in a child that must load JAX first."""
     from jaxroll.learner import checkpoint_files
@@ -364,6 +387,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": run_train,
     **dict.fromkeys(("store", "sampler", "actor", "learner", "evaluator", "colocated", "feeder"), run_role),
     **dict.fromkeys(("sft", "eval", "generate"), run_offline),
+    "compile": run_compile,
     "config": run_config,
     "report": run_report,
     "inspect": run_inspect,

@@ -102,6 +102,36 @@ def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -
     return tuple(found)
 
 
+def compilers(
+    config: Config,
+    run_dir: Path,
+    inventory: Inventory,
+    *,
+    python: str,
+    cache_dir: Path,
+    names: Sequence[str] = ("sampler-0", "evaluator", "learner"),
+    visible_gpus: Sequence[str] = (),
+) -> tuple[ProcessSpec, ...]:
+    """Processes that compile the programs of the roles `names` into the cache, each on the devices of its role.
+
+    Further samplers run the programs of the first. Left out: the one process of a colocated run, and a learner of
+    several hosts, whose programs need all of them. On a CPU they yield to the warm start.
+    """
+    devices = placement.device_env(config, inventory, visible_gpus)
+    names = [name for name in names if name in devices and not (name == "learner" and learner_names(config)[1:])]
+    common = placement.common_env(str(cache_dir))
+    if inventory.platform == "cpu":
+        common |= {lifeline.NICE_ENV: str(lifeline.NICE)}
+    return tuple(
+        ProcessSpec(
+            f"compile-{role_of(name)}", "compile",
+            (python, "-m", "jaxroll", "compile", f"--run={run_dir}", f"--role={role_of(name)}"),
+            common | devices[name],
+        )
+        for name in names
+    )  # fmt: skip
+
+
 def role_of(name: str) -> str:
     """`sampler` of `sampler-0`."""
     return name.partition("-")[0]

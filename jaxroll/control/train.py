@@ -50,8 +50,12 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
         code = 0
         if needs_warm_start(config, path):
             warm = warm_spec(path, program.offline_env(config, inventory, cache_dir, gpus))
-            view.say(f"Warm start: {config.sft.steps} steps on worked answers.")
-            code = _supervise([warm], path, config, view, leader="sft")
+            # The warm start takes the learner's devices, which on a CPU has room beside it.
+            others = ("sampler-0", "evaluator", *(("learner",) if inventory.platform == "cpu" else ()))
+            compilers = program.compilers(config, path, inventory, python=sys.executable, cache_dir=cache_dir,
+                                          names=others, visible_gpus=gpus)  # fmt: skip
+            view.say(f"Warm start: {config.sft.steps} steps on worked answers. The roles' programs compile meanwhile.")
+            code = _supervise([warm, *compilers], path, config, view, leader="sft")
         if code == 0:
             leader = next(spec.name for spec in specs if spec.name in LEADERS)
             code = _supervise(specs, path, config, view, leader=leader)

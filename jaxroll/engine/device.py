@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -56,7 +57,7 @@ class Device:
         self, spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, *, seed: int, attention: Serving = PLAIN
     ) -> None:
         self._name, self._sizes = spec.name, sizes
-        self._shapes = {name: leaf.shape for name, leaf in model_params.abstract(spec).items()}
+        self._served = model_params.served(spec)
         self._programs = programs.build(spec, mesh, rules, sizes, attention)
         self._state = self._programs.empty()
         self._seed = self._placed(jax.random.key(seed))
@@ -149,8 +150,13 @@ class Device:
 
     # --- weights
 
-    def warmup(self, params: Params, progress: Progress | None) -> None:
-        """Compile every program for parameters like `params`, and run each once without effect."""
+    def warmup(self, params: Params | None, progress: Progress | None) -> None:
+        """Compile every program for parameters like `params` (None: zeros), and run each once without effect."""
+        if params is None:
+            where = self._programs.params
+            params = {
+                name: jnp.zeros(leaf.shape, leaf.dtype, device=where[name]) for name, leaf in self._served.items()
+            }
         self.check(params)
         self._dtypes = {name: leaf.dtype for name, leaf in params.items()}
         for fresh, bucket in self._programs.prefill:
@@ -181,8 +187,10 @@ class Device:
             raise TransferError(f"these are not the parameters of {self._name}: missing or unknown {differing[:4]}")
         for name, sharding in wanted.items():
             leaf, known = params[name], self._dtypes
-            if leaf.shape != self._shapes[name]:
-                raise TransferError(f"parameter {name} has shape {leaf.shape}, the model has {self._shapes[name]}")
+            if leaf.shape != self._served[name].shape:
+                raise TransferError(
+                    f"parameter {name} has shape {leaf.shape}, the model has {self._served[name].shape}"
+                )
             if not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
                 raise TransferError(f"parameter {name} has {leaf.sharding}, this engine needs {sharding}")
             if known is not None and leaf.dtype != known[name]:

@@ -177,8 +177,11 @@ class Engine:
 
     # -------------------------------------------------------------------------------------- by the stepping thread
 
-    def warmup(self, params: Params, progress: Progress | None = None) -> None:
-        """Compile every program for parameters like `params`; `progress` gets each program and its duration."""
+    def warmup(self, params: Params | None, progress: Progress | None = None) -> None:
+        """Compile every program for parameters like `params`; `progress` gets the program and its seconds.
+
+        Without `params` zeros take their place: the programs are the same, and end up in the compilation cache.
+        """
         self._device.warmup(params, progress)
 
     def step(self) -> bool:

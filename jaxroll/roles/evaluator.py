@@ -22,6 +22,7 @@ from jaxroll.errors import InfraError, TransferError
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Version, VersionRef
 from jaxroll.roles import session as sessions
+from jaxroll.roles.weights import Progress
 from jaxroll.rollout import manager
 
 PUBLISHED_WAIT_S = 10.0
@@ -33,6 +34,11 @@ HELDOUT_FILE = "heldout.json"
 def main(args: RoleArgs) -> int:
     """Evaluate until the last step's weights are scored; the exit code."""
     return sessions.main(role_spec(args.config), args)
+
+
+def compile_programs(args: RoleArgs, progress: Progress) -> None:
+    """Compile the evaluator's programs into the compilation cache."""
+    sessions.compile_engine(role_spec(args.config), args.config, progress)
 
 
 def role_spec(config: Config) -> sessions.RoleSpec:

@@ -149,6 +149,13 @@ def main(args: RoleArgs) -> int:
     return run_learner(args, stop)
 
 
+def compile_programs(args: RoleArgs, progress: Progress) -> None:
+    """Compile the learner's programs into the compilation cache."""
+    progress.start("compiling the learner")
+    new_trainer(args.config).warmup(progress)
+    progress.end("compiling the learner")
+
+
 def run_learner(
     args: RoleArgs, stop: threading.Event, leader: Leader | None = None, hooks: ColocationHooks = ALONE
 ) -> int:

@@ -26,6 +26,7 @@ from jaxroll.records import Grant, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.members import MemberPlayer, Members, episode_counts, training_params, until_one_ends
 from jaxroll.roles.session import EngineSession
+from jaxroll.roles.weights import Progress
 from jaxroll.rpc import auth, protocol, tls
 from jaxroll.rpc.server import RawServer
 from jaxroll.serving import service
@@ -99,6 +100,11 @@ REPORT_EVERY_S = 1.0
 def main(args: RoleArgs) -> int:
     """Sample until the run is closed; the exit code."""
     return sessions.main(role_spec(args), args)
+
+
+def compile_programs(args: RoleArgs, progress: Progress) -> None:
+    """Compile a sampler's programs into the compilation cache."""
+    sessions.compile_engine(role_spec(args), args.config, progress)
 
 
 def role_spec(args: RoleArgs) -> sessions.RoleSpec:

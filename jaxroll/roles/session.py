@@ -228,6 +228,24 @@ def main(spec: RoleSpec, args: RoleArgs) -> int:
     return EXIT_INTERRUPTED if interrupted.is_set() else 0
 
 
+def compile_engine(part: RoleSpec, config: Config, progress: Progress) -> None:
+    """Compile the engine of `part` without weights and without a store, which fills the compilation cache."""
+    from jaxroll.roles import build
+
+    progress.start("compiling the engine")
+    parts = build.inference(
+        config,
+        part.role.partition("-")[0],
+        part.mesh,
+        slots=part.slots,
+        weight_swap=part.weight_swap,
+        token="",
+        progress=progress,
+    )
+    parts.engine.warmup(None)
+    progress.end("compiling the engine")
+
+
 class EngineProcess:
     """The scoring pool, loop thread and engine of a role; the engine runs on the thread that calls `run`.
 

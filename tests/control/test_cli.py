@@ -196,16 +196,22 @@ def pretended_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.process
 @pytest.mark.usefixtures("pretended_python")
-def test_train_warms_up_once_runs_all_roles_and_resumes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_warms_up_once_runs_all_roles_and_resumes(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_COMPILERS", "3")
     assert cli.main(["train", f"--config={SMOKE}", "--run=r"]) == 0
     first = calls(here / "r")
+    compiled = [words for words in first if words[0] == "compile"]
+    assert sorted(words[-1] for words in compiled) == ["--role=evaluator", "--role=learner", "--role=sampler"]
+    first = [words for words in first if words not in compiled]
     assert [words[0] for words in first[:2]] == ["sft", "store"]
     assert sorted(words[0] for words in first) == ["evaluator", "learner", "sampler", "sft", "store"]
     assert all(f"--run={here / 'r'}" in words for words in first)
     assert "jaxroll report r" in capsys.readouterr().out
     assert cli.main(["train", f"--config={SMOKE}", "--run=r"]) == 64
     assert cli.main(["train", "--run=r", "--resume", "--config.schedule.steps=9"]) == 0
-    later = calls(here / "r")[len(first) :]
+    later = calls(here / "r")[len(first) + len(compiled) :]
     assert sorted(words[0] for words in later) == ["evaluator", "learner", "sampler", "store"]
     assert [words for words in later if "--resume" in words] == [], "roles find their state on disk without --resume"
     assert run_dir.load_config(here / "r").schedule.steps == 9

@@ -40,6 +40,7 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("train --confg=configs/smoke.py", ("--confg", "--config=configs/smoke.py"), "train --config=configs/smoke.py"),
     ("train --config=configs/smoke.py --fast", ("--fast", "train --help"), "train --help"),
     ("eval begun --samples=3", ("--samples", "eval --help"), "eval --help"),
+    ("compile begun --role=store", ("--role", "sampler"), "compile --help"),
     ("train old --run=begun --resume", ("old", "--run=begun"), "train old --resume"),
     ("report", ("RUN",), "report old"),
     ("train", ("--config", "configs/demo.py"), "train --config=configs/demo.py"),

@@ -88,6 +88,23 @@ def test_every_role_is_there_and_only_the_evaluator_can_be_left_out() -> None:
     assert [spec.name for spec in specs] == names[:-1]
 
 
+def test_compilers_have_the_devices_of_their_roles_and_yield_on_a_cpu() -> None:
+    of_run = {"python": "python", "cache_dir": Path("/r/cache")}
+    names = ("sampler-0", "evaluator", "learner")
+    specs = {spec.name: spec for spec in built("cpu")}
+    found = program.compilers(UNEQUAL, Path("/r/run"), INVENTORIES["cpu"], names=names, **of_run)
+    assert [spec.argv[3:] for spec in found] == [
+        ("compile", "--run=/r/run", f"--role={program.role_of(name)}") for name in names
+    ]
+    for name, spec in zip(names, found, strict=True):
+        assert spec.env == {**specs[name].env, "JAXROLL_NICE": "10"} and spec.after == ()
+    colocated = replace(UNEQUAL, placement=PlacementConfig(colocated=True))
+    assert program.compilers(colocated, Path("/r/run"), INVENTORIES["cpu"], names=names, **of_run) == ()
+    two_hosts = replace(UNEQUAL, placement=PlacementConfig(learner_hosts=2))
+    found = program.compilers(two_hosts, Path("/r/run"), INVENTORIES["cpu"], names=names, **of_run)
+    assert [spec.name for spec in found] == ["compile-sampler", "compile-evaluator"]
+
+
 def test_no_two_roles_see_the_same_chip_or_gpu_and_all_see_as_many_as_their_mesh_has() -> None:
     for name, variable in (("tpu", "TPU_VISIBLE_CHIPS"), ("gpus", "CUDA_VISIBLE_DEVICES")):
         seen = {spec.name: spec.env[variable].split(",") for spec in built(name) if spec.name != "store"}

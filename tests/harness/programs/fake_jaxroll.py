@@ -25,7 +25,13 @@ if role in ("sft", "learner"):
     hold_until_s = time.monotonic() + 60
     while (run_dir / "hold").exists() and time.monotonic() < hold_until_s:
         time.sleep(0.02)
-if role == "sft":
+if role == "sft":  # it ends when FAKE_COMPILERS processes have noted their calls
+    give_up_s = time.monotonic() + 30
+    while time.monotonic() < give_up_s:
+        noted = [json.loads(line)["words"][0] for line in (run_dir / "calls.jsonl").read_text().splitlines()]
+        if noted.count("compile") >= int(os.environ.get("FAKE_COMPILERS", "0")):
+            break
+        time.sleep(0.02)
     (run_dir / ".warm-done").touch()
 elif role == "store":
     (run_dir / "store.addr").write_text("127.0.0.1:1")
