@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import msgspec
 
@@ -52,8 +53,74 @@ class Recovered:
     before_bytes: int = 0
 
 
+class CommitLog(Protocol):
+    """Commit log as the keeper and the RPC methods use it: `Log` on disk, `MemoryLog` for simulations.
+
+    `recovered` is the content at the start, `failure` the error of a failed commit. `Log` documents the methods.
+    """
+
+    recovered: Recovered
+    failure: InfraError | None
+
+    def append(self, statements: Sequence[schema.Statement]) -> None: ...
+    async def committed(self) -> None: ...
+    def begin(self, state: State) -> None: ...
+    def compact(self) -> None: ...
+    async def payloads(self, group: int) -> dict[int, bytes]: ...
+    async def recorded(self, group: int, member: int) -> Recorded | None: ...
+    async def facts(self) -> dict[str, int | str]: ...
+    async def close(self) -> None: ...
+
+
+class MemoryLog:
+    """Commit log in memory, with the same tables. It commits at once, without threads or waits, and ends with `close`.
+
+    So the store's real objects can run on a virtual-time event loop. `connection` is for readers of the tables.
+    """
+
+    def __init__(self, *, keep_bytes: int = 0) -> None:
+        self.connection = sqlite3.connect(":memory:", isolation_level=None)
+        database.prepared(self.connection, Path(":memory:"))
+        self.recovered = _read(self.connection)
+        self.failure: InfraError | None = None
+        self.commits = 0
+        self._upkeep = Maintenance(self.connection, HISTORY_BYTES, keep_bytes)
+
+    def append(self, statements: Sequence[schema.Statement]) -> None:
+        """Commit the statements; sqlite3.Error if they are refused."""
+        if statements:
+            _commit(self.connection, statements, self._upkeep)
+            self.commits += 1
+
+    async def committed(self) -> None:
+        """Return at once: every append has been committed."""
+
+    def begin(self, state: State) -> None:
+        """Do nothing: there is no history to compact."""
+
+    def compact(self) -> None:
+        """Do nothing: the history stays whole."""
+
+    async def payloads(self, group: int) -> dict[int, bytes]:
+        """Read the bytes of the group's members, by member number."""
+        return dict(_fetch(self.connection, _SELECT_PAYLOADS, (group,)))
+
+    async def recorded(self, group: int, member: int) -> Recorded | None:
+        """Read the last finished attempt of a member whose group has ended; None if there is none."""
+        rows = _fetch(self.connection, _SELECT_RECORDED, (group, member))
+        return Recorded(*rows[0]) if rows else None
+
+    async def facts(self) -> dict[str, int | str]:
+        """Settings of the connection and number of committed transactions."""
+        return _facts(self.connection) | {"wal_bytes": 0, "commits": self.commits}
+
+    async def close(self) -> None:
+        """Drop all data."""
+        self.connection.close()
+
+
 class Log:
-    """Open commit log. Call all methods from one event loop's thread; closing waits for the writer."""
+    """Commit log on disk. Call all methods from one event loop's thread; closing waits for the writer."""
 
     def __init__(self, run_dir: Path, *, history_bytes: int = HISTORY_BYTES, keep_bytes: int = KEEP_BYTES) -> None:
         """Open the log in `run_dir`, or create it.

@@ -27,7 +27,7 @@ from jaxroll.store.core.requests import Key
 from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import NAMES_KNOWN, State
 from jaxroll.store.log import schema
-from jaxroll.store.log.commit_log import Log
+from jaxroll.store.log.commit_log import CommitLog
 from jaxroll.store.messages import MAX_KEYS, Hello
 
 # --- update slots for rolling weight updates (`schedule.rolling_updates`), first come, first served
@@ -174,7 +174,7 @@ _QUIET = (ev.Leased, ev.Awaited, ev.Hungry, ev.Seen, ev.Renewed, ev.Extended, ev
 class Keeper:
     """State machine with its log. Use it from one event loop's thread; deciding and logging happen without an await."""
 
-    def __init__(self, settings: Settings, log: Log, clock: Clock) -> None:
+    def __init__(self, settings: Settings, log: CommitLog, clock: Clock) -> None:
         self.settings, self.log, self._clock = settings, log, clock
         known = log.recovered
         self.run_id = known.run_id

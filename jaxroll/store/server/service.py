@@ -66,7 +66,7 @@ class StoreService:
     ) -> None:
         self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
         self._page_bytes, self._turns = page_bytes, turns
-        self._run_id = keeper.log.recovered.run_id
+        self._run_id = keeper.run_id
         self.handshake = HandshakeCheck(keeper, config_digest)
         self._put = PutPipeline(keeper, audit, vocab_size)
         self._last_report: dict[str, str] = RecentMap(NAMES_KEPT)

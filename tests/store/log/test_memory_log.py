@@ -1,0 +1,59 @@
+"""The log in memory against the log on disk: the same run leaves the same state, rows and bytes, without a wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from jaxroll.clock import ManualClock
+from jaxroll.store.core.machine import Core
+from jaxroll.store.log.commit_log import CommitLog, Log, MemoryLog
+from jaxroll.store.log.replay import replay_log
+from jaxroll.store.server.keeper import Keeper
+from tests.harness.store.recorded_log import SETTINGS, eventful_history, facts
+
+
+async def played(log: CommitLog) -> tuple[Core, dict[int, dict[int, bytes]], dict[tuple[int, int], object]]:
+    """The machine after the history, the payloads of all groups alive, and the records of all members."""
+    clock = ManualClock()
+    kept = Keeper(SETTINGS, log, clock)
+    for _ in eventful_history(kept, clock):
+        await log.committed()
+    state = kept.state
+    payloads = {group: await log.payloads(group) for group in (*state.open, *state.held)}
+    members = [(group, member) for group in range(state.next_group) for member in range(SETTINGS.group_size)]
+    return kept.core, payloads, {key: await log.recorded(*key) for key in members}
+
+
+def test_the_same_run_leaves_the_same_state_and_bytes(tmp_path: Path) -> None:
+    async def both() -> None:
+        disk, memory = Log(tmp_path), MemoryLog()
+        left, right = await played(disk), await played(memory)
+        assert facts(left[0]) == facts(right[0])
+        assert left[1:] == right[1:]
+        assert any(left[1].values()) and any(left[2].values())
+        await disk.close()
+        await memory.close()
+
+    asyncio.run(both())
+
+
+def test_its_records_and_tables_pass_the_replay() -> None:
+    log = MemoryLog()
+    core, _, _ = asyncio.run(played(log))
+    found = replay_log(log.connection)
+    assert found.violations == [] and found.whole
+    assert found.last == core.state.position == found.records > 50
+    log.connection.execute("UPDATE members SET attempt = attempt + 1 WHERE state = 'done'")
+    assert replay_log(log.connection).violations
+
+
+def test_it_never_waits_and_starts_no_thread() -> None:
+    threads = threading.active_count()
+    run = played(MemoryLog())
+    with pytest.raises(StopIteration):
+        run.send(None)  # one step suffices: no await suspends
+    assert threading.active_count() == threads
