@@ -4,7 +4,7 @@
     python -m benchmarks.figures.draw --record=runs/demo     # learning_curve.json from a run, then draw
 
 Each JSON file holds the values of one figure and the command, commit and evidence class that they come from.
-`tests/docs/testfigures.py` checks that the committed figures equal the output of this script.
+`tests/docs/test_figures.py` checks that the committed figures equal the output of this script.
 """
 
 from __future__ import annotations
