@@ -86,6 +86,11 @@ def test_commands_that_are_named_exist(page: Path) -> None:
     assert set(lines) <= set(commands.COMMANDS), sorted(set(lines) - set(commands.COMMANDS))
 
 
+def test_the_page_of_commands_has_every_command() -> None:
+    words = re.findall(r"`(?:jaxroll )?([a-z]+)\b", (ROOT / "docs" / "commands.md").read_text())
+    assert set(commands.COMMANDS) <= set(words)
+
+
 def test_make_targets_that_are_named_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {name for page in PAGES for name in re.findall(r"`(?:[A-Z]+=\S+ )?make ([a-z]+)", page.read_text())}
