@@ -136,7 +136,7 @@ class Attack:
         self.random = random.Random(orders.get("seed", 0))
         self.stop = threading.Event()
 
-    def heard(self, answer: str, times: int = 1) -> None:
+    def note(self, answer: str, times: int = 1) -> None:
         """Count an answer under the expected pattern; a strange one under its text without numbers."""
         for expected in self._expected:
             if re.match(expected, answer, re.DOTALL):
@@ -153,7 +153,7 @@ class Attack:
         strange = {answer: times for answer, times in self.count.items() if answer not in self._expected}
         return {"counted": dict(self.count), "missed": self.missed(), "strange": strange}
 
-    def said(self, **changes: str) -> list[tuple[str, str]]:
+    def metadata(self, **changes: str) -> list[tuple[str, str]]:
         """The metadata of a call as a client sends it, with the changes."""
         orders = self.orders
         said = {"name": "mallory", "session": "m", "right": "sampler", "run": orders.get("run_id", ""),
@@ -172,14 +172,14 @@ class Attack:
         self, channel: grpc.aio.Channel, method: str, body: bytes, metadata: list[tuple[str, str]] | None = None
     ) -> bytes:
         """Make a call and count the answer; return its body, or b"" if there is none."""
-        metadata = self.said(bytes=str(len(body))) if metadata is None else metadata
+        metadata = self.metadata(bytes=str(len(body))) if metadata is None else metadata
         answer = await self._answer(channel, method, body, metadata, self.orders.get("timeout_s", 20.0))
         if isinstance(answer, str):
-            self.heard(f"{method} {answer}")
+            self.note(f"{method} {answer}")
             return b""
-        self.heard(f"{method} OK")
+        self.note(f"{method} OK")
         for one in wire.decode(answer, msg.PutReply).answers if method == "Put" else ():
-            self.heard(f"member {one.refusal.code}: {one.refusal.reason}" if one.refusal else f"member {one.result}")
+            self.note(f"member {one.refusal.code}: {one.refusal.reason}" if one.refusal else f"member {one.result}")
         return answer
 
     async def _answer(
@@ -202,7 +202,7 @@ class Attack:
         channel, body = self.channels()[0], wire.encode(message)
         give_up_s = time.monotonic() + PATIENCE_S
         while True:
-            answer = await self._answer(channel, method, body, self.said(), 10.0)
+            answer = await self._answer(channel, method, body, self.metadata(), 10.0)
             if isinstance(answer, bytes):
                 await channel.close()
                 return answer
@@ -264,11 +264,11 @@ def silent(attack: Attack, speak: Callable[[Line], None] | None = None) -> None:
             try:
                 sock = socket.create_connection((attack.host, attack.port), timeout=5)
             except OSError:
-                attack.heard("refused")
+                attack.note("refused")
                 break
             sock.setblocking(False)
             held.append(Line(sock, time.monotonic()))
-            attack.heard("opened")
+            attack.note("opened")
         if not ready and (not attack.missed() or time.monotonic() > give_up_s):
             ready = True
             print("ready", flush=True)
@@ -281,7 +281,7 @@ def silent(attack: Attack, speak: Callable[[Line], None] | None = None) -> None:
             line.rounds += 1
         for line in held:
             if _is_closed(line):
-                attack.heard(_end(line))
+                attack.note(_end(line))
                 line.sock.close()
         held = [line for line in held if line.sock.fileno() >= 0]
 
@@ -327,7 +327,7 @@ def two_gb(attack: Attack) -> None:
     """Announce a gRPC message of 2 GB and send as much as the store accepts; then the same on another stream."""
     headers = [(":method", "POST"), (":scheme", "http"), (":path", f"/{msg.SERVICE}/Put"), (":authority", "x"),
                ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
-    headers += attack.said(bytes="60000000")
+    headers += attack.metadata(bytes="60000000")
     block = b"".join(b"\0" + _literal(name) + _literal(value) for name, value in headers)
 
     def begin(line: Line) -> None:
@@ -343,11 +343,11 @@ def two_gb(attack: Attack) -> None:
         if line.rounds == 0:
             begin(line)
         elif _TOO_LARGE in line.told:
-            attack.heard("refused as too large")
+            attack.note("refused as too large")
             line.told, line.stream = b"", line.stream + 2
             begin(line)
         for _ in range(64):
-            attack.heard("bytes", line.sock.send(_data(line.stream, bytes(16_000))))
+            attack.note("bytes", line.sock.send(_data(line.stream, bytes(16_000))))
 
     silent(attack, speak)
 
@@ -378,12 +378,12 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def no_token(attack: Attack) -> None:
-    await attack.flood(lambda channel: attack.call(channel, "Put", bytes(65_536), attack.said(token="")))
+    await attack.flood(lambda channel: attack.call(channel, "Put", bytes(65_536), attack.metadata(token="")))
 
 
 async def wrong_token(attack: Attack) -> None:
     def one(channel: grpc.aio.Channel) -> Awaitable[bytes]:
-        guessed = attack.said(token=f"{attack.random.getrandbits(256):064x}")
+        guessed = attack.metadata(token=f"{attack.random.getrandbits(256):064x}")
         return attack.call(channel, attack.random.choice(SAMPLER_METHODS), bytes(65_536), guessed)
 
     await attack.flood(one)
@@ -396,7 +396,7 @@ async def wrong_role(attack: Attack) -> None:
         right = attack.random.choice(("sampler", "learner", "admin"))
         method = attack.random.choice(LEARNER_METHODS)  # calls that would do harm: a new lineage, the end of the run
         body = {"Begin": msg.BeginCall(None), "Close": msg.CloseCall("mallory")}.get(method)
-        return attack.call(channel, method, wire.encode(body) if body else b"", attack.said(right=right))
+        return attack.call(channel, method, wire.encode(body) if body else b"", attack.metadata(right=right))
 
     await attack.flood(one)
 
@@ -424,11 +424,11 @@ async def liars(attack: Attack) -> None:
 
         try:
             send = channel.stream_unary(f"/{msg.SERVICE}/Put")
-            await send(pieces(), metadata=attack.said(bytes=str(declared)), timeout=15)
+            await send(pieces(), metadata=attack.metadata(bytes=str(declared)), timeout=15)
         except grpc.aio.AioRpcError as error:
-            attack.heard(f"Put {error.code().name}: {error.details()}")
+            attack.note(f"Put {error.code().name}: {error.details()}")
         else:
-            attack.heard("Put OK")
+            attack.note("Put OK")
 
     await attack.flood(one)
 
@@ -494,9 +494,9 @@ async def paths(attack: Attack) -> None:
         if place == "request":
             return attack.call(channel, "Lease", wire.encode(msg.LeaseCall(V0, 1, 0.0, text)))
         if place == "run" or (place == "config" and attack.random.random() < 0.5):
-            return attack.call(channel, "Status", b"", attack.said(**{place: text}))
+            return attack.call(channel, "Status", b"", attack.metadata(**{place: text}))
         return attack.call(channel, "Hello", wire.encode(msg.Hello(wire.PROTOCOL_VERSION, text)),
-                           attack.said(**{place: text}))  # fmt: skip
+                           attack.metadata(**{place: text}))  # fmt: skip
 
     await attack.flood(one)
 
@@ -508,7 +508,7 @@ async def polls(attack: Attack) -> None:
 
     async def one(channel: grpc.aio.Channel) -> None:
         method = attack.random.choice(tuple(bodies))
-        held = asyncio.get_running_loop().call_later(HELD_S, attack.heard, f"{method} held")
+        held = asyncio.get_running_loop().call_later(HELD_S, attack.note, f"{method} held")
         try:
             await attack.call(channel, method, bodies[method])
         finally:
@@ -522,7 +522,7 @@ async def crowd(attack: Attack) -> None:
 
     async def one(channel: grpc.aio.Channel) -> None:
         name = f"{attack.random.getrandbits(64):x}"
-        await attack.call(channel, "Hello", hello, attack.said(name=name, session=name))
+        await attack.call(channel, "Hello", hello, attack.metadata(name=name, session=name))
 
     await attack.flood(one)
 

@@ -65,7 +65,7 @@ def facts(run: Run, steps: int) -> Row:
         "prompts_out_of_order": out_of_order(issued, run.run_dir),
         "acknowledged_puts": len({tuple(r["key"]) for r in journal if r["kind"] == "put" and r["answer"] == "OK"}),
         "errors": [error for error in (report_error, replay_error, verify_error) if error],
-        "promises": [] if report is None else broken_promises(report, config),
+        "promises": [] if report is None else violated_invariants(report, config),
     }
 
 
@@ -194,7 +194,7 @@ def first_difference(issued: Sequence[int], undisturbed: Sequence[int]) -> str |
     return None
 
 
-def broken_promises(report: Row, config: Row) -> list[str]:
+def violated_invariants(report: Row, config: Row) -> list[str]:
     """The invariants that the run's report finds violated, except performance: a run under attack is slow."""
     kept = ("largest age", "groups unaccounted for", "groups trained twice", "held-out questions trained",
             "compiles after warm-up")  # fmt: skip

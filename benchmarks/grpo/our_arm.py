@@ -61,10 +61,10 @@ def trained(work: Work, folder: Path, steps: int, options: dict[str, Any]) -> di
         if done.returncode != 0:
             raise RuntimeError(f"ours ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return told(rows)
+    return figures(rows)
 
 
-def told(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of a run from its rows, without the first steps."""
     steps = sorted((row for row in rows if row["kind"] == "step"), key=lambda row: row["step"])[SETTLING:]
     samples, tokens = sum(row["samples"] for row in steps), sum(row["tokens_trained"] for row in steps)

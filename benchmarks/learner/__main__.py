@@ -110,7 +110,7 @@ def large(case: Large, runs: Runs) -> dict[str, Any]:
         with closing(
             Child("benchmarks.learner.gpu_arm", "ours", os.cpu_count() or 1, *words, platform=case.platform)
         ) as child:
-            return child.ask(str(case.steps)) | child.said
+            return child.ask(str(case.steps)) | child.started
 
     found = runs.run(case.name, 0, run)
     mfu = spread(found["mfu"]) if found["mfu"] else None

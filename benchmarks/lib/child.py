@@ -45,7 +45,7 @@ class Child:
             [str(python_of(arm)), "-m", program, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self._errors, text=True, env=environment,
         )  # fmt: skip
-        self.said = self._answer()  # its answer at the start
+        self.started = self._answer()  # its answer at the start
 
     def ask(self, command: str) -> dict[str, Any]:
         """Send a command and return the answer."""

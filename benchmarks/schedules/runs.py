@@ -160,12 +160,12 @@ def measured(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "age_mean": statistics.mean(row["age_mean"] or 0.0 for row in counted),
         "age_max": max(row["age_max"] for row in steps),
         "window": next(row["in_flight_window"] for row in reversed(rows) if row["kind"] == "store"),
-        **thrown_away(rows, steps),
+        **untrained(rows, steps),
         "accuracy": [accuracy for _, accuracy, _ in evals], "accuracy_t": [t - steps[0]["t0"] for _, _, t in evals],
     }  # fmt: skip
 
 
-def thrown_away(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, float | None]:
+def untrained(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, float | None]:
     """The shares of sampled members and tokens that were not trained, and their `length_bias`.
 
     They are members of groups that ended untrained, and aborted members with their tokens so far.

@@ -117,7 +117,7 @@ def test_what_is_dropped_is_waste_and_long_ones_are_a_bias(monkeypatch: pytest.M
         "tokens_aborted": 40,
         "tokens_aborted_done": 160,
     }
-    found = races.thrown_away([stats, store_row(trained=[85, 850], lost=[5, 50])], steps)
+    found = races.untrained([stats, store_row(trained=[85, 850], lost=[5, 50])], steps)
     assert found["waste_members"] == pytest.approx(15 / 100)
     assert found["waste_tokens"] == pytest.approx((50 + 200) / (900 + 200))
     assert found["length_bias"] == pytest.approx(10 / (1100 / 100))

@@ -147,7 +147,7 @@ def differing(lives: Mapping[int, list[dict]]) -> dict[int, list[dict]]:
     return {step: found for step, found in lives.items() if any(life != found[0] for life in found)}
 
 
-def broken_promises(train: Train, report: dict) -> list[str]:
+def violated_invariants(train: Train, report: dict) -> list[str]:
     """The report's violated invariants."""
     config = json.loads((train.run_dir / "run.json").read_text())["config"]
     return [f"{c.name}: {c.found}, {c.bound}" for c in checks(report, config) if c.holds is False]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.harness.train_process import Train, assert_sound, broken_promises
+from tests.harness.train_process import Train, assert_sound, violated_invariants
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(1200)]
 LIMIT_S = 900.0
@@ -46,9 +46,9 @@ def finished(run_dir, *overrides, config="demo"):
     return train, train.report(), watch
 
 
-def assert_promises(train, report, watch):
+def assert_invariants(train, report, watch):
     """Assert the report's invariants. The demo alone causes a load of up to 5; with other load it overlaps less."""
-    assert broken_promises(train, report) == [], f"the largest load during the run was {watch.load:.0f}"
+    assert violated_invariants(train, report) == [], f"the largest load during the run was {watch.load:.0f}"
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -59,7 +59,7 @@ def test_the_demo_learns_and_keeps_every_promise(free_run_dir, seed):
     assert report["heldout_items"] == 512 and report["heldout_in_train"] == 0
     assert report["eval_steps"] == [0, STEPS] and report["restarts"] == 0
     assert report["learner_mesh"]["fsdp"] == 2 and report["sampler_mesh"]["tensor"] == 2
-    assert_promises(train, report, watch)
+    assert_invariants(train, report, watch)
 
 
 @pytest.mark.parametrize("alpha", [0, 2])
@@ -69,7 +69,7 @@ def test_the_demo_learns_at_other_bounds_of_age(free_run_dir, alpha):
     ages = {int(age) for row in train.rows if row["kind"] == "step" for age in row["age_hist"]}
     assert {0, min(alpha, 1)} <= ages <= set(range(alpha + 1)), "ages are not within α, or do not vary"
     assert report["accuracy_gain_low"] >= 0.08, report
-    assert_promises(train, report, watch)
+    assert_invariants(train, report, watch)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from jaxroll.errors import EXIT_INTERRUPTED
-from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, broken_promises, last_step
+from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step, violated_invariants
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
 LEASE_S = 4.0
@@ -98,7 +98,7 @@ def test_the_wall_clock_may_jump_by_hours(tmp_path: Path, monkeypatch: pytest.Mo
         report = train.report()
         assert report["restarts"] == 1
         broken = [
-            line for line in broken_promises(train, report) if not line.startswith("overlap")
+            line for line in violated_invariants(train, report) if not line.startswith("overlap")
         ]  # depends on the machine's load
         assert broken == []
         steps = [row for row in train.rows if row["kind"] == "step"]
