@@ -23,7 +23,7 @@ class ConfigError(JaxRollError):
 def _shown(value: object) -> str:
     """The value in at most `_SHOWN` characters, because it may come from a file and be a whole document."""
     try:
-        text = repr(value)
+        text = repr(list(value) if isinstance(value, tuple) else value)
     except ValueError:  # an integer with more digits than Python prints
         text = f"a {type(value).__name__} too large to print"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -60,7 +60,7 @@ def coerce(kind: Any, value: Any, key: str) -> Any:
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            raise _wrong_type(key, value, "a tuple of whole numbers", f"Write ({value!r},).")
+            raise _wrong_type(key, value, "a list of whole numbers", f"Write [{value!r}].")
         return tuple(coerce(get_args(kind)[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if kind is dict:
         if not isinstance(value, Mapping):

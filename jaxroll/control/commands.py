@@ -174,10 +174,9 @@ def run_foreground(argv: list[str], env: dict[str, str]) -> int:
 
 
 def run_config(options: argparse.Namespace) -> None:
-    """`config`: the resolved config as JSON, its digest last on standard error."""
+    """`config`: print the resolved config as JSON."""
     config = run_dir.load_config(_absolute(options.run)) if options.run else _config_of_file(options)
     print(json.dumps(configs.to_dict(config), indent=2))
-    print(f"digest {configs.digest(config)}", file=sys.stderr)
 
 
 def run_report(options: argparse.Namespace) -> int:

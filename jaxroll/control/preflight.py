@@ -2,7 +2,7 @@
 
 `check_described` judges the config alone. `check` also opens what the config names on this machine:
 files, the task's library, the tokenizer, the environment's module. Neither loads JAX. tests/control/test_preflight.py
-holds the list of refusals in the roles' rooms, and how each is met here.
+lists the refusals of the roles' packages and the check here that comes first.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ class _Slot:
 
 
 class WakeSignal:
-    """Wakes who waits. `ring` may interrupt `wait` in its own thread, as the handler of a signal does: with an Event,
-    whose lock is not reentrant, `set` would then wait forever.
+    """Wakes the thread that waits. `ring` may interrupt `wait` in its own thread, as the handler of a signal does:
+    with an Event, whose lock is not reentrant, `set` would then wait forever.
     """
 
     def __init__(self) -> None:

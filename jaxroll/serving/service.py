@@ -109,5 +109,5 @@ class Serving:
             raise StaleClient(f"this sampler is of run {self._run_id}, the caller of {caller.run_id[:64] or 'none'}")
         if caller.config_digest != self._config_digest:
             raise Unauthorized(
-                f"this sampler runs config {self._config_digest[:12]}, the caller {caller.config_digest[:12] or 'none'}"
+                "the sampler and the caller have different configs: start both from the same config file"
             )

@@ -40,7 +40,7 @@ def test_config_prints_the_resolved_config(capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr()
     loaded = configs.load(SMOKE, ["run.seed=9"])
     assert configs.parse(json.loads(printed.out)) == loaded
-    assert configs.digest(loaded) in printed.err
+    assert printed.err == ""
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
      "train --config=configs/smoke.py --config.learner.learning_rate=1e-4"),
     ("train --config=configs/smoke.py --config.lerner.learning_rate=1e-4", ("lerner", "learner"),
      "train --config=configs/smoke.py --config.learner.learning_rate=1e-4"),
+    ("train --config=configs/smoke.py --config.sampler.prefill_buckets=64,32", ("sampler.prefill_buckets = [64, 32]",),
+     "train --config=configs/smoke.py --config.sampler.prefill_buckets=32,64"),
     ("train --config=configs/smoke.py --config.schedule.steps=many", ("schedule.steps", "whole number"),
      "train --config=configs/smoke.py --config.schedule.steps=20"),
     ("train --config=configs/smoke.py --config.task.name=spel", (TASK, "spell_backward"),

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,22 @@ def test_one_group_in_full(run_dir: Path) -> None:
     kinds = [event["kind"] for event in found["events"]]
     assert kinds == ["issued", "leased", "put", "put", "claimed", "acked", "began", "acked"]
     assert found["events"][1]["what"] == "S works on member 0 (attempt 1), 1 (attempt 1)"
+
+
+def test_people_see_questions_and_lists_but_no_hash_and_no_python_value(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sqlite3.connect(run_dir / "store.db") as db:
+        groups, hashes = zip(*db.execute("SELECT id, question_hash FROM groups"), strict=True)
+    shown = []
+    for words in ([], *([f"--group={group}"] for group in groups)):
+        assert cli.main(["inspect", str(run_dir), *words]) == 0
+        shown.append(capsys.readouterr().out)
+    for text in shown:
+        found = set(re.findall(r"\w+", text)) & set(hashes)
+        assert not found and not re.search(r"members? [\[(]", text), found
+    found = facts(run_dir)["questions"]
+    assert any(row["question"] for row in found) and all(row["question"][:60] in shown[0] for row in found)
 
 
 def test_groups_that_died_were_shrunk_or_are_not_there(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

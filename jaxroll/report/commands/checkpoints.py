@@ -1,4 +1,4 @@
-"""`jaxroll checkpoints RUN`: what a live or finished run can go on from, and with `--verify` whether it is intact.
+"""`jaxroll checkpoints RUN`: the checkpoints of a live or finished run; `--verify` checks that they are intact.
 
 Without sums nothing can be verified, so `--verify` calls that a problem too; of a durable one it is damage.
 """

@@ -37,6 +37,7 @@ LEASES, GROUPS, FAILURES, CLAIMS, VERSIONS, QUESTIONS, REASONS = (
     20,
 )  # rows shown; the JSON has all leases
 CAUSES, CAUSE_CHARS, FAILURES_COUNTED = 40, 200, 50_000
+NO_TEXT = "(its text is not kept)"
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 Facts = dict[str, Any]
 
@@ -223,12 +224,16 @@ def _claims_facts(db: sqlite3.Connection, now: float) -> list[Facts]:
 
 
 def _questions_facts(db: sqlite3.Connection) -> list[Facts]:
-    """The difficulty of answered questions, the hardest first."""
+    """The difficulty of answered questions, the hardest first, with their texts as far as those are kept."""
     sql = (
-        "SELECT question_hash, issued, trained, members, reward_sum / members AS mean_reward FROM questions"
-        " WHERE members > 0 ORDER BY mean_reward, members DESC LIMIT ?"
+        "SELECT question_hash, issued, trained, members, reward_sum / members AS mean_reward, (SELECT messages FROM"
+        " groups JOIN tasks ON tasks.group_id = groups.id WHERE groups.question_hash = questions.question_hash LIMIT 1)"
+        " AS messages FROM questions WHERE members > 0 ORDER BY mean_reward, members DESC LIMIT ?"
     )
-    return _rows(db, sql, QUESTIONS)
+    found = _rows(db, sql, QUESTIONS)
+    for row in found:
+        row["question"] = question(row.pop("messages"))
+    return found
 
 
 def _disk_facts(run_dir: Path, db: sqlite3.Connection) -> Facts:
@@ -311,7 +316,7 @@ def _mb(size: float | None) -> str:
 
 
 def _waits(f: Facts) -> Section:
-    return Section("who is waited for", ("who", "why"), sorted(f["waits"].items()))
+    return Section("the run waits for", ("role or holder", "reason"), sorted(f["waits"].items()))
 
 
 def _by_state(f: Facts) -> Section:
@@ -342,7 +347,7 @@ def _leases(f: Facts) -> Section:
         (holder, str(len(some)), duration(some[0]["for_s"]), short(", ".join(map(_key, some)), 70))
         for holder, some in holders.items()
     ]
-    return Section("open leases", ("holder", "members", "longest", "which"), rows, right=frozenset({1}))
+    return Section("open leases", ("holder", "members", "longest", "group.member"), rows, right=frozenset({1}))
 
 
 def _key(row: Facts) -> str:
@@ -354,7 +359,7 @@ def _ended(f: Facts) -> Section:
         (row["state"], number(row["groups"]), number(row["tokens"]), str(row["last"]), short(row["reason"], 80))
         for row in f["ended"]
     ]
-    headings = ("state", "groups", "tokens", "newest", "why")
+    headings = ("state", "groups", "tokens", "newest", "reason")
     return Section("ended untrained", headings, rows, right=frozenset({1, 2, 3}))
 
 
@@ -419,7 +424,7 @@ def _weights(f: Facts) -> Section:
 
 def _questions(f: Facts) -> Section:
     numbers = ("mean_reward", "members", "issued", "trained")
-    rows = [(row["question_hash"], *(number(row[name]) for name in numbers)) for row in f["questions"]]
+    rows = [(short(row["question"]) or NO_TEXT, *(number(row[name]) for name in numbers)) for row in f["questions"]]
     headings = ("question", "mean reward", "answers", "issued", "trained")
     return Section("hardest questions", headings, rows, right=frozenset({1, 2, 3, 4}))
 
@@ -441,11 +446,11 @@ def _disk(f: Facts) -> Section:
 def group_sections(f: Facts, why_no_text: str) -> list[Section]:
     """The facts of `trajectory`, for a person."""
     group, task = f["group"], f["task"]
-    again = f", again for group {group['reissue_of']}" if group["reissue_of"] is not None else ""
+    again = f", to replace group {group['reissue_of']}" if group["reissue_of"] is not None else ""
     rows = [
         ("state", shown_state(group["state"]) + (f": {group['reason']}" if group["reason"] else "")),
-        ("question", group["question_hash"] + again),
-        ("issued", f"{duration(group['issued_ago_s'])} ago"),
+        *([] if task else [("question", NO_TEXT)]),
+        ("issued", f"{duration(group['issued_ago_s'])} ago{again}"),
     ]
     if f["claim"]:
         claim = f["claim"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,18 +169,18 @@ def described(event: ev.Event) -> str:
     match event:
         case ev.Issued():
             again = f", again for group {event.reissue_of}" if event.reissue_of is not None else ""
-            return f"question {event.task.question_hash}, {event.size} members{again}"
+            return f"{event.size} members{again}"
         case ev.Leased():
             members = ", ".join(f"{m} (attempt {a})" for m, a in event.members)
             return f"{event.holder} works on member {members}"
         case ev.LeaseEnded():
-            return f"members {list(event.members)}: {event.reason}"
+            return f"members {_listed(event.members)}: {event.reason}"
         case ev.Put():
             return f"member {event.member} (attempt {event.attempt}), {_runs(event)}, {event.size_bytes:,} bytes"
         case ev.MemberFailed():
             return f"member {event.member} (attempt {event.attempt}), {event.kind}: {event.error}"
         case ev.Shrunk():
-            return f"closed without members {list(event.dropped)}: {event.reason}"
+            return f"closed without members {_listed(event.dropped)}: {event.reason}"
         case ev.Expired() | ev.Died():
             return event.reason
         case ev.Claimed():
@@ -190,6 +190,10 @@ def described(event: ev.Event) -> str:
         case ev.Began():
             return f"a learner went back to step {event.version.step}: lineage {event.version.lineage}"
     return ""
+
+
+def _listed(members: Iterable[int]) -> str:
+    return ", ".join(map(str, members))
 
 
 def _runs(event: ev.Put) -> str:

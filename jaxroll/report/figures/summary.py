@@ -414,16 +414,15 @@ def rejected(rows: Sequence[Row]) -> dict[str, int] | None:
 
 
 def warnings(f: Mapping[str, Any]) -> list[str]:
-    """Sentences about a run that ran well but cannot have learned."""
+    """Sentences about a run that ended in order but cannot have learned: its reward never changed."""
     if not f["steps"] or f["reward_max"] is None or f["reward_max"] != f["reward_min"]:
         return []
     value = number(f["reward_max"])
     reasons = ", ".join(f"{count} {reason}" for reason, count in (f["answers_rejected"] or {}).items())
-    found = f"Every step had the mean reward {value}, so the policy was given nothing to learn from."
+    found = f"Every step had the mean reward {value}, so the policy had nothing to learn from."
     if f["reward_max"] == 0:
-        found += (
-            " No answer was right: look at some with `jaxroll trajectory`, and check task.prompt_style and the scorer."
-        )
+        found += " No answer was right: look at some with `jaxroll inspect RUN --group=ID`."
+        found += " Check task.prompt_style and the scorer."
     return [found + (f" The scorer's guard rejected answers: {reasons}." if reasons else "")]
 
 

@@ -145,8 +145,8 @@ class HandshakeCheck:
         if config_digest == self._config_digest or (not config_digest and caller.right in _WITHOUT_CONFIG):
             return
         raise Unauthorized(
-            f"the store runs config {self._config_digest[:12]}, the caller {config_digest[:12] or 'none'}: "
-            "start both from the same config (`jaxroll config` prints its digest)"
+            "the store and the caller have different configs: start both from the same config file and overrides, "
+            "and compare the output of `jaxroll config`"
         )
 
 

@@ -125,8 +125,8 @@ def test_what_does_not_agree_is_refused_with_both_sides_values(tmp_path: Path, s
                 said = await refused(address, protocol=protocol)
                 assert f"the server has protocol {wire.PROTOCOL_VERSION}, the caller {shown}:" in said
                 assert "install the same JaxRoll" in said
-            ours, theirs = digest(config), "f" * 32
-            with pytest.raises(Unauthorized, match=rf"runs config {ours[:12]}, the caller {theirs[:12]}: start both"):
+            theirs = "f" * 32
+            with pytest.raises(Unauthorized, match="have different configs: start both"):
                 async with small.connected(tmp_path, config, "sampler", config_digest=theirs):
                     pass
             async with small.connected(tmp_path, config, "observer", config_digest="") as observer:
@@ -155,7 +155,7 @@ def test_calls_before_the_hello_and_with_another_config_are_refused(
                 async with small.connected(tmp_path, config, "learner") as learner:
                     if life:
                         learner._raw._config_digest = "f" * 32
-                        with pytest.raises(Unauthorized, match=f"runs config {digest(config)[:12]}"):
+                        with pytest.raises(Unauthorized, match="have different configs"):
                             await learner.begin(None)
                     run_id = learner.welcome.run_id
 
