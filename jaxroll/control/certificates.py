@@ -100,8 +100,8 @@ def _openssl(*words: object) -> None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        raise ConfigError("openssl", command[1], f"failed ({said[-1] if said else 'no word why'})",
-                          "Look whether the run's folder can be written.") from error  # fmt: skip
+        raise ConfigError("openssl", command[1], f"failed ({said[-1] if said else 'without a message'})",
+                          "Check that the run's folder can be written.") from error  # fmt: skip
 
 
 def _next_steps(folder: Path, names: Sequence[str], kept: bool) -> str:

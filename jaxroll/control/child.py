@@ -56,12 +56,12 @@ class Child:
         return code
 
     def terminate(self) -> None:
-        """Ask it to finish what it is at and leave. Only the process itself: it stops its own workers."""
+        """Ask the process to finish its work and end. It stops its own workers."""
         if self._process.poll() is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it and its workers now, and wait for the kernel to agree."""
+        """Kill it and its workers, and wait until the process has ended."""
         self._signal_group(signal.SIGKILL)
         self._process.wait(timeout=10)
 
@@ -108,7 +108,7 @@ class Lives:
 
 @dataclass(frozen=True)
 class Done:
-    """The process ended as it should."""
+    """The process ended in order."""
 
 
 @dataclass(frozen=True)

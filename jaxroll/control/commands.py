@@ -30,7 +30,7 @@ RUNS = Path("runs")
 
 
 def run_train(options: argparse.Namespace) -> int:
-    """`train`: a new run, or the rest of one."""
+    """`train`: start a new run, or continue one."""
     if options.fork is not None and not options.resume:
         raise ConfigError("--fork", options.fork, "a new run has nothing to fork", "Add RUN and --resume.")
     if options.resume:
@@ -345,7 +345,7 @@ def _config_and_run(options: argparse.Namespace, name: str) -> tuple[Config, Pat
 
 
 def _check_role(options: argparse.Namespace, config: Config) -> None:
-    """True if the run has this role."""
+    """Raise ConfigError if the run does not have this role."""
     if options.command == COLOCATED and not config.placement.colocated:
         raise ConfigError("placement.colocated", False, "this run has a process for each role",
                           "Set it to True, for every process of the run.")  # fmt: skip

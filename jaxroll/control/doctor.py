@@ -1,4 +1,4 @@
-"""`jaxroll doctor`: what is here, what will be skipped without the rest, and how to get it."""
+"""`jaxroll doctor`: installed dependencies, the features that missing ones disable, and how to install them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROBE = "import jax, json; print(json.dumps([jax.default_backend(), [str(d) for
 
 @dataclass(frozen=True)
 class Optional:
-    """Something that can be absent: what is skipped then, and how to get it."""
+    """An optional dependency: the feature that is skipped without it, and how to install it."""
 
     name: str
     present: Callable[[], bool]

@@ -130,7 +130,7 @@ def _check_learner_hosts(config: Config, target: Target) -> None:
 
 
 def _words_between(config: Config, target: Target) -> dict[str, tuple[str, ...]]:
-    """By role, the words that let the roles of different hosts find each other; only who is called listens."""
+    """The options by which the roles of different hosts find each other, by role; only a called role listens."""
     called = {"store": (), "learner": (f"--host={target.host('learner')}",)}  # samplers fetch its weights
     if target.kind == "gpu" and config.placement.learner_hosts > 1:  # on TPUs JAX finds out where they meet
         meeting = f"--coordinator={target.host('learner')}:{target.port + 1 + config.sampler.count}"

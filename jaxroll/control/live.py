@@ -1,4 +1,4 @@
-"""Shows a run while it goes: a live table on a terminal, plain lines elsewhere, never ten silent seconds.
+"""Live view of a run: a table on a terminal, plain lines elsewhere, with output at least every ten seconds.
 
 Both views keep a `Status`; both also write TensorBoard events, since every metrics row passes here.
 """
@@ -44,7 +44,7 @@ class View:
         self.events_lost = 0  # metrics rows that could not be written as TensorBoard events
 
     def rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """New metrics rows."""
+        """Take new metric rows."""
         for row in rows:
             if row.get("kind") == "devices":
                 run_dirs.note_devices(self._run_dir, str(row.get("role")), row)
@@ -57,7 +57,7 @@ class View:
         """Called about ten times a second."""
 
     def say(self, text: str) -> None:
-        """A sentence worth keeping."""
+        """Show a message that stays."""
 
     def close(self) -> None:
         """Close files and release the terminal."""
@@ -79,11 +79,11 @@ class View:
                 )
 
     def _line(self, line: str, row: dict[str, Any]) -> None:
-        """Show what a row is worth."""
+        """Show the line of a row."""
 
 
 class PlainView(View):
-    """Lines for a pipe, a notebook or a log; when nothing happens for a while, a line says what is being waited for."""
+    """Lines for a pipe, a notebook or a log; after a while without events, a line names what the run waits for."""
 
     def __init__(
         self, run_dir: Path, of_steps: int, *, out: TextIO | None = None, now: Callable[[], float] = time.time
@@ -94,7 +94,7 @@ class PlainView(View):
         self._bottleneck = ""  # the part that was named last
 
     def tick(self, processes: Sequence[ProcessView]) -> None:
-        """Break the silence."""
+        """Print the current activity if nothing was printed for `SILENCE_S`."""
         if self._now() - self._last_print_s >= SILENCE_S:
             self.say(f"… {self.status.doing(self._now(), processes)}")
 
@@ -111,7 +111,7 @@ class PlainView(View):
 
 
 class TableView(View):
-    """A table of the latest steps, the latest events, and a spinner that says what the run is at."""
+    """A table of the latest steps, the latest events, and a spinner with the current activity."""
 
     def __init__(self, run_dir: Path, of_steps: int, *, console: Console | None = None,
                  now: Callable[[], float] = time.time):  # fmt: skip
@@ -128,7 +128,7 @@ class TableView(View):
         self._live.update(self._render())
 
     def say(self, text: str) -> None:
-        """A sentence above the table, where it stays."""
+        """Show a message above the table, where it stays."""
         self._live.console.print(Text(text))
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ HEADINGS = ("step", "reward", "held-out", "tokens/s", "age / max", "s/step", "wa
 
 @dataclass
 class Status:
-    """The state of a run as far as it is shown. Feed it with `take`; ask it with `doing`."""
+    """The displayed state of a run: `take` updates it, `doing` describes it."""
 
     of_steps: int
     config: Mapping[str, Any] | None = None  # of the run, as a dict; without it no bottleneck is named
@@ -235,7 +235,7 @@ class Status:
     _recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=ROWS_KEPT))
 
     def take(self, row: Mapping[str, Any]) -> str | None:
-        """Fold one row in; the plain line it is worth, if any."""
+        """Update from one row; return the plain line to print for it, if any."""
         role = str(row.get("role"))
         if row.get("kind") in ("step", "stats", "span", "store"):
             self._recent.append(dict(row))
@@ -261,7 +261,7 @@ class Status:
         return None
 
     def forget(self, process: str) -> None:
-        """Drop what a dead process was at."""
+        """Forget the activity of a dead process."""
         self.running = {key: t for key, t in self.running.items() if not lives_in(key[0], process)}
         for known in (self._rates, self._lines):
             for role in [role for role in known if lives_in(role, process)]:

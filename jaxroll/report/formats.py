@@ -16,7 +16,7 @@ UNKNOWN = "–"
 
 
 def known(value: object) -> TypeGuard[float]:
-    """True if `value` is a number one can show."""
+    """True if `value` is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -87,7 +87,7 @@ class Section:
 
 
 def show(sections: Sequence[Section], console: Console) -> None:
-    """Print the sections that have something to say."""
+    """Print the sections that have rows or a note."""
     for section in sections:
         if section.rows or section.note:
             if console.is_terminal:
@@ -129,7 +129,7 @@ def _draw(section: Section, console: Console) -> None:
 
 
 def safe(text: str) -> str:
-    """`text` with control characters written out: what a model wrote must not drive the terminal."""
+    """`text` with control characters written out: text of a model must not control the terminal."""
     return "".join(char if char.isprintable() or char in "\n " else repr(char)[1:-1] for char in text)
 
 

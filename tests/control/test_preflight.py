@@ -176,10 +176,10 @@ CASES: dict[str, Case] = {
     "no such model": (None, PATH, "model.path", "hf", "no such file"),
     "folder without a model": (folder(), PATH, "model.path", "hf", "config.json cannot be read"),
     "another architecture": (
-        folder(config={**HUGGING_FACE, "model_type": "llama"}), PATH, "config.json model_type", "llama", "Covered"),
+        folder(config={**HUGGING_FACE, "model_type": "llama"}), PATH, "config.json model_type", "llama", "Supported"),
     "another rope": (
         folder(config={**HUGGING_FACE, "rope_parameters": {"rope_type": "yarn"}}), PATH,
-        "config.json rope_parameters", "yarn", "Covered"),
+        "config.json rope_parameters", "yarn", "Supported"),
     "a rope base that is no number": (
         folder(config={**HUGGING_FACE, "rope_theta": "x"}), PATH, "config.json rope_theta", "x", "a number"),
     "a flag that is a number": (

@@ -51,7 +51,7 @@ def test_a_bad_sampler_rests_and_is_reported_and_no_group_dies(free_run_dir: Pat
         assert not any(GOOD in resting([row]) for row in train.rows), "the healthy one never rests"
         found = json.loads(inspected(train, "--json"))
         assert set(found["backoff"]) == {BAD} and error in found["backoff"][BAD]["error"]
-        assert "holders that rest or fail" in (page := inspected(train)) and BAD in page
+        assert "holders in back-off or with failures" in (page := inspected(train)) and BAD in page
         assert train.query("SELECT COUNT(*) FROM groups WHERE state = 'DEAD'") == [(0,)]
         assert train.report()["restarts"] == 0
         failed = train.query("SELECT position FROM log WHERE kind = 'member_failed' ORDER BY position")

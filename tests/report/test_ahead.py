@@ -16,7 +16,7 @@ from jaxroll.report.figures.record import ClaimTimes, History
 from tests.harness.run_folder import make_run
 
 PUBLISHED = tuple((100.0 + step, f"0.{step}") for step in range(20))
-LINE = "α = 1 is less than the 3 that the learner would need not to wait"
+LINE = "α = 1 is too small: the learner waits unless α is at least 3"
 
 
 def config(alpha: float = 1.0, **sampler: int) -> dict[str, Any]:

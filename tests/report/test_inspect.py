@@ -96,7 +96,7 @@ def test_one_group_in_full(run_dir: Path) -> None:
     assert first["versions"] == [{"version": "0.1", "tokens": 4}]
     kinds = [event["kind"] for event in found["events"]]
     assert kinds == ["issued", "leased", "put", "put", "claimed", "acked", "began", "acked"]
-    assert found["events"][1]["what"] == "S works on member 0 (attempt 1), 1 (attempt 1)"
+    assert found["events"][1]["what"] == "S leased member 0 (attempt 1), 1 (attempt 1)"
 
 
 def test_people_see_questions_and_lists_but_no_hash_and_no_python_value(

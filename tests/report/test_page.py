@@ -20,7 +20,7 @@ from tests.harness.run_folder import GROUPS, REQUIRED, STARTED, make_run, write_
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 TITLES = (
     "Learning", "Activity of the processes", "Invariants", "Time breakdown", "Before and after", "Events",
-    "Age of the trained tokens", "Tokens a second", "Weight transfers", "States of the groups", "Settings",
+    "Age of the trained tokens", "Tokens per second", "Weight transfers", "States of the groups", "Settings",
     "Off-policy by age",
 )  # fmt: skip
 HOSTILE = "</bdi><script>alert(1)</script>\"'><img src=x onerror=alert(2)>\u202e&amp;\x00\ud800]]>"

@@ -28,7 +28,7 @@ _TOKEN_BYTES = 16  # a token with mask, log-prob and text, roughly
 
 
 def main(run_dir: Path, config: dict[str, Any], *, parquet: str | None, jsonl: str | None) -> int:
-    """Write the files asked for and say how much; 0. ConfigError when pyarrow is missing or a file cannot be made."""
+    """Write the requested files and print the counts; 0. ConfigError if pyarrow is missing or a file cannot be made."""
     if not parquet and not jsonl:
         raise ConfigError("--parquet", None, "no file named", "Add --parquet=FILE or --jsonl=FILE.")
     decode, why = decoder(run_dir, config)
@@ -130,9 +130,9 @@ COLUMNS = (
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A draft next to `path` that takes its place when all went well; ConfigError where it cannot be made or written.
+    """A temporary file next to `path` that replaces it on success; ConfigError if it cannot be created or written.
 
-    A pipe or a device (/dev/stdout) is no file that could be replaced: it is its own draft, and its reader may leave.
+    A pipe or a device (/dev/stdout) cannot be replaced: it is written directly, and its reader may leave.
     """
     if not path.parent.is_dir():
         raise ConfigError("FILE", str(path), "its folder does not exist", "Make it, or name another file.")

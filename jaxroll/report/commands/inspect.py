@@ -113,7 +113,7 @@ def shown_state(state: str) -> str:
 
 
 def _groups(db: sqlite3.Connection, state: State, now: float) -> list[Facts]:
-    """One row for each state: how many, how long, how far, how old their tokens are."""
+    """One row per state: groups, age of the oldest one, finished and missing members, age of the oldest token."""
     found = _rows(db, "SELECT state, COUNT(*) AS groups, MIN(issued_unix_s) AS since FROM groups GROUP BY state")
     alive = [*state.open.values(), *state.held.values()]
     step = state.published.version.step if state.published else state.acked
@@ -260,7 +260,7 @@ def _disk_facts(run_dir: Path, db: sqlite3.Connection) -> Facts:
 def main(
     run_dir: Path, config: dict[str, Any], *, group: int | None, as_json: bool, console: Console | None = None
 ) -> int:
-    """Print what is known; 0. DataError when there is no log or it cannot be read."""
+    """Print the state of the run or of one group; 0. DataError if there is no log or it cannot be read."""
     decode, why = trajectory.decoder(run_dir, config) if group is not None else (None, "")
     with database.damage_named(run_dir, "`jaxroll replay` says what is wrong with it"):
         with database.transaction(run_dir) as db:
@@ -388,7 +388,7 @@ def _failures(f: Facts) -> Section:
 
 
 def _holders(f: Facts) -> Section:
-    """Holders that get less work, or none, because of their failures."""
+    """Holders that get fewer leases, or none, because of their failures."""
     resting, unreliable = f["backoff"], f["unreliable"]
     rows = []
     for name in sorted(resting | unreliable):
@@ -397,7 +397,7 @@ def _holders(f: Facts) -> Section:
         length = duration(rest["left_s"]) if rest else ""
         rows.append((name, share, number(rest.get("rests")) if rest else "", length, short(rest.get("error", ""), 80)))
     headings = ("holder", "failed lately", "rests", "rest", "last error")
-    return Section("holders that rest or fail", headings, rows, right=frozenset({1, 2, 3}))
+    return Section("holders in back-off or with failures", headings, rows, right=frozenset({1, 2, 3}))
 
 
 def _claims(f: Facts) -> Section:

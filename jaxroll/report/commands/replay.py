@@ -1,4 +1,4 @@
-"""`jaxroll replay RUN`: drives the log again, says what was checked, and ends with 1 when something cannot be."""
+"""`jaxroll replay RUN`: replays the log, prints the checks, and exits with 1 if one fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHECKED_AGES = "no token older than the bound is trained, and masked tokens are 
 
 
 def main(run_dir: Path, *, as_json: bool, console: Console | None = None) -> int:
-    """Print what was checked and what was found; 0 when nothing was. DataError when the file cannot be read at all."""
+    """Print the checks and the findings; 0 if there are no findings. DataError if the file cannot be read at all."""
     with database.damage_named(run_dir, "restore the file from a copy"), database.transaction(run_dir) as db:
         found = replay_log(db)
     if as_json:

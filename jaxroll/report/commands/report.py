@@ -58,7 +58,7 @@ def show(run: Run, figures: Mapping[str, Any], console: Console) -> None:
 
 
 def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(name, value) of the figures a person asks for."""
+    """(name, value) of the most important figures."""
     accuracy = f"{percent(f['accuracy_start'])} → {percent(f['accuracy_end'])}"
     gain = gain_words(f) if f["accuracy_start"] is not None else ""
     too_little = ahead.words(f["alpha"], f["alpha_wanted"])
@@ -91,7 +91,7 @@ def _pairs(figures: Mapping[str, Any]) -> Table:
 
 def _promises(run: Run, figures: Mapping[str, Any]) -> Table:
     signs = {True: ("ok", "green"), False: ("NO", "bold red"), None: ("-", "dim")}
-    table = Table(title="what must hold", title_justify="left", title_style="dim", box=None, pad_edge=False)
+    table = Table(title="invariants", title_justify="left", title_style="dim", box=None, pad_edge=False)
     for heading, justify in (("", "left"), ("", "left"), ("found", "right"), ("bound", "right")):
         table.add_column(heading, justify=justify, header_style="dim")  # type: ignore[arg-type]
     for check in checks(figures, run.config):

@@ -22,7 +22,7 @@ Decoder = Callable[[list[int]], str]
 
 
 def decoder(run_dir: Path, config: dict[str, Any]) -> tuple[Decoder | None, str]:
-    """Token ids → text with the run's tokenizer; or None and why there is no text."""
+    """A function from token ids to text with the run's tokenizer; or None and the reason."""
     try:
         tokenizer = tokenizers.of_run(run_dir, parse(config).tokenizer)
     except (JaxRollError, OSError, ValueError) as error:
@@ -172,7 +172,7 @@ def described(event: ev.Event) -> str:
             return f"{event.size} members{again}"
         case ev.Leased():
             members = ", ".join(f"{m} (attempt {a})" for m, a in event.members)
-            return f"{event.holder} works on member {members}"
+            return f"{event.holder} leased member {members}"
         case ev.LeaseEnded():
             return f"members {_listed(event.members)}: {event.reason}"
         case ev.Put():
@@ -188,7 +188,7 @@ def described(event: ev.Event) -> str:
         case ev.Acked() | ev.MadeDurable():
             return f"at {event.version}"
         case ev.Began():
-            return f"a learner went back to step {event.version.step}: lineage {event.version.lineage}"
+            return f"the learner went back to step {event.version.step}: lineage {event.version.lineage}"
     return ""
 
 

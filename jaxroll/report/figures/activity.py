@@ -14,14 +14,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Lane:
-    """One role's time: disjoint intervals by what it was at."""
+    """The activity of one role: disjoint intervals by kind."""
 
     role: str
     spans: dict[str, list[Interval]]
 
 
 def lanes(rows: Sequence[Row], steps: Sequence[Row], acked: frozenset[int]) -> list[Lane]:
-    """Learner (with the warm start), samplers, evaluator: those that did anything, compilations included."""
+    """Learner (with the warm start), samplers, evaluator: those with any activity, compilations included."""
     roles = sorted({str(row.get("role")) for row in rows if row.get("kind") in ("span", "members")})
     samplers = [sampler_lane(rows, role, acked) for role in roles if role.startswith("sampler")]
     evaluator = Lane("evaluator", {"eval": union((row["t0"], row["t1"]) for row in rows if _timed(row, "eval"))})
@@ -35,19 +35,19 @@ def lanes(rows: Sequence[Row], steps: Sequence[Row], acked: frozenset[int]) -> l
 
 
 def warm_start(rows: Iterable[Row]) -> list[Interval]:
-    """From the first to the last word of the warm start."""
+    """The time from the first to the last row of the warm start."""
     times = [row["t"] for row in rows if row.get("role") == "sft" and row.get("t") is not None]
     return union([(min(times), max(times))]) if times else []
 
 
 def compiling(rows: Iterable[Row], role: str) -> list[Interval]:
-    """When the role built and compiled, as its reports of the end of it say."""
+    """The time in which the role built and compiled, by its `compile` rows."""
     ended = (row for row in rows if row.get("kind") == "compile" and row.get("role") == role and row.get("seconds"))
     return union((row["t"] - row["seconds"], row["t"]) for row in ended)
 
 
 def learner_lane(steps: Sequence[Row]) -> Lane:
-    """wait, train and publish of every step; publish where the learner was not at the next one meanwhile."""
+    """wait, train and publish of every step; publish only where the learner did not compute the next step."""
     publish = union((row["t1"], row["t1"] + (row.get("publish_s") or 0.0)) for row in steps)
     return Lane(
         "learner",
@@ -60,7 +60,7 @@ def learner_lane(steps: Sequence[Row]) -> Lane:
 
 
 def sampler_lane(rows: Iterable[Row], role: str, acked: frozenset[int]) -> Lane:
-    """decode (of groups that were acknowledged), decode_other, and what else the sampler reports spans of."""
+    """decode (of groups that were acknowledged), decode_other, and the other spans that the sampler reports."""
     own = [row for row in rows if row.get("role") == role]
     spans: dict[str, list[Interval]] = {}
     for row in own:
@@ -79,13 +79,13 @@ def _member_spans(rows: Iterable[Row], acked: frozenset[int]) -> Iterable[Interv
 
 
 def useful_decoding(rows: Sequence[Row], acked: frozenset[int]) -> list[Interval]:
-    """When some engine was busy while a member of an acknowledged group was in its slots."""
+    """The time in which an engine decoded while a member of an acknowledged group was in its slots."""
     roles = {row["role"] for row in rows if row.get("kind") == "span" and row["what"] == "decode"}
     return union(part for role in roles for part in sampler_lane(rows, role, acked).spans["decode"])
 
 
 def computing(steps: Sequence[Row]) -> list[Interval]:
-    """When the learner computed."""
+    """The time in which the learner computed."""
     return union((row["t0"], row["t1"]) for row in steps)
 
 
@@ -102,7 +102,7 @@ def clipped(intervals: list[Interval], window: Interval) -> list[Interval]:
 
 
 def time_split(lane: Lane, window: Interval, pause_s: float = 0.0) -> dict[str, float]:
-    """Seconds of the window by what the role was at, and `rest`: nothing that it reported, pauses left out."""
+    """Seconds of the window by kind of activity, and `rest`: without a report. Pauses are left out."""
     split: dict[str, float] = {}
     taken: list[Interval] = []
     for what, spans in lane.spans.items():

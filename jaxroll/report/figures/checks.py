@@ -12,7 +12,7 @@ from jaxroll.report.formats import UNKNOWN, known, number, percent
 
 @dataclass(frozen=True)
 class Check:
-    """One promise: `holds` is None when the run cannot tell, or when the promise was not made for it."""
+    """One invariant: `holds` is None if the run cannot tell, or if the invariant does not apply to it."""
 
     name: str
     found: str
@@ -22,14 +22,14 @@ class Check:
 
 
 def checks(figures: Mapping[str, Any], config: Mapping[str, Any]) -> list[Check]:
-    """All promises, in the order of their weight."""
+    """All invariants, the most important first."""
     alpha = max_age(figures["alpha"])
     shared = bool((config.get("placement") or {}).get("colocated"))  # devices that compute one thing at a time
     return [
         _most(figures, "age_max", "largest age", alpha, f"α = {figures['alpha']:g}: no older token is trained"),
-        _most(figures, "conservation_residual", "groups unaccounted for", 0, "every issued group is somewhere"),
+        _most(figures, "conservation_residual", "groups unaccounted for", 0, "every issued group has a state"),
         _most(figures, "groups_trained_twice", "groups trained twice", 0, "no group is in two durable steps"),
-        _most(figures, "heldout_in_train", "held-out questions trained", 0, "held out means held out"),
+        _most(figures, "heldout_in_train", "held-out questions trained", 0, "no held-out question is trained on"),
         _most(figures, "compiles_after_warmup", "compiles after warm-up", 0, "all shapes are static"),
         _evaluated(figures, config),
         _mismatch(figures, config),
@@ -51,7 +51,7 @@ _ROWS_TO_FILL = 16  # packed rows of a step; with fewer, the last row alone can 
 
 
 def _padding(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
-    """Promised for steps that fill many packed rows on every shard; a small step cannot fill even one micro-batch."""
+    """An invariant of steps with many packed rows on every shard; a small step cannot fill even one micro-batch."""
     learner = config.get("learner") or {}
     mesh = learner.get("mesh") or {}
     shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
@@ -61,7 +61,7 @@ def _padding(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
 
 
 def _waste(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
-    """Promised where waste is no policy: a filter rejects what was sampled, redundant groups are sampled to be lost."""
+    """An invariant of runs without filters and redundant groups, which waste samples on purpose."""
     schedule = config.get("schedule") or {}
     chosen = schedule.get("filter", "none") != "none" or schedule.get("redundant_groups", 0) > 0
     check = _most(figures, "wasted_tokens", "wasted tokens", 0.02, "sampled, then expired or masked", percent)
@@ -83,7 +83,7 @@ def _least(figures: Mapping[str, Any], key: str, name: str, bound: float, meanin
 
 
 def _evaluated(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
-    """Promised for a finished run with an evaluator: it saw the weights before the first step and after the last."""
+    """An invariant of finished runs with an evaluator: it evaluated before the first step and after the last."""
     steps, wanted = figures["eval_steps"] or [], figures["steps_wanted"]
     asked = bool((config.get("evaluator") or {}).get("every")) and figures["steps"] == wanted
     found = ", ".join(number(step) for step in steps) or UNKNOWN
@@ -92,7 +92,7 @@ def _evaluated(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
 
 
 def _mismatch(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
-    """Promised for float32 on both sides only."""
+    """An invariant of runs that compute in float32 on both sides."""
     value, limit = figures["logprob_mismatch_max"], figures["logprob_mismatch_limit"]
     dtypes = {(config.get(room) or {}).get("dtype", "float32") for room in ("model", "transfer")}
     asked = dtypes == {"float32"} and known(value) and known(limit)

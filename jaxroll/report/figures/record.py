@@ -28,7 +28,7 @@ FAILURES_KEPT = 20
 
 @dataclass(frozen=True)
 class Failure:
-    """A member that broke. `error` may hold what a model wrote."""
+    """A failed member. `error` may contain text of a model."""
 
     unix_s: float
     group: int
@@ -118,7 +118,7 @@ def _column(db: sqlite3.Connection, sql: str) -> Iterator[int]:
 
 
 def _replayed(db: sqlite3.Connection) -> state.State:
-    """The store's state, rebuilt the way the store rebuilds it."""
+    """The store's state, rebuilt from the log as the store does."""
     kept = state_checkpoints.newest(db)
     begun = kept[1] if kept else state.State()
     return replay(begun, (event for _, event in state_checkpoints.events_after(db, begun.position)), 0.0)
@@ -245,7 +245,7 @@ def heldout_hashes(path: Path) -> frozenset[str] | None:
 
 
 def surviving(rows: list[Row], facts: History) -> list[Row]:
-    """The rows without steps and evaluations of weights that a rewind threw away."""
+    """The rows without steps and evaluations of weights that a rewind discarded."""
     lineages = list(facts.lineages)
     if len(lineages) < 2:
         return rows

@@ -35,7 +35,7 @@ LEAST_CLAIMS = 4  # after those in which the pipeline fills; fewer say nothing
 
 
 def alpha_wanted(rows: Sequence[Row], steps: Sequence[Row], history: History, config: Mapping[str, Any]) -> int | None:
-    """The smallest α at which the learner would not wait, members taking as long as they do; None where α is no reason.
+    """The smallest α at which the learner would not wait, at the members' present duration; None if α is not the limit.
 
     It is None where the learner does not wait, where the window is narrower than α allows, where α is more already or
     0 (synchronous by choice), and where the samplers could not hold so many members.
@@ -55,8 +55,8 @@ def alpha_wanted(rows: Sequence[Row], steps: Sequence[Row], history: History, co
 
 
 def words(alpha: float, wanted: int | None) -> str:
-    """The sentence of the report; '' when there is nothing to say."""
-    return f"α = {alpha:g} is less than the {wanted} that the learner would need not to wait" if wanted else ""
+    """The sentence of the report; '' if α is not the limit."""
+    return f"α = {alpha:g} is too small: the learner waits unless α is at least {wanted}" if wanted else ""
 
 
 def weight_lag_s(rows: Sequence[Row], history: History) -> float:
@@ -357,7 +357,7 @@ def waste(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, Any]:
     """The figures on waste, from the store's last row and the samplers' counters; None where a run cannot say."""
     stores = [row for row in rows if row.get("kind") == "store"]
     last = stores[-1] if stores else {}
-    members, tokens = counted(rows, "members_aborted"), _tokens_let_go(rows)
+    members, tokens = counted(rows, "members_aborted"), _tokens_aborted(rows)
     return {
         "wasted_by_reason": by_reason(last),
         "stragglers_closed": last.get("shrunk"),
@@ -393,7 +393,7 @@ def by_reason(last: Row) -> dict[str, float] | None:
 
 
 def counted(rows: Sequence[Row], key: str) -> int | None:
-    """The sum over samplers of a counter in their `stats` rows, which begins at 0 with every life of a sampler."""
+    """The sum over samplers of a counter in their `stats` rows, which starts at 0 with every process of a sampler."""
     known = [row for row in rows if row.get("kind") == "stats" and row.get(key) is not None]
     if not known:
         return None
@@ -426,7 +426,7 @@ def warnings(f: Mapping[str, Any]) -> list[str]:
     return [found + (f" The scorer's guard rejected answers: {reasons}." if reasons else "")]
 
 
-def _tokens_let_go(rows: Sequence[Row]) -> int | None:
+def _tokens_aborted(rows: Sequence[Row]) -> int | None:
     """Tokens of aborted members: of the answer that an engine was at, and of those before it."""
     parts = [counted(rows, key) for key in ("tokens_aborted", "tokens_aborted_done")]
     return sum(part for part in parts if part is not None) if any(part is not None for part in parts) else None

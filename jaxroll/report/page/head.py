@@ -58,16 +58,16 @@ def _lead(run: Run, f: Mapping[str, Any]) -> Markup:
 
 
 def key_figures(view: View) -> Markup:
-    """The figures one asks for first."""
+    """The most important figures."""
     f = view.figures
     rewards = f"{number(f['reward_first'], 2)} → {number(f['reward_last'], 2)}"
     row = figures_row(
         (f"{number(f['steps'])} / {number(f['steps_wanted'])}", "steps trained"),
         (duration(f["seconds"]), "from warm start to report"),
-        (percent(f["overlap"]), "of the learner's computing with useful decoding at the same time"),
+        (percent(f["overlap"]), "of the learner's compute time overlaps useful decoding"),
         (f"{number(f['age_mean'], 2)} / {number(f['age_max'])}", "age of trained tokens, mean / largest"),
-        (number(f["tokens_per_s"]), "tokens decoded a second"),
-        (number(f["samples_per_s"]), "samples trained a second"),
+        (number(f["tokens_per_s"]), "decoded tokens per second"),
+        (number(f["samples_per_s"]), "trained samples per second"),
         (rewards if known(f["reward_first"]) else UNKNOWN, "training reward, first → last 10 steps"),
         (number(f["restarts"]), "processes died and were started again"),
     )
@@ -111,7 +111,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt with its answers; `expected` is empty where the task does not say."""
+    """A prompt with its answers; `expected` is empty if the task has none."""
 
     prompt: str
     expected: str

@@ -23,7 +23,7 @@ GROUP_STATES = {
 
 
 def promises(view: View) -> Markup:
-    """The invariants, and whether this run kept them."""
+    """The invariants and their result in this run."""
     rows = [_check_row(check) for check in checks(view.figures, view.run.config)]
     return card("Invariants", "Measured in this run.", tag("table", *rows, class_="checks"))
 
@@ -52,7 +52,7 @@ def groups(view: View) -> Markup:
 
 
 def events(view: View) -> Markup:
-    """Restarts, compilations and other things worth a line."""
+    """Restarts, compilations and other events."""
     rows = [
         (row["t"], str(row.get("role", "")), words)
         for row in view.run.rows
@@ -95,7 +95,7 @@ def _row(*cells: object) -> Markup:
 
 
 def _foreign(words: str) -> Markup:
-    """Words that are not ours: escaped as everything, and unable to turn the direction of the line."""
+    """Text from outside: escaped, and without effect on the direction of the line."""
     return tag("bdi", words, class_="mono")
 
 
@@ -103,7 +103,7 @@ def _foreign(words: str) -> Markup:
 
 
 def settings_table(run: Run) -> Markup:
-    """The config, folded away."""
+    """The config, collapsed."""
     defaults = configs.to_dict(configs.Config())
     changed = sum(value != _at(defaults, room, name) for room, name, value in pairs(run.config))
     rooms = [_room(room, values, defaults) for room, values in run.config.items() if isinstance(values, Mapping)]

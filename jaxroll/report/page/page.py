@@ -21,7 +21,7 @@ def page(run: Run, figures: Mapping[str, Any]) -> str:
 
 
 def sections(view: View) -> list[Markup]:
-    """From the result to its grounds; what a run has nothing to say on is empty."""
+    """The sections in order; one without data is empty."""
     return [
         head.header(view),
         head.key_figures(view),
@@ -304,6 +304,6 @@ SCRIPT = """
 
 
 def policy() -> str:
-    """The page's Content-Security-Policy: nothing from anywhere, this script by its hash, styles of the page itself."""
+    """The page's Content-Security-Policy: no external source; this script by its hash, and the styles of the page."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"

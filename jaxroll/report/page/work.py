@@ -32,7 +32,7 @@ def overlap(view: View) -> Markup:
         return NOTHING
     hint = (
         "A few steps close up, and the whole run under them. Scroll to zoom, drag to move, or drag the frame over the"
-        " whole run. The numbers are steps; the last lane shows when both sides were at work."
+        " whole run. The numbers are steps; the last lane shows when learner and samplers computed at the same time."
     )
     deaths = [(str(row.get("process")), row["t"]) for row in of_kind(view.run.rows, "restart") if known(row.get("t"))]
     figure = timeline.timeline(view.lanes, view.steps, view.clock, view.clock(max(ends)), deaths)
@@ -75,7 +75,7 @@ def _segment(kind: str, share: float, seconds: float) -> Markup:
 def ages(view: View) -> Markup:
     """The age histogram."""
     drawn = plots.age_histogram(age_histogram(view.steps), view.figures["alpha"])
-    hint = "How many steps old the weights were that drew a token, when it was trained on."
+    hint = "Staleness of a token: the steps between the weights that sampled it and the step that trained on it."
     return card("Age of the trained tokens", hint, drawn) if drawn else NOTHING
 
 
@@ -94,7 +94,9 @@ def _step_times(view: View) -> Markup:
 def _throughput(view: View) -> Markup:
     drawn = plots.throughput(of_kind(view.run.rows, "stats"), view.steps, view.minutes, "minutes")
     keys = legend(("sampler", "decoded by the sampler"), ("learner", "trained by the learner"))
-    return card("Tokens a second", "Both sides of the run over its time.", keys, drawn) if drawn else NOTHING
+    return (
+        card("Tokens per second", "Learner and samplers over the time of the run.", keys, drawn) if drawn else NOTHING
+    )
 
 
 def weights_card(view: View) -> Markup:
@@ -108,10 +110,10 @@ def weights_card(view: View) -> Markup:
 
 
 def health(view: View) -> Markup:
-    """Small plots of what the learner says about its steps."""
+    """Small plots of the learner's step metrics."""
     sparks = [spark for name, words in SPARKS if (spark := _spark(view.steps, name, words))]
     hint = "Over all steps, with the last value."
-    return card("The learner's health", hint, tag("div", *sparks, class_="sparks")) if sparks else NOTHING
+    return card("Training metrics", hint, tag("div", *sparks, class_="sparks")) if sparks else NOTHING
 
 
 def _spark(steps: Sequence[Row], name: str, words: str) -> Markup:
@@ -200,8 +202,8 @@ def section(view: View) -> Markup:
     keys = legend(*((_colour(age), f"age {age}") for age in found))
     plots = [drawn for name, words in LINES if (drawn := plot(view.steps, name, words))]
     hint = (
-        "How far the policy that is trained had moved from the one that drew a token. ρ is the ratio of the two; the"
-        " effective samples are the share of the tokens that weighting by ρ leaves in effect."
+        "Distance of the trained policy from the policy that sampled a token. ρ is the ratio of the two probabilities;"
+        " the effective samples are the share of the tokens that still counts after weighting by ρ."
     )
     return card("Off-policy by age", hint, tag("div", table, class_="scroll"), keys, tag("div", *plots, class_="two"))
 
