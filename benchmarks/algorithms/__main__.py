@@ -121,7 +121,8 @@ def draw(path: Path, found: Mapping[str, Any]) -> None:
 
     def points(of: Mapping[str, Any]) -> figures.Value:
         ends = of["gain_95"] or (None, None)
-        return figures.Value(*(None if one is None else 100 * one for one in (of["gain"], *ends)))
+        values: list[Any] = [None if one is None else 100 * one for one in (of["gain"], *ends)]
+        return figures.Value(*values)
 
     panels = [figures.Panel("held-out accuracy gained, points (95 % over seeds)", rows(points), at=0.0)]
     for key, words in (("ess", "effective samples, share"), ("clip_share", "clipped share"),

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from typing import cast
 
 from jaxroll.envs import registry
 from jaxroll.envs.executors.processes import InProcess, Processes
@@ -137,5 +138,5 @@ async def misbehaved(order, answer):
         case "nan":
             return StepResult(done=True, reward=float("nan"), reward_parts={"early": share})
         case "words":
-            return StepResult(done=True, reward="much", reward_parts={"early\ud800": share})
+            return StepResult(done=True, reward=cast(float, "much"), reward_parts={"early\ud800": share})
     return None

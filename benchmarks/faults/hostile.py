@@ -113,7 +113,7 @@ def measured(kind: str, seconds: float) -> dict[str, Any]:
         if any(result["missed"] or result["strange"] for result in results):
             raise SystemExit(f"{kind} did not exercise its attack: {results}")
         counts = [result["counted"] for result in results]
-        asyncio.run(_still_works(folder, known["config_digest"]))
+        asyncio.run(_still_works(folder, str(known["config_digest"])))
     return {"attack": kind, **_times("put", did["put_s"]), **_times("renew", did["renew_s"]),
             "acknowledged": did["acknowledged"], "store_rss_mb": peak, "attackers_counted": counts}  # fmt: skip
 

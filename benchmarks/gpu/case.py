@@ -117,7 +117,7 @@ def timed(call: Callable[[], Any], runs: int = 7, least_s: float = 0.05, most_s:
     started = time.perf_counter()
     jax.block_until_ready(call())
     repeats = max(1, math.ceil(least_s / max(time.perf_counter() - started, 1e-7)))
-    seconds, begun = [], time.perf_counter()
+    seconds, begun, last = [], time.perf_counter(), None
     while len(seconds) < runs and (len(seconds) < 3 or time.perf_counter() - begun < most_s):
         started = time.perf_counter()
         for _ in range(repeats):

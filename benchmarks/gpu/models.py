@@ -154,6 +154,7 @@ def decode(case: Case) -> None:
 
             def measure(spec: ModelSpec = spec, slots: int = slots) -> dict[str, Any]:
                 by_context: dict[int, dict[int, list[float]]] = {context: {} for context in contexts}
+                chosen = ""
                 for layers in depths(case.quick):
                     decoder = Decoder(at_depth(spec, layers), slots, longest, chunk)
                     for context in contexts:
@@ -259,9 +260,11 @@ def prefill(case: Case) -> None:
 def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> dict[str, Any]:
     spec, mesh, by_depth = spec_of(size, quick), layout.build(MeshConfig()), {}
     sizes = Sizes(rows, tokens, rows, rows, (tokens,), 1, 4, page_tokens=64, logit_rows=rows)
+    attention = ""
     for layers in depths(quick):
         model = at_depth(spec, layers)
         chosen = device.choose_kernels(model, mesh, sizes)
+        attention = str(chosen.prefill)
         made = programs.build(model, mesh, layout.SAMPLER, sizes, chosen)
         held, words = (
             weights(model),
@@ -294,7 +297,7 @@ def _prefilled(quick: bool, size: str, rows: int, tokens: int, limit: float) -> 
         "tokens_per_s": rows * tokens / seconds,
         "flops": done,
         "of_matmul": done / seconds / limit,
-        "attention": str(chosen.prefill),
+        "attention": attention,
     }
 
 

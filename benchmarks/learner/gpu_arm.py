@@ -81,7 +81,7 @@ def main() -> None:
         }
     )
     for line in sys.stdin:
-        seconds = []
+        seconds, row = [], {}
         for _ in range(int(line)):
             started = time.perf_counter()
             row = trainer.train(work)

@@ -76,7 +76,7 @@ def serve(made: Callable[[Path, Batch], Arm]) -> None:
     arm.step()
     say({"ready": True})
     for line in sys.stdin:
-        steps = int(line)
+        steps, loss = int(line), first
         started, busy = time.perf_counter(), time.process_time()
         for _ in range(steps):
             loss = arm.step()

@@ -238,18 +238,21 @@ def main() -> int:
     wanted = chosen.workload or ([] if chosen.mechanism else ["constant"] if chosen.quick else names)
     rows = chosen.mechanism or ([] if chosen.workload or chosen.quick else list(MECHANISMS))
     result: dict[str, Any] = {}
+    file = chosen.runs_file
     with tempfile.TemporaryDirectory(prefix="race-") as folder:
         for workload in (workload for workload in WORKLOADS if workload.name in wanted):
             if chosen.quick:
                 workload = replace(workload, steps=8, evaluations=0)
             runs = Runs("sync_vs_async", asdict(workload), chosen.runs_file, chosen.resume)
+            file = file or runs.path
             result[workload.name] = raced(workload, Path(folder), runs, alphas, seeds)
             say(json.dumps(result[workload.name]))
         for name in rows:
             runs = Runs("sync_vs_async", MECHANISMS[name].settings(), chosen.runs_file, chosen.resume)
+            file = file or runs.path
             result[name] = switched(MECHANISMS[name], Path(folder), runs, seeds)
             say(f"{name}: {json.dumps(result[name])}")
-    draw((chosen.runs_file or runs.path).with_suffix(".svg"), result)
+    draw(file.with_suffix(".svg"), result)
     print(table_of(result))
     command = " ".join(["python", *sys.orig_argv[1:]])
     finish(result | {"class": "R"}, command=command, started=started)

@@ -20,8 +20,10 @@ from jaxroll.config.rules import check
 from jaxroll.config.schema import Config
 from jaxroll.errors import ConfigError
 
+# A ConfigDict is typed as Any, because type checkers do not know its attributes.
 
-def defaults() -> ml_collections.ConfigDict:
+
+def defaults() -> Any:
     """Return every key with its default, as what a `get_config()` starts from; some are automatic until `parse`.
 
     ml_collections' own type checks are off, because `parse` makes the same checks with better messages.
@@ -31,7 +33,7 @@ def defaults() -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(values, type_safe=False)
 
 
-def read(path: str | Path) -> ml_collections.ConfigDict:
+def read(path: str | Path) -> Any:
     """Return what `get_config()` of the config file `path` returns, unchecked."""
     path = Path(path)
     if not _is_file(path):

@@ -38,14 +38,16 @@ class PromptPipeline:
 
     def __next__(self) -> Task:
         """The next task. Raises ConfigError when thousands of items in a row cannot be trained on."""
+        reason = ""
         for _ in range(MAX_SKIPPED_IN_A_ROW):
             found = next(self._iterator)
             if isinstance(found, Task):
                 return found
+            reason = found.reason
         raise ConfigError(
             "task",
             self._candidates.identity,
-            f"{MAX_SKIPPED_IN_A_ROW} items in a row cannot be trained on, the last because {found.reason}",
+            f"{MAX_SKIPPED_IN_A_ROW} items in a row cannot be trained on, the last because {reason}",
             "Hold out fewer items, raise task.max_prompt_tokens, or use a task with more questions.",
         )
 

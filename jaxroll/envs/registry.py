@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxroll.config import Config, TaskConfig
 from jaxroll.config.parsing import nearest
@@ -21,15 +21,16 @@ from jaxroll.rewards.scorers import max_answer_chars
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 Factory = Callable[[ScoringPool, TaskConfig], Environment]
+AnyFactory = TypeVar("AnyFactory", bound=Factory)
 
 _BUILT_IN = ("jaxroll.envs.single_turn", "jaxroll.envs.frozen_lake", "jaxroll.envs.calculator")
 _FACTORIES: dict[str, Factory] = {}
 
 
-def register(name: str) -> Callable[[Factory], Factory]:
+def register(name: str) -> Callable[[AnyFactory], AnyFactory]:
     """A decorator that registers a class or function of (pool, config) as the environment `name`."""
 
-    def add(factory: Factory) -> Factory:
+    def add(factory: AnyFactory) -> AnyFactory:
         if _FACTORIES.get(name, factory) is not factory:
             raise ValueError(f"the environment {name!r} is registered already")
         _FACTORIES[name] = factory

@@ -8,7 +8,6 @@ prompt determine the tokens. Belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
@@ -144,7 +143,8 @@ class Conversation:
         Waits while no sampler is reachable. DataError if no sampler can serve the request.
         """
         call = wire.encode(GenerateCall(np.asarray(prompt, np.int32), key, params, keep, self._group.floor))
-        for failures in itertools.count():
+        failures = 0
+        while True:
             remote = self._remote or await self._choose_sampler()
             try:
                 body = await remote.raw.call("Generate", call, GENERATION_LIMIT_S, patience_s=0.0)
@@ -154,6 +154,7 @@ class Conversation:
                 self._leave()
                 self._samplers.repeated += 1
                 await asyncio.sleep(min(RETRY_FIRST_S * 2 ** min(failures, 4), RETRY_MAX_S))  # 2**1024 overflows
+                failures += 1
         if reply.completion is None:
             raise DataError(reply.error)
         return reply.completion

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
@@ -147,7 +147,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 class Generation(Extension):
     """The tag `{% generation %}`, which marks the assistant's text for masks in other libraries; it has no effect."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - an instance variable of Extension
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -26,7 +26,7 @@ class Padded:
 
     def _logprobs(self, params):
         positions = np.broadcast_to(np.arange(32), self.tokens.shape)
-        hidden = transformer.forward(self.spec, params, self.tokens, positions, self.segments)
+        hidden = transformer.forward(self.spec, params, *map(jnp.asarray, (self.tokens, positions, self.segments)))
         log_all = jax.nn.log_softmax(transformer.logits(self.spec, params, hidden))
         logp = jnp.take_along_axis(log_all[:, :-1], self.tokens[:, 1:, None], axis=-1)[..., 0]
         return jnp.where(self.mask, jnp.pad(logp, ((0, 0), (1, 0))), 0.0)

@@ -140,7 +140,7 @@ class MemoryServer:
         if self._dispatcher is None:
             raise rpc_error(grpc.StatusCode.UNAVAILABLE, "the server is down")
         details: Any = SimpleNamespace(method=path, invocation_metadata=metadata)
-        handler = self._dispatcher.service(details)
+        handler: Any = self._dispatcher.service(details)
         assert handler is not None, f"no method {path}"
 
         async def handle() -> bytes:
@@ -258,6 +258,8 @@ class Feed:
 @registry.register("instant")
 class Instant:
     """One question, one answer, at once."""
+
+    step_limit_s = 60.0
 
     def __init__(self, pool: object, config: object) -> None: ...
 
@@ -416,6 +418,6 @@ class VirtualRun:
         session.parts = SimpleNamespace(tokenizer=TOKENIZER, host=engine, engine=engine, follower=follower)  # type: ignore[assignment]
         session.proxy = engine
         self.sessions[role] = session
-        job = asyncio.ensure_future(session.run(asyncio.sleep(0), lambda: play(session)))
+        job = asyncio.ensure_future(session.run(lambda: asyncio.sleep(0), lambda: play(session)))
         self._jobs.append(job)
         return job

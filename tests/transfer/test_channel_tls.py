@@ -53,12 +53,12 @@ def test_weights_arrive_exactly_under_tls(kit, certified: SimpleNamespace, mutua
 @pytest.mark.parametrize(
     ("server", "client", "mutual", "words"),
     [
-        ("server", "stranger", False, r"not accepted.*another CA; copy ca\.pem"),
+        ("server", "other_ca", False, r"not accepted.*another CA; copy ca\.pem"),
         ("past", "client", False, r"expired.*clocks.*jaxroll tls"),
         ("elsewhere", "client", False, r"made for other names.*jaxroll tls RUN --host"),
         ("server", None, False, r"uses TLS.*no certificates.*JAXROLL_TLS"),
         ("server", "anonymous", True, r"asks for a certificate \(mutual TLS\).*copy client-cert\.pem"),
-        ("server", "trusting_stranger", True, r"does not accept the certificate.*jaxroll tls"),
+        ("server", "trusting_other_ca", True, r"does not accept the certificate.*jaxroll tls"),
         (None, "client", False, r"uses plain text.*give it some too, or remove these"),
     ],
 )  # fmt: skip

@@ -371,7 +371,8 @@ def _renewed(state: State, e: ev.Renewed, now_s: float) -> None:
         slot = state.open[group].slots[member]
         slot.deadline_s = now_s + e.ttl_s
     if e.members:
-        note_seen(state, slot.holder, now_s)
+        group, member = e.members[-1]
+        note_seen(state, state.open[group].slots[member].holder, now_s)
 
 
 def _extended(state: State, e: ev.Extended, now_s: float) -> None:

@@ -150,15 +150,14 @@ class Tap:
         if call.method != "Put":
             return
         bodies = wire.decode(call.body, PutCall).members
-        answers = [PutAnswer("", refusal)] * len(bodies)
-        if refusal is None:
-            answers = wire.decode(envelope.body, PutReply).answers
-        for body, answer in zip(bodies, answers, strict=True):
+        refused = [PutAnswer("", refusal)] * len(bodies)
+        answers = refused if refusal else wire.decode(envelope.body, PutReply).answers
+        for body, put in zip(bodies, answers, strict=True):
             member = wire.decode(body, Member)
             self.journal.append({
                 "kind": "put", "key": [member.group, member.member, member.attempt], "digest": wire.digest(body),
                 "finished": isinstance(member.outcome, Finished), "outcome": member.outcome,
-                "answer": answer.refusal.code if answer.refusal else answer.result,
+                "answer": put.refusal.code if put.refusal else put.result,
             })  # fmt: skip
 
 

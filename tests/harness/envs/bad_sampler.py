@@ -19,6 +19,7 @@ class Healthy:
     """An environment of one turn that takes a while and rewards different letters."""
 
     latency_s = LATENCY_S
+    step_limit_s = 60.0
 
     def __init__(self, pool, config):
         pass

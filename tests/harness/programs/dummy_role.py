@@ -22,7 +22,10 @@ from jaxroll import lifeline
 def main() -> int:
     lifeline.bind_from_env()
     events, name, *words = sys.argv[1:]
-    options = dict(word.lstrip("-").partition("=")[::2] for word in words)
+    options: dict[str, str] = {}
+    for word in words:
+        key, _, value = word.lstrip("-").partition("=")
+        options[key] = value
 
     def note(what: str) -> None:
         fd = os.open(events, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

@@ -103,7 +103,7 @@ def main() -> None:
     for name, options in json.loads((folder / "options.json").read_text()).items():
         checkpoints = folder.parent / f"checkpoints {name}"
         rows, held = trained(options, claims, checkpoints if name in KEPT else None)
-        np.savez(folder / f"{name}-{index}.npz", **held)
+        np.savez(folder / f"{name}-{index}.npz", allow_pickle=False, **held)
         (folder / f"{name}-{index}.json").write_text(json.dumps(rows))
 
 

@@ -78,7 +78,7 @@ def main(topology: str, size: str) -> None:
         if not chosen.startswith("xla"):
             program, cost = aot.finished(name, lowered)
             row |= dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes}
-            row["custom_calls"] = program.as_text().count("tpu_custom_call")
+            row["custom_calls"] = (program.as_text() or "").count("tpu_custom_call")
         row.setdefault("custom_calls", text.count("@tpu_custom_call"))
         squares = text.count(f"x{case.row_tokens}x{case.row_tokens}x")
         print(json.dumps(row | {"squares": squares}), flush=True)

@@ -9,6 +9,7 @@ Every line on stdin is a step to publish; the answer on stdout is the announceme
 from __future__ import annotations
 
 import sys
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ def main() -> None:
     axes = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh((1, 2, 1), ("data", "fsdp", "tensor"), axes)
     train = jax.jit(lambda params: jax.tree.map(lambda x: x * 0 - 1, params), donate_argnums=0)
-    with Publisher(TransferConfig(channel=channel, deadline_s=30), run_dir) as publisher:
+    with Publisher(TransferConfig(channel=cast(Any, channel), deadline_s=30), run_dir) as publisher:
         for line in sys.stdin:
             step = int(line)
             params = {

@@ -75,8 +75,8 @@ class Feed:
 
 def configured(**changes: Any) -> Config:
     """A config of 2 groups of 2 for 4 steps; keys of schedule and store may be changed."""
-    schedule = {"steps": 4, "groups_per_step": 2, "group_size": 2, "alpha": 1.0}
-    store = {"lease_s": 30.0}
+    schedule: dict[str, Any] = {"steps": 4, "groups_per_step": 2, "group_size": 2, "alpha": 1.0}
+    store: dict[str, Any] = {"lease_s": 30.0}
     for key, value in changes.items():
         (schedule if key in ScheduleConfig.__dataclass_fields__ else store)[key] = value
     learner = LearnerConfig(row_tokens=10**6)  # members here are of any length

@@ -118,14 +118,15 @@ async def recorded_run(run_dir: Path, *, compact_every: int = 0, **budgets: int)
     With `compact_every` the log is compacted after as many pauses of the history, and each time that is waited for.
     """
     clock = ManualClock()
-    kept = Keeper(SETTINGS, Log(run_dir, **budgets), clock)
+    log = Log(run_dir, **budgets)
+    kept = Keeper(SETTINGS, log, clock)
     for i, _ in enumerate(eventful_history(kept, clock)):
-        await kept.log.committed()
+        await log.committed()
         if compact_every and i % compact_every == compact_every - 1:
-            kept.log.compact()
-            await kept.log.tidy()
-    await kept.log.tidy()
-    await kept.log.close()
+            log.compact()
+            await log.tidy()
+    await log.tidy()
+    await log.close()
     return kept.core
 
 
@@ -134,7 +135,8 @@ async def long_run(
 ) -> Core:
     """A run of `steps` steps at α = 1 with groups of two; nothing is left undone by the log when it returns."""
     settings = Settings(AgeLimiter(1.0, groups), group_size=2, steps=steps)
-    kept = Keeper(settings, Log(run_dir, **budgets), ManualClock())
+    log = Log(run_dir, **budgets)
+    kept = Keeper(settings, log, ManualClock())
     version = kept.decide(rq.Begin("L", None))
     publish(kept, version)
     for step in range(steps):
@@ -146,9 +148,9 @@ async def long_run(
         kept.decide(rq.Ack("L", Version(0, step)))
         if version.step % durable_every == 0:
             kept.decide(rq.Durable("L", version))
-        await kept.log.committed()
-        await kept.log.tidy()  # a compaction that began is over: what is kept does not depend on the machine
-    await kept.log.close()
+        await log.committed()
+        await log.tidy()  # a compaction that began is over: what is kept does not depend on the machine
+    await log.close()
     return kept.core
 
 

@@ -94,16 +94,17 @@ def lease_and_put(run_dir: Path) -> dict[str, dict[str, list[str]]]:
                 await call(role, "Hello", msg.Hello(wire.PROTOCOL_VERSION, digest(config)), msg.Welcome)
             await call("learner", "Begin", msg.BeginCall(None), msg.VersionCall)
             await call("learner", "Publish", snapshot(V0), msg.Done)
+            walks: dict[str, dict[str, list[str]]] = {}
             for number in range(6):  # the first ones fill caches
                 request = wire.encode(msg.LeaseCall(V0, 1, 5.0, f"request-{number}"))
-                with recorder.walk() as leased:
+                with recorder.walk() as walks["lease"]:
                     answer = await call.raw("sampler", "Lease", request)
                     await asyncio.sleep(0.05)  # the prompt is replaced by the next one of the dataset
                 (grant,) = wire.decode(answer, msg.LeaseReply).grants
                 clock.advance(TOOK_S)
                 member = finished(grant.group, *grant.members[0], (V0, 3))
                 body = wire.encode(msg.PutCall((wire.encode(member),)))
-                with recorder.walk() as put:
+                with recorder.walk() as walks["put"]:
                     answer = await call.raw("sampler", "Put", body)
                 assert wire.decode(answer, msg.PutReply).answers[0].result == "OK"
                 if number == 3:
@@ -111,7 +112,7 @@ def lease_and_put(run_dir: Path) -> dict[str, dict[str, list[str]]]:
             filling.cancel()
             await asyncio.gather(filling, return_exceptions=True)
             await keeper.log.close()
-            return {"lease": leased, "put": put}
+            return walks
 
     with recorder.installed():
         return asyncio.run(play())
