@@ -5,8 +5,8 @@
 Steps overlap: while the devices compute step s, the claim of s+1 is requested and packed (`_claim_ahead`), and the
 result of step s−1 is published and acknowledged (`BackgroundPublisher`).
 
-Threads: the main thread dispatches JAX; a loop thread talks to the store (`BlockingStore`); a thread publishes; the
-channel's listener serves weights.
+Threads: the main thread runs JAX and writes checkpoints, job by job (`DeviceThread`); `LearnerSession` runs on the
+asyncio loop thread; the channel's listener serves weights.
 Waits for: claims from the store, and the previous publication.
 Stops: after the schedule's last step, or on SIGTERM, SIGINT or SIGHUP after its step and a checkpoint. If it is killed,
 it starts again from the last durable version, and the store replays the claims after it.
@@ -17,14 +17,16 @@ On several hosts the process of the first one does all this; the others repeat i
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
+import math
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,10 +54,11 @@ from jaxroll.models import families, pretrained
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Version
 from jaxroll.roles import build
-from jaxroll.roles.weights import BackgroundPublisher, Progress, weights_token
+from jaxroll.roles.weights import BackgroundPublisher, OnThread, Progress, weights_token
+from jaxroll.rollout.loop_thread import DeviceThread, LoopThread
 from jaxroll.rpc import tls
 from jaxroll.sharding import layout
-from jaxroll.store.client import BlockingStore
+from jaxroll.store.client import StoreClient
 from jaxroll.store.core.settings import END_OF_DATA
 from jaxroll.store.core.state import Lineage, on_line
 from jaxroll.transfer.channel_device import DevicePublisher
@@ -121,6 +124,7 @@ CLAIM_WAIT_S = 2.0
 AHEAD_WAIT_S = 3600.0  # longer than a step: the step's end ends this wait
 DEVICE_POLL_S = 0.005  # between two checks whether the devices have finished, while a claim is awaited
 HOLDER_POLL_S = 0.2
+LAST_ROWS_S = 2.0  # for progress rows that are not sent yet at the end
 FINISHED = "finished"
 FORKED_FILE = ".forked"  # the supervisor starts the other roles when this file exists
 
@@ -159,12 +163,40 @@ def compile_programs(args: RoleArgs, progress: Progress) -> None:
 def run_learner(
     args: RoleArgs, stop: threading.Event, leader: Leader | None = None, hooks: ColocationHooks = ALONE
 ) -> int:
-    """Train until the schedule's last step is done (0) or `stop` is set (EXIT_INTERRUPTED)."""
-    session = LearnerSession(args, stop, leader, hooks)
+    """Train until the schedule's last step is done (0) or `stop` is set (EXIT_INTERRUPTED). Uses JAX on this thread."""
+    device, thread = DeviceThread(), LoopThread("learner", blocked_s=math.inf)
     try:
-        return session.run()
+        session = thread.start(_run(args, stop, leader, hooks, device))
+        session.add_done_callback(lambda _: device.stop())
+        device.run()
+        return session.result()
     finally:
-        session.close()
+        thread.close()
+
+
+async def _run(
+    args: RoleArgs, stop: threading.Event, leader: Leader | None, hooks: ColocationHooks, device: DeviceThread
+) -> int:
+    """Connect to the store, build what the session needs, and run it."""
+    store = await StoreClient.connect(
+        args.store_address or args.run_dir / "store.addr",
+        role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
+        call_s=args.config.store.rpc_deadline_s, run_dir=args.run_dir,
+    )  # fmt: skip
+    async with contextlib.AsyncExitStack() as ends:
+        ends.push_async_callback(store.aclose)
+        folder, kept = args.run_dir / "checkpoints", args.config.learner.checkpoints_kept
+        checkpoints = await device(lambda: lockstep.checkpoints(folder, kept, leader))
+        ends.push_async_callback(device, checkpoints.close)
+        publisher = await device(lambda: _publisher(args))
+        ends.push_async_callback(device, publisher.close)
+        make = hooks.trainer if leader is None else functools.partial(lockstep.LeadingTrainer, leader.send)
+        session = LearnerSession(
+            args, store, checkpoints, publisher, lambda: new_trainer(args.config, make), stop=stop, on_device=device,
+            on_thread=asyncio.to_thread, published=hooks.published,
+        )  # fmt: skip
+        ends.push_async_callback(session.close)
+        return await session.run()
 
 
 def _run_leader(args: RoleArgs, stop: threading.Event, leader: Leader) -> int:
@@ -206,38 +238,42 @@ class Work:
 
 
 class LearnerSession:
-    """The learner of this process: its trainer, publisher and checkpoints, and the loop over steps."""
+    """The learner: its trainer, publisher and checkpoints, and the loop over steps, on one event loop.
+
+    `on_device` runs jobs that use JAX or the disk, `on_thread` those that only wait; under a virtual clock both may run
+    them in place. `published` is called once the first weights can be fetched.
+    """
 
     def __init__(
         self,
         args: RoleArgs,
+        store: StoreClient,
+        checkpoints: Checkpoints,
+        publisher: Publisher | DevicePublisher,
+        make_trainer: Callable[[], Trainer],
+        *,
         stop: threading.Event,
-        leader: Leader | None = None,
-        hooks: ColocationHooks = ALONE,
+        on_device: OnThread,
+        on_thread: OnThread,
+        published: Callable[[], None] = lambda: None,
     ) -> None:
-        self.args, self.config, self._stop, self._hooks = args, args.config, stop, hooks
-        self._make_trainer = (
-            hooks.trainer if leader is None else functools.partial(lockstep.LeadingTrainer, leader.send)
-        )
-        self.store = BlockingStore(
-            args.store_address or args.run_dir / "store.addr",
-            role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
-            call_s=self.config.store.rpc_deadline_s, run_dir=args.run_dir,
-        )  # fmt: skip
+        self.args, self.config, self.store, self._stop = args, args.config, store, stop
+        self.checkpoints, self.publisher = checkpoints, publisher
+        self._make_trainer, self._published, self._on_device = make_trainer, published, on_device
         self._end = FINISHED  # the reason with which this process closes the run
-        self.progress = Progress("learner", lambda row: self.store.report([row]))
-        self.publisher = _publisher(args)
-        self.background = BackgroundPublisher(self.store, self.publisher)
-        folder, kept = args.run_dir / "checkpoints", self.config.learner.checkpoints_kept
-        self.checkpoints = lockstep.checkpoints(folder, kept, leader)
+        self._loop, self._rows = asyncio.get_running_loop(), asyncio.Queue[dict]()
+        self._reporting = asyncio.ensure_future(self._report())
+        self.progress = Progress("learner", self._add_row)
+        self.background = BackgroundPublisher(store, publisher, on_thread)
 
-    def run(self) -> int:
+    async def run(self) -> int:
         """Train from the last durable version to the end of the schedule. Raises Closed if the store ends the run."""
         self.progress.start("building the learner")
-        trainer = new_trainer(self.config, self._make_trainer)
-        durable = self._restore(trainer)
+        trainer = await self._on_device(self._make_trainer)
+        status = await self.store.status()
+        durable = await self._on_device(lambda: self._restore(trainer, status))
         try:
-            version = self.store.begin(durable, self._fork)
+            version = await self.store.begin(durable, self._fork)
         except Closed as closed:
             if str(closed) not in (FINISHED, END_OF_DATA):
                 raise
@@ -250,39 +286,50 @@ class LearnerSession:
         self.progress.end("building the learner")
         self.progress.devices(trainer.layout.mesh, {"packed": str(trainer.programs.recipe.attention)})
         if trainer.sends_adapters:
-            self.publisher.freeze(version, trainer.base_params())
-        self._publish(trainer, version)  # first, so that samplers compile while we do
-        self._hooks.published()
+            await self._on_device(lambda: self.publisher.freeze(version, trainer.base_params()))
+        await self._publish(trainer, version)  # first, so that samplers compile while we do
+        await self._on_device(self._published)
         self.progress.start("compiling the learner")
-        trainer.warmup(self.progress)
+        await self._on_device(lambda: trainer.warmup(self.progress))
         self.progress.end("compiling the learner")
         if durable is None:
-            self._checkpoint(trainer, version)
+            await self._checkpoint(trainer, version)
         if version.step == 0:
-            self._await_evaluator(version, self.config.transfer.deadline_s)  # the gain is measured from here
-        work = self._claim(trainer, version)
+            await self._await_evaluator(version, self.config.transfer.deadline_s)  # the gain is measured from here
+        work = await self._claim(trainer, version)
         while work is not None:
-            version, work = self._step(trainer, version, work)
+            version, work = await self._step(trainer, version, work)
             if work is None or self._stop.is_set():
-                work = self._claim(trainer, version)
-        self.background.settle()
+                work = await self._claim(trainer, version)
+        await self.background.settle()
         if self._durable != version:
-            self._checkpoint(trainer, version)
-        self._settle_durable(wait=True)
+            await self._checkpoint(trainer, version)
+        await self._settle_durable(wait=True)
         if version.step < self.config.schedule.steps and self._end == FINISHED:
             return EXIT_INTERRUPTED
-        self._await_evaluator(version, self.config.supervisor.final_eval_s)
-        self.store.close_run(self._end)
+        await self._await_evaluator(version, self.config.supervisor.final_eval_s)
+        await self.store.close_run(self._end)
         return 0
 
-    def close(self) -> None:
-        """Close the connection to the store, the publisher and the checkpoints."""
-        self.background.close()
-        self.publisher.close()
-        self.checkpoints.close()
-        self.store.aclose()
+    async def close(self) -> None:
+        """End the background tasks, and send the rows that are left."""
+        await self.background.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_ROWS_S):
+                await self._rows.join()
+        self._reporting.cancel()
+        await asyncio.gather(self._reporting, return_exceptions=True)
 
-    def _restore(self, trainer: Trainer) -> Version | None:
+    def _add_row(self, row: dict) -> None:
+        self._loop.call_soon_threadsafe(self._rows.put_nowait, row)
+
+    async def _report(self) -> None:
+        """Send progress rows in order. An error ends this task only: the session's next call has the same error."""
+        while True:
+            await self.store.report([await self._rows.get()])
+            self._rows.task_done()
+
+    def _restore(self, trainer: Trainer, status: Mapping[str, Any]) -> Version | None:
         """Put the newest checkpoint (or the initial parameters) into `trainer`; the version restored, None without one.
 
         A checkpoint without checksums is damaged if the store knows it as durable; otherwise its checksums are computed
@@ -290,7 +337,6 @@ class LearnerSession:
         decides in `begin` if an older one is acceptable: the claims after it must not have been trimmed.
         CheckpointDamaged if no other is left.
         """
-        status = self.store.status()
         lineages, claims, durable_steps = self.store.welcome.lineages, status["claims"], status["durable"]
         self._durable, self._fork = start_of(self.checkpoints, lineages, claims, self.args.fork)
         if trainer.lora and (start := self._initial_params(trainer)) is not None:
@@ -329,12 +375,12 @@ class LearnerSession:
             "Restore it from a copy, or continue from the older one with --fork=STEP.",
         )  # fmt: skip
 
-    def _claim(self, trainer: Trainer, version: Version) -> Work | None:
+    async def _claim(self, trainer: Trainer, version: Version) -> Work | None:
         """The batch of this step; None after the last step, after a stop request, and at the end of the data."""
-        began = time.monotonic()
+        began = self._loop.time()
         while version.step < self.config.schedule.steps and not self._stop.is_set():
             try:
-                claim = self.store.claim(version.lineage, version.step, CLAIM_WAIT_S)
+                claim = await self.store.claim(version.lineage, version.step, CLAIM_WAIT_S)
             except NotReady:
                 self.background.check()  # without new weights no batch for this step can come
                 continue
@@ -343,18 +389,18 @@ class LearnerSession:
                     raise
                 self._end = END_OF_DATA
                 break
-            wait_s, t0 = time.monotonic() - began, unix_s()
-            return Work(trainer.prepare(claim), wait_s, t0)
+            wait_s, t0 = self._loop.time() - began, unix_s()
+            return Work(await self._on_device(lambda claim=claim: trainer.prepare(claim)), wait_s, t0)
         return None
 
-    def _claim_ahead(self, trainer: Trainer, version: Version, running: Running) -> Ready | None:
+    async def _claim_ahead(self, trainer: Trainer, version: Version, running: Running) -> Ready | None:
         """The packed batch of the step at `version`, if it arrives while the devices still compute `running`."""
         if version.step >= self.config.schedule.steps or not trainer.prepares_ahead:
             return None
-        pending = self.store.claim_ahead(version.lineage, version.step, AHEAD_WAIT_S)
-        while not (running.is_done() or self._stop.is_set()):
-            if wait([pending], DEVICE_POLL_S).done:
-                break
+        job = self.store.claim(version.lineage, version.step, AHEAD_WAIT_S, ahead=True)
+        pending = asyncio.ensure_future(job)
+        while not (running.is_done() or self._stop.is_set() or pending.done()):
+            await asyncio.wait([pending], timeout=DEVICE_POLL_S)
         if not pending.done():
             pending.cancel()
             return None
@@ -362,50 +408,53 @@ class LearnerSession:
             claim = pending.result()
         except (NotReady, Closed, InfraError):
             return None  # `_claim` requests it again, with its own patience
-        return trainer.prepare(claim)
+        return await self._on_device(lambda: trainer.prepare(claim))
 
-    def _step(self, trainer: Trainer, version: Version, work: Work) -> tuple[Version, Work | None]:
+    async def _step(self, trainer: Trainer, version: Version, work: Work) -> tuple[Version, Work | None]:
         """Train on `work` and start publishing; the version made, and the work of the next step if it has arrived."""
-        claim, running = work.ready.claim, trainer.dispatch_step(work.ready)
+        claim, running = work.ready.claim, await self._on_device(lambda: trainer.dispatch_step(work.ready))
         after = Version(version.lineage, version.step + 1)
-        ready = self._claim_ahead(trainer, after, running)
-        row, t1 = trainer.await_step(running), unix_s()
-        self.background.settle()  # a published version must be there to fetch: the publisher keeps the last two
+        ready = await self._claim_ahead(trainer, after, running)
+        row, t1 = await self._on_device(lambda: trainer.await_step(running)), unix_s()
+        await self.background.settle()  # a published version must be there to fetch: the publisher keeps the last two
         published = after.step % self.config.schedule.publish_every == 0 or after.step == self.config.schedule.steps
-        weights = self.publisher.start(after, trainer.publishable_params()) if published else None
+        start = lambda: self.publisher.start(after, trainer.publishable_params())  # noqa: E731
+        weights = await self._on_device(start) if published else None
         row |= {"role": "learner", "kind": "step", "step": after.step, "lineage": version.lineage,
                 "t0": work.t0, "t1": t1, "train_s": t1 - work.t0, "wait_s": work.wait_s,
                 "replayed": claim.replayed, "groups": [group.group for group in claim.groups]}  # fmt: skip
-        self.background.publish(version, row, weights)
+        await self.background.publish(version, row, weights)
         if claim.checkpoint_wanted or after.step % self.config.learner.checkpoint_every == 0:
-            self.background.settle()
-            self._checkpoint(trainer, after)
-        self._settle_durable(wait=False)
+            await self.background.settle()
+            await self._checkpoint(trainer, after)
+        await self._settle_durable(wait=False)
         return after, Work(ready, 0.0, unix_s()) if ready else None
 
-    def _publish(self, trainer: Trainer, version: Version) -> None:
-        self.store.publish(self.publisher.publish(version, trainer.publishable_params()))
+    async def _publish(self, trainer: Trainer, version: Version) -> None:
+        ref = await self._on_device(lambda: self.publisher.publish(version, trainer.publishable_params()))
+        await self.store.publish(ref)
         self.publisher.drop_older(version)
 
-    def _checkpoint(self, trainer: Trainer, version: Version) -> None:
-        self.checkpoints.save(version, self.store.position, trainer.state, trainer.base_digest())
+    async def _checkpoint(self, trainer: Trainer, version: Version) -> None:
+        position = self.store.position
+        await self._on_device(lambda: self.checkpoints.save(version, position, trainer.state, trainer.base_digest()))
         self._durable = version
 
-    def _settle_durable(self, *, wait: bool) -> None:
+    async def _settle_durable(self, *, wait: bool) -> None:
         """Report checkpoints that are on disk to the store (with `wait`, all of them), then remove older ones."""
-        for version in self.checkpoints.finished(wait=wait):
-            self.store.durable(version)  # raises if another learner has replaced this one
-            self.checkpoints.remove_old(version)
+        for version in await self._on_device(lambda: self.checkpoints.finished(wait=wait)):
+            await self.store.durable(version)  # raises if another learner has replaced this one
+            await self._on_device(lambda version=version: self.checkpoints.remove_old(version))
 
-    def _await_evaluator(self, version: Version, limit_s: float) -> None:
+    async def _await_evaluator(self, version: Version, limit_s: float) -> None:
         """Wait up to `limit_s` until the evaluator has fetched `version`: only this process can serve it."""
         if not self.config.evaluator.every:
             return
         self.progress(f"waiting until the evaluator has version {version}")
-        deadline_s = time.monotonic() + limit_s
-        while self.store.status()["holders"].get("evaluator") != str(version):
-            time.sleep(HOLDER_POLL_S)  # not Event.wait: a signal handler that sets the event in it would deadlock
-            if self._stop.is_set() or time.monotonic() > deadline_s:
+        deadline_s = self._loop.time() + limit_s
+        while (await self.store.status())["holders"].get("evaluator") != str(version):
+            await asyncio.sleep(HOLDER_POLL_S)
+            if self._stop.is_set() or self._loop.time() > deadline_s:
                 return
 
 

@@ -10,8 +10,8 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,7 +28,7 @@ from jaxroll.records import Version, VersionRef
 from jaxroll.rpc import auth
 from jaxroll.serving.engine_thread import EngineHost
 from jaxroll.sharding.layout import Layout
-from jaxroll.store.client import BlockingStore, StoreClient
+from jaxroll.store.client import StoreClient
 from jaxroll.transfer.channel_device import DevicePublisher, HandedOver
 from jaxroll.transfer.publish import Publisher
 from jaxroll.transfer.receive import NOTHING_HELD, Receiver, Staged
@@ -212,47 +212,52 @@ def weights_token(run_dir: Path) -> str:
 # --- Background publisher: publishes, acknowledges and reports a finished step while the next one is computed
 
 Row = dict[str, Any]
+OnThread = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a blocking job elsewhere; its result
 
 
 class BackgroundPublisher:
-    """Publishes, acknowledges and reports finished steps on a thread of its own, one at a time and in order."""
+    """Publishes, acknowledges and reports finished steps, one at a time and in order, in a task of its own.
 
-    def __init__(self, store: BlockingStore, publisher: Publisher | DevicePublisher) -> None:
-        self._store, self._publisher = store, publisher
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="publisher")
-        self._last: Future[None] | None = None
+    `on_thread` runs a call that blocks until weights can be fetched.
+    """
 
-    def publish(self, trained: Version, row: Row, weights: Future[VersionRef] | None) -> None:
+    def __init__(self, store: StoreClient, publisher: Publisher | DevicePublisher, on_thread: OnThread) -> None:
+        self._store, self._publisher, self._on_thread = store, publisher, on_thread
+        self._last: asyncio.Future[None] | None = None
+
+    async def publish(self, trained: Version, row: Row, weights: Future[VersionRef] | None) -> None:
         """Report the claim of `trained` as trained, which made `weights` (None: none are published), in the background.
 
         Waits for the step before, and raises its error.
         """
-        self.settle()
-        self._last = self._worker.submit(self._publish, trained, row, weights)
+        await self.settle()
+        self._last = asyncio.ensure_future(self._publish(trained, row, weights))
 
     def check(self) -> None:
         """Raise the error of the last step if it has failed by now; does not wait."""
         if self._last is not None and self._last.done():
-            self.settle()
+            last, self._last = self._last, None
+            last.result()
 
-    def settle(self) -> None:
+    async def settle(self) -> None:
         """Wait until the last step is reported, and raise its error: a JaxRollError of the store or the transfer."""
         last, self._last = self._last, None
         if last is not None:
-            last.result()
+            await last
 
-    def close(self) -> None:
-        """End the thread, after its current step."""
-        self._worker.shutdown(wait=True)
+    async def close(self) -> None:
+        """Wait for the current step; its error is not raised."""
+        if self._last is not None:
+            await asyncio.gather(self._last, return_exceptions=True)
 
-    def _publish(self, trained: Version, row: Row, weights: Future[VersionRef] | None) -> None:
+    async def _publish(self, trained: Version, row: Row, weights: Future[VersionRef] | None) -> None:
         if weights is not None:
             made = Version(trained.lineage, trained.step + 1)
-            self._store.publish(self._publisher.finish(made, weights))
+            await self._store.publish(await self._on_thread(lambda: self._publisher.finish(made, weights)))
             self._publisher.drop_older(made)
-        self._store.ack(trained)
+        await self._store.ack(trained)
         t = unix_s()
-        self._store.report([row | {"t": t, "publish_s": t - row["t1"]}])
+        await self._store.report([row | {"t": t, "publish_s": t - row["t1"]}])
 
 
 # --- Progress messages of a role

@@ -1,4 +1,4 @@
-"""The asyncio loop thread of a role, with a watchdog.
+"""The asyncio loop thread of a role, with a watchdog, and the thread that runs its JAX jobs.
 
 Environments run on this loop. A SystemExit or KeyboardInterrupt of a task that an environment started, and a
 `loop.stop()` of its code, end `run_forever`, which is then entered again. If the thread ends nevertheless, or the loop
@@ -11,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxroll.env_checks import described
 from jaxroll.errors import InfraError
 
+T = TypeVar("T")
 BLOCKED_S = 60.0
 _WATCH_EVERY_S = 1.0
 _FRAMES = 12  # of the blocked thread, for its error
@@ -128,3 +130,31 @@ class LoopThread:
                 future.set_exception(InfraError(cause))
             if inspect.getcoroutinestate(job) == inspect.CORO_CREATED:  # the loop will not start it any more
                 job.close()
+
+
+class DeviceThread:
+    """Runs jobs of an event loop, one at a time, on the thread that calls `run`: the only one that uses JAX."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+
+    async def __call__(self, job: Callable[[], T]) -> T:
+        """The result of `job`."""
+        done: Future[T] = Future()
+        self._jobs.put((job, done))
+        return await asyncio.wrap_future(done)
+
+    def stop(self) -> None:
+        """Make `run` return after the jobs before."""
+        self._jobs.put(None)
+
+    def run(self) -> None:
+        """Run jobs until `stop`."""
+        while (entry := self._jobs.get()) is not None:
+            job, done = entry
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                done.set_result(job())
+            except Exception as error:  # noqa: BLE001 - the waiting coroutine raises it
+                done.set_exception(error)

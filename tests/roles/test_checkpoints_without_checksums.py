@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +57,12 @@ def test_a_checkpoint_without_checksums_is_restored_unless_it_was_durable(
     session = LearnerSession.__new__(LearnerSession)  # what a session has before it opens a store
     session.args, session.config, session.checkpoints = RoleArgs(Config(), tmp_path), Config(), checkpoints
     session.store = SimpleNamespace(  # type: ignore[assignment]
-        welcome=SimpleNamespace(lineages=(Lineage(),)), status=lambda: {"durable": durable_steps, "claims": 6}
+        welcome=SimpleNamespace(lineages=(Lineage(),))
     )
     session.progress = said.append  # type: ignore[assignment]
     trainer = Bare()
-    assert session._restore(trainer) == Version(0, restored)  # type: ignore[arg-type]
+    status = {"durable": durable_steps, "claims": 6}
+    assert session._restore(trainer, status) == Version(0, restored)  # type: ignore[arg-type]
     assert isinstance(trainer.state, TrainState)
     np.testing.assert_array_equal(trainer.state.params["embed"], np.full(SIZE, restored))
     assert any("0000.00000004 cannot be read (sums.json is gone" in text for text in said) == (restored == 2)
@@ -73,13 +77,19 @@ def test_a_learner_that_was_replaced_removes_no_checkpoint(tmp_path: Path) -> No
     session = LearnerSession.__new__(LearnerSession)
     session.checkpoints = checkpoints
 
-    def refused(version: Version) -> None:
+    async def on_device(job: Callable[[], Any]) -> Any:
+        return job()
+
+    async def accepted(version: Version) -> None: ...
+
+    async def refused(version: Version) -> None:
         raise StaleClient("another learner began after this one")
 
-    for step, durable in ((2, lambda version: None), (4, refused)):
+    session._on_device = on_device
+    for step, durable in ((2, accepted), (4, refused)):
         session.store = SimpleNamespace(durable=durable)  # type: ignore[assignment]
         checkpoints.save(Version(0, step), step, state_of(step))
         with contextlib.suppress(StaleClient):
-            session._settle_durable(wait=True)
+            asyncio.run(session._settle_durable(wait=True))
     assert Version(0, 2) in checkpoints.versions(), "its successor restores this one if it is killed"
     checkpoints.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from jaxroll.errors import Closed, InfraError, NotReady, StaleClient, TransferEr
 from jaxroll.records import Version, VersionRef
 from jaxroll.roles.learner import LearnerSession
 from jaxroll.roles.weights import BackgroundPublisher
+from tests.harness.virtual_time import run
 
-LIMIT_S = 20.0
+NEVER = object()  # a claim without an answer
 V1 = Version(0, 1)
 
 
@@ -29,33 +31,35 @@ def ended(result: Any) -> Future[Any]:
 
 
 class Store:
-    """Records its calls; `answers` are the replies to claims, in order."""
+    """Records its calls; `answers` are the replies to claims, in order; a claim ahead may wait for its answer."""
 
     def __init__(self, *answers: Any) -> None:
         self.calls: list[Any] = []
         self.answers, self.asked = list(answers), []
-        self.may_publish = threading.Event()
+        self.may_publish, self.cancelled = asyncio.Event(), False
         self.may_publish.set()
 
-    def publish(self, what: VersionRef) -> None:
-        assert self.may_publish.wait(LIMIT_S)
-        self.calls.append(("publish", what.version.step))
+    async def publish(self, ref: VersionRef) -> None:
+        await self.may_publish.wait()
+        self.calls.append(("publish", ref.version.step))
 
-    def ack(self, version: Version) -> None:
+    async def ack(self, version: Version) -> None:
         self.calls.append(("ack", version.step))
 
-    def report(self, rows: list[dict[str, Any]]) -> None:
+    async def report(self, rows: list[dict[str, Any]]) -> None:
         self.calls += [("row", row["step"], row["publish_s"] >= 0) for row in rows]
 
-    def claim(self, lineage: int, step: int, wait_s: float) -> Any:
+    async def claim(self, lineage: int, step: int, wait_s: float, *, ahead: bool = False) -> Any:
         self.asked.append(step)
         answer = self.answers.pop(0)
+        if answer is NEVER:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled = True
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def claim_ahead(self, lineage: int, step: int, wait_s: float) -> Future[Any]:
-        return self.answers.pop(0)
 
 
 class Publisher:
@@ -73,7 +77,11 @@ class Publisher:
 
 def background(store: Any) -> BackgroundPublisher:
     stub: Any = Publisher(store)
-    return BackgroundPublisher(store, stub)
+    return BackgroundPublisher(store, stub, in_place)
+
+
+async def in_place(job: Any) -> Any:
+    return job()
 
 
 def row(step: int) -> dict[str, Any]:
@@ -81,29 +89,41 @@ def row(step: int) -> dict[str, Any]:
 
 
 def test_a_step_is_published_then_acknowledged_then_reported_and_after_the_one_before() -> None:
-    store = Store()
-    publisher = background(store)
-    store.may_publish.clear()
-    publisher.publish(Version(0, 0), row(1), ended(snapshot(V1)))
-    publisher.check()
-    assert store.calls == [], "the learner goes on meanwhile"
-    store.may_publish.set()
-    publisher.publish(V1, row(2), None)  # one that is not published
-    publisher.settle()
-    publisher.close()
-    assert store.calls == [("publish", 1), ("ack", 0), ("row", 1, True), ("ack", 1), ("row", 2, True)]
+    async def job() -> None:
+        store = Store()
+        publisher = background(store)
+        store.may_publish.clear()
+        await publisher.publish(Version(0, 0), row(1), ended(snapshot(V1)))
+        await asyncio.sleep(1.0)
+        publisher.check()
+        assert store.calls == [], "the learner goes on meanwhile"
+        store.may_publish.set()
+        await publisher.publish(V1, row(2), None)  # one that is not published
+        await publisher.settle()
+        await publisher.close()
+        assert store.calls == [("publish", 1), ("ack", 0), ("row", 1, True), ("ack", 1), ("row", 2, True)]
+
+    run(job())
 
 
 @pytest.mark.parametrize("then", ["settle", "check", "publish"])
 def test_a_failed_publication_is_raised_and_nothing_is_acknowledged(then: str) -> None:
-    store = Store()
-    publisher = background(store)
-    publisher.publish(Version(0, 0), row(1), ended(TransferError("the disk is full")))
-    publisher._worker.submit(lambda: None).result(LIMIT_S)  # the one before is over
-    with pytest.raises(TransferError, match="disk is full"):
-        publisher.publish(V1, row(2), None) if then == "publish" else getattr(publisher, then)()
-    publisher.close()
-    assert store.calls == []
+    async def job() -> None:
+        store = Store()
+        publisher = background(store)
+        await publisher.publish(Version(0, 0), row(1), ended(TransferError("the disk is full")))
+        await asyncio.sleep(1.0)  # the one before is over
+        with pytest.raises(TransferError, match="disk is full"):
+            if then == "publish":
+                await publisher.publish(V1, row(2), None)
+            elif then == "settle":
+                await publisher.settle()
+            else:
+                publisher.check()
+        await publisher.close()
+        assert store.calls == []
+
+    run(job())
 
 
 def session(store: Store, *, steps: int = 4) -> LearnerSession:
@@ -112,6 +132,7 @@ def session(store: Store, *, steps: int = 4) -> LearnerSession:
     bare: Any = made
     bare.store, bare.background, bare._stop, bare._end = store, background(store), threading.Event(), "finished"
     bare.config = SimpleNamespace(schedule=SimpleNamespace(steps=steps))
+    bare._loop, bare._on_device = asyncio.get_running_loop(), in_place
     return made
 
 
@@ -122,42 +143,60 @@ DONE: Any = SimpleNamespace(is_done=lambda: True)
 
 def test_a_failed_publication_ends_the_wait_for_a_batch() -> None:
     """With α = 0 no batch comes without the new weights: the learner would wait until the store aborts the run."""
-    store = Store(NotReady("not leased"), NotReady("not leased"), NotReady("not leased"))
-    learner = session(store)
-    learner.background.publish(Version(0, 0), row(1), ended(TransferError("the disk is full")))
-    learner.background._worker.submit(lambda: None).result(LIMIT_S)
-    with pytest.raises(TransferError, match="disk is full"):
-        learner._claim(TRAINER, V1)
-    assert store.asked == [1]
+
+    async def job() -> None:
+        store = Store(NotReady("not leased"), NotReady("not leased"), NotReady("not leased"))
+        learner = session(store)
+        await learner.background.publish(Version(0, 0), row(1), ended(TransferError("the disk is full")))
+        await asyncio.sleep(1.0)
+        with pytest.raises(TransferError, match="disk is full"):
+            await learner._claim(TRAINER, V1)
+        assert store.asked == [1]
+
+    run(job())
+
+
+def claimed_ahead(store: Store, running: Any, trainer: Any = TRAINER, *, stop: bool = False, steps: int = 4) -> Any:
+    async def job() -> Any:
+        learner = session(store, steps=steps)
+        if stop:
+            learner._stop.set()
+        ready = await learner._claim_ahead(trainer, V1, running)
+        await asyncio.sleep(0.0)
+        return ready
+
+    return run(job())
 
 
 def test_the_next_batch_is_packed_while_the_devices_compute() -> None:
-    ready: Any = session(Store(ended("claim 1")))._claim_ahead(TRAINER, V1, BUSY)
-    assert ready == "claim 1 packed"
+    assert claimed_ahead(Store("claim 1"), BUSY) == "claim 1 packed"
 
 
 @pytest.mark.parametrize("answer", [NotReady("no"), Closed("data"), InfraError("the store is away")])
 def test_a_failed_claim_ahead_is_repeated_by_the_next_claim(answer: Exception) -> None:
-    assert session(Store(ended(answer)))._claim_ahead(TRAINER, V1, BUSY) is None
+    assert claimed_ahead(Store(answer), BUSY) is None
 
 
 def test_a_refused_claim_ahead_is_raised() -> None:
     with pytest.raises(StaleClient):
-        session(Store(ended(StaleClient("another learner began"))))._claim_ahead(TRAINER, V1, BUSY)
+        claimed_ahead(Store(StaleClient("another learner began")), BUSY)
 
 
-@pytest.mark.parametrize("why", ["the step is done", "a stop is requested"])
-def test_a_batch_that_comes_too_late_is_not_waited_for(why: str) -> None:
-    asked: Future[Any] = Future()
-    learner = session(Store(asked))
-    if why == "a stop is requested":
-        learner._stop.set()
-    assert learner._claim_ahead(TRAINER, V1, BUSY if why == "a stop is requested" else DONE) is None
-    assert asked.cancelled(), "the store would hold an abandoned call"
+def test_a_claim_ahead_is_cancelled_when_the_step_is_done() -> None:
+    """And not before: the step takes ten seconds."""
+    store = Store(NEVER)
+    running = SimpleNamespace(is_done=lambda: asyncio.get_running_loop().time() >= 10.0)
+    assert claimed_ahead(store, running) is None
+    assert store.cancelled, "the store would hold an abandoned call"
+
+
+def test_a_claim_ahead_is_not_awaited_after_a_stop_request() -> None:
+    assert claimed_ahead(Store(NEVER), BUSY, stop=True) is None
 
 
 @pytest.mark.parametrize("why", ["the last step", "a model must be asked"])
 def test_nothing_is_claimed_ahead_that_cannot_be_packed(why: str) -> None:
     trainer: Any = SimpleNamespace(prepares_ahead=why == "the last step")
-    learner = session(Store(), steps=1 if why == "the last step" else 4)
-    assert learner._claim_ahead(trainer, V1, BUSY) is None, "the store would have no answer"
+    store = Store()
+    assert claimed_ahead(store, BUSY, trainer, steps=1 if why == "the last step" else 4) is None
+    assert store.asked == []

@@ -54,11 +54,11 @@ def test_the_reference_of_a_run_that_goes_on_is_its_start(tmp_path: Path, config
     again = LearnerSession.__new__(LearnerSession)  # what a session has before it opens a store
     again.args, again.config, again.checkpoints = RoleArgs(config, tmp_path), config, checkpoints
     again.store = SimpleNamespace(  # type: ignore[assignment]
-        welcome=SimpleNamespace(lineages=(Lineage(),)), status=lambda: {"durable": 0, "claims": 5}
+        welcome=SimpleNamespace(lineages=(Lineage(),))
     )
     again.progress = lambda text: None  # type: ignore[assignment]
     trainer = new_trainer(config)
-    assert again._restore(trainer) == Version(0, 5)
+    assert again._restore(trainer, {"durable": 0, "claims": 5}) == Version(0, 5)
     state = jax.device_get(trainer.state.params)
     assert all(np.array_equal(state[name], learned[name]) for name in learned)
     assert all(np.array_equal(value, begun[name]) for name, value in lent(trainer).items())
