@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs
 from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.protocols import SamplingParams
-from jaxroll.records import Version, VersionRef
+from jaxroll.records import Task, Version, VersionRef
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
 from jaxroll.rollout import manager
@@ -44,7 +45,7 @@ def compile_programs(args: RoleArgs, progress: Progress) -> None:
 def role_spec(config: Config) -> sessions.RoleSpec:
     """The evaluator as a role with an engine."""
     return sessions.RoleSpec(
-        "evaluator", lambda session: EvaluatorLoops(session).run(),
+        "evaluator", lambda session: EvaluatorLoops(session, tasks.tasks(config)).run(),
         mesh=config.evaluator.mesh, slots=config.evaluator.slots, weight_swap="keep_kv",
     )  # fmt: skip
 
@@ -52,12 +53,12 @@ def role_spec(config: Config) -> sessions.RoleSpec:
 class EvaluatorLoops:
     """The sequence of evaluations."""
 
-    def __init__(self, session: sessions.EngineSession) -> None:
+    def __init__(self, session: sessions.EngineSession, held_out: Sequence[Task]) -> None:
         self.session, self.config = session, session.config
         self.tokenizer = session.parts.tokenizer
         eos = (self.tokenizer.eos_id,)
         self.manager = session.manager(SamplingParams(self.config.sampling.max_tokens, 0.0, 0, 1.0, eos))
-        self.tasks = tasks.tasks(self.config)
+        self.tasks = held_out
         hashes = json.dumps([task.question_hash for task in self.tasks])
         # the report checks that no held-out item was trained on
         (session.args.run_dir / HELDOUT_FILE).write_text(hashes, encoding="utf-8")

@@ -1,34 +1,39 @@
 """A run in one event loop: the real store, samplers and clients over an in-memory network, for a virtual clock.
 
 Real: the store's keeper, service and ticker; the server's dispatch of a call (caller, intake, throttle); the client's
-retries; a role's session, its lease, renew and cancellation loops, weight following and episodes. Replaced: gRPC by
-`Network`, the log's threads by SQLite in memory, the engine by a delay.
+retries; a role's session, its lease, renew and cancellation loops, weight following, episodes and evaluations; the
+learner's loop over steps. Replaced: gRPC by `Network`, the log's threads by SQLite in memory, engine and trainer by
+delays, weights and checkpoints by their versions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import sqlite3
+import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import grpc.aio
 import numpy as np
 
-from jaxroll.config import Config, RoleArgs, digest
+from jaxroll.config import Config, MeshConfig, RoleArgs, digest
 from jaxroll.engine.stats import EngineStats
 from jaxroll.envs import registry
 from jaxroll.errors import TransferError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
-from jaxroll.records import Message, Task, Version, VersionRef, VersionRun
+from jaxroll.records import Claim, Finished, Message, Task, Version, VersionRef, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.roles.evaluator import EvaluatorLoops
+from jaxroll.roles.learner import LearnerSession
 from jaxroll.roles.sampler import SamplerLoops
 from jaxroll.roles.session import EngineSession
 from jaxroll.roles.weights import WeightFollower
@@ -36,6 +41,7 @@ from jaxroll.rpc import server as rpc_server
 from jaxroll.rpc.client import Metadata
 from jaxroll.rpc.intake import Intake, RefusalThrottle
 from jaxroll.rpc.protocol import PIECE_BYTES
+from jaxroll.sharding import layout
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core.requests import Recorded
@@ -372,6 +378,109 @@ class DelayEngine:
         return {}
 
 
+async def in_place(job: Callable[[], Any]) -> Any:
+    """The result of `job`, which may be a coroutine: the hand-over to a thread, without a thread."""
+    found = job()
+    return await found if inspect.isawaitable(found) else found
+
+
+class Trained(NamedTuple):
+    """A step of a learner: its groups, and the age of its oldest token in versions."""
+
+    lineage: int
+    step: int
+    groups: tuple[int, ...]
+    age: int
+
+
+class DelayTrainer:
+    """Replaces the trainer: a step takes `train_s`, and `trained` lists the claims in order."""
+
+    lora = reference = state = spec = None
+    sends_adapters, prepares_ahead = False, True
+
+    def __init__(self, train_s: float) -> None:
+        self._train_s, self.trained = train_s, list[Trained]()
+        self.layout = SimpleNamespace(mesh=layout.build(MeshConfig()))
+        self.programs = SimpleNamespace(recipe=SimpleNamespace(attention="none"))
+
+    def warmup(self, progress: object) -> None: ...
+
+    def abstract_state(self) -> None: ...
+
+    def base_digest(self) -> str:
+        return ""
+
+    def publishable_params(self) -> dict[str, Any]:
+        return {}
+
+    def prepare(self, claim: Claim) -> Any:
+        return SimpleNamespace(claim=claim)
+
+    def dispatch_step(self, ready: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        claim: Claim = ready.claim
+        outcomes = [member.outcome for group in claim.groups for member in group.members]
+        oldest = min(run.version.step for o in outcomes if isinstance(o, Finished) for run in o.versions)
+        groups = tuple(group.group for group in claim.groups)
+        self.trained.append(Trained(claim.lineage, claim.step, groups, claim.step - oldest))
+        end_s = loop.time() + self._train_s
+        return SimpleNamespace(is_done=lambda: loop.time() >= end_s, left_s=lambda: end_s - loop.time())
+
+    async def await_step(self, running: Any) -> dict[str, Any]:
+        await asyncio.sleep(running.left_s())
+        return {}
+
+
+class MemoryCheckpoints:
+    """Checkpoints that are on disk as soon as they are saved."""
+
+    damaged: tuple[Version, ...] = ()
+
+    def __init__(self) -> None:
+        self._versions: list[Version] = []
+        self._new: list[Version] = []
+
+    def versions(self) -> tuple[Version, ...]:
+        return tuple(sorted(self._versions))
+
+    def latest(self, usable: Callable[[Version], bool]) -> Version | None:
+        return max(filter(usable, self._versions), default=None)
+
+    def path(self, version: Version) -> Path:
+        return Path(str(version))
+
+    def save(self, version: Version, position: int, state: object, base: str) -> None:
+        self._versions.append(version)
+        self._new.append(version)
+
+    def finished(self, *, wait: bool) -> list[Version]:
+        new, self._new = self._new, []
+        return new
+
+    def restore(self, version: Version, *args: object, durable: bool) -> tuple[None, None]:
+        return None, None
+
+    def settle(self, version: Version) -> None: ...
+
+    def remove_old(self, version: Version) -> None: ...
+
+
+class MemoryPublisher:
+    """Weights that can be fetched at once."""
+
+    def publish(self, version: Version, params: object) -> VersionRef:
+        return VersionRef(version, "tcp", "memory", "digest")
+
+    def start(self, version: Version, params: object) -> Version:
+        return version
+
+    def finish(self, version: Version, started: Version) -> VersionRef:
+        return self.publish(started, None)
+
+    def drop_older(self, version: Version) -> None: ...
+
+
 class VirtualRun:
     """A store and its roles, for one test. Use it as an asynchronous context manager."""
 
@@ -379,6 +488,8 @@ class VirtualRun:
         self.config, self.args = config, RoleArgs(config, run_dir)
         self.network, self.store = Network(), VirtualStore(config)
         self.sessions: dict[str, EngineSession] = {}
+        self.checkpoints, self.stop = MemoryCheckpoints(), threading.Event()
+        self.trained: list[Trained] = []  # by learners that ended
         self._jobs: list[asyncio.Future[Any]] = []
         self._clients: list[StoreClient] = []
 
@@ -407,6 +518,34 @@ class VirtualRun:
     def sampler(self, index: int = 0, behaviour: Behaviour | None = None) -> asyncio.Future[None]:
         """Start a sampler; the future ends as its process would."""
         return self._start(f"sampler-{index}", behaviour or Behaviour(), lambda session: SamplerLoops(session).run())
+
+    def evaluator(self, tasks: Sequence[Task], behaviour: Behaviour | None = None) -> asyncio.Future[None]:
+        """Start an evaluator of `tasks`."""
+        play = lambda session: EvaluatorLoops(session, tasks).run()  # noqa: E731
+        return self._start("evaluator", behaviour or Behaviour(), play)
+
+    def learner(self, train_s: float = 1.0) -> asyncio.Future[int]:
+        """Start a learner whose steps take `train_s`; the future is its exit code. A second one restores the newest
+        checkpoint of the first."""
+
+        async def play() -> int:
+            store = await self.client("learner")
+            checkpoints: Any = self.checkpoints
+            publisher: Any = MemoryPublisher()
+            trainer: Any = DelayTrainer(train_s)
+            session = LearnerSession(
+                self.args, store, checkpoints, publisher, lambda: trainer, stop=self.stop, on_device=in_place,
+                on_thread=in_place,
+            )  # fmt: skip
+            try:
+                return await session.run()
+            finally:
+                self.trained += trainer.trained
+                await session.close()
+
+        job = asyncio.ensure_future(play())
+        self._jobs.append(job)
+        return job
 
     def _start(
         self, role: str, behaviour: Behaviour, play: Callable[[EngineSession], Awaitable[None]]
