@@ -1,4 +1,4 @@
-"""Clients of the store: `StoreClient` for asyncio, `BlockingStore` for a thread.
+"""Client of the store, for asyncio.
 
 Every call is idempotent and is repeated for `patience_s` while the store is down. The store's refusals are raised:
 NoCredit, NotReady, StaleClient, Fenced, Conflict, Closed, Unauthorized. InfraError if the store stays away longer.
@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -223,132 +221,6 @@ def _joined(parts: Sequence[msg.ClaimPart]) -> tuple[ClaimedGroup, ...]:
         members = groups.setdefault(part.group, (part.task, []))[1]
         members += [wire.decode(body, Member) for body in part.members]
     return tuple(ClaimedGroup(group, task, tuple(members)) for group, (task, members) in groups.items())
-
-
-class BlockingStore:
-    """StoreClient's methods for ordinary threads; the calls run on a loop thread of its own."""
-
-    def __init__(
-        self,
-        address: str | Path,
-        *,
-        role: str,
-        name: str,
-        config_digest: str = "",
-        token: str | None = None,
-        patience_s: float = 60.0,
-        call_s: float = _CALL_S,
-        run_dir: Path | None = None,
-    ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="store-client", daemon=True)
-        self._thread.start()
-        self._client: StoreClient | None = None
-        with contextlib.ExitStack() as unless_connected:
-            unless_connected.callback(self.close)
-            job = StoreClient.connect(
-                address,
-                role=role,
-                name=name,
-                config_digest=config_digest,
-                token=token,
-                patience_s=patience_s,
-                call_s=call_s,
-                run_dir=run_dir,
-            )
-            self._client = self._run(job)
-            unless_connected.pop_all()
-
-    @property
-    def welcome(self) -> Welcome:
-        """The store's answer to the first message."""
-        return self._held().welcome
-
-    @property
-    def position(self) -> int:
-        """The newest position of the store's log in any reply."""
-        return self._held().position
-
-    def lease(self, version: Version, max_members: int, wait_s: float = 0.0) -> list[Grant]:
-        """See StoreClient.lease."""
-        return self._run(self._held().lease(version, max_members, wait_s))
-
-    def renew(self, grants: Sequence[Key]) -> list[Key]:
-        """See StoreClient.renew."""
-        return self._run(self._held().renew(grants))
-
-    def ended(self, wait_s: float) -> list[Key]:
-        """See StoreClient.ended."""
-        return self._run(self._held().ended(wait_s))
-
-    def put(self, member: Member) -> str:
-        """See StoreClient.put."""
-        return self._run(self._held().put(member))
-
-    def release(self, grants: Sequence[Key]) -> None:
-        """See StoreClient.release."""
-        self._run(self._held().release(grants))
-
-    def claim(self, lineage: int, step: int, wait_s: float = 0.0) -> Claim:
-        """See StoreClient.claim."""
-        return self._run(self._held().claim(lineage, step, wait_s))
-
-    def claim_ahead(self, lineage: int, step: int, wait_s: float) -> Future[Claim]:
-        """The future claim of the next step, requested during a step. Cancelling it does not affect the store."""
-        job = self._held().claim(lineage, step, wait_s, ahead=True)
-        return asyncio.run_coroutine_threadsafe(job, self._loop)
-
-    def begin(self, durable: Version | None, fork: str = "") -> Version:
-        """See StoreClient.begin."""
-        return self._run(self._held().begin(durable, fork))
-
-    def publish(self, ref: VersionRef) -> None:
-        """See StoreClient.publish."""
-        self._run(self._held().publish(ref))
-
-    def published(self, known: Version | None, wait_s: float = 0.0) -> VersionRef | None:
-        """See StoreClient.published."""
-        return self._run(self._held().published(known, wait_s))
-
-    def ack(self, version: Version) -> None:
-        """See StoreClient.ack."""
-        self._run(self._held().ack(version))
-
-    def durable(self, version: Version) -> None:
-        """See StoreClient.durable."""
-        self._run(self._held().durable(version))
-
-    def report(self, rows: Sequence[dict[str, Any]]) -> None:
-        """See StoreClient.report."""
-        self._run(self._held().report(rows))
-
-    def status(self) -> dict[str, Any]:
-        """See StoreClient.status."""
-        return self._run(self._held().status())
-
-    def close_run(self, reason: str) -> None:
-        """See StoreClient.close_run."""
-        self._run(self._held().close_run(reason))
-
-    def close(self) -> None:
-        """Close the connection and end the thread; a second call does nothing."""
-        client, self._client = self._client, None
-        if client is not None:
-            self._run(client.aclose())
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
-
-    aclose = close
-
-    def _held(self) -> StoreClient:
-        if self._client is None:
-            raise InfraError("this client of the store is closed")
-        return self._client
-
-    def _run(self, job: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(job, self._loop).result()
 
 
 # --- Outbox: batches the members that finish while a put call is under way

@@ -11,8 +11,8 @@ from jaxroll import config as configs
 from jaxroll import wire
 from jaxroll.errors import EXIT_CONFIG, NoCredit
 from jaxroll.records import Version
-from jaxroll.store.client import BlockingStore
 from jaxroll.store.core import events as ev
+from tests.harness.blocking_store import BlockingStore
 from tests.harness.cluster import kills
 from tests.harness.cluster.real_roles import World
 from tests.harness.cluster.rpc_calls import ack_of, durable_of

@@ -14,7 +14,7 @@ import pytest
 
 from jaxroll.errors import JaxRollError
 from jaxroll.records import Version
-from jaxroll.store.client import BlockingStore
+from tests.harness.blocking_store import BlockingStore
 from tests.harness.cluster.cluster import LIMIT_S, Cluster
 from tests.harness.cluster.criteria import Row, judge
 from tests.harness.cluster.real_roles import World

@@ -23,9 +23,10 @@ from jaxroll import metrics, wire
 from jaxroll.lifeline import PARENT_ENV
 from jaxroll.records import Member, Version
 from jaxroll.rpc import auth
-from jaxroll.store.client import BlockingStore, StoreClient
+from jaxroll.store.client import StoreClient
 from jaxroll.store.core import events as ev
 from jaxroll.store.messages import Key
+from tests.harness.blocking_store import BlockingStore
 from tests.harness.cluster.scripted_learner import LearnerOrders, Weights
 from tests.harness.cluster.scripted_role import Journal
 from tests.harness.cluster.scripted_sampler import SamplerOrders, put

@@ -23,9 +23,10 @@ from jaxroll.errors import (
     StaleClient,
 )  # fmt: skip
 from jaxroll.records import Version
-from jaxroll.store.client import BlockingStore, StoreClient
+from jaxroll.store.client import StoreClient
 from jaxroll.store.log import commit_log as store_log
 from jaxroll.store.server import service
+from tests.harness.blocking_store import BlockingStore
 from tests.harness.store.machine import V0
 
 
@@ -354,8 +355,8 @@ def test_the_blocking_client_says_the_same(tmp_path: Path, small: SimpleNamespac
         with pytest.raises(Closed):
             sampler.lease(version, 1)
         for client in (learner, sampler):
-            client.aclose()
-            client.aclose()
+            client.close()
+            client.close()
         with pytest.raises(InfraError, match="closed"):
             learner.status()
 
