@@ -1,6 +1,6 @@
 """Registry of algorithms by name: the loss that the learner minimises, and the advantages of members.
 
-The presets of `jaxroll.config.presets` are built here. A new algorithm is one file: a function of the learner's config
+The presets of `jaxroll.config.derived` are built here. A new algorithm is one file: a function of the learner's config
 under `@register("name")`, which a config names as `package.module:name`.
 """
 
@@ -16,7 +16,7 @@ from jaxroll.algorithms import losses
 from jaxroll.algorithms.advantages import Credit
 from jaxroll.algorithms.tokens import Objective, TokenLoss, Tokens
 from jaxroll.config import LearnerConfig
-from jaxroll.config import presets as rows
+from jaxroll.config import derived as rows
 from jaxroll.config.parsing import nearest
 from jaxroll.errors import ConfigError
 

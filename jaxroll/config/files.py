@@ -14,7 +14,7 @@ from typing import Any
 
 import ml_collections
 
-from jaxroll.config import presets
+from jaxroll.config import derived
 from jaxroll.config.parsing import assign, build, plain
 from jaxroll.config.rules import check
 from jaxroll.config.schema import Config
@@ -29,7 +29,7 @@ def defaults() -> Any:
     ml_collections' own type checks are off, because `parse` makes the same checks with better messages.
     """
     values = to_dict(Config())
-    values["sft"]["steps"], values["learner"]["learning_rate"] = presets.AUTO_STEPS, presets.AUTO_RATE
+    values["sft"]["steps"], values["learner"]["learning_rate"] = derived.AUTO_STEPS, derived.AUTO_RATE
     return ml_collections.ConfigDict(values, type_safe=False)
 
 
@@ -72,8 +72,8 @@ def parse(values: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:
     if isinstance(values, ml_collections.ConfigDict):
         values = values.to_dict()
     config = build(Config, values)
-    config = dataclasses.replace(config, schedule=presets.with_mode(config.schedule, config.schedule.mode))
-    config = presets.with_model(config)
+    config = dataclasses.replace(config, schedule=derived.with_mode(config.schedule, config.schedule.mode))
+    config = derived.with_model(config)
     check(config)
     return config
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jaxroll.config.derived import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, is_custom, preset, settled
 from jaxroll.config.parsing import nearest
-from jaxroll.config.presets import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, is_custom, preset, settled
 from jaxroll.config.schema import Config, LearnerConfig
 from jaxroll.errors import ConfigError
 

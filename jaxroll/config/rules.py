@@ -11,15 +11,31 @@ import math
 import re
 from dataclasses import dataclass
 
+# Other packages import some of these from here.
+from jaxroll.config.derived import (  # noqa: F401
+    COLOCATED,
+    GROUPS_AHEAD,
+    LEADERS,
+    actor_members,
+    actor_names,
+    age_limiter,
+    channel_of,
+    device_processes,
+    episode_tokens,
+    item_ranges,
+    learner_names,
+    lives_in,
+    memory_fractions,
+    page_size,
+    roles_with_devices,
+    sample_tokens,
+    sampler_members,
+)
 from jaxroll.config.learner_rules import check_algorithm
-from jaxroll.config.parsing import check_bounds, nearest, value_at
-from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, LearnerConfig, SamplerConfig
+from jaxroll.config.parsing import check_bounds, nearest
+from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig
 from jaxroll.errors import ConfigError
-from jaxroll.policy.limiter import AgeLimiter
 
-GROUPS_AHEAD = 4  # leased beyond the slots: a lease is a round trip and a commit, during which slots go on emptying
-COLOCATED = "colocated"  # the process of all roles with devices, where they share one
-LEADERS = ("learner", COLOCATED)  # of which a run has one: its end is the run's
 GPU_CONTEXT_MB = 512
 GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and other processes
 
@@ -53,62 +69,6 @@ def check_inventory(config: Config, inventory: Inventory) -> None:
         _check_gpus(config, inventory)
 
 
-def roles_with_devices(config: Config) -> dict[str, int]:
-    """Devices by process name, in the order in which they are handed out: learner, samplers, evaluator."""
-    wanted = dict.fromkeys(learner_names(config), config.learner.mesh.devices // config.placement.learner_hosts)
-    wanted |= {f"sampler-{index}": config.sampler.mesh.devices for index in range(config.sampler.count)}
-    if config.evaluator.every:
-        wanted["evaluator"] = config.evaluator.mesh.devices
-    return wanted
-
-
-def device_processes(config: Config) -> dict[str, int]:
-    """Devices by name of the processes that have some: one for each role, or one for all of them (`COLOCATED`)."""
-    wanted = roles_with_devices(config)
-    return {COLOCATED: max(wanted.values())} if config.placement.colocated else wanted
-
-
-def lives_in(role: str, process: str) -> bool:
-    """True if what is reported under the name `role` is done by `process`, as the supervisor names it."""
-    return role == process or (process == COLOCATED and role.partition("-")[0] in ("learner", "sampler", "evaluator"))
-
-
-def channel_of(config: Config) -> str:
-    """The channel for parameters: the one that `transfer.channel` names, or the best available."""
-    if config.transfer.channel != "auto":
-        return config.transfer.channel
-    return "device" if config.placement.colocated else "tcp"
-
-
-def learner_names(config: Config) -> tuple[str, ...]:
-    """The processes of the learner, one on each of its hosts; the first is the leader."""
-    return ("learner", *(f"learner-{index}" for index in range(1, config.placement.learner_hosts)))
-
-
-def actor_names(config: Config) -> tuple[str, ...]:
-    """The processes that play episodes and have no devices."""
-    return tuple(f"actor-{index}" for index in range(config.placement.actors))
-
-
-def sampler_members(config: Config) -> int:
-    """Members that a sampler plays at once: as configured, or its slots and groups enough that a freed slot
-    never waits for a lease. Members whose environments take their time hold no slot meanwhile."""
-    return config.sampler.concurrent_episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
-
-
-def actor_members(config: Config) -> int:
-    """Members that an actor plays at once: an equal part of what all samplers would play, rounded up."""
-    return math.ceil(config.sampler.count * sampler_members(config) / config.placement.actors)
-
-
-def memory_fractions(config: Config) -> dict[str, float]:
-    """Share of a GPU's memory by process name, when all roles live on the same ones."""
-    shares = {"learner": config.placement.learner_memory_fraction,
-              "evaluator": config.placement.evaluator_memory_fraction}  # fmt: skip
-    others = config.placement.sampler_memory_fraction
-    return {name: shares.get(name.partition("-")[0], others) for name in roles_with_devices(config)}
-
-
 def _check_names(config: Config) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", config.run.name):
         raise ConfigError("run.name", config.run.name, "not a name", "Use 1 to 64 letters, digits, '-' and '_'.")
@@ -139,28 +99,22 @@ def _check_unread(config: Config) -> None:
                               f"Set {switch} to {' or '.join(map(repr, reads))}, or leave {key} out.")  # fmt: skip
 
 
-def age_limiter(config: Config) -> AgeLimiter:
-    """Return the limiter that the store uses; ConfigError for a schedule that must deadlock."""
-    s = config.schedule
-    return AgeLimiter(s.alpha, s.groups_per_step, s.redundant_groups, s.publish_every, s.buffer_groups)
-
-
 def _check_schedule(config: Config) -> None:
     schedule = config.schedule
     age_limiter(config)
     if schedule.rolling_updates and schedule.rolling_updates >= config.sampler.count:
         raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
-                          f"sampler.count is {config.sampler.count}: all change their weights at once, as without it",
+                          f"sampler.count is {config.sampler.count}: all samplers may swap weights at the same time",
                           "Set it below sampler.count, or to 0.")  # fmt: skip
-    # The learner claims a step ahead: a sampler one publication behind has two steps less, and none left at alpha = 1.
+    # The learner claims a step ahead: a sampler that is one publication behind has two steps less, none at alpha = 1.
     if schedule.rolling_updates and schedule.alpha < schedule.publish_every + 1:
         raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
-                          f"with alpha = {schedule.alpha:g} samplers have no work while they wait for their turn",
+                          f"with alpha = {schedule.alpha:g} samplers run out of work during rolling updates",
                           f"Raise schedule.alpha to publish_every + 1 = {schedule.publish_every + 1} or more, or set "
                           "schedule.rolling_updates to 0.")  # fmt: skip
     if schedule.rolling_updates and config.placement.actors:
         raise ConfigError("schedule.rolling_updates", schedule.rolling_updates,
-                          "actors lease for the newest weights that any sampler has: the others would get no new work",
+                          "actors lease for the newest version of any sampler: the others would get no work",
                           "Set it to 0, or placement.actors to 0.")  # fmt: skip
     sampling = config.sampling
     if sampling.temperature <= 0:
@@ -255,16 +209,6 @@ def _check_colocated(config: Config) -> None:
                           "Set it to auto, or placement.colocated to True.")  # fmt: skip
 
 
-def episode_tokens(config: Config) -> int:
-    """The most tokens of a whole episode: of the conversation, or of one question and its answer."""
-    return config.task.max_episode_tokens or config.task.max_prompt_tokens + config.sampling.max_tokens
-
-
-def sample_tokens(learner: LearnerConfig) -> int:
-    """The most tokens of a sample that the learner takes: a row, and before it a prompt that it shares."""
-    return learner.shared_prompt_tokens + learner.row_tokens
-
-
 def _shares_every_prompt(config: Config) -> bool:
     """True if a row holds answers only: an episode is one question and its answer, and there is room for its prompt.
 
@@ -273,11 +217,6 @@ def _shares_every_prompt(config: Config) -> bool:
     return (
         config.learner.shared_prompt_tokens >= config.task.max_prompt_tokens - 1 and not config.task.max_episode_tokens
     )
-
-
-def page_size(wanted: int, longest: int) -> int:
-    """Tokens of one page of the cache: as many as are wanted, or a good number for requests of up to `longest`."""
-    return wanted or min(64, math.ceil(longest / 8) * 8)
 
 
 def _check_cache(sampler: SamplerConfig, longest: int) -> None:
@@ -328,17 +267,6 @@ def _check_ranges(config: Config) -> None:
         if max(a0, b0) < min(a1, b1):
             raise ConfigError(a, a0, f"its items {a0}..{a1 - 1} overlap those of {b} ({b0}..{b1 - 1})",
                               "Move them apart, as in the defaults.")  # fmt: skip
-
-
-def item_ranges(config: Config) -> dict[str, tuple[int, int]]:
-    """First and one past the last item that each purpose may touch, by the key of its start.
-
-    Held-out and training items are drawn with a factor to spare, because repeated questions are skipped.
-    """
-    train = 4 * (config.schedule.steps + 2) * (config.schedule.groups_per_step + config.schedule.redundant_groups)
-    sizes = {"task.train_start": train, "task.heldout_start": 4 * config.task.heldout_items,
-             "sft.start": config.sft.steps * config.sft.batch}  # fmt: skip
-    return {key: (value_at(config, key), value_at(config, key) + size) for key, size in sizes.items()}
 
 
 def _check_deadlines(config: Config) -> None:

@@ -1,15 +1,40 @@
-"""The whole configuration as frozen typed dataclasses, with every default.
+"""Schema of the configuration: frozen dataclasses with the type, bounds, default and description of every key.
 
-A config file holds `get_config()`, which starts from `defaults()` (or from another file: `read`) and changes what the
-experiment changes. `parse` turns it into a `Config` once; nothing below ever reads a ConfigDict.
+A config file defines `get_config()`, which starts from `defaults()` and changes some keys; `parse` turns the result
+into a `Config`. The comment above a key describes it; docs/config_keys.md is generated from these comments.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-WeightSwap = Literal["keep_kv", "reprefill", "restart", "drain"]  # what new weights do to running requests
+MAX_SEED = 2**32 - 1  # JAX keys take 32 bits of a seed, so a larger one would equal that of another run
+MAX_ITEM = 10**15  # far above any number of items drawn, and exact as an index
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Allowed values of a number: `least` ≤ value ≤ `most` and value > `above`, where they are given."""
+
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+
+
+NonNegativeInt = Annotated[int, Bounds(least=0)]
+PositiveInt = Annotated[int, Bounds(least=1)]
+ItemIndex = Annotated[int, Bounds(least=0, most=MAX_ITEM)]
+NonNegativeFloat = Annotated[float, Bounds(least=0)]
+PositiveFloat = Annotated[float, Bounds(above=0)]
+UnitFloat = Annotated[float, Bounds(least=0, most=1)]
+Seconds = Annotated[float, Bounds(least=1)]
+
+Advantage = Literal[
+    "auto", "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "positive", "best",
+    "best_worst", "segment_return", "gigpo", "gae",
+]  # fmt: skip
+WeightSwap = Literal["keep_kv", "reprefill", "restart", "drain"]
 LORA_TARGETS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
 MODEL_SIZES = ("nano", "tiny", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
 
@@ -18,17 +43,22 @@ MODEL_SIZES = ("nano", "tiny", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
 class RunConfig:
     """Name and seed of the run."""
 
+    # Name of the run; a new run folder is called NAME-DATE-TIME.
     name: str = "run"
-    seed: int = 0
+    # Seed of the parameters, data order and sampling.
+    seed: Annotated[int, Bounds(least=0, most=MAX_SEED)] = 0
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each logical axis; their product is the number of devices a role uses."""
+    """Device mesh of a role. The product of the axes is the number of devices that the role uses."""
 
-    data: int = 1
-    fsdp: int = 1
-    tensor: int = 1
+    # Devices along the data-parallel axis.
+    data: PositiveInt = 1
+    # Devices along the fully sharded data-parallel axis.
+    fsdp: PositiveInt = 1
+    # Devices along the tensor-parallel axis.
+    tensor: PositiveInt = 1
 
     @property
     def devices(self) -> int:
@@ -38,249 +68,380 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model: an entry of `jaxroll.models.families`, or a local Hugging Face folder."""
+    """Architecture and initial parameters of the model."""
 
+    # Architecture of a model that is initialized from scratch (`jaxroll.models.families`).
     size: str = "tiny"
+    # Hugging Face model folder to import. Empty: initialize a model of `size`.
     path: str = ""
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the computation; parameters of the learner are float32
+    # Data type of activations. The learner keeps parameters in float32.
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """`char` builds a tokenizer from the task's alphabet; `hf` reads tokenizer.json from `path`."""
+    """Tokenizer of the model."""
 
+    # `char`: one token per character of the task's alphabet. `hf`: read tokenizer.json from `path`.
     kind: Literal["char", "hf"] = "char"
+    # Folder of tokenizer.json, for `hf`.
     path: str = ""
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """The source of prompts and the judge of answers."""
+    """Dataset of prompts and environment that scores the answers."""
 
+    # Kind of dataset.
     source: Literal["reasoning_gym", "jsonl", "parquet", "game"] = "reasoning_gym"
+    # Name of the reasoning_gym task or of the game.
     name: str = "spell_backward"
+    # Arguments of the task generator or of the environment.
     args: dict = field(default_factory=lambda: {"min_word_len": 3, "max_word_len": 10})
+    # File of a jsonl or parquet dataset.
     path: str = ""
+    # Wording of prompts: `compact` for small character-level models, `full` for language models.
     prompt_style: Literal["compact", "full"] = "compact"
+    # Environment: a built-in name or package.module:name.
     env: str = "single_turn"
-    max_prompt_tokens: int = 16
-    max_episode_tokens: int = 0  # of a whole conversation of several turns; 0: of one question and one answer
-    train_start: int = 0
-    heldout_start: int = 10_000_000
-    heldout_items: int = 512
+    # Maximum tokens of the first prompt.
+    max_prompt_tokens: PositiveInt = 16
+    # Maximum tokens of a conversation of several turns. 0: one prompt and one answer.
+    max_episode_tokens: NonNegativeInt = 0
+    # First item of the training range of a generated dataset.
+    train_start: ItemIndex = 0
+    # First item of the held-out range of a generated dataset.
+    heldout_start: ItemIndex = 10_000_000
+    # Number of held-out items.
+    heldout_items: NonNegativeInt = 512
 
 
 @dataclass(frozen=True)
 class SftConfig:
-    """The warm start on worked answers; 0 steps starts from a random init (or from model.path)."""
+    """Warm start: supervised fine-tuning on worked answers before RL."""
 
-    steps: int = 300  # -1, what a config file starts with: 300, or 0 with model.path
-    batch: int = 96
-    learning_rate: float = 3e-3
-    start: int = 20_000_000  # first item of the warm start's own range
+    # Optimizer steps. 0: no warm start. -1, as in defaults(): 300, or 0 with model.path.
+    steps: NonNegativeInt = 300
+    # Examples per step.
+    batch: PositiveInt = 96
+    # Peak learning rate.
+    learning_rate: PositiveFloat = 3e-3
+    # First item of the warm start's range of a generated dataset.
+    start: ItemIndex = 20_000_000
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The bounds on how far samplers run ahead of the learner (docs/store_contract.md, promises 7 and 8)."""
+    """Order and amount of work: staleness, batches, groups, weight swaps."""
 
-    mode: Literal["sync", "one_step", "async"] = "async"  # a name for some of the values below (config/schedules.py)
-    alpha: float = 1.0
-    steps: int = 100  # claims to train
-    groups_per_step: int = 24
-    group_size: int = 8
-    buffer_groups: int = 0  # most groups kept (in progress, waiting, or trained without a checkpoint); 0: no limit
-    redundant_groups: int = 0
-    group_placement: Literal["auto", "together", "spread"] = "auto"  # whether a group's members are split over samplers
-    redundant_members: int = 0  # leased beyond group_size; the first group_size to finish make the group
-    publish_every: int = 1
-    in_flight_window: Literal["adaptive", "full"] = (
-        "adaptive"  # adaptive: the smallest at which the learner does not wait
-    )
-    last_batch: Literal["deliver", "drop"] = "deliver"  # what is left at the data's end, too little for a whole claim
+    # Named schedule, which fixes some of the keys below: `sync` (α = 0), `one_step` (α = 1), `async` (fixes nothing).
+    mode: Literal["sync", "one_step", "async"] = "async"
+    # Maximum staleness α: no trained token is older than ⌈α⌉ versions.
+    alpha: NonNegativeFloat = 1.0
+    # Training steps (claims) of the run.
+    steps: PositiveInt = 100
+    # Groups per training step.
+    groups_per_step: PositiveInt = 24
+    # Members (rollouts of one prompt) per group.
+    group_size: PositiveInt = 8
+    # Maximum groups in the store: in flight, ready, or trained without a durable checkpoint. 0: no limit.
+    buffer_groups: NonNegativeInt = 0
+    # Groups in flight beyond the window that α allows; surplus groups expire.
+    redundant_groups: NonNegativeInt = 0
+    # Placement of a group's members on samplers: all on one, spread, or split only when a slot would be idle.
+    group_placement: Literal["auto", "together", "spread"] = "auto"
+    # Members leased beyond group_size. The first group_size to finish are kept, the others aborted.
+    redundant_members: NonNegativeInt = 0
+    # Steps between two published versions.
+    publish_every: PositiveInt = 1
+    # Groups in flight: `full`, all that α allows, or `adaptive`, the smallest window that keeps the learner busy.
+    in_flight_window: Literal["adaptive", "full"] = "adaptive"
+    # At the end of the data, train the remaining groups as a short batch, or drop them.
+    last_batch: Literal["deliver", "drop"] = "deliver"
+    # Order in which ready groups are trained.
     order: Literal["lease_order", "ready_first", "freshest_first"] = "lease_order"
+    # Groups with tokens older than ⌈α⌉: expire and sample the prompt again, or mask these tokens in the loss.
     on_stale: Literal["expire", "mask"] = "expire"
-    filter: str = "none"  # mean_band, pass_rate, min_std, or module:function of the rewards: groups it rejects expire
+    # Filter of finished groups by their rewards: none, mean_band, pass_rate, min_std, or package.module:function.
+    filter: str = "none"
+    # Lower bound of the filtered statistic (exclusive).
     filter_low: float = 0.0
-    filter_high: float = 1.0  # what is judged must lie strictly between the two; min_std has no upper bound
-    filter_limit: int = 10  # groups rejected between two claims at most, in windows: (alpha + 1) * groups_per_step
+    # Upper bound of the filtered statistic (exclusive); min_std has none.
+    filter_high: float = 1.0
+    # Maximum groups rejected between two claims, as a multiple of the full in-flight window.
+    filter_limit: PositiveInt = 10
+    # At the filter limit, stop the run, or deliver groups unfiltered until the next claim.
     on_filter_limit: Literal["stop", "deliver"] = "stop"
+    # Effect of new weights on running requests (docs/engine.md).
     weight_swap: WeightSwap = "keep_kv"
-    rolling_updates: int = 0  # of several samplers, how many change their weights at a time; 0: all of them
+    # Samplers that may swap weights at the same time. 0: all of them.
+    rolling_updates: NonNegativeInt = 0
+    # Unfinished members of a late group: wait for them, or train the group without them.
     straggler: Literal["wait", "shrink"] = "shrink"
-    straggler_deadline_s: float = 300.0
+    # Seconds after which a group is late.
+    straggler_deadline_s: PositiveFloat = 300.0
 
     @property
     def members_per_group(self) -> int:
-        """Members of a new group: those that count, and the redundant ones."""
+        """Members of a new group, the redundant ones included."""
         return self.group_size + self.redundant_members
 
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling of training answers. Truncation (top_k, top_p) is refused in training, allowed in `generate`."""
+    """Sampling parameters of training. Truncation (top_k, top_p) is refused here; `jaxroll generate` accepts it."""
 
-    max_tokens: int = 12
+    # Maximum tokens of an answer.
+    max_tokens: PositiveInt = 12
+    # Softmax temperature.
     temperature: float = 1.0
+    # Must be 0 in training.
     top_k: int = 0
+    # Must be 1.0 in training.
     top_p: float = 1.0
 
 
 @dataclass(frozen=True)
 class SamplerConfig:
-    """The inference role: its count, mesh and static shapes."""
+    """Samplers: number, mesh, static shapes of the engine, environment executors."""
 
-    count: int = 1
+    # Number of samplers.
+    count: PositiveInt = 1
+    # Mesh of each sampler.
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    slots: int = 32
-    prefill_rows: int = 8
+    # Sequences decoded at the same time.
+    slots: PositiveInt = 32
+    # Prompts per prefill call.
+    prefill_rows: PositiveInt = 8
+    # Padded prompt lengths, increasing. One program is compiled per length.
     prefill_buckets: tuple[int, ...] = (16,)
-    prefill_budget: int = 0  # prompt tokens computed between two decode dispatches; 0 means one prefill
-    decode_chunk: int = 1
-    page_tokens: int = 0  # of one page of the cache; 0 means 64, or what the longest request needs if that is less
-    cache_pages: int = 0  # 0 gives every slot room for the longest request; fewer pages make requests wait for them
-    scoring_workers: int = 1
-    prefill_attention: Literal["auto", "xla", "splash", "triton", "cudnn"] = "auto"  # of fresh prompts: docs/kernels.md
-    paged_attention: Literal["auto", "xla", "dense", "pallas"] = "auto"  # of one more token over the cache
-    concurrent_episodes: int = (
-        0  # played at once, at most; 0: the slots and four groups. More, where environments take their time
-    )
-    env_threads: int = 1024  # for environments that block, at most; they are started as they are wanted
-    env_processes: int = 8  # for environments that ask for one each, at most
+    # Prompt tokens computed between two decode dispatches. 0: one prefill call.
+    prefill_budget: NonNegativeInt = 0
+    # Maximum tokens per slot and decode dispatch.
+    decode_chunk: PositiveInt = 1
+    # Tokens per page of the KV cache. 0: 64, or less if the longest request needs less.
+    page_tokens: NonNegativeInt = 0
+    # Pages of the KV cache. 0: enough for the longest request in every slot.
+    cache_pages: NonNegativeInt = 0
+    # Processes that score answers.
+    scoring_workers: PositiveInt = 1
+    # Attention kernel of prefill (docs/kernels.md).
+    prefill_attention: Literal["auto", "xla", "splash", "triton", "cudnn"] = "auto"
+    # Attention kernel of decoding over the paged KV cache (docs/kernels.md).
+    paged_attention: Literal["auto", "xla", "dense", "pallas"] = "auto"
+    # Maximum episodes that a sampler runs concurrently; raise it for slow environments. 0: slots + 4 groups.
+    concurrent_episodes: NonNegativeInt = 0
+    # Maximum threads for blocking environments.
+    env_threads: PositiveInt = 1024
+    # Maximum processes for environments that need a process each.
+    env_processes: PositiveInt = 8
 
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """The training role: mesh, algorithm, optimizer, packing, checkpoints."""
+    """Learner: mesh, algorithm, optimizer, packing, checkpoints. "auto" and 0 may mean the algorithm's own value."""
 
+    # Mesh of the learner.
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    algorithm: str = "grpo"  # a name of docs/algorithms.md, or package.module:name; "auto" and 0 below mean its own
-    advantage: Literal[
-        "auto", "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "positive", "best",
-        "best_worst", "segment_return", "gigpo", "gae",
-    ] = "auto"  # fmt: skip
+    # Algorithm: a name of docs/algorithms.md or package.module:name.
+    algorithm: str = "grpo"
+    # Advantage estimator.
+    advantage: Advantage = "auto"
+    # Aggregation of token losses.
     aggregation: Literal["auto", "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length"] = "auto"
+    # Correction for samples of older policies.
     correction: Literal["auto", "decoupled", "icepop", "tis", "none"] = "auto"
-    correction_cap: float = 0.0
-    correction_floor: float = 0.0  # of icepop
+    # Upper bound of importance weights. 0: the algorithm's own.
+    correction_cap: NonNegativeFloat = 0.0
+    # Lower bound of importance weights, for icepop. 0: the algorithm's own.
+    correction_floor: NonNegativeFloat = 0.0
+    # Importance weights above the bound: truncate, or mask the token.
     correction_mode: Literal["truncate", "mask"] = "truncate"
-    ratio_level: Literal["auto", "token", "sequence"] = "auto"  # of the ratios
-    clip_low: float = 0.0
-    clip_high: float = 0.0
-    dual_clip: float = 0.0  # bounds the loss of A < 0 at this many |A| (3 is usual); 0: no bound
-    positive_weight: float = 1.0  # of topr
-    negative_weight: float = 1.0
-    turn_discount: float = 0.95  # of later turns; read by segment_return and gigpo
-    step_weight: float = 1.0  # of gigpo's step term next to its episode term
-    dpo_beta: float = 0.1
-    overlong_tokens: int = 0  # the last tokens before sampling.max_tokens, over which the reward sinks by 1
-    reference: Literal["none", "init"] = "none"  # init: the parameters of the start, frozen
-    reference_offload: bool = False  # keep the reference in the host's memory between its uses
-    critic: Literal["none", "init"] = "none"  # init: a model of its own with a value head, begun as the parameters are
-    critic_offload: bool = False  # keep the critic and its moments in the host's memory between its uses
-    critic_learning_rate: float = 1e-3
-    value_clip: float = 0.2  # how far a value may go from that of the claim's start; 0: as far as it likes
-    gae_discount: float = 1.0  # of later tokens
-    gae_lambda: float = 0.95  # of what later values say
-    raw_advantages: bool = False  # of gae; else they are standardised over all trained tokens of a claim
-    kl_coef: float = 0.0  # of KL(policy, reference)
+    # Importance ratios of single tokens or of whole sequences.
+    ratio_level: Literal["auto", "token", "sequence"] = "auto"
+    # Lower clip range ε_l. 0: the algorithm's own.
+    clip_low: NonNegativeFloat = 0.0
+    # Upper clip range ε_h. 0: the algorithm's own.
+    clip_high: NonNegativeFloat = 0.0
+    # Bound of the loss of tokens with A < 0, as a multiple of |A| (3 is usual). 0: none.
+    dual_clip: NonNegativeFloat = 0.0
+    # Loss weight of answers with a positive advantage, for topr.
+    positive_weight: NonNegativeFloat = 1.0
+    # Loss weight of answers with a negative advantage, for topr.
+    negative_weight: NonNegativeFloat = 1.0
+    # Discount per turn of segment_return and gigpo.
+    turn_discount: UnitFloat = 0.95
+    # Weight of gigpo's step advantage relative to its episode advantage.
+    step_weight: NonNegativeFloat = 1.0
+    # β of dpo.
+    dpo_beta: PositiveFloat = 0.1
+    # Length penalty: the reward decreases by 1 over this many tokens before sampling.max_tokens. 0: none.
+    overlong_tokens: NonNegativeInt = 0
+    # Reference model: `init` keeps a frozen copy of the initial parameters.
+    reference: Literal["none", "init"] = "none"
+    # Keep the reference in host memory between uses.
+    reference_offload: bool = False
+    # Critic: `init` trains a copy of the initial model with a value head.
+    critic: Literal["none", "init"] = "none"
+    # Keep the critic and its optimizer state in host memory between uses.
+    critic_offload: bool = False
+    # Learning rate of the critic.
+    critic_learning_rate: PositiveFloat = 1e-3
+    # Clip range of values around those at the start of the claim. 0: no clip.
+    value_clip: NonNegativeFloat = 0.2
+    # Discount γ per token of gae.
+    gae_discount: UnitFloat = 1.0
+    # λ of gae.
+    gae_lambda: UnitFloat = 0.95
+    # Do not normalize the advantages of gae over the trained tokens of a claim.
+    raw_advantages: bool = False
+    # Coefficient of KL(policy ‖ reference).
+    kl_coef: NonNegativeFloat = 0.0
+    # Where the KL term is added.
     kl_in: Literal["loss", "reward"] = "loss"
+    # KL estimator (Schulman 2020).
     kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
-    lora_rank: int = 0  # of adapters that are trained in place of the parameters, which stay as they are; 0: none
-    lora_alpha: float = 16.0  # the adapters' product counts lora_alpha / lora_rank times
-    lora_targets: tuple[str, ...] = LORA_TARGETS  # the parameters of each layer that are adapted
-    lora_publish: Literal["merged", "adapters"] = "merged"  # what samplers are sent: all parameters, or what changed
-    learning_rate: float = 3e-4  # -1, what a config file starts with: this, or with model.path 1e-6 (adapters 1e-5)
-    warmup_steps: int = 5
-    decay_steps: int = 0  # 0 keeps the learning rate constant after warm-up
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    minibatches: int = 1  # optimizer steps per claim
-    micro_batch_rows: int = 8  # rows of one packed micro-batch; of answers, where they share prompts
-    row_tokens: int = 128  # tokens of one packed row; without its prompts, where they are shared
-    shared_prompt_tokens: int = (
-        0  # before prompt_rows rows, for prompts that are stored once; 0: one before every answer
-    )
-    shared_prompt_rows: int = 1  # rows of answers that share their prompts
-    remat: Literal["auto", "none", "layer", "dots"] = "auto"  # made again in the backward pass; auto: as the model says
-    logits_mb: int = 512  # of float32 logits on a device at once; a large vocabulary is worked through in parts
-    attention: Literal["auto", "xla", "splash", "triton"] = "auto"  # of packed rows; see docs/kernels.md
-    checkpoint_every: int = 20
-    checkpoints_kept: int = 3
-    shuffle_rewards: bool = False  # a control: rewards permuted inside each group, so nothing can be learned
+    # Rank of LoRA adapters. 0: train all parameters.
+    lora_rank: NonNegativeInt = 0
+    # LoRA scale: adapters are multiplied by lora_alpha / lora_rank.
+    lora_alpha: PositiveFloat = 16.0
+    # Parameters of each layer that get adapters.
+    lora_targets: tuple[str, ...] = LORA_TARGETS
+    # Weight sync: parameters with merged adapters, or the adapters alone.
+    lora_publish: Literal["merged", "adapters"] = "merged"
+    # Peak learning rate. -1, as in defaults(): this, or with model.path 1e-6 (adapters: 1e-5).
+    learning_rate: PositiveFloat = 3e-4
+    # Optimizer steps of linear warm-up.
+    warmup_steps: NonNegativeInt = 5
+    # Optimizer steps of the cosine decay to a tenth of the peak. 0: constant after warm-up.
+    decay_steps: NonNegativeInt = 0
+    # Weight decay of AdamW.
+    weight_decay: NonNegativeFloat = 0.0
+    # Gradient clipping by global norm.
+    max_grad_norm: PositiveFloat = 1.0
+    # Optimizer steps per claim.
+    minibatches: PositiveInt = 1
+    # Rows of a packed micro-batch.
+    micro_batch_rows: PositiveInt = 8
+    # Tokens of a packed row, excluding shared prompts.
+    row_tokens: Annotated[int, Bounds(least=2)] = 128
+    # Tokens for prompts that are stored once per shared_prompt_rows rows. 0: each answer has its own prompt.
+    shared_prompt_tokens: NonNegativeInt = 0
+    # Rows of answers that share their prompts.
+    shared_prompt_rows: PositiveInt = 1
+    # Rematerialization in the backward pass. `auto`: as the model family defines.
+    remat: Literal["auto", "none", "layer", "dots"] = "auto"
+    # Maximum MB of float32 logits per device; larger logits are computed in chunks.
+    logits_mb: PositiveInt = 512
+    # Attention kernel of packed rows (docs/kernels.md).
+    attention: Literal["auto", "xla", "splash", "triton"] = "auto"
+    # Steps between two checkpoints.
+    checkpoint_every: PositiveInt = 20
+    # Checkpoints that are kept.
+    checkpoints_kept: PositiveInt = 3
+    # Control experiment: permute rewards inside each group, so that nothing can be learned.
+    shuffle_rewards: bool = False
 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """The trajectory server: leases, retention, deadlines.
+    """Store: leases, retries, retention, deadlines."""
 
-    `retention_mb` bounds trajectories that no durable checkpoint covers yet; `keep_trajectories_mb` those that are done
-    with and stay for `jaxroll inspect` and `export`, oldest dropped first; `history_mb` the old records of the log.
-    """
-
-    lease_s: float = 30.0
-    rpc_deadline_s: float = 10.0
-    retention_mb: int = 512
-    keep_trajectories_mb: int = 128
-    history_mb: int = 256
-    stall_s: float = 60.0
-    stall_abort_s: float = 600.0
-    infra_retries: int = 5
-    data_retries: int = 2
-    dead_limit: int = 64  # groups that may die between two claims, four full windows at least; 0: no limit
-    reissues: int = 3
-    max_message_mb: int = 64
-    mutual_tls: bool = False  # with certificates: callers of the store and readers of weights must show one too
+    # Lease duration; an unrenewed lease goes to another sampler.
+    lease_s: Seconds = 30.0
+    # Deadline of a call to the store.
+    rpc_deadline_s: Seconds = 10.0
+    # Maximum MB of trajectories that no durable checkpoint covers; at the limit no new prompt is leased.
+    retention_mb: PositiveInt = 512
+    # MB of trained or expired trajectories kept for `inspect` and `export`; the oldest are dropped first.
+    keep_trajectories_mb: NonNegativeInt = 128
+    # MB of old log records kept for `replay` and `inspect`.
+    history_mb: NonNegativeInt = 256
+    # Seconds without progress after which a stall is reported.
+    stall_s: PositiveFloat = 60.0
+    # Seconds without progress after which the run ends.
+    stall_abort_s: PositiveFloat = 600.0
+    # Retries of a member after infrastructure failures.
+    infra_retries: NonNegativeInt = 5
+    # Retries of a member after failures of its data or environment.
+    data_retries: NonNegativeInt = 2
+    # Maximum groups that may fail between two claims, at least 4 full in-flight windows. 0: no limit.
+    dead_limit: NonNegativeInt = 64
+    # Times that an expired group's prompt is issued again.
+    reissues: NonNegativeInt = 3
+    # Maximum MB of one message.
+    max_message_mb: PositiveInt = 64
+    # With TLS, require client certificates from roles.
+    mutual_tls: bool = False
 
 
 @dataclass(frozen=True)
 class EvaluatorConfig:
-    """Held-out evaluation on pinned versions; `every` 0 switches it off."""
+    """Held-out evaluation of published versions."""
 
-    every: int = 20
+    # Steps between two evaluations. 0: no evaluator.
+    every: NonNegativeInt = 20
+    # Mesh of the evaluator.
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    slots: int = 64
+    # Sequences decoded at the same time.
+    slots: PositiveInt = 64
 
 
 @dataclass(frozen=True)
 class TransferConfig:
-    """Weight transfer. `tcp` needs nothing; `tensorstore` writes to `path` (a folder or a gs:// prefix); `device`
-    hands them over within a process (`placement.colocated`). `auto`: `device` there, else `tcp`."""
+    """Weight sync from the learner to samplers and evaluator."""
 
+    # Channel: sockets, files below `path`, or device memory within a process. `auto`: device if colocated, else tcp.
     channel: Literal["auto", "tcp", "tensorstore", "device"] = "auto"
+    # Folder or gs:// prefix, for tensorstore.
     path: str = ""
+    # Data type in which parameters are sent.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    deadline_s: float = 60.0
+    # Deadline of one transfer.
+    deadline_s: Seconds = 60.0
 
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """The hardware that a role may take. Fractions apply when roles share GPUs."""
+    """Hardware of each role. The memory fractions apply when roles share GPUs."""
 
+    # Accelerator. `auto`: TPU, GPU or CPU, the first that is found.
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    actors: int = 0  # processes that play the episodes and ask the samplers' engines; 0: the samplers play them
-    learner_hosts: int = 1  # processes of the learner, one on each of its hosts; learner.mesh is over all of them
-    colocated: bool = False  # learner, samplers and evaluator in one process, taking turns on the same devices
-    cpu_threads: int = 1  # of each role on CPU: one is as fast, unless the others are idle meanwhile (alpha = 0)
-    sampler_memory_fraction: float = 0.30
-    learner_memory_fraction: float = 0.40
-    evaluator_memory_fraction: float = 0.10
+    # Processes that run the environments with samplers as inference servers. 0: samplers run them.
+    actors: NonNegativeInt = 0
+    # Hosts of the learner, one process each; learner.mesh spans all of them.
+    learner_hosts: PositiveInt = 1
+    # Run learner, samplers and evaluator in one process on the same devices.
+    colocated: bool = False
+    # CPU threads per role. 1 is as fast unless the other roles are idle meanwhile (α = 0).
+    cpu_threads: PositiveInt = 1
+    # Fraction of GPU memory of a sampler.
+    sampler_memory_fraction: PositiveFloat = 0.30
+    # Fraction of GPU memory of the learner.
+    learner_memory_fraction: PositiveFloat = 0.40
+    # Fraction of GPU memory of the evaluator.
+    evaluator_memory_fraction: PositiveFloat = 0.10
 
 
 @dataclass(frozen=True)
 class SupervisorConfig:
-    """Restarts of dead roles, and the time that a role gets to stop."""
+    """Restart of failed roles, and shutdown."""
 
-    max_restarts: int = 10
-    backoff_s: float = 0.5
-    backoff_max_s: float = 10.0
-    stop_s: float = 20.0
-    final_eval_s: float = 600.0  # patience with the evaluator's last evaluation after the learner is done
+    # Restarts of a failing role before the run ends; a long time without failure resets the count.
+    max_restarts: NonNegativeInt = 10
+    # Delay before the first restart; it doubles with each further one.
+    backoff_s: PositiveFloat = 0.5
+    # Maximum delay before a restart.
+    backoff_max_s: PositiveFloat = 10.0
+    # Grace period of a role that is asked to stop.
+    stop_s: PositiveFloat = 20.0
+    # Maximum wait for the last evaluation after the last step.
+    final_eval_s: PositiveFloat = 600.0
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run needs to know. `digest` of its canonical JSON identifies it between processes."""
+    """Complete configuration of a run. The `digest` of its canonical JSON identifies it between processes."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -17,8 +17,7 @@ from jaxroll.algorithms import registry, tokens
 from jaxroll.algorithms.advantages import Advantage, Group, overlong_penalty
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
-from jaxroll.config.presets import preset, settled
-from jaxroll.config.rules import sample_tokens
+from jaxroll.config.derived import preset, sample_tokens, settled
 from jaxroll.errors import DataError
 from jaxroll.learner.samples import Sample, of_claim
 from jaxroll.records import Claim

@@ -21,7 +21,7 @@ import pytest
 from jaxroll.algorithms import registry
 from jaxroll.algorithms.tokens import Tokens
 from jaxroll.config import LearnerConfig
-from jaxroll.config.presets import settled
+from jaxroll.config.derived import settled
 
 WORDS, LONGEST, END = 4, 3, 0
 WORLDS, DRIFT = 200, 1.0  # one world's angle says little: uncorrected they lie between 13° and 84°

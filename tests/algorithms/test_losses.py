@@ -19,7 +19,7 @@ from jaxroll.algorithms import registry
 from jaxroll.algorithms import tokens as segments
 from jaxroll.algorithms.tokens import TokenLoss, Tokens
 from jaxroll.config import LearnerConfig
-from jaxroll.config.presets import PRESETS, settled
+from jaxroll.config.derived import PRESETS, settled
 from jaxroll.errors import ConfigError
 from tests.harness import numpy_losses as plain
 

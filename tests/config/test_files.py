@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll import config
-from jaxroll.config.parsing import leaves
-from jaxroll.config.rules import value_at
+from jaxroll.config.parsing import leaves, value_at
 from jaxroll.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -8,7 +8,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import ScheduleConfig
-from jaxroll.config.presets import MODES, with_mode
+from jaxroll.config.derived import MODES, with_mode
 from jaxroll.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.config.presets import settled
+from jaxroll.config.derived import settled
 from jaxroll.learner import minibatch, packing
 from jaxroll.models import transformer
 

@@ -1,0 +1,259 @@
+"""Values derived from the config: named schedules, defaults of a model or algorithm, processes, devices, sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from jaxroll.config.schema import Config, LearnerConfig, ScheduleConfig, SftConfig
+from jaxroll.errors import ConfigError
+from jaxroll.policy.limiter import AgeLimiter
+
+# --- named schedules: the values of `schedule` that each fixes, for the same processes and loops
+#
+#     sync       α = 0: sampler and learner alternate; every token is trained by the version that sampled it
+#     one_step   α = 1: while the learner trains a batch, the next one is sampled with the newest published weights only
+#     async      any α and any values of the other keys
+#
+# A key that a schedule fixes must have its default or that value.
+
+MODES: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "sync": {"alpha": 0.0, "publish_every": 1, "in_flight_window": "full", "order": "lease_order"},
+    "one_step": {
+        "alpha": 1.0, "publish_every": 1, "in_flight_window": "full", "order": "lease_order", "weight_swap": "drain",
+    },
+    "async": {},
+})  # fmt: skip
+
+
+def with_mode(schedule: ScheduleConfig, mode: str) -> ScheduleConfig:
+    """`schedule` with the values that `mode` fixes; ConfigError for a key with another value."""
+    fixed = MODES[mode]
+    defaults = {field.name: field.default for field in fields(ScheduleConfig)}
+    for key, value in fixed.items():
+        given = getattr(schedule, key)
+        if given not in (value, defaults[key]):
+            raise ConfigError(f"schedule.{key}", given, f"schedule.mode = {mode!r} fixes it at {value!r}",
+                              f"Leave schedule.{key} out, or set schedule.mode to 'async'.")  # fmt: skip
+    return replace(schedule, **fixed)
+
+
+# --- defaults that depend on the model
+
+AUTO_STEPS, AUTO_RATE = -1, -1.0
+# A warm start would overwrite an imported model, and the learning rate for a fresh model would destroy it. The rates of
+# imported models are those of published GRPO runs: 1e-6 for all parameters, ten times as much for adapters.
+_IMPORTED_RATE, _ADAPTER_RATE = 1e-6, 1e-5
+
+
+def with_model(config: Config) -> Config:
+    """Return `config` with `sft.steps` and `learner.learning_rate`, where they are automatic, chosen for its model."""
+    fresh, sft, learner = not config.model.path, config.sft, config.learner
+    if sft.steps == AUTO_STEPS:
+        sft = replace(sft, steps=SftConfig().steps if fresh else 0)
+    if learner.learning_rate == AUTO_RATE:
+        imported = _ADAPTER_RATE if learner.lora_rank else _IMPORTED_RATE
+        learner = replace(learner, learning_rate=LearnerConfig().learning_rate if fresh else imported)
+    return replace(config, sft=sft, learner=learner)
+
+
+# --- algorithm presets
+#
+# A key of `learner` that is "auto" (or 0, where the schema says so) takes its value from the algorithm's row; `settled`
+# returns the config with all of them set. The losses are in `jaxroll.algorithms`; this package loads without JAX.
+
+ESTIMATORS = (
+    "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "positive", "best",
+    "segment_return", "gigpo", "gae",
+)  # fmt: skip
+ACROSS_GROUPS = ("batch_std", "positive", "gae")  # estimators that accept groups of one
+OF_TURNS = ("segment_return", "gigpo")  # estimators with one advantage per turn
+CLIPPED = ("decoupled", "icepop", "tis", "none")
+CAPS: Mapping[str, float] = MappingProxyType({"truncate": 2.0, "mask": 5.0, "icepop": 5.0})
+ICEPOP_FLOOR = 0.5
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Allowed values of an algorithm; "auto" means the first.
+
+    `corrections` is empty for a loss that contains π_θ/π_b or needs no importance weight. `credited_only`: denominators
+    count only members with an advantage. `overlong`: the length penalty is on by default.
+    """
+
+    loss: str
+    advantages: tuple[str, ...] = ESTIMATORS
+    aggregations: tuple[str, ...] = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant_length")
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    corrections: tuple[str, ...] = CLIPPED
+    levels: tuple[str, ...] = ("token",)
+    needs_reference: bool = False
+    credited_only: bool = False
+    overlong: bool = False
+
+
+def _first(best: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return (best, *(name for name in names if name != best))
+
+
+_ANY = Preset("").aggregations
+_SEQUENCES = _first("seq_mean_token_mean", _ANY)
+
+PRESETS: Mapping[str, Preset] = MappingProxyType({
+    "grpo": Preset("clipped", clip_high=0.28),
+    "dapo": Preset("clipped", clip_high=0.28, overlong=True),
+    "dr_grpo": Preset("clipped", _first("group_mean", ESTIMATORS), _first("constant_length", _ANY)),
+    "ppo": Preset("clipped", ("gae",)),
+    "icepop": Preset("clipped", corrections=("icepop",), clip_high=0.28),
+    "tis": Preset("clipped", corrections=("tis",), levels=("token", "sequence")),
+    "reinforce_pp": Preset("clipped", _first("batch_std", ESTIMATORS)),
+    "rloo": Preset("clipped", _first("leave_one_out", ESTIMATORS), _first("seq_mean_token_sum", _ANY)),
+    "raft_pp": Preset("clipped", _first("positive", ESTIMATORS), credited_only=True),
+    "gigpo": Preset("clipped", _first("gigpo", ESTIMATORS)),
+    "gspo": Preset("gspo", aggregations=_SEQUENCES, clip_low=3e-4, clip_high=4e-4, corrections=("decoupled", "none"),
+                   levels=("sequence",)),
+    "cispo": Preset("cispo", clip_low=1.0, clip_high=3.0, corrections=()),
+    "topr": Preset("topr", _first("group_mean", ESTIMATORS), _first("seq_mean_token_sum", _ANY), corrections=(),
+                   levels=("sequence", "token")),
+    "raft": Preset("likelihood", ("best", "positive"), corrections=(), credited_only=True),
+    "dpo": Preset("preference", ("best_worst",), ("seq_mean_token_mean",), corrections=(), needs_reference=True,
+                  credited_only=True),
+})  # fmt: skip
+
+CUSTOM = Preset("", clip_high=0.28, levels=("token", "sequence"))
+"""Row of a user-defined algorithm, `package.module:name`."""
+
+
+def is_custom(name: str) -> bool:
+    """True if `name` is a user-defined algorithm, `package.module:name`."""
+    return ":" in name
+
+
+def preset(name: str) -> Preset:
+    """Row of an algorithm; KeyError if there is none."""
+    return CUSTOM if is_custom(name) else PRESETS[name]
+
+
+def settled(learner: LearnerConfig) -> LearnerConfig:
+    """`learner` with the algorithm's values in place of "auto" and 0."""
+    row = preset(learner.algorithm)
+    correction = _chosen(learner.correction, row.corrections)
+    level = _chosen(learner.ratio_level, ("token", "sequence") if correction == "tis" else row.levels)
+    values: dict[str, Any] = {
+        "advantage": _chosen(learner.advantage, row.advantages),
+        "aggregation": _chosen(learner.aggregation, row.aggregations),
+        "correction": correction,
+        "ratio_level": level,
+        "clip_low": learner.clip_low or row.clip_low,
+        "clip_high": learner.clip_high or row.clip_high,
+        "correction_cap": learner.correction_cap or CAPS.get(correction, CAPS[learner.correction_mode]),
+        "correction_floor": learner.correction_floor or ICEPOP_FLOOR,
+        "kl_estimator": {"loss": "k2", "reward": "k1"}[learner.kl_in]
+        if learner.kl_estimator == "auto"
+        else learner.kl_estimator,
+    }
+    return replace(learner, **values)
+
+
+def _chosen(value: str, allowed: tuple[str, ...]) -> str:
+    return value if value != "auto" else allowed[0] if allowed else "none"
+
+
+# --- processes, devices, sizes
+
+GROUPS_AHEAD = 4  # leased beyond the slots, so that no slot is idle during the round trip and commit of a lease
+COLOCATED = "colocated"  # name of the one process of all roles with devices
+LEADERS = ("learner", COLOCATED)  # a run has one of these processes and ends with it
+
+
+def roles_with_devices(config: Config) -> dict[str, int]:
+    """Number of devices by role, in the order of assignment: learner, samplers, evaluator."""
+    wanted = dict.fromkeys(learner_names(config), config.learner.mesh.devices // config.placement.learner_hosts)
+    wanted |= {f"sampler-{index}": config.sampler.mesh.devices for index in range(config.sampler.count)}
+    if config.evaluator.every:
+        wanted["evaluator"] = config.evaluator.mesh.devices
+    return wanted
+
+
+def device_processes(config: Config) -> dict[str, int]:
+    """Number of devices by process: one process per role, or `COLOCATED` for all roles."""
+    wanted = roles_with_devices(config)
+    return {COLOCATED: max(wanted.values())} if config.placement.colocated else wanted
+
+
+def lives_in(role: str, process: str) -> bool:
+    """True if the supervisor's process `process` runs `role`."""
+    return role == process or (process == COLOCATED and role.partition("-")[0] in ("learner", "sampler", "evaluator"))
+
+
+def channel_of(config: Config) -> str:
+    """Channel of weight sync: `transfer.channel`, or for "auto" the fastest one available."""
+    if config.transfer.channel != "auto":
+        return config.transfer.channel
+    return "device" if config.placement.colocated else "tcp"
+
+
+def learner_names(config: Config) -> tuple[str, ...]:
+    """Names of the learner's processes, one per host; the first is the leader."""
+    return ("learner", *(f"learner-{index}" for index in range(1, config.placement.learner_hosts)))
+
+
+def actor_names(config: Config) -> tuple[str, ...]:
+    """Names of the actor processes."""
+    return tuple(f"actor-{index}" for index in range(config.placement.actors))
+
+
+def sampler_members(config: Config) -> int:
+    """Maximum episodes that a sampler runs concurrently. A member whose environment is busy holds no slot."""
+    return config.sampler.concurrent_episodes or config.sampler.slots + GROUPS_AHEAD * config.schedule.members_per_group
+
+
+def actor_members(config: Config) -> int:
+    """Maximum episodes that an actor runs concurrently: an equal share of those of all samplers, rounded up."""
+    return math.ceil(config.sampler.count * sampler_members(config) / config.placement.actors)
+
+
+def memory_fractions(config: Config) -> dict[str, float]:
+    """Fraction of a GPU's memory by role, for roles that share GPUs."""
+    shares = {"learner": config.placement.learner_memory_fraction,
+              "evaluator": config.placement.evaluator_memory_fraction}  # fmt: skip
+    others = config.placement.sampler_memory_fraction
+    return {name: shares.get(name.partition("-")[0], others) for name in roles_with_devices(config)}
+
+
+def age_limiter(config: Config) -> AgeLimiter:
+    """Limiter that the store uses; ConfigError for a schedule that deadlocks."""
+    s = config.schedule
+    return AgeLimiter(s.alpha, s.groups_per_step, s.redundant_groups, s.publish_every, s.buffer_groups)
+
+
+def episode_tokens(config: Config) -> int:
+    """Maximum tokens of an episode: of the conversation, or of one prompt and its answer."""
+    return config.task.max_episode_tokens or config.task.max_prompt_tokens + config.sampling.max_tokens
+
+
+def sample_tokens(learner: LearnerConfig) -> int:
+    """Maximum tokens of a training sample: a row and the shared prompt before it."""
+    return learner.shared_prompt_tokens + learner.row_tokens
+
+
+def page_size(page_tokens: int, longest: int) -> int:
+    """Tokens per page of the KV cache: `page_tokens`, or for 0 a default for requests of up to `longest` tokens."""
+    return page_tokens or min(64, math.ceil(longest / 8) * 8)
+
+
+def item_ranges(config: Config) -> dict[str, tuple[int, int]]:
+    """Ranges [first, end) of the items of a generated dataset, by the key of their start.
+
+    Training and held-out ranges are four times as large as needed, because repeated questions are skipped.
+    """
+    train = 4 * (config.schedule.steps + 2) * (config.schedule.groups_per_step + config.schedule.redundant_groups)
+    sizes = {"task.train_start": train, "task.heldout_start": 4 * config.task.heldout_items,
+             "sft.start": config.sft.steps * config.sft.batch}  # fmt: skip
+    starts = {"task.train_start": config.task.train_start, "task.heldout_start": config.task.heldout_start,
+              "sft.start": config.sft.start}  # fmt: skip
+    return {key: (start, start + sizes[key]) for key, start in starts.items()}
