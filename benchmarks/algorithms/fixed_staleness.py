@@ -19,7 +19,7 @@ import numpy as np
 from jaxroll.config import Config, LearnerConfig
 from jaxroll.data import sources, tasks
 from jaxroll.data.tasks import Candidates, Skipped
-from jaxroll.engine.engine import Engine
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
 from jaxroll.learner import weights
 from jaxroll.learner.trainer import Trainer
@@ -55,11 +55,15 @@ class Bench:
         self.candidates = Candidates(config)
         self.heldout = [self._question(task.index, frozenset()) for task in tasks.tasks(config, self.candidates)]
         self.kept_aside = tasks.hashes(question.task for question in self.heldout if question)
-        self.engine = Engine(
-            self.spec, self.mesh, layout.SAMPLER, slots=SLOTS, prefill_rows=PREFILL_ROWS, decode_chunk=CHUNK, seed=0,
+        engine_config = EngineConfig(
+            slots=SLOTS,
+            prefill_rows=PREFILL_ROWS,
+            decode_chunk=CHUNK,
+            seed=0,
             max_tokens=config.task.max_prompt_tokens + config.sampling.max_tokens,
             prefill_buckets=config.sampler.prefill_buckets,
-        )  # fmt: skip
+        )
+        self.engine = Engine(self.spec, self.mesh, layout.SAMPLER, engine_config)
         self._shardings = model_params.shardings(self.spec, self.mesh, layout.SAMPLER)
         self.engine.warmup(self.placed(self.warm), say)
         self._versions, self._trainers = 0, {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.engine.work import MODEL, Generate, Work, serve
 from jaxroll.config import MeshConfig
-from jaxroll.engine.engine import Engine
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
 from jaxroll.models import params
 from jaxroll.models.families import ModelSpec
@@ -29,7 +29,8 @@ SPEC = ModelSpec("tiny", **MODEL)
 def engine(folder: Path, options: dict[str, Any]) -> tuple[Engine, dict[str, jax.Array]]:
     """A warm engine without weights whose slots are spread over all devices, and the folder's weights."""
     mesh = layout.build(MeshConfig(data=jax.device_count()))
-    made, where = Engine(SPEC, mesh, layout.SAMPLER, seed=0, **options), params.shardings(SPEC, mesh, layout.SAMPLER)
+    made = Engine(SPEC, mesh, layout.SAMPLER, EngineConfig(seed=0, **options))
+    where = params.shardings(SPEC, mesh, layout.SAMPLER)
     weights = {name: jax.device_put(leaf, where[name]) for name, leaf in np.load(folder / "weights.npz").items()}
     made.warmup(weights)
     return made, weights

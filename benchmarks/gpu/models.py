@@ -22,7 +22,7 @@ from benchmarks.learner.gpu_arm import GROUP, flops, peak, prepared
 from benchmarks.lib.report import spread
 from jaxroll.config import MeshConfig
 from jaxroll.engine import device, packets, programs
-from jaxroll.engine.engine import Engine
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.packets import Sizes
 from jaxroll.engine.requests import Request
 from jaxroll.models import families, params
@@ -187,10 +187,7 @@ def engine(case: Case) -> None:
 
 def _generated(quick: bool, size: str, slots: int, new: int, chunk: int, limit: float) -> dict[str, Any]:
     spec, prompt = spec_of(size, quick), 16 if quick else 128
-    made = Engine(
-        spec,
-        layout.build(MeshConfig()),
-        layout.SAMPLER,
+    config = EngineConfig(
         slots=slots,
         max_tokens=prompt + new,
         prefill_rows=min(slots, 16),
@@ -198,6 +195,7 @@ def _generated(quick: bool, size: str, slots: int, new: int, chunk: int, limit: 
         decode_chunk=chunk,
         seed=0,
     )
+    made = Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, config)
     held, started = weights(spec), time.perf_counter()
     made.warmup(held, lambda text: print(text, flush=True))
     warm_s, rng, found = time.perf_counter() - started, np.random.default_rng(0), []

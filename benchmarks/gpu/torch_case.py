@@ -182,7 +182,7 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
     from benchmarks.learner.gpu_arm import GROUP, batch, prepared
     from benchmarks.learner.work import WEIGHT_DECAY
     from jaxroll.config import MeshConfig
-    from jaxroll.engine.engine import Engine
+    from jaxroll.engine.engine import Engine, EngineConfig
     from jaxroll.engine.requests import Request
     from jaxroll.models import families, pretrained
     from jaxroll.protocols import GenerationKey, SamplingParams
@@ -203,10 +203,7 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
     np.save(folder / "prompts.npy", prompts)
 
     served = {name: leaf.astype(shape.dtype) for name, leaf in held.items()}
-    engine = Engine(
-        spec,
-        layout.build(MeshConfig()),
-        layout.SAMPLER,
+    engine_config = EngineConfig(
         slots=shape.batch,
         max_tokens=shape.prompt + shape.new,
         prefill_rows=min(shape.batch, 32),
@@ -214,6 +211,7 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
         decode_chunk=min(16, shape.new),
         seed=0,
     )
+    engine = Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, engine_config)
     engine.warmup(served)
     trainers: list[Any] = []
     runs = iter(range(1_000_000))

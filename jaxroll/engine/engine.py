@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import numpy as np
@@ -39,8 +39,9 @@ from jaxroll.records import Version
 from jaxroll.sharding.layout import Rules
 
 
-class Engine:
-    """Slots, a KV cache and a queue on one mesh. Construction allocates; `warmup` compiles; `swap` sets the weights.
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and policies of an engine.
 
     `slots` requests run at once, each with up to `max_tokens` positions in the cache. A prefill computes `prefill_rows`
     prompts, or chunks of longer ones, of up to the largest of `prefill_buckets` tokens; `prefill_budget` tokens (0: one
@@ -56,10 +57,64 @@ class Engine:
     weights over the old KV cache. `reprefill`: they continue after their KV cache is recomputed with the new weights.
     `restart`: they start over. `drain`: the swap waits until they have finished, and no other request starts meanwhile.
 
-    Requests may have a repetition penalty only with `penalties`, a token mask only with `masks` (both need device
-    memory), and stop strings only with `decode`, the tokenizer's function.
+    Requests may have a repetition penalty only with `penalties`, and a token mask only with `masks`; both need device
+    memory. `prefill_attention` and `paged_attention` name implementations (`kernels.choice`).
+    """
 
-    `prefill_attention` and `paged_attention` name implementations (`kernels.choice`); `attention` holds the choice.
+    slots: int
+    max_tokens: int
+    prefill_rows: int
+    prefill_buckets: tuple[int, ...]
+    decode_chunk: int
+    seed: int
+    weight_swap: WeightSwap = "keep_kv"
+    refill: int | None = None  # default: a sixth of the slots
+    insert_rows: int | None = None  # requests per insert program
+    max_stops: int = 4  # stop tokens per request
+    page_tokens: int = 0
+    cache_pages: int = 0
+    prefill_budget: int = 0
+    penalties: bool = False
+    masks: bool = False
+    prefill_attention: str = AUTO
+    paged_attention: str = AUTO
+
+    def sizes(self, shards: int) -> Sizes:
+        """The static sizes of the programs, with slots in `shards` shards."""
+        return Sizes(
+            self.slots,
+            self.max_tokens,
+            self.prefill_rows,
+            self.insert_rows or max(self.prefill_rows, min(self.slots // 2, 16)),
+            tuple(sorted(set(self.prefill_buckets))),
+            self.decode_chunk,
+            self.max_stops,
+            page_size(self.page_tokens, self.max_tokens),
+            -(-self.cache_pages // shards),
+            max(2 * self.prefill_rows, 16),
+            shards,
+            self.penalties,
+            self.masks,
+        )
+
+    def limits(self, sizes: Sizes) -> Limits:
+        """The limits of the scheduler for these sizes."""
+        return Limits(
+            sizes.rows,
+            sizes.inserts,
+            self.refill
+            or max(1, sizes.slots // 6),  # while requests wait, at least 5 of 6 slots are busy in every step
+            sizes.buckets,
+            sizes.page_tokens,
+            self.prefill_budget or sizes.rows * sizes.buckets[-1],
+            reserve=not self.cache_pages,
+        )
+
+
+class Engine:
+    """Slots, a KV cache and a queue on one mesh. Construction allocates; `warmup` compiles; `swap` sets the weights.
+
+    Stop strings need `decode`, the tokenizer's function. `attention` holds the chosen attention implementations.
     """
 
     def __init__(
@@ -67,55 +122,23 @@ class Engine:
         spec: ModelSpec,
         mesh: Mesh,
         rules: Rules,
+        config: EngineConfig,
         *,
-        slots: int,
-        max_tokens: int,
-        prefill_rows: int,
-        prefill_buckets: Iterable[int],
-        decode_chunk: int,
-        seed: int,
-        weight_swap: WeightSwap = "keep_kv",
-        refill: int | None = None,
-        insert_rows: int | None = None,
-        max_stops: int = 4,
-        page_tokens: int = 0,
-        cache_pages: int = 0,
-        prefill_budget: int = 0,
-        penalties: bool = False,
-        masks: bool = False,
         decode: Callable[[list[int]], str] | None = None,
         clock: Callable[[], float] = unix_s,
-        prefill_attention: str = AUTO,
-        paged_attention: str = AUTO,
     ) -> None:
-        page_tokens = page_size(page_tokens, max_tokens)
-        inserts = insert_rows or max(prefill_rows, min(slots // 2, 16))
-        refill = refill or max(1, slots // 6)  # while requests wait, at least 5 of 6 slots are busy in every step
-        shards = kv.shards_of(slots, mesh, rules) if slots > 0 else 1
-        sizes = Sizes(
-            slots,
-            max_tokens,
-            prefill_rows,
-            inserts,
-            tuple(sorted(set(prefill_buckets))),
-            decode_chunk,
-            max_stops,
-            page_tokens,
-            -(-cache_pages // shards),
-            max(2 * prefill_rows, 16),
-            shards,
-            penalties,
-            masks,
+        shards = kv.shards_of(config.slots, mesh, rules) if config.slots > 0 else 1
+        sizes = config.sizes(shards)
+        _check_sizes(sizes, config.weight_swap)
+        self._sizes, self._weight_swap, self._clock = sizes, config.weight_swap, clock
+        self._vocab_size = spec.vocab_size
+        self.attention = device.choose_kernels(
+            spec, mesh, sizes, prefill=config.prefill_attention, paged=config.paged_attention
         )
-        _check_sizes(sizes, weight_swap)
-        budget = prefill_budget or prefill_rows * sizes.buckets[-1]
-        limits = Limits(prefill_rows, inserts, refill, sizes.buckets, page_tokens, budget, reserve=not cache_pages)
-        self._sizes, self._weight_swap, self._clock, self._vocab_size = sizes, weight_swap, clock, spec.vocab_size
-        self.attention = device.choose_kernels(spec, mesh, sizes, prefill=prefill_attention, paged=paged_attention)
-        self._device = Device(spec, mesh, rules, sizes, seed=seed, attention=self.attention)
-        self._scheduler = Scheduler(slots, shards, sizes.shard_pages, sizes.logit_rows, limits)
+        self._device = Device(spec, mesh, rules, sizes, seed=config.seed, attention=self.attention)
+        self._scheduler = Scheduler(sizes.slots, shards, sizes.shard_pages, sizes.logit_rows, config.limits(sizes))
         self._work = Work(self._device, self._scheduler, sizes, clock, decode)
-        self._able = requests.Capabilities(penalties, masks, decode is not None)
+        self._able = requests.Capabilities(config.penalties, config.masks, decode is not None)
         self._params: Params | None = None
         self._next: requests.Swap | None = None  # a swap that waits for running requests to end
         self._stats = EngineStats()

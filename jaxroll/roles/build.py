@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jaxroll.config import Config, MeshConfig, WeightSwap
 from jaxroll.config.rules import episode_tokens
 from jaxroll.data import sources
-from jaxroll.engine.engine import Engine
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.learner.lora import Lora
 from jaxroll.models import families, pretrained
 from jaxroll.protocols import Tokenizer
@@ -65,10 +65,7 @@ def inference(
     spec = model_spec(config, text)
     families.check_mesh(spec, mesh_config, f"{role}.mesh")
     mesh = meshes.build(mesh_config)
-    engine = Engine(
-        spec,
-        mesh,
-        rules.SAMPLER,
+    engine_config = EngineConfig(
         slots=slots,
         max_tokens=cache_tokens(config),
         weight_swap=weight_swap,
@@ -82,6 +79,7 @@ def inference(
         prefill_attention=config.sampler.prefill_attention,
         paged_attention=config.sampler.paged_attention,
     )
+    engine = Engine(spec, mesh, rules.SAMPLER, engine_config)
     progress.devices(mesh, engine.attention.described())
     host = EngineHost(engine, device_lock)
     receiver, layout = Receiver(config.transfer, token=token, tls=tls), rules.Layout(mesh, rules.SAMPLER)

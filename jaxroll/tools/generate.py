@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxroll.config import Config, RoleArgs
 from jaxroll.data import sources
-from jaxroll.engine.engine import Engine
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import critic, lora, weights
 from jaxroll.learner import state as optimizer
@@ -56,10 +56,7 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
     mesh = meshes.build(config.learner.mesh)
     values, version, source = newest_params(config, spec, run_dir, rules.Layout(mesh, rules.LEARNER))
     placed = jax.device_put(values, params.shardings(spec, mesh, rules.SAMPLER))
-    engine = Engine(
-        spec,
-        mesh,
-        rules.SAMPLER,
+    engine_config = EngineConfig(
         slots=slots,
         max_tokens=max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets) + max_tokens,
         prefill_rows=min(slots, config.sampler.prefill_rows),
@@ -67,10 +64,10 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
         decode_chunk=config.sampler.decode_chunk,
         seed=config.run.seed,
         penalties=penalties,
-        decode=text.decode,
         prefill_attention=config.sampler.prefill_attention,
         paged_attention=config.sampler.paged_attention,
     )
+    engine = Engine(spec, mesh, rules.SAMPLER, engine_config, decode=text.decode)
     engine.warmup(placed, print)
     engine.swap(version, placed)
     return Trained(config, text, EngineHost(engine), version, source)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.engine import naive
-from jaxroll.engine.engine import Engine
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
 from jaxroll.models import cache as kv
 from jaxroll.models import families, params, transformer
@@ -45,7 +46,7 @@ def weights(mesh: MeshConfig = ONE, which: int = 0) -> params.Params:
 
 
 @functools.cache
-def shared_engine(mesh: MeshConfig = ONE, **overrides) -> Engine:
+def shared_engine(mesh: MeshConfig = ONE, decode: Callable[[list[int]], str] | None = None, **overrides: Any) -> Engine:
     sizes = {
         "slots": 4,
         "max_tokens": 32,
@@ -54,7 +55,8 @@ def shared_engine(mesh: MeshConfig = ONE, **overrides) -> Engine:
         "decode_chunk": 4,
         "seed": SEED,
     }
-    engine = Engine(SPEC, layout.build(mesh), layout.SAMPLER, clock=Ticks(), **(sizes | overrides))
+    config = EngineConfig(**(sizes | overrides))
+    engine = Engine(SPEC, layout.build(mesh), layout.SAMPLER, config, decode=decode, clock=Ticks())
     engine.warmup(None)  # programs compiled for zeros serve every test's weights without another compilation
     return engine
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.engine import naive, packets
-from jaxroll.engine.engine import Engine
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError, DataError, TransferError
 from jaxroll.protocols import GenerationKey, SamplingParams
@@ -56,7 +56,7 @@ def test_abort_of_a_waiting_request_delivers_no_tokens(bench):
     assert sorted(b.results) == [0, 1, 2, 3, 4, 5]
 
 
-def test_abort_after_the_end_or_of_a_stranger_changes_nothing(bench):
+def test_abort_of_an_ended_or_unknown_request_changes_nothing(bench):
     b = bench()
     b.run(long_requests(1))
     b.engine.abort(0, keep=True)
@@ -178,7 +178,7 @@ def test_an_idle_engine_swaps_at_once_under_either_policy(bench):
 
 def test_requests_wait_for_the_first_weights(spec):
     sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0}
-    engine = Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, **sizes)
+    engine = Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, EngineConfig(**sizes))
     engine.add(long_requests(1)[0], lambda result: None)
     assert not engine.step()
     assert engine.version is None and engine.stats().queue_depth == 1
@@ -259,4 +259,4 @@ def test_sizes_that_no_program_can_have_are_refused(spec, change, words):
     sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0,
              "page_tokens": 8}  # fmt: skip
     with pytest.raises(ConfigError, match=words):
-        Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, **(sizes | change))
+        Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, EngineConfig(**(sizes | change)))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxroll import config as configs
-from jaxroll.engine.engine import Engine
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
@@ -26,8 +26,8 @@ def sampled(trainer: Trainer, spec: families.ModelSpec) -> dict[tuple[int, int],
     """Prompt and completion of every member, from an engine on the sampler's mesh that got the trainer's weights."""
     mesh = layout.build(CONFIG.sampler.mesh)
     weights = jax.device_put(trainer.state.params, params.shardings(spec, mesh, layout.SAMPLER))
-    engine = Engine(spec, mesh, layout.SAMPLER, slots=8, max_tokens=28, prefill_rows=2, prefill_buckets=(16,),
-                    decode_chunk=4, seed=3)  # fmt: skip
+    config = EngineConfig(slots=8, max_tokens=28, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4, seed=3)
+    engine = Engine(spec, mesh, layout.SAMPLER, config)
     engine.warmup(weights)
     engine.swap(Version(0, 0), weights)
     done, chance = {}, np.random.default_rng(0)

@@ -13,7 +13,7 @@ import pytest
 
 from jaxroll.config import Config, MeshConfig, TaskConfig
 from jaxroll.data.sources import open_source
-from jaxroll.engine.engine import Engine
+from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.envs.executors.choice import Executors
 from jaxroll.learner import samples
 from jaxroll.models import families, params
@@ -36,10 +36,18 @@ WEIGHTS: list[params.Params] = []
 def host() -> Iterator[EngineHost]:
     mesh = layout.build(MeshConfig())
     weights = params.init(SPEC, jax.random.key(3), mesh, layout.SAMPLER)
-    engine = Engine(
-        SPEC, mesh, layout.SAMPLER, slots=2, max_tokens=TOKENS, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4,
-        seed=1, page_tokens=8, cache_pages=80, max_stops=16,
-    )  # fmt: skip
+    config = EngineConfig(
+        slots=2,
+        max_tokens=TOKENS,
+        prefill_rows=2,
+        prefill_buckets=(16,),
+        decode_chunk=4,
+        seed=1,
+        page_tokens=8,
+        cache_pages=80,
+        max_stops=16,
+    )
+    engine = Engine(SPEC, mesh, layout.SAMPLER, config)
     WEIGHTS[:] = [weights]
     engine.warmup(weights)
     engine.swap(Version(0, 0), weights)
