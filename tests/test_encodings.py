@@ -58,5 +58,5 @@ def test_every_text_file_has_a_named_encoding() -> None:
         ("p.read_text(encoding='utf-8')", False),
     ],
 )  # fmt: skip
-def test_what_opens_text_is_found(call: str, is_found: bool) -> None:
+def test_calls_that_open_text_are_found(call: str, is_found: bool) -> None:
     assert bool(list(unnamed(call))) == is_found

@@ -65,7 +65,7 @@ def test_numbers_of_other_libraries_become_floats(reward: Any) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_does_not_fit_is_refused_by_its_name(result: Any, complaint: str) -> None:
+def test_invalid_results_are_refused_with_the_field(result: Any, complaint: str) -> None:
     with pytest.raises(DataError, match=complaint):
         env_checks.step_result(result)
 
@@ -78,7 +78,7 @@ def test_a_list_of_messages_will_do() -> None:
     assert env_checks.messages([Message("user", "x")], "it") == (Message("user", "x"),)
 
 
-def test_an_error_is_described_whatever_its_text() -> None:
+def test_an_error_with_any_text_is_described() -> None:
     class Silent(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")

@@ -37,7 +37,7 @@ def test_child():
     KEEP.append(subprocess.Popen(SLEEP))
     (HERE / "child").write_text(json.dumps(KEEP[-1].pid))
 
-def test_orphan_in_a_session_of_its_own():
+def test_orphan_in_its_own_session():
     code = (
         "import subprocess, sys;"
         "print(subprocess.Popen(sys.argv[1:], start_new_session=True, stdout=subprocess.DEVNULL).pid)"
@@ -81,7 +81,7 @@ def _run(folder: Path) -> str:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm on this system")
-def test_what_a_process_test_leaves_is_reported_and_ended(tmp_path: Path) -> None:
+def test_processes_that_a_test_leaves_are_reported_and_ended(tmp_path: Path) -> None:
     output = _run(tmp_path)
     left = {
         name: json.loads((tmp_path / "tests" / name).read_text()) for name in ("child", "orphan", "listener", "block")

@@ -64,7 +64,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
 
 
 @given(ROWS)
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows: list[dict]) -> None:
+def test_a_written_file_is_read_back(tmp_path_factory: pytest.TempPathFactory, rows: list[dict]) -> None:
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
     tracker = metrics.JsonlTracker(path)
     tracker.log_all(rows)
@@ -73,7 +73,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, rows:
 
 
 @given(ROWS, st.lists(st.integers(1, 40), max_size=30))
-def test_follower_sees_every_row_once_whatever_the_pieces(
+def test_follower_sees_every_row_once_for_any_split_of_writes(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict], cuts: list[int]
 ) -> None:
     path = tmp_path_factory.mktemp("m") / "metrics.jsonl"
@@ -103,7 +103,7 @@ def test_rows_with_fields_of_another_form_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("row", [None, 3, "x", [], [{"t": 1.0}], {"t": "now"}, {"kind": []}, {"kind": 3}, {"role": {}}])
-def test_what_is_no_row_is_refused(row: object) -> None:
+def test_a_malformed_row_is_refused(row: object) -> None:
     assert metrics.checked_row(row) is None
 
 
@@ -130,7 +130,7 @@ def test_next_writer_starts_on_a_fresh_line_after_a_torn_one(tmp_path: Path) -> 
     assert follower.skipped == 1
 
 
-def test_reader_skips_what_is_no_row(tmp_path: Path) -> None:
+def test_reader_skips_invalid_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'[1]\n\n\xff\xfe\n{"a": 1}\nnull\n{"a": 2}')
     assert metrics.read(path) == [{"a": 1}, {"a": 2}]  # a closed file's last line may lack its newline

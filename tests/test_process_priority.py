@@ -36,17 +36,17 @@ def said(nice: str | None, *, session: bool) -> tuple[int, int | None]:
 
 
 @pytest.mark.parametrize("nice", [None, "", "0"])
-def test_who_is_not_asked_stays_as_it_is(nice: str | None) -> None:
+def test_a_process_without_a_nice_value_keeps_its_priority(nice: str | None) -> None:
     assert said(nice, session=True) == said(None, session=True)
 
 
 @pytest.mark.parametrize("nice", ["a lot", "-5", "20", "1.5"])
-def test_what_is_no_priority_is_refused(nice: str) -> None:
+def test_an_invalid_priority_is_refused(nice: str) -> None:
     with pytest.raises(ConfigError, match="from 0 to 19"):
         lifeline.give_way({lifeline.NICE_ENV: nice})
 
 
-def test_who_is_asked_gives_way_with_its_session() -> None:
+def test_a_process_with_a_nice_value_lowers_its_session() -> None:
     before, _ = said(None, session=True)
     own, group = said("12", session=True)
     assert own == max(12, before)
@@ -69,14 +69,14 @@ worker.kill()
 
 
 @pytest.mark.process
-def test_a_worker_in_a_session_of_its_own_gives_way_like_who_started_it() -> None:
+def test_a_worker_in_its_own_session_has_the_priority_of_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     group, own = done.stdout.split()
     assert group in (own, "unknown")
 
 
-def test_who_is_refused_for_a_moment_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_write_of_the_priority_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the kernel does to all but root, when many begin at once."""
 
     class Busy:
@@ -96,7 +96,7 @@ def test_who_is_refused_for_a_moment_asks_again(monkeypatch: pytest.MonkeyPatch)
     assert not lifeline.lower_session(busy)
 
 
-def test_a_session_of_somebody_else_is_left_alone() -> None:
+def test_a_session_led_by_another_process_is_left_alone() -> None:
     _, before = said(None, session=False)
     _, after = said("12", session=False)
     assert after == before

@@ -15,5 +15,5 @@ def test_versions_order_by_lineage_then_step():
     assert Version(0, 9) < Version(1, 0) < Version(1, 1)
 
 
-def test_a_question_is_the_same_whatever_its_blanks():
+def test_a_question_hash_ignores_white_space():
     assert question_hash("a  b\n") == question_hash("a b") != question_hash("ab")

@@ -84,7 +84,7 @@ GAE = jax.jit(advantages.gae)
     n=st.integers(0, 6), seed=st.integers(0, 99), discount=st.sampled_from([1.0, 0.9]), decay=st.sampled_from([0.95, 0])
 )
 @settings(max_examples=25)
-def test_gae_agrees_with_a_double_loop_wherever_the_tokens_stand(n, seed, discount, decay):
+def test_gae_agrees_with_a_double_loop_for_any_token_positions(n, seed, discount, decay):
     rng = np.random.default_rng(seed)
     at = np.sort(rng.choice(9, n, replace=False))
     rewards, values, mask = np.full(9, np.nan), np.full(9, 1e9), np.zeros(9)

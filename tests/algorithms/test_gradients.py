@@ -252,7 +252,7 @@ def test_a_kl_in_the_reward_has_the_gradient_of_reward_minus_kl():
     np.testing.assert_allclose(stale_gradient(charged, UNCORRECTED, w.theta), want, atol=1e-5)
 
 
-def test_a_kl_in_the_loss_has_the_gradient_of_the_kl_whoever_drew():
+def test_a_kl_in_the_loss_has_the_gradient_of_the_kl_for_any_behaviour_policy():
     """One token, drawn by another policy than π_prox: k2 weighted by ρ is exact, k2 alone is not."""
     rng = np.random.default_rng(0)
     theta, *others = rng.normal(size=(4, WORDS))
@@ -336,7 +336,7 @@ def test_where_nothing_binds_a_token_weighs_rho(name):
 
 
 @pytest.mark.parametrize("name", RHO_ALONE)
-def test_losses_of_rho_are_blind_to_what_the_claim_began_with(name):
+def test_losses_of_rho_do_not_depend_on_the_proximal_policy(name):
     """min(π_prox/π_b, c) in place of min(ρ, c) is the same in the first step and another in the second."""
     np.testing.assert_array_equal(pushes(EVERY[name], STEP), pushes(EVERY[name]))
 
@@ -355,7 +355,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_the_clip_asks_how_far_the_claim_has_come_and_the_weight_who_drew(name):
+def test_the_clip_compares_with_the_proximal_policy_and_the_weight_with_the_behaviour_policy(name):
     """A token is pulled by w · r · A, and not at all once r has left the range the way that A pulls.
 
     GSPO asks the same of the sequence: r is s, the root of π_θ/π_prox by its tokens, w the product.

@@ -51,7 +51,7 @@ def test_k3_is_never_negative_and_zero_on_equal_policies():
 
 
 @pytest.mark.parametrize(("estimator", "other_way_round"), [("k2", False), ("k3", True)])
-def test_a_loss_has_its_gradient_whoever_drew(estimator, other_way_round):
+def test_a_loss_has_its_gradient_for_any_behaviour_policy(estimator, other_way_round):
     """Drawn by another policy and weighted by p over it; against the gradient of the divergence by numpy."""
     p, q = (np.asarray(logs(x), np.float64) for x in (P_LOGITS, Q_LOGITS))
     drawn_by = logs(jnp.array([0.9, 0.1, -0.7, -0.2, 0.4]))

@@ -44,7 +44,7 @@ def test_bfloat16_logits_are_read_in_float32():
     np.testing.assert_allclose(got, numpy_logprobs(np.asarray(logits, np.float32), np.array([3, 299]), 1.0), rtol=1e-6)
 
 
-def test_words_outside_the_support_have_no_mass():
+def test_tokens_outside_the_support_have_no_mass():
     logits = jnp.array([[0.0, -jnp.inf, 0.0, -jnp.inf]])
     np.testing.assert_allclose(token_logprobs(logits, jnp.array([2]), 0.7), [np.log(0.5)], rtol=1e-6)
     assert token_logprobs(logits, jnp.array([1]), 1.0)[0] == -jnp.inf

@@ -62,7 +62,7 @@ def test_log_probs_are_of_the_truncated_distribution(seed, temperature, top_k, t
         np.testing.assert_allclose(logprobs[row], np.log(probability[tokens[row]]), atol=2e-5)
 
 
-def test_ties_keep_exactly_k_words_lower_index_first():
+def test_ties_keep_exactly_k_tokens_lower_index_first():
     kept = sampling.support(jnp.zeros((1, 6)), jnp.array([4]), jnp.array([1.0]))
     np.testing.assert_array_equal(kept, [[True, True, True, True, False, False]])
 

@@ -56,7 +56,7 @@ def test_conversations_fit_the_tokenizer_and_the_episode(path: Path) -> None:
     assert max(lengths) <= episode_tokens(config)
 
 
-def test_worked_play_is_what_the_environment_would_have_shown() -> None:
+def test_worked_conversations_match_the_environment() -> None:
     config = loaded(AGENTIC[0])
     for task, said in sft_examples.examples(config, 50):
         env = FrozenLake(None, config.task)  # type: ignore[arg-type]

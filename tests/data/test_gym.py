@@ -70,7 +70,7 @@ def test_garbage_around_the_worked_answer_never_scores_exactly_one(name: str) ->
             assert scored(item, answer) != 1.0, (item, answer)
 
 
-def test_what_data_offers_is_what_the_scorers_allow() -> None:
+def test_data_offers_the_tasks_that_the_scorers_allow() -> None:
     assert set(TASKS) == set(scorers.COMPARE_ONLY)
     assert not set(TASKS) & set(REFUSED)
 
@@ -157,7 +157,7 @@ def test_an_item_that_cannot_be_generated_is_a_data_error(monkeypatch: pytest.Mo
         source.item(3)
 
 
-def test_what_a_dataset_prints_does_not_reach_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_dataset_does_not_reach_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     reasoning_gym = scorers.import_library("reasoning_gym")
     original = reasoning_gym.create_dataset
 

@@ -201,7 +201,7 @@ def test_answers_of_other_types_are_text(tmp_path: Path, arrow: Any, make: Calla
     assert sources.open_source(parquet(tmp_path / "rows.parquet")).item(0).answer == answer
 
 
-def test_the_name_of_a_folder_is_no_column(tmp_path: Path, arrow: Any) -> None:
+def test_the_name_of_a_folder_is_not_read_as_a_column(tmp_path: Path, arrow: Any) -> None:
     """Datasets in folders named key=value have the key as a column; a file has its own columns only."""
     folder = tmp_path / "answer=7"
     folder.mkdir()
@@ -212,7 +212,7 @@ def test_the_name_of_a_folder_is_no_column(tmp_path: Path, arrow: Any) -> None:
 
 
 @pytest.mark.parametrize("codec", ["zstd", "none"])
-def test_a_file_that_stands_for_gigabytes_is_refused(tmp_path: Path, arrow: Any, codec: str) -> None:
+def test_a_file_that_expands_to_gigabytes_is_refused(tmp_path: Path, arrow: Any, codec: str) -> None:
     """One long text, as a dictionary of one entry that 100,000 rows name: 20 KB of file, 2 GB of memory."""
     text = arrow.DictionaryArray.from_arrays(arrow.array([0] * 100_000, arrow.int32()), arrow.array(["a" * 20_000]))
     arrow.parquet.write_table(
@@ -223,7 +223,7 @@ def test_a_file_that_stands_for_gigabytes_is_refused(tmp_path: Path, arrow: Any,
     assert arrow.total_allocated_bytes() - before < 256 << 20
 
 
-def test_one_page_that_stands_for_much_is_not_decompressed(tmp_path: Path, arrow: Any) -> None:
+def test_one_page_that_expands_to_much_is_not_decompressed(tmp_path: Path, arrow: Any) -> None:
     arrow.parquet.write_table(
         arrow.table({"question": ["a" * (80 << 20)], "answer": ["b"]}), tmp_path / "rows.parquet", compression="zstd"
     )

@@ -154,7 +154,7 @@ def test_the_state_of_another_stream_is_refused(other: Config) -> None:
 
 
 @pytest.mark.parametrize("nonsense", [b"", b"{", b"[]", b'{"format": 9}', b'{"format": 1, "grain": 3}'])
-def test_nonsense_is_not_a_state(nonsense: bytes) -> None:
+def test_malformed_data_is_not_a_state(nonsense: bytes) -> None:
     with pytest.raises(DataError, match="not the state"):
         PromptPipeline(config()).restore(nonsense)
 

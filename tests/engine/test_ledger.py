@@ -18,7 +18,7 @@ from jaxroll.records import Version, VersionRun
     dispatches=st.lists(st.integers(0, 4), max_size=12),
     data=st.data(),
 )
-def test_a_column_is_what_was_added(capacity, dispatches, data):
+def test_a_column_returns_the_rows_that_were_added(capacity, dispatches, data):
     history, rows = History(capacity, 3), []
     for steps in dispatches:
         new = [[len(rows) + i, 100 + len(rows) + i, 200 + len(rows) + i] for i in range(steps)]

@@ -66,7 +66,7 @@ def test_a_prompt_is_not_shared_across_weights(bench, assert_replayed):
     assert_replayed(later, b.results)
 
 
-def test_a_long_prompt_that_others_begin_with_is_shared_up_to_a_whole_chunk(bench, assert_replayed):
+def test_a_long_common_prompt_is_shared_in_whole_chunks(bench, assert_replayed):
     """With 32 shared tokens both chunks of 16 are shared; with 20 none, since a prefix must end with a chunk."""
     b = bench(**LONG)
     system = prompt(32, 8)
@@ -117,7 +117,7 @@ def test_a_conversation_does_not_go_on_across_weights(bench, assert_replayed):
     assert_replayed([second], b.results)
 
 
-def test_what_mixes_two_weights_is_no_beginning_for_anyone(bench):
+def test_a_kv_cache_of_two_versions_is_not_reused(bench):
     b = bench(**LONG, weight_swap="keep_kv")
     first = Request(0, prompt(13, 12), GenerationKey(0, 0), SamplingParams(20), keep=True)
     b.add(first)

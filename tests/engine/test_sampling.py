@@ -125,7 +125,7 @@ def failing():
     ],
     ids=["at first", "later", "raises", "wrong shape"],
 )
-def test_a_mask_that_is_no_answer_costs_its_own_request_only(able, drawn, answer, words):
+def test_an_invalid_mask_fails_only_its_request(able, drawn, answer, words):
     """Its caller gets the error and what was drawn; the others' tokens stay, and so do those who wait for its slot."""
     others = [request for request in requests_of(SamplingParams(9)) if request.id != 2]
     alone = {r.id: able().run([r])[r.id].completion for r in others}
@@ -196,7 +196,7 @@ def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(able):
         (SamplingParams(4, seed=-1), {}, "a seed must lie in"),
     ],
 )
-def test_what_an_engine_was_not_made_for_is_refused(bench, params, more, words):
+def test_requests_that_an_engine_does_not_support_are_refused(bench, params, more, words):
     b = bench()
     with pytest.raises(DataError, match=words):
         b.add(*requests_of(params, 1, **more))

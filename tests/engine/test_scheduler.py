@@ -143,7 +143,7 @@ def check_pages(scheduler: Scheduler) -> None:
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("reserve", [True, False])
 @pytest.mark.parametrize("seed", range(40))
-def test_every_token_stands_where_it_is_read_whatever_happens(seed: int, reserve: bool, shards: int) -> None:
+def test_every_token_is_where_its_table_says_in_any_history(seed: int, reserve: bool, shards: int) -> None:
     rng = random.Random(f"{seed} {reserve} {shards}")
     slots = 4
     most = 28  # tokens of the longest request: seven pages
@@ -228,7 +228,7 @@ def test_the_one_that_came_last_gives_its_pages_away_and_comes_back_first() -> N
     assert started_order(scheduler, memory) == [0, 1, 2, 3]
 
 
-def test_nobody_starts_while_held_but_who_has_begun_goes_on() -> None:
+def test_no_new_request_starts_while_held_but_started_ones_continue() -> None:
     scheduler = Scheduler(2, 1, 20, 6, Limits(**LIMITS))
     fresh, begun = Sequence(0, text(1), 4), Sequence(1, text(2), 4, sampled=1, swapped=True)
     scheduler.held = True
@@ -239,7 +239,7 @@ def test_nobody_starts_while_held_but_who_has_begun_goes_on() -> None:
     assert scheduler.refill_at() is None
 
 
-def test_a_budget_bounds_what_is_computed_while_others_run() -> None:
+def test_the_prefill_budget_limits_prompts_computed_between_dispatches() -> None:
     scheduler = Scheduler(4, 1, 60, 6, Limits(**(LIMITS | {"budget": 8, "rows": 1})))
     memory = Memory(scheduler, 60, random.Random(0))
     memory.limits = {0: 40, 1: 4}

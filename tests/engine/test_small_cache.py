@@ -67,7 +67,7 @@ def test_flips_and_aborts_while_some_wait_for_pages(bench, assert_replayed, weig
     assert sorted(b.results) == [request.id for request in requests]
 
 
-def test_all_pages_are_free_when_nobody_is_there(bench):
+def test_all_pages_are_free_when_no_sequence_is_left(bench):
     b = bench(**PAGED, cache_pages=QUARTER)
     b.run(uneven(24))
     scheduler = b.engine._scheduler

@@ -127,7 +127,7 @@ def test_results_tell_when_they_were_made(bench):
     assert min(starts[4:]) > first_end
 
 
-def test_warm_up_tells_what_it_does(bench, model):
+def test_warm_up_reports_its_programs(bench, model):
     lines: list[str] = []
     bench().engine.warmup(model(), lines.append)
     assert [line.split(",")[0] for line in lines if line.startswith("compiled")] == [
@@ -174,7 +174,7 @@ def test_a_request_is_packed_with_where_it_starts():
     assert row[6:8].view(np.float32).tolist() == [np.float32(0.5), np.float32(0.9)]
 
 
-def test_a_request_is_packed_with_what_it_had_drawn():
+def test_a_restored_request_is_packed_with_its_sampled_tokens():
     packed = packets.pack_restores([(4, np.array([9, 9, 9, 9, 17]), -0.25, 12, REQUEST)], SIZES)
     assert packed[0, :2].tolist() == [4, 17] and packed[0, 3:5].tolist() == [12, 5]
     assert packed[0, 2:3].view(np.float32).tolist() == [-0.25] and packed[0, 6:9].tolist() == [3, 1, 2]

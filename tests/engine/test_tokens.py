@@ -95,7 +95,7 @@ def test_tokens_equal_the_naive_reference_for_other_slot_counts(bench, work, ass
 )
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(draw=st.data())
-def test_tokens_are_exactly_equal_whatever_slot_neighbours_and_order(bench, work, mesh, options, draw):
+def test_tokens_are_exactly_equal_for_any_slot_neighbours_and_order(bench, work, mesh, options, draw):
     bench = functools.partial(bench, mesh, **options)
     requests = work(3, 12, **({"max_tokens": 130} if "max_tokens" in options else {}))
     alone = {request.id: bench().run([request])[request.id].completion for request in requests}
@@ -110,7 +110,7 @@ def test_tokens_are_exactly_equal_whatever_slot_neighbours_and_order(bench, work
 
 
 @pytest.mark.parametrize("paged", ["dense", "xla"])
-def test_what_a_request_reads_grows_within_a_dispatch_whoever_stands_beside_it(bench, paged):
+def test_levels_that_a_request_reads_grow_within_a_dispatch_next_to_any_other(bench, paged):
     """From position 63 to 64, where the next level begins, alone and next to a longer request."""
     b = functools.partial(bench, max_tokens=160, decode_chunk=8, paged_attention=paged, prefill_buckets=(64,))
     words = np.random.default_rng(4).integers(0, 64, 64).astype(np.int32)

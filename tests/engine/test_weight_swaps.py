@@ -93,7 +93,7 @@ def test_random_arrivals_aborts_and_flips_equal_the_slow_loop(bench, work, asser
     assert_replayed(whole, b.results, reprefill=weight_swap == "reprefill")
 
 
-def test_what_was_aborted_after_a_flip_keeps_its_tokens(bench):
+def test_a_request_aborted_after_a_weight_swap_keeps_its_tokens(bench):
     b = bench(weight_swap="reprefill")
     b.add(*requests_of(2))
     b.steps(1)

@@ -53,7 +53,7 @@ def test_any_text_has_a_value_or_is_malformed(text: str) -> None:
     ["", " ", "1+", "+", "(1", "1)", "1 2", "2**3", "1/0", "1//2", "9" * 129, "(" * 60, "1.", ".5", "1e3", "0x1", "١",
      "__import__('os')", "a", "1,000", "1/(2-2)"],
 )  # fmt: skip
-def test_what_is_no_expression_is_an_error(text: str) -> None:
+def test_a_malformed_expression_is_an_error(text: str) -> None:
     assert calculator.tool_reply(text) == ("error", False)
 
 
@@ -71,7 +71,7 @@ def test_numbers_as_text(value: Fraction, text: str) -> None:
     [("<calc>12*7</calc>", "12*7"), ("so <calc> 1 </calc> and <calc>2</calc>", " 1 "), ("12", None), ("<calc>1", None),
      ("<calc></calc>", ""), ("</calc>1<calc>", None)],
 )  # fmt: skip
-def test_a_call_is_what_stands_between_its_marks(answer: str, expression: str | None) -> None:
+def test_a_call_is_the_text_between_its_marks(answer: str, expression: str | None) -> None:
     assert calculator.first_call(answer) == expression
 
 

@@ -78,7 +78,7 @@ def test_a_place_that_cannot_be_is_refused(name: str) -> None:
     play(body)
 
 
-def test_what_is_declared_reaches_whoever_asks() -> None:
+def test_an_environment_in_a_process_shows_its_declared_traits() -> None:
     async def body(places: Executors) -> None:
         env = places.create(NAME.format("in_process"))
         assert (protocols.traits(env).step_retries, protocols.traits(env).max_turns) == (1, protocols.MAX_TURNS)

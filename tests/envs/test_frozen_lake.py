@@ -72,7 +72,7 @@ def test_an_action_is_a_word(answer: str, action: int | None) -> None:
     assert lakes.action_in(answer) == action
 
 
-def test_what_names_no_action_changes_nothing() -> None:
+def test_an_answer_without_an_action_changes_nothing() -> None:
     game = lakes.Game(lakes.Lake("...." * 3 + "...G"), slippery=False, seed=0)
     assert game.act("hm") == "?\n" + game.lake.shown(0)
     assert game.act("right").startswith(".@..")

@@ -40,7 +40,7 @@ def test_a_hole_ends_the_game_unpaid() -> None:
     assert result.reward_parts == {"success": 0.0, "fell": 1.0, "turns": 1.0, "misread": 0.0}
 
 
-def test_what_names_no_direction_costs_a_turn() -> None:
+def test_an_answer_without_a_direction_costs_a_turn() -> None:
     env = lake()
     seen = [env.step(answer) for answer in ("", "east", "\ufffd" * 50, "right", "right")]
     assert [result.done for result in seen] == [False, False, False, False, True]
@@ -94,7 +94,7 @@ def test_answers_are_scored_and_tools_counted(answers: list[str], reward: float,
     assert all(not result.done and result.messages[0].role == "tool" for result in calls)
 
 
-def test_the_tool_says_what_it_found_or_that_it_is_an_error() -> None:
+def test_the_tool_replies_with_a_result_or_an_error() -> None:
     seen = conversation("<calc>12*7</calc>", "<calc>__import__('os')</calc>")
     assert [result.messages for result in seen] == [(Message("tool", "84"),), (Message("tool", "error"),)]
 

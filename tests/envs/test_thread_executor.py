@@ -94,7 +94,7 @@ def test_a_hanging_call_is_given_up_and_its_thread_replaced(gate: threading.Even
     assert threads.started == 2
 
 
-def test_whoever_waits_for_a_thread_that_hangs_gets_the_one_that_replaces_it(gate: threading.Event) -> None:
+def test_a_call_behind_a_hanging_thread_gets_its_replacement(gate: threading.Event) -> None:
     threads = Threads(most=1)
 
     async def hang_before_another() -> str:
@@ -168,7 +168,7 @@ def test_a_thread_that_comes_back_is_counted_no_longer(gate: threading.Event) ->
     assert (threads.hanging, threads.abandoned) == (0, 1)
 
 
-def test_when_too_many_hang_nobody_else_is_given_a_thread(gate: threading.Event) -> None:
+def test_when_too_many_threads_hang_no_more_are_started(gate: threading.Event) -> None:
     threads = Threads(most=20)
 
     async def fill() -> None:
@@ -217,13 +217,13 @@ def test_a_call_that_is_cancelled_before_it_starts_never_does(gate: threading.Ev
 
 
 @pytest.mark.parametrize("error", [ValueError("v"), InfraError("i"), DataError("d")])
-def test_what_a_call_raises_is_raised(error: Exception) -> None:
+def test_an_exception_of_a_call_is_raised(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error)):
         run(Threads().call(raises(error), LONG_S, "step"))
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(1)])
-def test_what_would_end_a_thread_is_the_items_fault(error: BaseException) -> None:
+def test_an_exception_that_would_end_a_thread_is_a_data_error_of_the_item(error: BaseException) -> None:
     threads = Threads()
 
     async def twice() -> int:

@@ -52,7 +52,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(("use", "where", "named", "words"), MISFITS)
-def test_what_does_not_fit_is_refused_by_name_and_passed_over_with_a_reason_by_auto(use, where, named, words):
+def test_unsupported_shapes_are_refused_by_name_and_skipped_with_a_reason_by_auto(use, where, named, words):
     with pytest.raises(ConfigError, match=words) as refusal:
         choose(use, named, where)
     assert refusal.value.value == named
@@ -70,19 +70,19 @@ def test_a_kernel_of_another_platform_is_refused(use, named, platform):
         choose(use, named, site(platform=platform))
 
 
-def test_where_the_platform_is_not_known_only_what_fits_nowhere_is_refused():
+def test_on_an_unknown_platform_only_choices_that_work_nowhere_are_refused():
     check("packed", "splash", site(platform=""))
     check("packed", "auto", site(TINY, platform=""))
     with pytest.raises(ConfigError, match=r"learner\.attention"):
         check("packed", "splash", site(model(compute_dtype="float32"), platform=""))
 
 
-def test_side_by_side_is_for_caches_that_hold_all_slots_at_their_longest():
+def test_the_contiguous_cache_needs_room_for_the_longest_request_in_every_slot():
     where = dataclasses.replace(site(platform="cpu", tokens=16), limited=True)
-    with pytest.raises(ConfigError, match=r"which sampler\.cache_pages limits"):
+    with pytest.raises(ConfigError, match=r"but sampler\.cache_pages limits"):
         choose("paged", "dense", where)
     passed = choose("paged", "auto", where)
-    assert passed.name == "xla" and "which sampler.cache_pages limits" in passed.reason
+    assert passed.name == "xla" and "but sampler.cache_pages limits" in passed.reason
 
 
 @pytest.mark.parametrize(("longest", "name"), [(DENSE_TOKENS, "dense"), (DENSE_TOKENS + 1, "xla")])

@@ -111,7 +111,7 @@ def test_pages_on_a_gpu_equal_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_tpu")
-def test_what_no_slot_uses_of_a_table_may_name_no_page() -> None:
+def test_unused_entries_of_a_table_may_be_invalid() -> None:
     """Whole blocks of a table are fetched: an entry that names no page would be read from beyond the pool."""
     q, keys, values, tables, starts = (x[0] for x in pages_problem(1))
     used = np.arange(J) <= np.asarray(starts)[:, None] // U

@@ -95,7 +95,7 @@ def same_gradients(got, want):
         np.testing.assert_allclose(got[name], want[name], rtol=0, atol=2e-5 * scale, err_msg=name)
 
 
-def test_pairs_share_a_row_side_by_side(small_config, make_claim):
+def test_pairs_are_adjacent_in_a_row(small_config, make_claim):
     config = small_config(**DPO)
     (samples,) = minibatch.prepare(make_claim(groups=4), config).minibatches
     assert samples and len(samples) % 2 == 0

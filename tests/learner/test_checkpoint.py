@@ -53,7 +53,7 @@ def saved(folder, trainer, *versions, kept=3) -> Checkpoints:
     return checkpoints
 
 
-def test_what_is_restored_is_what_was_saved(folder, trainer):
+def test_a_restored_state_equals_the_saved_one(folder, trainer):
     checkpoints = saved(folder, trainer, Version(0, 7))
     assert checkpoints.latest() == Version(0, 7)
     state, position = Checkpoints(folder, 3).restore(Version(0, 7), trainer.abstract_state())
@@ -85,7 +85,7 @@ def test_training_goes_on_as_if_nothing_had_happened(folder, trainer, make_claim
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(MeshConfig(tensor=2), marks=pytest.mark.soak), MeshConfig(data=4)])
-def test_training_goes_on_upon_another_mesh_as_if_nothing_had_happened(
+def test_training_resumes_on_another_mesh_with_the_same_results(
     folder, trainer, make_claim, small_config, make_trainer, mesh
 ):
     """The claims are the same and so are the losses, up to the order in which another mesh takes its sums."""
@@ -155,14 +155,14 @@ def test_the_version_that_became_durable_is_never_removed(folder, trainer):
     checkpoints.close()
 
 
-def test_what_a_successor_is_writing_is_left(folder, trainer):
+def test_folders_that_a_successor_writes_are_left(folder, trainer):
     for name in ("0000.00000009", "0001.00000009", "0002.00000001"):
         (folder / f"{name}.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     saved(folder, trainer, Version(1, 1)).close()
     assert [path.name for path in folder.iterdir() if "tmp" in path.name] == ["0002.00000001.orbax-checkpoint-tmp"]
 
 
-def test_what_cannot_be_opened_is_never_durable(tmp_path, trainer):
+def test_a_checkpoint_that_cannot_be_opened_is_never_durable(tmp_path, trainer):
     """Under such a path Orbax does not find what it has written, leaves it as it is, and reports success."""
     checkpoints = Checkpoints(tmp_path / "lr=[1e-4]" / "checkpoints", 3)
     checkpoints.save(Version(0, 7), 1, trainer.state)
@@ -285,7 +285,7 @@ def test_a_file_that_is_gone_is_named(folder, trainer):
     checkpoints.close()
 
 
-def test_without_sums_a_whole_folder_counts(folder, trainer):
+def test_a_whole_folder_without_checksums_can_be_restored(folder, trainer):
     """Its writer was killed between the rename and the checksums, so the store has not recorded it as durable."""
     checkpoints = saved(folder, trainer, Version(0, 1))
     sums = folder / "0000.00000001" / "sums.json"
@@ -310,7 +310,7 @@ def test_without_sums_one_that_was_durable_is_damaged(folder, trainer):
 
 
 @pytest.mark.process
-def test_what_is_durable_has_sums_whenever_its_writer_is_killed(folder):
+def test_durable_checkpoints_have_checksums_whenever_their_writer_is_killed(folder):
     """The order is: whole, checksums, durable. If the writer is killed in between, durable ones can be verified."""
     env, code = {**os.environ, "XLA_FLAGS": ""}, WRITER.replace("]), 2)", "]), 10_000)")
     writer = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, env=env)

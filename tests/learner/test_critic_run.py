@@ -95,7 +95,7 @@ def test_a_resume_is_exact(tmp_path, small_config, make_claim, make_trainer, lor
     checkpoints.close()
 
 
-def test_a_resume_upon_another_mesh(tmp_path, small_config, make_claim, make_trainer):
+def test_a_resume_on_another_mesh(tmp_path, small_config, make_claim, make_trainer):
     trainer = make_trainer(small_config(micro_batch_rows=4, **PPO))
     trainer.train(make_claim(1))
     checkpoints = Checkpoints(tmp_path / "checkpoints", 1)
@@ -111,7 +111,7 @@ def test_a_resume_upon_another_mesh(tmp_path, small_config, make_claim, make_tra
     checkpoints.close()
 
 
-def test_what_was_trained_is_found_beside_its_critic(tmp_path, small_config, make_claim, make_trainer):
+def test_the_policy_of_a_checkpoint_with_a_critic_is_found(tmp_path, small_config, make_claim, make_trainer):
     """`generate` and `eval` of a run restore its newest checkpoint; they are given the policy."""
     trainer = make_trainer(small_config(micro_batch_rows=4, critic_offload=True, **PPO))
     trainer.train(make_claim(1))

@@ -62,7 +62,7 @@ def largest_array(program: jax.stages.Lowered) -> int:
 
 @pytest.mark.parametrize("name", ["accumulate", "logprobs"])
 @pytest.mark.parametrize(("dtype", "tokens"), [("float32", TOKENS), ("bfloat16", TOKENS), ("float32", TOKENS - 1)])
-def test_no_array_of_all_tokens_and_words_is_in_the_program(programs, name, dtype, tokens):
+def test_no_array_of_all_tokens_and_the_vocabulary_is_in_the_program(programs, name, dtype, tokens):
     whole, parts = (programs(mb, MeshConfig(), dtype, tokens).lowered(name, ROWS) for mb in (WHOLE_MB, WHOLE_MB / 8))
     assert largest_array(whole) == ROWS * tokens * SPEC.vocab_size  # or this would not see it
     assert largest_array(parts) == ROWS * TOKENS * SPEC.vocab_size // 8
@@ -77,7 +77,7 @@ def test_parts_change_neither_gradients_nor_statistics(programs, tokens):
         np.testing.assert_allclose(parts[name], want, rtol=0, atol=2e-5 * scale, err_msg=name)
 
 
-def test_a_part_is_what_a_device_may_hold():
+def test_a_part_of_the_logits_fits_the_limit_of_a_device():
     layout = Layout(meshes.build(CUBE), rules.LEARNER)
     spec = families.spec("qwen3_0p6b")
     a_row = 4 * spec.vocab_size // 2  # bytes of a token's logits on one of two tensor shards

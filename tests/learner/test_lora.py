@@ -180,7 +180,7 @@ def test_merging_on_the_host_is_merging_on_the_devices(adapted, make_claim):
         ("lora_alpha=0", "must be greater than 0"),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(words, said):
+def test_targets_that_cannot_be_adapted_are_refused(words, said):
     values = configs.to_dict(configs.parse(configs.defaults()))
     with pytest.raises(ConfigError, match=said):
         configs.parse(configs.override(values, [f"learner.{words}"]))

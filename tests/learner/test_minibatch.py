@@ -138,7 +138,7 @@ def test_a_kl_in_the_loss_reaches_members_without_credit(small_config, make_clai
     np.testing.assert_allclose([s.weight * s.advantage for s in credited], [s.weight * s.advantage for s in alone])
 
 
-def test_a_critic_hears_of_members_without_credit(small_config, make_claim):
+def test_a_critic_trains_on_members_without_an_advantage(small_config, make_claim):
     learner = {"algorithm": "raft_pp", "advantage": "gae", "critic": "init", "raw_advantages": True}
     numbers = lambda samples: [np.zeros(len(s.tokens), np.float32) for s in samples]  # noqa: E731
     (part,) = minibatch.prepare(make_claim(), small_config(**learner), values=numbers).minibatches

@@ -35,7 +35,7 @@ def links() -> Iterator[tuple[socket.socket, socket.socket]]:
         link.close()
 
 
-def test_words_come_in_their_order_up_to_the_end(links, ends):
+def test_commands_arrive_in_order_up_to_the_end(links, ends):
     leader, follower = Leader([links[0]], threading.Event()), Follower(links[1])
     said = [Command("prepared", body=bytes(3_000_000)), Command("started"), Command("write", Version(1, 4), 7, "base")]
     for word in said:
@@ -48,7 +48,7 @@ def test_words_come_in_their_order_up_to_the_end(links, ends):
     assert ends.empty(), "after `end` a lost connection is no error"
 
 
-def test_who_is_asked_to_leave_asks_the_leader(links, ends):
+def test_a_follower_that_is_asked_to_stop_asks_the_leader(links, ends):
     stop = threading.Event()
     Leader([links[0]], stop)
     Follower(links[1]).ask_to_stop()
@@ -68,7 +68,7 @@ def test_a_follower_that_is_gone_ends_the_leader(links, ends):
     assert ends.get(timeout=LIMIT_S) == ("process 1 of the learner is gone", EXIT_FAILURE)
 
 
-def test_what_ends_the_leader_ends_the_follower_with_its_words_whatever_it_waits_for(links, ends):
+def test_an_error_of_the_leader_ends_the_follower_with_its_message_during_any_wait(links, ends):
     leader, _ = Leader([links[0]], threading.Event()), Follower(links[1])
     refusal = ConfigError("learner.mesh", 3, "no", "Yes.")
     with pytest.raises(ConfigError), leader:
@@ -76,7 +76,7 @@ def test_what_ends_the_leader_ends_the_follower_with_its_words_whatever_it_waits
     assert {ends.get(timeout=LIMIT_S) for _ in range(2)} == {(str(refusal), EXIT_CONFIG)}
 
 
-def test_what_ends_the_follower_ends_the_leader_with_its_words(links, ends):
+def test_an_error_of_the_follower_ends_the_leader_with_its_message(links, ends):
     """A config that is refused there is not tried again."""
     Leader([links[0]], threading.Event())
     refusal = ConfigError("learner.mesh", 3, "no", "Yes.")
@@ -85,7 +85,7 @@ def test_what_ends_the_follower_ends_the_leader_with_its_words(links, ends):
     assert {ends.get(timeout=LIMIT_S) for _ in range(2)} == {(str(refusal), EXIT_CONFIG)}
 
 
-def test_a_stranger_is_turned_away():
+def test_a_process_without_the_secret_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         secret, at = b"s" * 64, listener.getsockname()
         with socket.create_connection(at) as stranger, socket.create_connection(at) as ours:
@@ -99,7 +99,7 @@ def test_a_stranger_is_turned_away():
             link.close()
 
 
-def test_an_address_of_an_earlier_life_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_address_of_an_earlier_run_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as dead:
         old = dead.getsockname()[1]
     (tmp_path / processes.ADDRESS_FILE).write_text(f"127.0.0.1:{old}\n")
@@ -115,7 +115,7 @@ def test_an_address_of_an_earlier_life_is_passed_over(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("words", ["", "host", "host:", ":7000", "host:x"])
-def test_what_is_no_address_is_refused(words: str, tmp_path: Path):
+def test_a_malformed_coordinator_address_is_refused(words: str, tmp_path: Path):
     with pytest.raises(ConfigError, match="HOST:PORT"):
         processes._coordinator_address(words, tmp_path, 0)
 

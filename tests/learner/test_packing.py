@@ -36,7 +36,7 @@ def sample(length: int, number: int) -> Sample:
 
 
 @given(lengths=LENGTHS, buckets=BUCKETS)
-def test_every_token_stands_exactly_once_in_its_place(lengths, buckets):
+def test_every_token_is_packed_exactly_once(lengths, buckets):
     given_samples = [sample(length, number) for number, length in enumerate(lengths)]
     batches = packing.pack(given_samples, 32, buckets)
     seen = []

@@ -59,6 +59,6 @@ def test_less_is_kept_more_is_computed_and_the_gradients_stay(programs):
             np.testing.assert_allclose(gradients[remat][name], want, rtol=0, atol=1e-5 * scale, err_msg=name)
 
 
-def test_auto_is_what_the_model_says(programs):
+def test_remat_auto_is_the_models_choice(programs):
     assert programs("auto").recipe.spec.remat == families.spec("nano").remat == "none"
     assert families.spec("qwen3_8b").remat == "layer"

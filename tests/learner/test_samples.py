@@ -82,7 +82,7 @@ def test_marks_tell_shown_tokens_from_stale_ones_inside_one_segment():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ages_and_masks_follow_the_versions_whatever_the_log_probs_are(seed):
+def test_ages_and_masks_follow_the_versions_for_any_log_probs(seed):
     rng = np.random.default_rng(seed)
     segments = [segment(rng.integers(1, 9, 3), [0] * 3, [0] * 3)]
     for _ in range(int(rng.integers(1, 6))):

@@ -48,7 +48,7 @@ def samples_of(wanted) -> list[Sample]:
 
 
 @given(groups, st.sampled_from([((8, 4, 2), 1), ((4, 2), 2), ((1,), 1), ((8,), 4)]))
-def test_every_answer_stands_once_behind_its_prompt(wanted, mesh):
+def test_every_answer_is_packed_once_behind_its_prompt(wanted, mesh):
     buckets, shards = mesh
     samples = samples_of(wanted)
     batches = sharing.pack(samples, ROWS, buckets, shards=shards, quadratic=0.01)
@@ -83,7 +83,7 @@ def assert_stands_there(batch, place, of: Sample) -> None:
 
 
 @given(groups)
-def test_what_is_said_of_tokens_comes_back_to_their_samples(wanted):
+def test_per_token_values_are_gathered_by_sample(wanted):
     samples = samples_of(wanted)
     batches = sharing.pack(samples, ROWS, (4, 2))
     values = [sample.behaviour for sample in samples]
@@ -219,6 +219,6 @@ def test_all_that_reads_rows_reads_shared_ones(small_config, make_claim, make_tr
         np.testing.assert_allclose(once[name], expected, atol=2e-4, err_msg=name)
 
 
-def test_samples_that_are_compared_side_by_side_share_nothing(small_config, make_trainer):
+def test_samples_that_are_compared_may_not_share_a_prompt(small_config, make_trainer):
     with pytest.raises(ConfigError, match=r"learner\.shared_prompt_tokens"):
         make_trainer(small_config(algorithm="dpo", reference="init", **SHARED))

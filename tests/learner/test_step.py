@@ -125,7 +125,7 @@ def test_neither_rows_nor_order_nor_mesh_change_the_gradient(small_config, make_
         assert_same_gradients(got, want)
 
 
-def test_parameters_and_moments_lie_split_over_the_mesh(small_config, make_trainer):
+def test_parameters_and_moments_are_sharded_over_the_mesh(small_config, make_trainer):
     state = make_trainer(small_config(micro_batch_rows=4, mesh=CUBE)).state
     leaves = [leaf for leaf in jax.tree.leaves((state.params, state.opt_state)) if leaf.size > 1]
     total = sum(leaf.nbytes for leaf in leaves)

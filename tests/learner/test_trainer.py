@@ -39,7 +39,7 @@ def with_outcomes(claim: Claim, change) -> Claim:
     return msgspec.structs.replace(claim, groups=groups)
 
 
-def test_what_others_of_the_process_compile_is_not_counted():
+def test_compilations_of_other_threads_are_not_counted():
     """In a shared process the evaluator's engine compiles while the learner trains."""
     counter = CompileCounter()
     try:
@@ -362,7 +362,7 @@ def test_a_claim_laid_out_while_the_step_before_is_computed_changes_no_bit(
     assert same_bits(one_by_one.state, ahead.state)
 
 
-def test_what_asks_a_model_is_not_laid_out_ahead(small_config, make_trainer):
+def test_claims_that_need_a_model_are_not_prepared_ahead(small_config, make_trainer):
     assert not make_trainer(small_config(kl_in="reward", kl_coef=0.1, reference="init")).prepares_ahead
     assert not make_trainer(small_config(algorithm="ppo", critic="init")).prepares_ahead
 

@@ -28,7 +28,7 @@ def test_parameters_model_and_tokenizer_come_back(free_run_dir, small_config, ma
     trainer.set_params(got)
 
 
-def test_a_second_save_replaces_the_first_and_leaves_nothing_beside_it(free_run_dir, small_config, make_trainer):
+def test_a_second_save_replaces_the_first_and_leaves_no_other_folder(free_run_dir, small_config, make_trainer):
     trainer = make_trainer(small_config())
     for fill in (1.0, 2.0):
         params = {name: np.full(value.shape, fill) for name, value in trainer.state.params.items()}
@@ -73,7 +73,7 @@ def test_a_folder_that_does_not_reach_the_disk_leaves_the_one_before(tmp_path, m
     assert (tmp_path / "warm" / "a").read_text() == "before"
 
 
-def test_what_is_no_such_folder_is_named(tmp_path):
+def test_a_wrong_folder_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no model\.safetensors"):
         weights.load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"{}")

@@ -101,7 +101,7 @@ def test_a_header_costs_memory_in_proportion_to_itself(tmp_path: Path) -> None:
         tensor_files.opened(path)
 
 
-def test_what_the_reference_writes_is_read(tmp_path: Path) -> None:
+def test_files_of_the_reference_implementation_are_read(tmp_path: Path) -> None:
     reference = pytest.importorskip("safetensors.numpy")
     arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.zeros((0, 4), np.float32), "c": np.float32(3)}
     reference.save_file({name: np.asarray(value) for name, value in arrays.items()}, tmp_path / "model.safetensors")

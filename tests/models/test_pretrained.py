@@ -42,7 +42,7 @@ def written(folder: Path, shards: int = 1, dtype: type = np.float32) -> dict[str
 
 
 @pytest.mark.parametrize(("shards", "dtype"), [(1, np.float32), (3, np.float32), (2, ml_dtypes.bfloat16)])
-def test_what_was_written_is_read(tmp_path: Path, shards: int, dtype: type) -> None:
+def test_written_arrays_are_read_back(tmp_path: Path, shards: int, dtype: type) -> None:
     values = written(tmp_path / "hf", shards, dtype)
     config = ModelConfig(path=str(tmp_path / "hf"))
     model = pretrained.spec(config, vocab_size=40)

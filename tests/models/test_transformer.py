@@ -223,7 +223,7 @@ def random_cache(pages: int, page_tokens: int, seed: int) -> cache.KVCache:
     return cache.KVCache(pools(), pools())
 
 
-def test_a_slot_gets_the_same_bits_wherever_it_and_its_pages_stand_and_however_long_the_others_are():
+def test_a_slots_result_is_bitwise_independent_of_its_slot_pages_and_neighbours():
     values, held = initialised(NANO), random_cache(64, 4, 4)
     S, rng = 16, np.random.default_rng(4)
     tables = rng.permutation(64)[: S * 3].reshape(S, 3).astype(np.int32)

@@ -84,13 +84,13 @@ def test_every_machine_denies_something_of_each_kind_and_no_number_twice() -> No
         assert len(sandbox._rules(machine, 1, True)) < 4096, "the kernel takes no longer program"
 
 
-def test_what_is_open_is_said() -> None:
+def test_missing_restrictions_are_reported() -> None:
     assert str(Restrictions("a", "b", "c", "d")) == "no network by a, no processes by b, no signals by c, no files by d"
     assert str(Restrictions("a")) == "no network by a; OPEN: processes, signals, files (resource limits only)"
     assert str(Restrictions()) == "OPEN: network, processes, signals, files (resource limits only)"
 
 
-def test_a_pool_says_once_and_loudly_what_its_workers_are_not_kept_from(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pool_warns_once_about_missing_restrictions(caplog: pytest.LogCaptureFixture) -> None:
     pool = ScoringPool(1)
     for _ in range(2):  # a worker and its replacement
         pool._note_restrictions(Restrictions("seccomp"))

@@ -110,7 +110,7 @@ def test_a_scorer_without_a_guard_gets_every_answer(own_scorer: None, answer: st
     assert scorers.judge(json.dumps({"scorer": "exact", "answer": answer}), answer) == (1.0, "")
 
 
-def test_what_a_guard_rejects_is_wrong_without_a_call(own_scorer: None) -> None:
+def test_an_answer_that_a_guard_rejects_scores_zero_without_a_call(own_scorer: None) -> None:
     asked = []
 
     @scorers.register("listening", guard=scorers.plain_text)

@@ -180,7 +180,7 @@ def test_a_scorer_that_raises_costs_its_item_and_not_its_worker(
     assert not written.exists() or written.stat().st_size == 0
 
 
-def test_what_a_scorer_prints_or_reads_does_not_meet_the_protocol(
+def test_output_and_input_of_a_scorer_do_not_disturb_the_protocol(
     pool: ScoringPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(pool.score(misbehave("print"), "ok")) == 0.5
@@ -303,7 +303,7 @@ def test_large_arguments_pass_through_a_small_pipe(pool: ScoringPool) -> None:
     assert run(many()) == [1.0] * 40
 
 
-def test_closing_ends_the_processes_and_tells_who_waits(pool: ScoringPool) -> None:
+def test_closing_ends_the_processes_and_fails_pending_scores(pool: ScoringPool) -> None:
     async def closed() -> None:
         await pool.score(EXACT, "ok")
         waiting = asyncio.create_task(pool.score(misbehave("sleep"), "ok"))
@@ -321,7 +321,7 @@ def test_closing_ends_the_processes_and_tells_who_waits(pool: ScoringPool) -> No
         run(pool.score(EXACT, "ok"))
 
 
-def test_workers_that_cannot_start_end_the_pool_with_their_last_words() -> None:
+def test_workers_that_cannot_start_end_the_pool_with_their_stderr() -> None:
     pool = ScoringPool(1, libraries=(), modules=("no_such_module_anywhere",))
     pool.start()
     with pytest.raises(InfraError, match="no_such_module_anywhere"):
@@ -463,7 +463,7 @@ def test_an_item_that_does_not_travel_costs_no_other(pool: ScoringPool, args: An
     assert (first, last) == (1.0, 1.0) and isinstance(bad, DataError) and pool.restarts == 0
 
 
-def test_an_error_whose_text_does_not_travel_costs_its_item_and_not_its_worker(pool: ScoringPool) -> None:
+def test_an_error_whose_text_cannot_be_encoded_fails_its_item_and_not_its_worker(pool: ScoringPool) -> None:
     before = pool.pids
     with pytest.raises(DataError, match=r"ValueError: a\?b"):
         run(pool.score(misbehave("surrogate"), "ok"))

@@ -58,7 +58,7 @@ def test_an_environment_that_keeps_the_contract_has_no_violations(name: str) -> 
         ("leaks_memory", "memory leaks", "keep nothing"),
     ],
 )
-def test_what_breaks_the_contract_is_named(name: str, what: str, do: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violations_of_the_contract_are_named(name: str, what: str, do: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env_calls, "CANCEL_GRACE_S", 0.2)
     monkeypatch.setattr(environments, "AT_ONCE", 2)
     monkeypatch.setattr(environments, "SLOW_CLOSE_S", 0.2)
@@ -97,6 +97,6 @@ def test_a_name_that_cannot_be_loaded_ends_with_64(
     assert "task.env = 'unloadable_env:nothing'" in capsys.readouterr().err
 
 
-def test_tasks_that_are_not_there_are_said() -> None:
+def test_a_missing_config_file_is_reported() -> None:
     with pytest.raises(ConfigError, match="no such file"):
         check_environment(NAME.format("kept"), "nowhere.py")

@@ -71,7 +71,7 @@ PAD, BOS, EOS, TURN = 0, 1, 2, 3
         pytest.param((), True, [BOS, TURN], id="nothing"),
     ],
 )
-def test_a_conversation_ends_where_the_assistant_speaks(
+def test_a_rendered_conversation_ends_at_the_assistants_turn(
     messages: tuple[Message, ...], first: bool, ids: list[int]
 ) -> None:
     assert CharTokenizer("abc").render(messages, first=first) == ids

@@ -144,7 +144,7 @@ def test_a_template_without_jinja2_says_what_to_install(
     HFTokenizer(make_folder())  # no template, no need
 
 
-def test_eos_may_stand_in_the_generation_config(make_folder: MakeFolder) -> None:
+def test_eos_may_be_defined_in_the_generation_config(make_folder: MakeFolder) -> None:
     folder = make_folder(eos_token=None)
     with pytest.raises(ConfigError, match="ends a sequence"):
         HFTokenizer(folder)

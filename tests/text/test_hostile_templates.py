@@ -184,7 +184,7 @@ CONVERSATION = (
 
 @pytest.mark.parametrize("messages", [HELLO, CONVERSATION], ids=["one", "five"])
 @pytest.mark.parametrize("source", HARMLESS.values(), ids=HARMLESS)
-def test_a_harmless_template_shows_what_jinja_shows(source: str, messages: tuple[Message, ...]) -> None:
+def test_a_harmless_template_renders_as_in_jinja(source: str, messages: tuple[Message, ...]) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])

@@ -136,7 +136,7 @@ def test_templates_in_a_list_that_are_no_objects_are_passed_over(folder: Path) -
     assert HFTokenizer(folder).render((Message("user", "hello"),))
 
 
-def test_a_special_token_that_is_no_text_is_no_variable_of_the_template(folder: Path) -> None:
+def test_a_special_token_that_is_not_text_is_not_a_template_variable(folder: Path) -> None:
     pytest.importorskip("jinja2", reason="chat templates are an optional extra")
     settings = {"eos_token": "</s>", "bos_token": {"content": [1]}, "chat_template": "{{ bos_token }}{{ eos_token }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -159,7 +159,7 @@ def test_what_is_no_regular_file_is_not_waited_for(folder: Path, file: str, make
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a" * 10 + "\udfff"])
-def test_text_that_is_no_unicode_is_a_data_error(folder: Path, text: str) -> None:
+def test_text_that_is_not_unicode_is_a_data_error(folder: Path, text: str) -> None:
     with pytest.raises(DataError) as refused:
         HFTokenizer(folder).encode(text)
     check_refusal(refused.value)

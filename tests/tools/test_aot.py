@@ -40,6 +40,6 @@ def test_a_platform_without_topologies_is_refused():
         aot.topology_mesh(MeshConfig(), "v5e:2x2", platform="abacus")
 
 
-def test_the_child_is_told_not_to_look_for_a_tpu_nor_to_lock_it():
+def test_the_childs_environment_disables_the_search_for_a_tpu_and_its_lock():
     expected = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     assert expected.items() <= aot.tpu_environment().items()

@@ -51,7 +51,7 @@ def test_where_prompts_are_shared_a_worked_answer_has_the_room_of_both():
     assert max(place.length for batches in course.batches for batch in batches for place in batch.placements) <= 29
 
 
-def test_it_says_what_it_does(warm):
+def test_progress_is_reported(warm):
     _, _, said = warm
     assert any("compiling" in text for text in said) and any("step 150/150" in text for text in said)
     assert "exact" in said[-1]

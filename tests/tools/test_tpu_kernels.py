@@ -36,7 +36,7 @@ def test_the_kernels_are_in_the_programs(costs: Costs, name: str, kernels: int) 
     assert costs[name, False]["custom_calls"] == 0
 
 
-def test_what_was_chosen_is_said(costs: Costs) -> None:
+def test_the_choice_is_reported(costs: Costs) -> None:
     said = {name: row["attention"] for (name, fused), row in costs.items() if fused}
     assert said == {
         "accumulate": "splash (auto on tpu)", "prefill_192": "splash (auto on tpu)", "decode": "pallas (auto on tpu)"

@@ -154,7 +154,7 @@ def test_every_forward_reduces_over_tensor(costs: Costs) -> None:
     assert costs["apply"]["collectives"]["all-reduce"] > 0  # the norm of the gradients
 
 
-def test_logits_are_never_whole(costs: Costs) -> None:
+def test_logits_are_never_computed_whole(costs: Costs) -> None:
     """A training step computes logits a part at a time, a prefill only those of last tokens.
 
     So no array is larger than the head's parameter, and none of a step is larger than the config allows.

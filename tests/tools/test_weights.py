@@ -244,7 +244,7 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
         weights.import_folder(folder, tmp_path / "ours", weights.AS_STORED)
 
 
-def test_a_file_that_is_none_or_lies_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_file_or_one_outside_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(DataError, match="is not a safetensors file"):
         tensor_files.opened(tmp_path / "model.safetensors")
@@ -285,7 +285,7 @@ def test_the_links_of_hugging_face_s_cache_are_followed(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "ours")
 
 
-def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="neither a run, nor a checkpoint"):
         exported(GOLDEN / "tied", tmp_path / "out")
     with pytest.raises(ConfigError, match="is a JaxRoll folder already"):

@@ -51,7 +51,7 @@ def test_engines_of_any_mesh_get_what_was_published(publisher, dims, rules, dtyp
         np.testing.assert_array_equal(np.asarray(placed[name]), np.asarray(jax.numpy.asarray(value).astype(dtype)))
 
 
-def test_what_is_published_is_rounded_as_on_the_way_between_processes() -> None:
+def test_published_parameters_are_rounded_as_between_processes() -> None:
     publisher = DevicePublisher("bfloat16")
     values = values_of(2)
     placed = fetched(publisher.publish(V1, params_of(values, shardings_of((1, 2, 2), "learner")))).place()
@@ -82,7 +82,7 @@ def test_an_engine_that_is_laid_out_like_the_learner_computes_with_the_copy_itse
         assert pointers[0] == pointers[1], name
 
 
-def test_only_the_newest_is_kept_once_it_is_told_of(publisher) -> None:
+def test_only_the_newest_version_is_kept_once_the_store_has_it(publisher) -> None:
     learners = shardings_of((1, 2, 2), "learner")
     old = publisher.publish(V1, params_of(values_of(5), learners))
     watched = weakref.ref(publisher.kept(V1)["embed"])
@@ -97,7 +97,7 @@ def test_only_the_newest_is_kept_once_it_is_told_of(publisher) -> None:
     np.testing.assert_array_equal(np.asarray(fetched(new).place()["bias"]), values_of(6)["bias"])
 
 
-def test_what_is_frozen_comes_with_every_version(publisher) -> None:
+def test_frozen_parameters_are_part_of_every_version(publisher) -> None:
     values, learners = values_of(7), shardings_of((1, 2, 2), "learner")
     base = {name: value for name, value in params_of(values, learners).items() if name != "bias"}
     publisher.freeze(V1, base)

@@ -143,7 +143,7 @@ def test_a_socket_that_takes_few_bytes_at_a_time_gets_all_of_them_in_order() -> 
         assert not connection.send()
 
 
-def test_nobody_listening_and_no_address(kit, published) -> None:
+def test_a_dead_or_invalid_address_is_an_error(kit, published) -> None:
     import msgspec
 
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -53,7 +53,7 @@ ODD_NAMES = ["a%20c", "a b", "50%", "a?b", "a#b", "a|b", "sweep[lr=1e-4]", "grö
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
-def test_a_folder_of_any_name_holds_the_newest_versions_and_nothing_is_written_beside_it(kit, name: str) -> None:
+def test_a_folder_of_any_name_holds_the_newest_versions_and_nothing_else_is_written(kit, name: str) -> None:
     sender = TensorstoreSender(kit.folder / name, keep=2)
     for step in range(4):
         address = sender.offer(kit.host_snapshot(Version(0, step), kit.values(step)))

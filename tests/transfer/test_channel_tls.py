@@ -62,7 +62,7 @@ def test_weights_arrive_exactly_under_tls(kit, certified: SimpleNamespace, mutua
         (None, "client", False, r"uses plain text.*give it some too, or remove these"),
     ],
 )  # fmt: skip
-def test_a_misfit_is_refused_and_told_what_to_do(
+def test_a_tls_mismatch_is_refused_with_a_remedy(
     kit, certified: SimpleNamespace, server: str | None, client: str | None, mutual: bool, words: str
 ) -> None:
     ends = [None if name is None else getattr(certified, name) for name in (server, client)]
@@ -86,7 +86,7 @@ def test_another_address_is_refused_in_plain_text_and_without_token(kit, certifi
             Publisher(config, kit.folder, host, token=TOKEN, exposure=exposure).close()
 
 
-def test_strangers_who_say_nothing_make_room_for_readers(kit, certified: SimpleNamespace) -> None:
+def test_silent_unauthenticated_readers_make_room_for_others(kit, certified: SimpleNamespace) -> None:
     """All places are taken by connections that never shake hands; a reader that waits gets one of them in time."""
     clock = ManualClock()
     address, value = sender_of(kit, certified.server, max_connections=2, stall_s=1e9, clock=clock)
@@ -106,7 +106,7 @@ def test_strangers_who_say_nothing_make_room_for_readers(kit, certified: SimpleN
         assert read(kit, address, certified.client) == value
 
 
-def test_a_stranger_is_read_little_of(kit) -> None:
+def test_an_unauthenticated_reader_may_send_only_short_questions(kit) -> None:
     address, value = sender_of(kit, None)
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=10) as rude:

@@ -30,7 +30,7 @@ def fetched(kit, snapshot, held=None, mesh=SAMPLER):
 
 
 @pytest.mark.parametrize("channel", ["tcp", "tensorstore"])
-def test_what_is_frozen_is_fetched_once_and_part_of_every_version(kit, channel):
+def test_frozen_parameters_are_fetched_once_and_part_of_every_version(kit, channel):
     publisher = kit.publisher(channel)
     frozen, first = split(kit.values(1))
     _, second = split(kit.values(2))
@@ -45,7 +45,7 @@ def test_what_is_frozen_is_fetched_once_and_part_of_every_version(kit, channel):
         np.testing.assert_array_equal(value, (frozen | second)[name], err_msg=name)
 
 
-def test_what_is_published_with_another_digest_is_fetched_again(kit):
+def test_leaves_published_with_another_digest_are_fetched_again(kit):
     frozen, own = split(kit.values(1))
     held = fetched(kit, published(kit, kit.publisher(), 1, own, frozen)).held(FROZEN)
     other = frozen | {"odd": frozen["odd"] + 1}
@@ -54,7 +54,7 @@ def test_what_is_published_with_another_digest_is_fetched_again(kit):
     np.testing.assert_array_equal(staged.place()["odd"], other["odd"])
 
 
-def test_what_is_held_for_another_mesh_is_fetched_again(kit):
+def test_leaves_held_for_another_mesh_are_fetched_again(kit):
     frozen, own = split(kit.values(1))
     publisher = kit.publisher()
     snapshot = published(kit, publisher, 1, own, frozen)
@@ -64,13 +64,13 @@ def test_what_is_held_for_another_mesh_is_fetched_again(kit):
     np.testing.assert_array_equal(staged.place()["embed"], frozen["embed"])
 
 
-def test_a_version_without_them_holds_what_it_was_given(kit):
+def test_a_version_without_frozen_parameters_holds_only_its_own(kit):
     publisher = kit.publisher()
     snapshot = published(kit, publisher, 1, kit.values(3))
     assert fetched(kit, snapshot).held(()) == {}
 
 
-def test_what_is_new_is_verified_beside_what_is_held(kit):
+def test_fetched_leaves_are_verified_next_to_held_ones(kit):
     frozen, own = split(kit.values(1))
     publisher = kit.publisher()
     held = fetched(kit, published(kit, publisher, 1, own, frozen)).held(FROZEN)

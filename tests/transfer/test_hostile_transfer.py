@@ -159,7 +159,7 @@ def test_the_digest_of_another_version_is_seen(kit) -> None:
     ["", "nowhere", ":1", "127.0.0.1:", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:²", "127.0.0.1:-1", "a\0b:1",
      f"127.0.0.1:{'9' * 5000}", f"{'a' * 70}.example:1", "é" * 300 + ":1", "[::1:1", "..:1", "x\n:1"],
 )  # fmt: skip
-def test_an_address_that_is_none_is_refused(kit, address: str) -> None:
+def test_an_invalid_address_is_refused(kit, address: str) -> None:
     fetch(kit, VersionRef(VERSION, "tcp", address, "0" * 40))
 
 
@@ -214,5 +214,5 @@ def test_a_folder_that_no_publisher_wrote_is_refused(kit, make: Callable[[Path],
 @pytest.mark.parametrize(
     "address", ["", "nowhere", "file:///no/such/folder", "code://x", "file://\0", "http://127.0.0.1:1/"]
 )
-def test_a_folder_that_is_none_is_refused(kit, address: str) -> None:
+def test_a_path_that_is_not_a_folder_is_refused(kit, address: str) -> None:
     fetch(kit, VersionRef(VERSION, "tensorstore", address, "0" * 40))

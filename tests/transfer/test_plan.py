@@ -88,7 +88,7 @@ def test_split_partitions_a_box_into_contiguous_slabs(case: tuple, limit: int) -
 
 
 @pytest.mark.parametrize("spec", [(), ("fsdp",), (("fsdp", "tensor"),), (None, "tensor"), ("tensor", "fsdp")])
-def test_boxes_are_what_jax_puts_on_each_device(kit, spec: tuple) -> None:
+def test_boxes_equal_the_shards_that_jax_puts_on_each_device(kit, spec: tuple) -> None:
     import jax
 
     mesh = kit.mesh(2, 2, 2)
