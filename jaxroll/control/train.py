@@ -50,7 +50,7 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
         code = 0
         if needs_warm_start(config, path):
             warm = warm_spec(path, program.offline_env(config, inventory, cache_dir, gpus))
-            # The warm start takes the learner's devices, which on a CPU has room beside it.
+            # The warm start uses the learner's devices; on a CPU the learner can compile at the same time.
             others = ("sampler-0", "evaluator", *(("learner",) if inventory.platform == "cpu" else ()))
             compilers = program.compilers(config, path, inventory, python=sys.executable, cache_dir=cache_dir,
                                           names=others, visible_gpus=gpus)  # fmt: skip
