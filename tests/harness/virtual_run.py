@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -44,10 +43,10 @@ from jaxroll.rpc.protocol import PIECE_BYTES
 from jaxroll.sharding import layout
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
-from jaxroll.store.core.requests import Recorded
 from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.waits import status
-from jaxroll.store.log import commit_log, database
+from jaxroll.store.log import commit_log
+from jaxroll.store.log.commit_log import MemoryLog
 from jaxroll.store.server import server as store_server
 from jaxroll.store.server.keeper import Keeper
 from jaxroll.text.tokenizers import CharTokenizer
@@ -204,35 +203,6 @@ class MemoryTransport:
 # --- Store
 
 
-class MemoryLog:
-    """The store's log in memory; a store that starts again on the same connection continues it."""
-
-    def __init__(self, connection: sqlite3.Connection) -> None:
-        database.prepared(connection, Path("memory"))
-        self._connection, self.failure = connection, None
-        self.recovered = commit_log._read(connection)
-
-    def begin(self, state: Any) -> None: ...
-
-    def append(self, statements: Any) -> None:
-        for sql, parameters in statements:
-            self._connection.execute(sql, parameters)
-
-    async def committed(self) -> None: ...
-
-    def compact(self) -> None: ...
-
-    async def payloads(self, group: int) -> dict[int, bytes]:
-        return dict(self._connection.execute(commit_log._SELECT_PAYLOADS, (group,)).fetchall())
-
-    async def recorded(self, group: int, member: int) -> Recorded | None:
-        row = self._connection.execute(commit_log._SELECT_RECORDED, (group, member)).fetchone()
-        return Recorded(*row) if row else None
-
-    async def facts(self) -> dict[str, int | str]:
-        return {}
-
-
 class Rows:
     """The rows that a tracker would write."""
 
@@ -283,14 +253,14 @@ class VirtualStore:
 
     def __init__(self, config: Config) -> None:
         self.config, self.server, self.metrics = config, MemoryServer(), Rows()
-        self._connection = sqlite3.connect(":memory:", isolation_level=None)
+        self._log = MemoryLog()
         self.keeper: Keeper
         self._job: asyncio.Future[None] | None = None
 
     def start(self) -> None:
-        log: Any = MemoryLog(self._connection)
+        self._log.recovered = commit_log._read(self._log.connection)  # as a new process would
         metrics: Any = self.metrics
-        self.keeper = keeper = Keeper(Settings.of(self.config), log, LoopClock())
+        self.keeper = keeper = Keeper(Settings.of(self.config), self._log, LoopClock())
         linger_s = store_server.LINGER_S
         store = store_server._Store(self.config, keeper, metrics, Feed(), linger_s, None, lambda: 0)
         self.server.start(msg.SERVICE, store.service.methods(), lambda: keeper.state.position)
@@ -308,7 +278,7 @@ class VirtualStore:
         return status(self.keeper.settings, self.keeper.state, now_s=self.keeper.now_s())
 
     def sql(self, query: str) -> list[tuple]:
-        return self._connection.execute(query).fetchall()
+        return self._log.connection.execute(query).fetchall()
 
 
 # --- Roles
