@@ -23,7 +23,7 @@ def get_config() -> ConfigDict:
     config.learner.micro_batch_rows = 16
     config.learner.row_tokens = 64
     config.sampler.mesh.tensor = 2
-    config.sampler.slots = 8
-    config.sampler.prefill_rows = 2
+    config.sampler.slots = 64
+    config.sampler.prefill_rows = 16
     config.sampler.decode_chunk = 8
     return config
