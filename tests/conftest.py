@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
+import jaxtyping
 import psutil
 import pytest
 
@@ -46,6 +48,12 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".cache" / "jax")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# Shapes and types of these packages' functions are checked against their annotations at every call; under `jit` that is
+# once for each compilation. Roles that run as processes are not slowed down.
+_CHECKED = ("jaxroll.algorithms",)
+if importlib.util.find_spec("beartype") is not None or "CI" in os.environ:
+    jaxtyping.install_import_hook(_CHECKED, "beartype.beartype")
+
 # The first example of a property often compiles, so a deadline per example would measure the compiler.
 _SLOW_IS_FINE = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=_SLOW_IS_FINE)
@@ -60,6 +68,16 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os
 def free_run_dir(tmp_path: Path) -> Path:
     """A path for a run's directory that does not exist yet."""
     return tmp_path / "run"
+
+
+# --- warnings
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Turn warnings into errors, except in tests that start processes or are long."""
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("process", "soak")):
+            item.add_marker(pytest.mark.filterwarnings("error"), append=False)
 
 
 # --- compiled programs

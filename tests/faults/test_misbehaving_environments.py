@@ -148,8 +148,9 @@ def run(run_dir: Path, config: Config, feed: Feed, over: Callable[[dict[str, Any
     try:
         store_thread.start(whole()).result(DEADLINE_S)
     finally:
-        role_thread.close()
-        store_thread.close()
+        for thread in (role_thread, store_thread):
+            thread.close()
+            thread.loop.close()
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert cli.main(["inspect", str(run_dir), "--json"]) == 0
@@ -234,5 +235,6 @@ def test_an_environment_that_cancels_every_task_of_the_loop_ends_its_role_with_t
     try:
         store_thread.start(whole()).result(DEADLINE_S)
     finally:
-        role_thread.close()
-        store_thread.close()
+        for thread in (role_thread, store_thread):
+            thread.close()
+            thread.loop.close()

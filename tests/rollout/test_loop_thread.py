@@ -17,6 +17,12 @@ from jaxroll.rollout.loop_thread import LoopThread
 DEADLINE_S = 60.0
 
 
+def closed(thread: LoopThread) -> None:
+    """Close the thread and its loop, which a role leaves open until its process ends."""
+    thread.close()
+    thread.loop.close()
+
+
 async def leaves(how: str) -> None:
     """A stray task raises past the loop."""
 
@@ -41,7 +47,7 @@ def test_the_loop_goes_on_after_an_exit_of_a_stray_task(how: str) -> None:
 
     assert thread.start(job()).result(DEADLINE_S) == "still here"
     assert thread.escapes == 1 and not thread.failure
-    thread.close()
+    closed(thread)
 
 
 def test_a_loop_that_is_lost_fails_its_jobs_with_the_cause() -> None:
@@ -58,6 +64,7 @@ def test_a_loop_that_is_lost_fails_its_jobs_with_the_cause() -> None:
     with pytest.raises(InfraError, match="the selector is gone"):
         thread.start(late := asyncio.sleep(0)).result(DEADLINE_S)
     assert inspect.getcoroutinestate(late) == inspect.CORO_CLOSED, "or Python warns that it was never awaited"
+    closed(thread)
 
 
 def test_a_blocked_loop_fails_its_jobs_and_names_the_task_and_the_line() -> None:
@@ -75,7 +82,7 @@ def test_a_blocked_loop_fails_its_jobs_and_names_the_task_and_the_line() -> None
     with pytest.raises(InfraError, match=r"Bad\.step blocked the event loop.*threading"):
         waiting.result(DEADLINE_S)
     free.set()
-    thread.close()
+    closed(thread)
 
 
 def test_a_busy_loop_is_not_taken_for_a_blocked_one() -> None:
@@ -89,7 +96,7 @@ def test_a_busy_loop_is_not_taken_for_a_blocked_one() -> None:
 
     thread.start(job()).result(DEADLINE_S)
     assert not thread.failure
-    thread.close()
+    closed(thread)
 
 
 def test_a_session_that_foreign_code_cancels_ends_with_that_cause() -> None:
@@ -103,4 +110,4 @@ def test_a_session_that_foreign_code_cancels_ends_with_that_cause() -> None:
     thread.start(cancels_all())
     with pytest.raises(InfraError, match="cancelled the session"):
         ended(session, DEADLINE_S)
-    thread.close()
+    closed(thread)

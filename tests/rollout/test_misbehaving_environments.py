@@ -109,6 +109,7 @@ def played(make_env: Callable[[str], Any], then: Callable[[RolloutManager], Any]
         return thread.start(both()).result(DEADLINE_S)
     finally:
         thread.close()
+        thread.loop.close()
 
 
 @pytest.mark.parametrize("where", ["reset", "step"])
