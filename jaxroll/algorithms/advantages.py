@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ def gae(
     rewards: Float[Array, " T"],
     values: Float[Array, " T"],
     mask: Float[Array, " T"],
-    discount: float = 1.0,
-    decay: float = 0.95,
+    discount: float | Float[Array, ""] = 1.0,
+    decay: float | Float[Array, ""] = 0.95,
 ) -> Float[Array, " T"]:
     """float32 [T]: Aₜ = δₜ + γλ·Aₜ₊₁, δₜ = rₜ + γ·V(sₜ₊₁) − V(sₜ) (GAE, arXiv 1506.02438); 0 where `mask` is 0.
 
@@ -72,6 +72,7 @@ class Turn(NamedTuple):
     reward: float
 
 
+@runtime_checkable
 class Rollout(Protocol):
     """The properties of a member that estimators use."""
 

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
+Index = Int[Array, ""] | int
 Keys = PRNGKeyArray | Array  # typed keys, or raw uint32 key data with one more axis
 
 
-def request_key(run_key: Keys, group: Int[Array, ""], member: Int[Array, ""], salt: Int[Array, ""]) -> PRNGKeyArray:
+def request_key(run_key: Keys, group: Index, member: Index, salt: Index) -> PRNGKeyArray:
     """The key of one completion: group, member and salt folded into the run's key, in this order."""
     key = jax.random.fold_in(_typed(run_key), group)
     return jax.random.fold_in(jax.random.fold_in(key, member), salt)
 
 
-def token_key(
-    run_seed_key: Keys, group: Int[Array, ""], member: Int[Array, ""], salt: Int[Array, ""], position: Int[Array, ""]
-) -> PRNGKeyArray:
+def token_key(run_seed_key: Keys, group: Index, member: Index, salt: Index, position: Index) -> PRNGKeyArray:
     """The key of the token at absolute `position`; it does not depend on slot, batch or time. Use vmap for many."""
     return position_key(request_key(run_seed_key, group, member, salt), position)
 
 
-def position_key(key: Keys, position: Int[Array, ""]) -> PRNGKeyArray:
+def position_key(key: Keys, position: Index) -> PRNGKeyArray:
     """`token_key`, from the key of the request."""
     return jax.random.fold_in(_typed(key), position)
 
 
-def seeded(run_key: Keys, seeds: Int[Array, " S"], own: Bool[Array, " S"]) -> PRNGKeyArray:
+def seeded(run_key: Keys, seeds: Int[Array, " S"], own: Bool[Array, " S"]) -> Key[Array, " S"]:
     """[S]: the run's key for each row, or the key of the row's own seed where `own` is True."""
     data = jax.random.key_data(_typed(run_key))
     own_data = jax.vmap(lambda seed: jax.random.key_data(jax.random.key(seed)))(seeds)
-    return jax.random.wrap_key_data(jnp.where(own[:, None], own_data, data))
+    return jax.random.wrap_key_data(jnp.where(own[:, None], own_data, data[None]))
 
 
 def sample(
@@ -107,13 +106,14 @@ def support(
     vocab = scaled.shape[-1]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     rank = jnp.argsort(order, axis=-1)
-    within = jnp.arange(vocab) < jnp.where(top_k > 0, top_k, vocab)[:, None]
+    places = jnp.arange(vocab)[None]
+    within = places < jnp.where(top_k > 0, top_k, vocab)[:, None]
     best_first = jnp.where(within, jnp.take_along_axis(scaled, order, axis=-1), -jnp.inf)
     probability = jax.nn.softmax(best_first, axis=-1)
     mass_before = jnp.cumsum(probability, axis=-1) - probability
     nucleus = (mass_before < top_p[:, None]) | (top_p >= 1.0)[:, None]
     floor = best_first[:, :1] + jnp.log(jnp.broadcast_to(min_p, top_p.shape))[:, None]  # -inf where it is off
-    kept = within & ((nucleus & (best_first >= floor)) | (jnp.arange(vocab) == 0))
+    kept = within & ((nucleus & (best_first >= floor)) | (places == 0))
     return jnp.take_along_axis(kept, rank, axis=-1)
 
 
@@ -122,13 +122,13 @@ def penalised(
 ) -> Float[Array, "S V"]:
     """Logits with the repetition penalty (see `SamplingParams`) for the first `lengths` tokens of each row's `text`."""
     rows = jnp.arange(text.shape[0])[:, None]
-    tokens = jnp.where(jnp.arange(text.shape[1]) < lengths[:, None], text, logits.shape[-1])
+    tokens = jnp.where(jnp.arange(text.shape[1])[None] < lengths[:, None], text, logits.shape[-1])
     seen = jnp.zeros(logits.shape, bool).at[rows, tokens].set(True, mode="drop")
     weaker = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
     return jnp.where(seen, weaker, logits)
 
 
-def _typed(keys: Keys) -> PRNGKeyArray:
+def _typed(keys: Keys) -> Key[Array, ...]:
     return keys if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(keys)
 
 
@@ -155,4 +155,4 @@ def tempered(logits: Float[Array, "*rows V"], temperature: float | Float[Array, 
     """logits / τ in float32; τ = 0 counts as 1."""
     tau = jnp.asarray(temperature, jnp.float32)
     tau = jnp.where(tau == 0.0, 1.0, tau)
-    return logits.astype(jnp.float32) / tau[..., None]
+    return logits.astype(jnp.float32) / (tau[..., None] if tau.ndim else tau)

@@ -78,7 +78,7 @@ def _push(config: LearnerConfig, world: World, drawn_by: jax.Array) -> jax.Array
     drawn = jnp.exp(then.sum(1))
 
     def loss(logp):
-        given = Tokens(logp, begun, then, now, advantage, world.mask, world.mask.astype(int))
+        given = Tokens(logp, begun, then, now, advantage, *map(jnp.asarray, (world.mask, world.mask.astype(int))))
         each = jnp.where(world.mask, objective(given).loss, 0.0).sum(1)
         return jnp.sum(drawn * each)
 
@@ -192,7 +192,7 @@ def test_topr_weights_good_answers_by_the_behaviour_policy_and_bad_ones_by_at_mo
     advantage = w.rewards - (pi * w.rewards).sum(1, keepdims=True)
     topr, token, none = (pushes(config) for config in (EVERY["topr"], TOPR_TOKEN, UNCORRECTED))
     want = np.where(advantage > 0, b, np.minimum(pi, b)) * advantage
-    np.testing.assert_allclose(topr, want[..., None] * w.mask, atol=1e-6)
+    np.testing.assert_allclose(topr, want[..., None] * w.mask[None], atol=1e-6)
     bad = np.broadcast_to((advantage <= 0)[..., None], none.shape) & w.mask
     own = np.broadcast_to((pi * advantage)[..., None], none.shape)
     assert (topr[bad] >= own[bad] - 1e-6).all() and not (none[bad] >= own[bad] - 1e-6).all()
@@ -221,7 +221,14 @@ def test_with_r_in_place_of_rho_they_are_uncorrected(name):
         drawn = jnp.exp(logprobs(w, jnp.asarray(w.behaviour)).sum(1))
 
         def loss(logits):
-            given = Tokens(logprobs(of, logits), now, then, now, -jnp.ones_like(now), of.mask, of.mask.astype(int))
+            given = Tokens(
+                logprobs(of, logits),
+                now,
+                then,
+                now,
+                -jnp.ones_like(now),
+                *map(jnp.asarray, (of.mask, of.mask.astype(int))),
+            )
             return jnp.sum(drawn * jnp.where(of.mask, objective(given).loss, 0.0).sum(1))
 
         return np.asarray(jax.grad(loss)(jnp.asarray(of.theta)))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.algorithms.sampling import token_logprobs
+from jaxroll.algorithms import sampling
 from jaxroll.config import MeshConfig
 from jaxroll.sharding import layout
 
@@ -16,6 +16,10 @@ def numpy_logprobs(logits: np.ndarray, tokens: np.ndarray, temperature: float) -
     scaled = logits.astype(np.float64) / (temperature or 1.0)
     log_z = np.log(np.exp(scaled - scaled.max(-1, keepdims=True)).sum(-1)) + scaled.max(-1)
     return np.take_along_axis(scaled, tokens[..., None], -1)[..., 0] - log_z
+
+
+def token_logprobs(logits, tokens, temperature) -> jax.Array:
+    return sampling.token_logprobs(jnp.asarray(logits), jnp.asarray(tokens), jnp.asarray(temperature))
 
 
 @given(

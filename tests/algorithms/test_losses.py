@@ -382,7 +382,7 @@ def test_an_algorithm_that_gives_credit_wants_no_critic(monkeypatch: pytest.Monk
         "from jaxroll.algorithms import registry\n"
         "@registry.register('judge')\n"
         "def judge(learner):\n"
-        "    return registry.Algorithm(None, lambda groups: [])\n"
+        "    return registry.Algorithm(print, lambda groups: [])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     learner = LearnerConfig(algorithm="judge:judge", advantage="gae", critic="init")
