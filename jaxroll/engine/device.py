@@ -131,7 +131,8 @@ class Device:
         if wanted not in self._limits:
             self._limits[wanted] = self._placed(np.array(wanted, np.int32))
         limits = self._limits[wanted]
-        self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, limits)
+        with jax.transfer_guard("disallow"):  # an array on the host would be copied in every dispatch
+            self._state, report = self._programs.decode(params, self._seed, self._state, self._tables, limits)
         return Dispatch(report, self._sizes.chunk)
 
     @property

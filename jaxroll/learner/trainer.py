@@ -270,8 +270,9 @@ class Trainer:
     def _train_minibatch(self, batches: Sequence[dict[str, jax.Array]]) -> dict[str, Any]:
         """Dispatch one optimizer step over all of `batches`; the report stays on the device."""
         accumulator = self._accumulator or self.programs.zeros()
-        for streams in batches:
-            accumulator = self.programs.accumulate(self.state.params, accumulator, streams, self.base)
+        with jax.transfer_guard("disallow"):  # an array on the host would be copied in every step
+            for streams in batches:
+                accumulator = self.programs.accumulate(self.state.params, accumulator, streams, self.base)
         policy = dataclasses.replace(self.state, critic=None)
         policy, self._accumulator, report = self.programs.apply(policy, accumulator)
         self.state = dataclasses.replace(policy, critic=self.state.critic)
