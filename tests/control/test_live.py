@@ -158,14 +158,16 @@ WIDEST = [
 
 
 @pytest.mark.parametrize("width", [80, 100, 120])
-def test_the_table_keeps_every_number_whole(width: int, tmp_path: Path) -> None:
+def test_the_table_keeps_every_number_whole(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an intended change of the table copy what the failing test prints into the golden file."""
+    monkeypatch.chdir(tmp_path)
     console = Console(file=io.StringIO(), width=width)
     view = live.TableView(Path("runs/demo"), 1000, console=console)
     view.rows(WIDEST)
     console.print(view._render())
     view._live.stop()
     drawn = [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    view.close()
     table = "\n".join(drawn[: next(i for i, line in enumerate(drawn) if line.startswith("1000/1000")) + 1]) + "\n"
     *numbers, waits = view.status.steps[-1].cells(1000)
     assert all(number in table for number in numbers) and max(map(len, drawn)) <= width
@@ -196,6 +198,8 @@ def test_both_views_name_the_bottleneck(tmp_path: Path, monkeypatch: pytest.Monk
     console.print(table._render())
     table._live.stop()
     assert "(learner.micro_batch_rows)" in console.file.getvalue()  # type: ignore[attr-defined]
+    plain.close()
+    table.close()
 
 
 def test_view_writes_tensorboard_events_and_the_devices(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ from jaxroll.data import sources
 from jaxroll.data.gym import TASKS
 from jaxroll.rewards import scorers
 for name in TASKS:
-    item = sources.open_source(TaskConfig(name=name, args={}, prompt="full")).item(7)
+    item = sources.open_source(TaskConfig(name=name, args={}, prompt_style="full")).item(7)
     assert scorers.score(json.dumps(item.env_args), item.answer) == 1.0, name
 assert all(sys.modules.get(name) is None for name in sys.argv[1:])
 print("all")

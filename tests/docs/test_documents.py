@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -199,7 +200,7 @@ def test_the_readme_trains_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return await calls.step(env, answer)
 
     assert [asyncio.run(play(answer)).reward for answer in ("nus", "too long")] == [1.0, 0.0]
-    one = np.ones((1, 1), np.float32)
+    one = jnp.ones((1, 1), jnp.float32)
     given = Tokens(-one, -one, -2 * one, 0 * one, 0.5 * one, one > 0, one.astype(int))
     objective = algorithms.build(config.learner).objective
     grad = jax.grad(lambda x: objective(given._replace(logprob=x)).loss.sum())(-one)
@@ -274,7 +275,7 @@ def test_the_algorithm_of_the_page_works(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(tmp_path)
     config = configs.load(tmp_path / "asymmetric_config.py", [])
     made = algorithms.build(config.learner)
-    one = np.ones((1, 1), np.float32)
+    one = jnp.ones((1, 1), jnp.float32)
     for reward, beh, want in ((1.0, -3.0, 2.0 * 0.75), (0.0, -3.0, -1.0 * 0.25), (0.0, -1.5, -np.exp(-0.5) * 0.25)):
         advantage = reward - 0.25
         logprob = -2.0 * one

@@ -41,7 +41,7 @@ def test_wrong_protocol_config_role_and_token_are_turned_away(tmp_path: Path, sm
             with pytest.raises(Unauthorized, match="same config"):
                 async with small.connected(tmp_path, config, "sampler", config_digest="0" * 32):
                     pass
-            with pytest.raises(Unauthorized, match="caller none"):
+            with pytest.raises(Unauthorized, match="different configs"):
                 async with small.connected(tmp_path, config, "sampler", config_digest=""):
                     pass
             async with small.connected(tmp_path, config, "sampler", token=shown_by_sampler) as sampler:
