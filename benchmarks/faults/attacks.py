@@ -82,23 +82,23 @@ AIMS: dict[str, tuple[str, ...]] = {
     "liars": (
         rf"Put {_MALFORMED}\d+ bytes came, 100 were declared",
         rf"Put {_MALFORMED}the message ended after \d+ bytes",
-        rf"Put {_MALFORMED}a message of 2147483648 bytes; at most",
+        rf"Put {_MALFORMED}a message of 2147483648 bytes; the limit is",
         "Put RESOURCE_EXHAUSTED: the message stalled",
     ),
     "malformed": (
         *(f"{method} {_MALFORMED}" for method in SAMPLER_METHODS if method != "Status"),
         *(f"{method} OK" for method in SAMPLER_METHODS),
-        "Hello UNAUTHORIZED: the store speaks protocol",
+        "Hello UNAUTHORIZED: the store uses protocol",
         r"member REFUSED: put .*: versions cover 1 tokens, 0 were sampled",
         rf"member STALE_CLIENT: group {UNKNOWN_GROUP} was never issued",
     ),
     "paths": (
         "Hello INVALID_ARGUMENT: name and session must match",
         "Status STALE_CLIENT: .*the caller belongs to",
-        "(Hello|Status) UNAUTHORIZED: the store runs config",
+        "(Hello|Status) UNAUTHORIZED: the store and the caller have different configs",
         "Lease REFUSED: a lease request must match",
     ),
-    "polls": ("Ended held", "Published held", rf"{_METHOD} RESOURCE_EXHAUSTED: \d+ calls of this connection wait"),
+    "polls": ("Ended held", "Published held", rf"{_METHOD} RESOURCE_EXHAUSTED: \d+ calls of this connection are held"),
     "crowd": ("Hello OK", "Hello RESOURCE_EXHAUSTED: too many processes join"),
     "heavy": (
         r"member REFUSED: put .*: versions cover \d+ tokens, \d+ were sampled",

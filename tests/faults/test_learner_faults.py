@@ -19,7 +19,7 @@ from tests.harness.cluster.rpc_calls import ack_of, durable_of
 from tests.harness.cluster.scripted_groups import ScriptedSampler
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-SMALL = {"schedule__alpha": 1, "schedule__steps": 8, "learner__checkpoint_every": 3, "learner__micro_rows": 2}
+SMALL = {"schedule__alpha": 1, "schedule__steps": 8, "learner__checkpoint_every": 3, "learner__micro_batch_rows": 2}
 REPLAYED = ("loss", "grad_norm", "entropy", "kl_behaviour", "ess", "tokens_computed", "reward_mean", "groups")
 
 

@@ -104,7 +104,7 @@ def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_wai
     tmp_path: Path, note: Callable[[Row], None], direction: str
 ) -> None:
     """Only the weights are cut off, with real roles: the sampler leases, renews and puts as before."""
-    small = {"learner__micro_rows": 2, "task__env": "tests.harness.envs.faulty:coin", "transfer__deadline_s": 3,
+    small = {"learner__micro_batch_rows": 2, "task__env": "tests.harness.envs.faulty:coin", "transfer__deadline_s": 3,
              "store__lease_s": 4, "store__rpc_deadline_s": 3, "store__stall_s": STALL_S}  # fmt: skip
     shape = {"schedule__alpha": ALPHA, "schedule__steps": STEPS}
     with (
@@ -137,7 +137,7 @@ def test_a_sampler_without_new_weights_goes_on_within_the_age_bound_and_then_wai
         proxy.heal()
         assert run.ended("learner") == 0, run.logs()
         assert run.ended("sampler-0") == 0, run.logs()
-        assert f"weights 0.{at}: here at attempt" in " ".join(run.events("sampler-0"))
+        assert f"weights 0.{at}: fetched at attempt" in " ".join(run.events("sampler-0"))
         swapped = swapped_versions(run)
         assert swapped[swapped.index(held) + 1] == at, f"after {held} the newest version follows: {swapped}"
         assert max(row["age_max"] for row in run.step_rows()) == ALPHA

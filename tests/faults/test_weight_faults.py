@@ -18,7 +18,7 @@ from tests.harness.cluster.rpc_tap import Call, Forward
 from tests.harness.cluster.weights_proxy import Courier
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-SMALL = {"learner__micro_rows": 2, "task__env": "tests.harness.envs.faulty:coin"}
+SMALL = {"learner__micro_batch_rows": 2, "task__env": "tests.harness.envs.faulty:coin"}
 
 
 def assert_sampled_from_what_was_published(run: World) -> None:
@@ -58,7 +58,7 @@ def test_18_a_flipped_byte_and_a_snapshot_overwritten_in_transfer_are_fetched_ag
         said = run.events("sampler-0")
         for version in ("0.2", "0.4"):
             assert any(text.startswith(f"weights {version}: DigestMismatch: leaf ") for text in said), said
-            assert f"weights {version}: here at attempt 2" in said
+            assert f"weights {version}: fetched at attempt 2" in said
         assert [v for v in swapped(run) if v in ("0.2", "0.4")] == ["0.2", "0.4"], (
             "each was swapped in once, when complete"
         )
