@@ -110,10 +110,12 @@ def test_report_page_and_inspect_show_it(tmp_path: Path, capsys: pytest.CaptureF
     assert limit.text() in capsys.readouterr().out
 
 
-# Settings added to configs/smoke.py that make one part the limit of a run.
+# Settings added to configs/smoke.py that make one part the limit of a run. A reward that differs among the members of a
+# group gives the learner work: members without an advantage are not computed.
+DENSE = "task.env=tests.harness.envs.dense_reward:dense_reward"
 SLOW = "task.env=tests.harness.envs.slow_reward:slow_reward"
 RUNS = {
-    "learner": ["learner.row_tokens=1024", "learner.micro_batch_rows=4", "sampler.slots=32", "learner.minibatches=4"],
+    "learner": [DENSE, "learner.row_tokens=1024", "learner.micro_batch_rows=16", "sampler.slots=32"],
     "sampler slots": ["sampler.slots=1", "sampler.prefill_rows=1"],
     "environments": [SLOW, "sampler.slots=64", "sampler.concurrent_episodes=8"],
     "age bound": [SLOW, "sampler.slots=64", "sampler.concurrent_episodes=256"],
