@@ -13,7 +13,7 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("alpha", [0, pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize("alpha", [*(pytest.param(alpha, marks=pytest.mark.soak) for alpha in (0, 1)), 2])
 def test_no_trained_token_is_older_than_alpha(free_run_dir, alpha):
     """Each step is published and acknowledged before the next; with α > 0 the next step is claimed before that."""
     words = (f"--config.schedule.alpha={alpha}", f"--config.schedule.steps={5000 if alpha else 8}")
