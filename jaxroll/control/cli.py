@@ -81,8 +81,8 @@ ROLES = tuple(command.name for command in GROUPS["roles"])
 COMPILED = ("learner", "sampler", "evaluator")  # roles that have programs to compile
 RUNNING = ("train", "demo")  # like the roles, these continue when their output has no reader
 HELP = (
-    "RUN is the folder of a run; --run=DIR means the same. --config.KEY=VALUE changes a key of the config, as in\n"
-    "--config.learner.learning_rate=1e-4. `jaxroll COMMAND --help` lists the arguments of a command.\n"
+    "RUN is the folder of a run; commands with --config also take it as --run=DIR. --config.KEY=VALUE changes a key\n"
+    "of the config, as in --config.learner.learning_rate=1e-4. `jaxroll COMMAND --help` lists a command's arguments.\n"
 )
 
 

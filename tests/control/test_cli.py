@@ -200,6 +200,7 @@ def test_train_warms_up_once_runs_all_roles_and_resumes(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_COMPILERS", "3")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     assert cli.main(["train", f"--config={SMOKE}", "--run=r"]) == 0
     first = calls(here / "r")
     compiled = [words for words in first if words[0] == "compile"]

@@ -14,7 +14,7 @@ import pytest
 
 from jaxroll.config import EvaluatorConfig, LearnerConfig, MeshConfig, PlacementConfig
 from jaxroll.config.rules import Inventory
-from jaxroll.control import placement, program
+from jaxroll.control import placement, program, train
 from jaxroll.errors import ConfigError
 from tests.harness.process_specs import INVENTORIES, UNEQUAL, built
 
@@ -103,6 +103,13 @@ def test_compilers_have_the_devices_of_their_roles_and_yield_on_a_cpu() -> None:
     two_hosts = replace(UNEQUAL, placement=PlacementConfig(learner_hosts=2))
     found = program.compilers(two_hosts, Path("/r/run"), INVENTORIES["cpu"], names=names, **of_run)
     assert [spec.name for spec in found] == ["compile-sampler", "compile-evaluator"]
+
+
+def test_roles_compile_during_the_warm_start_where_a_core_or_a_device_is_idle() -> None:
+    config = replace(UNEQUAL, learner=replace(UNEQUAL.learner, mesh=MeshConfig(fsdp=2)))
+    assert train.compiled_meanwhile(config, Inventory("cpu"), 2) == ()
+    assert train.compiled_meanwhile(config, Inventory("cpu"), 3) == ("sampler-0", "evaluator", "learner")
+    assert train.compiled_meanwhile(config, Inventory("gpu", gpus=4), 2) == ("sampler-0", "evaluator")
 
 
 def test_no_two_roles_see_the_same_chip_or_gpu_and_all_see_as_many_as_their_mesh_has() -> None:
