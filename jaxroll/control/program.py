@@ -34,6 +34,7 @@ class ProcessSpec:
     after: tuple[str, ...] = ()
     ready_file: Path | None = None
     gang: str = ""
+    optional: bool = False  # no end of this process ends the run, and it is not started again
 
 
 def build(
@@ -109,7 +110,7 @@ def compilers(
     *,
     python: str,
     cache_dir: Path,
-    names: Sequence[str] = ("sampler-0", "evaluator", "learner"),
+    names: Sequence[str],
     visible_gpus: Sequence[str] = (),
 ) -> tuple[ProcessSpec, ...]:
     """Processes that compile the programs of the roles `names` into the cache, each on the devices of its role.
@@ -126,7 +127,7 @@ def compilers(
         ProcessSpec(
             f"compile-{role_of(name)}", "compile",
             (python, "-m", "jaxroll", "compile", f"--run={run_dir}", f"--role={role_of(name)}"),
-            common | devices[name],
+            common | devices[name], optional=True,
         )
         for name in names
     )  # fmt: skip

@@ -239,6 +239,11 @@ class Supervisor:
         pid, slot.child = slot.child.pid, None
         verdict = policy.after_exit(slot.spec.name, code, now - slot.since_s, slot.lives, self._config)
         slot.since_s = now
+        if slot.spec.optional:
+            slot.done = True
+            if code:
+                self._note(f"{slot.spec.name} ended {policy.how(code)}; see {self._log(slot.spec.name)}")
+            return None
         match verdict:
             case policy.Done():
                 slot.done = True
@@ -260,6 +265,10 @@ class Supervisor:
     def _not_started(self, slot: _Slot, error: InfraError) -> int | None:
         """Try again later, as after a death; an exit code when that was tried too often."""
         now = self._clock.now_s()
+        if slot.spec.optional:
+            slot.done, slot.due_s = True, None
+            self._note(str(error))
+            return None
         match policy.after_exit(slot.spec.name, EXIT_FAILURE, 0.0, slot.lives, self._config):
             case policy.Restart(delay_s, lives):
                 slot.lives, slot.due_s, slot.since_s = lives, now + delay_s, now

@@ -289,6 +289,25 @@ def test_a_refused_config_is_never_tried_again(stage: Stage) -> None:
     assert "learner refused its configuration" in out and "learner speaks" in out
 
 
+@pytest.mark.parametrize("code", [1, 64, 75])
+def test_the_failure_of_an_optional_process_does_not_end_the_run(tmp_path: Path, code: int) -> None:
+    said: list[str] = []
+    view: Any = SimpleNamespace(rows=lambda _: None, tick=lambda _: None, say=said.append)
+    wait = (  # until the supervisor has noted the failure
+        "import pathlib, sys, time\nend = time.monotonic() + 60\nfile = pathlib.Path(sys.argv[1])\n"
+        "while 'compile-sampler' not in (file.read_text() if file.exists() else ''):\n"
+        "    time.sleep(0.02)\n    assert time.monotonic() < end"
+    )
+    specs = [
+        ProcessSpec("sft", "sft", (sys.executable, "-c", wait, str(tmp_path / "metrics.jsonl"))),
+        ProcessSpec("compile-sampler", "compile", (sys.executable, "-c", f"raise SystemExit({code})"), optional=True),
+    ]
+    assert Supervisor(specs, tmp_path, SupervisorConfig(max_restarts=0), view, leader="sft").run() == 0
+    assert said == [], "it is noted in the metrics, not shown"
+    notes = [row["text"] for row in metrics.read(tmp_path / "metrics.jsonl") if row["kind"] == "event"]
+    assert len(notes) == 1 and notes[0].startswith("compile-sampler ended") and "compile-sampler.log" in notes[0]
+
+
 def test_a_store_that_ends_before_the_learner_ends_the_run(stage: Stage) -> None:
     stage.start({"store": [f"--until={stage.evaluator_done}"]})
     stage.all_up()
