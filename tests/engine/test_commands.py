@@ -184,6 +184,14 @@ def test_requests_wait_for_the_first_weights(spec):
     assert engine.version is None and engine.stats().queue_depth == 1
 
 
+def test_a_decode_dispatch_copies_no_array_from_the_host(spec, model):
+    sizes = {"slots": 2, "max_tokens": 32, "prefill_rows": 1, "prefill_buckets": (8,), "decode_chunk": 2, "seed": 0}
+    own = Engine(spec, layout.build(MeshConfig()), layout.SAMPLER, EngineConfig(**sizes))._device
+    own._tables = np.asarray(own._tables)
+    with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+        own.decode(model(), 1, 1)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
