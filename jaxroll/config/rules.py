@@ -11,24 +11,15 @@ import math
 import re
 from dataclasses import dataclass
 
-# Other packages import some of these from here.
-from jaxroll.config.derived import (  # noqa: F401
+from jaxroll.config.derived import (
     COLOCATED,
-    GROUPS_AHEAD,
-    LEADERS,
-    actor_members,
-    actor_names,
     age_limiter,
-    channel_of,
     device_processes,
     episode_tokens,
     item_ranges,
-    learner_names,
-    lives_in,
     memory_fractions,
     page_size,
     roles_with_devices,
-    sample_tokens,
     sampler_members,
 )
 from jaxroll.config.learner_rules import check_algorithm

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxroll.config import SupervisorConfig
-from jaxroll.config.rules import LEADERS
+from jaxroll.config.derived import LEADERS
 from jaxroll.control.program import ProcessSpec
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN, ConfigError, InfraError
 from jaxroll.lifeline import PARENT_ENV

@@ -21,7 +21,7 @@ import msgspec
 from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs
-from jaxroll.config.rules import COLOCATED, device_processes, roles_with_devices
+from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devices
 from jaxroll.control import placement, preflight, program, run_dir, train
 from jaxroll.errors import ConfigError
 from jaxroll.lifeline import PARENT_ENV

@@ -12,15 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxroll.config import Config
-from jaxroll.config.rules import (
-    GPU_SHARE,
-    Inventory,
-    actor_names,
-    check_inventory,
-    device_processes,
-    learner_names,
-    memory_fractions,
-)
+from jaxroll.config.derived import actor_names, device_processes, learner_names, memory_fractions
+from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
 from jaxroll.control import placement
 from jaxroll.control.program import role_words
 from jaxroll.errors import ConfigError

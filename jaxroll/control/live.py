@@ -22,7 +22,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from jaxroll.config.rules import lives_in
+from jaxroll.config.derived import lives_in
 from jaxroll.control import run_dir as run_dirs
 from jaxroll.control.supervisor import ProcessView
 from jaxroll.metrics import TensorBoardTracker

@@ -12,15 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxroll.config import Config
-from jaxroll.config.rules import (
-    COLOCATED,
-    GPU_SHARE,
-    Inventory,
-    check_inventory,
-    device_processes,
-    learner_names,
-    memory_fractions,
-)
+from jaxroll.config.derived import COLOCATED, device_processes, learner_names, memory_fractions
+from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
 from jaxroll.errors import ConfigError
 
 Env = dict[str, str]

@@ -15,8 +15,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from jaxroll.config import Config, MeshConfig
+from jaxroll.config.derived import episode_tokens, page_size, sample_tokens
 from jaxroll.config.parsing import nearest
-from jaxroll.config.rules import episode_tokens, page_size, sample_tokens
 from jaxroll.data import gym, prompts, sources
 from jaxroll.envs import registry
 from jaxroll.errors import ConfigError

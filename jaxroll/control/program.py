@@ -12,7 +12,8 @@ from pathlib import Path
 
 from jaxroll import lifeline
 from jaxroll.config import Config
-from jaxroll.config.rules import COLOCATED, LEADERS, Inventory, actor_names, learner_names
+from jaxroll.config.derived import COLOCATED, LEADERS, actor_names, learner_names
+from jaxroll.config.rules import Inventory
 from jaxroll.control import placement
 
 STORE_ADDRESS_FILE = "store.addr"

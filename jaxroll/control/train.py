@@ -14,7 +14,8 @@ from pathlib import Path
 import jaxroll
 from jaxroll import config as configs
 from jaxroll.config import Config
-from jaxroll.config.rules import LEADERS, Inventory, check_inventory
+from jaxroll.config.derived import LEADERS
+from jaxroll.config.rules import Inventory, check_inventory
 from jaxroll.control import placement, preflight, program, run_dir
 from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec

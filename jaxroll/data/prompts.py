@@ -7,7 +7,7 @@ import json
 import random
 
 from jaxroll.config import Config
-from jaxroll.config.rules import sample_tokens
+from jaxroll.config.derived import sample_tokens
 from jaxroll.data import tasks
 from jaxroll.data.tasks import MAX_SKIPPED_IN_A_ROW, Candidate, Candidates, Skipped
 from jaxroll.errors import ConfigError, DataError

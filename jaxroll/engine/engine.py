@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxroll.clock import unix_s
 from jaxroll.config import WeightSwap
-from jaxroll.config.rules import page_size
+from jaxroll.config.derived import page_size
 from jaxroll.engine import device, requests
 from jaxroll.engine.device import Device
 from jaxroll.engine.ledger import Partial

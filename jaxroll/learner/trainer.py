@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxroll.algorithms import registry
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
-from jaxroll.config.rules import sample_tokens
+from jaxroll.config.derived import sample_tokens
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.kernels import choice
 from jaxroll.kernels.attention import SharedRows

@@ -19,7 +19,7 @@ import asyncio
 
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
-from jaxroll.config.rules import actor_members
+from jaxroll.config.derived import actor_members
 from jaxroll.data import sources
 from jaxroll.envs import registry
 from jaxroll.errors import EXIT_INTERRUPTED

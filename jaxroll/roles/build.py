@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from jaxroll.config import Config, MeshConfig, WeightSwap
-from jaxroll.config.rules import episode_tokens
+from jaxroll.config.derived import episode_tokens
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.learner.lora import Lora

@@ -34,7 +34,7 @@ import numpy as np
 from jaxroll import lifeline
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs, TransferConfig
-from jaxroll.config.rules import channel_of
+from jaxroll.config.derived import channel_of
 from jaxroll.errors import (
     EXIT_INTERRUPTED,
     CheckpointDamaged,

@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
-from jaxroll.config.rules import episode_tokens, sampler_members
+from jaxroll.config.derived import episode_tokens, sampler_members
 from jaxroll.records import Grant, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.members import MemberPlayer, Members, episode_counts, training_params, until_one_ends

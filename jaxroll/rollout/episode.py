@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxroll import env_checks
 from jaxroll.config import Config
-from jaxroll.config.rules import episode_tokens
+from jaxroll.config.derived import episode_tokens
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
 from jaxroll.protocols import (
     MAX_TURNS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxroll.config import RoleArgs
-from jaxroll.config.rules import episode_tokens
+from jaxroll.config.derived import episode_tokens
 from jaxroll.data import tasks as heldout
 from jaxroll.envs import registry
 from jaxroll.envs.executors.choice import Executors

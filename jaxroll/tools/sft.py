@@ -21,7 +21,7 @@ import numpy as np
 from jaxroll.algorithms import losses as importance
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, RoleArgs
-from jaxroll.config.rules import sample_tokens
+from jaxroll.config.derived import sample_tokens
 from jaxroll.data import sources, tasks
 from jaxroll.errors import ConfigError
 from jaxroll.learner import minibatch, packing, samples, step_metrics, trainer, weights

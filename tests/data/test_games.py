@@ -10,7 +10,7 @@ import pytest
 
 from jaxroll import config as configs
 from jaxroll.config import Config
-from jaxroll.config.rules import episode_tokens
+from jaxroll.config.derived import episode_tokens
 from jaxroll.data import sources
 from jaxroll.data import tasks as heldout
 from jaxroll.data import tasks as sft_examples

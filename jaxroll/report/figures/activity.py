@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxroll.config.rules import GROUPS_AHEAD
+from jaxroll.config.derived import GROUPS_AHEAD
 
 Row = dict[str, Any]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxroll.config.rules import GROUPS_AHEAD
+from jaxroll.config.derived import GROUPS_AHEAD
 from jaxroll.policy.limiter import TOLERATED, max_age
 from jaxroll.report.figures import activity, record
 from jaxroll.report.figures.activity import Interval, intersection, length_s

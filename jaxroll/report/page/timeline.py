@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from jaxroll.config.rules import lives_in
+from jaxroll.config.derived import lives_in
 from jaxroll.report.figures.activity import Interval, Lane, RunClock, closed, computing, intersection, union
 from jaxroll.report.page import svg
 from jaxroll.report.page.svg import Markup, tag

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from jaxroll.config import Config
-from jaxroll.config.rules import age_limiter
+from jaxroll.config.derived import age_limiter
 from jaxroll.errors import ConfigError
 from jaxroll.policy.filters import Filter
 from jaxroll.policy.limiter import AgeLimiter

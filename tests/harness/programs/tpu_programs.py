@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from jaxroll.config import Config, LearnerConfig, MeshConfig, SamplerConfig, files
-from jaxroll.config.rules import episode_tokens, page_size
+from jaxroll.config.derived import episode_tokens, page_size
 from jaxroll.engine import device
 from jaxroll.engine import programs as engine
 from jaxroll.engine.packets import Sizes
