@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,15 +21,31 @@ _FULL_MESSAGES = ("disk is full", "no space left", "quota exceeded")
 _BROKEN_MESSAGES = ("read-only file system", "readonly database", "i/o error", "input/output error")
 
 
-def write_synced(path: Path, text: str) -> None:
-    """Write a file and sync its content to disk.
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A draft next to `path`, renamed over it at the end: readers see the old file or the whole new one.
 
-    Without the sync, a draft that is renamed over another file may be empty after a power failure.
+    If the block raises, the draft is removed and `path` stays as it is.
     """
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        os.replace(draft, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+
+
+def replace_text(path: Path, text: str, *, synced: bool = False) -> None:
+    """Write `text` to the file `path` at once (see `replaced`); `synced` makes the content durable before the rename.
+
+    Without the sync, the file may be empty after a power failure.
+    """
+    with replaced(path) as draft:
+        draft.write_text(text, encoding="utf-8")
+        if synced:
+            sync(draft)
 
 
 def sync_folder(folder: Path) -> None:

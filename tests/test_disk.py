@@ -1,6 +1,7 @@
 """The words about a disk that takes no more."""
 
 import errno
+import os
 import sqlite3
 from pathlib import Path
 
@@ -51,3 +52,41 @@ def test_another_error_of_the_system_is_not_hidden(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(commands.COMMANDS, "doctor", broken)
     with pytest.raises(OSError, match="as it happens"):
         cli.main(["doctor"])
+
+
+# --- files that are replaced at once
+
+PACKAGE = Path(disk.__file__).parent
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_a_replaced_file_holds_the_new_text_and_no_draft_is_left(tmp_path: Path, synced: bool) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("old")
+    disk.replace_text(path, "neu: ü\n", synced=synced)
+    assert path.read_text(encoding="utf-8") == "neu: ü\n" and os.listdir(tmp_path) == ["run.json"]
+
+
+def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("old")
+    with disk.replaced(path) as draft:
+        draft.write_text("half")
+        assert path.read_text() == "old"
+        draft.write_text("whole")
+    assert path.read_text() == "whole"
+
+
+def test_an_error_leaves_the_old_file_and_no_draft(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_text("old")
+    with pytest.raises(ValueError, match="half"), disk.replaced(path) as draft:
+        draft.write_text("half")
+        raise ValueError("half")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["run.json"]
+
+
+def test_files_are_replaced_by_one_function() -> None:
+    """Folders are renamed by `learner.weights.written_whole`, which needs no `os.replace`."""
+    users = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "os.replace" in path.read_text()]
+    assert users == ["disk.py"]

@@ -250,13 +250,9 @@ def note_devices(path: Path, role: str, row: dict[str, Any]) -> None:
 
 def write(path: Path, values: dict[str, Any]) -> None:
     """Replace run.json."""
-    scratch = path / f".{RUN_FILE}.{os.getpid()}"
     try:
-        disk.write_synced(scratch, json.dumps(values, indent=1, sort_keys=True) + "\n")
-        os.replace(scratch, path / RUN_FILE)
+        disk.replace_text(path / RUN_FILE, json.dumps(values, indent=1, sort_keys=True) + "\n", synced=True)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
 
 
@@ -338,11 +334,10 @@ def link(path: Path, name: str) -> Path:
     if target.exists() and not target.is_symlink():
         print(f"{target} is not a link and stays as it is; the run is {path}", file=sys.stderr)
         return path
-    scratch = path.parent / f".{name}.{os.getpid()}"
     try:
-        scratch.unlink(missing_ok=True)
-        scratch.symlink_to(path.name)
-        os.replace(scratch, target)
+        with disk.replaced(target) as draft:
+            draft.unlink(missing_ok=True)
+            draft.symlink_to(path.name)
     except OSError as error:
         raise ConfigError(name, str(target), f"this link cannot be made ({error.strerror})",
                           "Make the folder writable.") from error  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -180,9 +179,7 @@ def write(folder: Path) -> None:
     """Write the checksums of all files of `folder` into it, in one rename; do nothing if they exist."""
     if (folder / SUMS).exists():
         return
-    draft = folder / f".{SUMS}"
-    draft.write_text(json.dumps({"digest": _DIGEST, "files": _sums(folder)}), encoding="utf-8")
-    os.replace(draft, folder / SUMS)
+    disk.replace_text(folder / SUMS, json.dumps({"digest": _DIGEST, "files": _sums(folder)}))
 
 
 def damage(folder: Path, *, durable: bool = False) -> str:
@@ -204,8 +201,13 @@ def damage(folder: Path, *, durable: bool = False) -> str:
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    names = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in (SUMS, f".{SUMS}"))
-    return {str(path.relative_to(folder)): _sum(path) for path in names}
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): _sum(path) for path in files if not _is_of_sums(path.name)}
+
+
+def _is_of_sums(name: str) -> bool:
+    """True for the file of checksums, and for the draft that a killed process left of it."""
+    return name == SUMS or name.startswith(f".{SUMS}")
 
 
 def _sum(path: Path) -> str:

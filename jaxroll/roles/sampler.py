@@ -14,11 +14,11 @@ RUN/sampler-0.addr holds the address.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
 from jaxroll.config.derived import episode_tokens, sampler_members
@@ -74,7 +74,7 @@ class Serving:
         await server.start()
         try:
             address = protocol.address(args.host, port)
-            _write(address_file(args.run_dir, self._session.role), address)
+            disk.replace_text(address_file(args.run_dir, self._session.role), address + "\n")
             self._session.progress(f"serves actors on {address}")
             await asyncio.Event().wait()
         finally:
@@ -83,13 +83,6 @@ class Serving:
     async def _until_closed(self) -> None:
         while not (await self._session.store.status())["closed"]:
             await asyncio.sleep(STATUS_EVERY_S)
-
-
-def _write(path: Path, address: str) -> None:
-    """Write the file at once: readers see the old address or the new one."""
-    draft = path.with_suffix(".addr.tmp")
-    draft.write_text(address + "\n", encoding="utf-8")
-    os.replace(draft, path)
 
 
 # --- The role

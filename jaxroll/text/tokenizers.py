@@ -7,7 +7,6 @@ another special token within an answer, the text shows it, so that the answer is
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from jaxroll import disk
@@ -92,9 +91,7 @@ class CharTokenizer:
 def note(run_dir: Path, tokenizer: Tokenizer) -> None:
     """Write the alphabet of a `char` tokenizer, which the config does not contain, into the run's folder."""
     if isinstance(tokenizer, CharTokenizer):
-        scratch = run_dir / f".{ALPHABET_FILE}.{os.getpid()}"
-        scratch.write_text(json.dumps(tokenizer.alphabet) + "\n", encoding="utf-8")
-        os.replace(scratch, run_dir / ALPHABET_FILE)
+        disk.replace_text(run_dir / ALPHABET_FILE, json.dumps(tokenizer.alphabet) + "\n")
 
 
 def of_run(run_dir: Path, cfg: TokenizerConfig) -> Tokenizer | None:

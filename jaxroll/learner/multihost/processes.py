@@ -34,7 +34,7 @@ import msgspec
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxroll import wire
+from jaxroll import disk, wire
 from jaxroll.config import RoleArgs
 from jaxroll.errors import EXIT_FAILURE, ConfigError, DeadlineExceeded, JaxRollError, exit_code
 from jaxroll.records import Version
@@ -221,9 +221,7 @@ def _coordinator_address(coordinator: str, run_dir: Path, index: int) -> tuple[s
         return (host, int(text)) if int(text) else _wait_for_address(file)
     with socket.create_server((host, 0)) as probe:
         port = probe.getsockname()[1]
-    draft = file.with_suffix(".addr.tmp")
-    draft.write_text(f"{host}:{port}\n", encoding="utf-8")
-    os.replace(draft, file)
+    disk.replace_text(file, f"{host}:{port}\n")
     return host, port
 
 

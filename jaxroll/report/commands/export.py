@@ -7,17 +7,16 @@ durable, expired, dead) the newest `store.keep_trajectories_mb`. Rows are stream
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from jaxroll import wire
+from jaxroll import disk, wire
 from jaxroll.errors import ConfigError
 from jaxroll.records import Finished, Member, ages
 from jaxroll.report.commands.trajectory import Decoder, decoder
@@ -139,19 +138,14 @@ def replaced(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise ConfigError("FILE", str(path), "is a folder", "Name a file.")
     stream = is_stream(path)
-    draft = path if stream else path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield draft
-        if not stream:
-            os.replace(draft, path)
+        with nullcontext(path) if stream else disk.replaced(path) as draft:
+            yield draft
     except BrokenPipeError:
         if not stream:
             raise
     except OSError as error:
         raise ConfigError("FILE", str(path), f"cannot be written ({error.strerror})", "Name another file.") from error
-    finally:
-        if not stream:
-            draft.unlink(missing_ok=True)
 
 
 def is_stream(path: Path) -> bool:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxroll import metrics
+from jaxroll import disk, metrics
 from jaxroll.report.figures import record
 from jaxroll.report.figures import summary as ahead
 from jaxroll.report.figures.activity import Bottleneck
@@ -42,11 +42,9 @@ def main(run_dir: Path, *, as_json: bool) -> int:
 
 
 def write_page(run: Run, figures: Mapping[str, Any]) -> Path:
-    """The path of the page, written as a whole file renamed into place."""
+    """Write the page; return its path."""
     path = run.path / PAGE_FILE
-    scratch = path.with_name(f".{PAGE_FILE}.{os.getpid()}")
-    scratch.write_text(page(run, figures), encoding="utf-8")
-    os.replace(scratch, path)
+    disk.replace_text(path, page(run, figures))
     return path
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -247,8 +246,5 @@ def _port_before(run_dir: Path) -> int:
 
 
 def _write_address(run_dir: Path, address: str) -> None:
-    """Replace the address file atomically, so that readers see a whole address even after a crash of the machine."""
-    path = run_dir / ADDRESS_FILE
-    draft = path.with_suffix(".addr.tmp")
-    disk.write_synced(draft, address + "\n")
-    os.replace(draft, path)
+    """Replace the address file; readers see a whole address even after a crash of the machine."""
+    disk.replace_text(run_dir / ADDRESS_FILE, address + "\n", synced=True)
