@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
@@ -169,8 +169,13 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str: ...
 
-    def render(self, messages: tuple[Message, ...], *, first: bool = True) -> list[int]:
-        """Token ids of `messages`, ending at the start of the assistant's turn; `first` starts a conversation."""
+    def render(
+        self, messages: tuple[Message, ...], *, first: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Token ids of `messages`, ending at the start of the assistant's turn; `first` starts a conversation.
+
+        `tools` are JSON schemas that the chat template shows; ConfigError if it shows none.
+        """
         ...
 
 

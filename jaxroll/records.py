@@ -46,7 +46,11 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
 
 class Task(msgspec.Struct, frozen=True, gc=False):
-    """One dataset item. `env_args` is a JSON object for the environment; `question_hash` identifies the question."""
+    """One dataset item. `env_args` is a JSON object for the environment; `question_hash` identifies the question.
+
+    Two keys of `env_args` have a meaning for all environments: `tools` (JSON schemas that the chat template shows) and
+    `source` (the name of the item's source in a mixture or held-out set).
+    """
 
     index: int
     messages: tuple[Message, ...]
@@ -58,6 +62,11 @@ class Task(msgspec.Struct, frozen=True, gc=False):
     def args(self) -> dict[str, Any]:
         """The environment's arguments, decoded."""
         return json.loads(self.env_args)
+
+    def tools(self) -> list[dict[str, Any]]:
+        """The JSON schemas of the tools that the model is shown."""
+        found = self.args().get("tools") if '"tools"' in self.env_args else None
+        return [tool for tool in found if isinstance(tool, dict)] if isinstance(found, list) else []
 
 
 UNMARKED = np.zeros(0, np.uint8)

@@ -14,11 +14,12 @@ from typing import Any
 
 import ml_collections
 
+from jaxroll import disk
 from jaxroll.config import derived
 from jaxroll.config.parsing import assign, build, plain
 from jaxroll.config.rules import check
 from jaxroll.config.schema import Config
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, DataError
 
 # A ConfigDict is typed as Any, because type checkers do not know its attributes.
 
@@ -65,13 +66,15 @@ def _is_file(path: Path) -> bool:
 
 
 _SECTIONS_WITH_PATHS = ("model", "tokenizer", "task")
+_TEXT_FROM_FILE, _JSON_FROM_FILE = ("system_prompt",), ("few_shot", "tools")
+_FILE, _FILE_LIMIT_BYTES = "file:", 1 << 20
 
 
 def parse(values: ml_collections.ConfigDict | Mapping[str, Any]) -> Config:
     """The checked Config that `values` describe; keys that are absent keep their defaults."""
     if isinstance(values, ml_collections.ConfigDict):
         values = values.to_dict()
-    config = build(Config, values)
+    config = build(Config, with_files(values, Path()))
     config = dataclasses.replace(config, schedule=derived.with_mode(config.schedule, config.schedule.mode))
     config = derived.with_model(config)
     check(config)
@@ -87,7 +90,29 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for section in _SECTIONS_WITH_PATHS:
         if found := (values.get(section) or {}).get("path"):
             values[section]["path"] = os.path.normpath(Path(path).resolve().parent / found)
-    return parse(override(values, overrides))
+    return parse(override(with_files(values, Path(path).resolve().parent), overrides))
+
+
+def with_files(values: Mapping[str, Any], folder: Path) -> dict:
+    """`values` with the content of each file that a key of `task` names as file:PATH, relative to `folder`.
+
+    The content becomes part of the config, so that a run does not change when the file does, and needs no copy of it.
+    """
+    if not isinstance(task := values.get("task"), Mapping):
+        return dict(values)
+    found = dict(task)
+    for name in _TEXT_FROM_FILE + _JSON_FROM_FILE:
+        value = found.get(name)
+        if not isinstance(value, str) or not value.startswith(_FILE):
+            continue
+        path = folder / Path(value.removeprefix(_FILE))
+        try:
+            text = disk.read_text(path, _FILE_LIMIT_BYTES)
+            found[name] = text.rstrip("\n") if name in _TEXT_FROM_FILE else disk.parse_json(text, path.name)
+        except (OSError, DataError) as error:
+            reason = f"{path} cannot be read: {error.strerror if isinstance(error, OSError) else error}"
+            raise ConfigError(f"task.{name}", value, reason, "Paths are relative to the config's folder.") from error
+    return {**values, "task": found}
 
 
 def override(values: dict, overrides: Sequence[str]) -> dict:

@@ -66,6 +66,10 @@ def coerce(kind: Any, value: Any, key: str) -> Any:
         if not isinstance(value, Mapping):
             raise _wrong_type(key, value, "a dict", "Write dict(name=value).")
         return plain(value, key)
+    if kind is list:
+        if not isinstance(value, (list, tuple)):
+            raise _wrong_type(key, value, "a list", "Write [value, value].")
+        return plain(value, key)
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise ConfigError(key, value, "not a finite number", "Give a number.")
@@ -123,6 +127,8 @@ def from_text(kind: Any, text: str, key: str) -> Any:
         return [from_text(get_args(kind)[0], item, key) for item in items if item]
     if kind is dict:
         return _dict_from_text(text, key)
+    if kind is list:
+        return _any_from_text(text)
     try:
         return kind(text.replace("_", "")) if kind in (int, float) else text
     except ValueError:

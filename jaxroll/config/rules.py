@@ -24,6 +24,7 @@ from jaxroll.config.derived import (
 )
 from jaxroll.config.learner_rules import check_algorithm
 from jaxroll.config.parsing import check_bounds, nearest
+from jaxroll.config.prompt_rules import check_prompts
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig
 from jaxroll.errors import ConfigError
 
@@ -46,9 +47,8 @@ class Inventory:
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first rule that `config` breaks."""
-    for rule in (check_bounds, _check_names, _check_schedule, _check_shapes, _check_learner, check_algorithm,
-                 _check_ranges,
-                 _check_deadlines, _check_fractions):  # fmt: skip
+    for rule in (check_bounds, _check_names, check_prompts, _check_schedule, _check_shapes, _check_learner,
+                 check_algorithm, _check_ranges, _check_deadlines, _check_fractions):  # fmt: skip
         rule(config)
 
 

@@ -86,6 +86,8 @@ class TokenizerConfig:
     kind: Literal["char", "hf"] = "char"
     # Folder of tokenizer.json, for `hf`.
     path: str = ""
+    # Variables of the chat template, for example enable_thinking=False.
+    template_args: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,12 @@ class TaskConfig:
     path: str = ""
     # Wording of prompts: `compact` for small character-level models, `full` for language models.
     prompt_style: Literal["compact", "full"] = "compact"
+    # System message of every prompt; it replaces the system message of a row. Text, or file:PATH.
+    system_prompt: str = ""
+    # Messages before the question: {"role": …, "content": …} or pairs [question, answer]; or file:PATH (JSON).
+    few_shot: list = field(default_factory=list)
+    # JSON schemas of tools that the chat template shows; or file:PATH (JSON).
+    tools: list = field(default_factory=list)
     # Environment: a built-in name or package.module:name.
     env: str = "single_turn"
     # Maximum tokens of the first prompt.

@@ -91,9 +91,19 @@ def _fingerprint(config: Config, candidates: Candidates) -> str:
     """A digest of all settings that determine the order of prompts."""
     ranges, task = candidates.ranges, config.task
     parts = (candidates.identity, config.run.seed, repr(ranges.train), repr(ranges.heldout), task.heldout_items)
-    return hashlib.blake2b(
-        repr((*parts, task.prompt_style, task.max_prompt_tokens)).encode(), digest_size=8
-    ).hexdigest()
+    parts += (task.prompt_style, task.max_prompt_tokens)
+    # Only if they are set, so that runs of earlier versions resume.
+    parts += tuple(
+        (name, value)
+        for name, value in (
+            ("system_prompt", task.system_prompt),
+            ("few_shot", task.few_shot),
+            ("tools", task.tools),
+            ("template_args", config.tokenizer.template_args),
+        )
+        if value
+    )
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 # --- Checks of a config's task before a run starts: held-out items, training prompts, worked answers
@@ -149,7 +159,9 @@ def _check_worked(config: Config, candidates: Candidates, kept_aside: frozenset[
 
 def _check_length(config: Config, text: Tokenizer, found: Candidate) -> None:
     try:
-        tokens = sum(len(run) for run, _ in tokenizers.runs(text, found.task.messages, found.worked))
+        tokens = sum(
+            len(run) for run, _ in tokenizers.runs(text, found.task.messages, found.worked, found.task.tools())
+        )
     except DataError as error:
         raise ConfigError("tokenizer.kind", config.tokenizer.kind, str(error), "Set sft.steps=0.") from error
     if tokens > sample_tokens(config.learner):

@@ -17,6 +17,7 @@ import numpy as np
 from jaxroll import disk
 from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
+from jaxroll.config.prompt_rules import opening_messages
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Source
 from jaxroll.records import Item
@@ -32,7 +33,13 @@ def open_source(cfg: TaskConfig) -> Source:
 
 def alphabet(cfg: TaskConfig) -> str:
     """All characters of the task's prompts and answers, sorted, for a character tokenizer."""
-    return open_source(cfg).alphabet()
+    return with_opening(open_source(cfg).alphabet(), cfg)
+
+
+def with_opening(characters: str, cfg: TaskConfig) -> str:
+    """`characters` and those of the messages that the config places before every question, sorted."""
+    opening = opening_messages(cfg)
+    return "".join(sorted(set(characters).union(*(message.content for message in opening)))) if opening else characters
 
 
 # --- Local JSONL and Parquet files as sources: each row has a question (or prompt) and an answer, scored by exact match

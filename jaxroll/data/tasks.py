@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jaxroll.config import Config
-from jaxroll.data.sources import open_source
+from jaxroll.config.prompt_rules import opening_messages
+from jaxroll.data.sources import open_source, with_opening
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Message, Task, question_hash
 from jaxroll.text import tokenizers
@@ -44,15 +45,17 @@ class Candidates:
         self._config = config.task
         self._source = open_source(config.task)
         self.ranges = of(config, self._source.size)
-        self.tokenizer = tokenizers.build(config.tokenizer, self._source.alphabet())
+        self.tokenizer = tokenizers.build(config.tokenizer, with_opening(self._source.alphabet(), config.task))
+        self._opening = opening_messages(config.task)
         self.identity = self._source.identity
 
     def at(self, index: int) -> Candidate:
         """Item `index` as a task. DataError when the source cannot make it or its prompt is too long."""
         item = self._source.item(index)
         text = item.compact if self._config.prompt_style == "compact" else item.question
-        messages = (Message("user", text),)
-        tokens = len(self.tokenizer.render(messages))
+        messages = (*self._opening, Message("user", text))
+        tools = self._config.tools
+        tokens = len(self.tokenizer.render(messages, tools=tools))
         if tokens > self._config.max_prompt_tokens:
             limit = self._config.max_prompt_tokens
             raise DataError(f"item {index} has {tokens} prompt tokens, task.max_prompt_tokens is {limit}")
@@ -60,7 +63,7 @@ class Candidates:
             index=index,
             messages=messages,
             env=self._config.env,
-            env_args=msgspec.json.encode(item.env_args).decode(),
+            env_args=msgspec.json.encode({**item.env_args, "tools": tools} if tools else item.env_args).decode(),
             seed=index,
             # Of the compact form in lower case, so that the same question has the same hash in every prompt form.
             question_hash=question_hash(item.compact.lower()),

@@ -126,9 +126,10 @@ async def run(
     traits = env_calls.traits(env)
     turns, sampling = min(bounds.turns, traits.max_turns), _with_stop(sampling, tokenizer)
     transcript = transcript or Transcript()
+    tools = task.tools()
     messages, most = env_checks.messages(await env_calls.reset(env, task), "what reset() returned"), 0
     for turn in range(turns):
-        transcript.show(_rendered(tokenizer, messages, first=turn == 0))
+        transcript.show(_rendered(tokenizer, messages, tools, first=turn == 0))
         most = bounds.most(transcript.length) if turn == 0 else most
         room = _room(most, transcript.length, sampling)
         if room is None:
@@ -170,10 +171,10 @@ def _with_stop(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams
     return msgspec.structs.replace(sampling, stop_tokens=(*sampling.stop_tokens, tokenizer.eos_id))
 
 
-def _rendered(tokenizer: Tokenizer, messages: tuple[Message, ...], *, first: bool) -> list[int]:
+def _rendered(tokenizer: Tokenizer, messages: tuple[Message, ...], tools: list, *, first: bool) -> list[int]:
     if not messages:
         raise DataError("the environment is not done and shows nothing to answer")
-    return tokenizer.render(messages, first=first)
+    return tokenizer.render(messages, first=first, tools=tools)
 
 
 def _without_stop(completion: Completion, sampling: SamplingParams) -> list[int]:

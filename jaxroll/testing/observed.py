@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,7 +178,9 @@ class ByteTokenizer:
         """The text of `ids` without special tokens."""
         return bytes(i - 4 for i in ids if i >= 4).decode(errors="replace")
 
-    def render(self, messages: tuple[Message, ...], *, first: bool = True) -> list[int]:
+    def render(
+        self, messages: tuple[Message, ...], *, first: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Ids of `messages`, each after bos, ending at the start of the assistant's turn."""
         ids = [i for message in messages for i in (self.bos_id, *self.encode(message.content))]
         return [*ids, self.turn_id]

@@ -6,15 +6,17 @@ which no checkpoint was trained on but every base model can continue.
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 from jaxroll.errors import ConfigError, DataError, one_line
 from jaxroll.records import Message
 
-ChatFormat = Callable[[tuple[Message, ...]], str]
+Tools = Sequence[Mapping[str, Any]]
+ChatFormat = Callable[[tuple[Message, ...], Tools], str]
 
 # Placeholder of an earlier exchange when only the text after it is needed; no template produces it by itself. Messages
 # that contain it, such as a dump of this file, get another one.
@@ -22,16 +24,25 @@ _EARLIER_QUESTION = "jaxroll-earlier-question"
 _EARLIER_ANSWER = "jaxroll-earlier-answer"
 
 
-def plain_format(messages: tuple[Message, ...]) -> str:
-    """`Role: content` lines, ending with `Assistant:`; the default if a model's folder has no chat template."""
+def plain_format(messages: tuple[Message, ...], tools: Tools = ()) -> str:
+    """`Role: content` lines, ending with `Assistant:`; the default if a model's folder has no chat template.
+
+    ConfigError for `tools`, which it cannot show.
+    """
+    if tools:
+        raise ConfigError("task.tools", _names(tools), "the model's folder has no chat template that shows tools",
+                          "Use a model with such a template, or describe the tools in task.system_prompt.")  # fmt: skip
     return "".join(f"{message.role.capitalize()}: {message.content}\n" for message in messages) + "Assistant:"
 
 
-def jinja_format(source: str, special_tokens: Mapping[str, str], where: str) -> ChatFormat:
-    """The chat template `source` as a function of messages, with a generation prompt at its end.
+def jinja_format(
+    source: str, special_tokens: Mapping[str, str], where: str, template_args: Mapping[str, Any] | None = None
+) -> ChatFormat:
+    """The chat template `source` as a function of messages and tools, with a generation prompt at its end.
 
-    `special_tokens` (eos_token, …) are its variables; `where` names its file in errors. ConfigError for a template that
-    does not parse or exceeds `template_bounds`; the function raises DataError for messages that the template refuses.
+    `special_tokens` (eos_token, …) and `template_args` are its variables; `where` names its file in errors. ConfigError
+    for a template that does not parse, exceeds `template_bounds` or reads no variable of the name of an argument. The
+    function raises DataError for messages that the template refuses, and ConfigError for tools that it does not show.
     """
     try:
         import jinja2
@@ -58,12 +69,23 @@ def jinja_format(source: str, special_tokens: Mapping[str, str], where: str) -> 
     except Exception as error:  # for deep nesting, the parser and Python's compiler raise more than TemplateError
         reason = f"its chat template does not parse: {_cause(error)}"
         raise ConfigError("tokenizer.path", where, reason, remedy) from error
+    _check_args(template_args or {}, template_bounds.variables(environment, source), where)
+    shown: set[str] = set()  # tools that the template is known to show
 
-    def render(messages: tuple[Message, ...]) -> str:
+    def render(messages: tuple[Message, ...], tools: Tools = ()) -> str:
+        if tools and (named := _tojson(tools, sort_keys=True)) not in shown:
+            if rendered(messages, tools) == rendered(messages, ()):
+                raise ConfigError("task.tools", _names(tools), f"the chat template of {where} does not show tools",
+                                  "Describe them in task.system_prompt, or use a model that has tools.")  # fmt: skip
+            shown.add(named)
+        return rendered(messages, tools)
+
+    def rendered(messages: tuple[Message, ...], tools: Tools) -> str:
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        variables = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
+        variables = {"documents": None, **(template_args or {}), "messages": turns, "tools": list(tools) or None,
+                     "add_generation_prompt": True}  # fmt: skip
         try:
-            return template_bounds.metered(template.render, **variables, **special_tokens)
+            return template_bounds.metered(template.render, **{**special_tokens, **variables})
         except template_bounds.TooMuch as error:
             raise ConfigError("tokenizer.path", where, f"its chat template does too much: {error}", remedy) from error
         except Exception as error:  # a template is a program, so its expressions may raise anything
@@ -72,20 +94,35 @@ def jinja_format(source: str, special_tokens: Mapping[str, str], where: str) -> 
     return render
 
 
+def _check_args(args: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    """Refuse arguments that the template does not read, because they would have no effect."""
+    for name, value in args.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            remedy = f"Did you mean {close[0]!r}?" if close else f"It reads {', '.join(sorted(known)) or 'none'}."
+            raise ConfigError(f"tokenizer.template_args.{name}", value,
+                              f"the chat template of {where} does not read it", remedy)  # fmt: skip
+
+
+def _names(tools: Tools) -> str:
+    functions = [tool.get("function", tool) for tool in tools]
+    return ", ".join(str(each.get("name", "?")) if isinstance(each, Mapping) else "?" for each in functions)
+
+
 def _cause(error: Exception) -> str:
     """The error's message, with its type unless it is one of Jinja's."""
     named = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
     return one_line(f"{named}{error}", 300)
 
 
-def continuation(render: ChatFormat, messages: tuple[Message, ...], eos_token: str) -> str:
+def continuation(render: ChatFormat, messages: tuple[Message, ...], eos_token: str, tools: Tools = ()) -> str:
     """The text of `messages` after an answer of the assistant that ended with `eos_token`."""
     # Templates render whole conversations, so an earlier exchange is put in front and its text is removed.
     answer, number = _EARLIER_ANSWER, 0
     while any(answer in message.content or answer in message.role for message in messages):
         answer, number = f"{_EARLIER_ANSWER}-{number}-", number + 1
     earlier = (Message("user", _EARLIER_QUESTION), Message("assistant", answer))
-    _, marker, rest = render(earlier + messages).rpartition(answer)
+    _, marker, rest = render(earlier + messages, tools).rpartition(answer)
     if not marker:
         raise DataError("the chat template does not show earlier answers, so it cannot serve more than one turn")
     return rest.removeprefix(eos_token)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ _AGAIN = "Copy the file again from the model."
 class HFTokenizer:
     """The tokenizer of `folder`, with its chat template if it has one. Nothing is downloaded.
 
+    `template_args` are variables of the chat template; ConfigError for one that the template does not read.
+
     `eos_id` comes from tokenizer_config.json (eos_token) or else from generation_config.json. `pad_id` comes from
     pad_token; the default is `eos_id`, because no mask is derived from it.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, template_args: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder)
         if not str(folder):
             raise ConfigError(
@@ -44,7 +46,7 @@ class HFTokenizer:
         pad_id = self._token_id(self._settings.get("pad_token"))
         self.pad_id = self.eos_id if pad_id is None else pad_id
         self._eos_token: str = self._tokenizer.id_to_token(self.eos_id)
-        self._format = self._chat_format()
+        self._format = self._chat_format(template_args or {})
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without added special tokens. DataError for text that cannot be tokenised."""
@@ -56,11 +58,16 @@ class HFTokenizer:
         with _typed(lambda why: DataError(f"{len(ids)} token ids cannot be decoded: {why}")):
             return self._tokenizer.decode([i for i in ids if i != self.eos_id], skip_special_tokens=False)
 
-    def render(self, messages: tuple[Message, ...], *, first: bool = True) -> list[int]:
-        """Ids of `messages` in the model's chat format, ending at the start of the assistant's turn."""
+    def render(
+        self, messages: tuple[Message, ...], *, first: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Ids of `messages` in the model's chat format, ending at the start of the assistant's turn.
+
+        ConfigError for `tools` that the format does not show.
+        """
         if first:
-            return self.encode(self._format(messages))
-        return self.encode(chat.continuation(self._format, messages, self._eos_token))
+            return self.encode(self._format(messages, tools))
+        return self.encode(chat.continuation(self._format, messages, self._eos_token, tools))
 
     def _eos_id(self) -> int:
         named = self._token_id(self._settings.get("eos_token"))
@@ -82,7 +89,7 @@ class HFTokenizer:
         text = token.get("content") if isinstance(token, dict) else token
         return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
 
-    def _chat_format(self) -> chat.ChatFormat:
+    def _chat_format(self, template_args: Mapping[str, Any]) -> chat.ChatFormat:
         path = self.folder / "chat_template.jinja"
         if path.exists():
             with _reading(path):
@@ -92,13 +99,16 @@ class HFTokenizer:
         if isinstance(source, list):  # several named templates
             named = [entry for entry in source if isinstance(entry, dict)]
             source = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+        if not source and template_args:
+            raise ConfigError("tokenizer.template_args", dict(template_args), "the folder has no chat template",
+                              "Leave them out, or add chat_template.jinja to tokenizer.path.")  # fmt: skip
         if not source:
             return chat.plain_format
         if not isinstance(source, str):
             raise ConfigError("tokenizer.path", str(path), "its chat_template is not text", "Write it as one string.")
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: self._token_text(name) for name in names if self._token_text(name)}
-        return chat.jinja_format(source, special, str(path))
+        return chat.jinja_format(source, special, str(path), template_args)
 
     def _token_text(self, name: str) -> str:
         token = self._settings.get(name)

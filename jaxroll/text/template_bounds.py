@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextvars import ContextVar
 from typing import Any
 
-from jinja2 import nodes, pass_context
+from jinja2 import meta, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -95,6 +95,11 @@ def metered(render: Callable[..., str], **variables: Any) -> str:
         return render(**variables)
     finally:
         _METER.reset(token)
+
+
+def variables(environment: BoundedEnvironment, source: str) -> frozenset[str]:
+    """The variables that the template `source` reads, without functions of the environment."""
+    return frozenset(meta.find_undeclared_variables(environment.parsed(source)))
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):

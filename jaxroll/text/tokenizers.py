@@ -7,7 +7,9 @@ another special token within an answer, the text shows it, so that the answer is
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxroll import disk
 from jaxroll.config import TokenizerConfig
@@ -69,12 +71,16 @@ class CharTokenizer:
         size = self.vocab_size
         return "".join([self._text_of[i] if 0 <= i < size else UNKNOWN for i in ids])
 
-    def render(self, messages: tuple[Message, ...], *, first: bool = True) -> list[int]:
-        """Ids of `messages`, ending at the start of the assistant's turn.
+    def render(
+        self, messages: tuple[Message, ...], *, first: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Ids of `messages`, ending at the start of the assistant's turn. ConfigError for `tools`.
 
         A conversation begins with bos, which also separates two consecutive messages that are not the assistant's.
         `turn` begins the assistant's message and eos ends it: bos question turn answer eos question turn.
         """
+        if tools:
+            raise ConfigError("tokenizer.kind", "char", "it has no chat template that shows tools", "Set it to 'hf'.")
         ids = [self.bos_id] if first else []
         unanswered = False
         for message in messages:
@@ -114,18 +120,20 @@ def build(cfg: TokenizerConfig, alphabet: str) -> Tokenizer:
     if cfg.kind == "char":
         return CharTokenizer(alphabet)
     if cfg.kind == "hf":
-        return HFTokenizer(cfg.path)
+        return HFTokenizer(cfg.path, cfg.template_args)
     raise ConfigError("tokenizer.kind", cfg.kind, "there is no such kind", "Use 'char' or 'hf'.")
 
 
 # --- conversations as tokens, as an episode with the same messages would contain them
 
 
-def runs(text: Tokenizer, first: tuple[Message, ...], worked: tuple[Message, ...]) -> list[tuple[list[int], bool]]:
+def runs(
+    text: Tokenizer, first: tuple[Message, ...], worked: tuple[Message, ...], tools: Sequence[Mapping[str, Any]] = ()
+) -> list[tuple[list[int], bool]]:
     """The token runs of a conversation in order, each with True if it is the assistant's.
 
-    The conversation begins with `first`; `worked` are the assistant's answers (each followed by eos) and the messages
-    between them.
+    The conversation begins with `first`, and the model is shown `tools`; `worked` are the assistant's answers (each
+    followed by eos) and the messages between them.
     """
     found: list[tuple[list[int], bool]] = []
     shown, opening = list(first), True
@@ -133,7 +141,7 @@ def runs(text: Tokenizer, first: tuple[Message, ...], worked: tuple[Message, ...
         if message.role != "assistant":
             shown.append(message)
             continue
-        found.append((text.render(tuple(shown), first=opening), False))
+        found.append((text.render(tuple(shown), first=opening, tools=tools), False))
         found.append(([*text.encode(message.content), text.eos_id], True))
         shown, opening = [], False
     return found

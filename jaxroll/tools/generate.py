@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxroll.config import Config, RoleArgs
+from jaxroll.config.prompt_rules import opening_messages
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.errors import ConfigError
@@ -162,7 +163,8 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
 
     async def play(proxy: EngineProxy) -> None:
         for number, prompt in enumerate(options.prompts):
-            ids = np.asarray(model.tokenizer.render((Message("user", prompt),)), np.int32)
+            messages = (*opening_messages(args.config.task), Message("user", prompt))
+            ids = np.asarray(model.tokenizer.render(messages, tools=args.config.task.tools), np.int32)
             for sample in range(options.samples):
                 completion = await proxy.generate(ids, GenerationKey(number, sample), params)
                 text = model.tokenizer.decode([t for t in completion.tokens.tolist() if t != model.tokenizer.eos_id])

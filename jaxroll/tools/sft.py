@@ -124,7 +124,7 @@ def prepared(config: Config, text: Tokenizer, buckets: Sequence[int]) -> WarmSta
 
 def example(text: Tokenizer, task: Task, worked: tuple[Message, ...]) -> samples.Sample:
     """The sample of a worked conversation: every prompt as the sampler would render it, then the answer and eos."""
-    return samples.supervised(tokenizers.runs(text, task.messages, worked))
+    return samples.supervised(tokenizers.runs(text, task.messages, worked, task.tools()))
 
 
 def described(config: Config) -> dict[str, Any]:

@@ -196,3 +196,19 @@ def test_paths_in_a_config_file_are_relative_to_it(tmp_path, monkeypatch) -> Non
     assert found.model.path == str(tmp_path.parent / "m")
     assert found.task.path == "/data/rows.jsonl"
     assert config.load(file, ["model.path=other"]).model.path == "other", "relative to the working directory"
+
+
+def test_prompts_from_files_are_part_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "system.txt").write_text("Be brief.\n")
+    (tmp_path / "shots.json").write_text('[["1+1", "2"]]')
+    text = "from jaxroll.config import defaults\ndef get_config():\n    c = defaults()\n"
+    (tmp_path / "configs" / "a.py").write_text(text + "    c.task.system_prompt = 'file:system.txt'\n    return c\n")
+    monkeypatch.chdir(tmp_path)
+    loaded = config.load("configs/a.py", ["task.few_shot=file:shots.json"])
+    assert (loaded.task.system_prompt, loaded.task.few_shot) == ("Be brief.", [["1+1", "2"]])
+    (tmp_path / "configs" / "system.txt").write_text("Be long.")
+    assert config.parse(json.loads(config.canonical_json(loaded))) == loaded
+    (tmp_path / "shots.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"task\.few_shot.*not JSON"):
+        config.load("configs/a.py", ["task.few_shot=file:shots.json"])

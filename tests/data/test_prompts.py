@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxroll.config import Config, RunConfig, TaskConfig
-from jaxroll.data import prompts
+from jaxroll.data import prompts, sources
 from jaxroll.data import tasks as candidates
 from jaxroll.data import tasks as heldout
 from jaxroll.data.prompts import PromptPipeline
@@ -200,3 +200,28 @@ def test_skipped_items_say_why() -> None:
     pipeline = PromptPipeline(config(task=BITS))
     reasons = {r.reason for r in map(pipeline._admit, range(200)) if isinstance(r, prompts.Skipped)}
     assert reasons and all("held out" in reason for reason in reasons)
+
+
+# --- messages before the question
+
+SHOWN = dataclasses.replace(TaskConfig(heldout_items=8), system_prompt="reverse!", few_shot=[["abc", "cba"]])
+
+
+def test_system_prompt_and_examples_come_before_the_question() -> None:
+    shown = config(task=dataclasses.replace(SHOWN, max_prompt_tokens=40))
+    pipeline = PromptPipeline(shown)
+    task = next(pipeline)
+    assert [message.role for message in task.messages] == ["system", "user", "assistant", "user"]
+    assert [message.content for message in task.messages[:3]] == ["reverse!", "abc", "cba"]
+    text = pipeline.tokenizer.decode(pipeline.tokenizer.render(task.messages))
+    assert "reverse!" in text, "the alphabet has the characters of the system prompt"
+    plain = next(PromptPipeline(config(task=TaskConfig(heldout_items=8))))
+    assert (plain.messages[0], plain.question_hash) == (task.messages[3], task.question_hash)
+    assert sources.alphabet(shown.task) == pipeline.tokenizer.alphabet  # type: ignore[attr-defined]
+
+
+def test_another_system_prompt_is_another_stream() -> None:
+    shown = config(task=dataclasses.replace(SHOWN, max_prompt_tokens=40))
+    state = PromptPipeline(shown).state()
+    with pytest.raises(ConfigError, match="other settings"):
+        PromptPipeline(config(task=dataclasses.replace(shown.task, system_prompt="reverse"))).restore(state)

@@ -178,3 +178,50 @@ def test_a_message_that_holds_the_mark_of_the_cut_keeps_its_header(make_folder: 
     tokenizer = HFTokenizer(make_folder(CHATML))
     ids = tokenizer.render((Message("user", content),), first=False)
     assert ids == tokenizer.encode(f"\n<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n")
+
+
+# The shape of templates with tools and thinking: tools before the first message, an empty thought when it is off.
+TOOLS_AND_THOUGHT = """{%- if tools %}{{- '<|im_start|>system\\n' }}
+{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+{{- '<|im_end|>\\n' }}{%- endif %}""" + CHATML.replace(
+    "assistant\\n' }}\n{%- endif", "assistant\\n' }}\n{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think></think>' }}{%- endif %}{%- endif",
+)  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_arguments_of_the_template_reach_every_turn(make_folder: MakeFolder) -> None:
+    folder = make_folder(TOOLS_AND_THOUGHT)
+    off, on = HFTokenizer(folder, {"enable_thinking": False}), HFTokenizer(folder)
+    sun = (Message("user", "sun"),)
+    for first in (True, False):
+        assert off.render(sun, first=first) == on.render(sun, first=first) + on.encode("<think></think>")
+
+
+def test_tools_are_shown_once_and_turns_continue_exactly(make_folder: MakeFolder) -> None:
+    tokenizer = HFTokenizer(make_folder(TOOLS_AND_THOUGHT))
+    opening = (Message("system", "terse"), Message("user", "cat"), Message("assistant", "tac"), Message("user", "sun"))
+    answer, remark = Message("assistant", "nus"), Message("tool", "again")
+    first = tokenizer.render(opening, tools=[TOOL])
+    assert tokenizer.decode(first).count('"name": "add"') == 1
+    sampled = [*tokenizer.encode("nus"), tokenizer.eos_id]
+    joined = first + sampled + tokenizer.render((remark,), first=False, tools=[TOOL])
+    assert joined == tokenizer.render((*opening, answer, remark), tools=[TOOL])
+
+
+@pytest.mark.parametrize("template", [CHATML, None])
+def test_tools_that_no_template_shows_are_refused(make_folder: MakeFolder, template: str | None) -> None:
+    tokenizer = HFTokenizer(make_folder(template))
+    with pytest.raises(ConfigError, match=r"task\.tools.*add.*tools"):
+        tokenizer.render((Message("user", "x"),), tools=[TOOL])
+
+
+def test_arguments_that_no_template_reads_are_refused(make_folder: MakeFolder) -> None:
+    with pytest.raises(ConfigError, match=r"enable_thought.*Did you mean 'enable_thinking'"):
+        HFTokenizer(make_folder(TOOLS_AND_THOUGHT), {"enable_thought": False})
+    dated = "{%- if not date_string is defined %}{%- set date_string = 'today' %}{%- endif %}{{ date_string }}"
+    tokenizer = HFTokenizer(make_folder(dated), {"date_string": "1 May"})
+    assert tokenizer.decode(tokenizer.render((Message("user", "x"),))) == "1 May"
+    (tokenizer.folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="no chat template"):
+        HFTokenizer(tokenizer.folder, {"enable_thinking": False})
