@@ -47,6 +47,7 @@ ROOMS: Mapping[str, Room] = {
     "migration": Room(0, "none"),  # names that earlier versions wrote
     "errors": Room(0, "none"),
     "clock": Room(0, "none"),
+    "run_paths": Room(0, "none"),  # names of the files in a run's folder
     "disk": Room(0, "none"),  # full and broken disks, and untrusted files
     "rpc": Room(1, "none"),
     "algorithms": Room(1),

@@ -20,6 +20,7 @@ from jaxroll.config.parsing import assign, build, plain
 from jaxroll.config.rules import check
 from jaxroll.config.schema import Config
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.run_paths import RunPaths
 
 # A ConfigDict is typed as Any, because type checkers do not know its attributes.
 
@@ -166,6 +167,11 @@ class RoleArgs:
     insecure: bool = False
     fork: str | None = None
     coordinator: str | None = None
+
+    @property
+    def paths(self) -> RunPaths:
+        """The files and folders of the run."""
+        return RunPaths(self.run_dir)
 
     @property
     def config_digest(self) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from jaxroll.errors import ConfigError
 from jaxroll.rpc import auth, tls
 from jaxroll.rpc.tls import validity
+from jaxroll.run_paths import RunPaths
 
 CA_KEY = "ca-key.pem"
 ALWAYS = ("localhost", "127.0.0.1", "::1")
@@ -30,10 +31,10 @@ def make(run_dir: Path, hosts: Sequence[str], days: int) -> str:
     if shutil.which("openssl") is None:
         raise ConfigError("openssl", "not found", "certificates are made with it",
                           "Install it (apt install openssl), or put ca.pem, cert.pem and key.pem of your own into "
-                          f"{run_dir / tls.TLS_FOLDER} (docs/machines.md, Between machines).")  # fmt: skip
+                          f"{RunPaths(run_dir).tls} (docs/machines.md, Between machines).")  # fmt: skip
     names = tuple(dict.fromkeys((*hosts, *ALWAYS)))
     subject_names = ",".join(map(_subject_name, names))
-    folder = run_dir / tls.TLS_FOLDER
+    folder = RunPaths(run_dir).tls
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -112,5 +113,5 @@ def _next_steps(folder: Path, names: Sequence[str], kept: bool) -> str:
         f"On the hosts of store and learner put:  {listening}\n"
         f"On the hosts of samplers and evaluator: {calling}\n"
         f"into RUN/tls there, or into a folder named in {tls.TLS_VARIABLE}. {CA_KEY} stays here.\n"
-        f"The token in {folder.parent / auth.TOKEN_FILE} goes into {auth.TOKEN_VARIABLE} on every host."
+        f"The token in {RunPaths(folder.parent).token} goes into {auth.TOKEN_VARIABLE} on every host."
     )

@@ -25,6 +25,7 @@ from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devic
 from jaxroll.control import placement, preflight, program, run_dir, train
 from jaxroll.errors import ConfigError
 from jaxroll.lifeline import PARENT_ENV
+from jaxroll.run_paths import RunPaths
 
 RUNS = Path("runs")
 
@@ -118,7 +119,7 @@ def run_offline(options: argparse.Namespace) -> int:
         args = RoleArgs(config, path)
         code = module.main(args, options) if options.command == "generate" else module.main(args)
         if options.command == "sft" and not code:
-            (path / train.WARM_MARK).touch()
+            args.paths.warm_start_done.touch()
         return code
     if options.command != "sft" and not config.model.path:
         _check_trained(path)
@@ -146,7 +147,7 @@ def run_compile(options: argparse.Namespace) -> int:
     from jaxroll.roles.weights import Progress
 
     lifeline.give_way()
-    tracker = JsonlTracker(path / run_dir.METRICS_FILE)
+    tracker = JsonlTracker(RunPaths(path).metrics)
     module = importlib.import_module(f"jaxroll.roles.{options.role}")
     module.compile_programs(RoleArgs(config, path), Progress(name, tracker.log))
     tracker.close()
@@ -157,7 +158,8 @@ def _check_trained(path: Path) -> None:
     """Refuse a run without weights here, rather than in a child that must load JAX first."""
     from jaxroll.learner import checkpoint_files
 
-    if not (path / "warm").is_dir() and not checkpoint_files.entries(path / "checkpoints", verify=False):
+    paths = RunPaths(path)
+    if not paths.warm_start.is_dir() and not checkpoint_files.entries(paths.checkpoints, verify=False):
         raise ConfigError("RUN", str(path), "has neither checkpoints nor a warm start",
                           f"Train first: jaxroll train {os.path.relpath(path)} --resume")  # fmt: skip
 
@@ -229,7 +231,7 @@ def run_weights(options: argparse.Namespace) -> int:
         if options.direction == "import" and not (source / "config.json").is_file():
             raise ConfigError("HF_FOLDER", str(source), "holds no config.json",
                               "Give the folder of a Qwen3 checkpoint.")  # fmt: skip
-        if options.direction == "export" and (source / run_dir.RUN_FILE).is_file():
+        if options.direction == "export" and RunPaths(source).run_file.is_file():
             _check_trained(source)
         env = placement.common_env(str(program.default_cache_dir(RUNS, os.environ))) | placement.cpu_env()
         return run_foreground([sys.executable, "-m", "jaxroll", *options.words], env)
@@ -240,7 +242,7 @@ def run_weights(options: argparse.Namespace) -> int:
         print(weights.import_folder(source, out, options.dtype))
         return 0
     above = (source, source.parent, source.parent.parent)  # RUN, RUN/warm, RUN/checkpoints/LINEAGE.STEP
-    home = next((path for path in above if (path / run_dir.RUN_FILE).is_file()), None)
+    home = next((path for path in above if RunPaths(path).run_file.is_file()), None)
     run = None if home is None else weights.OfRun(home, run_dir.load_config(home))
     with weights.opened(source, run) as held:
         print(weights.export(held, out, options.dtype, options.shard_mb * 10**6))
@@ -365,7 +367,7 @@ def _joined_run(folder: str, config: Config, words: list[str]) -> Path:
     try:
         return run_dir.create(path, config, words)
     except ConfigError:
-        if not (path / run_dir.RUN_FILE).exists():
+        if not RunPaths(path).run_file.exists():
             raise
     if configs.digest(run_dir.load_config(path)) != configs.digest(config):
         raise ConfigError("--config", str(path), "the run in RUN has another config", "Leave --config out.")

@@ -28,6 +28,7 @@ from jaxroll.control.supervisor import ProcessView
 from jaxroll.metrics import TensorBoardTracker
 from jaxroll.report.figures import activity
 from jaxroll.report.figures.activity import Bottleneck
+from jaxroll.run_paths import RunPaths
 
 SILENCE_S = 8.0
 EVENTS_SHOWN = 4
@@ -69,14 +70,13 @@ class View:
             return
         try:
             if self._events is None:
-                self._events = TensorBoardTracker(self._run_dir / "tb")
+                self._events = TensorBoardTracker(RunPaths(self._run_dir).tensorboard)
             self._events.log(row)
         except OSError as error:
             self.events_lost += 1
             if self.events_lost == 1:
-                self.say(
-                    f"{self._run_dir / 'tb'}: {error.strerror}. TensorBoard events are lost until they can be written."
-                )
+                folder = RunPaths(self._run_dir).tensorboard
+                self.say(f"{folder}: {error.strerror}. TensorBoard events are lost until they can be written.")
 
     def _line(self, line: str, row: dict[str, Any]) -> None:
         """Show the line of a row."""

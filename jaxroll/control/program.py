@@ -15,9 +15,7 @@ from jaxroll.config import Config
 from jaxroll.config.derived import COLOCATED, LEADERS, actor_names, learner_names
 from jaxroll.config.rules import Inventory
 from jaxroll.control import placement
-
-STORE_ADDRESS_FILE = "store.addr"
-FORKED_FILE = ".forked"  # the learner makes it when its fork is done
+from jaxroll.run_paths import RunPaths
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def build(
         "store",
         (*command, "store", f"--run={run_dir}"),
         common | placement.cpu_env() | _priority("store", inventory),
-        ready_file=run_dir / STORE_ADDRESS_FILE,
+        ready_file=RunPaths(run_dir).store_address,
     )
     others = [
         ProcessSpec(
@@ -93,7 +91,7 @@ def forked(specs: Sequence[ProcessSpec], run_dir: Path, at: str, *, name: str) -
     A finished run would turn samplers away before. `name` tells the store that a learner that was started again means
     the same fork.
     """
-    ready = run_dir / FORKED_FILE
+    ready = RunPaths(run_dir).forked
     found = []
     for spec in specs:
         if spec.name in LEADERS:

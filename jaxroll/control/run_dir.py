@@ -28,15 +28,11 @@ from jaxroll import config as configs
 from jaxroll import disk, migration
 from jaxroll.config import Config
 from jaxroll.errors import ConfigError
+from jaxroll.run_paths import RunPaths
 
-RUN_FILE = "run.json"
 RUN_FILE_BYTES = 16 * 2**20  # a larger one is not ours
-LOCK_FILE = ".lock"
-OF_A_RUN = ("store.db", "checkpoints")  # what a run leaves in its folder, also where run.json was deleted
 CONFIG_VARIABLE = "JAXROLL_RUN_CONFIG"
 CREATION_S = 10.0  # how long a role waits for another process that is creating the same run
-METRICS_FILE = "metrics.jsonl"
-LOGS = "logs"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "numpy", "grpcio", "msgspec",
             "reasoning-gym", "libtpu")  # fmt: skip
 # Keys that may change when a run is resumed: duration, monitoring and placement; never the data or the objective.
@@ -144,13 +140,15 @@ def create_unique(parent: Path, name: str, config: Config, argv: Sequence[str], 
 
 def check_free(path: Path) -> None:
     """ConfigError when the folder holds a run, or parts of one."""
-    if os.path.lexists(path / RUN_FILE):
+    paths = RunPaths(path)
+    if os.path.lexists(paths.run_file):
         raise ConfigError("RUN", str(path), "there is a run here already",
                           "Add --resume to continue it, or name another folder.")  # fmt: skip
-    left = [name for name in OF_A_RUN if os.path.lexists(path / name) and not _is_empty_folder(path / name)]
-    if left:
-        raise ConfigError("RUN", str(path), f"holds {left[0]} of a run that has lost its {RUN_FILE}",
-                          f"Restore {RUN_FILE} from a copy, or name another folder.")  # fmt: skip
+    for left in (paths.database, paths.checkpoints):
+        if os.path.lexists(left) and not _is_empty_folder(left):
+            lost = paths.run_file.name
+            raise ConfigError("RUN", str(path), f"holds {left.name} of a run that has lost its {lost}",
+                              f"Restore {lost} from a copy, or name another folder.")  # fmt: skip
 
 
 def _is_empty_folder(path: Path) -> bool:
@@ -160,7 +158,7 @@ def _is_empty_folder(path: Path) -> bool:
 
 def load(path: Path) -> dict[str, Any]:
     """The content of run.json in the folder; ConfigError when it is missing or not JaxRoll's."""
-    file = Path(path) / RUN_FILE
+    file = RunPaths(Path(path)).run_file
     try:
         values = json.loads(_run_file_bytes(file).decode())
         values = migration.run_file(values, file) if isinstance(values, dict) else values
@@ -251,16 +249,17 @@ def note_devices(path: Path, role: str, row: dict[str, Any]) -> None:
 def write(path: Path, values: dict[str, Any]) -> None:
     """Replace run.json."""
     try:
-        disk.replace_text(path / RUN_FILE, json.dumps(values, indent=1, sort_keys=True) + "\n", synced=True)
+        disk.replace_text(RunPaths(path).run_file, json.dumps(values, indent=1, sort_keys=True) + "\n", synced=True)
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
 def _make_logs(path: Path) -> None:
+    logs = RunPaths(path).logs
     try:
-        (path / LOGS).mkdir(exist_ok=True)
+        logs.mkdir(exist_ok=True)
     except OSError as error:
-        raise _unwritable(path / LOGS, error) from error
+        raise _unwritable(logs, error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
@@ -319,7 +318,7 @@ def locked(path: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         try:
-            file = held.enter_context((path / LOCK_FILE).open("ab"))
+            file = held.enter_context(RunPaths(path).lock.open("ab"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RunInUse("RUN", str(path), "another process is running this run", "Stop it first.") from None
@@ -362,11 +361,11 @@ def find_runs(parent: Path) -> list[RunSummary]:
     found = []
     for folder in _folders(parent):
         try:
-            if folder.is_symlink() or not os.path.lexists(folder / RUN_FILE):
+            if folder.is_symlink() or not os.path.lexists(RunPaths(folder).run_file):
                 continue
             values = load(folder)
             config = configs.parse(values["config"])
-            rows = metrics.read(folder / METRICS_FILE)
+            rows = metrics.read(RunPaths(folder).metrics)
         except (ConfigError, OSError) as error:
             print(f"{folder}: {error}", file=sys.stderr)
             continue

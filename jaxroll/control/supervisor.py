@@ -25,8 +25,8 @@ from jaxroll.config import SupervisorConfig
 from jaxroll.control import child as policy
 from jaxroll.control.child import Child, tail
 from jaxroll.control.program import ProcessSpec
-from jaxroll.control.run_dir import LOGS, METRICS_FILE
 from jaxroll.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ConfigError, InfraError
+from jaxroll.run_paths import RunPaths
 
 TICK_S = 0.1
 READY_S = 180.0
@@ -150,9 +150,10 @@ class Supervisor:
         self._interrupts = 0
         self._hung_up = False
         self._bell = WakeSignal()
-        self._follower = metrics.Follower(run_dir / METRICS_FILE, at_end=True)
-        (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
-        self._tracker = metrics.JsonlTracker(run_dir / METRICS_FILE, self._observer.say)
+        self._paths = RunPaths(run_dir)
+        self._follower = metrics.Follower(self._paths.metrics, at_end=True)
+        self._paths.logs.mkdir(parents=True, exist_ok=True)
+        self._tracker = metrics.JsonlTracker(self._paths.metrics, self._observer.say)
         self._unreadable = False  # whether the metrics could not be read the last time
 
     def run(self) -> int:
@@ -276,7 +277,7 @@ class Supervisor:
                 return None
             case _:
                 # The log may be what cannot be written: then the process's own words about its disk are lost.
-                advice = disk.remedy(error.__cause__ or error, self._run_dir / LOGS)
+                advice = disk.remedy(error.__cause__ or error, self._paths.logs)
                 return self._give_up(slot, EXIT_FAILURE, f"{error}, {slot.lives.deaths + 1} times", advice)
 
     def _gang(self, slot: _Slot) -> list[_Slot]:
@@ -352,9 +353,7 @@ class Supervisor:
             rows = self._follower.rows()
         except OSError as error:
             if not self._unreadable:
-                self._observer.say(
-                    f"{self._run_dir / METRICS_FILE}: {error.strerror}. The run goes on without showing steps."
-                )
+                self._observer.say(f"{self._paths.metrics}: {error.strerror}. The run goes on without showing steps.")
             self._unreadable = True
             return []
         self._unreadable = False
@@ -377,4 +376,4 @@ class Supervisor:
         return ProcessView(slot.spec.name, state, now - slot.since_s)
 
     def _log(self, name: str) -> Path:
-        return self._run_dir / LOGS / f"{name}.log"
+        return self._paths.log_of(name)

@@ -23,8 +23,7 @@ from jaxroll.control.supervisor import Supervisor
 from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
 from jaxroll.report.figures import record, summary
 from jaxroll.rpc import auth
-
-WARM_MARK = ".warm-done"
+from jaxroll.run_paths import RunPaths
 
 
 def find_inventory(config: Config) -> Inventory:
@@ -77,7 +76,7 @@ def _supervise(specs: Sequence[ProcessSpec], path: Path, config: Config, view: V
 
 def needs_warm_start(config: Config, path: Path) -> bool:
     """True if the run is to begin with a warm start that has not been made."""
-    return config.sft.steps > 0 and not (path / WARM_MARK).exists()
+    return config.sft.steps > 0 and not RunPaths(path).warm_start_done.exists()
 
 
 def compiled_meanwhile(config: Config, inventory: Inventory, cores: int) -> tuple[str, ...]:
@@ -104,7 +103,7 @@ def closing_words(code: int, path: Path, seconds: float) -> str:
         return f"The run is complete after {seconds:.0f} s. See it with: {command} report {shown}"
     if code == EXIT_INTERRUPTED:
         return f"Stopped after {seconds:.0f} s. Go on with: {command} train {shown} --resume"
-    return f"The run ended after {seconds:.0f} s without finishing. Logs: {shown}/{run_dir.LOGS}/"
+    return f"The run ended after {seconds:.0f} s without finishing. Logs: {shown}/{RunPaths(path).logs.name}/"
 
 
 def own_command() -> str:

@@ -23,12 +23,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxroll import disk
+from jaxroll.config import Config
 from jaxroll.errors import CheckpointDamaged, ConfigError, DataError
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import STATE
-from jaxroll.models import folders, tensor_files
+from jaxroll.models import folders, pretrained, tensor_files
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.tensor_files import Converted, Leaf
+from jaxroll.run_paths import RunPaths
 
 _ARRAYS, _MODEL, _TOKENIZER = tensor_files.SINGLE, folders.MODEL_FILE, "text.json"
 _FLOAT32 = np.dtype(np.float32)
@@ -91,6 +93,27 @@ def load(folder: Path) -> Mapping[str, np.ndarray]:
     except DataError as error:
         raise ConfigError("weights", str(path), f"not a safetensors file ({error})", "Write it again.") from error
     return Converted(tensors, lambda name: np.asarray(tensors[name], np.float32))
+
+
+# --- the parameters that a run starts from: its warm start, else the model of `model.path`, else a fresh init
+
+
+def initial_folder(config: Config, run_dir: Path) -> Path | None:
+    """The folder of the run's initial parameters: its warm start, or `model.path`. None for a fresh init."""
+    if (warm := RunPaths(run_dir).warm_start).is_dir():
+        return warm
+    return Path(config.model.path) if config.model.path else None
+
+
+def initial(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
+    """The parameters in `initial_folder`, as float32 host arrays that are read on access; None for a fresh init."""
+    folder = initial_folder(config, run_dir)
+    if folder is None:
+        return None
+    return load(folder) if folder == RunPaths(run_dir).warm_start else pretrained.weights(config.model, spec)
+
+
+# --- model and tokenizer of a weights folder
 
 
 def model_spec(folder: Path) -> ModelSpec:

@@ -27,7 +27,6 @@ from jaxroll.protocols import Tokenizer
 from jaxroll.records import Grant, Member, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.members import MemberPlayer, Members, episode_counts, training_params, until_one_ends
-from jaxroll.roles.sampler import address_file
 from jaxroll.rollout.episode import Transcript
 from jaxroll.rpc import auth, tls
 from jaxroll.rpc.client import RawClient
@@ -83,7 +82,7 @@ class ActorLoops:
 
     def _clients(self) -> dict[str, RawClient]:
         args = self.session.args
-        files = [address_file(args.run_dir, f"sampler-{index}") for index in range(self.config.sampler.count)]
+        files = [args.paths.sampler_address(f"sampler-{index}") for index in range(self.config.sampler.count)]
         clients = {}
         for index, address in enumerate(args.samplers or files):
             clients[f"sampler-{index}"] = client = RawClient(

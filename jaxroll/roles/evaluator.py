@@ -29,7 +29,6 @@ from jaxroll.rollout import manager
 PUBLISHED_WAIT_S = 10.0
 EXAMPLES = 8
 FETCH_TRIES, FETCH_PAUSE_S = 50, 0.2
-HELDOUT_FILE = "heldout.json"
 
 
 def main(args: RoleArgs) -> int:
@@ -61,7 +60,7 @@ class EvaluatorLoops:
         self.tasks = held_out
         hashes = json.dumps([task.question_hash for task in self.tasks])
         # the report checks that no held-out item was trained on
-        (session.args.run_dir / HELDOUT_FILE).write_text(hashes, encoding="utf-8")
+        session.args.paths.heldout.write_text(hashes, encoding="utf-8")
 
     async def run(self) -> None:
         """Evaluate every version that is due, until the last. InfraError if its weights cannot be fetched."""

@@ -50,13 +50,14 @@ from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.multihost import lockstep, processes
 from jaxroll.learner.multihost.processes import Follower, Leader
 from jaxroll.learner.trainer import Ready, Running, Trainer
-from jaxroll.models import families, pretrained
+from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
 from jaxroll.records import Version
 from jaxroll.roles import build
 from jaxroll.roles.weights import BackgroundPublisher, OnThread, Progress, weights_token
 from jaxroll.rollout.loop_thread import DeviceThread, LoopThread
 from jaxroll.rpc import tls
+from jaxroll.run_paths import RunPaths
 from jaxroll.sharding import layout
 from jaxroll.store.client import StoreClient
 from jaxroll.store.core.settings import END_OF_DATA
@@ -106,16 +107,15 @@ def _check_known(checkpoints: Checkpoints, lineages: list[Lineage], claims: int 
 
 
 def first_params(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
-    """The run's initial parameters (host arrays): the warm start, or the model of `model.path`. None for a fresh init.
+    """The run's initial parameters as host arrays (see `weights.initial`); None for a fresh init.
 
     ConfigError if the config asks for a warm start and there is none: `jaxroll train` makes it, roles do not.
     """
-    if (warm := run_dir / "warm").is_dir():
-        return weights.load(warm)
-    if config.sft.steps:
+    warm = RunPaths(run_dir).warm_start
+    if config.sft.steps and not warm.is_dir():
         raise ConfigError("sft.steps", config.sft.steps, f"the warm start is not in {warm}",
                           f"Run `jaxroll sft {run_dir}` first, or set sft.steps=0.")  # fmt: skip
-    return pretrained.weights(config.model, spec) if config.model.path else None
+    return weights.initial(config, run_dir, spec)
 
 
 # --- The process
@@ -126,7 +126,6 @@ DEVICE_POLL_S = 0.005  # between two checks whether the devices have finished, w
 HOLDER_POLL_S = 0.2
 LAST_ROWS_S = 2.0  # for progress rows that are not sent yet at the end
 FINISHED = "finished"
-FORKED_FILE = ".forked"  # the supervisor starts the other roles when this file exists
 
 
 @dataclass(frozen=True)
@@ -179,13 +178,13 @@ async def _run(
 ) -> int:
     """Connect to the store, build what the session needs, and run it."""
     store = await StoreClient.connect(
-        args.store_address or args.run_dir / "store.addr",
+        args.store_address or args.paths.store_address,
         role="learner", name="learner", config_digest=args.config_digest, patience_s=60.0,
         call_s=args.config.store.rpc_deadline_s, run_dir=args.run_dir,
     )  # fmt: skip
     async with contextlib.AsyncExitStack() as ends:
         ends.push_async_callback(store.aclose)
-        folder, kept = args.run_dir / "checkpoints", args.config.learner.checkpoints_kept
+        folder, kept = args.paths.checkpoints, args.config.learner.checkpoints_kept
         checkpoints = await device(lambda: lockstep.checkpoints(folder, kept, leader))
         ends.push_async_callback(device, checkpoints.close)
         publisher = await device(lambda: _publisher(args))
@@ -212,7 +211,7 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
     lifeline.on_stop(leader.ask_to_stop)
     if stop.is_set():  # before the other hosts had joined
         leader.ask_to_stop()
-    checkpoints = Checkpoints(args.run_dir / "checkpoints", args.config.learner.checkpoints_kept)
+    checkpoints = Checkpoints(args.paths.checkpoints, args.config.learner.checkpoints_kept)
     with leader:
         trainer = new_trainer(args.config)
 
@@ -282,7 +281,7 @@ class LearnerSession:
             raise self._cannot_start(refusal) from refusal
         if self.args.fork is not None:
             self.progress(f"forked: version {version}")
-            (self.args.run_dir / FORKED_FILE).touch()
+            self.args.paths.forked.touch()
         self.progress.end("building the learner")
         self.progress.devices(trainer.layout.mesh, {"packed": str(trainer.programs.recipe.attention)})
         if trainer.sends_adapters:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any
 
 from jaxroll import disk
@@ -34,11 +33,6 @@ from jaxroll.serving import service
 STATUS_EVERY_S = 2.0  # between two checks if the run is closed
 _GRACE_S = 0.5
 _TOKEN_BYTES = 4  # of a prompt on the wire
-
-
-def address_file(run_dir: Path, name: str) -> Path:
-    """Path of the file with the address of the sampler `name`."""
-    return run_dir / f"{name}.addr"
 
 
 class Serving:
@@ -74,7 +68,7 @@ class Serving:
         await server.start()
         try:
             address = protocol.address(args.host, port)
-            disk.replace_text(address_file(args.run_dir, self._session.role), address + "\n")
+            disk.replace_text(args.paths.sampler_address(self._session.role), address + "\n")
             self._session.progress(f"serves actors on {address}")
             await asyncio.Event().wait()
         finally:

@@ -61,7 +61,7 @@ class Session:
         loop: asyncio.AbstractEventLoop,
         transport: Transport | None = None,
     ) -> None:
-        self._store_at = transport or args.store_address or args.run_dir / "store.addr"
+        self._store_at = transport or args.store_address or args.paths.store_address
         self.role, self.args, self.config, self.pool, self.loop = role, args, args.config, pool, loop
         self.stopping = asyncio.Event()
         self._rows: list[dict] = []

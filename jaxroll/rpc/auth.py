@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxroll.errors import ConfigError
+from jaxroll.run_paths import RunPaths
 
-TOKEN_FILE = "token"
 TOKEN_VARIABLE = "JAXROLL_TOKEN"
 ROLES = frozenset({"sampler", "learner", "admin", "observer"})
 _ALIASES = {"actor": "sampler", "evaluator": "observer", "report": "observer", "supervisor": "admin", "store": "admin"}
@@ -42,7 +42,7 @@ def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> s
     text = environment.get(TOKEN_VARIABLE, "").strip()
     if text or run_dir is None:
         return text or None
-    return _read(run_dir / TOKEN_FILE)
+    return _read(RunPaths(run_dir).token)
 
 
 def load_secret(run_dir: Path, environment: Mapping[str, str] = os.environ) -> str | None:
@@ -83,12 +83,12 @@ def keep_private(path: Path) -> None:
 
 def create(run_dir: Path) -> str:
     """The run's secret, made (readable by its owner only) if there is none yet."""
-    path = run_dir / TOKEN_FILE
+    path = RunPaths(run_dir).token
     kept = _read(path)
     if kept is not None:
         return kept
     secret = secrets.token_hex(32)
-    draft = path.with_name(f".{TOKEN_FILE}.{secrets.token_hex(8)}")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(secret + "\n")
         file.flush()

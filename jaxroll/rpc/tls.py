@@ -24,8 +24,9 @@ import grpc
 from jaxroll import disk
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.rpc import auth
+from jaxroll.run_paths import RunPaths
 
-TLS_VARIABLE, TLS_FOLDER = "JAXROLL_TLS", "tls"
+TLS_VARIABLE = "JAXROLL_TLS"
 CA, CERT, KEY = "ca.pem", "cert.pem", "key.pem"
 CLIENT_CERT, CLIENT_KEY = "client-cert.pem", "client-key.pem"
 PROBE_S = 3.0
@@ -189,7 +190,7 @@ def _no_password(key: Path) -> str:
 def load(run_dir: Path | None, environment: Mapping[str, str] = os.environ) -> Material | None:
     """The certificates of this process; None if there are none, and its connections are plain text."""
     named = environment.get(TLS_VARIABLE, "").strip()
-    folder = Path(named) if named else run_dir / TLS_FOLDER if run_dir is not None else None
+    folder = Path(named) if named else RunPaths(run_dir).tls if run_dir is not None else None
     if folder is None or not (named or folder.is_dir()):
         return None
     if not (folder / CA).is_file():
@@ -278,7 +279,7 @@ def _client_refused(material: Material) -> str:
 
 def explanation(error: ssl.SSLError, material: Material | None) -> str | None:
     """The cause and remedy of a handshake error; None if it is not about certificates."""
-    folder = material.folder if material is not None else TLS_FOLDER
+    folder = material.folder if material is not None else "RUN/tls"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted ({error.verify_message}) by {folder}/{CA}: {_advice(error)}"
     reason = str(error.reason)

@@ -16,12 +16,12 @@ from jaxroll.config import TokenizerConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Tokenizer
 from jaxroll.records import Message
+from jaxroll.run_paths import RunPaths
 from jaxroll.text.hf import HFTokenizer
 
 __all__ = ["CharTokenizer", "HFTokenizer", "build", "note", "of_run"]
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-ALPHABET_FILE = "alphabet.json"
 _VOCAB_MULTIPLE = 8  # so that the embedding can be sharded over small meshes
 
 
@@ -97,21 +97,22 @@ class CharTokenizer:
 def note(run_dir: Path, tokenizer: Tokenizer) -> None:
     """Write the alphabet of a `char` tokenizer, which the config does not contain, into the run's folder."""
     if isinstance(tokenizer, CharTokenizer):
-        disk.replace_text(run_dir / ALPHABET_FILE, json.dumps(tokenizer.alphabet) + "\n")
+        disk.replace_text(RunPaths(run_dir).alphabet, json.dumps(tokenizer.alphabet) + "\n")
 
 
 def of_run(run_dir: Path, cfg: TokenizerConfig) -> Tokenizer | None:
     """The tokenizer of a run, without its task; None when its folder has no alphabet (yet)."""
     if cfg.kind != "char":
         return build(cfg, "")
+    path = RunPaths(run_dir).alphabet
     try:
-        alphabet = disk.read_json(run_dir / ALPHABET_FILE)
+        alphabet = disk.read_json(path)
     except FileNotFoundError:
         return None
     except DataError as error:
         raise ConfigError("RUN", str(run_dir), str(error), "Restore the file from a copy.") from error
     if not isinstance(alphabet, str):
-        raise ConfigError("RUN", str(run_dir), f"{ALPHABET_FILE} is not a string", "Restore the file from a copy.")
+        raise ConfigError("RUN", str(run_dir), f"{path.name} is not a string", "Restore the file from a copy.")
     return CharTokenizer(alphabet)
 
 

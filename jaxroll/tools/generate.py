@@ -27,6 +27,7 @@ from jaxroll.learner.lora import Lora
 from jaxroll.models import families, params, pretrained
 from jaxroll.protocols import GenerationKey, SamplingParams, Tokenizer
 from jaxroll.records import Message, Version
+from jaxroll.run_paths import RunPaths
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
 from jaxroll.sharding import layout as meshes
 from jaxroll.sharding import layout as rules
@@ -81,32 +82,31 @@ def newest_params(
 
     ConfigError when there are none.
     """
-    checkpoints = Checkpoints(run_dir / "checkpoints", config.learner.checkpoints_kept)
+    checkpoints = Checkpoints(RunPaths(run_dir).checkpoints, config.learner.checkpoints_kept)
     latest = checkpoints.latest()
     if latest is not None:
         transform, adapters = optimizer.build(config.learner).transform, Lora.of(config.learner)
-        base = _base(config, spec, run_dir, layout) if adapters else {}
+        base = _initial_params(config, spec, run_dir, layout) if adapters else {}
         digest = lora.digest(base) if adapters else ""
         held = states.abstract(spec, layout, transform, adapters)
         held = dataclasses.replace(held, critic=critic.abstract(config.learner, spec, layout))
         state, _ = checkpoints.restore(latest, held, digest)
         values = lora.merged(spec, layout, adapters, base, state.params) if adapters else state.params
         return values, latest, f"checkpoint {latest}"
-    warm = run_dir / "warm"
-    if warm.is_dir():
-        return states.placed(weights.load(warm), spec, layout), Version(0, 0), "the warm start"
-    if config.model.path:
-        return states.placed(pretrained.weights(config.model, spec), spec, layout), Version(0, 0), config.model.path
-    raise ConfigError("RUN", str(run_dir), "has neither checkpoints nor a warm start", "Train first: jaxroll train.")
+    folder = weights.initial_folder(config, run_dir)
+    if folder is None:
+        reason = "has neither checkpoints nor a warm start"
+        raise ConfigError("RUN", str(run_dir), reason, "Train first: jaxroll train.")
+    source = "the warm start" if folder == RunPaths(run_dir).warm_start else config.model.path
+    return _initial_params(config, spec, run_dir, layout), Version(0, 0), source
 
 
-def _base(config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout) -> states.Params:
-    """The run's initial parameters: the warm start, the model of `model.path`, or a fresh init."""
-    if (warm := run_dir / "warm").is_dir():
-        return states.placed(weights.load(warm), spec, layout)
-    if config.model.path:
-        return states.placed(pretrained.weights(config.model, spec), spec, layout)
-    return params.init(spec, jax.random.key(config.run.seed), layout.mesh, layout.rules)
+def _initial_params(config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout) -> states.Params:
+    """The parameters that the run starts from (see `weights.initial`), on the devices of `layout`."""
+    values = weights.initial(config, run_dir, spec)
+    if values is None:
+        return params.init(spec, jax.random.key(config.run.seed), layout.mesh, layout.rules)
+    return states.placed(values, spec, layout)
 
 
 def ask(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]]) -> None:

@@ -182,14 +182,14 @@ def _every(seconds: float) -> Iterator[bool]:
 
 def main(args: RoleArgs) -> int:
     """Write the warm start to RUN/warm and its metrics to RUN/metrics.jsonl; return 0."""
-    tracker = JsonlTracker(args.run_dir / "metrics.jsonl")
+    tracker = JsonlTracker(args.paths.metrics)
 
     def progress(text: str) -> None:
         print(f"sft: {text}", flush=True)
         tracker.log({"t": time.time(), "role": "sft", "kind": "event", "text": text})
 
     try:
-        row = train(args.config, args.run_dir / "warm", progress)
+        row = train(args.config, args.paths.warm_start, progress)
         tracker.log({"t": time.time(), "role": "sft", "kind": "warm", "step": row["steps"], **row})
     finally:
         tracker.close()

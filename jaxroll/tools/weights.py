@@ -26,11 +26,11 @@ from jaxroll.learner.lora import Lora
 from jaxroll.models import families, folders, params, pretrained, tensor_files
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.tensor_files import DTYPES, Leaf
+from jaxroll.run_paths import RunPaths
 from jaxroll.sharding import layout
 from jaxroll.text import tokenizers
 from jaxroll.text.tokenizers import CharTokenizer
 
-CHECKPOINTS, WARM = "checkpoints", "warm"
 ORIGIN_FILE = "huggingface.json"  # the config.json that a folder was imported with
 TEXT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -144,13 +144,12 @@ def _merged(adapters: Lora, base: Source, trained: Mapping[str, np.ndarray], dig
 
 
 def _base(run: OfRun) -> Source:
-    """The run's initial parameters: its warm start, the model of `model.path`, or a fresh init."""
-    for folder in (run.path / WARM, Path(run.config.model.path)):
-        if folder != Path() and folder.is_dir():
-            return _of_folder(folder)
+    """The parameters that the run starts from (see `weights.initial_folder`), in their stored dtype."""
+    if (folder := weights.initial_folder(run.config, run.path)) is not None:
+        return _of_folder(folder)
     text = tokenizers.of_run(run.path, run.config.tokenizer)
     if text is None:
-        reason = f"has no {tokenizers.ALPHABET_FILE}, which determines the size of its model's vocabulary"
+        reason = f"has no {RunPaths(run.path).alphabet.name}, which determines the size of its model's vocabulary"
         raise ConfigError("RUN", str(run.path), reason, "Restore the file from a copy.")
     spec = pretrained.spec(run.config.model, text.vocab_size)
     made = params.init(spec, jax.random.key(run.config.run.seed), layout.build(MeshConfig()), layout.LEARNER)
@@ -169,11 +168,11 @@ def _of_folder(folder: Path) -> Source:
 
 def _newest(run: OfRun) -> Path:
     """The run's newest checkpoint, or its warm start if there is none; ConfigError when it has neither."""
-    folder = run.path / CHECKPOINTS
+    folder, warm = RunPaths(run.path).checkpoints, RunPaths(run.path).warm_start
     if versions := checkpoint_files.versions(folder):
         return checkpoint_files.path_of(folder, max(versions))
-    if folders.is_ours(run.path / WARM):
-        return run.path / WARM
+    if folders.is_ours(warm):
+        return warm
     raise ConfigError("RUN", str(run.path), "has neither checkpoints nor a warm start", "Train first: jaxroll train.")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jaxroll.config import TransferConfig
 from jaxroll.records import Version, VersionRef
 from jaxroll.rpc.tls import Material
+from jaxroll.run_paths import RunPaths
 from jaxroll.transfer import host_snapshot as snapshots
 from jaxroll.transfer.channel_tcp import TcpSender
 from jaxroll.transfer.channel_tensorstore import TensorstoreSender
@@ -43,7 +44,7 @@ def open_sender(
 ) -> Sender:
     """The sender of the channel that the config names. `tensorstore` without a path writes to RUN/transfer."""
     if config.channel == "tensorstore":
-        path = config.path or pathlib.Path(run_dir) / "transfer"
+        path = config.path or RunPaths(pathlib.Path(run_dir)).transfer
         return TensorstoreSender(path, keep=keep, limit_s=config.deadline_s)
     return TcpSender(
         host,

@@ -12,6 +12,7 @@ import pytest
 from jaxroll.control import certificates
 from jaxroll.errors import EXIT_FAILURE
 from jaxroll.rpc import tls
+from jaxroll.run_paths import RunPaths
 from tests.harness.cluster import disks
 from tests.harness.cluster.cluster import Cluster
 from tests.harness.cluster.criteria import Row, judge
@@ -26,7 +27,7 @@ def test_certificates_are_rotated_under_a_run_without_a_restart_of_its_callers(
 ) -> None:
     """All get a new CA and new certificates, and the store restarts. Expired ones end it with the remedy."""
     certificates.make(tmp_path / "made", [], 1)
-    folder = tmp_path / "made" / tls.TLS_FOLDER
+    folder = RunPaths(tmp_path / "made").tls
     monkeypatch.setenv(tls.TLS_VARIABLE, str(folder))
     with Cluster(tmp_path / "run", *SMALL, "store.mutual_tls=true") as run:
         learner, sampler = run.learner(step_s=0.0), run.sampler(work_s=0.01)

@@ -14,6 +14,7 @@ from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError
 from jaxroll.learner.multihost import processes
 from jaxroll.learner.multihost.processes import Command, Follower, Leader
 from jaxroll.records import Version
+from jaxroll.run_paths import RunPaths
 
 LIMIT_S = 20.0
 Ends = queue.Queue
@@ -102,7 +103,7 @@ def test_a_process_without_the_secret_is_refused():
 def test_an_address_of_an_earlier_run_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as dead:
         old = dead.getsockname()[1]
-    (tmp_path / processes.ADDRESS_FILE).write_text(f"127.0.0.1:{old}\n")
+    RunPaths(tmp_path).coordinator_address.write_text(f"127.0.0.1:{old}\n")
     with socket.socket() as late:
 
         def come(_: float) -> None:

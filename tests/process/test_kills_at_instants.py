@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxroll.control.train import WARM_MARK
+from jaxroll.run_paths import RunPaths
 from tests.harness.train_process import LEARNING, START_S, UNEQUAL_MESHES, Train, assert_sound, differing, trained_again
 
 pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(1200)]
@@ -66,7 +66,7 @@ def test_killed_in_the_warm_start_and_again_as_it_is_written(tmp_path: Path) -> 
     with Train(run, *words) as first:
         soon(lambda: "compiled learner accumulate" in first.logs(), first, "the first step of the warm start")
         kill_everything(first)
-    assert not (run / WARM_MARK).exists()
+    assert not RunPaths(run).warm_start_done.exists()
     with Train(run, resume=True) as second:
         soon((run / "warm").exists, second, "the final write of the warm start")
         kill_everything(second)

@@ -14,6 +14,7 @@ import pytest
 from jaxroll.control import certificates
 from jaxroll.errors import EXIT_CONFIG, EXIT_INTERRUPTED, Unauthorized
 from jaxroll.rpc import auth, tls
+from jaxroll.run_paths import RunPaths
 from jaxroll.store.client import StoreClient
 from tests.harness.train_process import SMALL, START_S, Train, assert_sound, last_step
 
@@ -36,7 +37,7 @@ def refusal(train: Train, monkeypatch: pytest.MonkeyPatch, folder: Path | None, 
         return ""
 
     with monkeypatch.context() as patch:
-        patch.setenv(tls.TLS_VARIABLE, str(folder or train.run_dir / tls.TLS_FOLDER))
+        patch.setenv(tls.TLS_VARIABLE, str(folder or RunPaths(train.run_dir).tls))
         return asyncio.run(asyncio.wait_for(calls(), 40.0))
 
 
@@ -56,7 +57,7 @@ def test_a_run_over_tls_outlives_its_certificates(
         wrong = refusal(train, monkeypatch, None, auth.bearer(secret, "sampler"), "learner")
         assert "no valid token for the role 'learner'" in wrong and auth.TOKEN_VARIABLE in wrong
 
-        shutil.rmtree(run / tls.TLS_FOLDER)  # a new CA: old certificates are no longer trusted
+        shutil.rmtree(RunPaths(run).tls)  # a new CA: old certificates are no longer trusted
         certificates.make(run, [], 1)
         for name in ("store", "learner", "sampler"):
             at = last_step(train.rows)

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.control import run_dir
-from jaxroll.report.figures import activity, checks, record, summary
+from jaxroll.report.figures import activity, checks, summary
 from jaxroll.report.figures.record import History, Run
 from tests.harness.run_folder import REQUIRED
 
@@ -220,7 +219,7 @@ def test_a_run_is_live_while_rows_come_and_finished_with_its_last_step(tmp_path)
     assert summary.state_of(Run(tmp_path, CONFIG, rows=[step(9, 0.0, 100.0)]), now_s=500.0) == "finished"
 
 
-@pytest.mark.parametrize("lock", [record.LOCK, run_dir.LOCK_FILE])
+@pytest.mark.parametrize("lock", ["store.lock", ".lock"])
 @pytest.mark.parametrize("now_s", [500.0, -5000.0])
 def test_a_run_whose_lock_is_held_is_live_at_any_time(tmp_path, lock, now_s):
     rows = [step(8, 0.0, 100.0)]

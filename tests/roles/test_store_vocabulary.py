@@ -12,6 +12,7 @@ import pytest
 from jaxroll.config import Config, ModelConfig, TokenizerConfig
 from jaxroll.models import folders
 from jaxroll.roles.store import Vocabulary
+from jaxroll.run_paths import RunPaths
 from jaxroll.text import tokenizers
 
 QWEN3 = Path(__file__).resolve().parents[1] / "golden" / "qwen3" / "tied" / folders.CONFIG_FILE
@@ -22,7 +23,7 @@ def test_without_a_folder_the_model_has_the_ids_of_the_alphabet_that_the_feeder_
     assert vocabulary() == 0, "there is no prompt yet"
     tokenizers.note(tmp_path, text)
     assert vocabulary() == folders.spec(Config().model, text.vocab_size).vocab_size >= text.vocab_size
-    (tmp_path / tokenizers.ALPHABET_FILE).unlink()
+    RunPaths(tmp_path).alphabet.unlink()
     assert vocabulary() > 0, "a known size is not read again"
 
 
@@ -37,5 +38,5 @@ def test_a_folder_says_how_many_its_model_has_and_one_of_other_hosts_nothing(tmp
 
 @pytest.mark.parametrize("content", ["[", "3"])
 def test_an_alphabet_that_is_damaged_bounds_nothing(tmp_path: Path, content: str) -> None:
-    (tmp_path / tokenizers.ALPHABET_FILE).write_text(content)
+    RunPaths(tmp_path).alphabet.write_text(content)
     assert Vocabulary(Config(), tmp_path)() == 0

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models
 from jaxroll.config import TokenizerConfig
 from jaxroll.errors import ConfigError, DataError, JaxRollError
 from jaxroll.records import Message
+from jaxroll.run_paths import RunPaths
 from jaxroll.text import tokenizers
 from jaxroll.text.hf import HFTokenizer
 from tests.harness.resource_bounds import bounded, check_refusal
@@ -174,7 +175,7 @@ def test_a_tokenizer_that_knows_no_such_word_is_a_data_error(folder: Path) -> No
 
 @pytest.mark.parametrize("content", ["", "{", "3", '["a"]', NESTED, '"\\ufffd"', '""', b'"\xff"'])
 def test_a_hostile_alphabet_is_refused(tmp_path: Path, content: str | bytes) -> None:
-    put(tmp_path / tokenizers.ALPHABET_FILE, content)
+    put(RunPaths(tmp_path).alphabet, content)
     with bounded(), pytest.raises(JaxRollError) as refused:
         tokenizers.of_run(tmp_path, TokenizerConfig(kind="char"))
     check_refusal(refused.value)

@@ -39,8 +39,8 @@ from jaxroll.config import RoleArgs
 from jaxroll.errors import EXIT_FAILURE, ConfigError, DeadlineExceeded, JaxRollError, exit_code
 from jaxroll.records import Version
 from jaxroll.rpc import protocol
+from jaxroll.run_paths import RunPaths
 
-ADDRESS_FILE = "learner.addr"  # in the run's folder: the coordinator's address, if the port was left open
 JOIN_S = 300  # from the arrival of the first process to that of the last
 SILENCE_S = 60  # without a heartbeat, after which a host counts as lost
 _POLL_S = 0.1
@@ -212,11 +212,11 @@ def _check_cluster(args: RoleArgs) -> None:
 
 
 def _coordinator_address(coordinator: str, run_dir: Path, index: int) -> tuple[str, int]:
-    """Host and port of JAX's coordinator. With port 0, process 0 takes a free port and writes it to ADDRESS_FILE."""
+    """Host and port of JAX's coordinator. With port 0, process 0 takes a free port and writes it to a file."""
     host, _, text = coordinator.rpartition(":")
     if not host or not text.isdigit():
         raise ConfigError("--coordinator", coordinator, "not an address", "Write HOST:PORT.")
-    file = run_dir / ADDRESS_FILE
+    file = RunPaths(run_dir).coordinator_address
     if int(text) or index:
         return (host, int(text)) if int(text) else _wait_for_address(file)
     with socket.create_server((host, 0)) as probe:

@@ -16,9 +16,9 @@ from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import Entry
 from jaxroll.records import Version
 from jaxroll.report.formats import UNKNOWN, Section, moment, number, show
+from jaxroll.run_paths import RunPaths
 from jaxroll.store.log import database
 
-FOLDER = "checkpoints"
 UNSUMMED = "it has no sums to go by; its writer has not come so far, or was killed"
 # The version that a durable record names is the one whose lineage made the step before it durable.
 _DURABLE = "SELECT DISTINCT durable_lineage, step + 1 FROM claims WHERE durable_lineage IS NOT NULL"
@@ -38,7 +38,7 @@ def main(run_dir: Path, *, verify: bool, as_json: bool, console: Console | None 
 def facts(run_dir: Path, *, verify: bool) -> Facts:
     """Every checkpoint of the run as plain values. `durable` is None where there is no log to ask."""
     durable = _durable(run_dir)
-    entries = checkpoint_files.entries(run_dir / FOLDER, verify=verify)
+    entries = checkpoint_files.entries(RunPaths(run_dir).checkpoints, verify=verify)
     return {"verified": verify, "checkpoints": [_row(entry, durable, verify) for entry in entries]}
 
 

@@ -18,8 +18,9 @@ from jaxroll import metrics
 from jaxroll.errors import ConfigError
 from jaxroll.report.commands import trajectory
 from jaxroll.report.figures import activity
-from jaxroll.report.figures.record import METRICS_FILE, store_pid
+from jaxroll.report.figures.record import store_pid
 from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, show
+from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.holders import resting
 from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State, conservation_residual, held_bytes, outstanding
@@ -237,7 +238,7 @@ def _questions_facts(db: sqlite3.Connection) -> list[Facts]:
 
 
 def _disk_facts(run_dir: Path, db: sqlite3.Connection) -> Facts:
-    path = run_dir / database.DATABASE
+    path = RunPaths(run_dir).database
     wal = path.with_name(path.name + "-wal")
     first, last = db.execute("SELECT MIN(position), MAX(position) FROM log").fetchone()
     snapshot = db.execute("SELECT MAX(position) FROM snapshots").fetchone()[0]
@@ -279,7 +280,7 @@ def main(
 def _bottleneck(run_dir: Path, config: dict[str, Any]) -> Facts | None:
     """The bottleneck of the latest steps, by the metric rows; None if it is unknown."""
     with contextlib.suppress(ConfigError):  # no metrics can be read: the log is enough for all else
-        found = activity.bottleneck(activity.latest(metrics.read(run_dir / METRICS_FILE)), config)
+        found = activity.bottleneck(activity.latest(metrics.read(RunPaths(run_dir).metrics)), config)
         return asdict(found) if found else None
     return None
 

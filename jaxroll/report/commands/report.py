@@ -23,8 +23,7 @@ from jaxroll.report.figures.summary import state_of, summary, warnings
 from jaxroll.report.formats import UNKNOWN, duration, mesh, number, percent
 from jaxroll.report.page.page import page
 from jaxroll.report.page.plots import gain_words
-
-PAGE_FILE = "report.html"
+from jaxroll.run_paths import RunPaths
 
 
 def main(run_dir: Path, *, as_json: bool) -> int:
@@ -43,7 +42,7 @@ def main(run_dir: Path, *, as_json: bool) -> int:
 
 def write_page(run: Run, figures: Mapping[str, Any]) -> Path:
     """Write the page; return its path."""
-    path = run.path / PAGE_FILE
+    path = RunPaths(run.path).page
     disk.replace_text(path, page(run, figures))
     return path
 

@@ -14,6 +14,7 @@ from jaxroll import wire
 from jaxroll.config import parse
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.records import Finished, Member, Segment, ages
+from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import events as ev
 from jaxroll.text import tokenizers
 
@@ -28,7 +29,7 @@ def decoder(run_dir: Path, config: dict[str, Any]) -> tuple[Decoder | None, str]
     except (JaxRollError, OSError, ValueError) as error:
         return None, f"no text: {error}"
     if tokenizer is None:
-        return None, f"no text: {run_dir / tokenizers.ALPHABET_FILE} is not there (the store's feeder writes it)"
+        return None, f"no text: {RunPaths(run_dir).alphabet} is not there (the store's feeder writes it)"
     return tokenizer.decode, ""
 
 

@@ -18,6 +18,7 @@ from jaxroll import metrics, migration
 from jaxroll.config import Config
 from jaxroll.errors import ConfigError
 from jaxroll.records import Version
+from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import state
 from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import on_line
@@ -154,7 +155,6 @@ def _wasted_share(db: sqlite3.Connection, masked_tokens: int) -> float:
 
 # --- Run record: run.json, metrics.jsonl, heldout.json and store.db of a run's folder, read once
 
-RUN_FILE, METRICS_FILE, HELDOUT_FILE = "run.json", "metrics.jsonl", "heldout.json"
 Row = dict[str, Any]
 
 
@@ -190,11 +190,11 @@ def load(run_dir: Path) -> Run:
     about = _about(path)
     config = about.pop("config")
     facts = read(path, heldout_hashes(path))
-    return Run(path, config, about, surviving(metrics.read(path / METRICS_FILE), facts), facts)
+    return Run(path, config, about, surviving(metrics.read(RunPaths(path).metrics), facts), facts)
 
 
 def _about(path: Path) -> dict[str, Any]:
-    file = path / RUN_FILE
+    file = RunPaths(path).run_file
     remedy = "Name the folder of a run; `jaxroll list` shows them."
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
@@ -233,14 +233,15 @@ def _misfit(values: dict[str, Any], defaults: dict[str, Any]) -> str:
 
 def heldout_hashes(path: Path) -> frozenset[str] | None:
     """The question hashes of the held-out set as the evaluator wrote them; None when it has not (yet)."""
+    file = RunPaths(path).heldout
     try:
-        hashes = json.loads((path / HELDOUT_FILE).read_text(encoding="utf-8"))
+        hashes = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(hashes, list):
             raise ValueError("not a list of hashes")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError("RUN", str(path / HELDOUT_FILE), f"unreadable: {error}", "Remove it.") from error
+        raise ConfigError("RUN", str(file), f"unreadable: {error}", "Remove it.") from error
     return frozenset(map(str, hashes))
 
 
@@ -258,14 +259,12 @@ def _version(row: Row) -> Version:
 
 # --- whether a process on this machine has the run open, without touching its locks
 
-LOCK = "store.lock"
-_SUPERVISOR_LOCK = ".lock"  # control.run_dir.LOCK_FILE, which this package may not import
 _LOCKS = Path("/proc/locks")
 
 
 def store_pid(run_dir: Path) -> int | None:
     """The process that serves the run on this machine; None when none does, or nothing is known of it."""
-    path = run_dir / LOCK
+    path = RunPaths(run_dir).store_lock
     try:
         return int(path.read_text(encoding="utf-8")) if _is_held(path) else None
     except (OSError, ValueError):
@@ -274,7 +273,8 @@ def store_pid(run_dir: Path) -> int | None:
 
 def is_open(run_dir: Path) -> bool:
     """True if a store or a supervisor on this machine holds the run."""
-    return any(_is_held(run_dir / name) for name in (LOCK, _SUPERVISOR_LOCK))
+    paths = RunPaths(run_dir)
+    return _is_held(paths.store_lock) or _is_held(paths.lock)
 
 
 def _is_held(path: Path) -> bool:

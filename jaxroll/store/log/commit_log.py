@@ -27,14 +27,13 @@ import msgspec
 from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.errors import InfraError
+from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import events as ev
 from jaxroll.store.core.requests import Recorded
 from jaxroll.store.core.state import State
 from jaxroll.store.log import database, schema, state_checkpoints
-from jaxroll.store.log.database import DATABASE
 from jaxroll.store.log.state_checkpoints import Mark, StatePart, StateReplica
 
-LOCK = "store.lock"
 HISTORY_BYTES, KEEP_BYTES = 256 * 2**20, 128 * 2**20
 _REST_S = 0.004  # the replaying thread sleeps this long after every few milliseconds of work, for the event loop's sake
 
@@ -131,8 +130,8 @@ class Log:
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         database.checked_folder(run_dir)
-        self.path = run_dir / DATABASE
-        self._lock = database.locked(run_dir / LOCK)
+        self.path = RunPaths(run_dir).database
+        self._lock = database.locked(RunPaths(run_dir).store_lock)
         try:
             self._connection = database.connected(self.path)
             database.prepared(self._connection, self.path)
@@ -210,7 +209,7 @@ class Log:
         """Settings of the writing connection, size of the database on disk, and number of committed transactions."""
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._writer, _facts, self._connection)
-        wal = self.path.with_name(DATABASE + "-wal")
+        wal = self.path.with_name(self.path.name + "-wal")
         return found | {"wal_bytes": wal.stat().st_size if wal.exists() else 0, "commits": self.commits}
 
     async def close(self) -> None:

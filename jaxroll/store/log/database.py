@@ -18,6 +18,7 @@ from urllib.parse import quote
 import msgspec
 
 from jaxroll.errors import ConfigError, DataError, InfraError, one_line
+from jaxroll.run_paths import RunPaths
 from jaxroll.store.log import migration, schema
 
 BUSY_S = 30.0
@@ -201,14 +202,13 @@ def _unescaped(word: str) -> str:
 # The file may come from an untrusted source. Its tables must be those that a store creates: a view in place of a table
 # could run forever. Readers may fail on malformed rows: `damage_named` turns such failures into one kind of error.
 
-DATABASE = "store.db"
 WAIT_S = 10.0
 VALUE_BYTES = 256 << 20  # limit of one value; the largest that a store writes is a member of 64 MB
 
 
 def is_there(run_dir: Path) -> bool:
     """True if a store has created its tables in `run_dir`."""
-    path = run_dir / DATABASE
+    path = RunPaths(run_dir).database
     if not path.exists():
         return False
     connection = _opened(path)
@@ -224,7 +224,7 @@ def transaction(run_dir: Path) -> Iterator[sqlite3.Connection]:
 
     A database with an older schema is read from a migrated copy; DataError for any other version.
     """
-    path = run_dir / DATABASE
+    path = RunPaths(run_dir).database
     connection = _opened(path)
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -249,7 +249,7 @@ def damage_named(run_dir: Path, remedy: str) -> Iterator[None]:
     except (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError,
             RecursionError, MemoryError) as error:  # fmt: skip
         named = "" if isinstance(error, (sqlite3.Error, msgspec.MsgspecError)) else f"{type(error).__name__}: "
-        raise DataError(one_line(f"{run_dir / DATABASE}: {named}{error}; {remedy}")) from error
+        raise DataError(one_line(f"{RunPaths(run_dir).database}: {named}{error}; {remedy}")) from error
 
 
 def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
@@ -273,7 +273,7 @@ def _not_made(path: Path, what: str) -> DataError:
 @contextmanager
 def _migrated_copy(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     with tempfile.TemporaryDirectory(prefix="jaxroll-") as folder:
-        copy = sqlite3.connect(Path(folder) / DATABASE, isolation_level=None)
+        copy = sqlite3.connect(Path(folder) / "copy.db", isolation_level=None)
         try:
             connection.backup(copy)
             migration.migrate(copy)

@@ -21,6 +21,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.metrics import JsonlTracker
 from jaxroll.rpc import auth, protocol, tls
 from jaxroll.rpc.server import RawServer
+from jaxroll.run_paths import RunPaths
 from jaxroll.store import messages as msg
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.settings import Settings
@@ -32,7 +33,6 @@ from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots
 from jaxroll.store.server.prompts import Feeder, PromptBuffer
 from jaxroll.store.server.service import PAGE_BYTES, StoreService
 
-ADDRESS_FILE, METRICS_FILE = "store.addr", "metrics.jsonl"
 ROW_EVERY_S = 2.0
 LINGER_S = 30.0  # after the end of the run the store answers until there was no call for this time
 _LOCALLY = {
@@ -73,7 +73,7 @@ async def serve(
     try:
         sys.setswitchinterval(_SWITCH_S)
         keeper = Keeper(settings, log, clock or MonotonicClock())
-        metrics = JsonlTracker(run_dir / METRICS_FILE)
+        metrics = JsonlTracker(RunPaths(run_dir).metrics)
         try:
             store = _Store(config, keeper, metrics, feeder, linger_s, certificates, vocab_size)
             server = RawServer(
@@ -238,7 +238,7 @@ class _Store:
 def _port_before(run_dir: Path) -> int:
     """The port of this run's previous store process; 0 if there was none."""
     try:
-        text = (run_dir / ADDRESS_FILE).read_text(encoding="utf-8")
+        text = RunPaths(run_dir).store_address.read_text(encoding="utf-8")
     except FileNotFoundError:
         return 0
     port = text.strip().rpartition(":")[2]
@@ -247,4 +247,4 @@ def _port_before(run_dir: Path) -> int:
 
 def _write_address(run_dir: Path, address: str) -> None:
     """Replace the address file; readers see a whole address even after a crash of the machine."""
-    disk.replace_text(run_dir / ADDRESS_FILE, address + "\n", synced=True)
+    disk.replace_text(RunPaths(run_dir).store_address, address + "\n", synced=True)
