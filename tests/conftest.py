@@ -70,6 +70,16 @@ def free_run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+# --- mounts of small disks
+
+
+def pytest_configure() -> None:
+    """Take an own mount namespace before JAX and TensorStore start threads, which would not see later mounts."""
+    from tests.harness.cluster import disks
+
+    disks.own_mounts()
+
+
 # --- warnings
 
 

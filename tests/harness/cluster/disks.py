@@ -1,7 +1,8 @@
 """Small disks for tests: full, full for a time, or read-only from one moment on. They need root on Linux.
 
 The calling thread first gets its own mount namespace, which its children inherit. No other process of the machine sees
-the mounts, and they end with the test process at the latest.
+the mounts, and they end with the test process at the latest. Threads that started earlier do not see them either: they
+write to the folder under the mount. Therefore tests/conftest.py calls `own_mounts` before a library starts threads.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Disk:
 @contextlib.contextmanager
 def small_disk(path: Path, size_mb: int) -> Iterator[Disk]:
     """A disk of `size_mb` in memory at the folder `path`, which is created."""
-    _need_own_mounts()
+    _needown_mounts()
     path.mkdir(parents=True, exist_ok=True)
     _mount("-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(path))
     try:
@@ -73,7 +74,7 @@ def small_disk(path: Path, size_mb: int) -> Iterator[Disk]:
 @contextlib.contextmanager
 def failing_disk(path: Path, image: Path, size_mb: int) -> Iterator[Disk]:
     """An ext4 disk in the file `image` at the new folder `path`; its `fail` works while files are open."""
-    _need_own_mounts()
+    _needown_mounts()
     if shutil.which("mkfs.ext4") is None or not os.path.exists("/dev/loop-control"):
         pytest.skip("needs mkfs.ext4 and loop devices")
     with image.open("wb") as file:
@@ -88,7 +89,7 @@ def failing_disk(path: Path, image: Path, size_mb: int) -> Iterator[Disk]:
 
 
 @functools.cache
-def _own_mounts() -> str:
+def own_mounts() -> str:
     """Give this thread its own mounts; return the reason if that is impossible, else ''."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare"):
@@ -98,8 +99,8 @@ def _own_mounts() -> str:
     return ""
 
 
-def _need_own_mounts() -> None:
-    if why := _own_mounts():
+def _needown_mounts() -> None:
+    if why := own_mounts():
         pytest.skip(why)
 
 
