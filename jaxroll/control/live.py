@@ -229,6 +229,7 @@ class Status:
     running: dict[tuple[str, str], float] = field(default_factory=dict)  # (role, what) → unix time it began
     _lines: dict[str, tuple[str, float]] = field(default_factory=dict)  # role → its newest event, and when
     _rates: dict[str, deque[float]] = field(default_factory=dict)
+    _stalled_role: str = ""  # the role whose newest report of a stall is not over
     _waits: dict[str, str] = field(default_factory=dict)  # who is being waited for → why
     _accuracy: tuple[float, int] | None = None
     _last_step_t: float | None = None
@@ -241,6 +242,9 @@ class Status:
             self._recent.append(dict(row))
         if row.get("kind") in ("step", "eval", "restart", "compile"):
             self._lines.pop(role, None)  # its reported activity is over
+        if row.get("kind") == "step":
+            self._lines.pop(self._stalled_role, None)  # a step ends the stall that the store reported
+            self._stalled_role = ""
         match row.get("kind"):
             case "step":
                 return self._step(row)
@@ -255,6 +259,10 @@ class Status:
                 return self._compile(row)
             case "event":
                 self._lines[role] = (str(row.get("text")), float(row.get("t") or 0.0))
+                if row.get("what") == "stall":
+                    self._stalled_role = role
+                elif self._stalled_role == role:
+                    self._stalled_role = ""
                 return f"{role}: {row.get('text')}"
             case "restart":
                 self.forget(str(row.get("process")))

@@ -73,6 +73,7 @@ def test_the_store_is_measured_and_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_large_step_is_measured_without_a_peer_where_a_gpu_would_be(tmp_path: Path) -> None:
     """A small version on the CPU, whose peak rate is unknown, gives the figures that do not depend on it."""

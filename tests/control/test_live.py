@@ -96,6 +96,17 @@ def test_the_newest_message_of_a_role_is_shown_until_it_makes_progress() -> None
     assert "compiling apply" not in folded([said]).doing(107.0, [ProcessView("learner", "done", 1.0)])
 
 
+def test_a_reported_stall_is_shown_until_the_next_step() -> None:
+    status, processes = Status(of_steps=9), [ProcessView("store", "running", 70.0)]
+    status.take({"kind": "event", "role": "store", "t": 60.0, "text": "no progress for 60 s", "what": "stall"})
+    assert "no progress for 60 s" in status.doing(70.0, processes)
+    status.take({"kind": "step", "role": "learner", "step": 1, "t": 71.0})
+    assert "no progress" not in status.doing(72.0, processes)
+    status.take({"kind": "event", "role": "store", "t": 73.0, "text": "the certificate expires in 2 days"})
+    status.take({"kind": "step", "role": "learner", "step": 2, "t": 74.0})
+    assert "certificate" in status.doing(75.0, processes), "other messages of the store stay"
+
+
 def test_messages_of_a_process_are_shown_until_it_dies() -> None:
     words = [
         {"kind": "event", "role": "learner", "text": "waiting until the evaluator has version 0.3", "t": 100.0},

@@ -1,21 +1,21 @@
 """Across slot counts, meshes and forms of attention tokens differ at near-ties only, and those are rare."""
 
 import numpy as np
+import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.engine import naive
 
 REQUESTS, ALLOWED = 1500, 1e-4  # about 20,000 tokens
+FEW = ((MeshConfig(), 5, "dense"), (MeshConfig(data=2, tensor=2), 8, "xla"))
+MORE = ((MeshConfig(), 16, "xla"), (MeshConfig(tensor=2), 16, "dense"))
 
 
-def test_other_slot_counts_meshes_and_attention_differ_at_near_ties_only(bench, work, spec, seed, model) -> None:
+@pytest.mark.parametrize("arms", [FEW, pytest.param(MORE, marks=pytest.mark.soak)], ids=["few", "more"])
+def test_other_slot_counts_meshes_and_attention_differ_at_near_ties_only(bench, work, spec, seed, model, arms) -> None:
     """The reference has 16 slots side by side on one device; the margin at a difference is the naive sampler's."""
     requests = work(5, REQUESTS, temperature=1.0, top_k=0, top_p=1.0, max_tokens=15, stop_tokens=())
     reference = dict(bench(slots=16).run(requests))
-    arms = (
-        (MeshConfig(), 5, "dense"), (MeshConfig(), 16, "xla"), (MeshConfig(tensor=2), 16, "dense"),
-        (MeshConfig(data=2, tensor=2), 8, "xla"),
-    )  # fmt: skip
     for mesh, slots, paged in arms:
         other = bench(mesh, slots=slots, paged_attention=paged).run(requests)
         tokens = ties = 0

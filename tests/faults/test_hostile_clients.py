@@ -32,6 +32,7 @@ ATTACKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.soak
 def test_20_a_run_goes_on_among_hostile_clients(tmp_path: Path, note: Callable[[Row], None]) -> None:
     """Each attack lasts until the run has made three steps under it; no honest client is refused or late."""
     with Cluster(tmp_path / "run", *SHAPE) as run:

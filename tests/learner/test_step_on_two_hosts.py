@@ -83,7 +83,8 @@ def ran(folder: Path, processes: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("pairs", [FEW, pytest.param(MORE, marks=pytest.mark.soak)], ids=["few", "more"])
+@pytest.mark.soak
+@pytest.mark.parametrize("pairs", [FEW, MORE], ids=["few", "more"])
 def test_two_processes_make_the_update_of_one(make_claim, tmp_path, pairs):
     """Denominators, advantages, statistics and the critic's targets are counted over both; both write a checkpoint."""
     options = wanted(pairs)

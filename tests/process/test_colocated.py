@@ -90,6 +90,7 @@ def test_what_roles_may_be_is_the_same_in_one_process(tmp_path, channel, words):
         assert 6 in accuracies(train)
 
 
+@pytest.mark.soak
 def test_a_run_in_one_process_survives_its_kills_and_goes_on_apart(free_run_dir):
     """After a kill the store still lists weights of the ended process; no role may start with them."""
     words = (*LEARNING, EVALUATED, TOGETHER, "--config.schedule.steps=5000", "--config.learner.checkpoint_every=3",

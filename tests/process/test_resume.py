@@ -17,7 +17,8 @@ MORE = 9  # steps after the resume
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
 def test_resume_after_a_clean_stop_sees_the_undisturbed_questions(tmp_path, signum):
     words = (*SMALL, "--config.learner.checkpoint_every=100")
     with Train(tmp_path / "split", *words, "--config.schedule.steps=5000") as first:

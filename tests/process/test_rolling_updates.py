@@ -51,7 +51,8 @@ def further(rows: list[dict], known: Spans) -> bool:
     return all(len(found.get(role, [])) >= len(known.get(role, [])) + 2 for role in ("sampler-0", "sampler-1"))
 
 
-@pytest.mark.parametrize("rolling", [1, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("rolling", [1, 0])
 def test_samplers_change_their_weights_one_after_the_other_or_at_once(free_run_dir, rolling):
     with Train(free_run_dir, *WORDS, f"--config.schedule.rolling_updates={rolling}") as train:
         train.until_step(1)

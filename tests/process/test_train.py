@@ -13,7 +13,8 @@ pytestmark = pytest.mark.process
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("alpha", [*(pytest.param(alpha, marks=pytest.mark.soak) for alpha in (0, 1)), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("alpha", [0, 1, 2])
 def test_no_trained_token_is_older_than_alpha(free_run_dir, alpha):
     """Each step is published and acknowledged before the next; with α > 0 the next step is claimed before that."""
     words = (f"--config.schedule.alpha={alpha}", f"--config.schedule.steps={5000 if alpha else 8}")
@@ -26,11 +27,16 @@ def test_no_trained_token_is_older_than_alpha(free_run_dir, alpha):
         steps = last_step(train.rows)
         assert steps >= 8
         assert_sound(train, steps=steps, alpha=alpha)
-        at = positions(train)
-        for step in range(steps):
-            assert at[f"claimed {step}"] < at[f"published {step + 1}"] < at[f"acked {step}"]
-            assert step == 0 or at[f"acked {step - 1}"] < at[f"published {step + 1}"]
+        assert_steps_in_order(train, steps)
         assert alpha or (claimed_ahead(train) == [] and ages(train.rows) == {0})
+
+
+def assert_steps_in_order(train: Train, steps: int) -> None:
+    """Each step is claimed, its weights are published, it is acknowledged, and only then the next one is published."""
+    at = positions(train)
+    for step in range(steps):
+        assert at[f"claimed {step}"] < at[f"published {step + 1}"] < at[f"acked {step}"]
+        assert step == 0 or at[f"acked {step - 1}"] < at[f"published {step + 1}"]
 
 
 def ages(rows: list[dict]) -> set[int]:
@@ -57,8 +63,13 @@ def claimed_ahead(train: Train) -> list[int]:
 def test_a_run_from_warm_start_to_report(free_run_dir):
     # The deadline gives the evaluator time to compile.
     with Train(free_run_dir, *UNEQUAL_MESHES, "--config.schedule.steps=6", "--config.transfer.deadline_s=200") as train:
+        train.until_step(1)
+        learner = train.role("learner").nice()
+        others = [train.role(name).nice() for name in ("sampler", "store")]
+        assert others == [max(learner, lifeline.NICE)] * 2, "on a CPU the learner has priority"
         assert train.finish() == 0, train.logs()
         assert_sound(train, steps=6, alpha=1)
+        assert_steps_in_order(train, 6)
         report = train.report()
         assert report["restarts"] == 0, train.logs()
         assert report["heldout_in_train"] == 0
@@ -71,13 +82,11 @@ def test_a_run_from_warm_start_to_report(free_run_dir):
         assert {"learner", "sampler-0", "evaluator"} <= {row["role"] for row in train.rows if row["kind"] == "devices"}
 
 
+@pytest.mark.soak
 def test_the_tensorstore_channel_carries_a_run(free_run_dir):
     words = (*SMALL, "--config.transfer.channel=tensorstore", "--config.schedule.steps=5000")
     with Train(free_run_dir, *words) as train:
         train.until_step(4)
-        learner = train.role("learner").nice()
-        others = [train.role(name).nice() for name in ("sampler", "store")]
-        assert others == [max(learner, lifeline.NICE)] * 2, "on a CPU the learner has priority"
         train.interrupt()
         assert train.finish() == EXIT_INTERRUPTED, train.logs()
         assert_sound(train, steps=last_step(train.rows), alpha=1)

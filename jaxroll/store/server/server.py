@@ -211,7 +211,7 @@ class _Store:
         waited_for = "; ".join(f"{who} {why}" for who, why in report["waits"].items()) or "no known role"
         if now_s - self._named_at_s >= self._config.stall_s:
             self._named_at_s = now_s
-            self._event(f"no progress for {still_s:.0f} s; waiting for: {waited_for}")
+            self._event(f"no progress for {still_s:.0f} s; waiting for: {waited_for}", what="stall")
         if still_s >= self._config.stall_abort_s:
             why = f"stalled for {still_s:.0f} s; waited for: {waited_for}"
             self._keeper.decide(rq.Close(why))
@@ -231,8 +231,8 @@ class _Store:
         report = self._report()
         self._metrics.log({"t": unix_s(), "role": "store", "kind": "store", **report})
 
-    def _event(self, text: str) -> None:
-        self._metrics.log({"t": unix_s(), "role": "store", "kind": "event", "text": text})
+    def _event(self, text: str, **fields: str) -> None:
+        self._metrics.log({"t": unix_s(), "role": "store", "kind": "event", "text": text, **fields})
 
 
 def _port_before(run_dir: Path) -> int:
