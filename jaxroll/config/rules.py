@@ -166,14 +166,17 @@ def _check_shapes(config: Config) -> None:
         ("sampler.slots", sampler.slots, sampler.mesh, 1),
         ("evaluator.slots", config.evaluator.slots, config.evaluator.mesh, 1),
     ):
-        shards = mesh.data * mesh.fsdp
+        shards = mesh.shards
         if rows % (shards * of):
             up, shared = (
                 math.ceil(rows / (shards * of)) * shards * of,
                 " * learner.shared_prompt_rows" if of > 1 else "",
             )
             raise ConfigError(
-                key, rows, f"not divisible by the mesh's data * fsdp{shared} = {shards * of}", f"Set it to {up}."
+                key,
+                rows,
+                f"not divisible by the mesh's data * fsdp * expert{shared} = {shards * of}",
+                f"Set it to {up}.",
             )
 
 
@@ -215,7 +218,7 @@ def _check_cache(sampler: SamplerConfig, longest: int) -> None:
     if not sampler.cache_pages:
         return
     page_tokens = page_size(sampler.page_tokens, longest)
-    shards = sampler.mesh.data * sampler.mesh.fsdp
+    shards = sampler.mesh.shards
     needed = shards * (math.ceil(longest / page_tokens) + 1)
     if sampler.cache_pages < needed:
         raise ConfigError("sampler.cache_pages", sampler.cache_pages,

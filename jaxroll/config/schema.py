@@ -36,7 +36,7 @@ Advantage = Literal[
 ]  # fmt: skip
 WeightSwap = Literal["keep_kv", "reprefill", "restart", "drain"]
 LORA_TARGETS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
-MODEL_SIZES = ("nano", "tiny", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b")
+MODEL_SIZES = ("nano", "tiny", "tiny_moe", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b", "qwen3_30b_a3b")
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,18 @@ class MeshConfig:
     fsdp: PositiveInt = 1
     # Devices along the tensor-parallel axis.
     tensor: PositiveInt = 1
+    # Devices that divide the experts of each layer. For other parameters and for rows, part of the fsdp axis.
+    expert: PositiveInt = 1
 
     @property
     def devices(self) -> int:
         """Number of devices in the mesh."""
-        return self.data * self.fsdp * self.tensor
+        return self.shards * self.tensor
+
+    @property
+    def shards(self) -> int:
+        """Number of parts into which the mesh divides the rows of a batch, or the slots of an engine."""
+        return self.data * self.fsdp * self.expert
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxroll.errors import ConfigError
 from jaxroll.learner.samples import Sample
-from jaxroll.models.families import ModelSpec, parameter_count
+from jaxroll.models.families import ModelSpec, active_parameter_count
 
 BUCKETS = 3  # at most: each is one more program to compile
 SLACKS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, np.inf)  # tried in turn, until the samples fit into their rows
@@ -73,7 +73,7 @@ def row_buckets(micro_batch_rows: int, divisor: int, sharing: int = 1) -> tuple[
         raise ConfigError(
             "learner.micro_batch_rows",
             micro_batch_rows,
-            f"it must be divisible by data*fsdp = {divisor} of learner.mesh{shared}",
+            f"it must be divisible by data * fsdp * expert = {divisor} of learner.mesh{shared}",
             f"Use {-(-micro_batch_rows // (divisor * sharing)) * divisor * sharing}.",
         )
     buckets = [micro_batch_rows // sharing]
@@ -124,9 +124,10 @@ def attention_share(spec: ModelSpec) -> float:
     """`quadratic` of `work` for this model: multiplications per pair of tokens over multiplications per token.
 
     Per layer, a query and a key need N·H multiplications for the score and as many for the value, for half of all
-    pairs. A token needs one multiplication per parameter (embeddings count once, for the logits).
+    pairs. A token needs one multiplication per parameter (embeddings count once, for the logits;
+    of the experts only its own).
     """
-    products = parameter_count(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.width)
+    products = active_parameter_count(spec) - (0 if spec.tied_embeddings else spec.vocab_size * spec.width)
     return spec.layers * spec.heads * spec.head_dim / products
 
 

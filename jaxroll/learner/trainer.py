@@ -82,7 +82,7 @@ class Trainer:
     def __init__(self, config: Config, spec: ModelSpec, mesh: Mesh, rules: Rules, *, key: jax.Array) -> None:
         self.config, self.spec = config, spec
         self.layout = Layout(mesh, rules)
-        self._shards, self._quadratic = mesh.shape["data"] * mesh.shape["fsdp"], packing.attention_share(spec)
+        self._shards, self._quadratic = meshes.shards(mesh), packing.attention_share(spec)
         self.buckets = packing.row_buckets(
             config.learner.micro_batch_rows, self._shards, config.learner.shared_prompt_rows
         )

@@ -4,6 +4,7 @@ Read `transformer` first (the functions that the learner and the engine call), t
 `families` (model sizes as data).
 
     params        parameters as a flat dict of names, with shapes and shardings
+    moe           mixtures of experts: the router and the grouped products
     cache         the paged KV cache, and a contiguous copy of it
     pretrained    weights of an imported model
     folders       model folders: spec and completeness of weights (no JAX)

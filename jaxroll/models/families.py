@@ -34,14 +34,19 @@ class ModelSpec:
     compute_dtype: str = "float32"
     remat: Remat = "none"  # what the backward pass recomputes instead of storing
     value_head: bool = False  # of a critic: one number per token instead of logits
+    # Mixture of experts (0: one SwiGLU per layer); `hidden` is then the inner width of each expert.
+    experts: int = 0
+    experts_per_token: int = 0
+    normalized_gates: bool = True  # the weights of a token's experts are divided by their sum
 
     def __post_init__(self) -> None:
         for key in _FROM_HUGGINGFACE:
             _check_size(f"model.{key}", getattr(self, key), key)
         for key in ("rope_theta", "norm_eps"):
             _check_number(f"model.{key}", getattr(self, key))
-        for key in ("tied_embeddings", "qk_norm", "value_head"):
+        for key in ("tied_embeddings", "qk_norm", "value_head", "normalized_gates"):
             _check_flag(f"model.{key}", getattr(self, key))
+        self._check_experts()
         if not isinstance(self.name, str) or self.remat not in get_args(Remat):
             kinds = ", ".join(get_args(Remat))
             raise ConfigError("model", (self.name, self.remat), "invalid name or remat", f"remat is one of {kinds}.")
@@ -52,8 +57,18 @@ class ModelSpec:
         if self.compute_dtype not in _DTYPES:
             raise ConfigError("model.dtype", self.compute_dtype, "unknown dtype", f"Known: {', '.join(_DTYPES)}.")
 
+    def _check_experts(self) -> None:
+        if self.experts == 0 == self.experts_per_token:
+            return
+        for key in ("experts", "experts_per_token"):
+            _check_size(f"model.{key}", getattr(self, key), key)
+        if not self.experts_per_token <= self.experts < _MOST_EXPERTS:
+            reason = f"a token has {self.experts_per_token} experts"
+            raise ConfigError("model.experts", self.experts, reason, f"Use at least as many and below {_MOST_EXPERTS}.")
+
 
 _MOST_LAYERS, _MOST = 4096, 1 << 24  # limits of layers and of other sizes, against damaged or hostile files
+_MOST_EXPERTS = 65_535  # choices are recorded as 16-bit numbers
 
 
 def _check_size(key: str, value: Any, size: str) -> None:
@@ -82,14 +97,24 @@ _FROM_HUGGINGFACE = {
     "head_dim": "head_dim",
     "hidden": "intermediate_size",
 }
+_MOE_FROM_HUGGINGFACE = _FROM_HUGGINGFACE | {
+    "hidden": "moe_intermediate_size",
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+}
 
 _FAMILIES = {
     "nano": ModelSpec("nano", 64, 2, 32, 4, 2, 8, 96, rope_theta=1e4),
     "tiny": ModelSpec("tiny", 96, 3, 128, 4, 2, 32, 320, rope_theta=1e4),
+    "tiny_moe": ModelSpec("tiny_moe", 96, 2, 64, 4, 2, 16, 48, rope_theta=1e4, experts=8, experts_per_token=2),
     "qwen3_0p6b": ModelSpec("qwen3_0p6b", 151_936, 28, 1024, 16, 8, 128, 3072, remat="layer"),
     "qwen3_1p7b": ModelSpec("qwen3_1p7b", 151_936, 28, 2048, 16, 8, 128, 6144, remat="layer"),
     "qwen3_8b": ModelSpec("qwen3_8b", 151_936, 36, 4096, 32, 8, 128, 12_288, tied_embeddings=False, remat="layer"),
-}
+    "qwen3_30b_a3b": ModelSpec(
+        "qwen3_30b_a3b", 151_936, 48, 2048, 32, 4, 128, 768, tied_embeddings=False, remat="layer",
+        experts=128, experts_per_token=8,
+    ),
+}  # fmt: skip
 
 
 def names() -> tuple[str, ...]:
@@ -107,25 +132,31 @@ def spec(size: str, *, vocab_size: int | None = None, compute_dtype: str = "floa
 
 def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32") -> ModelSpec:
     """The spec of a Qwen3 checkpoint from its parsed config.json; ConfigError for features not supported here."""
-    for key, covered in _COVERED.items():
+    moe = config.get("model_type") == _MOE
+    if moe and "num_experts" not in config and "num_local_experts" in config:  # as transformers 5 writes it
+        config = {**config, "num_experts": config["num_local_experts"]}
+    sizes = _MOE_FROM_HUGGINGFACE if moe else _FROM_HUGGINGFACE
+    for key, covered in (_COVERED | (_MOE_COVERED if moe else {})).items():
         if config.get(key, covered[0]) not in covered:
             raise _not_covered(key, config[key], str(covered))
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise _not_covered("layer_types", kinds, "full_attention")
-    missing = [key for key in _FROM_HUGGINGFACE.values() if key not in config]
+    missing = [key for key in sizes.values() if key not in config]
     if missing:
         raise ConfigError("config.json", sorted(config), f"lacks {', '.join(missing)}", "Is this a Qwen3 checkpoint?")
     rope = config.get("rope_parameters") or {}
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise _not_covered("rope_parameters", rope, "rope_type default")
-    for ours, theirs in _FROM_HUGGINGFACE.items():
+    for ours, theirs in sizes.items():
         _check_size(f"config.json {theirs}", config[theirs], ours)
     rope_theta = config.get("rope_theta", rope.get("rope_theta", 1e4))
     norm_eps, tied = config.get("rms_norm_eps", 1e-6), config.get("tie_word_embeddings", False)
     _check_number("config.json rope_theta", rope_theta)
     _check_number("config.json rms_norm_eps", norm_eps)
     _check_flag("config.json tie_word_embeddings", tied)
+    normalized = config.get("norm_topk_prob", False) if moe else True
+    _check_flag("config.json norm_topk_prob", normalized)
     return ModelSpec(
         name=str(config.get("_name_or_path") or config.get("model_type", "qwen3")),
         rope_theta=float(rope_theta),
@@ -133,7 +164,8 @@ def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32
         norm_eps=float(norm_eps),
         compute_dtype=compute_dtype,
         remat="layer",
-        **{ours: config[theirs] for ours, theirs in _FROM_HUGGINGFACE.items()},
+        normalized_gates=normalized,
+        **{ours: config[theirs] for ours, theirs in sizes.items()},
     )
 
 
@@ -147,13 +179,18 @@ def to_huggingface(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None =
     Fields that the model lacks (token ids, the longest context) are taken from `base`, the original config.json.
     """
     fields = dict(base or {"max_position_embeddings": LONGEST_CONTEXT})
-    for old in ("rope_theta", "torch_dtype", "rope_scaling"):
+    for old in ("rope_theta", "torch_dtype", "rope_scaling", "num_local_experts"):
         fields.pop(old, None)
-    fields |= {theirs: getattr(spec, ours) for ours, theirs in _FROM_HUGGINGFACE.items()}
+    sizes = _MOE_FROM_HUGGINGFACE if spec.experts else _FROM_HUGGINGFACE
+    fields |= {theirs: getattr(spec, ours) for ours, theirs in sizes.items()}
     fields |= {key: covered[0] for key, covered in _COVERED.items() if key != "rope_scaling"}
+    if spec.experts:
+        fields |= {key: covered[0] for key, covered in _MOE_COVERED.items()} | {"model_type": _MOE}
+        fields |= {"norm_topk_prob": spec.normalized_gates}
+        fields.setdefault("intermediate_size", spec.hidden)  # of dense layers, of which the model has none
     rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
     return fields | {
-        "architectures": ["Qwen3ForCausalLM"],
+        "architectures": ["Qwen3MoeForCausalLM" if spec.experts else "Qwen3ForCausalLM"],
         "rms_norm_eps": spec.norm_eps,
         "tie_word_embeddings": spec.tied_embeddings,
         "rope_theta": spec.rope_theta,  # read by transformers 4; transformers 5 reads rope_parameters
@@ -167,12 +204,14 @@ LONGEST_CONTEXT = 40_960  # Qwen3's value; the decoder does not depend on it
 
 # Allowed values of a config.json under these keys (the first is the default).
 _COVERED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("qwen3",),
+    "model_type": ("qwen3", "qwen3_moe"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "use_sliding_window": (False,),
     "rope_scaling": (None,),
 }
+_MOE = "qwen3_moe"
+_MOE_COVERED: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 
 
 def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:
@@ -183,6 +222,7 @@ def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:
         ("tensor", mesh.tensor, "query heads", spec.heads),
         ("tensor", mesh.tensor, "hidden units", spec.hidden),
         ("fsdp", mesh.fsdp, "of width", spec.width),
+        ("expert", mesh.expert, "experts", spec.experts or 1),
     ):
         if count % size:
             fits = [n for n in range(1, size) if count % n == 0]
@@ -194,6 +234,13 @@ def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:
 def parameter_count(spec: ModelSpec) -> int:
     """The number of parameters, computed from the sizes without JAX."""
     attention = spec.width * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads) + 2 * spec.head_dim * spec.qk_norm
-    layer = attention + 3 * spec.width * spec.hidden + 2 * spec.width
+    router = spec.width * spec.experts
+    layer = attention + 3 * spec.width * spec.hidden * (spec.experts or 1) + router + 2 * spec.width
     head = spec.width if spec.value_head else 0 if spec.tied_embeddings else spec.vocab_size * spec.width
     return spec.layers * layer + spec.vocab_size * spec.width + head + spec.width
+
+
+def active_parameter_count(spec: ModelSpec) -> int:
+    """The number of parameters that one token is multiplied with: of all experts only its own count."""
+    idle = spec.experts - spec.experts_per_token
+    return parameter_count(spec) - spec.layers * 3 * spec.width * spec.hidden * idle

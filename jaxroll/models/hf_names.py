@@ -20,27 +20,50 @@ _LAYER = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
+# Parameters of mixtures of experts. Hugging Face stores one matrix per expert, JaxRoll all of them in one array.
+_MOE_LAYER = {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.up": "mlp.experts.{}.up_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
+}
+_DENSE_ONLY = ("mlp.gate", "mlp.up", "mlp.down")
 _QK_NORM = ("attn.q_norm", "attn.k_norm")
 
 
 def name(ours: str) -> str:
-    """Hugging Face's name of a parameter: "model.layers.0.self_attn.q_proj.weight" for "layers.00.attn.q"."""
+    """Hugging Face's name of a parameter: "model.layers.0.self_attn.q_proj.weight" for "layers.00.attn.q".
+
+    For the experts of a layer it has a field for the expert's number: "model.layers.0.mlp.experts.{}.up_proj.weight".
+    """
     if ours in _TOP:
         return _TOP[ours]
     _, layer, rest = ours.split(".", 2)
-    return f"model.layers.{int(layer)}.{_LAYER[rest]}.weight"
+    return f"model.layers.{int(layer)}.{(_LAYER | _MOE_LAYER)[rest]}.weight"
+
+
+def of_experts(ours: str) -> bool:
+    """True for a parameter of all experts of a layer, which Hugging Face stores as one tensor per expert."""
+    return ".experts." in ours
+
+
+def names(spec: ModelSpec, ours: str) -> tuple[str, ...]:
+    """The names of all Hugging Face tensors of a parameter: one, or one per expert."""
+    pattern = name(ours)
+    return tuple(pattern.format(expert) for expert in range(spec.experts)) if of_experts(ours) else (pattern,)
 
 
 def ours(spec: ModelSpec) -> tuple[str, ...]:
     """JaxRoll's names of all parameters of this model, sorted, as the flax module declares them."""
     top = [key for key in _TOP if key != "head" or not spec.tied_embeddings]
-    layer = [key for key in _LAYER if spec.qk_norm or key not in _QK_NORM]
+    kinds = [key for key in _LAYER if key not in _DENSE_ONLY] + [*_MOE_LAYER] if spec.experts else [*_LAYER]
+    layer = [key for key in kinds if spec.qk_norm or key not in _QK_NORM]
     return tuple(sorted([*top, *(f"layers.{number:02d}.{key}" for number in range(spec.layers) for key in layer)]))
 
 
 def name_error(spec: ModelSpec, held: Collection[str]) -> str:
     """The first missing or unexpected tensor of a checkpoint with these names, as a message; empty if there is none."""
-    wanted = {name(one): one for one in ours(spec)}
+    wanted = {theirs: one for one in ours(spec) for theirs in names(spec, one)}
     if missing := sorted(wanted.keys() - set(held)):
         return f"has no tensor {missing[0]!r}, which {wanted[missing[0]]!r} is read from{_more(missing)}"
     allowed = {*wanted, _TOP["head"]}  # a tied head, equal to the embedding, may be stored separately

@@ -16,10 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxroll.kernels.attention import exact_precision
+from jaxroll.models import moe
 from jaxroll.models.families import ModelSpec
+from jaxroll.models.moe import PRODUCT, Routing
 
 Rotation = tuple[Array, Array]  # cos and sin, each float32 [..., 1, H]
-PRODUCT = "product"  # checkpoint name of the products with parameters, for the remat policy "dots"
 Attend = Callable[[Array, Array, Array], Array]
 
 
@@ -126,18 +127,47 @@ class SwiGLU(nnx.Module):
         return project(jax.nn.silu(project(x, self.gate)) * project(x, self.up), self.down)
 
 
+class Experts(nnx.Module):
+    """The SwiGLU projections of all experts of a layer."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+        E, D, F = spec.experts, spec.width, spec.hidden
+        self.gate = parameter(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), 1 / math.sqrt(D))
+        self.up = parameter(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), 1 / math.sqrt(D))
+        self.down = parameter(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), 1 / math.sqrt(2 * spec.layers * F))
+
+
+class MixtureOfExperts(nnx.Module):
+    """The weighted sum of the outputs of each token's k experts; `routing` chooses them."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
+        self.router = parameter(rngs, (spec.width, spec.experts), ("embed", "router"), 1 / math.sqrt(spec.width))
+        self.experts = Experts(spec, rngs)
+        self.normalized = spec.normalized_gates
+
+    def __call__(self, x: Float[Array, "*rows D"], routing: Routing) -> Float[Array, "*rows D"]:
+        logits = moe.router_logits(x, self.router[...])
+        chosen = routing.choose(logits, logits)
+        weights = moe.gates(logits, chosen, self.normalized)
+        experts = moe.Weights(self.experts.gate[...], self.experts.up[...], self.experts.down[...])
+        return moe.mixed(x, chosen, weights, experts, routing.layout)
+
+
 class Block(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). `routing` chooses the experts of a mixture."""
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
         self.attn_norm = RMSNorm(spec.width, "norm", spec.norm_eps, rngs)
         self.attn = Attention(spec, rngs)
         self.mlp_norm = RMSNorm(spec.width, "norm", spec.norm_eps, rngs)
-        self.mlp = SwiGLU(spec, rngs)
+        self.mlp = MixtureOfExperts(spec, rngs) if spec.experts else SwiGLU(spec, rngs)
 
-    def __call__(self, x: Float[Array, "*rows D"], turn: Rotation, attend: Attend) -> Float[Array, "*rows D"]:
+    def __call__(
+        self, x: Float[Array, "*rows D"], turn: Rotation, attend: Attend, routing: Routing
+    ) -> Float[Array, "*rows D"]:
         x = x + self.attn(self.attn_norm(x), turn, attend)
-        return x + self.mlp(self.mlp_norm(x))
+        y = self.mlp_norm(x)
+        return x + (self.mlp(y, routing) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y))
 
 
 class Decoder(nnx.Module):

@@ -29,11 +29,14 @@ def abstract(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def served(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """As `abstract`, but in the compute dtype, for an engine."""
+    """As `abstract`, but in the compute dtype (routers in float32), for an engine."""
     # Every use of a parameter casts it to the compute dtype first, so the results are bitwise equal, and bfloat16
-    # parameters take half the memory.
+    # parameters take half the memory. Routers compute in float32.
     dtype = jnp.dtype(spec.compute_dtype)
-    return {name: jax.ShapeDtypeStruct(leaf.shape, dtype) for name, leaf in abstract(spec).items()}
+    return {
+        name: leaf if name.endswith(".router") else jax.ShapeDtypeStruct(leaf.shape, dtype)
+        for name, leaf in abstract(spec).items()
+    }
 
 
 def logical_axes(spec: ModelSpec) -> dict[str, tuple[str, ...]]:

@@ -13,10 +13,10 @@ from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import folders, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import spec
-from jaxroll.models.hf_names import name
+from jaxroll.models.hf_names import name, names, of_experts
 from jaxroll.models.tensor_files import Converted, Leaf, Tensors
 
-__all__ = ["leaves", "spec", "stored", "weights"]
+__all__ = ["leaves", "names", "of_experts", "spec", "stored", "weights"]
 
 
 def weights(config: ModelConfig, model: ModelSpec) -> Mapping[str, np.ndarray]:
@@ -48,10 +48,11 @@ def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
         raise DataError(wrong)
     ours, found = folders.is_ours(folder), {}
     for own_name, leaf in params.abstract(model).items():
-        held = tensors.leaf(own_name if ours else name(own_name))
         if not ours:
-            check_shape(own_name, leaf.shape, held.shape)
-        elif held.shape != leaf.shape:
+            found[own_name] = Leaf(_stored_dtype(model, own_name, leaf.shape, tensors), leaf.shape)
+            continue
+        held = tensors.leaf(own_name)
+        if held.shape != leaf.shape:
             raise DataError(f"array {own_name!r} has shape {held.shape}; this model needs {leaf.shape}")
         found[own_name] = Leaf(held.dtype, leaf.shape)
     return found
@@ -63,6 +64,17 @@ def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
 # [in, heads, head_dim]. The dtype is kept. `ours` is JaxRoll's name of a parameter, `at` its shape.
 
 
+def _stored_dtype(model: ModelSpec, ours: str, at: tuple[int, ...], tensors: Tensors) -> np.dtype:
+    """The dtype of the tensors of the parameter `ours`; DataError when a shape does not match or dtypes differ."""
+    held = {theirs: tensors.leaf(theirs) for theirs in names(model, ours)}
+    for theirs, leaf in held.items():
+        _check_shape(ours, at[1:] if of_experts(ours) else at, theirs, leaf.shape)
+    dtypes = {leaf.dtype for leaf in held.values()}
+    if len(dtypes) > 1:
+        raise DataError(f"the tensors of {ours!r} have several dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    return dtypes.pop()
+
+
 def imported(spec: ModelSpec, tensor: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
     """JaxRoll's parameters (float32) from `tensor(Hugging Face name)`; DataError for a missing or misshapen tensor."""
     return {ours: np.asarray(leaf(ours, at.shape, tensor), np.float32) for ours, at in params.abstract(spec).items()}
@@ -70,23 +82,44 @@ def imported(spec: ModelSpec, tensor: Callable[[str], np.ndarray]) -> dict[str, 
 
 def exported(spec: ModelSpec, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Hugging Face's tensors by name, contiguous, in the dtype of `values`."""
-    return {name(ours): theirs(ours, np.asarray(values[ours])) for ours in params.abstract(spec)}
+    return {
+        theirs_name: theirs(ours, part)
+        for ours in params.abstract(spec)
+        for theirs_name, part in parts(spec, ours, np.asarray(values[ours])).items()
+    }
+
+
+def parts(spec: ModelSpec, ours: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """The slices of the parameter `ours` that are Hugging Face tensors of their own, by their names there."""
+    return dict(zip(names(spec, ours), value if of_experts(ours) else (value,), strict=True))
 
 
 def leaf(ours: str, at: tuple[int, ...], tensor: Callable[[str], np.ndarray]) -> np.ndarray:
     """The parameter `ours` of shape `at`, contiguous; DataError for a missing or misshapen tensor."""
+    if not of_experts(ours):
+        return np.ascontiguousarray(_one(ours, at, name(ours), tensor))
+    made: np.ndarray | None = None
+    for expert in range(at[0]):  # one expert in memory at a time, in addition to the whole
+        value = _one(ours, at[1:], name(ours).format(expert), tensor)
+        made = np.empty(at, value.dtype) if made is None else made
+        made[expert] = value
+    assert made is not None
+    return made
+
+
+def _one(ours: str, at: tuple[int, ...], theirs: str, tensor: Callable[[str], np.ndarray]) -> np.ndarray:
     try:
-        value = np.asarray(tensor(name(ours)))
+        value = np.asarray(tensor(theirs))
     except KeyError as error:
-        raise DataError(f"the checkpoint has no tensor {name(ours)!r}, which {ours!r} is read from") from error
-    check_shape(ours, at, value.shape)
-    return np.ascontiguousarray((value.T if _transposed(ours) else value).reshape(at))
+        raise DataError(f"the checkpoint has no tensor {theirs!r}, which {ours!r} is read from") from error
+    _check_shape(ours, at, theirs, value.shape)
+    return (value.T if _transposed(ours) else value).reshape(at)
 
 
-def check_shape(ours: str, at: tuple[int, ...], found: tuple[int, ...]) -> None:
+def _check_shape(ours: str, at: tuple[int, ...], theirs: str, found: tuple[int, ...]) -> None:
     """Raise DataError when the shape `found` of the Hugging Face tensor is not that of the parameter `ours`."""
     if found != shape(ours, at):
-        raise DataError(f"tensor {name(ours)!r} has shape {found}; {ours!r} of this model needs {shape(ours, at)}")
+        raise DataError(f"tensor {theirs!r} has shape {found}; {ours!r} of this model needs {shape(ours, at)}")
 
 
 def shape(ours: str, at: tuple[int, ...]) -> tuple[int, ...]:

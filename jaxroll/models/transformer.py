@@ -19,9 +19,11 @@ from jaxroll.kernels.attention import SharedRows
 from jaxroll.kernels.cached import blocks, paged, reach
 from jaxroll.kernels.choice import XLA
 from jaxroll.models import cache as dense
+from jaxroll.models import moe
 from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained, filled
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import PRODUCT, Block, Decoder, rotation
+from jaxroll.models.moe import Load, Routing
 from jaxroll.models.params import module
 from jaxroll.sharding.layout import Layout
 
@@ -51,12 +53,42 @@ def forward(
     attention: str = XLA,
     rows: SharedRows | None = None,
     prompt_ids: Int[Array, "B T"] | None = None,
+    choices: Int[Array, "B T L k"] | None = None,
 ) -> Float[Array, "B T D"]:
     """The final hidden states of packed rows: attention is causal and stays within a segment; segment 0 is padding.
 
     `attention` names the implementation (`kernels.choice`); all except XLA need a layout. With `rows` that share
     prompts it is XLA, and `prompt_ids` holds for each token the segment of the prompt that it continues (0 for none).
+    `choices` are experts to use instead of those that the router would choose (`moe.replayed`).
     """
+    return forward_with_load(
+        spec,
+        params,
+        tokens,
+        positions,
+        segment_ids,
+        layout=layout,
+        attention=attention,
+        rows=rows,
+        prompt_ids=prompt_ids,
+        choices=choices,
+    )[0]
+
+
+def forward_with_load(
+    spec: ModelSpec,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    layout: Layout | None = None,
+    attention: str = XLA,
+    rows: SharedRows | None = None,
+    prompt_ids: Int[Array, "B T"] | None = None,
+    choices: Int[Array, "B T L k"] | None = None,
+) -> tuple[Float[Array, "B T D"], Load | None]:
+    """`forward`, and the load of the experts of every layer (leaves [L, E]; None for a model without experts)."""
     decoder = module(spec, params)
     if rows is None:
         attend = placed.rows(attention, tokens.shape[1], segment_ids, layout)
@@ -65,15 +97,25 @@ def forward(
         attend = shared.attention(rows, segment_ids, prompt_ids)
     turn = rotation(positions, spec.head_dim, spec.rope_theta)
 
-    def layer(block: Block, x: Array) -> Array:
-        return _pinned(block(x, turn, attend), layout, "rows")
+    def layer(block: Block, x: Array, given: Array | None) -> tuple[Array, Load | None]:
+        choose, loads = moe.largest(spec.experts_per_token) if given is None else moe.replayed(given), []
+
+        def seen(logits: Array, scores: Array) -> Array:
+            chosen = choose(logits, scores)
+            loads.append(moe.load(logits, chosen, segment_ids > 0))
+            return chosen
+
+        x = _pinned(block(x, turn, attend, Routing(seen, layout)), layout, "rows")
+        return x, loads[0] if loads else None
 
     if spec.remat != "none":
         layer = jax.checkpoint(layer, policy=_KEPT[spec.remat])
-    x = _pinned(decoder.embedded(tokens), layout, "rows")
-    for block in decoder.layers:
-        x = layer(block, x)
-    return decoder.final_norm(x)
+    x, loads = _pinned(decoder.embedded(tokens), layout, "rows"), []
+    for number, block in enumerate(decoder.layers):
+        x, load = layer(block, x, None if choices is None else choices[:, :, number])
+        loads.append(load)
+    total = jax.tree.map(lambda *one: jnp.stack(one), *loads) if spec.experts else None
+    return decoder.final_norm(x), total
 
 
 def logits(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
@@ -110,7 +152,7 @@ def prefill(
         values.append(v)
         return causal(q, k, v)
 
-    x = _through(decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turn, attend)
+    x = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turn, attend, layout)
     return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), tuple(keys), tuple(values)
 
 
@@ -142,7 +184,7 @@ def extend(
         everywhere = pages.tables + pages.shards[:, None] * cache.pages
         return paged(q, _one_pool(keys[at]), _one_pool(values[at]), everywhere, pages.starts, far)
 
-    x = _through(decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turn, attend)
+    x = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turn, attend, layout)
     held = constrained(KVCache(tuple(keys), tuple(values)), layout)
     return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), held
 
@@ -184,7 +226,7 @@ def decode(
         values[at] = jax.vmap(appended)(values[at], split(v[:, 0]), here, where)
         return over_shards(split(q), keys[at], values[at], here, where, far).reshape(q.shape)
 
-    x = _through(decoder, decoder.embedded(tokens[:, None]), turn, attend)
+    x = _through(spec, decoder, decoder.embedded(tokens[:, None]), turn, attend, layout)
     x = _ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
     return decoder.logits(decoder.final_norm(x)), constrained(KVCache(tuple(keys), tuple(values)), layout)
 
@@ -217,7 +259,7 @@ def decode_contiguous(
         side = dense.with_token(side, at, new_keys, new_values, where)
         return dense.attend(side, at, split(q), where, last).reshape(q.shape)
 
-    x = _through(decoder, decoder.embedded(tokens[:, None]), turn, attend)
+    x = _through(spec, decoder, decoder.embedded(tokens[:, None]), turn, attend, layout)
     held = constrained(KVCache(tuple(keys), tuple(values)), layout)
     return decoder.logits(decoder.final_norm(x[:, 0])), held, side
 
@@ -240,9 +282,17 @@ def _one_pool(pool: Float[Array, "D K P U H"]) -> Float[Array, "K DP U H"]:
     return pool.swapaxes(0, 1).reshape(K, D * P, U, H)
 
 
-def _through(decoder: Decoder, x: Array, turn: tuple[Array, Array], attend: Callable[..., Array]) -> Array:
+def _through(
+    spec: ModelSpec,
+    decoder: Decoder,
+    x: Array,
+    turn: tuple[Array, Array],
+    attend: Callable[..., Array],
+    layout: Layout | None,
+) -> Array:
+    routing = Routing(moe.largest(spec.experts_per_token), layout)
     for block in decoder.layers:
-        x = block(x, turn, attend)
+        x = block(x, turn, attend, routing)
     return x
 
 

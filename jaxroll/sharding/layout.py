@@ -1,4 +1,4 @@
-"""Device meshes with the axes ("data", "fsdp", "tensor"), and the rules from logical axes to mesh axes."""
+"""Device meshes with the axes ("data", "fsdp", "expert", "tensor"), and the rules from logical axes to mesh axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "expert", "tensor")
 
 
 def build(
@@ -26,7 +26,7 @@ def build(
     Its axes have type Auto: the compiler propagates shardings from the arguments, and a PartitionSpec is a hint.
     ConfigError for a size below one or for too few devices.
     """
-    shape = (cfg.data, cfg.fsdp, cfg.tensor)
+    shape = (cfg.data, cfg.fsdp, cfg.expert, cfg.tensor)
     for axis, size in zip(AXES, shape, strict=True):
         if size < 1:
             raise ConfigError(f"mesh.{axis}", size, "an axis has at least one device", "Use 1 to leave it out.")
@@ -40,6 +40,11 @@ def build(
             f"XLA_FLAGS=--xla_force_host_platform_device_count={cfg.devices}.",
         )
     return jax.make_mesh(shape, AXES, devices=available[: cfg.devices], axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def shards(mesh: Mesh) -> int:
+    """The number of parts into which the mesh divides the rows of a batch."""
+    return math.prod(mesh.shape[axis] for axis in ("data", "fsdp", "expert"))
 
 
 # --- backend
@@ -88,15 +93,22 @@ _SHARED: dict[str, tuple[str, ...] | None] = {
     "norm": None,
     "value": None,  # the single output of a critic
     "width": None,  # the residual stream of an activation; the same axis of a parameter is called "embed"
-    "rows": ("data", "fsdp"),
-    "slots": ("data", "fsdp"),
+    "experts": ("expert",),
+    "router": None,  # the experts, in the router's projection
+    "rows": ("data", "fsdp", "expert"),
+    "slots": ("data", "fsdp", "expert"),
 }
 
-LEARNER: Rules = MappingProxyType(_SHARED | {"embed": ("fsdp",)})
-"""Rules of the learner: parameters sharded over fsdp and tensor, rows of a batch over data and fsdp."""
+LEARNER: Rules = MappingProxyType(_SHARED | {"embed": ("fsdp", "expert"), "expert_embed": ("fsdp",)})
+"""Rules of the learner: parameters sharded over fsdp, expert and tensor, rows of a batch over data, fsdp and expert.
 
-SAMPLER: Rules = MappingProxyType(_SHARED | {"embed": None})
-"""Rules of a sampler: parameters sharded over tensor only (no gather in a decode step), slots over data and fsdp."""
+For all but the experts themselves, the axis expert is a part of fsdp.
+"""
+
+SAMPLER: Rules = MappingProxyType(_SHARED | {"embed": None, "expert_embed": None})
+"""Rules of a sampler: parameters sharded over tensor, experts also over expert (no gather of parameters in a decode
+step), slots over data, fsdp and expert.
+"""
 
 
 def spec(logical: Logical, rules: Rules) -> PartitionSpec:

@@ -68,7 +68,7 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     spec = pretrained.spec(config.model, text.vocab_size)
     mesh = meshes.build(config.learner.mesh)
     layout = rules.Layout(mesh, rules.LEARNER)
-    buckets = packing.row_buckets(config.learner.micro_batch_rows, mesh.shape["data"] * mesh.shape["fsdp"])
+    buckets = packing.row_buckets(config.learner.micro_batch_rows, config.learner.mesh.shards)
     progress(f"warm start: {config.sft.steps} steps of {config.sft.batch} worked answers, {spec.name}")
     plan = prepared(config, text, buckets)
     programs = Programs(_recipe(config, spec, layout))

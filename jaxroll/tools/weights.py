@@ -8,6 +8,7 @@ checkpoint, or from a JaxRoll folder. Both copy the files of tokenizer and chat 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -79,15 +80,24 @@ def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
     source = cast_to(source, dtype)
     spec, origin = source.spec, source.origin
     leaves = {
-        pretrained.name(ours): (ours, replace(leaf, shape=pretrained.shape(ours, leaf.shape)))
+        theirs: (ours, expert, replace(leaf, shape=pretrained.shape(ours, leaf.shape[1:] if experts else leaf.shape)))
         for ours, leaf in source.leaves.items()
+        for experts in (pretrained.of_experts(ours),)
+        for expert, theirs in enumerate(pretrained.names(spec, ours))
     }
+
+    read = functools.lru_cache(maxsize=1)(source.value)  # the experts of a layer are slices of one array
+
+    def tensor(theirs: str) -> np.ndarray:
+        ours, expert, _ = leaves[theirs]
+        return pretrained.theirs(ours, read(ours)[expert] if pretrained.of_experts(ours) else read(ours))
+
     text = {} if source.text is None else _text_files(source.text)
     with _new(out) as unfinished:
         count = tensor_files.write_folder(
             unfinished,
-            {name: leaf for name, (_, leaf) in leaves.items()},
-            lambda name: pretrained.theirs(leaves[name][0], source.value(leaves[name][0])),
+            {name: leaf for name, (_, _, leaf) in leaves.items()},
+            tensor,
             shard_bytes,
         )
         config = families.to_huggingface(spec, next(iter(source.leaves.values())).dtype.name, origin)

@@ -2,14 +2,15 @@
 
     python write_qwen3.py FOLDER
 
-FOLDER/tied and FOLDER/untied are checkpoints as `save_pretrained` writes them, with tokenizer and chat template.
+FOLDER/tied, FOLDER/untied and FOLDER/moe are checkpoints as `save_pretrained` writes them, with tokenizer and chat
+template.
 In addition to each checkpoint's files:
 
     expected.npz   tokens int32 [B, T], logits float32 [B, T, V], greedy int32 [B, N]: the continuation of each row
     chats.json     conversations, and the result of apply_chat_template for each: text and ids
 
-In both models heads · head_dim ≠ width, keys are grouped, and norms are away from 1; their RoPE bases and ε differ from
-the defaults enough to show. `tied` is float32 in several files, `untied` bfloat16 in one.
+In all models heads · head_dim ≠ width, keys are grouped, and norms are away from 1; their RoPE bases and ε differ from
+the defaults enough to show. `tied` is float32 in several files, `untied` bfloat16 in one, `moe` a mixture of experts.
 `tests/models/test_golden.py` says what must agree, `make soak` writes them again and compares.
 """
 
@@ -34,8 +35,15 @@ VARIANTS = {
         "num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": False, "rms_norm_eps": 3e-2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "dtype": "bfloat16",
     },
+    "moe": {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "dtype": "float32",
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True,
+    },
 }  # fmt: skip
-SHARD = {"tied": "60KB", "untied": "10MB"}
+SHARD = {"tied": "60KB", "untied": "10MB", "moe": "10MB"}
+CLASSES = {"moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM)}
+DENSE = (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)
 
 # Roles, tools, thoughts that are dropped, JSON, loops with memory: what chat templates of the field do.
 TEMPLATE = """{%- if tools is not none %}
@@ -79,14 +87,15 @@ CONVERSATIONS = [
 ]
 
 
-def model(variant: str) -> transformers.Qwen3ForCausalLM:
+def model(variant: str) -> transformers.PreTrainedModel:
     """Weights large enough that attention is not flat; norms away from 1, so that each of them matters."""
     torch.manual_seed(7)
-    config = transformers.Qwen3Config(
+    made_config, made_model = CLASSES.get(variant, DENSE)
+    config = made_config(
         **SIZES, **VARIANTS[variant], max_position_embeddings=128, initializer_range=0.3, eos_token_id=2,
         pad_token_id=0, attn_implementation="eager",
     )  # fmt: skip
-    made = transformers.Qwen3ForCausalLM(config).eval()
+    made = made_model(config).eval()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "norm" in name:
@@ -129,7 +138,7 @@ def write(folder: Path, variant: str) -> dict:
     qwen.save_pretrained(folder, max_shard_size=SHARD[variant])
     (folder / "chats.json").write_text(json.dumps(chats(write_tokenizer(folder)), indent=1) + "\n")
     # From the files, not by .float(): casting a model to bfloat16 also rounds its RoPE frequencies permanently.
-    qwen = transformers.Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    qwen = CLASSES.get(variant, DENSE)[1].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     tokens = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     logits = qwen(tokens).logits
     qwen.generation_config.eos_token_id = None  # every continuation is as long as the others
@@ -140,7 +149,7 @@ def write(folder: Path, variant: str) -> dict:
 
 
 def main() -> None:
-    """Write both variants; the last line says what they are."""
+    """Write all variants; the last line says what they are."""
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     said = {variant: write(folder / variant, variant) for variant in VARIANTS}

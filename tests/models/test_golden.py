@@ -18,7 +18,11 @@ from jaxroll.text.hf import HFTokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 # Seldom changed on purpose. `python tests/golden/write_qwen3.py tests/golden/qwen3` in .venv-torch writes them again.
-VARIANTS = {"tied": (45_704, 1e4, 1e-6), "untied": (49_544, 50.0, 3e-2)}  # parameters, RoPE's base, ε
+VARIANTS = {
+    "tied": (45_704, 1e4, 1e-6),
+    "untied": (49_544, 50.0, 3e-2),
+    "moe": (56_424, 1e4, 1e-6),
+}  # parameters, RoPE's base, ε
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
 

@@ -26,7 +26,7 @@ def test_transformers_writes_the_goldens_that_we_keep(tmp_path: Path, peer) -> N
     """It writes the same tensors bit for bit, the same continuations and chats, and the same logits up to rounding."""
     said = peer("torch", "../../golden/write_qwen3.py", str(tmp_path))
     assert said["torch"].startswith("2.13.0") and "cu" not in said["torch"], "not the pinned build"
-    for variant in ("tied", "untied"):
+    for variant in ("tied", "untied", "moe"):
         kept, written = GOLDEN / variant, tmp_path / variant
         assert sorted(p.name for p in kept.iterdir()) == sorted(p.name for p in written.iterdir())
         for file in kept.iterdir():
@@ -38,7 +38,7 @@ def test_transformers_writes_the_goldens_that_we_keep(tmp_path: Path, peer) -> N
         assert said[variant]["parameters"] == families.parameter_count(folders.described(kept))
 
 
-@pytest.mark.parametrize("variant", ["tied", "untied"])
+@pytest.mark.parametrize("variant", ["tied", "untied", "moe"])
 def test_the_slow_loop_generates_the_greedy_tokens_of_transformers(variant: str) -> None:
     config, expected = ModelConfig(path=str(GOLDEN / variant)), np.load(GOLDEN / variant / "expected.npz")
     spec = pretrained.spec(config, vocab_size=280)

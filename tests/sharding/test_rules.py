@@ -18,12 +18,13 @@ MESH = meshes.build(MeshConfig(data=2, fsdp=2, tensor=2))
 @pytest.mark.parametrize(
     ("logical", "learner", "sampler"),
     [
-        (("vocab", "embed"), P("tensor", "fsdp"), P("tensor", None)),
-        (("embed", "heads", "head_dim"), P("fsdp", "tensor", None), P(None, "tensor", None)),
-        (("mlp", "embed"), P("tensor", "fsdp"), P("tensor", None)),
+        (("vocab", "embed"), P("tensor", ("fsdp", "expert")), P("tensor", None)),
+        (("embed", "heads", "head_dim"), P(("fsdp", "expert"), "tensor", None), P(None, "tensor", None)),
+        (("mlp", "embed"), P("tensor", ("fsdp", "expert")), P("tensor", None)),
         (("norm",), P(None), P(None)),
+        (("experts", "expert_embed", "mlp"), P("expert", "fsdp", "tensor"), P("expert", None, "tensor")),
         (("layers", "slots", "tokens", "kv_heads", "head_dim"),)
-        + (P(None, ("data", "fsdp"), None, "tensor", None),) * 2,
+        + (P(None, ("data", "fsdp", "expert"), None, "tensor", None),) * 2,
     ],
 )
 def test_the_tables_say_where_arrays_lie(logical, learner, sampler):
@@ -31,9 +32,9 @@ def test_the_tables_say_where_arrays_lie(logical, learner, sampler):
     assert rules.spec(logical, rules.SAMPLER) == sampler
 
 
-def test_batches_are_split_over_data_and_fsdp():
+def test_batches_are_split_over_all_axes_but_tensor():
     for table in (rules.LEARNER, rules.SAMPLER):
-        assert rules.batch_spec(table) == P(("data", "fsdp"), None)
+        assert rules.batch_spec(table) == P(("data", "fsdp", "expert"), None)
 
 
 def test_one_mesh_axis_cannot_split_two_axes_of_an_array():

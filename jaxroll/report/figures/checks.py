@@ -54,7 +54,7 @@ def _padding(figures: Mapping[str, Any], config: Mapping[str, Any]) -> Check:
     """An invariant of steps with many packed rows on every shard; a small step cannot fill even one micro-batch."""
     learner = config.get("learner") or {}
     mesh = learner.get("mesh") or {}
-    shards = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    shards = mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("expert", 1)
     rows = (figures["tokens_per_step"] or 0) / learner.get("row_tokens", 128) / shards
     check = _most(figures, "padding_waste", "padding", 0.25, "share of packed tokens that are padding", percent)
     return check if rows >= _ROWS_TO_FILL else replace(check, holds=None)

@@ -156,5 +156,7 @@ def _pair(name: str, value: str, changed: bool) -> Markup:
 
 def _written(value: Any) -> str:
     if isinstance(value, Mapping):
-        return mesh(value) if set(value) == {"data", "fsdp", "tensor"} else ", ".join(map(str, value.items()))
+        return (
+            mesh(value) if set(value) - {"expert"} == {"data", "fsdp", "tensor"} else ", ".join(map(str, value.items()))
+        )
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
