@@ -192,6 +192,9 @@ CASES: dict[str, Case] = {
     "model of odd heads": (folder(config={**HUGGING_FACE, "head_dim": 7}), PATH, "model.head_dim", "7", "even"),
     "heads without keys": (
         folder(config={**HUGGING_FACE, "num_key_value_heads": 3}), PATH, "model.kv_heads", "3", "does not divide"),
+    "more experts a token than experts": (
+        folder(config={**HUGGING_FACE, "model_type": "qwen3_moe", "moe_intermediate_size": 8, "num_experts": 2,
+                       "num_experts_per_tok": 3}), PATH, "model.experts", "2", "a token has 3 experts"),
     "no number of layers": (
         folder(config={**HUGGING_FACE, "num_hidden_layers": None}), PATH, "config.json num_hidden_layers", "None",
         "whole number"),
@@ -344,6 +347,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "policy/limiter.py::AgeLimiter.__post_init__": RULED,
     "kernels/choice.py::check": ("a kernel in float32", "a kernel on another platform", "a kernel for short prompts"),
     "models/families.py::ModelSpec.__post_init__": ("model of odd heads", "heads without keys"),
+    "models/families.py::ModelSpec._check_experts": ("more experts a token than experts",),
     "models/families.py::_check_size": ("model of no layers", "no number of layers"),
     "models/families.py::_check_number": ("a rope base that is no number",),
     "models/families.py::_check_flag": ("a flag that is a number",),

@@ -94,7 +94,7 @@ def test_row_buckets_are_halves_that_the_mesh_divides():
     assert packing.row_buckets(8, 4) == (8, 4)
     assert packing.row_buckets(12, 4) == (12,)
     assert packing.row_buckets(32, 1) == (32, 16, 8)
-    with pytest.raises(ConfigError, match=r"learner\.micro_batch_rows = 6: .*data\*fsdp = 4.* Use 8\."):
+    with pytest.raises(ConfigError, match=r"learner\.micro_batch_rows = 6: .*data \* fsdp \* expert = 4.* Use 8\."):
         packing.row_buckets(6, 4)
 
 
