@@ -21,7 +21,7 @@ from jaxroll.errors import DataError, InfraError
 from jaxroll.rewards.processes import ScoringProcess
 from jaxroll.rewards.sandbox import Restrictions
 from jaxroll.rewards.scorers import MIN_ANSWER_CHARS
-from jaxroll.rewards.worker import Ready, Scored, ScoreItem, WorkerSettings
+from jaxroll.rewards.worker import Ready, Scored, ScoreItem, WorkerSettings, Working
 
 _LOG = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 32  # items per worker: enough to hide the latency of the pipe, few enough to limit a hang's effect
@@ -70,7 +70,8 @@ class ScoringPool:
 
     A worker that hangs, dies or needs more than `memory_mb` of address space is replaced. Its current item raises
     DataError; its other items go to another worker. Before the first item, workers import `libraries` (if installed)
-    and `modules`, which may register scorers. A failed start is repeated (`failed_starts` counts all of them). When no
+    and `modules`, which may register scorers; `programs` adds the scorer `code`, which runs answers in the sandbox. A
+    failed start is repeated (`failed_starts` counts all of them). When no
     worker can be started, `gave_up` is set, `broken` holds the reason, and every score raises InfraError.
     """
 
@@ -83,6 +84,7 @@ class ScoringPool:
         libraries: tuple[str, ...] = ("reasoning_gym",),
         modules: tuple[str, ...] = (),
         max_answer_chars: int = MIN_ANSWER_CHARS,
+        programs: bool = False,
     ) -> None:
         if workers < 1 or time_limit_s <= 0:
             raise ValueError(f"workers = {workers} and time_limit_s = {time_limit_s} must be above 0")
@@ -93,7 +95,7 @@ class ScoringPool:
         self.restrictions: Restrictions | None = None  # of the workers; None until the first has started
         self._count = workers
         self._settings = WorkerSettings(
-            os.getpid(), time_limit_s, memory_mb << 20, libraries, modules, max_answer_chars
+            os.getpid(), time_limit_s, memory_mb << 20, libraries, modules, max_answer_chars, programs
         )
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
@@ -237,6 +239,8 @@ class ScoringPool:
                 worker.ready, worker.failed_starts = True, 0
                 self._note_restrictions(reply.restrictions)
                 self._disarm(worker)  # the timer was set to the longer limit of a start
+            elif isinstance(reply, Working):
+                continue
             elif worker.jobs and worker.jobs[0].item.id == reply.id:
                 if reply.rejected:
                     self.rejected[reply.rejected] += 1

@@ -10,14 +10,17 @@ import resource
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
 from jaxroll import lifeline
 from jaxroll.env_checks import described
 from jaxroll.rewards import sandbox, scorers
+from jaxroll.rewards.code import CodeScorer
+from jaxroll.rewards.programs import Programs, ServerLost
 from jaxroll.rewards.sandbox import Restrictions
 
 _LENGTH = struct.Struct("<I")
@@ -53,7 +56,11 @@ class Scored(msgspec.Struct, frozen=True, tag="scored", omit_defaults=True):
     rejected: str = ""  # the reason of the scorer's guard
 
 
-Reply = Ready | Scored
+class Working(msgspec.Struct, frozen=True, tag="working"):
+    """Worker to pool: it waits for programs, which have time limits of their own."""
+
+
+Reply = Ready | Scored | Working
 
 _ENCODER = msgspec.msgpack.Encoder()
 _WORK = msgspec.msgpack.Decoder(Work)
@@ -101,9 +108,11 @@ def take_replies(buffer: bytearray) -> Iterator[Reply]:
 # its parent, by a signal even if a scorer never returns, otherwise at the end of stdin. If a scorer leaves a thread
 # running, the worker sends the score and ends, so that the thread cannot affect later items.
 #
-# It can still read files and send malformed replies to its pool, so scorers that execute answers must not run here.
+# It can still read files and send malformed replies to its pool, so answers must not be executed here. The scorer `code`
+# runs them in processes of the fork server (`jaxroll.rewards.fork_server`).
 
 _MAX_ERROR_CHARS = 500
+_HEARTBEAT_S = 0.25
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -115,6 +124,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     libraries: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     max_answer_chars: int = scorers.MIN_ANSWER_CHARS
+    programs: bool = False  # provide the scorer `code`
 
 
 def main(argument: str) -> int:
@@ -125,18 +135,39 @@ def main(argument: str) -> int:
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_AS, settings.memory_bytes)
     work, replies = _private_pipes()
+    code = _code_scorer(replies) if settings.programs else None
     _load(settings)
     # After the imports, which may write caches and start library threads.
     _lower(resource.RLIMIT_FSIZE, 0)
     _lower(resource.RLIMIT_NPROC, 0)  # without effect for root
     _silence(2)
     replies.write(frame(Ready(sandbox.restrict())))
-    return _serve(work, replies, settings)
+    try:
+        return _serve(work, replies, settings, code)
+    except ServerLost:  # the pool starts another worker, with a fork server of its own
+        return 1
 
 
-def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings) -> int:
+def _code_scorer(replies: BinaryIO) -> CodeScorer:
+    """Start the fork server, before this process may start no other, and register the scorer `code`."""
+    sent_s = time.monotonic()
+
+    def on_wait() -> None:
+        nonlocal sent_s
+        if time.monotonic() - sent_s > _HEARTBEAT_S:
+            sent_s = time.monotonic()
+            replies.write(frame(Working()))
+
+    scorer = CodeScorer(Programs(), on_wait)
+    scorers.register("code")(scorer.score)
+    return scorer
+
+
+def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings, code: CodeScorer | None) -> int:
     threads = _threads()
     while (message := read_work(work)) is not None:
+        if code is not None:
+            code.run_ahead(_programs_in(message))
         for item in message.items:
             _allow_processor_time(settings.time_limit_s)
             try:
@@ -146,12 +177,20 @@ def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings) -> int:
                 # The heap may be in a bad state for the next item, so this worker ends.
                 replies.write(frame(Scored(item.id, error=described(error, _MAX_ERROR_CHARS))))
                 return 1
+            except ServerLost:
+                raise
             except Exception as error:  # noqa: BLE001 - user code may raise anything; the item has no score then
                 reply = Scored(item.id, error=described(error, _MAX_ERROR_CHARS))
             replies.write(frame(reply))
             if _threads() > threads:
                 return 1
     return 0
+
+
+def _programs_in(message: Work) -> list[tuple[dict[str, Any], str]]:
+    """The arguments and answers of the items that the scorer `code` judges."""
+    found = ((msgspec.json.decode(item.env_args), item.answer) for item in message.items if '"code"' in item.env_args)
+    return [(args, answer) for args, answer in found if args.get("scorer") == "code"]
 
 
 def _threads() -> int:

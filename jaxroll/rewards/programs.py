@@ -1,0 +1,324 @@
+"""Runs of programs that a model wrote, from a scoring worker's side.
+
+`Programs` starts the fork server (see `fork_server`), sends it batches of runs and collects their outputs. The worker
+creates the pipes of each run and passes on their other ends, so that programs and inputs reach only their own process.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import functools
+import itertools
+import marshal
+import os
+import select
+import socket
+import stat
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxroll.errors import DataError
+from jaxroll.rewards import fork_server, sandbox
+
+MAX_OUTPUT_BYTES = 1 << 20
+PROGRAM_MEMORY_BYTES = 1 << 30
+_HEARTBEAT_S = 0.5
+_ALLOWANCE_S = 30.0  # of the fork server, for starting and ending a program on a loaded machine
+_READ_BYTES = 1 << 16
+
+# Programs without imports run in a bare interpreter, the others with these modules loaded: the larger process needs
+# twice the time for a fork, an import of these modules ten times.
+_BARE, _STANDARD = "bare", "standard"
+_PRELOADED = (
+    "collections", "collections.abc", "heapq", "math", "itertools", "functools", "bisect", "re", "string", "random",
+    "json", "typing", "operator", "copy", "datetime", "decimal", "fractions", "statistics", "threading", "atexit",
+)  # fmt: skip
+
+
+class ServerLost(RuntimeError):
+    """The fork server has ended or does not answer."""
+
+
+class Run(NamedTuple):
+    """A program with its stdin, or with lines of calls (see `fork_server`)."""
+
+    program: str
+    input: bytes = b""
+    calls: bool = False
+    time_limit_s: float = 5.0
+
+
+class Outcome(NamedTuple):
+    """The output of a run, cut at `MAX_OUTPUT_BYTES`, and the reason why it did not end well ("" if it did)."""
+
+    output: bytes
+    failure: str = ""
+
+
+class _Open:
+    """A run whose process has not ended."""
+
+    def __init__(self, run: Run) -> None:
+        self.child_in, self.write = os.pipe()
+        self.read, self.child_out = os.pipe()
+        os.set_blocking(self.write, False)
+        os.set_blocking(self.read, False)
+        source = run.program.encode("utf-8", "surrogatepass")
+        self.to_send = memoryview(
+            (b"C" if run.calls else b"S") + len(source).to_bytes(4, "little") + source + run.input
+        )
+        self.output = bytearray()
+        self.failure = ""
+
+    def send(self) -> bool:
+        """Write as much as the pipe takes; return True once everything is written."""
+        try:
+            while self.to_send:
+                self.to_send = self.to_send[os.write(self.write, self.to_send) :]
+        except BlockingIOError:
+            return False
+        except OSError:  # the program has closed its input or ended
+            self.to_send = memoryview(b"")
+        return True
+
+    def receive(self) -> bool:
+        """Read what has arrived; return False at the end of the output or beyond its limit."""
+        try:
+            while len(self.output) <= MAX_OUTPUT_BYTES:
+                data = os.read(self.read, _READ_BYTES)
+                if not data:
+                    return False
+                self.output += data
+                if len(data) < _READ_BYTES:
+                    return True
+        except BlockingIOError:
+            return True
+        self.failure = "too much output"
+        return False
+
+    def close(self) -> None:
+        for name in ("child_in", "child_out", "write", "read"):
+            self.close_one(name)
+
+    def close_one(self, name: str) -> None:
+        if (descriptor := getattr(self, name)) >= 0:
+            os.close(descriptor)
+            setattr(self, name, -1)
+
+
+class Programs:
+    """Programs in the sandbox. Create it before the calling process restricts itself.
+
+    Raises DataError where the system cannot confine programs. The server dies with the thread that creates it.
+    """
+
+    def __init__(self, memory_bytes: int = PROGRAM_MEMORY_BYTES) -> None:
+        restrictions = sandbox.for_programs()
+        if restrictions is None:
+            raise DataError(f"programs of a model cannot be confined on {sys.platform}; they run on Linux only")
+        pairs = {kind: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for kind in (_BARE, _STANDARD)}
+        self._sockets = {kind: pair[0] for kind, pair in pairs.items()}
+        passed = {kind: pair[1].fileno() for kind, pair in pairs.items()}
+        packages = list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+        settings = {
+            "parent": os.getpid(),
+            "sockets": passed,
+            "preload": {_BARE: (), _STANDARD: _PRELOADED},
+            "path": packages,
+            "memory_bytes": memory_bytes,
+            "readable_by_all": all(_readable_by_all(path) for path in (os.__file__, *packages)),
+            **restrictions._asdict(),
+        }
+        command = [sys.executable, "-I", "-S", "-X", "utf8", fork_server.__file__, marshal.dumps(settings).hex()]
+        inherited = [*passed.values(), *([restrictions.ruleset] if restrictions.ruleset >= 0 else [])]
+        environment = {name: os.environ[name] for name in ("JAXROLL_TEST_ID", "LD_LIBRARY_PATH") if name in os.environ}
+        # Pipes for stdin and stdout, because Python looks at the kind of file when it opens them.
+        server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+            pass_fds=inherited,
+        )  # fmt: skip
+        self.pid = server.pid
+        self._server = server
+        for pair in pairs.values():
+            pair[1].close()
+        if restrictions.ruleset >= 0:
+            os.close(restrictions.ruleset)
+        self._ids = itertools.count()
+
+    @property
+    def alive(self) -> bool:
+        """True while the fork server has not ended."""
+        return self._server.poll() is None
+
+    def run(self, runs: Sequence[Run], on_wait: Callable[[], object] = lambda: None) -> list[Outcome]:
+        """The outcomes of `runs`, in their order; `on_wait` is called twice a second at least meanwhile.
+
+        ServerLost if the fork server fails.
+        """
+        found: list[Outcome] = []
+        for start in range(0, len(runs), fork_server.MAX_BATCH):
+            found += self._run_batch(runs[start : start + fork_server.MAX_BATCH], on_wait)
+        return found
+
+    @contextlib.contextmanager
+    def open(self, run: Run, on_wait: Callable[[], object] = lambda: None) -> Iterator[Callable[[bytes], bytes]]:
+        """A program that serves calls: a function from the line of a call to the line of its result.
+
+        It raises TimeoutError once the program has ended, by itself or at its time limit. ServerLost as in `run`.
+        """
+        opened = _Open(run)
+        kind, ident = _kind(run), next(self._ids) & 0xFFFFFFFF
+        try:
+            _send(self._sockets[kind], [(ident, run.time_limit_s, opened)])
+            opened.close_one("child_in")
+            opened.close_one("child_out")
+            yield functools.partial(_exchange, opened, on_wait)
+        finally:
+            opened.close()
+            self._kill(kind, ident)
+
+    def close(self) -> None:
+        """End the fork server and its programs."""
+        for control in self._sockets.values():
+            control.close()
+        self._server.kill()
+        self._server.wait()
+        for stream in (self._server.stdin, self._server.stdout):
+            if stream is not None:
+                stream.close()
+
+    def _run_batch(self, runs: Sequence[Run], on_wait: Callable[[], object]) -> list[Outcome]:
+        kinds = [_kind(run) for run in runs]
+        ids = [next(self._ids) & 0xFFFFFFFF for _ in runs]
+        opened = [_Open(run) for run in runs]
+        statuses: dict[int, int] = {}
+        try:
+            for kind, control in self._sockets.items():
+                batch = [
+                    (i, r.time_limit_s, o) for i, r, o, k in zip(ids, runs, opened, kinds, strict=True) if k == kind
+                ]
+                if batch:
+                    _send(control, batch)
+            self._collect(
+                dict(zip(ids, opened, strict=True)), dict(zip(ids, kinds, strict=True)), statuses, runs, on_wait
+            )
+            return [_outcome(run, statuses[ident]) for ident, run in zip(ids, opened, strict=True)]
+        finally:
+            for each in opened:
+                each.close()
+
+    def _collect(
+        self,
+        opened: dict[int, _Open],
+        kinds: dict[int, str],
+        statuses: dict[int, int],
+        runs: Sequence[Run],
+        on_wait: Callable[[], object],
+    ) -> None:
+        """Exchange input and output until every run has a status."""
+        epoll = select.epoll()
+        by_descriptor: dict[int, tuple[int, _Open]] = {}
+        controls = {control.fileno(): control for control in self._sockets.values()}
+        try:
+            for ident, run in opened.items():
+                run.close_one("child_in")
+                run.close_one("child_out")
+                if run.send():
+                    run.close_one("write")
+                else:
+                    by_descriptor[run.write] = (ident, run)
+                    epoll.register(run.write, select.EPOLLOUT)
+                by_descriptor[run.read] = (ident, run)
+                epoll.register(run.read, select.EPOLLIN)
+            for descriptor in controls:
+                epoll.register(descriptor, select.EPOLLIN)
+            deadline = time.monotonic() + _ALLOWANCE_S + sum(run.time_limit_s for run in runs)
+            while len(statuses) < len(opened):
+                events = epoll.poll(_HEARTBEAT_S)
+                on_wait()
+                if not events and time.monotonic() > deadline:
+                    raise ServerLost("the fork server does not answer")
+                for descriptor, _ in events:
+                    if descriptor in controls:
+                        _take_statuses(controls[descriptor], opened, statuses)
+                        continue
+                    ident, run = by_descriptor[descriptor]
+                    if descriptor == run.write:
+                        if run.send():
+                            epoll.unregister(descriptor)
+                            run.close_one("write")
+                    elif not run.receive():
+                        epoll.unregister(descriptor)
+                        if run.failure:
+                            self._kill(kinds[ident], ident)
+                            run.close_one("read")
+        finally:
+            epoll.close()
+
+    def _kill(self, kind: str, ident: int) -> None:
+        try:
+            self._sockets[kind].send(ident.to_bytes(4, "little") + bytes(4))
+        except OSError as error:
+            raise ServerLost(f"the fork server has ended: {error}") from error
+
+
+def _kind(run: Run) -> str:
+    return _STANDARD if "import" in run.program else _BARE
+
+
+def _exchange(opened: _Open, on_wait: Callable[[], object], line: bytes) -> bytes:
+    """Send the line of a call and return the line of its result."""
+    opened.output.clear()
+    opened.to_send = memoryview(bytes(opened.to_send) + line)
+    while not opened.output.endswith(b"\n"):
+        writing = [] if opened.send() else [opened.write]
+        ready = select.select([opened.read], writing, [], _HEARTBEAT_S)
+        on_wait()
+        if ready[0] and not opened.receive():
+            raise TimeoutError(opened.failure or "the program has ended")
+    return bytes(opened.output)
+
+
+def _send(control: socket.socket, batch: list[tuple[int, float, _Open]]) -> None:
+    records = b"".join(
+        ident.to_bytes(4, "little") + max(1, round(limit_s * 1000)).to_bytes(4, "little") for ident, limit_s, _ in batch
+    )
+    descriptors = array.array("i", [each for *_, run in batch for each in (run.child_in, run.child_out)])
+    try:
+        control.sendmsg([records], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+    except OSError as error:
+        raise ServerLost(f"the fork server has ended: {error}") from error
+
+
+def _take_statuses(control: socket.socket, opened: dict[int, _Open], statuses: dict[int, int]) -> None:
+    data = control.recv(1 << 16)
+    if not data:
+        raise ServerLost("the fork server has ended")
+    for place in range(0, len(data), 8):
+        ident = int.from_bytes(data[place : place + 4], "little")
+        if ident in opened:
+            statuses[ident] = int.from_bytes(data[place + 4 : place + 8], "little", signed=True)
+
+
+def _outcome(run: _Open, status: int) -> Outcome:
+    while run.read >= 0 and run.receive():  # the process has ended: the rest of its output is in the pipe
+        select.select([run.read], [], [], _HEARTBEAT_S)  # a process that just started may hold a copy of the pipe
+    failure = run.failure
+    if not failure and status:
+        ended = f"signal {status - 256}" if status > 256 else f"exit status {status}"
+        failure = "time limit" if status == fork_server.TIMED_OUT else ended
+    return Outcome(bytes(run.output[:MAX_OUTPUT_BYTES]), failure)
+
+
+def _readable_by_all(path: str) -> bool:
+    """True if every user may read `path` and search the folders above it."""
+    place = Path(path).resolve()
+    folders = [place, *place.parents] if place.is_dir() else place.parents
+    bits = stat.S_IROTH | stat.S_IXOTH
+    return all(folder.stat().st_mode & bits == bits for folder in folders)

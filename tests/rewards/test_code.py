@@ -1,0 +1,208 @@
+"""The scorer `code`: layouts of tests, right programs, and a table of reward hacks that all pay nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxroll.errors import DataError
+from jaxroll.rewards import code, proxies
+from jaxroll.rewards.code import RowTests, program_of, submission
+from jaxroll.rewards.programs import Programs, Run
+from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.testing import hacks
+
+FENCED = "I add them.\n```python\nprint(1)\n```\nNo, so:\n```python\nprint(2)\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [("print(1)", "print(1)"), (FENCED, "print(2)\n"), ("```\nx = 1\n```", "x = 1\n"), ("```py\nx", "x"),
+     ("```sh\nls\n```\n", "```sh\nls\n```\n")],
+)  # fmt: skip
+def test_the_program_is_the_last_block_of_python(answer: str, program: str) -> None:
+    assert program_of(answer) == program
+
+
+@pytest.mark.parametrize(
+    ("row", "tests"),
+    [
+        ({"tests": [{"input": "1", "output": "2"}]}, RowTests(stdin=(("1", "2"),))),
+        ({"tests": [["1", "2"]]}, RowTests(stdin=(("1", "2"),))),
+        ({"answer": '{"inputs": ["1"], "outputs": ["2"]}'}, RowTests(stdin=(("1", "2"),))),
+        ({"answer": '{"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"}'},
+         RowTests(function="f", cases=(((1, 2), ([3], 3)),))),
+        ({"tests": [{"args": [1], "expected": 2}], "entry_point": "f"}, RowTests(function="f", cases=(((1,), (2,)),))),
+        ({"test_list": ["assert f(1)"], "test_setup_code": "x = 1"}, RowTests(code=("assert f(1)",), setup="x = 1")),
+        ({"test": "def check(c): ...", "entry_point": "f"}, RowTests(code=("def check(c): ...",), function="f")),
+    ],
+)  # fmt: skip
+def test_known_layouts_of_tests(row: Mapping[str, Any], tests: RowTests) -> None:
+    assert code.tests_of(row) == tests
+
+
+@pytest.mark.parametrize(
+    "row", [{}, {"tests": []}, {"tests": [{"args": [1], "expected": 2}]}, {"tests": {"inputs": ["1"], "outputs": []}}]
+)
+def test_a_row_without_readable_tests_is_a_data_error(row: Mapping[str, Any]) -> None:
+    with pytest.raises(DataError, match="tests"):
+        code.tests_of(row)
+
+
+def test_outputs_are_compared_line_by_line_without_trailing_space() -> None:
+    assert code.same_output(b"1 \n2\n\n", "1\n2")
+    assert not code.same_output(b"1\n\n2", "1\n2") and not code.same_output(b" 1", "1")
+
+
+def test_plain_data_is_compared_strictly() -> None:
+    equal = [((1, 2), [1, 2]), ({"a": (1,)}, {"a": [1]}), (0.1 + 0.2, 0.3), (2.0, 2), ({1: 2}, {"1": 2})]
+    different = [(True, 1), (True, 1.0), ("1", 1), ([1], 1), (float("nan"), float("nan")), ([1], [1, 2]), (None, 0)]
+    assert all(proxies.same(result, right) for result, right in equal)
+    assert not any(proxies.same(result, right) for result, right in different)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"{}", b'{"t":1}', b'{"x":"y"}', b'{"unknown":1}', b'{"s":[[1]]}', b'{"t":' * 5000, b'{"e":"Mine: x"}'],
+)
+def test_a_reply_that_cannot_be_read_is_an_error_of_the_program(line: bytes) -> None:
+    with pytest.raises(proxies.ProgramError):
+        proxies.decoded(line)
+
+
+def test_a_built_in_exception_keeps_its_type_and_others_do_not_end_the_tests() -> None:
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        proxies.decoded(b'{"e":"ZeroDivisionError: by zero"}')
+    for name in ("SystemExit", "KeyboardInterrupt", "print", "UnicodeDecodeError"):
+        with pytest.raises(proxies.ProgramError):
+            proxies.decoded(json.dumps({"e": f"{name}: x"}).encode())
+
+
+# --- programs
+
+
+@pytest.fixture
+def programs() -> Iterator[Programs]:
+    found = Programs()
+    yield found
+    found.close()
+
+
+def scored(programs: Programs, row: Mapping[str, Any], *answers: str) -> list[float]:
+    found = code.scores([submission(row, answer) for answer in answers], programs, lambda: None)
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return found  # pyright: ignore[reportReturnType]
+
+
+SUM = {"tests": [{"input": f"{n} {n}\n", "output": f"{2 * n}\n"} for n in range(7)]}
+SOLUTION = """
+from collections import Counter, deque
+import dataclasses
+class Solution:
+    total = 5
+    def add(self, a, b): return a + b
+    def me(self): return self
+@dataclasses.dataclass
+class Point: x: int = 0
+def add(a, b): return a + b
+def pair(a): return (a, {a: {1, 2}})
+def numbers(n): yield from range(n)
+def count(text): return Counter(text)
+def fails(): raise KeyError("x")
+def moved(point, by): return Point(point.x + by)
+"""
+CALLS = [
+    "assert add(1, 2) == 3 and add([1], [2]) == [1, 2] and add(float('inf'), 1) == float('inf')",
+    "assert pair('a') == ('a', {'a': {1, 2}}) and add(2**70, 1) == 2**70 + 1 and add(b'a', b'') == b'a'",
+    "s = Solution()\nassert s.add(a=1, b=2) == 3 and s.total == 5 and s.me().total == 5 and s != Solution()",
+    "assert list(numbers(3)) == [0, 1, 2] and count('aab') == {'a': 2, 'b': 1}",
+    "try:\n  fails()\nexcept KeyError: pass\nelse: assert False",
+    "assert moved(Point(1), 2).x == 3 and str(Point(4)) == 'Point(x=4)'",
+]
+
+
+@pytest.mark.process
+def test_right_programs_are_paid_and_wrong_ones_are_not(programs: Programs) -> None:
+    right, wrong, partly = "print(sum(map(int, input().split())))", "print(1)", "print(2)"
+    imports = "import sys, heapq, numpy\nprint(int(numpy.array(sys.stdin.read().split(), int).sum()))"
+    threads = "import threading\nthreading.Thread(target=lambda: print(sum(map(int, input().split())))).start()"
+    at_exit = "import atexit\natexit.register(lambda: print(sum(map(int, input().split()))))"
+    ends = right + "\nraise SystemExit"
+    fails = right + "\nraise SystemExit(1)"
+    answers = [right, f"```python\n{right}\n```", imports, threads, at_exit, ends]
+    assert scored(programs, SUM, *answers, wrong, partly, fails, "") == [1.0] * len(answers) + [0.0] * 4
+    assert scored(programs, {**SUM, "partial": True}, right, partly) == [1.0, pytest.approx(1 / 7)]
+    cases = {"tests": {"inputs": [[1, 2], [[1], [2]]], "outputs": [3, [1, 2]], "fn_name": "add"}}
+    assert scored(programs, cases, SOLUTION, "def add(a, b): return 3", "add = 3", "raise ValueError") == [1, 0, 0, 0]
+    assert scored(programs, {"tests": CALLS}, SOLUTION, SOLUTION.replace("a + b", "a - b")) == [1.0, 0.0]
+    check = {"test": "def check(candidate):\n  assert [candidate(i, 1) for i in range(9)] == [*range(1, 10)]",
+             "entry_point": "add"}  # fmt: skip
+    assert scored(programs, check, SOLUTION, "def add(a, b): return a", "def check(c): pass") == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.process
+def test_every_hack_of_the_table_is_paid_nothing_and_the_server_survives(programs: Programs) -> None:
+    printing = {"tests": list(hacks.STDIN_TESTS), "time_limit_s": 1.0}
+    called = {"tests": list(hacks.ASSERTS), "time_limit_s": 1.0}
+    pid = programs.pid
+    paid = dict(zip(hacks.PRINTING, scored(programs, printing, *hacks.PRINTING.values()), strict=True))
+    paid |= dict(zip(hacks.CALLED, scored(programs, called, *hacks.CALLED.values()), strict=True))
+    assert {name: score for name, score in paid.items() if score} == {}
+    honest = f"def solve(n): return f'{hacks.SECRET} {{n}}'\n"
+    assert scored(programs, printing, honest + "print(solve(int(input())))") == [1.0]
+    assert scored(programs, called, honest) == [1.0]
+    assert (programs.pid, programs.alive) == (pid, True)
+
+
+@pytest.mark.process
+def test_no_program_escapes(programs: Programs, tmp_path: Path) -> None:
+    with hacks.targets(tmp_path) as targets:
+        for name, escape in hacks.ESCAPES.items():
+            (outcome,) = programs.run([Run(targets.filled(escape.program), time_limit_s=5.0)])
+            assert not any(mark.encode() in outcome.output for mark in hacks.MARKS), (name, outcome)
+            assert not escape.has_effect(targets), name
+
+
+NEIGHBOURS = """
+import os, time
+print(sorted(os.listdir("/proc/self/fd")) if os.access("/proc/self/fd", os.R_OK) else "")
+for fd in range(3, 1024):
+    try: os.fstat(fd); print("open", fd)
+    except OSError: pass
+"""
+
+
+@pytest.mark.process
+def test_a_program_has_no_descriptor_of_its_neighbours(programs: Programs) -> None:
+    outcomes = programs.run([Run(NEIGHBOURS)] * 70)
+    assert {outcome.output.replace(b"\n", b"") for outcome in outcomes} == {b""} or {o.failure for o in outcomes} == {
+        ""
+    }
+    assert not any(b"open" in outcome.output for outcome in outcomes)
+
+
+@pytest.mark.process
+def test_a_pool_runs_programs_whose_time_limit_is_longer_than_its_own() -> None:
+    pool = ScoringPool(1, time_limit_s=1.0, libraries=(), programs=True)
+    pool.start()
+    args = json.dumps({"scorer": "code", **SUM, "time_limit_s": 2.5})
+    right = "print(sum(map(int, input().split())))"
+
+    async def scores() -> list[float | BaseException]:
+        answers = [right, "while True: pass", f"{right}#", "import time; time.sleep(9)"]
+        jobs = [pool.score(args, answer) for answer in answers]
+        return await asyncio.gather(*jobs, pool.score('{"scorer": "code"}', right), return_exceptions=True)
+
+    try:
+        *found, error = asyncio.run(asyncio.wait_for(scores(), 60.0))
+        assert (found, pool.restarts) == ([1.0, 0.0, 1.0, 0.0], 0)
+        assert isinstance(error, DataError) and "column `tests`" in str(error)
+    finally:
+        pool.close()
