@@ -108,8 +108,8 @@ def take_replies(buffer: bytearray) -> Iterator[Reply]:
 # its parent, by a signal even if a scorer never returns, otherwise at the end of stdin. If a scorer leaves a thread
 # running, the worker sends the score and ends, so that the thread cannot affect later items.
 #
-# It can still read files and send malformed replies to its pool, so answers must not be executed here. The scorer `code`
-# runs them in processes of the fork server (`jaxroll.rewards.fork_server`).
+# It can still read files and send malformed replies to its pool, so answers must not be executed here. The scorer
+# `code` runs them in processes of the fork server (`jaxroll.rewards.fork_server`).
 
 _MAX_ERROR_CHARS = 500
 _HEARTBEAT_S = 0.25
