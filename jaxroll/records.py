@@ -178,7 +178,7 @@ class Item(msgspec.Struct, frozen=True):
     `question` is the full text, `compact` the short form for small models (the same text if the source has none).
     `answer` is None if the source knows no answer; `env_args` are the environment's arguments to judge one. `worked`
     is an example conversation for the warm start (assistant and environment messages alternate), for tasks in which
-    the answer alone is not enough.
+    the answer alone is not enough. `messages` are the chat messages of the prompt, if it is not the question alone.
     """
 
     question: str
@@ -186,3 +186,4 @@ class Item(msgspec.Struct, frozen=True):
     answer: str | None
     env_args: dict[str, Any]
     worked: tuple[Message, ...] = ()
+    messages: tuple[Message, ...] = ()

@@ -9,6 +9,7 @@ from jaxroll.config.schema import Config, TaskConfig
 from jaxroll.errors import ConfigError
 from jaxroll.records import Message
 
+FILES = ("jsonl", "parquet", "hf_dataset")  # values of task.source that read task.path
 ROLES = ("system", "user", "assistant", "tool")
 # Variables of a chat template that JaxRoll sets itself.
 RESERVED = ("messages", "tools", "add_generation_prompt")
@@ -57,6 +58,12 @@ def check_prompts(config: Config) -> None:
             raise ConfigError(
                 f"task.tools[{number}]", tool, "not a JSON schema", "Write an object, as for OpenAI's API."
             )
+    if config.task.source not in FILES:
+        for name in ("prompt_column", "answer_column", "answer_after"):
+            if value := getattr(config.task, name):
+                raise ConfigError(f"task.{name}", value,
+                                  f"task.source = {config.task.source!r} has no rows with columns",
+                                  f"Set task.source to one of {', '.join(FILES)}, or leave it out.")  # fmt: skip
     if config.tokenizer.kind != "hf":
         for key, value in (
             ("tokenizer.template_args", config.tokenizer.template_args),

@@ -24,7 +24,7 @@ from jaxroll.config.derived import (
 )
 from jaxroll.config.learner_rules import check_algorithm
 from jaxroll.config.parsing import check_bounds, nearest
-from jaxroll.config.prompt_rules import check_prompts
+from jaxroll.config.prompt_rules import FILES, check_prompts
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig
 from jaxroll.errors import ConfigError
 
@@ -70,7 +70,7 @@ def _check_names(config: Config) -> None:
     if config.tokenizer.kind == "hf" and not config.tokenizer.path:
         raise ConfigError("tokenizer.path", "", "tokenizer.kind is 'hf' but there is no folder to read",
                           "Set tokenizer.path to a folder with tokenizer.json, or kind to 'char'.")  # fmt: skip
-    if config.task.source in ("jsonl", "parquet") and not config.task.path:
+    if config.task.source in FILES and not config.task.path:
         raise ConfigError("task.path", "", f"task.source is {config.task.source!r} but there is no file to read",
                           "Set task.path to the file.")  # fmt: skip
     if config.task.source in ("reasoning_gym", "game") and not config.task.name:
@@ -81,7 +81,7 @@ def _check_names(config: Config) -> None:
 def _check_unread(config: Config) -> None:
     """A path that the chosen kind does not read is a mistake, not a wish."""
     for key, path, switch, value, reads in (
-        ("task.path", config.task.path, "task.source", config.task.source, ("jsonl", "parquet")),
+        ("task.path", config.task.path, "task.source", config.task.source, FILES),
         ("tokenizer.path", config.tokenizer.path, "tokenizer.kind", config.tokenizer.kind, ("hf",)),
         ("transfer.path", config.transfer.path, "transfer.channel", config.transfer.channel, ("tensorstore",)),
     ):

@@ -102,13 +102,19 @@ class TaskConfig:
     """Dataset of prompts and environment that scores the answers."""
 
     # Kind of dataset.
-    source: Literal["reasoning_gym", "jsonl", "parquet", "game"] = "reasoning_gym"
+    source: Literal["reasoning_gym", "jsonl", "parquet", "hf_dataset", "game"] = "reasoning_gym"
     # Name of the reasoning_gym task or of the game.
     name: str = "spell_backward"
     # Arguments of the task generator or of the environment.
     args: dict = field(default_factory=lambda: {"min_word_len": 3, "max_word_len": 10})
-    # File of a jsonl or parquet dataset.
+    # File of a jsonl or parquet dataset, or folder of a dataset that Hugging Face `datasets` saved to disk.
     path: str = ""
+    # Column of the prompt. Empty: detect the layout (docs/prompts.md).
+    prompt_column: str = ""
+    # Column of the answer, as path a.b if nested. `none`: rows without answers. Empty: detect the layout.
+    answer_column: str = ""
+    # The final answer is the text after the last occurrence of this, for example "####". Empty: the whole answer.
+    answer_after: str = ""
     # Wording of prompts: `compact` for small character-level models, `full` for language models.
     prompt_style: Literal["compact", "full"] = "compact"
     # System message of every prompt; it replaces the system message of a row. Text, or file:PATH.

@@ -25,6 +25,7 @@ from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devic
 from jaxroll.control import placement, preflight, program, run_dir, train
 from jaxroll.errors import ConfigError
 from jaxroll.lifeline import PARENT_ENV
+from jaxroll.protocols import Progress
 from jaxroll.run_paths import RunPaths
 
 RUNS = Path("runs")
@@ -176,8 +177,12 @@ def run_foreground(argv: list[str], env: dict[str, str]) -> int:
 
 
 def run_config(options: argparse.Namespace) -> None:
-    """`config`: print the resolved config as JSON."""
-    config = run_dir.load_config(_absolute(options.run)) if options.run else _config_of_file(options)
+    """`config`: print the resolved config as JSON, and a line about the rows of a file on standard error."""
+
+    def report(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    config = run_dir.load_config(_absolute(options.run)) if options.run else _config_of_file(options, report)
     print(json.dumps(configs.to_dict(config), indent=2))
 
 
@@ -313,10 +318,10 @@ def run_launch(options: argparse.Namespace) -> None:
     print(launchers.text(config, launchers.target_of(options), dry_run=options.dry_run))
 
 
-def _config_of_file(options: argparse.Namespace) -> Config:
+def _config_of_file(options: argparse.Namespace, report: Progress | None = None) -> Config:
     """The config that can run here."""
     config = _loaded(options)
-    preflight.check(config)
+    preflight.check(config, report)
     return config
 
 

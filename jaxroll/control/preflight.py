@@ -23,6 +23,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
 from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
+from jaxroll.protocols import Progress
 from jaxroll.store.core.settings import Settings
 
 
@@ -39,15 +40,18 @@ def check_described(config: Config) -> None:
     Settings.of(config)
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError for what is wrong here: what a role on this machine would end with exit code 64 for."""
+def check(config: Config, report: Progress | None = None) -> None:
+    """Raise ConfigError for what is wrong here: what a role on this machine would end with exit code 64 for.
+
+    `report` receives a line about the rows of a file.
+    """
     check_described(config)
     _check_files(config)
     see_working_folder()
     _check_algorithm(config.learner.algorithm)
     registry.factory(config.task.env)
     Settings.of(config).filter.check()
-    tokenizer = prompts.check(config)
+    tokenizer = prompts.check(config, report)
     model = folders.spec(config.model, tokenizer.vocab_size)
     _check_meshes(config, model)
     _check_attention(config, model)

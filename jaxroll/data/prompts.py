@@ -11,7 +11,7 @@ from jaxroll.config.derived import sample_tokens
 from jaxroll.data import tasks
 from jaxroll.data.tasks import MAX_SKIPPED_IN_A_ROW, Candidate, Candidates, Skipped
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.protocols import Tokenizer
+from jaxroll.protocols import Progress, Tokenizer
 from jaxroll.records import Task
 from jaxroll.text import tokenizers
 
@@ -100,6 +100,8 @@ def _fingerprint(config: Config, candidates: Candidates) -> str:
             ("few_shot", task.few_shot),
             ("tools", task.tools),
             ("template_args", config.tokenizer.template_args),
+            ("columns", (task.prompt_column + task.answer_column) and (task.prompt_column, task.answer_column)),
+            ("answer_after", task.answer_after),
         )
         if value
     )
@@ -113,9 +115,14 @@ def _fingerprint(config: Config, candidates: Candidates) -> str:
 _LENGTHS_SEEN = 256  # worked answers whose lengths are checked
 
 
-def check(config: Config) -> Tokenizer:
-    """Check that the task yields prompts and answers; return the run's tokenizer. ConfigError as in the run itself."""
+def check(config: Config, report: Progress | None = None) -> Tokenizer:
+    """Check that the task yields prompts and answers; return the run's tokenizer. ConfigError as in the run itself.
+
+    `report` receives a line about the rows of a file.
+    """
     candidates = Candidates(config)
+    if report is not None and candidates.described:
+        report(f"task: {candidates.described}")
     kept_aside = tasks.hashes(tasks.tasks(config, candidates))
     _check_prompts(config, candidates, kept_aside)
     if config.sft.steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,13 +49,16 @@ class Candidates:
         self.tokenizer = tokenizers.build(config.tokenizer, with_opening(self._source.alphabet(), config.task))
         self._opening = opening_messages(config.task)
         self.identity = self._source.identity
+        layout = getattr(self._source, "layout", "")
+        self.described = f"{self._source.size:,} rows, layout {layout}" if layout else ""
 
     def at(self, index: int) -> Candidate:
         """Item `index` as a task. DataError when the source cannot make it or its prompt is too long."""
         item = self._source.item(index)
         text = item.compact if self._config.prompt_style == "compact" else item.question
-        messages = (*self._opening, Message("user", text))
-        tools = self._config.tools
+        messages = self._conversation(item.messages or (Message("user", text),))
+        args = {**({"tools": self._config.tools} if self._config.tools else {}), **item.env_args}
+        tools = args.get("tools", ())
         tokens = len(self.tokenizer.render(messages, tools=tools))
         if tokens > self._config.max_prompt_tokens:
             limit = self._config.max_prompt_tokens
@@ -63,13 +67,20 @@ class Candidates:
             index=index,
             messages=messages,
             env=self._config.env,
-            env_args=msgspec.json.encode({**item.env_args, "tools": tools} if tools else item.env_args).decode(),
+            env_args=msgspec.json.encode(args).decode(),
             seed=index,
             # Of the compact form in lower case, so that the same question has the same hash in every prompt form.
             question_hash=question_hash(item.compact.lower()),
         )
         answer = () if item.answer is None else (Message("assistant", item.answer),)
         return Candidate(task, item.worked or answer)
+
+    def _conversation(self, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
+        """The prompt after the messages of the config, whose system prompt replaces that of the row."""
+        system = tuple(itertools.takewhile(lambda message: message.role == "system", prompt))
+        if self._config.system_prompt:
+            return self._opening + prompt[len(system) :]
+        return system + self._opening + prompt[len(system) :]
 
     def trainable(self, index: int, kept_aside: frozenset[str], *, taught: bool = False) -> Candidate | Skipped:
         """Item `index`; Skipped if it cannot be made, its question is in `kept_aside`, or (`taught`) has no answer."""

@@ -15,7 +15,7 @@ from jaxroll.errors import ConfigError, DataError
 
 ROWS = [
     {"question": "2+2", "answer": "4"},
-    {"prompt": "café?", "answer": "yes", "note": "other fields are ignored"},
+    {"prompt": "café?", "answer": "yes", "note": "for the reward"},
     {"question": "3*3", "answer": 9},
 ]
 
@@ -42,7 +42,9 @@ def test_rows_are_items_judged_by_exact_match(tmp_path: Path, write: Any) -> Non
     assert source.size == 3
     assert [source.item(i).question for i in range(3)] == ["2+2", "café?", "3*3"]
     assert [source.item(i).answer for i in range(3)] == ["4", "yes", "9"]
-    assert source.item(2).env_args == {"scorer": "exact", "answer": "9"}
+    args = source.item(2).env_args
+    assert (args["scorer"], args["answer"], args["row"]["question"]) == ("exact", "9", "3*3")
+    assert source.item(1).env_args["row"]["note"] == "for the reward"
     assert source.item(1).compact == "café?"
     assert source.alphabet() == "".join(sorted(set("2+2café?3*34yes9")))
     with pytest.raises(DataError, match="3 rows"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxroll.config import TaskConfig
-from jaxroll.data import sources
+from jaxroll.data import files, sources
 from jaxroll.errors import ConfigError
 from tests.harness.resource_bounds import bounded, check_refusal
 
@@ -82,7 +82,7 @@ def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + b'{"question": "')
     os.truncate(path, 1 << 36)  # sparse: 64 GiB of NUL
-    with bounded(3 * sources.LINE_BYTES), pytest.raises(ConfigError) as refused:
+    with bounded(8 * files.ROW_BYTES), pytest.raises(ConfigError) as refused:
         sources.open_source(jsonl(path))
     check_refusal(refused.value, "task.path", f"{path}:2", "longer than")
 

@@ -40,6 +40,7 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ALGORITHMS = ROOT / "docs" / "algorithms.md"
 ENVIRONMENT = ROOT / "docs" / "add_an_environment.md"
+PROMPTS = ROOT / "docs" / "prompts.md"
 DESIGN, CONTRACT = ROOT / "docs" / "design.md", ROOT / "docs" / "store_contract.md"
 USES = {"no": "none", "no devices": "no backend", "yes": "any"}
 
@@ -205,6 +206,19 @@ def test_the_readme_trains_your_own(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     objective = algorithms.build(config.learner).objective
     grad = jax.grad(lambda x: objective(given._replace(logprob=x)).loss.sum())(-one)
     np.testing.assert_allclose(-grad, np.exp(1.0) * 0.5 * one, rtol=1e-5)
+
+
+def test_the_rows_of_the_page_are_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of the page run one after the other; they assert what the text states."""
+    pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for text in _python(PROMPTS):
+        exec(text, names)
+        if "get_config" in names:
+            names["config"] = names.pop("get_config")()
+            configs.parse(names["config"])
+    configs.parse(names["config"])
 
 
 @pytest.mark.process

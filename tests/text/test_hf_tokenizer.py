@@ -181,12 +181,13 @@ def test_a_message_that_holds_the_mark_of_the_cut_keeps_its_header(make_folder: 
 
 
 # The shape of templates with tools and thinking: tools before the first message, an empty thought when it is off.
-TOOLS_AND_THOUGHT = """{%- if tools %}{{- '<|im_start|>system\\n' }}
+TOOLS_AND_THOUGHT = (
+    """{%- if tools %}{{- '<|im_start|>system\\n' }}
 {%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
-{{- '<|im_end|>\\n' }}{%- endif %}""" + CHATML.replace(
-    "assistant\\n' }}\n{%- endif", "assistant\\n' }}\n{%- if enable_thinking is defined and enable_thinking is false %}"
-    "{{- '<think></think>' }}{%- endif %}{%- endif",
-)  # fmt: skip
+{{- '<|im_end|>\\n' }}{%- endif %}"""
+    + CHATML.replace("message.role +", "message.role + ('!' if tools and message.role == 'tool' else '') +")
+    + """{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think></think>' }}{%- endif %}"""
+)
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 

@@ -1,0 +1,284 @@
+"""Sources of rows in local files: JSONL, Parquet, and datasets that Hugging Face `datasets` saved to disk.
+
+All rows are read once when a source is opened, so that a malformed row is found before training. The columns become
+items as in `jaxroll.data.rows`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from jaxroll import disk
+from jaxroll.config import TaskConfig
+from jaxroll.data import rows
+from jaxroll.data.rows import ROW_BYTES, bad_row
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.records import Item
+
+# A Parquet file is loaded into memory, and a small file can decompress to gigabytes.
+EXPANSION, SMALL_BYTES, MEMORY_BYTES = 500, 64 << 20, 8 << 30
+_BATCH_ROWS = 4096
+_INSTALL_PYARROW = "pip install 'jaxroll[data]' (pyarrow), or convert the file to JSONL."
+
+
+class _Survey:
+    """The characters, layouts and digest of the rows of a source, and their size as text."""
+
+    def __init__(self, cfg: TaskConfig) -> None:
+        self._cfg = cfg
+        self._characters, self._layouts, self.text = set[str](), set[str](), 0
+        self.digest = hashlib.blake2b(digest_size=16)
+
+    def add(self, row: dict[str, Any], item: Item) -> None:
+        """Count one row."""
+        shown = (*(message.content for message in item.messages), item.answer or "")
+        self._characters.update(*shown)
+        self.text += sum(map(len, shown))
+        self._layouts.add(str(rows.layout(row, self._cfg)))
+
+    @property
+    def alphabet(self) -> str:
+        """The characters of all prompts and answers, sorted."""
+        return "".join(sorted(self._characters))
+
+    @property
+    def layout(self) -> str:
+        """The layouts that occur."""
+        return "; ".join(sorted(self._layouts))
+
+
+class JsonlSource:
+    """Source of the lines of a JSONL file; each is an object. Blank lines are skipped. Rows stay on disk."""
+
+    def __init__(self, cfg: TaskConfig) -> None:
+        self._path, self._cfg = Path(cfg.path), cfg
+        offsets, survey = array("q"), _Survey(cfg)
+        with _existing(cfg.path) as file:
+            position = number = 0
+            while line := file.readline(ROW_BYTES + 1):
+                number += 1
+                if len(line) > ROW_BYTES:
+                    raise bad_row(f"{self._path}:{number}", f"the line is longer than {ROW_BYTES:,} bytes")
+                if line.strip():
+                    row = _parsed(line, where := f"{self._path}:{number}")
+                    survey.add(row, rows.item(row, where, cfg))
+                    offsets.extend((position, len(line)))
+                survey.digest.update(line)
+                position += len(line)
+            self._fd = os.dup(file.fileno())  # keeps this file open, even if its name is reused for another one
+        self._offsets = np.array(offsets, np.int64).reshape(-1, 2)
+        self._alphabet, self.layout = survey.alphabet, survey.layout
+        self.size = _some_rows(len(self._offsets), self._path)
+        self.identity = f"jsonl/{survey.digest.hexdigest()}"
+
+    def __del__(self) -> None:
+        if (fd := getattr(self, "_fd", None)) is not None:
+            os.close(fd)
+
+    def item(self, index: int) -> Item:
+        """Row `index`, read from the file; DataError beyond its end."""
+        _check_index(index, self.size, self._path)
+        offset, size = (int(n) for n in self._offsets[index])
+        where = f"{self._path} row {index}"
+        return rows.item(_parsed(os.pread(self._fd, size, offset), where), where, self._cfg)
+
+    def alphabet(self) -> str:
+        """The characters that occur in the file's prompts and answers."""
+        return self._alphabet
+
+
+class TableSource:
+    """Source of the rows of a table: `ParquetSource` and `DatasetSource` read it."""
+
+    def __init__(self, cfg: TaskConfig, kind: str) -> None:
+        self._path, self._cfg, self._kind = Path(cfg.path), cfg, kind
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise ConfigError("task.source", kind, "pyarrow is not installed", _INSTALL_PYARROW) from error
+        survey, batches, count = _Survey(cfg), [], 0
+        with self._reading():
+            for batch, limit in self._batches():
+                for offset, row in enumerate(batch.to_pylist()):
+                    item = _table_item(row, f"{self._path} row {count + offset}", cfg)
+                    survey.add(row, item)
+                    if survey.text > limit:
+                        raise self._too_much(limit)
+                    # Rows with question and answer keep the digest of earlier versions.
+                    whole = () if rows.layout(row, cfg).name == "columns" else (item.env_args["row"],)
+                    survey.digest.update(msgspec.msgpack.encode((item.question, item.answer, *whole)))
+                count += len(batch)
+                batches.append(batch)
+        self.size = _some_rows(count, self._path)
+        with self._reading():
+            self._table = pyarrow.Table.from_batches(batches)
+        self._alphabet, self.layout = survey.alphabet, survey.layout
+        self.identity = f"{kind}/{survey.digest.hexdigest()}"
+
+    def item(self, index: int) -> Item:
+        """Row `index`; DataError beyond the end."""
+        _check_index(index, self.size, self._path)
+        row = {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
+        return _table_item(row, f"{self._path} row {index}", self._cfg)
+
+    def alphabet(self) -> str:
+        """The characters that occur in the prompts and answers."""
+        return self._alphabet
+
+    def _batches(self) -> Iterator[tuple[Any, int]]:
+        """Batches of rows, each with the limit of the memory of all rows in bytes."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        import pyarrow
+
+        try:
+            yield
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, LookupError) as error:
+            # Text that is not UTF-8, times outside of Python's range, unknown time zones.
+            raise self._refused(str(error)) from error
+
+    def _refused(self, reason: str, remedy: str = "Write it again with pyarrow.") -> ConfigError:
+        name = {"parquet": "Parquet", "hf_dataset": "a saved dataset"}[self._kind]
+        return ConfigError("task.path", str(self._path), f"it cannot be read as {name}: {reason}", remedy)
+
+    def _too_much(self, limit: int) -> ConfigError:
+        reason = f"it expands to more than {limit:,} bytes in memory"
+        return self._refused(reason, "Convert it to JSONL, whose rows stay on disk.")
+
+    def _check_columns(self, names: list[str]) -> None:
+        if len(set(names)) < len(names):
+            raise self._refused(f"it has several columns of one name ({rows.described(names)})")
+
+
+class ParquetSource(TableSource):
+    """Source of the rows of a Parquet file, held in memory."""
+
+    def __init__(self, cfg: TaskConfig) -> None:
+        super().__init__(cfg, "parquet")
+
+    def _batches(self) -> Iterator[tuple[Any, int]]:
+        import pyarrow.parquet
+
+        with _existing(self._cfg.path) as file:
+            parquet = pyarrow.parquet.ParquetFile(file)
+            self._check_columns(parquet.schema_arrow.names)
+            limit = _limit(os.fstat(file.fileno()).st_size)
+            groups = (parquet.metadata.row_group(number) for number in range(parquet.metadata.num_row_groups))
+            chunks = [group.column(number) for group in groups for number in range(parquet.metadata.num_columns)]
+            sizes = [max(0, chunk.total_uncompressed_size) for chunk in chunks]
+            if sum(sizes) > limit:
+                raise self._too_much(limit)
+            # A value may be as long as its column chunk, and all rows of a batch may refer to the longest value.
+            count, held = min(_BATCH_ROWS, max(1, limit // max(sizes, default=1))), 0
+            for batch in parquet.iter_batches(count):
+                held += batch.nbytes
+                if held > limit:
+                    raise self._too_much(limit)
+                yield batch, limit
+
+
+class DatasetSource(TableSource):
+    """Source of the rows of a folder that `Dataset.save_to_disk` of Hugging Face `datasets` wrote.
+
+    It has state.json with the names of its Arrow files, which are mapped into memory. The folder of a `DatasetDict` has
+    one such folder for each split.
+    """
+
+    def __init__(self, cfg: TaskConfig) -> None:
+        super().__init__(cfg, "hf_dataset")
+
+    def _batches(self) -> Iterator[tuple[Any, int]]:
+        import pyarrow
+        import pyarrow.ipc
+
+        for path in self._files():
+            with disk.opened(path) as file:
+                limit = _limit(os.fstat(file.fileno()).st_size)
+            held, reader = 0, pyarrow.ipc.open_stream(pyarrow.memory_map(str(path)))
+            self._check_columns(reader.schema.names)
+            for batch in reader:
+                batch.validate(full=True)  # offsets in the file could point outside of it
+                held += batch.nbytes
+                if held > limit:
+                    raise self._too_much(limit)
+                for first in range(0, len(batch), _BATCH_ROWS):
+                    yield batch.slice(first, _BATCH_ROWS), limit
+
+    def _files(self) -> list[Path]:
+        folder = self._path.expanduser()
+        if not folder.is_dir():
+            raise ConfigError("task.path", str(self._path), "there is no such folder",
+                              "Set task.path to the folder that save_to_disk wrote.")  # fmt: skip
+        if (folder / "dataset_dict.json").exists():
+            splits = sorted(each.name for each in folder.iterdir() if (each / "state.json").exists())
+            raise ConfigError("task.path", str(self._path), f"it has the splits {rows.described(splits)}",
+                              "Add the name of one to the path.")  # fmt: skip
+        try:
+            names = [entry["filename"] for entry in disk.read_json(folder / "state.json")["_data_files"]]
+        except (DataError, LookupError, TypeError, OSError) as error:
+            raise self._refused(f"state.json does not list its files: {error!r}", "Save it again.") from error
+        if odd := [name for name in names if not isinstance(name, str) or name != os.path.basename(name)]:
+            raise self._refused(f"state.json lists {odd[0]!r}, which is not a file of the folder", "Save it again.")
+        return [folder / name for name in names]
+
+
+def _limit(file_bytes: int) -> int:
+    """The limit of the rows of a file in memory, and of their text in characters."""
+    return min(MEMORY_BYTES, max(SMALL_BYTES, EXPANSION * file_bytes))
+
+
+def _existing(path: str) -> BinaryIO:
+    """The file, open for reading; ConfigError when it is missing, unreadable or not a regular file."""
+    remedy = "Set task.path to the file with the rows."
+    try:
+        if not path:
+            raise FileNotFoundError
+        return disk.opened(Path(path).expanduser())
+    except FileNotFoundError as error:
+        raise ConfigError("task.path", path, "there is no such file", remedy) from error
+    except RuntimeError as error:  # ~name of an unknown user
+        raise ConfigError("task.path", path, str(error), remedy) from error
+    except (OSError, DataError) as error:
+        raise ConfigError("task.path", path, f"it cannot be read: {error}", remedy) from error
+
+
+def _some_rows(count: int, path: Path) -> int:
+    if count == 0:
+        raise ConfigError("task.path", str(path), "it holds no rows", "Each row needs a question and an answer.")
+    return count
+
+
+def _check_index(index: int, size: int, path: Path) -> None:
+    if not 0 <= index < size:
+        raise DataError(f"{path} has {size} rows, so there is no row {index}")
+
+
+_ROWS = msgspec.json.Decoder(dict[str, Any])
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        return _ROWS.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is one
+        raise bad_row(where, str(error)) from error
+    except RecursionError as error:
+        raise bad_row(where, "the row nests too deep") from error
+
+
+def _table_item(row: dict[str, Any], where: str, cfg: TaskConfig) -> Item:
+    """The item of a row of a table, whose values may be dates, decimals or bytes."""
+    encoded = msgspec.json.encode(row)  # decimals as text, bytes in base64, dates and times in ISO 8601
+    if len(encoded) > ROW_BYTES:
+        raise bad_row(where, f"the row has {len(encoded):,} bytes as JSON; at most {ROW_BYTES:,} are allowed")
+    return rows.item(row, where, cfg, msgspec.json.decode(encoded))
