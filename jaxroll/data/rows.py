@@ -144,11 +144,15 @@ def _message(entry: Any) -> Message:
         raise UnknownLayout(f"a message of the prompt has {described(extra)}, which JaxRoll cannot show")
     role, content = entry.get("role"), entry.get("content")
     if isinstance(content, list):  # parts, as in OpenAI's API
-        parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-        content = "".join(parts) if len(parts) == len(content) and all(isinstance(p, str) for p in parts) else None
+        texts = [part["text"] for part in content if _is_text(part)]
+        content = "".join(texts) if len(texts) == len(content) else None
     if role not in ROLES or not isinstance(content, str):
         raise UnknownLayout(f"a message of the prompt needs a role ({', '.join(ROLES)}) and content as text")
     return Message(role, content)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _text(messages: tuple[Message, ...]) -> str:

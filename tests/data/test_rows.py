@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import decimal
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,12 @@ def test_rows_without_answers_are_for_judges(tmp_path: Path) -> None:
     assert (item.answer, item.env_args["answer"], item.env_args["row"]) == (None, "", {"prompt": "a", "n": 1})
 
 
+def test_parts_of_text_are_one_message(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "2"}, {"type": "text", "text": "+2"}]
+    item = sources.open_source(jsonl(tmp_path / "a", [TRL | {"prompt": [{"role": "user", "content": parts}]}])).item(0)
+    assert item.question == "2+2"
+
+
 def test_a_structured_ground_truth_is_json(tmp_path: Path) -> None:
     row = VERL | {"reward_model": {"ground_truth": {"target": 4, "numbers": [2, 2]}}}
     item = sources.open_source(jsonl(tmp_path / "a", [row])).item(0)
@@ -179,6 +186,7 @@ def test_a_row_that_is_too_large_is_refused(tmp_path: Path, write: Any) -> None:
 )
 def test_a_saved_dataset_with_a_wrong_state_is_refused(tmp_path: Path, state: str, words: str) -> None:
     cfg = saved(tmp_path / "rows", [VERL] * 2)
+    shutil.copy(tmp_path / "rows" / "data-00000-of-00002.arrow", tmp_path / "rows.arrow")
     (tmp_path / "rows" / "state.json").write_text(state)
     with pytest.raises(ConfigError) as refused:
         sources.open_source(cfg)
