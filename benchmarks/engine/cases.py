@@ -18,7 +18,7 @@ from benchmarks.engine.work import MODEL, Work
 from benchmarks.lib.child import Child
 from benchmarks.lib.report import Runs, percentile_ms, ratio, spread
 from jaxroll.config import MeshConfig
-from jaxroll.models import families, params, pretrained
+from jaxroll.models import hf_config, params, pretrained
 from jaxroll.sharding import layout
 
 _SCALE = {"embed": 12.0, "attn.o": 6.0, "mlp.down": 12.0}  # otherwise every token repeats the previous one
@@ -71,7 +71,7 @@ def prepare(folder: Path, cases: list[Case]) -> None:
     weights = {name: np.asarray(leaf) * _SCALE.get(name.split(".", 2)[-1], 1.0) for name, leaf in made.items()}
     np.savez(folder / "weights.npz", allow_pickle=False, **weights)
     save_file(pretrained.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(families.to_huggingface(SPEC, "float32")))
+    (folder / "config.json").write_text(json.dumps(hf_config.to_huggingface(SPEC, "float32")))
     for case in cases:
         case.work().save(folder / f"{case.name}.npz")
 

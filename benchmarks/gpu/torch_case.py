@@ -184,7 +184,7 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
     from jaxroll.config import MeshConfig
     from jaxroll.engine.engine import Engine, EngineConfig
     from jaxroll.engine.requests import Request
-    from jaxroll.models import families, pretrained
+    from jaxroll.models import hf_config, pretrained
     from jaxroll.protocols import GenerationKey, SamplingParams
     from jaxroll.records import Version
     from jaxroll.sharding import layout
@@ -196,7 +196,7 @@ def answer_as_ours(folder: Path, shape: Shape) -> None:
     held = {name: leaf * SCALE.get(name.split(".", 2)[-1], 1.0) for name, leaf in made.items()}
     host = {name: np.asarray(leaf) for name, leaf in held.items()}
     save_file(pretrained.exported(spec, host), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(families.to_huggingface(spec, "float32")))
+    (folder / "config.json").write_text(json.dumps(hf_config.to_huggingface(spec, "float32")))
     work = batch(GROUP, shape.row_tokens, spec.vocab_size)
     work.save(folder / "batch.npz")
     prompts = np.random.default_rng(5).integers(1, spec.vocab_size, (shape.batch, shape.prompt)).astype(np.int32)

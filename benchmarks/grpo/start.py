@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from benchmarks.engine.our_arm import SPEC
 from benchmarks.grpo.work import END, FIRST, TURN, Work, batch, text
 from jaxroll.config import MeshConfig
-from jaxroll.models import families, params, pretrained
+from jaxroll.models import hf_config, params, pretrained
 from jaxroll.sharding import layout
 
 QUESTIONS = 4000
@@ -24,7 +24,7 @@ def prepare(folder: Path, work: Work) -> None:
     weights = planted(work)
     np.savez(folder / "weights.npz", allow_pickle=False, **weights)
     save_file(pretrained.exported(SPEC, weights), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(families.to_huggingface(SPEC, "float32")))
+    (folder / "config.json").write_text(json.dumps(hf_config.to_huggingface(SPEC, "float32")))
     with (folder / "questions.jsonl").open("w") as file:
         for number in range(QUESTIONS):
             letters = np.arange(work.links) * work.choices + number % work.choices

@@ -36,7 +36,13 @@ Advantage = Literal[
 ]  # fmt: skip
 WeightSwap = Literal["keep_kv", "reprefill", "restart", "drain"]
 LORA_TARGETS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
-MODEL_SIZES = ("nano", "tiny", "tiny_moe", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b", "qwen3_30b_a3b")
+MODEL_SIZES = (
+    "nano", "tiny", "tiny_moe",
+    "qwen3_0p6b", "qwen3_1p7b", "qwen3_4b", "qwen3_8b", "qwen3_14b", "qwen3_32b", "qwen3_30b_a3b",
+    "qwen2p5_0p5b", "qwen2p5_1p5b", "qwen2p5_3b", "qwen2p5_7b", "qwen2p5_14b", "qwen2p5_32b", "qwen2p5_72b",
+    "llama3p2_1b", "llama3p2_3b", "llama3p1_8b", "llama3p1_70b", "mistral_7b",
+    "gemma3_270m", "gemma3_1b", "gemma3_4b", "gemma3_12b", "gemma3_27b",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

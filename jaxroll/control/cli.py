@@ -340,7 +340,7 @@ def _generate_options(one: argparse.ArgumentParser) -> None:
 def _weights_options(weights: argparse.ArgumentParser) -> None:
     directions = weights.add_subparsers(dest="direction", required=True, metavar="import|export")
     for name, source, text in (
-        ("import", "HF_FOLDER", "convert a Qwen3 checkpoint into a folder for model.path and tokenizer.path"),
+        ("import", "HF_FOLDER", "convert a checkpoint into a folder for model.path and tokenizer.path"),
         ("export", "SOURCE", "convert a run's newest checkpoint, one checkpoint, or such a folder, for transformers"),
     ):
         one = directions.add_parser(name, help=text, description=text, allow_abbrev=False)

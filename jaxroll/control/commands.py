@@ -235,7 +235,7 @@ def run_weights(options: argparse.Namespace) -> int:
         source = _absolute(options.source)
         if options.direction == "import" and not (source / "config.json").is_file():
             raise ConfigError("HF_FOLDER", str(source), "holds no config.json",
-                              "Give the folder of a Qwen3 checkpoint.")  # fmt: skip
+                              "Give the folder of a Hugging Face checkpoint.")  # fmt: skip
         if options.direction == "export" and RunPaths(source).run_file.is_file():
             _check_trained(source)
         env = placement.common_env(str(program.default_cache_dir(RUNS, os.environ))) | placement.cpu_env()

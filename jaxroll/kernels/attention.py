@@ -85,9 +85,14 @@ def reference(
     return jnp.stack([jnp.stack([jnp.stack([one(b, t, n) for n in range(N)]) for t in range(T)]) for b in range(B)])
 
 
-def visible(tokens: int, segments: Int[Array, "B T"] | None = None) -> Bool[Array, "#B T T"]:
-    """True where query t sees key u: u ≤ t and, with `segments`, both in the same segment, which is not padding (0)."""
+def visible(tokens: int, segments: Int[Array, "B T"] | None = None, window: int = 0) -> Bool[Array, "#B T T"]:
+    """True where query t sees key u: u ≤ t and, with `segments`, both in the same segment, which is not padding (0).
+
+    With a `window` above 0, a query sees that many keys, its own included: u > t - window.
+    """
     causal = jnp.tril(jnp.ones((tokens, tokens), bool))
+    if 0 < window < tokens:
+        causal &= ~jnp.tril(causal, -window)
     if segments is None:
         return causal[None]
     same = segments[:, :, None] == segments[:, None, :]
@@ -128,20 +133,28 @@ class SharedRows:
 
 
 def attention(
-    rows: SharedRows, segments: Int[Array, "B T"], prompts: Int[Array, "B T"]
+    rows: SharedRows,
+    segments: Int[Array, "B T"],
+    prompts: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    window: int = 0,
 ) -> Callable[[Array, Array, Array], Array]:
     """Attention as a function of q [B, T, N, H], k and v [B, T, K, H]; the masks are built once for all layers.
 
     `segments` numbers prompts and answers (0 is padding); `prompts` holds at an answer's tokens the number of the
-    prompt that it continues, or 0 if the answer contains its whole prompt.
+    prompt that it continues, or 0 if the answer contains its whole prompt. An answer's `positions` continue those of
+    its prompt; with a `window` above 0, a query sees only keys less than `window` positions before it.
     """
     P, A, S = rows.prompt_tokens, rows.stretches, rows.tokens
-    of_prompts = visible(P, segments[:, :P])
+    of_prompts = visible(P, segments[:, :P], window)
     own = _stretches(segments[:, P:], A)
     continued = _stretches(prompts[:, P:], A)
     before = jnp.repeat(segments[:, :P], A, axis=0)
     theirs = (continued[:, :, None] == before[:, None, :]) & (before > 0)[:, None, :]
-    of_answers = jnp.concatenate([theirs, visible(S, own)], axis=2)  # [B·A, S, P + S]
+    if window > 0:
+        ahead = _stretches(positions[:, P:], A)[:, :, None] - jnp.repeat(positions[:, :P], A, axis=0)[:, None, :]
+        theirs &= ahead < window
+    of_answers = jnp.concatenate([theirs, visible(S, own, window)], axis=2)  # [B·A, S, P + S]
 
     def attend(
         q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]

@@ -2,7 +2,8 @@
 
 B rows of T consecutive queries each, N query heads, K key-value heads, H head dimension; a pool of P pages of U tokens;
 a row's table lists its J pages in order. Query t of row b is at position starts[b] + t and sees the keys at positions
-0 … starts[b] + t of the row's pages. The output of a row that sees no key is finite but undefined.
+0 … starts[b] + t of the row's pages; with a `window` above 0, only the last `window` of them. The output of a row that
+sees no key is finite but undefined.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxroll.kernels.attention import exact_precision
 from jaxroll.sharding import layout as meshes
@@ -30,6 +31,7 @@ def paged(
     tables: Int[Array, "B J"],
     starts: Int[Array, " B"],
     reach: Int[Array, " blocks"],
+    window: int = 0,
 ) -> Float[Array, "B T N H"]:
     """softmax(q·kᵀ / √H)·v, page by page with a running maximum and sum (Milakov & Gimelshein, arXiv 1805.02867).
 
@@ -46,7 +48,7 @@ def paged(
     def block(i: Int[Array, ""], out: Float[Array, "K B G T H"]) -> Float[Array, "K B G T H"]:
         at = jnp.minimum(i * rows, B - rows)  # the last block may overlap the previous one and compute rows twice
         here = lambda x, axis=0: jax.lax.dynamic_slice_in_dim(x, at, rows, axis)  # noqa: E731
-        mean = _block(here(wide, 1), keys, values, here(tables), here(starts), -(-reach[i] // pages))
+        mean = _block(here(wide, 1), keys, values, here(tables), here(starts), -(-reach[i] // pages), window)
         return jax.lax.dynamic_update_slice_in_dim(out, mean, at, axis=1)
 
     nothing = jnp.zeros(wide.shape, jnp.float32)
@@ -61,6 +63,7 @@ def _block(
     tables: Int[Array, "R J"],
     starts: Int[Array, " R"],
     chunks: Int[Array, ""],
+    window: int,
 ) -> Float[Array, "K R G T H"]:
     """The rows of one block over their first `chunks` chunks of pages, in float32."""
     K, R, G, T, H = wide.shape
@@ -75,7 +78,8 @@ def _block(
         k, v = keys[:, here].reshape(K, R, C, H), values[:, here].reshape(K, R, C, H)
         # Keys are the left operand: as the right one, the CPU backend would first transpose every page.
         scores = jnp.einsum("kbuh,kbqh->kbqu", k, queries, precision=exact, preferred_element_type=jnp.float32)
-        scores = jnp.where(j * C + jnp.arange(C) <= positions[..., None], scores * H**-0.5, _MASKED)
+        # At the first key inside the window, the sums over keys before it are multiplied by an exact zero.
+        scores = jnp.where(_seen(j * C + jnp.arange(C), positions[..., None], window), scores * H**-0.5, _MASKED)
         higher = jnp.maximum(best, jnp.max(scores, axis=-1))
         weights, fading = jnp.exp(scores - higher[..., None]), jnp.exp(best - higher)
         gained = jnp.einsum(
@@ -87,6 +91,12 @@ def _block(
     nothing = jnp.full(each, _MASKED, jnp.float32), jnp.zeros(each, jnp.float32), jnp.zeros((*each, H), jnp.float32)
     _, total, out = jax.lax.fori_loop(0, chunks, chunk, nothing)
     return (out / jnp.maximum(total, 1e-30)[..., None]).reshape(K, R, G, T, H)
+
+
+def _seen(keys: Int[Array, " C"], queries: Int[Array, "*B 1"], window: int) -> Bool[Array, "*B C"]:
+    """True where a query at one position sees a key at another."""
+    seen = keys <= queries
+    return seen & (keys > queries - window) if window else seen
 
 
 def blocks(rows: int, layout: Layout | None) -> int:
@@ -143,6 +153,7 @@ def dense(
     values: Sequence[Float[Array, "B K C H"]],
     positions: Int[Array, " B"],
     last: Int[Array, ""],
+    window: int = 0,
 ) -> Float[Array, "B 1 N H"]:
     """softmax(q·kᵀ / √H)·v, one level at a time with a running maximum and sum; levels beyond `last` are skipped.
 
@@ -156,7 +167,7 @@ def dense(
     sums: Sums = jnp.full(each, _MASKED, jnp.float32), jnp.zeros(each, jnp.float32), jnp.zeros(wide.shape, jnp.float32)
     begin = 0
     for k, v in zip(keys, values, strict=True):
-        unseen = jnp.where(begin + jnp.arange(v.shape[2]) <= positions[:, None], 0.0, _MASKED)
+        unseen = jnp.where(_seen(begin + jnp.arange(v.shape[2]), positions[:, None], window), 0.0, _MASKED)
         if begin:
             sums = jax.lax.cond(last >= begin, _level, lambda sums, *_: sums, sums, wide, k, v, unseen)
         else:

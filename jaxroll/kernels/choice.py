@@ -23,6 +23,7 @@ KEYS: Mapping[Use, str] = {
     "paged": "sampler.paged_attention",
 }
 
+WINDOWED = ("splash",)  # kernels that take sliding windows
 _TPU_LANES = 128
 _TRITON_HEADS = (16, 32, 64, 128)  # its tiles have powers of two
 _CUDNN_HEADS = 128  # the largest that every GPU generation supports
@@ -51,6 +52,8 @@ class Heads(Protocol):
     def head_dim(self) -> int: ...
     @property
     def compute_dtype(self) -> str: ...
+    @property
+    def narrowest(self) -> int: ...  # the smallest sliding window; 0 if no layer has one
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,10 @@ def _obstacle(use: Use, name: str, site: Site) -> str:
         return f"{heads} cannot be divided evenly over {site.tensor} devices"
     if use != "paged" and site.tokens < BLOCK:
         return f"rows have {site.tokens} tokens and it computes blocks of {BLOCK}"
+    longest = site.longest if use == "paged" else site.tokens
+    if model.narrowest and name not in WINDOWED and not 0 < longest <= model.narrowest:
+        tokens = f"rows of {longest} tokens" if longest else "rows of unknown length"
+        return f"it has no sliding windows, and the model's window of {model.narrowest} tokens cuts {tokens}"
     return _unsupported_shape(use, name, site)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from jaxroll.kernels.attention import grouped, visible
-from jaxroll.kernels.choice import XLA
+from jaxroll.kernels.choice import WINDOWED, XLA
 from jaxroll.sharding import layout as meshes
 from jaxroll.sharding.layout import Layout
 
@@ -27,14 +27,18 @@ _SLOTS = ("slots", None, None, "heads", "head_dim")
 _POOL = ("slots", "kv_heads", None, "tokens", "head_dim")
 
 
-def rows(name: str, tokens: int, segments: Int[Array, "B T"] | None, layout: Layout | None) -> Attend:
+def rows(name: str, tokens: int, segments: Int[Array, "B T"] | None, layout: Layout | None, window: int = 0) -> Attend:
     """Causal attention over rows of `tokens`, within `segments` if given (0 is padding), by the implementation `name`.
 
-    The XLA implementation builds its mask once for all layers; it is the only one that works without a layout.
+    With a `window` above 0, a query sees that many keys, its own included. The XLA implementation builds its mask once
+    for all layers; it is the only one that works without a layout.
     """
     if name == XLA:
-        return partial(_masked, visible(tokens, segments))
-    return partial(_divided_rows, _row_kernel(name), segments, _needed(name, layout))
+        return partial(_masked, visible(tokens, segments, window))
+    # `choice` selects a kernel without windows only if no sample is longer than the window.
+    kernel = _row_kernel(name)
+    kernel = partial(kernel, window=window) if name in WINDOWED and 0 < window < tokens else kernel
+    return partial(_divided_rows, kernel, segments, _needed(name, layout))
 
 
 def pages(name: str, layout: Layout | None) -> Callable[..., Array]:

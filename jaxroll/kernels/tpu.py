@@ -28,15 +28,17 @@ def splash(
     v: Float[Array, "B T K H"],
     segments: Int[Array, "B T"] | None,
     *,
+    window: int = 0,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Causal attention within segments, by splash attention; no array has T·T elements, forward or backward.
 
-    Outputs of padding (segment 0) are undefined.
+    With a `window` above 0, a query sees that many keys, its own included. Outputs of padding (segment 0) are
+    undefined.
     """
     _, T, N, H = q.shape
     q, k, v = (lengthened(x, BLOCK).swapaxes(1, 2) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v))
-    kernel = _kernel(N, q.shape[2], interpret)
+    kernel = _kernel(N, q.shape[2], window, interpret)
     if segments is None:
         out = jax.vmap(kernel)(q, k, v)
     else:
@@ -45,7 +47,7 @@ def splash(
     return cast(Array, out).swapaxes(1, 2)[:, :T]
 
 
-def _kernel(heads: int, tokens: int, interpret: bool) -> kernels.SplashAttentionKernel:
+def _kernel(heads: int, tokens: int, window: int, interpret: bool) -> kernels.SplashAttentionKernel:
     block = next(size for size in _BLOCKS if tokens % size == 0)
     sizes = kernels.BlockSizes(
         block_q=block,
@@ -57,7 +59,9 @@ def _kernel(heads: int, tokens: int, interpret: bool) -> kernels.SplashAttention
         block_q_dq=block,
         block_kv_dq=block,
     )
-    causal = masks.MultiHeadMask([masks.CausalMask((tokens, tokens))] * heads)
+    shape = tokens, tokens
+    one = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
+    causal = masks.MultiHeadMask([one] * heads)
     return kernels.make_splash_mha(causal, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
 
 

@@ -1,8 +1,10 @@
 """Models: the decoder, its sizes as data, its parameters by name, and the KV cache.
 
-Read `transformer` first (the functions that the learner and the engine call), then `layers` (the flax modules) and
-`families` (model sizes as data).
+Read `transformer` first (the functions that the learner and the engine call), then `spec` (one model as data) and
+`layers` (the flax modules).
 
+    families      families and sizes as data (no JAX)
+    hf_config     config.json from and to a ModelSpec (no JAX)
     params        parameters as a flat dict of names, with shapes and shardings
     moe           mixtures of experts: the router and the grouped products
     cache         the paged KV cache, and a contiguous copy of it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -250,10 +251,15 @@ def with_token(
 
 
 def attend(
-    side: ContiguousCache, layer: int, q: Float[Array, "D B 1 N H"], positions: Int[Array, "D B"], last: Int[Array, ""]
+    side: ContiguousCache,
+    layer: int,
+    q: Float[Array, "D B 1 N H"],
+    positions: Int[Array, "D B"],
+    last: Int[Array, ""],
+    window: int = 0,
 ) -> Float[Array, "D B 1 N H"]:
-    """Attention of one more token in every slot; no slot is beyond position `last`."""
-    over_shards = jax.vmap(dense, in_axes=(0, 0, 0, 0, None))
+    """Attention of one more token in every slot, over the last `window` if above 0; no slot is beyond `last`."""
+    over_shards = jax.vmap(partial(dense, window=window), in_axes=(0, 0, 0, 0, None))
     return over_shards(q, side.keys[layer], side.values[layer], positions, last)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jaxroll import disk
 from jaxroll.config import ModelConfig
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.models import families, hf_names, tensor_files
+from jaxroll.models import families, hf_config, hf_names, tensor_files
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.tensor_files import Tensors
 
@@ -40,7 +40,7 @@ def described(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
     values = read_json(folder, name)
     try:
         if name == CONFIG_FILE:
-            return families.from_huggingface(values, compute_dtype=compute_dtype)
+            return hf_config.from_huggingface(values, compute_dtype=compute_dtype)
         fields: dict[str, Any] = {**values, "compute_dtype": compute_dtype}
         return ModelSpec(**fields)
     except TypeError as error:
@@ -95,7 +95,7 @@ def read_json(folder: Path, name: str) -> dict:
         found = disk.read_json(folder / name)
     except (OSError, DataError) as error:
         reason = f"{name} cannot be read ({error})"
-        raise ConfigError("model.path", str(folder), reason, "Give the folder of a Qwen3 checkpoint.") from error
+        raise ConfigError("model.path", str(folder), reason, "Give the folder of a Hugging Face checkpoint.") from error
     if not isinstance(found, dict):
         raise ConfigError("model.path", str(folder), f"{name} is not a JSON object", "Copy it again.")
     return found

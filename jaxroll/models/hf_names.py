@@ -4,34 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from jaxroll.models.families import ModelSpec
+from jaxroll.models.spec import ModelSpec
 
 _TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
 _LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
+    "attn_norm": "input_layernorm.weight",
+    "attn.q": "self_attn.q_proj.weight",
+    "attn.k": "self_attn.k_proj.weight",
+    "attn.v": "self_attn.v_proj.weight",
+    "attn.o": "self_attn.o_proj.weight",
+    "attn.q_bias": "self_attn.q_proj.bias",
+    "attn.k_bias": "self_attn.k_proj.bias",
+    "attn.v_bias": "self_attn.v_proj.bias",
+    "attn.q_norm": "self_attn.q_norm.weight",
+    "attn.k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "mlp.gate": "mlp.gate_proj.weight",
+    "mlp.up": "mlp.up_proj.weight",
+    "mlp.down": "mlp.down_proj.weight",
+}
+# With norms after attention and MLP, "post_attention_layernorm" is the norm of the attention's output.
+_POST_NORMS = {
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
 }
 # Parameters of mixtures of experts. Hugging Face stores one matrix per expert, JaxRoll all of them in one array.
 _MOE_LAYER = {
-    "mlp.router": "mlp.gate",
-    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
-    "mlp.experts.up": "mlp.experts.{}.up_proj",
-    "mlp.experts.down": "mlp.experts.{}.down_proj",
+    "mlp.router": "mlp.gate.weight",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj.weight",
+    "mlp.experts.up": "mlp.experts.{}.up_proj.weight",
+    "mlp.experts.down": "mlp.experts.{}.down_proj.weight",
 }
 _DENSE_ONLY = ("mlp.gate", "mlp.up", "mlp.down")
-_QK_NORM = ("attn.q_norm", "attn.k_norm")
+_OF_OPTIONS = {
+    "qk_norm": ("attn.q_norm", "attn.k_norm"),
+    "attention_bias": ("attn.q_bias", "attn.k_bias", "attn.v_bias"),
+}
 
 
-def name(ours: str) -> str:
+def name(spec: ModelSpec, ours: str) -> str:
     """Hugging Face's name of a parameter: "model.layers.0.self_attn.q_proj.weight" for "layers.00.attn.q".
 
     For the experts of a layer it has a field for the expert's number: "model.layers.0.mlp.experts.{}.up_proj.weight".
@@ -39,7 +51,16 @@ def name(ours: str) -> str:
     if ours in _TOP:
         return _TOP[ours]
     _, layer, rest = ours.split(".", 2)
-    return f"model.layers.{int(layer)}.{(_LAYER | _MOE_LAYER)[rest]}.weight"
+    return f"model.layers.{int(layer)}.{_layer(spec)[rest]}"
+
+
+def _layer(spec: ModelSpec) -> dict[str, str]:
+    """The parameters of a layer and their names."""
+    found = _LAYER | (_POST_NORMS if spec.post_norms else {})
+    if spec.experts:
+        found = {key: found[key] for key in found if key not in _DENSE_ONLY} | _MOE_LAYER
+    left_out = [key for option, keys in _OF_OPTIONS.items() if not getattr(spec, option) for key in keys]
+    return {key: found[key] for key in found if key not in left_out}
 
 
 def of_experts(ours: str) -> bool:
@@ -49,15 +70,14 @@ def of_experts(ours: str) -> bool:
 
 def names(spec: ModelSpec, ours: str) -> tuple[str, ...]:
     """The names of all Hugging Face tensors of a parameter: one, or one per expert."""
-    pattern = name(ours)
+    pattern = name(spec, ours)
     return tuple(pattern.format(expert) for expert in range(spec.experts)) if of_experts(ours) else (pattern,)
 
 
 def ours(spec: ModelSpec) -> tuple[str, ...]:
     """JaxRoll's names of all parameters of this model, sorted, as the flax module declares them."""
     top = [key for key in _TOP if key != "head" or not spec.tied_embeddings]
-    kinds = [key for key in _LAYER if key not in _DENSE_ONLY] + [*_MOE_LAYER] if spec.experts else [*_LAYER]
-    layer = [key for key in kinds if spec.qk_norm or key not in _QK_NORM]
+    layer = _layer(spec)
     return tuple(sorted([*top, *(f"layers.{number:02d}.{key}" for number in range(spec.layers) for key in layer)]))
 
 

@@ -1,7 +1,8 @@
 """The decoder as flax modules: the only declaration of each parameter's shape, dtype, logical axes and initialiser.
 
-The architecture is Qwen3's: pre-norm blocks of grouped-query attention (per-head RMSNorm on q and k, rotary positions)
-and SwiGLU, no biases. Parameters are float32; a module computes in its spec's dtype.
+Blocks of grouped-query attention with rotary positions and a gated MLP, each after an RMSNorm; `spec.ModelSpec` lists
+the options (biases, norms of q and k, norms after attention and MLP, …). Parameters are float32; a module computes in
+its spec's dtype.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxroll.kernels.attention import exact_precision
 from jaxroll.models import moe
-from jaxroll.models.families import ModelSpec
 from jaxroll.models.moe import PRODUCT, Routing
+from jaxroll.models.spec import ModelSpec, RopeScaling
 
 Rotation = tuple[Array, Array]  # cos and sin, each float32 [..., 1, H]
 Attend = Callable[[Array, Array, Array], Array]
@@ -63,32 +64,61 @@ def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Arr
 _product.defvjp(_product_forward, _product_backward)
 
 
-def rotation(positions: Int[Array, "*rows"], head_dim: int, theta: float) -> Rotation:
-    """cos and sin of position · θ^(-2i/H); the H/2 frequencies are repeated (Hugging Face's half rotation)."""
+def rotation(
+    positions: Int[Array, "*rows"], head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> Rotation:
+    """cos and sin of position · frequency; the H/2 frequencies θ^(-2i/H) are repeated (Hugging Face's layout)."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        kept = _kept(scaling, frequency, theta)
+        frequency = frequency * (kept + (1 - kept) / scaling.factor)
     angle = positions[..., None].astype(jnp.float32) * frequency
     angle = jnp.concatenate([angle, angle], axis=-1)[..., None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    factor = 1.0 if scaling is None else scaling.attention_factor
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
-def rotated(x: Float[Array, "*rows N H"], by: Rotation) -> Float[Array, "*rows N H"]:
-    """x·cos + (−x₂, x₁)·sin, where x₁ and x₂ are the halves of the head dimension; computed in float32."""
+def _kept(scaling: RopeScaling, frequency: Float[Array, " F"], theta: float) -> Float[Array, " F"]:
+    """The share of every frequency that is not divided by the scaling's factor."""
+    if scaling.kind == "linear":
+        return jnp.zeros_like(frequency)
+    if scaling.kind == "llama3":
+        turns = scaling.context * frequency / (2 * math.pi)
+        return jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    count = len(frequency)
+    # The indices of the frequencies that turn `high` and `low` times within the context.
+    first, last = (
+        count * math.log(scaling.context / (turns * 2 * math.pi)) / math.log(theta)
+        for turns in (scaling.high, scaling.low)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * count - 1)
+    last = first + 0.001 if first == last else last
+    return 1 - jnp.clip((jnp.arange(count, dtype=jnp.float32) - first) / (last - first), 0, 1)
+
+
+def rotated(x: Float[Array, "*rows N H"], by: Rotation, factor: float = 1.0) -> Float[Array, "*rows N H"]:
+    """factor · (x·cos + (−x₂, x₁)·sin), where x₁ and x₂ are the halves of the head dimension; computed in float32."""
     cos, sin = by
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([-second, first], axis=-1)
-    return (x.astype(jnp.float32) * cos + turned * sin).astype(x.dtype)
+    wide = x.astype(jnp.float32) * cos + turned * sin
+    return (wide if factor == 1 else wide * factor).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
-    """x / √(mean x² + ε) · scale, the mean in float32."""
+    """x / √(mean x² + ε) · scale, or · (1 + scale) with `norm_offset`; the mean in float32."""
 
-    def __init__(self, size: int, logical: str, eps: float, rngs: nnx.Rngs) -> None:
-        self.scale = parameter(rngs, (size,), (logical,), None)
-        self.eps = eps
+    def __init__(self, spec: ModelSpec, size: int, rngs: nnx.Rngs) -> None:
+        self.scale = parameter(rngs, (size,), ("norm",), 0.0 if spec.norm_offset else None)
+        self.eps, self.offset = spec.norm_eps, spec.norm_offset
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.offset:  # as in Gemma, the product is in float32, too
+            return (wide * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
         return wide.astype(x.dtype) * self.scale[...].astype(x.dtype)
 
 
@@ -102,29 +132,39 @@ class Attention(nnx.Module):
         self.k = parameter(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in)
         self.v = parameter(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in)
         self.o = parameter(rngs, (N, H, D), ("heads", "head_dim", "embed"), 1 / math.sqrt(2 * spec.layers * N * H))
+        if spec.attention_bias:
+            self.q_bias = parameter(rngs, (N, H), ("heads", "head_dim"), 0.0)
+            self.k_bias = parameter(rngs, (K, H), ("kv_heads", "head_dim"), 0.0)
+            self.v_bias = parameter(rngs, (K, H), ("kv_heads", "head_dim"), 0.0)
         if spec.qk_norm:
-            self.q_norm = RMSNorm(H, "norm", spec.norm_eps, rngs)
-            self.k_norm = RMSNorm(H, "norm", spec.norm_eps, rngs)
-        self.qk_norm = spec.qk_norm
+            self.q_norm = RMSNorm(spec, H, rngs)
+            self.k_norm = RMSNorm(spec, H, rngs)
+        self.bias, self.qk_norm, self.query_factor = spec.attention_bias, spec.qk_norm, spec.query_factor
 
     def __call__(self, x: Float[Array, "*rows D"], turn: Rotation, attend: Attend) -> Float[Array, "*rows D"]:
         q, k, v = (project(x, weight) for weight in (self.q, self.k, self.v))
+        if self.bias:
+            q, k, v = (
+                x + bias[...].astype(x.dtype) for x, bias in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias))
+            )
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        return project(attend(rotated(q, turn), rotated(k, turn), v), self.o, inputs=2)
+        return project(attend(rotated(q, turn, self.query_factor), rotated(k, turn), v), self.o, inputs=2)
 
 
-class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) · up(x))."""
+class GatedMLP(nnx.Module):
+    """down(activation(gate(x)) · up(x)): SwiGLU or GeGLU (N. Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
         D, F = spec.width, spec.hidden
         self.gate = parameter(rngs, (D, F), ("embed", "mlp"), 1 / math.sqrt(D))
         self.up = parameter(rngs, (D, F), ("embed", "mlp"), 1 / math.sqrt(D))
         self.down = parameter(rngs, (F, D), ("mlp", "embed"), 1 / math.sqrt(2 * spec.layers * F))
+        self.activation = spec.activation
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        return project(jax.nn.silu(project(x, self.gate)) * project(x, self.up), self.down)
+        activation = jax.nn.silu if self.activation == "silu" else jax.nn.gelu  # by tanh
+        return project(activation(project(x, self.gate)) * project(x, self.up), self.down)
 
 
 class Experts(nnx.Module):
@@ -154,20 +194,29 @@ class MixtureOfExperts(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). `routing` chooses the experts of a mixture."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)); with `post_norms`, the outputs are normed, too.
+
+    `routing` chooses the experts of a mixture.
+    """
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
-        self.attn_norm = RMSNorm(spec.width, "norm", spec.norm_eps, rngs)
+        self.attn_norm = RMSNorm(spec, spec.width, rngs)
         self.attn = Attention(spec, rngs)
-        self.mlp_norm = RMSNorm(spec.width, "norm", spec.norm_eps, rngs)
-        self.mlp = MixtureOfExperts(spec, rngs) if spec.experts else SwiGLU(spec, rngs)
+        self.mlp_norm = RMSNorm(spec, spec.width, rngs)
+        self.mlp = MixtureOfExperts(spec, rngs) if spec.experts else GatedMLP(spec, rngs)
+        if spec.post_norms:
+            self.attn_post_norm = RMSNorm(spec, spec.width, rngs)
+            self.mlp_post_norm = RMSNorm(spec, spec.width, rngs)
+        self.post_norms = spec.post_norms
 
     def __call__(
         self, x: Float[Array, "*rows D"], turn: Rotation, attend: Attend, routing: Routing
     ) -> Float[Array, "*rows D"]:
-        x = x + self.attn(self.attn_norm(x), turn, attend)
+        out = self.attn(self.attn_norm(x), turn, attend)
+        x = x + (self.attn_post_norm(out) if self.post_norms else out)
         y = self.mlp_norm(x)
-        return x + (self.mlp(y, routing) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y))
+        out = self.mlp(y, routing) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(y)
+        return x + (self.mlp_post_norm(out) if self.post_norms else out)
 
 
 class Decoder(nnx.Module):
@@ -176,27 +225,32 @@ class Decoder(nnx.Module):
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
         self.embed = parameter(rngs, (spec.vocab_size, spec.width), ("vocab", "embed"), 0.02)
         self.layers = nnx.List([Block(spec, rngs) for _ in range(spec.layers)])
-        self.final_norm = RMSNorm(spec.width, "norm", spec.norm_eps, rngs)
+        self.final_norm = RMSNorm(spec, spec.width, rngs)
         if spec.value_head:
             self.value = parameter(rngs, (spec.width, 1), ("embed", "value"), 0.0)
         elif not spec.tied_embeddings:
             self.head = parameter(rngs, (spec.width, spec.vocab_size), ("embed", "vocab"), 1 / math.sqrt(spec.width))
         self.tied, self.dtype = spec.tied_embeddings, jnp.dtype(spec.compute_dtype)
+        self.embed_factor = math.sqrt(spec.width) if spec.scaled_embeddings else 1.0
+        self.softcap = spec.logit_softcap
 
     def embedded(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """The embeddings of `tokens`, in the compute dtype."""
-        return jnp.take(self.embed[...].astype(self.dtype), tokens, axis=0)
+        found = jnp.take(self.embed[...].astype(self.dtype), tokens, axis=0)
+        # Gemma rounds the factor to the compute dtype.
+        return found if self.embed_factor == 1 else found * jnp.asarray(self.embed_factor, self.dtype)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """The logits of the next token, float32 for every compute dtype."""
         equation, weight = ("...d,vd->...v", self.embed) if self.tied else ("...d,dv->...v", self.head)
-        return jnp.einsum(
+        found = jnp.einsum(
             equation,
             hidden,
             weight[...].astype(hidden.dtype),
             precision=exact_precision(hidden.dtype),
             preferred_element_type=jnp.float32,
         )
+        return self.softcap * jnp.tanh(found / self.softcap) if self.softcap else found
 
     def values(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows"]:
         """A critic's value of every hidden state, float32 for every compute dtype."""

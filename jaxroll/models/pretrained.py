@@ -39,7 +39,7 @@ def leaves(folder: Path, model: ModelSpec) -> Mapping[str, np.ndarray]:
     if folders.is_ours(folder):
         return tensors
     shapes = params.abstract(model)
-    return Converted(shapes, lambda ours: leaf(ours, shapes[ours].shape, tensors.__getitem__))
+    return Converted(shapes, lambda ours: leaf(model, ours, shapes[ours].shape, tensors.__getitem__))
 
 
 def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
@@ -77,7 +77,8 @@ def _stored_dtype(model: ModelSpec, ours: str, at: tuple[int, ...], tensors: Ten
 
 def imported(spec: ModelSpec, tensor: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
     """JaxRoll's parameters (float32) from `tensor(Hugging Face name)`; DataError for a missing or misshapen tensor."""
-    return {ours: np.asarray(leaf(ours, at.shape, tensor), np.float32) for ours, at in params.abstract(spec).items()}
+    shapes = params.abstract(spec)
+    return {ours: np.asarray(leaf(spec, ours, at.shape, tensor), np.float32) for ours, at in shapes.items()}
 
 
 def exported(spec: ModelSpec, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -94,13 +95,13 @@ def parts(spec: ModelSpec, ours: str, value: np.ndarray) -> dict[str, np.ndarray
     return dict(zip(names(spec, ours), value if of_experts(ours) else (value,), strict=True))
 
 
-def leaf(ours: str, at: tuple[int, ...], tensor: Callable[[str], np.ndarray]) -> np.ndarray:
+def leaf(spec: ModelSpec, ours: str, at: tuple[int, ...], tensor: Callable[[str], np.ndarray]) -> np.ndarray:
     """The parameter `ours` of shape `at`, contiguous; DataError for a missing or misshapen tensor."""
     if not of_experts(ours):
-        return np.ascontiguousarray(_one(ours, at, name(ours), tensor))
+        return np.ascontiguousarray(_one(ours, at, name(spec, ours), tensor))
     made: np.ndarray | None = None
-    for expert in range(at[0]):  # one expert in memory at a time, in addition to the whole
-        value = _one(ours, at[1:], name(ours).format(expert), tensor)
+    for expert, theirs in enumerate(names(spec, ours)):  # one expert in memory at a time, in addition to the whole
+        value = _one(ours, at[1:], theirs, tensor)
         made = np.empty(at, value.dtype) if made is None else made
         made[expert] = value
     assert made is not None
@@ -124,6 +125,8 @@ def _check_shape(ours: str, at: tuple[int, ...], theirs: str, found: tuple[int, 
 
 def shape(ours: str, at: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the Hugging Face tensor of the parameter `ours` with shape `at`; [out, in] for a linear weight."""
+    if ours.endswith("_bias"):
+        return (math.prod(at),)
     if not _transposed(ours):
         return at
     inputs = at[:-1] if ours.endswith(".attn.o") else at[:1]
@@ -133,8 +136,8 @@ def shape(ours: str, at: tuple[int, ...]) -> tuple[int, ...]:
 def theirs(ours: str, value: np.ndarray) -> np.ndarray:
     """The Hugging Face tensor of the parameter `ours`, contiguous."""
     rows, *columns = shape(ours, value.shape)
-    return np.ascontiguousarray(value.reshape(*columns, rows).T if _transposed(ours) else value)
+    return np.ascontiguousarray(value.reshape(*columns, rows).T if _transposed(ours) else value.reshape(rows, *columns))
 
 
 def _transposed(ours: str) -> bool:
-    return not (ours == "embed" or ours.endswith("norm"))
+    return not (ours == "embed" or ours.endswith(("norm", "_bias")))

@@ -6,8 +6,9 @@ rules) is optional: it constrains the shardings of activations, which the compil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from jaxroll.models import cache as dense
 from jaxroll.models import moe
 from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained, filled
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.layers import PRODUCT, Block, Decoder, rotation
+from jaxroll.models.layers import PRODUCT, Block, Decoder, Rotation, rotation
 from jaxroll.models.moe import Load, Routing
 from jaxroll.models.params import module
 from jaxroll.sharding.layout import Layout
@@ -90,29 +91,33 @@ def forward_with_load(
 ) -> tuple[Float[Array, "B T D"], Load | None]:
     """`forward`, and the load of the experts of every layer (leaves [L, E]; None for a model without experts)."""
     decoder = module(spec, params)
-    if rows is None:
-        attend = placed.rows(attention, tokens.shape[1], segment_ids, layout)
-    else:
-        assert prompt_ids is not None, "rows that share prompts need prompt_ids"
-        attend = shared.attention(rows, segment_ids, prompt_ids)
-    turn = rotation(positions, spec.head_dim, spec.rope_theta)
 
-    def layer(block: Block, x: Array, given: Array | None) -> tuple[Array, Load | None]:
-        choose, loads = moe.largest(spec.experts_per_token) if given is None else moe.replayed(given), []
+    def layer_of(window: int) -> Callable[[Block, Array, Array | None], tuple[Array, Load | None]]:
+        if rows is None:
+            attend = placed.rows(attention, tokens.shape[1], segment_ids, layout, window)
+        else:
+            assert prompt_ids is not None, "rows that share prompts need prompt_ids"
+            attend = shared.attention(rows, segment_ids, prompt_ids, positions, window)
+        turn = _rotation(spec, positions, window)
 
-        def seen(logits: Array, scores: Array) -> Array:
-            chosen = choose(logits, scores)
-            loads.append(moe.load(logits, chosen, segment_ids > 0))
-            return chosen
+        def layer(block: Block, x: Array, given: Array | None) -> tuple[Array, Load | None]:
+            choose, loads = moe.largest(spec.experts_per_token) if given is None else moe.replayed(given), []
 
-        x = _pinned(block(x, turn, attend, Routing(seen, layout)), layout, "rows")
-        return x, loads[0] if loads else None
+            def seen(logits: Array, scores: Array) -> Array:
+                chosen = choose(logits, scores)
+                loads.append(moe.load(logits, chosen, segment_ids > 0))
+                return chosen
 
-    if spec.remat != "none":
-        layer = jax.checkpoint(layer, policy=_KEPT[spec.remat])
+            x = _pinned(block(x, turn, attend, Routing(seen, layout)), layout, "rows")
+            return x, loads[0] if loads else None
+
+        return layer if spec.remat == "none" else jax.checkpoint(layer, policy=_KEPT[spec.remat])
+
+    layer = {window: layer_of(window) for window in sorted(set(spec.each_window))}
     x, loads = _pinned(decoder.embedded(tokens), layout, "rows"), []
     for number, block in enumerate(decoder.layers):
-        x, load = layer(block, x, None if choices is None else choices[:, :, number])
+        given = None if choices is None else choices[:, :, number]
+        x, load = layer[spec.each_window[number]](block, x, given)
         loads.append(load)
     total = jax.tree.map(lambda *one: jnp.stack(one), *loads) if spec.experts else None
     return decoder.final_norm(x), total
@@ -143,16 +148,16 @@ def prefill(
     """
     decoder = module(spec, params)
     T = tokens.shape[1]
-    turn = rotation(jnp.arange(T)[None], spec.head_dim, spec.rope_theta)
-    causal = placed.rows(attention, T, None, layout)
+    turns = _rotations(spec, jnp.arange(T)[None])
+    causal = {window: placed.rows(attention, T, None, layout, window) for window in sorted(set(spec.each_window))}
     keys, values = [], []
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         keys.append(k)
         values.append(v)
-        return causal(q, k, v)
+        return causal[spec.each_window[len(keys) - 1]](q, k, v)
 
-    x = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turn, attend, layout)
+    x = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turns, attend, layout)
     return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), tuple(keys), tuple(values)
 
 
@@ -173,7 +178,7 @@ def extend(
     """
     decoder = module(spec, params)
     T = tokens.shape[1]
-    turn = rotation(pages.starts[:, None] + jnp.arange(T), spec.head_dim, spec.rope_theta)
+    turns = _rotations(spec, pages.starts[:, None] + jnp.arange(T))
     keys, values = list(cache.keys), list(cache.values)
     layer, far = iter(range(spec.layers)), reach(pages.starts, T, cache.page_tokens)
 
@@ -182,9 +187,10 @@ def extend(
         keys[at] = filled(keys[at], k, pages.shards, pages.tables, pages.starts, lengths)
         values[at] = filled(values[at], v, pages.shards, pages.tables, pages.starts, lengths)
         everywhere = pages.tables + pages.shards[:, None] * cache.pages
-        return paged(q, _one_pool(keys[at]), _one_pool(values[at]), everywhere, pages.starts, far)
+        one = _one_pool(keys[at]), _one_pool(values[at])
+        return paged(q, *one, everywhere, pages.starts, far, spec.each_window[at])
 
-    x = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turn, attend, layout)
+    x = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turns, attend, layout)
     held = constrained(KVCache(tuple(keys), tuple(values)), layout)
     return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), held
 
@@ -212,21 +218,21 @@ def decode(
     # Slots of each shard sorted by length: a block reads as many pages as its longest slot has.
     order = jnp.argsort(-split(positions), axis=1) if count > 1 else None
     tokens, positions, tables = (_ordered(x, order) for x in (tokens, positions, tables))
-    turn = rotation(positions[:, None], spec.head_dim, spec.rope_theta)
+    turns = _rotations(spec, positions[:, None])
     here, where = split(tables), split(positions)
     layer, far = iter(range(spec.layers)), reach(where, 1, cache.page_tokens, count)
-    over_shards = jax.vmap(paged, in_axes=(0, 0, 0, 0, 0, None))
-    if attention != XLA:
-        over_shards = placed.pages(attention, layout)
+    fused = None if attention == XLA else placed.pages(attention, layout)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         # One array per layer, updated by one token: since the cache is donated, nothing is copied.
         at = next(layer)
         keys[at] = jax.vmap(appended)(keys[at], split(k[:, 0]), here, where)
         values[at] = jax.vmap(appended)(values[at], split(v[:, 0]), here, where)
+        window = spec.each_window[at]
+        over_shards = fused or jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None))
         return over_shards(split(q), keys[at], values[at], here, where, far).reshape(q.shape)
 
-    x = _through(spec, decoder, decoder.embedded(tokens[:, None]), turn, attend, layout)
+    x = _through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
     x = _ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
     return decoder.logits(decoder.final_norm(x)), constrained(KVCache(tuple(keys), tuple(values)), layout)
 
@@ -247,7 +253,7 @@ def decode_contiguous(
     decoder = module(spec, params)
     keys, values = list(cache.keys), list(cache.values)
     split = lambda x: x.reshape(cache.shards, -1, *x.shape[1:])  # noqa: E731
-    turn = rotation(positions[:, None], spec.head_dim, spec.rope_theta)
+    turns = _rotations(spec, positions[:, None])
     here, where = split(tables), split(positions)
     layer = iter(range(spec.layers))
 
@@ -257,9 +263,9 @@ def decode_contiguous(
         keys[at] = jax.vmap(appended)(keys[at], new_keys, here, where)
         values[at] = jax.vmap(appended)(values[at], new_values, here, where)
         side = dense.with_token(side, at, new_keys, new_values, where)
-        return dense.attend(side, at, split(q), where, last).reshape(q.shape)
+        return dense.attend(side, at, split(q), where, last, spec.each_window[at]).reshape(q.shape)
 
-    x = _through(spec, decoder, decoder.embedded(tokens[:, None]), turn, attend, layout)
+    x = _through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
     held = constrained(KVCache(tuple(keys), tuple(values)), layout)
     return decoder.logits(decoder.final_norm(x[:, 0])), held, side
 
@@ -282,16 +288,29 @@ def _one_pool(pool: Float[Array, "D K P U H"]) -> Float[Array, "K DP U H"]:
     return pool.swapaxes(0, 1).reshape(K, D * P, U, H)
 
 
+def _rotation(spec: ModelSpec, positions: Int[Array, "*rows"], window: int) -> Rotation:
+    """The rotation of the layers with this window."""
+    if window and spec.local_rope_theta:
+        return rotation(positions, spec.head_dim, spec.local_rope_theta)
+    return rotation(positions, spec.head_dim, spec.rope_theta, spec.rope_scaling)
+
+
+def _rotations(spec: ModelSpec, positions: Int[Array, "*rows"]) -> list[Rotation]:
+    """The rotation of every layer."""
+    found = {window: _rotation(spec, positions, window) for window in sorted(set(spec.each_window))}
+    return [found[window] for window in spec.each_window]
+
+
 def _through(
     spec: ModelSpec,
     decoder: Decoder,
     x: Array,
-    turn: tuple[Array, Array],
+    turns: Sequence[Rotation],
     attend: Callable[..., Array],
     layout: Layout | None,
 ) -> Array:
     routing = Routing(moe.largest(spec.experts_per_token), layout)
-    for block in decoder.layers:
+    for block, turn in zip(decoder.layers, turns, strict=True):
         x = block(x, turn, attend, routing)
     return x
 

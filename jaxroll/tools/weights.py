@@ -24,7 +24,7 @@ from jaxroll.config import Config, MeshConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import checkpoint_files, lora, weights
 from jaxroll.learner.lora import Lora
-from jaxroll.models import families, folders, params, pretrained, tensor_files
+from jaxroll.models import folders, hf_config, params, pretrained, tensor_files
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.tensor_files import DTYPES, Leaf
 from jaxroll.run_paths import RunPaths
@@ -100,7 +100,7 @@ def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
             tensor,
             shard_bytes,
         )
-        config = families.to_huggingface(spec, next(iter(source.leaves.values())).dtype.name, origin)
+        config = hf_config.to_huggingface(spec, next(iter(source.leaves.values())).dtype.name, origin)
         (unfinished / folders.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _copy(text, unfinished)
     return _summary(source, count, out, text)
@@ -192,7 +192,7 @@ def _origin(run: OfRun) -> Mapping[str, Any]:
     for name in (ORIGIN_FILE, folders.CONFIG_FILE):
         if run.config.model.path and (folder / name).is_file():
             return folders.read_json(folder, name)
-    ids = {"max_position_embeddings": families.LONGEST_CONTEXT}
+    ids = {"max_position_embeddings": hf_config.LONGEST_CONTEXT}
     if run.config.tokenizer.kind == "char":
         kind = CharTokenizer
         ids |= {"eos_token_id": kind.eos_id, "pad_token_id": kind.pad_id, "bos_token_id": kind.bos_id}

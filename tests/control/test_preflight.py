@@ -20,7 +20,7 @@ from jaxroll import config as configs
 from jaxroll.config import MODEL_SIZES
 from jaxroll.control import cli, preflight
 from jaxroll.errors import ConfigError
-from jaxroll.models import families, hf_names
+from jaxroll.models import families, hf_config, hf_names
 
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "configs" / "smoke.py")
@@ -65,8 +65,8 @@ def weights(counts: dict[str, int], **files: object) -> Make:
 
 def named(count: int) -> dict[str, int]:
     """The tensors of the model that HUGGING_FACE describes, each with `count` elements."""
-    spec = families.from_huggingface(HUGGING_FACE)
-    return {hf_names.name(ours): count for ours in hf_names.ours(spec)}
+    spec = hf_config.from_huggingface(HUGGING_FACE)
+    return {hf_names.name(spec, ours): count for ours in hf_names.ours(spec)}
 
 
 def module(text: str) -> Make:
@@ -176,10 +176,18 @@ CASES: dict[str, Case] = {
     "no such model": (None, PATH, "model.path", "hf", "no such file"),
     "folder without a model": (folder(), PATH, "model.path", "hf", "config.json cannot be read"),
     "another architecture": (
-        folder(config={**HUGGING_FACE, "model_type": "llama"}), PATH, "config.json model_type", "llama", "Supported"),
+        folder(config={**HUGGING_FACE, "model_type": "gpt2"}), PATH, "config.json model_type", "gpt2", "Known: gemma3"),
+    "an unknown option": (
+        folder(config={**HUGGING_FACE, "use_gating": True}), PATH, "config.json use_gating", "True", "not an option"),
     "another rope": (
-        folder(config={**HUGGING_FACE, "rope_parameters": {"rope_type": "yarn"}}), PATH,
-        "config.json rope_parameters", "yarn", "Supported"),
+        folder(config={**HUGGING_FACE, "rope_parameters": {"rope_type": "dynamic"}}), PATH,
+        "config.json rope_scaling", "dynamic", "Supported"),
+    "a rope without a context": (
+        folder(config={**HUGGING_FACE, "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0.5,
+                                                           "original_max_position_embeddings": 8}}), PATH,
+        "model.rope_scaling.low", "1.0", "less than high"),
+    "a text model that is a list": (
+        folder(config={"model_type": "gemma3", "text_config": [1]}), PATH, "config.json text_config", "[1]", "object"),
     "a rope base that is no number": (
         folder(config={**HUGGING_FACE, "rope_theta": "x"}), PATH, "config.json rope_theta", "x", "a number"),
     "a flag that is a number": (
@@ -280,7 +288,7 @@ def test_the_sizes_of_the_schema_are_those_of_the_families() -> None:
 def test_a_whole_checkpoint_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     counts = named(1)
-    counts["model.norm.weight"] += families.parameter_count(families.from_huggingface(HUGGING_FACE)) - len(counts)
+    counts["model.norm.weight"] += families.parameter_count(hf_config.from_huggingface(HUGGING_FACE)) - len(counts)
     weights(counts)(tmp_path)
     assert preflight.check(configs.load(SMOKE, ["model.path=hf"])) is None  # it raises what does not pass
 
@@ -346,15 +354,20 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "policy/filters.py::Filter.check": ("filter's module absent", "filter that fails"),
     "policy/limiter.py::AgeLimiter.__post_init__": RULED,
     "kernels/choice.py::check": ("a kernel in float32", "a kernel on another platform", "a kernel for short prompts"),
-    "models/families.py::ModelSpec.__post_init__": ("model of odd heads", "heads without keys"),
-    "models/families.py::ModelSpec._check_experts": ("more experts a token than experts",),
-    "models/families.py::_check_size": ("model of no layers", "no number of layers"),
-    "models/families.py::_check_number": ("a rope base that is no number",),
-    "models/families.py::_check_flag": ("a flag that is a number",),
-    "models/families.py::_not_covered": ("another architecture", "another rope"),
+    "models/spec.py::ModelSpec.__post_init__": ("model of odd heads", "heads without keys"),
+    "models/spec.py::ModelSpec._check_windows": CODE,
+    "models/spec.py::ModelSpec._check_experts": ("more experts a token than experts",),
+    "models/spec.py::RopeScaling.__post_init__": ("a rope without a context",),
+    "models/spec.py::check_size": ("model of no layers", "no number of layers"),
+    "models/spec.py::check_number": ("a rope base that is no number",),
+    "models/spec.py::check_flag": ("a flag that is a number",),
+    "models/hf_config.py::_not_supported": ("another rope", "a text model that is a list"),
+    "models/hf_config.py::_refuse_unknown": ("an unknown option",),
+    "models/hf_config.py::_values": ("another architecture",),
+    "models/hf_config.py::_check_readable": CODE,
     "models/families.py::spec": TYPED,
-    "models/families.py::from_huggingface": ("model without a size",),
-    "models/families.py::check_mesh": ("sampler's heads", "learner's width", "a mesh for the model of the path"),
+    "models/hf_config.py::from_huggingface": ("model without a size",),
+    "models/spec.py::check_mesh": ("sampler's heads", "learner's width", "a mesh for the model of the path"),
     "models/folders.py::spec": ("a model smaller than its tokenizer",),
     "models/folders.py::described": ("a model of ours with another key",),
     "models/folders.py::weight_tensors": ("model without weights", "weights unreadable", "an index of nothing"),

@@ -68,9 +68,10 @@ def test_a_critic_has_one_number_in_place_of_the_scores():
     np.testing.assert_allclose(said, (np.asarray(hidden, np.float64) * np.asarray(weights)).sum(-1), rtol=1e-4)
 
 
-@pytest.mark.parametrize("size", families.names())
+@pytest.mark.parametrize("size", ("nano", "tiny", "qwen3_0p6b", "qwen2p5_7b", "gemma3_27b"))
 def test_at_least_nine_tenths_of_the_bytes_are_sharded(size):
     spec = families.spec(size)
+    spec = dataclasses.replace(spec, layers=2, windows=spec.windows[4:6])
     leaves, placed = params.abstract(spec), params.shardings(spec, EIGHT, layout.LEARNER)
     split = sum(leaf.size for name, leaf in leaves.items() if not placed[name].is_fully_replicated)
     assert split >= 0.9 * sum(leaf.size for leaf in leaves.values())
