@@ -24,7 +24,7 @@ from jaxroll.kernels import choice
 from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
-from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.admission import Settings
 
 
 def check_described(config: Config) -> None:

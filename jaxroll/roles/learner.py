@@ -60,7 +60,7 @@ from jaxroll.rpc import tls
 from jaxroll.run_paths import RunPaths
 from jaxroll.sharding import layout
 from jaxroll.store.client import StoreClient
-from jaxroll.store.core.settings import END_OF_DATA
+from jaxroll.store.core.admission import END_OF_DATA
 from jaxroll.store.core.state import Lineage, on_line
 from jaxroll.transfer.channel_device import DevicePublisher
 from jaxroll.transfer.publish import Exposure, Publisher

@@ -80,11 +80,6 @@ LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 _SPARE_DESCRIPTORS = 512  # in addition to the connections: database, logs, the feeder
 
 
-def is_name(text: str) -> bool:
-    """True if `text` is a valid name of a process, session or request."""
-    return NAME.fullmatch(text) is not None
-
-
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach `host`. A name counts only if all it resolves to is loopback."""
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host

@@ -160,7 +160,7 @@ class _Dispatcher(grpc.GenericRpcHandler):
         if not known:
             raise _Refused(Code.UNAUTHENTICATED, f"no valid token for the role {right[:64]!r}; roles take it from "
                               f"{auth.TOKEN_VARIABLE} or RUN/token")  # fmt: skip
-        if not (limits.is_name(name) and limits.is_name(session)):
+        if not (limits.NAME.fullmatch(name) and limits.NAME.fullmatch(session)):
             raise _Refused(Code.INVALID_ARGUMENT, "name and session must match [A-Za-z0-9_-]{1,64}")
         protocol = metadata.get("jaxroll-protocol", "")
         if protocol != str(wire.PROTOCOL_VERSION):

@@ -175,7 +175,7 @@ class Conversation:
 # --- Routing of an actor's conversations to samplers
 #
 # A group kept together on one sampler has its prompt computed once; spread out it finishes sooner. `replicate` has the
-# same meaning for groups and samplers that request leases (`jaxroll.policy.order`).
+# same meaning for groups and samplers that request leases (`jaxroll.policy.limiter`).
 
 
 def route(conversations: Mapping[str, int], last: str, replicate: str) -> str:

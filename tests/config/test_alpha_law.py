@@ -13,7 +13,7 @@ from jaxroll.config import Config
 from jaxroll.config.rules import check
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import AgeLimiter, max_age
-from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.admission import Settings
 
 ALPHAS = ("0", "0.05", "0.1", "0.3", "0.5", "0.7", "1", "1.2", "1.9", "2.3")
 

@@ -403,7 +403,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/tasks.py::examples": ("every row of the warm start held out",),
     "envs/registry.py::factory": ("environment unknown", "environment absent in its module"),
     "envs/registry.py::_load": ("environment's module absent", "environment's module broken"),
-    "store/core/settings.py::Settings.__post_init__": TYPED,
+    "store/core/admission.py::Settings.__post_init__": TYPED,
     "store/log/database.py": HERE,
     "store/server/server.py::serve": HERE,
     "roles/store.py::_serve": HERE,

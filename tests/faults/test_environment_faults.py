@@ -20,7 +20,7 @@ from jaxroll.records import Failed, Finished
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rpc.protocol import Envelope
 from jaxroll.store import messages as msg
-from jaxroll.store.core.settings import BACKOFF_FIRST_S
+from jaxroll.store.core.admission import BACKOFF_FIRST_S
 from tests.harness.cluster.real_roles import World
 from tests.harness.cluster.rpc_tap import Call, Forward
 from tests.harness.envs import faulty as envs

@@ -16,8 +16,8 @@ import pytest
 
 from jaxroll import wire
 from jaxroll.store.core import events as ev
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
-from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import conservation_residual
 from jaxroll.store.log.commit_log import Log
 from tests.harness.cluster.cluster import Cluster

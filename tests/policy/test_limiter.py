@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from jaxroll.errors import ConfigError
-from jaxroll.policy.limiter import AgeLimiter
-from jaxroll.policy.order import Candidate, groups_ahead, pick, shuffled
+from jaxroll.policy.limiter import AgeLimiter, groups_ahead
+from jaxroll.policy.order import Candidate, pick, shuffled
 
 ALPHAS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 4.0])
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from jaxroll.policy.order import Share
+from jaxroll.policy.limiter import Share
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
-from jaxroll.policy.order import Share, groups_ahead
+from jaxroll.policy.limiter import Share, groups_ahead
 from jaxroll.records import Grant
+from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import holders
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.holders import (
+from jaxroll.store.core.admission import (
+    Settings,
     free_members,
     is_awaited,
     is_slow,
@@ -23,7 +24,6 @@ from jaxroll.store.core.holders import (
     window_in_force,
     yields_to,
 )
-from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import (
     DONE,
     LEASED,
@@ -80,13 +80,13 @@ def lease(settings: Settings, state: State, r: rq.Lease, now_s: float) -> Decisi
     receipt = state.receipts.get(r.session)
     if receipt is not None and receipt.request == r.request:
         return Decision(reply=rq.Leases(tuple(_granted_again(settings, state, r, receipt.members)), 0))
-    if why := holders.refusal(settings, state, r.name, now_s):
+    if why := admission.refusal(settings, state, r.name, now_s):
         return refuse(NoCredit(why, _ASK_AGAIN_S))
     if other := yields_to(settings, state, r.name, now_s):
         return refuse(NoCredit(_why_for_another(settings, state, r.name, other), _ASK_AGAIN_S))
-    if holders.on_trial(state, r.name):
+    if admission.on_trial(state, r.name):
         r = replace(r, max_members=1)
-    taker = holders.MemberChooser(settings, state, r.name, now_s)
+    taker = admission.MemberChooser(settings, state, r.name, now_s)
     share = share_of(settings, state, r, now_s, taker)
     events, grants, room, refused = _lease_open(settings, state, r, share, taker, now_s)
     used = 0
@@ -138,7 +138,7 @@ def _granted_again(settings: Settings, state: State, r: rq.Lease, members: Itera
 
 
 def _lease_open(
-    settings: Settings, state: State, r: rq.Lease, share: Share, taker: holders.MemberChooser, now_s: float
+    settings: Settings, state: State, r: rq.Lease, share: Share, taker: admission.MemberChooser, now_s: float
 ) -> tuple[list[ev.Event], list[Grant], int, str]:
     """Lease missing members of open groups.
 
@@ -236,7 +236,7 @@ def _no_credit(settings: Settings, state: State, r: rq.Lease, refused: str, now_
 def _seen(state: State, r: rq.Lease, now_s: float) -> list[ev.Event]:
     """Note that a sampler with the newest weights is present, at most once per `SEEN_EVERY_S`."""
     before_s = state.seen_s.get(r.name, -math.inf)
-    due = r.version.step >= _published_step(state) and now_s - before_s >= holders.SEEN_EVERY_S
+    due = r.version.step >= _published_step(state) and now_s - before_s >= admission.SEEN_EVERY_S
     return [ev.Seen(r.name)] if due else []
 
 

@@ -11,11 +11,11 @@ from typing import Any
 from jaxroll.policy.health import KEPT_BY_CLAIM
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import forks, leases, puts, training
+from jaxroll.store.core import leases, puts, training
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import FILTERED, Settings
 from jaxroll.store.core.leases import Decision
 from jaxroll.store.core.requests import Key
-from jaxroll.store.core.settings import FILTERED, Settings
 from jaxroll.store.core.state import (
     DROPPED,
     FREE,
@@ -230,7 +230,7 @@ def _claimed(state: State, e: ev.Claimed, now_s: float) -> None:
         state.index.claimed(group)
         group.step = e.step
         _count_trained(state, group)
-    if (cut := forks.cut_of(state)) is not None:
+    if (cut := training.cut_of(state)) is not None:
         state.claim_cuts[e.step] = cut
         state.stream = {ordinal: after for ordinal, after in state.stream.items() if ordinal >= cut.ordinal - 1}
     state.batches[e.step] = Batch(e.step, e.groups, e.shuffle_seed)
@@ -268,7 +268,7 @@ def _acked(state: State, e: ev.Acked, now_s: float) -> None:
 
 
 def _made_durable(state: State, e: ev.MadeDurable, now_s: float) -> None:
-    forks.keep_cut(state, e.version)
+    training.keep_cut(state, e.version)
     for step in range(state.durable, e.version.step):
         for gid in state.batches[step].groups:
             state.index.ended(state.held.pop(gid))

@@ -11,11 +11,11 @@ from statistics import median
 from jaxroll.errors import Conflict, Fenced, StaleClient, StoreRefusal
 from jaxroll.policy.health import SHORT_S, SLOW, SLOWER, TRIP, Health, failing_share
 from jaxroll.records import Version, VersionRun
+from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import holders
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import FILTERED, Settings
 from jaxroll.store.core.leases import Decision, refuse
-from jaxroll.store.core.settings import FILTERED, Settings
 from jaxroll.store.core.state import (
     DONE,
     DROPPED,
@@ -125,9 +125,9 @@ def _put_failure(settings: Settings, state: State, group: Group, slot: Slot, r: 
     data = kind == "DATA"
     failures = 1 + (slot.data_failures if data else slot.infra_failures)
     budget = settings.data_retries if data else settings.infra_retries
-    counts = not data or holders.is_broken_alone(settings, state, slot.holder, now_s)
+    counts = not data or admission.is_broken_alone(settings, state, slot.holder, now_s)
     # The back-off is meant for an outage that affects all holders; a first failure may be the holder's own.
-    at_once = data or (failures == 1 and holders.left_to_another(settings, state, slot, now_s))
+    at_once = data or (failures == 1 and admission.left_to_another(settings, state, slot, now_s))
     rest_s = 0.0 if at_once else settings.backoff_s(failures)
     health = state.holders.get(slot.holder, Health())
     holder_rest_s = health.next_rest_s(slot.leased_at_s, now_s) if counts else None
@@ -261,7 +261,7 @@ def apply_failure(state: State, e: ev.MemberFailed, now_s: float) -> None:
         slot.infra_failures += 1
     if slot.holder not in slot.failed_by:
         slot.failed_by += (slot.holder,)
-    slot.avoided_until_s = now_s + holders.AVOIDED_S
+    slot.avoided_until_s = now_s + admission.AVOIDED_S
     _note_end(state, slot.holder, failed=True)
     if e.holder_rest_s is not None:
         _note_failure(state, slot.holder, e.holder_rest_s, e.error, now_s)
@@ -329,7 +329,7 @@ def _slow_rest_s(settings: Settings, state: State, slot: Slot, took_s: float, no
     enough = recent.count + 1 >= TRIP or not (health.on_trial and health.error == SLOW)
     keeps_up = None if enough else 0.0  # a single quick member does not end a trial
     measured = {name: mean for name, mean in state.recent_s.items() if mean.count >= TRIP and name != slot.holder}
-    others = holders.others(settings, state, slot.holder, now_s) if measured else ()
+    others = admission.others(settings, state, slot.holder, now_s) if measured else ()
     usual = {other: measured[other] for other in others if other in measured}
     if (
         not usual

@@ -11,12 +11,11 @@ from jaxroll.errors import Closed, NotReady, StaleClient, StoreRefusal
 from jaxroll.policy import order
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import forks
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.holders import adapted_pace
+from jaxroll.store.core.admission import END_OF_DATA, Settings, adapted_pace
+from jaxroll.store.core.events import Cut
 from jaxroll.store.core.leases import Decision, refuse
 from jaxroll.store.core.puts import judged
-from jaxroll.store.core.settings import END_OF_DATA, Settings
 from jaxroll.store.core.state import Batch, Group, Lineage, State, base_step, on_line
 
 SHRINK_LEAST = 2  # a group of one has nothing to be compared with
@@ -177,7 +176,7 @@ def _what_is_missing(state: State, missing: tuple[int, ...], there: int, batch: 
 def begin(settings: Settings, state: State, r: rq.Begin, now_s: float) -> Decision:
     """Return the version to train from. A checkpoint below the published or trained step opens a new lineage."""
     if r.fork and all(line.fork != r.fork for line in state.lineages):
-        return forks.fork(state, r)
+        return fork(state, r)
     start = r.durable or Version(0, 0)
     refusal = _impossible_start(state, start)
     if refusal is not None:
@@ -283,3 +282,110 @@ def close(settings: Settings, state: State, r: rq.Close, now_s: float) -> Decisi
 def open_run(settings: Settings, state: State, r: rq.Open, now_s: float) -> Decision:
     """Reopen, at the start of the store, a run that was closed before all steps were trained."""
     return Decision([ev.RunOpened()] if state.closed and state.acked < settings.steps else [])
+
+
+# --- forks: a new lineage from a checkpoint, without the claims after it (their trajectories may be trimmed)
+#
+# A rewind replays the claims after its checkpoint; a fork makes new claims instead, so it also restores the position of
+# the prompt stream at that step (`cut_at`). The new lineage skips the prompts that claims before the fork used and
+# issues all others again, in their order.
+
+
+def fork(state: State, r: rq.Begin) -> Decision:
+    """Open a new lineage at the checkpoint: all groups after it end, and its later claims are made again."""
+    start = r.durable or Version(0, 0)
+    cut = None if _unknown(state, start) else cut_at(state, start)
+    if cut is None:
+        return refuse(_no_cut(state, start))
+    shared = shared_steps(state.lineages, start)
+    events: list[ev.Event] = [ev.Acked(Version(state.lineage, step)) for step in range(state.acked, shared)]
+    if shared > state.durable:
+        events.append(ev.MadeDurable(Version(state.lineage, shared)))
+    ended = [g.id for g in state.held.values() if g.step is not None and g.step >= shared] + list(state.open)
+    events += [ev.Expired(group, "lineage") for group in sorted(ended)]
+    version = Version(len(state.lineages), start.step)
+    events.append(ev.Began(version, r.session, start.lineage, r.fork, cut))
+    return Decision(events, version)
+
+
+def _unknown(state: State, start: Version) -> bool:
+    return not 0 <= start.lineage < len(state.lineages) or start.step < 0
+
+
+def _no_cut(state: State, start: Version) -> StoreRefusal:
+    newest = ", ".join(list(state.cuts)[-3:]) or "none"
+    return StaleClient(
+        f"checkpoint {start} cannot be forked from: the store knows the prompts of 0.0, of durable steps (the newest: "
+        f"{newest}) and of the claims since"
+    )
+
+
+# --- position of the prompt stream after each claim, from which a fork continues
+#
+# The store keeps a cut for every claim that is not trimmed, and for every durable step.
+
+CUTS_KEPT = 1000  # the newest durable steps; only these can be forked from
+
+
+def cut_of(state: State) -> Cut | None:
+    """The current position of the prompt stream: prompts before the oldest open group have ended, and some after it.
+
+    None while a group is open whose prompt was read before the log kept the pipeline's states (schema 1).
+    """
+    unended = {group.ordinal for group in state.open.values()}
+    low = min(unended, default=state.next_ordinal)
+    if low and low - 1 not in state.stream:
+        return None
+    passed = [ordinal for ordinal in range(low, state.next_ordinal) if ordinal not in unended]
+    passed += sorted(ordinal for ordinal in state.passed if ordinal >= state.next_ordinal)
+    return Cut(low, tuple(passed), state.stream.get(low - 1))
+
+
+def origin(lineages: list[Lineage], version: Version) -> Version:
+    """The same parameters, named by the lineage that trained them.
+
+    Version 2.5 is 0.5 if lineage 2 left lineage 0 at step 5 or later.
+    """
+    lineage = version.lineage
+    while (parent := lineages[lineage].parent) is not None and version.step <= lineages[lineage].fork_step:
+        lineage = parent
+    return Version(lineage, version.step)
+
+
+def cut_at(state: State, version: Version) -> Cut | None:
+    """The cut of `version`; None if the store never had it or has dropped it."""
+    made = origin(state.lineages, version)
+    if version.step == 0:
+        return Cut()
+    if (known := state.cuts.get(str(made))) is not None:
+        return known
+    here = origin(state.lineages, Version(state.lineage, version.step))
+    return state.claim_cuts.get(version.step - 1) if made == here else None
+
+
+def keep_cut(state: State, version: Version) -> None:
+    """Keep the cut of a version that becomes durable; drop the oldest beyond `CUTS_KEPT`."""
+    cut = state.claim_cuts.get(version.step - 1)  # None: an older JaxRoll logged the claim, without a cut
+    if cut is not None:
+        state.cuts[str(origin(state.lineages, version))] = cut
+    for step in [step for step in state.claim_cuts if step < version.step]:
+        del state.claim_cuts[step]
+    while len(state.cuts) > CUTS_KEPT:
+        del state.cuts[next(iter(state.cuts))]
+
+
+def shared_steps(lineages: list[Lineage], version: Version) -> int:
+    """The number of claims that the newest lineage and `version` have in common."""
+    here = _line(lineages, Version(len(lineages) - 1, version.step))
+    there = _line(lineages, version)
+    return max((min(step, there[lineage]) for lineage, step in here.items() if lineage in there), default=0)
+
+
+def _line(lineages: list[Lineage], version: Version) -> dict[int, int]:
+    """For each lineage on the line that ends at `version`: its last step on that line."""
+    lineage: int | None = version.lineage
+    last, found = version.step, {}
+    while lineage is not None:
+        found[lineage] = last
+        last, lineage = min(last, lineages[lineage].fork_step), lineages[lineage].parent
+    return found

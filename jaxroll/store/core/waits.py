@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxroll.store.core.holders import is_slow, is_unreliable, kept_groups, over, resting, why_resting, window_in_force
-from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.admission import (
+    Settings,
+    is_slow,
+    is_unreliable,
+    kept_groups,
+    over,
+    resting,
+    why_resting,
+    window_in_force,
+)
 from jaxroll.store.core.state import LEASED, Group, State, conservation_residual, counts, held_bytes, outstanding
 
 

@@ -16,9 +16,9 @@ import msgspec
 
 from jaxroll import wire
 from jaxroll.store.core import events as ev
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.invariants import EDGES, Seen, group_contradicts, impossible, residual, state_name, touched
 from jaxroll.store.core.machine import apply
-from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import LEASED, Group, State, conservation_residual, counts
 from jaxroll.store.log import state_checkpoints
 

@@ -32,7 +32,7 @@ import msgspec
 from jaxroll import wire
 from jaxroll.records import Task
 from jaxroll.store.core import events as ev
-from jaxroll.store.core.settings import FILTERED
+from jaxroll.store.core.admission import FILTERED
 from jaxroll.store.core.state import Group, State
 from jaxroll.store.server import audit
 

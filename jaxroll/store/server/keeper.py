@@ -21,10 +21,9 @@ from jaxroll.rpc.intake import Credit, TooManyCalls
 from jaxroll.rpc.server import Caller
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.holders import free_members
+from jaxroll.store.core.admission import Settings, free_members
 from jaxroll.store.core.machine import Core, Ending
 from jaxroll.store.core.requests import Key
-from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import NAMES_KNOWN, State
 from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import CommitLog

@@ -24,14 +24,13 @@ from jaxroll.rpc.server import RawServer
 from jaxroll.run_paths import RunPaths
 from jaxroll.store import messages as msg
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.state import next_deadline_s, next_straggler_s, straggler_due
 from jaxroll.store.core.waits import status
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.audit import Audit
 from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots
-from jaxroll.store.server.prompts import Feeder, PromptBuffer
-from jaxroll.store.server.service import PAGE_BYTES, StoreService
+from jaxroll.store.server.service import PAGE_BYTES, Feeder, PromptBuffer, StoreService
 
 ROW_EVERY_S = 2.0
 LINGER_S = 30.0  # after the end of the run the store answers until there was no call for this time

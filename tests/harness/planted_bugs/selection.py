@@ -1,4 +1,4 @@
-"""Bugs of the filter, of redundant members, of shares and of holders, as in leases_and_puts.py. `BUGS` has all."""
+"""Bugs of the filter, of redundant members, of shares and of admission, as in leases_and_puts.py. `BUGS` has all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 from jaxroll.policy import filters
 from jaxroll.policy.health import Health
-from jaxroll.policy.order import Share
+from jaxroll.policy.limiter import Share
+from jaxroll.store.core import admission, leases, machine, puts, state, training
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import holders, leases, machine, puts, state, training
 from tests.harness.planted_bugs.leases_and_puts import Patch, breaks, wrap
 from tests.harness.planted_bugs.training import BUGS
 
@@ -119,7 +119,7 @@ def samplers_that_are_gone_are_waited_for(patch: Patch) -> None:
     def with_room(settings: Any, now: state.State, but: str, now_s: float) -> list[str]:
         return [name for name in now.hungry if name != but]
 
-    patch.setattr(holders, "with_room", with_room)
+    patch.setattr(admission, "with_room", with_room)
 
 
 @breaks("9 shares")
@@ -148,7 +148,7 @@ def group_to_be_spread_is_kept_together(patch: Patch) -> None:
 
 @breaks("failures: rest")
 def failed_member_goes_back_to_its_holder(patch: Patch) -> None:
-    patch.setattr(holders.MemberChooser, "takes", lambda self, slot: True)
+    patch.setattr(admission.MemberChooser, "takes", lambda self, slot: True)
 
 
 @breaks("failures: rest")
@@ -156,12 +156,12 @@ def failed_member_is_left_to_holders_that_are_gone(patch: Patch) -> None:
     def others(original: Any, settings: Any, now: state.State, name: str, now_s: float) -> Any:
         return [other for other in now.sessions if other != name and other != "evaluator"]
 
-    wrap(patch, holders, "others", others)
+    wrap(patch, admission, "others", others)
 
 
 @breaks("failures: rest")
 def broken_holder_never_rests(patch: Patch) -> None:
-    patch.setattr(holders, "refusal", lambda settings, now, name, now_s: "")
+    patch.setattr(admission, "refusal", lambda settings, now, name, now_s: "")
 
 
 @breaks("failures: rest")
@@ -195,17 +195,17 @@ def rest_outlives_the_process(patch: Patch) -> None:
 
 @breaks("failures: rest")
 def unreliable_holder_keeps_its_work(patch: Patch) -> None:
-    patch.setattr(holders, "is_unreliable", lambda now, name: False)
+    patch.setattr(admission, "is_unreliable", lambda now, name: False)
 
 
 @breaks("failures: rest")
 def holder_with_one_failure_is_unreliable(patch: Patch) -> None:
-    patch.setattr(holders, "UNRELIABLE", 0.04)
+    patch.setattr(admission, "UNRELIABLE", 0.04)
 
 
 @breaks("failures: rest")
 def all_data_failures_count_against_their_holder(patch: Patch) -> None:
-    patch.setattr(holders, "is_broken_alone", lambda settings, now, name, now_s: True)
+    patch.setattr(admission, "is_broken_alone", lambda settings, now, name, now_s: True)
 
 
 @breaks("failures: rest")
@@ -215,7 +215,7 @@ def claims_do_not_forgive_failures(patch: Patch) -> None:
 
 @breaks("failures: backoff")
 def failed_member_rests_though_another_holder_is_there(patch: Patch) -> None:
-    patch.setattr(holders, "left_to_another", lambda settings, now, slot, now_s: False)
+    patch.setattr(admission, "left_to_another", lambda settings, now, slot, now_s: False)
 
 
 @breaks("failures: backoff")

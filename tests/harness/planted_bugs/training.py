@@ -11,7 +11,7 @@ from jaxroll.policy import order
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import forks, leases, machine, puts, state, training
+from jaxroll.store.core import leases, machine, puts, state, training
 from jaxroll.store.core import requests as rq
 from tests.harness.planted_bugs.leases_and_puts import BUGS, Patch, breaks, wrap
 
@@ -196,12 +196,12 @@ def fork_leaves_open_groups(patch: Patch) -> None:
         decision = original(now, r)
         return leases.Decision([e for e in decision.events if not isinstance(e, ev.Expired)], decision.reply)
 
-    wrap(patch, forks, "fork", fork)
+    wrap(patch, training, "fork", fork)
 
 
 @breaks("4 exactly once along one line of ancestry")
 def fork_trains_prompts_twice(patch: Patch) -> None:
-    wrap(patch, forks, "cut_at", lambda cut_at, *rest: cut_at(*rest) and replaced_cut(cut_at(*rest)))
+    wrap(patch, training, "cut_at", lambda cut_at, *rest: cut_at(*rest) and replaced_cut(cut_at(*rest)))
 
 
 def replaced_cut(cut: ev.Cut) -> ev.Cut:

@@ -17,8 +17,8 @@ from jaxroll.records import (
 )  # fmt: skip
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
-from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import Batch, conservation_residual, counts
 
 V0 = Version(0, 0)

@@ -17,8 +17,8 @@ from jaxroll.errors import StoreRefusal
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Failed, Finished, Member, Message, Segment, Task, Version, VersionRef, VersionRun
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
-from jaxroll.store.core.settings import Settings
 from jaxroll.store.log import schema
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.keeper import Keeper

@@ -20,12 +20,11 @@ from jaxroll.metrics import JsonlTracker
 from jaxroll.records import Task, Version
 from jaxroll.rpc.server import Caller, Method
 from jaxroll.store import messages as msg
-from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.audit import Audit
 from jaxroll.store.server.keeper import Keeper, UpdateSlots
-from jaxroll.store.server.prompts import PromptBuffer
-from jaxroll.store.server.service import PAGE_BYTES, StoreService
+from jaxroll.store.server.service import PAGE_BYTES, PromptBuffer, StoreService
 from tests.harness.store.builders import configured, finished, snapshot
 from tests.harness.walks import Recorder
 

@@ -18,8 +18,8 @@ from jaxroll.errors import Closed, NoCredit, NotReady, StoreRefusal
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Version, VersionRef, VersionRun
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
-from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import conservation_residual
 from tests.harness.store.machine import offer
 

@@ -21,8 +21,8 @@ from jaxroll.records import Task
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core import state as st
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core, decide
-from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import Index
 from tests.harness.store_model.books import Broken, Fact, Rules, broken
 from tests.harness.store_model.reference import Reference

@@ -8,8 +8,7 @@ from jaxroll.policy.filters import Filter
 from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import state as st
-from jaxroll.store.core.holders import is_slow
-from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.admission import Settings, is_slow
 from jaxroll.store.core.state import DONE, LEASED
 from tests.harness.store_model.books import Fact, Rules
 

@@ -12,12 +12,11 @@ import pytest
 
 from jaxroll.errors import ConfigError, NoCredit, NotReady, StoreRefusal
 from jaxroll.policy import order
-from jaxroll.policy.limiter import AgeLimiter
-from jaxroll.policy.order import Share
+from jaxroll.policy.limiter import AgeLimiter, Share
 from jaxroll.records import Version
 from jaxroll.store.core import leases
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.holders import MemberChooser
+from jaxroll.store.core.admission import MemberChooser
 from jaxroll.store.core.state import State, base_step
 from tests.harness.store.machine import Machine
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.config import Config, ScheduleConfig, StoreConfig
 from jaxroll.errors import Closed, NoCredit
-from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.admission import Settings
 from tests.harness.store.machine import Machine
 
 

@@ -9,7 +9,7 @@ from jaxroll.errors import Closed, NoCredit, NotReady, StaleClient
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core import state
-from jaxroll.store.core.holders import checkpoint_wanted
+from jaxroll.store.core.admission import checkpoint_wanted
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import State
 from jaxroll.store.core.waits import status, waits

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from jaxroll.errors import Closed, NoCredit, StaleClient
 from jaxroll.records import Version
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.forks import origin, shared_steps
 from jaxroll.store.core.state import Batch, Lineage
+from jaxroll.store.core.training import origin, shared_steps
 from tests.harness.store.machine import V0, Machine, offer
 
 FORKED = Version(1, 1)

@@ -10,8 +10,8 @@ import pytest
 from jaxroll import wire
 from jaxroll.errors import NoCredit, NotReady
 from jaxroll.records import Version
+from jaxroll.store.core import admission, puts
 from jaxroll.store.core import events as ev
-from jaxroll.store.core import holders, puts
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import State
@@ -239,7 +239,7 @@ def test_a_sampler_too_slow_for_the_window_gets_nothing_while_another_has_room(m
     result = ruled.play()
     assert ruled.leased[0] < 0.1 * ruled.leased[1]
     assert status(ruled.core.settings, ruled.core.state)["slow"] == ["s0"]
-    monkeypatch.setattr(holders, "is_slow", lambda *_: False)
+    monkeypatch.setattr(admission, "is_slow", lambda *_: False)
     monkeypatch.setattr(puts, "_slow_rest_s", lambda *_: None)
     assert result.steps_per_s > 1.2 * spared.play().steps_per_s
     assert spared.leased[0] > 0.1 * spared.leased[1]

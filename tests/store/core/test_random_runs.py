@@ -25,8 +25,8 @@ from jaxroll.policy.limiter import AgeLimiter
 from jaxroll.records import Task, Version, VersionRef, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.core.machine import Core
-from jaxroll.store.core.settings import Settings
 from jaxroll.store.core.state import DONE, Index, State, conservation_residual, counts, on_line, outstanding
 
 REMEMBERED = ("pace", "questions", "lengths", "cuts", "claim_cuts", "stream", "next_ordinal", "passed", "cursor")

@@ -16,7 +16,7 @@ from jaxroll.config import Config
 from jaxroll.errors import StoreRefusal
 from jaxroll.records import Member, Version
 from jaxroll.rollout.episode import Bounds
-from jaxroll.store.core.settings import Settings
+from jaxroll.store.core.admission import Settings
 from jaxroll.store.server.puts import put_request
 from tests.harness.store.builders import finished
 
