@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import msgspec
 import numpy as np
 
-from jaxroll.records import Item, Message, Task, VersionRun
+from jaxroll.records import UNMARKED, Item, Message, Task, VersionRun
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -51,13 +51,15 @@ class Completion(msgspec.Struct, frozen=True):
     """A completion sampled by the engine: T new tokens, including the stop token if `finish` is stop.
 
     `logprobs` are those of the sampling distribution (temperature and truncation included). `finish` is stop, length
-    or abort. `versions` covers the T tokens in order.
+    or abort. `versions` covers the T tokens in order. `support` holds the ids to which truncation restricted each token
+    (`jaxroll.supports`), if the engine records them and a token was truncated; otherwise it is empty.
     """
 
     tokens: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T]
     versions: tuple[VersionRun, ...]
     finish: str
+    support: np.ndarray = UNMARKED  # uint8 [N]
 
 
 class LLMProxy(Protocol):

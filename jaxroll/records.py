@@ -75,13 +75,15 @@ UNMARKED = np.zeros(0, np.uint8)
 class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     """A run of tokens with one role. Sampled tokens have loss_mask 1 and the log-prob with which they were sampled.
 
-    If the store has masked stale tokens, `sampled` holds the original mask; otherwise it is empty.
+    If the store has masked stale tokens, `sampled` holds the original mask; otherwise it is empty. With truncated
+    sampling, `support` holds the ids to which each sampled token was restricted (`jaxroll.supports`).
     """
 
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T]: trained on
     logprobs: np.ndarray  # float32 [T], 0 where not sampled
     sampled: np.ndarray = UNMARKED  # uint8 [T], or [0] if equal to loss_mask
+    support: np.ndarray = UNMARKED  # uint8 [N], or [0] if no token was truncated
 
     @property
     def sampled_mask(self) -> np.ndarray:

@@ -40,6 +40,7 @@ ROOMS: Mapping[str, Room] = {
     "config": Room(0, "none"),
     "lifeline": Room(0, "none"),  # death with the parent process, stop signals, priority
     "records": Room(0, "none"),
+    "supports": Room(0, "none"),  # ids to which sampled tokens were restricted
     "env_checks": Room(0, "none"),  # what an environment returned fits the records
     "protocols": Room(0, "none"),
     "wire": Room(0, "none"),

@@ -8,6 +8,8 @@ from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
 Index = Int[Array, ""] | int
 Keys = PRNGKeyArray | Array  # typed keys, or raw uint32 key data with one more axis
+NO_TOKEN = -1  # fills the ids of a support
+_LEAST = -1e30  # finite, below every log-prob that matters
 
 
 def request_key(run_key: Keys, group: Index, member: Index, salt: Index) -> PRNGKeyArray:
@@ -70,6 +72,41 @@ def sample(
     return tokens, token_logprobs(judged, tokens, temperature)
 
 
+def sample_with_support(
+    logits: Float[Array, "S V"],
+    keys: Keys,
+    temperature: Float[Array, " S"],
+    top_k: Int[Array, " S"],
+    top_p: Float[Array, " S"],
+    min_p: Float[Array, " S"],
+    size: int,
+) -> tuple[Int[Array, " S"], Float[Array, " S"], Int[Array, "S K"]]:
+    """Tokens [S], their log-probs [S], and the ids of each row's support [S, K], K = min(size, V), filled with -1.
+
+    The distribution is that of `sample`, further restricted to the K most likely tokens of the support (of equals,
+    those with lower indices); so top-k must be at most `size`. The ids of a row that does not truncate are all -1.
+    """
+    logits = logits.astype(jnp.float32)
+    scaled = tempered(logits, temperature)
+    best, ids = jax.lax.top_k(scaled, min(size, logits.shape[-1]))
+    places = jnp.arange(best.shape[-1])[None]
+    within = places < jnp.where(top_k > 0, top_k, best.shape[-1])[:, None]
+    # Without top-k, the nucleus is a share of the whole distribution, not of its K best tokens.
+    among = jnp.where((top_k > 0)[:, None], jax.nn.logsumexp(jnp.where(within, best, -jnp.inf), axis=-1, keepdims=True),
+                      jax.nn.logsumexp(scaled, axis=-1, keepdims=True))  # fmt: skip
+    kept = _nucleus(jnp.where(within, best, -jnp.inf), among, top_p, min_p)
+    kept &= truncates(temperature, top_k, top_p, min_p)[:, None]
+    ids = jnp.where(kept, ids, NO_TOKEN)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(_typed(keys))
+    noise = jnp.where((temperature == 0.0)[:, None], 0.0, noise)
+    inside = jnp.where(kept, best + jnp.take_along_axis(noise, ids, axis=-1, mode="clip"), -jnp.inf)
+    drawn = jnp.min(
+        jnp.where(kept & (inside == jnp.max(inside, axis=-1, keepdims=True)), ids, logits.shape[-1] - 1), axis=-1
+    )
+    tokens = jnp.where(jnp.any(kept, axis=-1), drawn, _first_best(scaled + noise))
+    return tokens, token_logprobs(logits, tokens, temperature, ids), ids
+
+
 def truncates(
     temperature: Float[Array, " S"],
     top_k: Int[Array, " S"],
@@ -109,12 +146,26 @@ def support(
     places = jnp.arange(vocab)[None]
     within = places < jnp.where(top_k > 0, top_k, vocab)[:, None]
     best_first = jnp.where(within, jnp.take_along_axis(scaled, order, axis=-1), -jnp.inf)
-    probability = jax.nn.softmax(best_first, axis=-1)
+    total = jax.nn.logsumexp(best_first, axis=-1, keepdims=True)
+    return jnp.take_along_axis(_nucleus(best_first, total, top_p, min_p), rank, axis=-1)
+
+
+def _nucleus(
+    best_first: Float[Array, "S K"],
+    total: Float[Array, "S 1"],
+    top_p: Float[Array, " S"],
+    min_p: Float[Array, " S"] | float,
+) -> Bool[Array, "S K"]:
+    """[S, K]: True for the tokens of top-p and min-p among the K best (-inf: not among them), and for the best one.
+
+    `total` is the log of the summed weights of the distribution of which top-p is a share.
+    """
+    probability = jnp.exp(best_first - total)
     mass_before = jnp.cumsum(probability, axis=-1) - probability
     nucleus = (mass_before < top_p[:, None]) | (top_p >= 1.0)[:, None]
     floor = best_first[:, :1] + jnp.log(jnp.broadcast_to(min_p, top_p.shape))[:, None]  # -inf where it is off
-    kept = within & ((nucleus & (best_first >= floor)) | (places == 0))
-    return jnp.take_along_axis(kept, rank, axis=-1)
+    kept = (best_first > -jnp.inf) & nucleus & (best_first >= floor)
+    return kept | (jnp.arange(best_first.shape[-1])[None] == 0)
 
 
 def penalised(
@@ -136,19 +187,54 @@ def _typed(keys: Keys) -> Key[Array, ...]:
 
 
 def token_logprobs(
-    logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], temperature: float | Float[Array, " ..."]
+    logits: Float[Array, "*rows V"],
+    tokens: Int[Array, "*rows"],
+    temperature: float | Float[Array, " ..."],
+    support: Int[Array, "*rows K"] | None = None,
 ) -> Float[Array, "*rows"]:
     """log softmax(logits / τ)[token], in float32.
 
     τ is a number or an array that broadcasts over the rows; τ = 0 (greedy) counts as 1, the untempered distribution.
-    A logit of -inf means a token outside of the support.
+    A logit of -inf means a token outside of the support. With `support`, the softmax is over those ids (negative
+    entries are none) and over the whole vocabulary in rows without any.
     """
     scaled = tempered(logits, temperature)
     shifted = scaled - jax.lax.stop_gradient(jnp.max(scaled, axis=-1, keepdims=True))
     # A comparison and a sum instead of a gather: it works on a sharded vocabulary, and its gradient needs no scatter.
     indices = jax.lax.broadcasted_iota(tokens.dtype, shifted.shape, shifted.ndim - 1)
     chosen = jnp.sum(jnp.where(indices == tokens[..., None], shifted, 0.0), axis=-1)
-    return chosen - jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    if support is None:
+        return chosen - jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    whole = jnp.all(support < 0, axis=-1)
+    kept = _at(shifted, support)
+    top = jax.lax.stop_gradient(jnp.max(kept, axis=-1, initial=_LEAST))
+    inside = jnp.sum(jnp.exp(kept - top[..., None]), axis=-1)
+    over = jnp.where(whole, jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)), top + jnp.log(jnp.where(whole, 1.0, inside)))
+    return chosen - over
+
+
+def entropies(
+    logits: Float[Array, "*rows V"],
+    temperature: float | Float[Array, " ..."],
+    support: Int[Array, "*rows K"] | None = None,
+) -> Float[Array, "*rows"]:
+    """The entropy in nats of softmax(logits / τ), over `support` as in `token_logprobs`."""
+    scaled = tempered(logits, temperature)
+    over_all = _entropy(jax.nn.log_softmax(scaled))
+    if support is None:
+        return over_all
+    whole = jnp.all(support < 0, axis=-1)
+    kept = jnp.where(whole[..., None], 0.0, _at(scaled, support))
+    return jnp.where(whole, over_all, _entropy(jax.nn.log_softmax(kept)))
+
+
+def _entropy(log_all: Float[Array, "*rows N"]) -> Float[Array, "*rows"]:
+    return -jnp.sum(jnp.exp(log_all) * jnp.maximum(log_all, _LEAST), axis=-1)  # a finite factor, since 0 · -inf is NaN
+
+
+def _at(scaled: Float[Array, "*rows V"], support: Int[Array, "*rows K"]) -> Float[Array, "*rows K"]:
+    """The entries of `scaled` at the ids of `support`, -inf at negative ids."""
+    return jnp.where(support >= 0, jnp.take_along_axis(scaled, support, axis=-1, mode="clip"), -jnp.inf)
 
 
 def tempered(logits: Float[Array, "*rows V"], temperature: float | Float[Array, " ..."]) -> Float[Array, "*rows V"]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from jaxroll.config.schema import Config, LearnerConfig, ScheduleConfig, SftConfig
+from jaxroll.config.schema import Config, LearnerConfig, SamplingConfig, ScheduleConfig, SftConfig
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import AgeLimiter
 
@@ -161,6 +161,16 @@ def settled(learner: LearnerConfig) -> LearnerConfig:
 
 def _chosen(value: str, allowed: tuple[str, ...]) -> str:
     return value if value != "auto" else allowed[0] if allowed else "none"
+
+
+# --- truncated sampling
+
+
+def support_tokens(sampling: SamplingConfig) -> int:
+    """K: the number of ids that a support has at most; 0 if training does not truncate."""
+    if sampling.top_k:
+        return sampling.top_k
+    return sampling.support_tokens if sampling.top_p < 1 or sampling.min_p > 0 else 0
 
 
 # --- processes, devices, sizes

@@ -21,18 +21,21 @@ from jaxroll.config.derived import (
     page_size,
     roles_with_devices,
     sampler_members,
+    support_tokens,
 )
 from jaxroll.config.learner_rules import check_algorithm
 from jaxroll.config.parsing import check_bounds, nearest
 from jaxroll.config.prompt_rules import FILES, check_prompts
-from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig
+from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig, SamplingConfig
 from jaxroll.errors import ConfigError
+from jaxroll.supports import worst_bytes
 
 GPU_CONTEXT_MB = 512
 GPU_SHARE = 0.9  # of one GPU's memory; the rest is the display, fragments, and other processes
 
 MAX_MEMBER_MB = 8  # that a store takes: parsing malformed data blocks all calls for 8 ms per MB
 TOKEN_BYTES = 16  # of a member on the wire: id, mask, log-prob, and what msgpack adds
+LARGEST_VOCABULARY = 2**18  # of the models that can be trained; a support takes more bytes in a larger one
 
 
 @dataclass(frozen=True)
@@ -111,10 +114,13 @@ def _check_schedule(config: Config) -> None:
     if sampling.temperature <= 0:
         raise ConfigError("sampling.temperature", sampling.temperature, "training needs samples, not one greedy answer",
                           "Set it to a positive number; `generate` has a temperature of its own.")  # fmt: skip
-    for key, value, off in (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0)):
-        if value != off:
-            raise ConfigError(f"sampling.{key}", value, "training on truncated samples biases the log-probs",
-                              f"Set it to {off}; `generate` may truncate.")  # fmt: skip
+    if sampling.top_k > sampling.support_tokens:
+        raise ConfigError("sampling.top_k", sampling.top_k,
+                          f"the ids of sampling.support_tokens = {sampling.support_tokens} tokens are stored at most",
+                          "Lower it, or raise sampling.support_tokens.")  # fmt: skip
+    if sampling.support_tokens != SamplingConfig().support_tokens and not support_tokens(sampling):
+        raise ConfigError("sampling.support_tokens", sampling.support_tokens, "nothing truncates the distribution",
+                          "Set sampling.top_k, top_p or min_p, or leave it out.")  # fmt: skip
 
 
 def _check_shapes(config: Config) -> None:
@@ -152,11 +158,14 @@ def _check_shapes(config: Config) -> None:
         raise ConfigError("sampler.prefill_buckets", buckets, "bucket lengths must be positive and increasing",
                           "Write for example (16, 32).")  # fmt: skip
     _check_cache(sampler, max(budget, buckets[-1]))
-    member_mb = TOKEN_BYTES * budget / 2**20
+    token_bytes = TOKEN_BYTES + worst_bytes(support_tokens(config.sampling), LARGEST_VOCABULARY)
+    member_mb = token_bytes * budget / 2**20
     if member_mb > MAX_MEMBER_MB:
-        raise ConfigError("sampling.max_tokens", config.sampling.max_tokens,
-                          f"a member of {budget} tokens has {math.ceil(member_mb)} MB, the store takes {MAX_MEMBER_MB}",
-                          f"Let an episode have at most {MAX_MEMBER_MB * 2**20 // TOKEN_BYTES} tokens.")  # fmt: skip
+        lower = " Or lower sampling.support_tokens or top_k." if token_bytes > TOKEN_BYTES else ""
+        what = f"a member of {budget} tokens may have {math.ceil(member_mb)} MB, the store takes {MAX_MEMBER_MB}"
+        most = MAX_MEMBER_MB * 2**20 // token_bytes
+        raise ConfigError("sampling.max_tokens", config.sampling.max_tokens, what,
+                          f"Let an episode have at most {most} tokens.{lower}")  # fmt: skip
     if member_mb > config.store.max_message_mb:
         raise ConfigError("store.max_message_mb", config.store.max_message_mb,
                           f"a member of {budget} tokens needs messages of {math.ceil(member_mb)} MB",

@@ -216,16 +216,20 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling parameters of training. Truncation (top_k, top_p) is refused here; `jaxroll generate` accepts it."""
+    """Sampling parameters of training. With truncation, the learner's log-probs are over the same tokens."""
 
     # Maximum tokens of an answer.
     max_tokens: PositiveInt = 12
     # Softmax temperature.
     temperature: float = 1.0
-    # Must be 0 in training.
-    top_k: int = 0
-    # Must be 1.0 in training.
-    top_p: float = 1.0
+    # Number of most likely tokens to sample from. 0: all.
+    top_k: NonNegativeInt = 0
+    # Probability of the smallest set of most likely tokens to sample from. 1: all.
+    top_p: Annotated[float, Bounds(above=0, most=1)] = 1.0
+    # Probability of a token, relative to the most likely one, below which it is not sampled. 0: all.
+    min_p: UnitFloat = 0.0
+    # Maximum tokens that truncated sampling keeps; their ids are stored with each sampled token.
+    support_tokens: PositiveInt = 256
 
 
 @dataclass(frozen=True)

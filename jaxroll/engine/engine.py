@@ -58,7 +58,8 @@ class EngineConfig:
     `restart`: they start over. `drain`: the swap waits until they have finished, and no other request starts meanwhile.
 
     Requests may have a repetition penalty only with `penalties`, and a token mask only with `masks`; both need device
-    memory. `prefill_attention` and `paged_attention` name implementations (`kernels.choice`).
+    memory. With `support_tokens`, truncated sampling keeps at most that many tokens, and completions contain their ids
+    (`Completion.support`). `prefill_attention` and `paged_attention` name implementations (`kernels.choice`).
     """
 
     slots: int
@@ -76,6 +77,7 @@ class EngineConfig:
     prefill_budget: int = 0
     penalties: bool = False
     masks: bool = False
+    support_tokens: int = 0
     prefill_attention: str = AUTO
     paged_attention: str = AUTO
 
@@ -95,6 +97,7 @@ class EngineConfig:
             shards,
             self.penalties,
             self.masks,
+            self.support_tokens,
         )
 
     def limits(self, sizes: Sizes) -> Limits:
@@ -138,7 +141,7 @@ class Engine:
         self._device = Device(spec, mesh, rules, sizes, seed=config.seed, attention=self.attention)
         self._scheduler = Scheduler(sizes.slots, shards, sizes.shard_pages, sizes.logit_rows, config.limits(sizes))
         self._work = Work(self._device, self._scheduler, sizes, clock, decode)
-        self._able = requests.Capabilities(config.penalties, config.masks, decode is not None)
+        self._able = requests.Capabilities(config.penalties, config.masks, decode is not None, config.support_tokens)
         self._params: Params | None = None
         self._next: requests.Swap | None = None  # a swap that waits for running requests to end
         self._stats = EngineStats()
@@ -291,8 +294,8 @@ class Engine:
     def _deliver_partly(self, add: requests.Add, drawn: Partial | None, error: DataError | None = None) -> None:
         now_s = self._clock()
         nothing = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), "abort")
-        tokens = Completion(drawn.tokens, drawn.logprobs, drawn.versions, "abort") if drawn else nothing
-        add.on_done(Result(tokens, drawn.start_s if drawn else now_s, now_s, error))
+        start_s = drawn.start_s if drawn else now_s
+        add.on_done(Result(drawn.completion("abort") if drawn else nothing, start_s, now_s, error))
 
     # -------------------------------------------------------------------------------------------------- one step
 

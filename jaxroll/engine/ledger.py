@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxroll import supports
 from jaxroll.engine import packets
 from jaxroll.engine.requests import Add, Result
 from jaxroll.protocols import Completion
 from jaxroll.records import Version, VersionRun
+from jaxroll.supports import Supports
+
+NOTHING = supports.whole(1)  # the support of one token that was not truncated
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,8 +22,15 @@ class Partial:
 
     tokens: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32 [T]
+    supports: Supports
     versions: tuple[VersionRun, ...]
     start_s: float
+
+    def completion(self, finish: str, tokens: int | None = None) -> Completion:
+        """These tokens, or the first `tokens` of them, as a completion."""
+        kept = len(self.tokens) if tokens is None else tokens
+        packed = supports.encoded(self.supports.first(kept), self.tokens[:kept])
+        return Completion(self.tokens[:kept], self.logprobs[:kept], _first(self.versions, kept), finish, packed)
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +48,7 @@ class _Running:
     count: int = 0
     first_token: int = 0
     first_logprob: float = 0.0
+    first_support: Supports = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +104,20 @@ class Ledger:
             if not running.count:
                 running.first_token = int(report.first_tokens[slot])
                 running.first_logprob = float(report.first_logprobs[slot])
+                running.first_support = supports.of_rows(report.first_supports[slot : slot + 1])
                 running.count = 1
                 begun.append(running.add)
             decoded += counts[slot] - running.count
             running.count = counts[slot]
             if status[slot] != packets.RUNNING:
                 ended[slot] = Ended(packets.FINISH[status[slot]])
-        self._history.add(report.tokens, report.logprobs)
+        self._history.add(report.tokens, report.logprobs, report.supports)
         return Progress(decoded, tuple(begun), ended)
 
     def take(self, slot: int, ended: Ended, end_s: float) -> tuple[Add, Result]:
         """Remove the request in `slot` and return it with its result."""
         add, drawn = self.interrupt(slot)
-        kept = len(drawn.tokens) if ended.tokens is None else ended.tokens
-        versions = _first(drawn.versions, kept)
-        completion = Completion(drawn.tokens[:kept], drawn.logprobs[:kept], versions, ended.finish)
-        return add, Result(completion, drawn.start_s, end_s)
+        return add, Result(drawn.completion(ended.finish, ended.tokens), drawn.start_s, end_s)
 
     def tokens(self, slot: int) -> np.ndarray:
         """int32 [T]: the tokens that the request in `slot` has sampled so far. LookupError for an empty slot."""
@@ -131,15 +141,18 @@ class Ledger:
         before = running.before or Partial(
             np.array([running.first_token], np.int32),
             np.array([running.first_logprob], np.float32),
+            running.first_support,
             (VersionRun(running.first_version, 1),),
             running.start_s,
         )
         later = running.count - len(before.tokens)
         tokens, logprobs = self._history.column(slot, running.start_row, later)
+        support = self._history.supports(slot, running.start_row, later)
         versions = self._swaps.runs(before.versions, running.start_row, later)
         return running.add, Partial(
             np.concatenate([before.tokens, tokens]),
             np.concatenate([before.logprobs, logprobs]),
+            supports.joined([before.supports, support]),
             versions,
             running.start_s,
         )
@@ -167,10 +180,15 @@ class History:
     def __init__(self, capacity: int, slots: int) -> None:
         self._tokens = np.zeros((capacity, slots), np.int32)
         self._logprobs = np.zeros((capacity, slots), np.float32)
+        # The ids of each row, and where those of each slot begin in them; empty in an engine without supports.
+        self._supports: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.rows = 0
 
-    def add(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append the rows of one dispatch (each [steps, S])."""
+    def add(self, tokens: np.ndarray, logprobs: np.ndarray, support: np.ndarray | None = None) -> None:
+        """Append the rows of one dispatch (each [steps, S]), with their supports [steps, S, K] if K > 0."""
+        for row, ids in enumerate(() if support is None or not support.shape[2] else support, start=self.rows):
+            held = supports.of_rows(ids)
+            self._supports[row % len(self._tokens)] = held.ids, np.concatenate([[0], np.cumsum(held.sizes)])
         capacity, steps = len(self._tokens), len(tokens)
         at = self.rows % capacity
         head = min(steps, capacity - at)
@@ -181,10 +199,22 @@ class History:
 
     def column(self, slot: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """int32 [count], float32 [count]: tokens and log-probs of `slot` in `count` rows from row `start` on."""
+        rows = self._held(start, count)
+        return self._tokens[rows, slot], self._logprobs[rows, slot]
+
+    def supports(self, slot: int, start: int, count: int) -> Supports:
+        """The supports of the tokens of `column`."""
+        rows = self._held(start, count)
+        if not self._supports or not count:
+            return supports.whole(count)
+        parts = [ids[starts[slot] : starts[slot + 1]] for ids, starts in (self._supports[row] for row in rows.tolist())]
+        return Supports(np.array([len(part) for part in parts], np.int64), np.concatenate(parts))
+
+    def _held(self, start: int, count: int) -> np.ndarray:
+        """The places of `count` rows from row `start` on."""
         if count and not self.rows - len(self._tokens) <= start <= self.rows - count:
             raise IndexError(f"rows {start}..{start + count - 1} of {self.rows} are not held")
-        rows = np.arange(start, start + count) % len(self._tokens)
-        return self._tokens[rows, slot], self._logprobs[rows, slot]
+        return np.arange(start, start + count) % len(self._tokens)
 
 
 class WeightSwaps:

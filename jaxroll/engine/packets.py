@@ -45,6 +45,7 @@ class Sizes:
     shards: int = 1
     penalties: bool = False  # the device stores every request's tokens
     masks: bool = False  # the device stores a token mask per slot
+    support: int = 0  # K: truncated sampling keeps at most K tokens, and reports carry their ids; 0: no limit, no ids
 
     @property
     def columns(self) -> int:
@@ -83,7 +84,7 @@ class Sizes:
     @property
     def report_shape(self) -> tuple[int, int]:
         """The shape of the array that a decode dispatch returns; see `Report`."""
-        return (2 * self.chunk + 5, self.slots)
+        return (2 * self.chunk + 5 + (self.chunk + 1) * self.support, self.slots)
 
 
 def _bits(value: float) -> int:
@@ -214,7 +215,8 @@ class Report:
 
     `first_*` are the last tokens before the dispatch, which are the first tokens of requests inserted just before it.
     `counts` are the numbers of new tokens of each slot's request so far. Row t of `tokens` is valid for slots that were
-    running at step t.
+    running at step t. `supports` are the ids to which truncated sampling restricted each token (negative entries: none,
+    K = 0 in an engine without them).
     """
 
     steps: int
@@ -224,13 +226,21 @@ class Report:
     first_logprobs: np.ndarray  # float32 [S]
     counts: np.ndarray  # int32 [S]
     status: np.ndarray  # int32 [S]
+    supports: np.ndarray  # int32 [steps, S, K]
+    first_supports: np.ndarray  # int32 [S, K]
 
 
 def read_report(array: np.ndarray, chunk: int) -> Report:
     """The report in `array` (int32, `Sizes.report_shape`)."""
     real = array.view(np.float32)
-    steps = int(array[2 * chunk + 4, 0])
+    steps, ends = int(array[2 * chunk + 4, 0]), 2 * chunk + 5
+    ids = array[ends:].reshape(chunk + 1, -1, array.shape[1]).swapaxes(1, 2)
     return Report(
         steps, array[:steps], real[chunk : chunk + steps], array[2 * chunk], real[2 * chunk + 1],
-        array[2 * chunk + 2], array[2 * chunk + 3],
+        array[2 * chunk + 2], array[2 * chunk + 3], ids[1 : steps + 1], ids[0],
     )  # fmt: skip
+
+
+def report_supports(first: Int[Array, "S K"], later: Int[Array, "chunk S K"], slots: int) -> Int[Array, "rows S"]:
+    """The rows of a report that hold the supports of the tokens before and of those in the dispatch."""
+    return jnp.concatenate([first[None], later]).swapaxes(1, 2).reshape(-1, slots)

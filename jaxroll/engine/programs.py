@@ -48,6 +48,7 @@ class DecodeState:
     allowed: Bool[Array, "S V0"]  # token masks (V0 = 0 in an engine without masks)
     tokens: Int[Array, " S"]
     logprobs: Float[Array, " S"]
+    support: Int[Array, "S K"]  # ids to which the last token was restricted (K = 0 in an engine without supports)
     positions: Int[Array, " S"]
     counts: Int[Array, " S"]
     status: Int[Array, " S"]
@@ -204,6 +205,7 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, atte
         allowed=leaf((slots, spec.vocab_size if sizes.masks else 0), jnp.bool_),
         tokens=integers,
         logprobs=leaf((slots,), jnp.float32),
+        support=leaf((slots, sizes.support), jnp.int32),
         positions=integers,
         counts=integers,
         status=integers,
@@ -248,24 +250,23 @@ def _draw(
     positions: Int[Array, " N"],
     text: Int[Array, "N W"],
     allowed: Bool[Array, "N V0"],
-) -> tuple[Int[Array, " N"], Float[Array, " N"]]:
-    """One token per request at `positions`, and its log-prob; `text` holds the tokens before."""
+    size: int,
+) -> tuple[Int[Array, " N"], Float[Array, " N"], Int[Array, "N K"]]:
+    """A token per request at `positions`, its log-prob and its support (K = `size`); `text` holds the tokens before."""
     column = by.requests.T
     keys = jax.vmap(sampling.position_key)(by.keys, positions + column[packets.KEY_OFFSET])
     if text.shape[1]:
         logits = sampling.penalised(logits, text, positions, by.real(packets.PENALTY))
     if allowed.shape[1]:
         logits = jnp.where(allowed, logits, -jnp.inf)
-    return sampling.sample(
-        logits,
-        keys,
-        by.real(packets.TEMPERATURE),
-        column[packets.TOP_K],
-        by.real(packets.TOP_P),
-        by.real(packets.MIN_P),
-        (column[packets.FLAGS] & packets.UNTRUNCATED) > 0,
-        by.some_truncate,
-    )
+    how = by.real(packets.TEMPERATURE), column[packets.TOP_K], by.real(packets.TOP_P), by.real(packets.MIN_P)
+    if size:
+        tokens, logprobs, ids = sampling.sample_with_support(logits, keys, *how, size)
+        fill = ((0, 0), (0, size - ids.shape[1]))  # a vocabulary may be smaller than `size`
+        return tokens, logprobs, jnp.pad(ids, fill, constant_values=sampling.NO_TOKEN)
+    untruncated = (column[packets.FLAGS] & packets.UNTRUNCATED) > 0
+    tokens, logprobs = sampling.sample(logits, keys, *how, untruncated, by.some_truncate)
+    return tokens, logprobs, jnp.zeros((len(tokens), 0), jnp.int32)
 
 
 def _status(requests: Int[Array, "N C"], tokens: Int[Array, " N"], counts: Int[Array, " N"]) -> Int[Array, " N"]:
@@ -302,17 +303,21 @@ def _insert(sizes: Sizes, seed: Key[Array, ""], state: DecodeState, packed: Int[
     """`state` with new requests in slots: a page is copied for each, and its first token sampled."""
     slots, rows, shards, sources, targets, positions = (packed[:, i] for i in range(6))
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
-    tokens, logprobs = _draw(_sampling_rows(seed, requests), state.logits[rows], positions, text, state.allowed[slots])
+    drawn = _draw(
+        _sampling_rows(seed, requests), state.logits[rows], positions, text, state.allowed[slots], sizes.support
+    )
     state = _with_copies(state, shards, sources, targets)
-    text = _with_token(text, tokens, positions)
-    return _write_slot(state, slots, requests, text, tokens, logprobs, positions, jnp.ones_like(tokens))
+    text = _with_token(text, drawn[0], positions)
+    return _write_slot(state, slots, requests, text, drawn, positions, jnp.ones_like(drawn[0]))
 
 
 def _restore(sizes: Sizes, state: DecodeState, packed: Int[Array, "N C"]) -> DecodeState:
     """`state` with resumed requests in slots, which continue after tokens sampled earlier."""
     slots, tokens, logprobs, positions, counts = (packed[:, i] for i in range(5))
     requests, text = packed[:, 6 : 6 + sizes.columns], packed[:, 6 + sizes.columns :]
-    return _write_slot(state, slots, requests, text, tokens, packets.floats(logprobs), positions, counts)
+    # The host has the support of its last token.
+    support = jnp.full((len(tokens), sizes.support), sampling.NO_TOKEN, jnp.int32)
+    return _write_slot(state, slots, requests, text, (tokens, packets.floats(logprobs), support), positions, counts)
 
 
 def _with_token(text: Int[Array, "N W"], tokens: Int[Array, " N"], positions: Int[Array, " N"]) -> Int[Array, "N W"]:
@@ -324,11 +329,12 @@ def _write_slot(
     slots: Int[Array, " N"],
     requests: Int[Array, "N C"],
     text: Int[Array, "N W"],
-    tokens: Int[Array, " N"],
-    logprobs: Float[Array, " N"],
+    drawn: tuple[Int[Array, " N"], Float[Array, " N"], Int[Array, "N K"]],
     positions: Int[Array, " N"],
     counts: Int[Array, " N"],
 ) -> DecodeState:
+    tokens, logprobs, support = drawn
+
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[slots].set(new, mode="drop")
 
@@ -339,6 +345,7 @@ def _write_slot(
         text=put(state.text, text),
         tokens=put(state.tokens, tokens),
         logprobs=put(state.logprobs, logprobs),
+        support=put(state.support, support),
         positions=put(state.positions, positions),
         counts=put(state.counts, counts),
         status=put(state.status, _status(requests, tokens, counts)),
@@ -401,7 +408,7 @@ def _decode_step(
             model.spec, params, state.cache, side, *at, last, layout=model.layout
         )
     positions = state.positions + running
-    tokens, logprobs = _draw(by, logits, positions, state.text, state.allowed)
+    tokens, logprobs, support = _draw(by, logits, positions, state.text, state.allowed, state.support.shape[1])
     counts = state.counts + running
     return replace(
         state,
@@ -410,6 +417,7 @@ def _decode_step(
         text=_with_token(state.text, tokens, jnp.where(running, positions, state.text.shape[1])),
         tokens=jnp.where(running, tokens, state.tokens),
         logprobs=jnp.where(running, logprobs, state.logprobs),
+        support=jnp.where(running[:, None], support, state.support),
         positions=positions,
         counts=counts,
         status=jnp.where(running, _status(state.requests, tokens, counts), state.status),
@@ -435,19 +443,21 @@ def _decode(
         state = replace(state, side=refreshed(state.side, state.cache, split(tables), split(where)))
 
     def goes_on(carry) -> Bool[Array, ""]:
-        step, state, _, _ = carry
+        step, state, *_ = carry
         idle = slots - jnp.sum(state.status == packets.RUNNING)
         return (step < jnp.minimum(steps_wanted, chunk)) & (idle < jnp.minimum(enough_idle, slots))
 
     def one(carry):
-        step, state, tokens, logprobs = carry
+        step, state, *rows = carry
         state = _decode_step(model, params, by, state, tables, last + step)
-        return step + 1, state, tokens.at[step].set(state.tokens), logprobs.at[step].set(state.logprobs)
+        of_step = state.tokens, state.logprobs, state.support
+        return step + 1, state, *(row.at[step].set(new) for row, new in zip(rows, of_step, strict=True))
 
-    rows = jnp.zeros((chunk, slots), jnp.int32), jnp.zeros((chunk, slots), jnp.float32)
-    steps, after, tokens, logprobs = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, *rows))
+    rows = [jnp.zeros((chunk, *x.shape), x.dtype) for x in (state.tokens, state.logprobs, state.support)]
+    steps, after, tokens, logprobs, support = jax.lax.while_loop(goes_on, one, (jnp.int32(0), state, *rows))
     ends = [state.tokens, packets.bits(state.logprobs), after.counts, after.status, jnp.full(slots, steps)]
-    return after, jnp.concatenate([tokens, packets.bits(logprobs), jnp.stack(ends)])
+    supports = packets.report_supports(state.support, support, slots)
+    return after, jnp.concatenate([tokens, packets.bits(logprobs), jnp.stack(ends), supports])
 
 
 def _cancel(state: DecodeState, slots: Bool[Array, " S"]) -> DecodeState:

@@ -122,6 +122,7 @@ class Capabilities:
     penalties: bool = False
     masks: bool = False
     text: bool = False
+    support_tokens: int = 0
 
 
 def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int, able: Capabilities) -> None:
@@ -146,6 +147,11 @@ def check(request: Request, *, max_tokens: int, max_stops: int, vocab_size: int,
         raise DataError(f"{name}: temperature and top_k must be >= 0 and top_p in (0, 1]; got {params}")
     if not 0 <= params.min_p <= 1 or params.repetition_penalty <= 0:
         raise DataError(f"{name}: min_p must lie in [0, 1] and repetition_penalty be > 0; got {params}")
+    if able.support_tokens and (params.top_k > able.support_tokens or params.untruncated_logprobs):
+        raise DataError(
+            f"{name}: this engine records supports of at most {able.support_tokens} tokens (sampling.support_tokens): "
+            f"top_k must not exceed that, and untruncated_logprobs must be False; got {params}"
+        )
     if params.seed is not None and not 0 <= params.seed < _KEY_LIMIT:
         raise DataError(f"{name}: a seed must lie in 0..2^31-1; got {params.seed}")
     for wanted, can, what in (

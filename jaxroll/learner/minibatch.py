@@ -17,7 +17,7 @@ from jaxroll.algorithms import registry, tokens
 from jaxroll.algorithms.advantages import Advantage, Group, overlong_penalty
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
-from jaxroll.config.derived import preset, sample_tokens, settled
+from jaxroll.config.derived import preset, sample_tokens, settled, support_tokens
 from jaxroll.errors import DataError
 from jaxroll.learner.samples import Sample, of_claim
 from jaxroll.records import Claim
@@ -52,6 +52,7 @@ def prepare(
     groups = of_claim(claim)
     algorithm = algorithm or registry.build(config.learner)
     check_sizes(groups, config.schedule.group_size)
+    check_supports(groups, support_tokens(config.sampling))
     shaped = _shaped(shuffled(groups, claim, config.run.seed) if learner.shuffle_rewards else groups, config)
     if costs:
         priced = iter(costs([sample for group in shaped for sample in group]))
@@ -244,6 +245,21 @@ def check_sizes(groups: Sequence[Group], size: int) -> None:
     largest = max((len(group) for group in groups), default=0)
     if largest > size:
         raise DataError(f"a claimed group has {largest} members, schedule.group_size is {size}")
+
+
+def check_supports(groups: Groups, most: int) -> None:
+    """Raise DataError unless samples were truncated exactly if the run truncates (`most` > 0), to `most` ids or fewer.
+
+    The learner would otherwise compute log-probs of another distribution than the sampler's.
+    """
+    for sample in (sample for group in groups for sample in group):
+        sizes = np.zeros(len(sample.mask), np.int64) if sample.supports is None else sample.supports.sizes
+        found = sizes[sample.mask]
+        if len(found) and (found.max() > most or (most and not found.min())):
+            raise DataError(
+                f"a trained token was sampled from {found.min()} to {found.max()} tokens (0: all), but this learner "
+                f"expects {f'1 to {most}' if most else 'no truncation'}: sampling.top_k, top_p and min_p differ"
+            )
 
 
 def _of(group: Group) -> np.ndarray:

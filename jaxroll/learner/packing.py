@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxroll import supports
 from jaxroll.errors import ConfigError
 from jaxroll.learner.samples import Sample
 from jaxroll.models.families import ModelSpec, active_parameter_count
@@ -61,6 +62,7 @@ STREAMS: dict[str, np.dtype] = {
     "weight": np.dtype(np.float32),
 }
 PROMPT_IDS = "prompt_ids"  # extra stream in rows that share prompts: the segment of the prompt that a token continues
+SUPPORT = "support"  # extra stream of truncated samples, [R, T, K]: the ids to which a token was restricted, then -1
 
 
 def row_buckets(micro_batch_rows: int, divisor: int, sharing: int = 1) -> tuple[int, ...]:
@@ -139,12 +141,14 @@ def pack(
     shards: int = 1,
     quadratic: float = 0.0,
     together: int = 1,
+    support: int = 0,
 ) -> list[MicroBatch]:
     """Micro-batches that contain every token of `samples` exactly once; none when there are no samples.
 
     `shards` is the number of parts into which the mesh divides the rows; `quadratic` is the argument of `work`. Each
     run of `together` consecutive samples (for 2: samples 0 and 1, 2 and 3, …) is adjacent in one row, in order.
-    ConfigError when a sample (or such a run) is longer than a row.
+    `support` is the K of the stream SUPPORT (0: there is none). ConfigError when a sample (or such a run) is longer
+    than a row.
     """
     units = [range(first, first + together) for first in range(0, len(samples), together)]
     lengths = [sum(len(samples[index].tokens) for index in unit) for unit in units]
@@ -164,7 +168,9 @@ def pack(
         ways.append(other)
     evenest = min(ways, key=lambda way: sum(_largest_cost(filled, cost, shards) for filled in way))
     return [
-        _filled(samples, [[index for unit in row for index in units[unit]] for row in filled], count, row_tokens)
+        _filled(
+            samples, [[index for unit in row for index in units[unit]] for row in filled], count, row_tokens, support
+        )
         for filled, count in zip(evenest, counts, strict=True)
     ]
 
@@ -324,14 +330,15 @@ def _largest_cost(rows: Sequence[Sequence[int]], cost: np.ndarray, parts: int) -
     return max(sum(totals[first : first + each]) for first in range(0, len(rows), each))
 
 
-def empty_streams(rows: int, row_tokens: int) -> dict[str, np.ndarray]:
-    """All streams of a micro-batch without samples."""
-    return {name: np.zeros((rows, row_tokens), dtype) for name, dtype in STREAMS.items()}
+def empty_streams(rows: int, row_tokens: int, support: int = 0) -> dict[str, np.ndarray]:
+    """All streams of a micro-batch without samples; with `support`, also that of supports."""
+    streams = {name: np.zeros((rows, row_tokens), dtype) for name, dtype in STREAMS.items()}
+    return streams | ({SUPPORT: np.full((rows, row_tokens, support), supports.NONE, np.int32)} if support else {})
 
 
-def _filled(samples: Sequence[Sample], rows: list[list[int]], count: int, row_tokens: int) -> MicroBatch:
+def _filled(samples: Sequence[Sample], rows: list[list[int]], count: int, row_tokens: int, support: int) -> MicroBatch:
     """A micro-batch of `count` rows; the first rows hold the samples that `rows` lists, the others are empty."""
-    streams, placements = empty_streams(count, row_tokens), []
+    streams, placements = empty_streams(count, row_tokens, support), []
     for row, indices in enumerate(rows):
         start = 0
         for segment, index in enumerate(indices, start=1):
@@ -356,3 +363,5 @@ def write(streams: dict[str, np.ndarray], place: Placement, sample: Sample, segm
     streams["behaviour"][at] = sample.behaviour[of]
     streams["advantage"][at] = np.broadcast_to(sample.advantage, len(sample.tokens))[of]
     streams["weight"][at] = np.where(mask, sample.weight, 0.0)
+    if SUPPORT in streams and sample.supports is not None:
+        streams[SUPPORT][at] = sample.supports.rows(streams[SUPPORT].shape[2])[of]

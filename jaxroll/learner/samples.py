@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxroll import supports
 from jaxroll.algorithms.advantages import Advantage, Turn
 from jaxroll.errors import DataError
 from jaxroll.records import Claim, Finished, Member, Segment, Version, ages
+from jaxroll.supports import Supports
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Sample:
     costs: float | np.ndarray = 0.0  # per token, float [T]; already subtracted from `reward`
     value: np.ndarray | None = None  # float32 [T]: the critic's value at the start of the claim
     target: np.ndarray | None = None  # float32 [T]: the regression target of that value
+    supports: Supports | None = None  # of all T tokens, if some of them were truncated when they were sampled
 
     @property
     def trained_tokens(self) -> int:
@@ -82,6 +85,7 @@ def of_member(member: Member, trained_at: Version) -> Sample:
         fresh=all(run.version == trained_at for run in outcome.versions),
         reward=float(outcome.reward),
         turns=_turns(outcome.segments, sampled, float(outcome.reward), outcome.reward_parts),
+        supports=_supports(outcome.segments),
     )
 
 
@@ -147,6 +151,20 @@ def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.
     if not np.isfinite(behaviour[mask]).all():
         raise DataError(f"{where} has a sampled token whose behaviour log-prob is not finite")
     return tokens, mask, behaviour
+
+
+def _supports(segments: tuple[Segment, ...]) -> Supports | None:
+    """The supports of all tokens; None if none was truncated. DataError if a serialised one is malformed."""
+    if not any(segment.support.size for segment in segments):
+        return None
+    each = []
+    for segment in segments:
+        sampled = segment.sampled_mask
+        found = supports.decoded(segment.support, segment.tokens[sampled])
+        sizes = np.zeros(len(sampled), np.int64)
+        sizes[sampled] = found.sizes
+        each.append(Supports(sizes, found.ids))
+    return supports.joined(each)
 
 
 def _sampled_positions(segments: tuple[Segment, ...], count: int, where: str) -> np.ndarray:

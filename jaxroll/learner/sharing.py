@@ -105,7 +105,13 @@ def prompt_tokens(sample: Sample) -> int:
 
 
 def pack(
-    samples: Sequence[Sample], rows: SharedRows, buckets: Sequence[int], *, shards: int = 1, quadratic: float = 0.0
+    samples: Sequence[Sample],
+    rows: SharedRows,
+    buckets: Sequence[int],
+    *,
+    shards: int = 1,
+    quadratic: float = 0.0,
+    support: int = 0,
 ) -> list[MicroBatch]:
     """Micro-batches that contain every answer exactly once, and every prompt in as few rows as its answers allow.
 
@@ -120,7 +126,7 @@ def pack(
         part, filled = _balanced(filled[:count], count, rows), filled[count:]
         costs = np.array([row.cost for row in part])
         order = sharded([[at] for at in range(count)], costs, shards)
-        batches.append(_filled(samples, [part[at] for (at,) in order], rows))
+        batches.append(_filled(samples, [part[at] for (at,) in order], rows, support))
     return batches
 
 
@@ -168,9 +174,9 @@ def _balanced(given: Sequence[_Row], count: int, rows: SharedRows) -> list[_Row]
     return [*given, *(_Row(rows) for _ in range(count - len(given)))]
 
 
-def _filled(samples: Sequence[Sample], filled: Sequence[_Row], rows: SharedRows) -> MicroBatch:
+def _filled(samples: Sequence[Sample], filled: Sequence[_Row], rows: SharedRows, support: int) -> MicroBatch:
     """The micro-batch of `filled`; segments are numbered in order, prompts first."""
-    streams = empty_streams(len(filled), rows.row_tokens)
+    streams = empty_streams(len(filled), rows.row_tokens, support)
     streams[PROMPT_IDS] = np.zeros((len(filled), rows.row_tokens), np.int32)
     answers, prompts = [], []
     for at, row in enumerate(filled):

@@ -31,7 +31,7 @@ from jaxroll.learner import state as states
 from jaxroll.learner import step_metrics as statistics
 from jaxroll.learner.compiles import AheadOfTime
 from jaxroll.learner.lora import Lora
-from jaxroll.learner.packing import PROMPT_IDS, STREAMS
+from jaxroll.learner.packing import PROMPT_IDS, STREAMS, SUPPORT
 from jaxroll.learner.state import Optimizer, Params, TrainState
 from jaxroll.models import params as model_params
 from jaxroll.models import transformer
@@ -76,11 +76,13 @@ class Recipe:
     attention: Choice = UNASKED
     lora: Lora | None = None  # if set, `params` of a state are adapters and `base` the frozen parameters
     rows: SharedRows | None = None  # layout of a row that shares prompts
+    support: int = 0  # K of the stream SUPPORT; 0: samples are not truncated
 
     @property
     def streams(self) -> Mapping[str, np.dtype]:
         """The streams of a micro-batch as it is packed, by name."""
-        return STREAMS | ({PROMPT_IDS: np.dtype(np.int32)} if self.rows else {})
+        extra = [name for name, used in ((PROMPT_IDS, self.rows), (SUPPORT, self.support)) if used]
+        return STREAMS | dict.fromkeys(extra, np.dtype(np.int32))
 
 
 def hidden_states(recipe: Recipe, params: Params, streams: Streams) -> Array:
@@ -102,7 +104,14 @@ def terms_of(recipe: Recipe, params: Params, streams: Streams) -> TokenTerms:
     """Log-prob, entropy and logit variance of every token of packed rows; undefined where `mask` is False."""
     hidden = hidden_states(recipe, params, streams)
     return token_terms(
-        recipe.spec, recipe.layout, recipe.temperature, params, hidden, streams["tokens"], recipe.logits_mb
+        recipe.spec,
+        recipe.layout,
+        recipe.temperature,
+        params,
+        hidden,
+        streams["tokens"],
+        recipe.logits_mb,
+        streams.get(SUPPORT),
     )
 
 
@@ -206,6 +215,9 @@ class Programs:
             out = (shardings_of(state), shardings_of(accumulator), self._everywhere)
             return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, accumulator)
         streams = {key: self._stream(rows, dtype) for key, dtype in recipe.streams.items()}
+        if recipe.support:
+            shape = (rows, recipe.row_tokens, recipe.support)
+            streams[SUPPORT] = jax.ShapeDtypeStruct(shape, np.int32, sharding=self._batch)
         if name == "logprobs":
             return jax.jit(self._logprobs, out_shardings=self._batch).lower(self.params, streams)
         streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in recipe.added}
@@ -286,28 +298,28 @@ def token_terms(
     hidden: Float[Array, "R T D"],
     tokens: Int[Array, "R T"],
     logits_mb: float,
+    support: Int[Array, "R T K"] | None = None,
 ) -> TokenTerms:
     """The terms of every token of packed rows, from the previous token's hidden state; undefined for a row's first.
 
-    At most `logits_mb` MiB of float32 logits exist on a device at a time.
+    With `support`, log-probs and entropies are those of the distribution over these ids (see `token_logprobs`). At most
+    `logits_mb` MiB of float32 logits exist on a device at a time.
     """
     R, T = tokens.shape
     part = part_tokens(spec, layout, (R, T), logits_mb)
 
     @jax.checkpoint
-    def terms(params: transformer.Params, before: Array, tokens: Array) -> TokenTerms:
+    def terms(params: transformer.Params, before: Array, tokens: Array, support: Array | None) -> TokenTerms:
         logits = transformer.logits(spec, params, before)
         constant = jax.lax.stop_gradient(logits)
-        log_all = jax.nn.log_softmax(logprob.tempered(constant, temperature))
-        entropy = -jnp.sum(jnp.exp(log_all) * log_all, axis=-1)
-        return TokenTerms(logprob.token_logprobs(logits, tokens, temperature), entropy, constant.var(axis=-1))
+        entropy = logprob.entropies(constant, temperature, support)
+        return TokenTerms(logprob.token_logprobs(logits, tokens, temperature, support), entropy, constant.var(axis=-1))
 
-    before = jnp.roll(hidden, 1, axis=1)
+    given = jnp.roll(hidden, 1, axis=1), tokens, support
     if part == T:
-        return terms(params, before, tokens)
-    before, tokens = lengthened(before, part), lengthened(tokens, part)
-    cut = lambda x: x.reshape(R, -1, part, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
-    _, parts = jax.lax.scan(lambda _, x: (None, terms(params, *x)), None, (cut(before), cut(tokens)))
+        return terms(params, *given)
+    cut = lambda x: lengthened(x, part).reshape(R, -1, part, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
+    _, parts = jax.lax.scan(lambda _, x: (None, terms(params, *x)), None, jax.tree.map(cut, given))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(R, -1)[:, :T], parts)
 
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxroll.algorithms import registry
 from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
-from jaxroll.config.derived import sample_tokens
+from jaxroll.config.derived import sample_tokens, support_tokens
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.kernels import choice
 from jaxroll.kernels.attention import SharedRows
@@ -216,7 +216,14 @@ class Trainer:
     def packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
         """The micro-batches of `samples` under this config."""
         if self._rows:
-            return sharing.pack(samples, self._rows, self.buckets, shards=self._shards, quadratic=self._quadratic)
+            return sharing.pack(
+                samples,
+                self._rows,
+                self.buckets,
+                shards=self._shards,
+                quadratic=self._quadratic,
+                support=self.programs.recipe.support,
+            )
         return packing.pack(
             samples,
             self.config.learner.row_tokens,
@@ -224,6 +231,7 @@ class Trainer:
             shards=self._shards,
             quadratic=self._quadratic,
             together=together,
+            support=self.programs.recipe.support,
         )
 
     def _with_logprobs(self, placed: list[list[Streams]], name: str) -> list[list[Streams]]:
@@ -297,6 +305,7 @@ def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm
         attention=choice.Choice(choice.XLA, "prompts are shared") if rows else attention(config, spec, layout),
         lora=Lora.of(config.learner),
         rows=rows,
+        support=support_tokens(config.sampling),
     )
 
 

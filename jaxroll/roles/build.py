@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from jaxroll.config import Config, MeshConfig, WeightSwap
-from jaxroll.config.derived import episode_tokens
+from jaxroll.config.derived import episode_tokens, support_tokens
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.learner.lora import Lora
@@ -76,6 +76,7 @@ def inference(
         prefill_budget=config.sampler.prefill_budget,
         page_tokens=config.sampler.page_tokens,
         cache_pages=config.sampler.cache_pages if role == "sampler" else 0,
+        support_tokens=support_tokens(config.sampling) if role == "sampler" else 0,  # evaluations are greedy
         prefill_attention=config.sampler.prefill_attention,
         paged_attention=config.sampler.paged_attention,
     )

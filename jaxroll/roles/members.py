@@ -262,7 +262,7 @@ async def until_one_ends(jobs: tuple[Coroutine[Any, Any, None], ...]) -> None:
 def training_params(session: Session, tokenizer: Tokenizer) -> SamplingParams:
     """The sampling parameters of training rollouts."""
     s = session.config.sampling
-    return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, (tokenizer.eos_id,))
+    return SamplingParams(s.max_tokens, s.temperature, s.top_k, s.top_p, (tokenizer.eos_id,), min_p=s.min_p)
 
 
 def episode_counts(manager: RolloutManager, executors: Executors) -> dict[str, Any]:

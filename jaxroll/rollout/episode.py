@@ -49,7 +49,7 @@ class Transcript:
         """Add the sampled tokens unchanged."""
         tokens = np.asarray(completion.tokens, np.int32)
         ones = np.ones(len(tokens), np.uint8)
-        self._append(Segment(tokens, ones, np.asarray(completion.logprobs, np.float32)))
+        self._append(Segment(tokens, ones, np.asarray(completion.logprobs, np.float32), support=completion.support))
         for run in completion.versions:
             if self.versions and self.versions[-1].version == run.version:
                 run = VersionRun(run.version, self.versions.pop().count + run.count)

@@ -71,3 +71,37 @@ def test_a_sharded_vocabulary_changes_nothing():
     spread = jax.device_put(logits, jax.NamedSharding(mesh, jax.P("data", "tensor")))
     got = jax.jit(token_logprobs)(spread, tokens, 0.9)
     np.testing.assert_allclose(got, numpy_logprobs(logits, tokens, 0.9), rtol=1e-5, atol=1e-6)
+
+
+def masked(logits, support):
+    """`logits` with -inf outside of the support, in full; rows without ids are kept whole."""
+    inside = np.zeros(logits.shape, bool)
+    for row, ids in zip(inside, support, strict=True):
+        row[ids[ids >= 0] if (ids >= 0).any() else slice(None)] = True
+    return jnp.where(inside, logits, -jnp.inf)
+
+
+def test_a_support_gives_the_values_and_gradients_of_masked_logits():
+    chance = np.random.default_rng(4)
+    logits = chance.normal(size=(5, 40), scale=4).astype(np.float32)
+    support = np.stack([chance.permutation(40)[:7] for _ in range(5)]).astype(np.int32)
+    support[0, 1:], support[1, 4:], support[2] = -1, -1, -1
+    tokens = jnp.array([support[0, 0], support[1, 2], 11, support[3, 6], support[4, 1]])
+    weight, ids, logits = chance.normal(size=5).astype(np.float32), jnp.asarray(support), jnp.asarray(logits)
+
+    def ours(x):
+        return sampling.token_logprobs(x, tokens, 0.7, ids) @ weight
+
+    def plain(x):
+        return jax.nn.log_softmax(masked(x, support) / 0.7)[np.arange(5), tokens] @ weight
+
+    value, gradient = jax.value_and_grad(ours)(logits)
+    want, slope = jax.value_and_grad(plain)(logits)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    np.testing.assert_allclose(gradient, slope, atol=1e-6)
+    assert np.isfinite(gradient).all() and sampling.token_logprobs(logits, tokens, 0.7, ids)[0] == 0
+    probability = jax.nn.softmax(masked(logits, support) / 0.7)
+    entropy = -np.sum(np.where(probability > 0, probability * np.log(np.maximum(probability, 1e-30)), 0), axis=-1)
+    np.testing.assert_allclose(sampling.entropies(logits, 0.7, ids), entropy, atol=1e-5)
+    whole = sampling.entropies(logits, 0.7, jnp.full((5, 2), -1))
+    np.testing.assert_allclose(sampling.entropies(logits, 0.7), whole, atol=1e-6)

@@ -146,3 +146,59 @@ def test_a_token_key_depends_on_each_part_of_its_identity_and_on_nothing_else():
 def test_token_keys_never_change_between_releases():
     """A golden: a run that is resumed or replayed by a later release must draw the same tokens."""
     assert jax.random.key_data(sampling.token_key(jax.random.key(0), 1, 2, 3, 4)).tolist() == [475719223, 648082777]
+
+
+# --- truncation with its support
+
+SIZE = 6
+CUT = [(0, 0.9, 0.0), (3, 1.0, 0.0), (0, 1.0, 0.2), (5, 0.8, 0.05), (0, 0.999, 0.0)]
+supported = jax.jit(sampling.sample_with_support, static_argnums=6)
+
+
+def numpy_support(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """The probabilities over the support: top-k and top-p of the whole distribution, min-p, and the `SIZE` best."""
+    probability = numpy_distribution(logits, temperature, top_k, top_p)
+    probability[probability < min_p * probability.max()] = 0
+    probability[np.argsort(-probability, kind="stable")[SIZE:]] = 0
+    return probability / probability.sum()
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), CUT)
+@pytest.mark.parametrize("temperature", [0.5, 1.4])
+def test_supports_are_those_of_the_definition_and_log_probs_are_over_them(temperature, top_k, top_p, min_p):
+    rng = np.random.default_rng(3)
+    logits = rng.normal(size=(64, 24), scale=1.5).astype(np.float32)
+    how = full(64, temperature), full(64, top_k, jnp.int32), full(64, top_p), full(64, min_p)
+    tokens, logprobs, ids = supported(logits, keys(64), *how, SIZE)
+    widths = set()
+    for row in range(64):
+        probability = numpy_support(logits[row], temperature, top_k, top_p, min_p)
+        kept = [id for id in ids[row].tolist() if id >= 0]
+        assert sorted(kept) == np.flatnonzero(probability).tolist()
+        np.testing.assert_allclose(logprobs[row], np.log(probability[tokens[row]]), atol=2e-5)
+        widths.add(len(kept))
+    assert max(widths) <= SIZE and (len(widths) > 1 or temperature > 1 or top_k == 3)
+
+
+def test_a_support_limit_that_is_not_reached_changes_no_token():
+    logits = jax.random.normal(jax.random.key(1), (64, 24))
+    how = full(64, 0.8), full(64, 0, jnp.int32), full(64, 0.7), full(64, 0.0)
+    tokens, logprobs = sample(logits, keys(64), *how)
+    other, theirs, _ = supported(logits, keys(64), *how, SIZE * 4)
+    np.testing.assert_array_equal(tokens, other)
+    np.testing.assert_allclose(logprobs, theirs, atol=2e-6)
+
+
+def test_rows_that_do_not_truncate_have_no_support():
+    logits = jnp.array([[0.0, 2.0, 2.0, -1.0]] * 3).at[2].set(jnp.nan)
+    temperature, top_p = jnp.array([0.0, 1.0, 1.0]), jnp.array([0.1, 1.0, 0.5])
+    tokens, logprobs, ids = supported(logits, keys(3), temperature, full(3, 0, jnp.int32), top_p, full(3, 0.0), 2)
+    assert tokens[0] == 1, "greedy: the first of equals"
+    np.testing.assert_array_equal(ids[:2], -1)
+    np.testing.assert_allclose(logprobs[:2], jax.nn.log_softmax(logits)[jnp.arange(2), tokens[:2]], rtol=1e-6)
+    assert 0 <= tokens[2] < 4 and np.isnan(logprobs[2])
+
+
+def test_of_equals_the_lower_indices_are_kept():
+    _, _, ids = supported(jnp.zeros((1, 6)), keys(1), full(1, 1), full(1, 0, jnp.int32), full(1, 0.9), full(1, 0.0), 4)
+    assert ids.tolist() == [[0, 1, 2, 3]]

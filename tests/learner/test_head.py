@@ -7,13 +7,15 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxroll.algorithms.tokens import Tokens
 from jaxroll.config import MeshConfig
 from jaxroll.learner import packing, step
 from jaxroll.learner.step import Programs
-from jaxroll.models import families, params
+from jaxroll.models import families, params, transformer
 from jaxroll.sharding import layout as meshes
 from jaxroll.sharding import layout as rules
 from jaxroll.sharding.layout import Layout
@@ -86,3 +88,35 @@ def test_a_part_of_the_logits_fits_the_limit_of_a_device():
     assert step.part_tokens(spec, layout, (4, 4096), math.inf) == 4096
     assert step.part_tokens(spec, layout, (4, 4095), 512) == 1024  # the last part is filled up
     assert step.part_tokens(spec, layout, (4, 100), 1e-6) == 1
+
+
+def test_supports_give_the_gradients_of_masked_logits_in_parts_on_a_sharded_vocabulary(programs):
+    made = programs(WHOLE_MB / 64, CUBE)
+    made = Programs(dataclasses.replace(made.recipe, support=8))
+    given, chance = streams(TOKENS), np.random.default_rng(1)
+    others = chance.permuted(np.tile(np.arange(1, SPEC.vocab_size), (ROWS, TOKENS, 1)), axis=-1)[..., :7]
+    support = np.concatenate([np.zeros_like(others[..., :1]), others], axis=-1).astype(np.int32)
+    support = (support + given["tokens"][..., None]) % SPEC.vocab_size  # the token itself, and seven others
+    support[::2, :, 5:] = -1
+    support[:, ::7] = -1  # sampled from the whole vocabulary
+    weights = params.init(SPEC, jax.random.key(0), made.recipe.layout.mesh, made.recipe.layout.rules)
+    out = made.accumulate(weights, made.zeros(), made.placed(given | {packing.SUPPORT: support}))
+    inside = np.zeros((ROWS, TOKENS, SPEC.vocab_size), bool)
+    np.put_along_axis(inside, np.where(support < 0, given["tokens"][..., None], support), True, axis=-1)
+    inside |= (support < 0).all(-1, keepdims=True)
+    recipe = dataclasses.replace(made.recipe, layout=Layout(meshes.build(MeshConfig()), rules.LEARNER))
+
+    def plain(weights: dict[str, jax.Array]) -> jax.Array:
+        given = jax.tree.map(jnp.asarray, streams(TOKENS))
+        hidden = step.hidden_states(recipe, weights, given)
+        logits = transformer.logits(SPEC, weights, jnp.roll(hidden, 1, axis=1)) / recipe.temperature
+        every = jax.nn.log_softmax(jnp.where(inside, logits, -jnp.inf))
+        logprob = jnp.take_along_axis(every, given["tokens"][..., None], -1)[..., 0]
+        logprob = jnp.where(given["mask"], logprob, 0.0)
+        fixed = (jax.lax.stop_gradient(logprob), given["behaviour"], jnp.zeros_like(logprob))
+        loss = recipe.token_loss(Tokens(logprob, *fixed, given["advantage"], given["mask"], given["segment_ids"])).loss
+        return jnp.sum(given["weight"] * loss)
+
+    for name, want in jax.device_get(jax.jit(jax.grad(plain))(jax.device_get(weights))).items():
+        scale = max(1e-6, float(np.abs(want).max()))
+        np.testing.assert_allclose(out.grads[name], want, rtol=0, atol=2e-5 * scale, err_msg=name)

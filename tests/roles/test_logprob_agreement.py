@@ -1,12 +1,17 @@
 """Sampler and learner agree on the log-probs of the same tokens under the same weights, on unequal meshes."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from jaxroll import config as configs
+from jaxroll import supports
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request
+from jaxroll.errors import DataError
+from jaxroll.learner import minibatch, step
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
@@ -14,19 +19,43 @@ from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task
 from jaxroll.sharding import layout
 
 VOCAB, GROUPS, MEMBERS = 32, 4, 4
+CONFIG_SAMPLER = {"mesh": {"tensor": 2}, "slots": 8, "prefill_rows": 2}
 CONFIG = configs.parse({
     "model": {"size": "nano"},
     "schedule": {"groups_per_step": GROUPS, "group_size": MEMBERS},
     "learner": {"mesh": {"fsdp": 2}, "micro_batch_rows": 8, "row_tokens": 64},
-    "sampler": {"mesh": {"tensor": 2}, "slots": 8, "prefill_rows": 2},
+    "sampler": CONFIG_SAMPLER,
 })  # fmt: skip
 
 
-def sampled(trainer: Trainer, spec: families.ModelSpec) -> dict[tuple[int, int], tuple[np.ndarray, Completion]]:
+CUT = (
+    SamplingParams(12, 0.8, top_k=6),
+    SamplingParams(12, 0.8, top_p=0.9),
+    SamplingParams(12, 0.8, min_p=0.2),
+    SamplingParams(12, 0.8, top_k=7, top_p=0.8, min_p=0.1),
+)
+TRUNCATED = configs.parse({
+    "model": {"size": "nano"},
+    "schedule": {"groups_per_step": GROUPS, "group_size": MEMBERS},
+    "sampling": {"temperature": 0.8, "top_p": 0.9, "support_tokens": 8},
+    "learner": {
+        "mesh": {"fsdp": 2, "tensor": 2}, "micro_batch_rows": 16, "row_tokens": 32, "minibatches": 2,
+        "shared_prompt_tokens": 16, "shared_prompt_rows": 4, "reference": "init", "kl_coef": 0.1,
+    },
+    "sampler": CONFIG_SAMPLER,
+})  # fmt: skip
+
+
+def sampled(
+    trainer: Trainer, spec: families.ModelSpec, cut: tuple[SamplingParams, ...] = (), support_tokens: int = 0
+) -> dict[tuple[int, int], tuple[np.ndarray, Completion]]:
     """Prompt and completion of every member, from an engine on the sampler's mesh that got the trainer's weights."""
     mesh = layout.build(CONFIG.sampler.mesh)
     weights = jax.device_put(trainer.state.params, params.shardings(spec, mesh, layout.SAMPLER))
-    config = EngineConfig(slots=8, max_tokens=28, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4, seed=3)
+    config = EngineConfig(
+        slots=8, max_tokens=28, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4, seed=3,
+        support_tokens=support_tokens,
+    )  # fmt: skip
     engine = Engine(spec, mesh, layout.SAMPLER, config)
     engine.warmup(weights)
     engine.swap(Version(0, 0), weights)
@@ -34,7 +63,7 @@ def sampled(trainer: Trainer, spec: families.ModelSpec) -> dict[tuple[int, int],
     for number in range(GROUPS * MEMBERS):
         key = GenerationKey(number // MEMBERS, number % MEMBERS)
         prompt = chance.integers(4, VOCAB, 5 + number % 8).astype(np.int32)
-        wanted = SamplingParams(max_tokens=12, temperature=CONFIG.sampling.temperature, stop_tokens=(2,))
+        wanted = cut[number % len(cut)] if cut else SamplingParams(12, CONFIG.sampling.temperature, stop_tokens=(2,))
 
         def keep(result, key=key, prompt=prompt) -> None:
             done[key.group, key.member] = (prompt, result.completion)
@@ -52,13 +81,54 @@ def claim_of(done: dict[tuple[int, int], tuple[np.ndarray, Completion]]) -> Clai
         prompt, completion = done[group, number]
         nothing = np.zeros(len(prompt), np.uint8)
         shown = Segment(prompt, nothing, nothing.astype(np.float32))
-        said = Segment(completion.tokens, np.ones(len(completion.tokens), np.uint8), completion.logprobs)
-        outcome = Finished((shown, said), completion.finish, float(number), {}, completion.versions)
+        said = sampled_segments(completion)
+        outcome = Finished((shown, *said), completion.finish, float(number), {}, completion.versions)
         return Member(group, number, 1, outcome)
 
     task = Task(0, (), "single_turn", "{}", 0, "0")
     groups = tuple(ClaimedGroup(g, task, tuple(member(g, number) for number in range(MEMBERS))) for g in range(GROUPS))
     return Claim(0, 0, groups, 0, replayed=False)
+
+
+def sampled_segments(completion: Completion) -> tuple[Segment, Segment]:
+    """The tokens of `completion` as two segments, as if they were two turns."""
+    tokens, half = completion.tokens, len(completion.tokens) // 2
+    found = supports.decoded(completion.support, tokens)
+    rows = found.rows(int(found.sizes.max()))
+
+    def part(at: slice) -> Segment:
+        packed = supports.encoded(supports.of_rows(rows[at]), tokens[at])
+        return Segment(tokens[at], np.ones(len(tokens[at]), np.uint8), completion.logprobs[at], support=packed)
+
+    return part(slice(half)), part(slice(half, None))
+
+
+def test_log_probs_of_truncated_samples_agree_and_a_learner_without_the_supports_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With shared prompts, minibatches, a sharded vocabulary and a reference; members are truncated in four ways."""
+    spec, mesh = families.spec("nano", vocab_size=VOCAB), layout.build(TRUNCATED.learner.mesh)
+    trainer = Trainer(TRUNCATED, spec, mesh, layout.LEARNER, key=jax.random.key(1))
+    claim = claim_of(sampled(trainer, spec, CUT, TRUNCATED.sampling.support_tokens))
+    ready = trainer.prepare(claim)
+    row = trainer.await_step(trainer.dispatch_step(ready))
+    assert row["logprob_mismatch_tokens"] == row["tokens_trained"] == GROUPS * MEMBERS * 12
+    assert 0 < row["logprob_mismatch_max"] < 1e-4 * max(1.0, row["logits_std"])
+    assert row["ess"] == pytest.approx(1.0, abs=1e-5)
+
+    def planted(original):
+        return lambda logits, tokens, temperature, support=None: original(logits, tokens, temperature)
+
+    monkeypatch.setattr(step.logprob, "token_logprobs", planted(step.logprob.token_logprobs))
+    ignored = Trainer(TRUNCATED, spec, mesh, layout.LEARNER, key=jax.random.key(1)).train(claim)
+    assert ignored["logprob_mismatch_max"] > 0.1
+    smaller = dataclasses.replace(TRUNCATED.sampling, support_tokens=3)
+    for config, words in (
+        (CONFIG, "expects no truncation"),
+        (dataclasses.replace(TRUNCATED, sampling=smaller), "expects 1 to 3: sampling.top_k, top_p and min_p differ"),
+    ):
+        with pytest.raises(DataError, match=words):
+            minibatch.prepare(claim, config)
 
 
 def test_log_probs_agree_across_the_two_meshes() -> None:

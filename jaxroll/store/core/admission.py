@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from jaxroll.config import Config
-from jaxroll.config.derived import age_limiter
+from jaxroll.config.derived import age_limiter, support_tokens
 from jaxroll.errors import ConfigError
 from jaxroll.policy.filters import Filter
 from jaxroll.policy.health import (
@@ -59,6 +59,7 @@ class Settings:
     dead_groups: int = 0  # groups that may die between two claims; 0: no limit
     row_tokens: int = 0  # length of the learner's row, into which a member must fit; 0: no limit
     prompt_tokens: int = 0  # length of a first prompt that the learner keeps apart from its row
+    support_tokens: int = 0  # ids to which a sampled token may be restricted; 0: sampling is not truncated
 
     def __post_init__(self) -> None:
         for key, value in (("schedule.group_size", self.group_size), ("schedule.steps", self.steps)):
@@ -80,7 +81,7 @@ class Settings:
             Filter(s.filter, s.filter_low, s.filter_high, s.filter_limit, s.on_filter_limit), s.redundant_members,
             s.group_placement,
             store.dead_limit and max(store.dead_limit, _DEAD_WINDOWS * limiter.window(0)),
-            config.learner.row_tokens, config.learner.shared_prompt_tokens,
+            config.learner.row_tokens, config.learner.shared_prompt_tokens, support_tokens(config.sampling),
         )  # fmt: skip
 
     @property

@@ -18,10 +18,10 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from jaxroll import wire
+from jaxroll import supports, wire
 from jaxroll.config.rules import MAX_MEMBER_MB
-from jaxroll.errors import StoreRefusal
-from jaxroll.records import MAX_SEGMENTS, Count, Finished, Member
+from jaxroll.errors import DataError, StoreRefusal
+from jaxroll.records import MAX_SEGMENTS, Count, Finished, Member, Segment
 from jaxroll.rpc.protocol import refusal_of
 from jaxroll.rpc.server import Caller
 from jaxroll.store import messages as msg
@@ -89,7 +89,7 @@ class PutPipeline:
         settings = self._keeper.settings
         return put_request(
             body, recorded, row_tokens=settings.row_tokens, prompt_tokens=settings.prompt_tokens,
-            vocab_size=self._vocab_size(),
+            vocab_size=self._vocab_size(), support_tokens=settings.support_tokens,
         )  # fmt: skip
 
     def _decide(self, caller: Caller, request: PutMember, payload: schema.Statement) -> str | StoreRefusal:
@@ -143,17 +143,21 @@ def put_request(
     row_tokens: int = 0,
     prompt_tokens: int = 0,
     vocab_size: int = 0,
+    support_tokens: int = 0,
 ) -> PutMember:
     """Decode the bytes of a member into a request. StoreRefusal if it is inconsistent; msgspec's errors if malformed.
 
     `row_tokens` (0: no limit) and `prompt_tokens` are the learner's limits; it could not train a longer member.
-    `vocab_size` is the model's; 0: unknown.
+    `vocab_size` is the model's; 0: unknown. With `support_tokens` every sampled token needs a support of 1 to so many
+    ids, otherwise it must have none.
     """
     member = wire.decode(body, Member)
     outcome = member.outcome
     key, digest = (member.group, member.member, member.attempt), wire.digest(body)
     if isinstance(outcome, Finished):
         _check(outcome, key, vocab_size)
+        for index, segment in enumerate(outcome.segments):
+            _check_support(segment, f"put {key}: segment {index}", vocab_size, support_tokens)
         _check_length(outcome, key, row_tokens, prompt_tokens)
         return PutMember(*key, digest, len(body), outcome.versions, None, recorded, outcome.reward)
     if outcome.kind not in FAILURE_KINDS:
@@ -192,6 +196,26 @@ def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> Non
         raise StoreRefusal(f"put {key}: versions cover {covered} tokens, {sampled} were sampled")
     if not np.isfinite(outcome.reward):
         raise StoreRefusal(f"put {key}: reward {outcome.reward} is not a finite number")
+
+
+def _check_support(segment: Segment, where: str, vocab_size: int, most: int) -> None:
+    """Raise StoreRefusal unless the supports of the sampled tokens are those of a run with these limits."""
+    given = segment.support
+    if given.dtype != np.uint8 or given.ndim != 1:
+        raise StoreRefusal(f"{where} has a support of {given.dtype} {given.shape}; it must be uint8 [N]")
+    if given.size and not most:
+        raise StoreRefusal(f"{where} has a support, but this run does not truncate its samples (sampling.top_p)")
+    if not most:
+        return
+    try:
+        found = supports.decoded(given, segment.tokens[segment.sampled_mask])
+    except DataError as error:
+        raise StoreRefusal(f"{where}: {error}") from error
+    if len(found.sizes) and not 1 <= found.sizes.min() <= found.sizes.max() <= most:
+        sizes = f"{found.sizes.min()} to {found.sizes.max()}"
+        raise StoreRefusal(f"{where} has supports of {sizes} ids; in this run they have 1 to {most}")
+    if 0 < vocab_size <= found.ids.max(initial=0):
+        raise StoreRefusal(f"{where} has a support with the id {found.ids.max()}; ids are 0 to {vocab_size - 1}")
 
 
 def _check_length(outcome: Finished, key: tuple[int, int, int], row_tokens: int, prompt_tokens: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxroll import wire
 from jaxroll.errors import StoreRefusal
 from jaxroll.metrics import checked_row
-from jaxroll.records import Finished, Member, Segment, ages
+from jaxroll.records import Finished, Member, ages
 
 
 def masked(body: bytes, step: int, max_age: int) -> bytes:
@@ -32,7 +32,7 @@ def masked(body: bytes, step: int, max_age: int) -> bytes:
         sampled = np.flatnonzero(mask)
         mask[sampled[stale[start : start + sampled.size]]] = 0
         start += sampled.size
-        segments.append(Segment(segment.tokens, mask, segment.logprobs, sampled=segment.loss_mask))
+        segments.append(msgspec.structs.replace(segment, loss_mask=mask, sampled=segment.loss_mask))
     kept = msgspec.structs.replace(outcome, segments=tuple(segments))
     return wire.encode(msgspec.structs.replace(member, outcome=kept))
 

@@ -20,10 +20,11 @@ from jaxroll.errors import (
     StaleClient,
     StoreRefusal,
 )  # fmt: skip
+from jaxroll.learner import samples
 from jaxroll.records import Finished, Member, Segment, Version, VersionRun
 from jaxroll.store import messages as msg
 from jaxroll.store.core import machine
-from jaxroll.store.server import keeper, puts
+from jaxroll.store.server import keeper, puts, validation
 from tests.harness.store.machine import V0
 
 SHOWN_ONCE = np.array([0, 1, 1], np.uint8)
@@ -63,6 +64,43 @@ def test_malformed_members_are_refused_and_do_no_harm(tmp_path: Path, small: Sim
             assert await sampler.put(broken(key)) == "OK"
 
     run(refused())
+
+
+def test_members_need_the_supports_of_a_truncated_run_and_no_other_run_takes_them() -> None:
+    tokens, logprobs, runs = np.array([0, 5, 7], np.int32), np.zeros(3, np.float32), (VersionRun(V0, 2),)
+
+    def put(support: list[int] | np.ndarray, **limits: int) -> None:
+        packed = np.asarray(support, np.uint8)
+        outcome = Finished((Segment(tokens, SHOWN_ONCE, logprobs, support=packed),), "stop", 1.0, {}, runs)
+        puts.put_request(wire.encode(Member(0, 0, 1, outcome)), **limits)
+
+    good = [3, 1, 4, 2]  # 5 from {4, 5, 7}, and 7 for certain
+    put(good, support_tokens=3, vocab_size=10)
+    put([])
+    for support, limits, words in (
+        (good, {}, "segment 0 has a support, but this run does not truncate"),
+        ([], {"support_tokens": 3}, "supports of 0 to 0 ids; in this run they have 1 to 3"),
+        (good, {"support_tokens": 2}, "supports of 1 to 3 ids; in this run they have 1 to 2"),
+        ([0, 1], {"support_tokens": 3}, "supports of 0 to 1 ids"),
+        (good[:-1], {"support_tokens": 3}, "do not match the sizes"),
+        ([*good, 200], {"support_tokens": 3}, "cut off"),
+        ([2, 1, 9], {"support_tokens": 3, "vocab_size": 9}, "the id 9; ids are 0 to 8"),
+        (np.zeros((1, 2)), {"support_tokens": 3}, r"it must be uint8 \[N\]"),
+    ):
+        with pytest.raises(StoreRefusal, match=words):
+            put(support, **limits)
+
+
+def test_stale_tokens_of_a_truncated_member_are_masked_and_keep_their_supports() -> None:
+    runs = (VersionRun(V0, 1), VersionRun(Version(0, 4), 1))
+    said = Segment(
+        np.array([9, 5, 7], np.int32), SHOWN_ONCE, np.zeros(3, np.float32), support=np.array([3, 1, 4, 2], np.uint8)
+    )
+    body = wire.encode(Member(0, 0, 1, Finished((said,), "stop", 1.0, {}, runs)))
+    kept = wire.decode(validation.masked(body, 4, 2), Member)
+    sample = samples.of_member(kept, Version(0, 4))
+    assert sample.mask.tolist() == [False, False, True]
+    assert [row.tolist() for row in sample.supports.rows(3)] == [[-1, -1, -1], [5, 4, 7], [7, -1, -1]]
 
 
 def test_a_call_of_many_members_leaves_others_their_turns(
