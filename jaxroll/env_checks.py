@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxroll.errors import DataError
 from jaxroll.protocols import StepResult
-from jaxroll.records import MAX_LABEL_CHARS, MAX_PARTS, Message
+from jaxroll.records import MAX_EXTRACTED_CHARS, MAX_LABEL_CHARS, MAX_PARTS, Message
 
 MAX_SHOWN_CHARS = 2**20  # in the messages of one turn, because they are tokenised on the event loop
 _NOT_REAL = "cOSUmM"  # kinds of numpy dtypes that `float` converts with loss, or by parsing text
@@ -24,8 +24,11 @@ def step_result(value: Any) -> StepResult:
     if not isinstance(value, StepResult):
         raise DataError(f"step() returned {_named(value)}, not a StepResult")
     done = flag(value.done, "StepResult.done")
+    extracted = value.extracted
+    if extracted is not None:
+        extracted = text(extracted, "StepResult.extracted", MAX_SHOWN_CHARS)[:MAX_EXTRACTED_CHARS]
     shown = () if done else messages(value.messages, "StepResult.messages")
-    return StepResult(done, shown, number(value.reward, "the reward"), parts(value.reward_parts))
+    return StepResult(done, shown, number(value.reward, "the reward"), parts(value.reward_parts), extracted)
 
 
 def messages(value: Any, field: str) -> tuple[Message, ...]:

@@ -340,6 +340,7 @@ class _Stats(_Known):
     tokens_aborted: Count | None = None
     tokens_aborted_done: Count | None = None
     answers_rejected: dict[str, Count] | None = None
+    scoring_failed: dict[str, Count] | None = None
 
 
 class _Span(_Known):

@@ -77,12 +77,16 @@ class LLMProxy(Protocol):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """The result of an environment's step: the next messages (none when done), the reward so far, its parts."""
+    """The result of an environment's step: the next messages (none when done), the reward so far, its parts.
+
+    `extracted` is the part of the answer that was scored; None if it was the whole answer.
+    """
 
     done: bool
     messages: tuple[Message, ...] = ()
     reward: float = 0.0
     reward_parts: dict[str, float] = {}
+    extracted: str | None = None
 
 
 @runtime_checkable
@@ -90,7 +94,8 @@ class Environment(Protocol):
     """An environment, which plays one episode. RLVR is an environment of one turn.
 
     Its methods are coroutines or plain functions. It declares its `Traits` as attributes (of the class, if they do not
-    depend on the config); absent attributes have the defaults of `traits`.
+    depend on the config); absent attributes have the defaults of `traits`. An environment on the event loop that has an
+    attribute `answer_tokens` finds there, at each step, the number of tokens of the answer.
     """
 
     step_limit_s: float

@@ -17,6 +17,7 @@ import numpy as np
 # Limits that are checked while a record is decoded, before memory is allocated. A member of 10⁵ tokens has two segments
 # and a few runs; a dialogue of a thousand turns has two thousand segments.
 MAX_SEGMENTS, MAX_RUNS, MAX_PARTS, MAX_LABEL_CHARS, MAX_ADDRESS_CHARS = 4096, 65_536, 256, 128, 4096
+MAX_EXTRACTED_CHARS = 2000  # recorded with a sample; scorers receive the whole answer
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # the largest integer that every JSON reader represents exactly
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
 
@@ -91,14 +92,18 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
         return (self.sampled if self.sampled.size else self.loss_mask).astype(bool)
 
 
-class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """A complete rollout. `versions` run-length encodes the version of every sampled token, in order."""
+class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
+    """A complete rollout. `versions` run-length encodes the version of every sampled token, in order.
+
+    `extracted` is the part of the answer that was scored, cut to `MAX_EXTRACTED_CHARS`; None if it was all of it.
+    """
 
     segments: Annotated[tuple[Segment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
     finish: Label  # stop | length | done
     reward: float
     reward_parts: Annotated[dict[Label, float], msgspec.Meta(max_length=MAX_PARTS)]
     versions: Annotated[tuple[VersionRun, ...], msgspec.Meta(max_length=MAX_RUNS)]
+    extracted: Annotated[str, msgspec.Meta(max_length=MAX_EXTRACTED_CHARS)] | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

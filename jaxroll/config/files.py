@@ -17,6 +17,7 @@ import ml_collections
 from jaxroll import disk
 from jaxroll.config import derived
 from jaxroll.config.parsing import assign, build, plain
+from jaxroll.config.rewards import relative_to
 from jaxroll.config.rules import check
 from jaxroll.config.schema import Config
 from jaxroll.errors import ConfigError, DataError
@@ -91,6 +92,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for section in _SECTIONS_WITH_PATHS:
         if found := (values.get(section) or {}).get("path"):
             values[section]["path"] = os.path.normpath(Path(path).resolve().parent / found)
+    for key in ("extract", "reward"):
+        if isinstance(named := (values.get("task") or {}).get(key), str):
+            values["task"][key] = relative_to(str(Path(path).resolve().parent), named)
     return parse(override(with_files(values, Path(path).resolve().parent), overrides))
 
 

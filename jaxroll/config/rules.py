@@ -26,6 +26,7 @@ from jaxroll.config.derived import (
 from jaxroll.config.learner_rules import check_algorithm
 from jaxroll.config.parsing import check_bounds, nearest
 from jaxroll.config.prompt_rules import FILES, check_prompts
+from jaxroll.config.rewards import check_rewards
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig, SamplingConfig
 from jaxroll.errors import ConfigError
 from jaxroll.supports import worst_bytes
@@ -51,7 +52,7 @@ class Inventory:
 def check(config: Config) -> None:
     """Raise ConfigError for the first rule that `config` breaks."""
     for rule in (check_bounds, _check_names, check_prompts, _check_schedule, _check_shapes, _check_learner,
-                 check_algorithm, _check_ranges, _check_deadlines, _check_fractions):  # fmt: skip
+                 check_algorithm, _check_ranges, check_rewards, _check_deadlines, _check_fractions):  # fmt: skip
         rule(config)
 
 

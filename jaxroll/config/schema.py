@@ -131,6 +131,13 @@ class TaskConfig:
     tools: list = field(default_factory=list)
     # Environment: a built-in name or package.module:name.
     env: str = "single_turn"
+    # Part of a completion that is scored: none (all of it), answer_tag, boxed, after_think, last_number, or a function,
+    # as file:PATH:function or package.module:function (docs/rewards.md).
+    extract: str = "none"
+    # Reward: `auto` (1 if the scorer of the dataset gives 1, else 0), or a weighted sum, as in `math + 0.1*format`.
+    reward: str = "auto"
+    # Settings of the parts of `task.reward`, by part: {"length": {"max_tokens": 512}}.
+    reward_args: dict = field(default_factory=dict)
     # Maximum tokens of the first prompt.
     max_prompt_tokens: PositiveInt = 16
     # Maximum tokens of a conversation of several turns. 0: one prompt and one answer.

@@ -20,7 +20,7 @@ import msgspec
 
 from jaxroll import config as configs
 from jaxroll import lifeline
-from jaxroll.config import Config, RoleArgs
+from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devices
 from jaxroll.control import placement, preflight, program, run_dir, train
 from jaxroll.errors import ConfigError
@@ -177,13 +177,14 @@ def run_foreground(argv: list[str], env: dict[str, str]) -> int:
 
 
 def run_config(options: argparse.Namespace) -> None:
-    """`config`: print the resolved config as JSON, and a line about the rows of a file on standard error."""
+    """`config`: print the resolved config as JSON, and lines about the rows of a file and the reward on stderr."""
 
     def report(line: str) -> None:
         print(line, file=sys.stderr)
 
     config = run_dir.load_config(_absolute(options.run)) if options.run else _config_of_file(options, report)
     print(json.dumps(configs.to_dict(config), indent=2))
+    print(rewards.described(config.task), file=sys.stderr)
 
 
 def run_report(options: argparse.Namespace) -> int:

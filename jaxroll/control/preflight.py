@@ -24,6 +24,7 @@ from jaxroll.kernels import choice
 from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
+from jaxroll.rewards import grader
 from jaxroll.store.core.admission import Settings
 
 
@@ -50,6 +51,7 @@ def check(config: Config, report: Progress | None = None) -> None:
     see_working_folder()
     _check_algorithm(config.learner.algorithm)
     registry.factory(config.task.env)
+    grader.check(config.task)
     Settings.of(config).filter.check()
     tokenizer = prompts.check(config, report)
     model = folders.spec(config.model, tokenizer.vocab_size)

@@ -14,23 +14,24 @@ from jaxroll.envs.registry import refuse_unknown, register, share
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import StepResult
 from jaxroll.records import Item, Message, Task
+from jaxroll.rewards.grader import Grader
 from jaxroll.rewards.scoring_pool import ScoringPool
-
-_QUEUE_ALLOWANCE_S = 120.0  # for earlier requests in the pool's queue, and for a worker that is starting
 
 
 @register("calculator")
 class Calculator:
     """Environment that answers a tool call with its result (or "error") and scores any other answer as final.
 
-    The reward is 1 if the raw score is exactly 1.0, else 0. The reward part `tool_used_ok` is 1 if a call had a result.
+    The final answer is graded as `task.extract` and `task.reward` say. The reward part `tool_used_ok` is 1
+    if a call had a result.
     """
 
     max_turns = 6
 
     def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
-        self.step_limit_s = pool.time_limit_s + _QUEUE_ALLOWANCE_S
-        self._pool = pool
+        self._grader = Grader(pool, config)
+        self.step_limit_s = self._grader.limit_s
+        self.answer_tokens = 0
         self._env_args: str | None = None
         self._calls = self._results = 0
 
@@ -48,9 +49,9 @@ class Calculator:
             reply, succeeded = tool_reply(expression)
             self._calls, self._results = self._calls + 1, self._results + succeeded
             return StepResult(done=False, messages=(Message("tool", reply),))
-        raw = await self._pool.score(self._env_args, answer)
-        parts = {"raw_score": raw, "tool_used_ok": float(self._results > 0), "tool_calls": float(self._calls)}
-        return StepResult(done=True, reward=1.0 if raw == 1.0 else 0.0, reward_parts=parts)
+        grade = await self._grader.grade(self._env_args, answer, self.answer_tokens)
+        parts = {**grade.parts, "tool_used_ok": float(self._results > 0), "tool_calls": float(self._calls)}
+        return StepResult(done=True, reward=grade.reward, reward_parts=parts, extracted=grade.extracted)
 
     async def close(self) -> None:
         """Forget the task; the pool is shared and stays open."""

@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 from jaxroll.config import Config, TaskConfig
 from jaxroll.config.parsing import nearest
+from jaxroll.config.rewards import functions, terms
 from jaxroll.env_checks import described
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Environment
+from jaxroll.rewards.parts import MATH_LIBRARY
 from jaxroll.rewards.scorers import max_answer_chars
 from jaxroll.rewards.scoring_pool import ScoringPool
 
@@ -63,8 +65,19 @@ def scorer_modules(name: str) -> tuple[str, ...]:
 
 def scoring_pool(config: Config) -> ScoringPool:
     """Return a pool that scores answers for the run's environment; it is not started."""
-    modules, longest = scorer_modules(config.task.env), max_answer_chars(config.sampling.max_tokens)
-    return ScoringPool(config.sampler.scoring_workers, modules=modules, max_answer_chars=longest)
+    task = config.task
+    libraries = ("reasoning_gym",) if task.source == "reasoning_gym" or task.env != "single_turn" else ()
+    kinds = [term.kind for term in terms(task.reward, task.reward_args)]
+    if "math" in kinds:
+        libraries = (*libraries, MATH_LIBRARY)
+    return ScoringPool(
+        config.sampler.scoring_workers,
+        libraries=libraries,
+        modules=scorer_modules(task.env),
+        functions=functions(task),
+        max_answer_chars=max_answer_chars(config.sampling.max_tokens),
+        programs="code" in kinds,
+    )
 
 
 def _load(module: str, name: str) -> None:

@@ -87,8 +87,12 @@ def judge(env_args: str, answer: str, max_chars: int = MIN_ANSWER_CHARS) -> Judg
 
     Raises DataError for an unknown scorer or a score that is not a finite number; errors of the scorer pass through.
     """
-    args = msgspec.json.decode(env_args)
-    scorer = _SCORERS.get(args.get("scorer"))
+    return judge_args(msgspec.json.decode(env_args), answer, max_chars)
+
+
+def judge_args(args: Mapping[str, Any], answer: str, max_chars: int = MIN_ANSWER_CHARS) -> Judgement:
+    """Score `answer` under decoded `env_args`; see `judge`."""
+    scorer = _SCORERS.get(str(args.get("scorer")))
     if scorer is None:
         raise DataError(f"there is no scorer {args.get('scorer')!r}; known are {', '.join(sorted(_SCORERS))}")
     if scorer.guard is not None and (reason := scorer.guard(answer, max_chars)):

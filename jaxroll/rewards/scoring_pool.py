@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from jaxroll import env_checks
 from jaxroll.errors import DataError, InfraError
+from jaxroll.rewards.grading import Graded
 from jaxroll.rewards.processes import ScoringProcess
 from jaxroll.rewards.sandbox import Restrictions
 from jaxroll.rewards.scorers import MIN_ANSWER_CHARS
@@ -40,17 +41,17 @@ _DEATHS_TO_BE_GUILTY = 2  # one retry, because a worker may die for another reas
 @dataclass(eq=False)
 class _Job:
     item: ScoreItem
-    future: asyncio.Future[float] | None
+    future: asyncio.Future[Scored] | None
     deaths: int = 0
 
-    def settle(self, score: float, error: Exception | None = None) -> None:
+    def settle(self, result: Scored | Exception) -> None:
         """Deliver the result to the caller, unless it was cancelled."""
         if self.future is None or self.future.done():
             return
-        if error is None:
-            self.future.set_result(score)
+        if isinstance(result, Exception):
+            self.future.set_exception(result)
         else:
-            self.future.set_exception(error)
+            self.future.set_result(result)
 
 
 @dataclass(eq=False)
@@ -70,9 +71,9 @@ class ScoringPool:
 
     A worker that hangs, dies or needs more than `memory_mb` of address space is replaced. Its current item raises
     DataError; its other items go to another worker. Before the first item, workers import `libraries` (if installed)
-    and `modules`, which may register scorers; `programs` adds the scorer `code`, which runs answers in the sandbox. A
-    failed start is repeated (`failed_starts` counts all of them). When no
-    worker can be started, `gave_up` is set, `broken` holds the reason, and every score raises InfraError.
+    and `modules`, which may register scorers, and load `functions` (`grading.load`). `programs` adds the scorer `code`,
+    which runs answers in the sandbox. A failed start is repeated (`failed_starts` counts all of them). When no worker
+    can be started, `gave_up` is set, `broken` holds the reason, and every score raises InfraError.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ScoringPool:
         memory_mb: int = 1024,
         libraries: tuple[str, ...] = ("reasoning_gym",),
         modules: tuple[str, ...] = (),
+        functions: tuple[str, ...] = (),
         max_answer_chars: int = MIN_ANSWER_CHARS,
         programs: bool = False,
     ) -> None:
@@ -91,11 +93,12 @@ class ScoringPool:
         self.time_limit_s = time_limit_s
         self.restarts = self.failed_starts = 0
         self.rejected: Counter[str] = Counter()  # answers that a scorer's guard rejected, by reason
+        self.failed: Counter[str] = Counter()  # items without a score, by cause
         self.gave_up = asyncio.Event()
         self.restrictions: Restrictions | None = None  # of the workers; None until the first has started
         self._count = workers
         self._settings = WorkerSettings(
-            os.getpid(), time_limit_s, memory_mb << 20, libraries, modules, max_answer_chars, programs
+            os.getpid(), time_limit_s, memory_mb << 20, libraries, modules, functions, max_answer_chars, programs
         )
         self._workers: list[_Worker] = []
         self._waiting: deque[_Job] = deque()
@@ -139,12 +142,23 @@ class ScoringPool:
 
         Raises DataError when the item has no score (its scorer raised, hung, died), InfraError when the pool has ended.
         """
+        return (await self._scored(env_args, answer, "")).score
+
+    async def grade(self, env_args: str, completion: str, grading: str) -> Graded:
+        """The answer in `completion` and the values of its reward parts; `grading` is JSON of `grading.Grading`.
+
+        Raises as `score` does.
+        """
+        found = await self._scored(env_args, completion, grading)
+        return Graded(found.answer, found.values, found.rejected)
+
+    async def _scored(self, env_args: str, answer: str, grading: str) -> Scored:
         env_checks.text(env_args, "the arguments of a score", _MAX_ITEM_CHARS)
         env_checks.text(answer, "the answer to score", _MAX_ITEM_CHARS)
         loop = asyncio.get_running_loop()
         self._bind(loop)
-        future: asyncio.Future[float] = loop.create_future()
-        self._waiting.append(_Job(ScoreItem(next(self._ids), env_args, answer), future))
+        future: asyncio.Future[Scored] = loop.create_future()
+        self._waiting.append(_Job(ScoreItem(next(self._ids), env_args, answer, grading), future))
         self._plan_dispatch()
         return await future
 
@@ -242,9 +256,8 @@ class ScoringPool:
             elif isinstance(reply, Working):
                 continue
             elif worker.jobs and worker.jobs[0].item.id == reply.id:
-                if reply.rejected:
-                    self.rejected[reply.rejected] += 1
-                _settle(worker.jobs.popleft(), reply)
+                self.rejected.update(reply.rejected)
+                self._settle(worker.jobs.popleft(), reply)
             else:
                 alive = False  # a reply to another item: the worker is corrupted
         if not alive:
@@ -317,13 +330,22 @@ class ScoringPool:
 
     def _blame(self, job: _Job, ending: str, hung: bool) -> None:
         if hung:
-            job.settle(0.0, DataError(f"scoring took longer than {self.time_limit_s:g} s and was killed"))
+            self.failed["timeout"] += 1
+            job.settle(DataError(f"scoring took longer than {self.time_limit_s:g} s and was killed"))
             return
         job.deaths += 1
         if job.deaths < _DEATHS_TO_BE_GUILTY:
             self._waiting.appendleft(job)
         else:
-            job.settle(0.0, DataError(f"the scoring process died ({ending}) on this item, {job.deaths} times"))
+            self.failed["died"] += 1
+            job.settle(DataError(f"the scoring process died ({ending}) on this item, {job.deaths} times"))
+
+    def _settle(self, job: _Job, reply: Scored) -> None:
+        if reply.error:
+            self.failed[reply.cause] += 1
+            job.settle(DataError(f"scoring failed: {reply.error}"))
+        else:
+            job.settle(reply)
 
     def _unwatch(self, worker: _Worker) -> None:
         if self._bound is None or self._bound.is_closed():
@@ -355,8 +377,4 @@ class ScoringPool:
         self._workers = []
         if self._bound is not None and not self._bound.is_closed():
             for job in jobs:
-                job.settle(0.0, InfraError(f"the scoring pool does not work: {reason}"))
-
-
-def _settle(job: _Job, reply: Scored) -> None:
-    job.settle(reply.score, DataError(f"scoring failed: {reply.error}") if reply.error else None)
+                job.settle(InfraError(f"the scoring pool does not work: {reason}"))

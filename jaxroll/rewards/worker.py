@@ -18,7 +18,7 @@ import msgspec
 
 from jaxroll import lifeline
 from jaxroll.env_checks import described
-from jaxroll.rewards import sandbox, scorers
+from jaxroll.rewards import grading, sandbox, scorers
 from jaxroll.rewards.code import CodeScorer
 from jaxroll.rewards.programs import Programs, ServerLost
 from jaxroll.rewards.sandbox import Restrictions
@@ -28,11 +28,12 @@ MAX_FRAME_BYTES = 64 << 20
 
 
 class ScoreItem(msgspec.Struct, frozen=True, array_like=True):
-    """One answer to score."""
+    """One answer to score; with `grading` (JSON of `grading.Grading`), one completion to grade."""
 
     id: int
     env_args: str
     answer: str
+    grading: str = ""
 
 
 class Work(msgspec.Struct, frozen=True, tag="work"):
@@ -48,12 +49,15 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Scored(msgspec.Struct, frozen=True, tag="scored", omit_defaults=True):
-    """Worker to pool: the score of one item, or the error or rejection."""
+    """Worker to pool: the score or grades of one item, or the error or rejections."""
 
     id: int
     score: float = 0.0
     error: str = ""
-    rejected: str = ""  # the reason of the scorer's guard
+    cause: str = ""  # of the error, for counts
+    rejected: tuple[str, ...] = ()  # the reasons of the scorers' guards
+    answer: str = ""
+    values: dict[str, float] = {}
 
 
 class Working(msgspec.Struct, frozen=True, tag="working"):
@@ -123,6 +127,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     memory_bytes: int
     libraries: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
     max_answer_chars: int = scorers.MIN_ANSWER_CHARS
     programs: bool = False  # provide the scorer `code`
 
@@ -171,16 +176,16 @@ def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings, code: Co
         for item in message.items:
             _allow_processor_time(settings.time_limit_s)
             try:
-                judged = scorers.judge(item.env_args, item.answer, settings.max_answer_chars)
-                reply = Scored(item.id, score=judged.score, rejected=judged.rejected)
+                reply = _scored(item, settings.max_answer_chars)
             except MemoryError as error:
                 # The heap may be in a bad state for the next item, so this worker ends.
-                replies.write(frame(Scored(item.id, error=described(error, _MAX_ERROR_CHARS))))
+                replies.write(frame(Scored(item.id, error=described(error, _MAX_ERROR_CHARS), cause="MemoryError")))
                 return 1
             except ServerLost:
                 raise
             except Exception as error:  # noqa: BLE001 - user code may raise anything; the item has no score then
-                reply = Scored(item.id, error=described(error, _MAX_ERROR_CHARS))
+                cause = error.cause if isinstance(error, grading.PartFailed) else type(error).__name__
+                reply = Scored(item.id, error=described(error, _MAX_ERROR_CHARS), cause=cause)
             replies.write(frame(reply))
             if _threads() > threads:
                 return 1
@@ -189,8 +194,21 @@ def _serve(work: BinaryIO, replies: BinaryIO, settings: WorkerSettings, code: Co
 
 def _programs_in(message: Work) -> list[tuple[dict[str, Any], str]]:
     """The arguments and answers of the items that the scorer `code` judges."""
-    found = ((msgspec.json.decode(item.env_args), item.answer) for item in message.items if '"code"' in item.env_args)
-    return [(args, answer) for args, answer in found if args.get("scorer") == "code"]
+    found: list[tuple[dict[str, Any], str]] = []
+    for item in message.items:
+        if item.grading:
+            found += grading.programs(grading.decoded(item.grading), item.env_args, item.answer)
+        elif '"code"' in item.env_args and (args := msgspec.json.decode(item.env_args)).get("scorer") == "code":
+            found.append((args, item.answer))
+    return found
+
+
+def _scored(item: ScoreItem, max_answer_chars: int) -> Scored:
+    if item.grading:
+        found = grading.grade(grading.decoded(item.grading), item.env_args, item.answer, max_answer_chars)
+        return Scored(item.id, rejected=found.rejected, answer=found.answer, values=found.values)
+    judged = scorers.judge(item.env_args, item.answer, max_answer_chars)
+    return Scored(item.id, score=judged.score, rejected=(judged.rejected,) if judged.rejected else ())
 
 
 def _threads() -> int:
@@ -238,13 +256,15 @@ def _silence(descriptor: int) -> None:
 def _load(settings: WorkerSettings) -> None:
     """Import the modules that scorers need, so that imports do not count towards an item's time limit.
 
-    Libraries are optional (a task that needs a missing one fails later), modules are required.
+    Libraries are optional (a task that needs a missing one fails later), modules and functions are required.
     """
     for library in settings.libraries:
         if importlib.util.find_spec(library) is not None:
             scorers.import_library(library)
     for module in settings.modules:
         importlib.import_module(module)
+    for function in settings.functions:
+        grading.load(function)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class EvaluatorLoops:
         t1 = unix_s()
         examples = [
             {"prompt": score.task.messages[-1].content, "answer": manager.expected(score.task), "text": score.text,
-             "ok": score.right}
+             "ok": score.right} | ({} if score.extracted is None else {"extracted": score.extracted})
             for score in results[:EXAMPLES]
         ]  # fmt: skip
         return {

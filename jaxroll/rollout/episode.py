@@ -68,9 +68,9 @@ class Transcript:
         """int32 [all tokens so far]."""
         return np.concatenate([segment.tokens for segment in self.segments])
 
-    def finished(self, finish: str, reward: float, parts: dict[str, float]) -> Finished:
+    def finished(self, finish: str, reward: float, parts: dict[str, float], extracted: str | None = None) -> Finished:
         """The outcome, with all segments."""
-        return Finished(tuple(self.segments), finish, reward, parts, tuple(self.versions))
+        return Finished(tuple(self.segments), finish, reward, parts, tuple(self.versions), extracted)
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,12 @@ async def run(
         if completion.finish == "length":
             return _cut(transcript)
         answer = tokenizer.decode(_without_stop(completion, sampling))
+        if hasattr(env, "answer_tokens"):
+            setattr(env, "answer_tokens", len(completion.tokens))  # noqa: B010 - optional in the protocol
         result = env_checks.step_result(await env_calls.step(env, answer))
         if result.done:
             parts = {**result.reward_parts, "truncated": 0.0}
-            return transcript.finished("stop" if turn == 0 else "done", result.reward, parts)
+            return transcript.finished("stop" if turn == 0 else "done", result.reward, parts, result.extracted)
         messages = result.messages
     return _cut(transcript)
 

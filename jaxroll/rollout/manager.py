@@ -142,8 +142,9 @@ class RolloutManager:
 
 @dataclass(frozen=True)
 class Score:
-    """Result of one task: its text, `right` if the reward was 1, `pinned` if all tokens are of the evaluated version.
+    """Result of one task: its text, and `pinned` if all tokens are of the evaluated version.
 
+    `right` is True if the reward was 1, or if its parts include one called `correct`, if that one was 1.
     A failed item, and one with tokens of another version, is not pinned and does not count in any mean.
     """
 
@@ -152,6 +153,7 @@ class Score:
     right: bool
     pinned: bool
     parts: dict[str, float] = field(default_factory=dict)
+    extracted: str | None = None
 
 
 async def scores(
@@ -200,4 +202,5 @@ def _score(task: Task, member: Member, tokenizer: Tokenizer, version: Version) -
         return Score(task, outcome.error, right=False, pinned=False)
     sampled = [int(t) for s in outcome.segments for t, on in zip(s.tokens, s.loss_mask, strict=True) if on]
     pinned = all(run.version == version for run in outcome.versions)
-    return Score(task, tokenizer.decode(sampled), outcome.reward == 1.0, pinned, outcome.reward_parts)
+    right = outcome.reward_parts.get("correct", outcome.reward) == 1.0  # a sum of parts may be another number
+    return Score(task, tokenizer.decode(sampled), right, pinned, outcome.reward_parts, outcome.extracted)

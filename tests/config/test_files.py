@@ -212,3 +212,16 @@ def test_prompts_from_files_are_part_of_the_config(tmp_path: Path, monkeypatch: 
     (tmp_path / "shots.json").write_text("[")
     with pytest.raises(ConfigError, match=r"task\.few_shot.*not JSON"):
         config.load("configs/a.py", ["task.few_shot=file:shots.json"])
+
+
+def test_functions_in_a_config_file_are_relative_to_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir("/")
+    file = config_file(
+        tmp_path,
+        "config.task.extract = 'file:../cut.py:cut'",
+        "config.task.reward = 'exact + 0.5*file:mine.py:half + file:/a/b.py:c'",
+    )
+    found = config.load(file).task
+    assert found.extract == f"file:{tmp_path.parent}/cut.py:cut"
+    assert found.reward == f"exact + 0.5*file:{tmp_path}/mine.py:half + file:/a/b.py:c"
+    assert config.load(file, ["task.reward=file:x.py:f"]).task.reward == "file:x.py:f"

@@ -109,6 +109,8 @@ CASES: dict[str, Case] = {
     "task too small": (
         None, ["task.name=count_bits", 'task.args={"max_n": 9}'], "task.heldout_items", "16", "distinct questions"),
     "prompts too long": (None, ["task.max_prompt_tokens=1"], "task.heldout_items", "16", "max_prompt_tokens"),
+    "reward's function absent": (
+        module("def f(): 1"), ["task.reward=file:game.py:g"], "task.reward", "game.py:g", "no attribute 'g'"),
     "environment unknown": (None, ["task.env=single-turn"], "task.env", "single-turn", "Did you mean 'single_turn'?"),
     "environment's module absent": (None, ["task.env=nowhere_at_all:x"], "task.env", "nowhere_at_all:x", "imported"),
     "environment's module broken": (module("x ="), ["task.env=game:x"], "task.env", "game:x", "SyntaxError"),
@@ -385,6 +387,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "envs/calculator.py::CalculatorSource.__init__": ("tool without arithmetic",),
     "data/sources.py::check_game": ("no such game", "another game's environment"),
     "data/sources.py::_loaded": ("game's module absent",),
+    "rewards/grader.py::check": ("reward's function absent",),
     "envs/registry.py::share": ("game's share",),
     "envs/registry.py::settings_of": ("game's setting wrong",),
     "envs/registry.py::refuse_unknown": ("game's setting unknown",),

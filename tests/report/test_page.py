@@ -255,3 +255,10 @@ def test_answers_are_matched_by_question():
     found = head.questions([first, last])
     assert [(q.prompt, q.before.text, q.after and q.after.text) for q in found] == [("a", "1", None), ("b", "2", "3")]
     assert head.questions([first])[0].after is None and head.questions([]) == []
+
+
+def test_the_extracted_answer_is_shown_if_it_is_a_part_of_the_text():
+    example = {"prompt": "a", "text": "<think>7</think>8", "ok": True, "extracted": "8"}
+    for shown, row in ((True, example), (False, example | {"text": "8"}), (False, example | {"extracted": None})):
+        page = str(head.table(head.questions([{"examples": [row]}]), 0, 0))
+        assert ("scored: " in page) == shown

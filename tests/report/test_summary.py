@@ -298,8 +298,8 @@ def test_rejected_answers_are_summed_over_samplers_and_their_restarts():
             ("sampler-0", {"too long": 1}), ("sampler-1", {"not ASCII": 1, "too long": 1}),
         ]
     ]  # fmt: skip
-    assert summary.rejected(rows) == {"not ASCII": 1, "too long": 7}
-    assert summary.rejected([]) is None
+    assert summary.counts_by_reason(rows, "answers_rejected") == {"not ASCII": 1, "too long": 7}
+    assert summary.counts_by_reason([], "answers_rejected") is None
 
 
 def test_invariants_that_do_not_apply_are_not_judged():

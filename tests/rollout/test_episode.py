@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxroll import wire
 from jaxroll.config import Config, LearnerConfig
 from jaxroll.errors import DataError, DeadlineExceeded, InfraError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
-from jaxroll.records import Finished, Message, Task, Version, VersionRun
+from jaxroll.records import MAX_EXTRACTED_CHARS, Finished, Message, Task, Version, VersionRun
 from jaxroll.rollout import episode
 from jaxroll.text.tokenizers import CharTokenizer
 
@@ -100,6 +102,16 @@ def test_one_turn() -> None:
     assert env.seed == TASK.seed
     asked = [([BOS, 4, 5, 6, TURN], KEY, SamplingParams(max_tokens=6, stop_tokens=(EOS,)))]
     assert proxy.asked == asked
+    assert b"extracted" not in wire.encode(finished), "without extraction the bytes are those of earlier versions"
+
+
+def test_the_environment_is_given_the_tokens_of_the_answer_and_its_extract_is_recorded() -> None:
+    env = FakeEnv([msgspec.structs.replace(RIGHT, extracted="b" * 5000)])
+    env.answer_tokens = 0  # type: ignore[attr-defined]
+    finished = run(env, FakeProxy([completion("abc")]))
+    assert env.answer_tokens == 4, "the end of sequence included"  # type: ignore[attr-defined]
+    assert finished.extracted == "b" * MAX_EXTRACTED_CHARS
+    assert wire.decode(wire.encode(finished), Finished).extracted == finished.extracted
 
 
 def test_arrays_have_their_declared_types() -> None:

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from jaxroll.records import Message, Task
+from jaxroll.records import Finished, Member, Message, Task, Version
 from jaxroll.rollout import manager
+from jaxroll.text.tokenizers import CharTokenizer
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,14 @@ def test_reward_parts_are_means_over_the_items_that_count() -> None:
     ]
     assert manager.parts(scores) == {"tool_used_ok": 0.5, "turns": 2.0}
     assert manager.parts([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("reward", "parts", "right"),
+    [(1.0, {}, True), (0.5, {}, False), (1.1, {"correct": 1.0}, True), (1.0, {"correct": 0.0}, False)],
+)
+def test_an_answer_is_right_if_the_reward_or_its_part_for_that_is_one(reward, parts, right) -> None:
+    outcome = Finished((), "stop", reward, parts, (), "7")
+    task = Task(0, (), "x", "{}", 0, "h")
+    score = manager._score(task, Member(0, 0, 0, outcome), CharTokenizer("a"), Version(0, 0))
+    assert (score.right, score.extracted) == (right, "7")

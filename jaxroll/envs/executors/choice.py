@@ -49,7 +49,8 @@ class Executors:
         """Counts of failures so far.
 
         They count calls in threads that were abandoned (and those that still hang), environment processes and scoring
-        workers that were replaced or failed to start, and answers that a scorer's guard rejected.
+        workers that were replaced or failed to start, answers that a scorer's guard rejected, and items without a
+        score, by cause.
         """
         return {
             "env_threads_abandoned": self.threads.abandoned,
@@ -59,6 +60,7 @@ class Executors:
             "scoring_restarts": self._pool.restarts,
             "scoring_failed_starts": self._pool.failed_starts,
             "answers_rejected": dict(self._pool.rejected),
+            "scoring_failed": dict(self._pool.failed),
         }
 
     async def raise_when_worn_out(self) -> None:

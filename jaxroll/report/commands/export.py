@@ -94,6 +94,7 @@ def _row(found: Row, decode: Decoder | None) -> Row:
         "logprobs": [value for s in outcome.segments for value in s.logprobs.tolist()],
         "reward": outcome.reward,
         "reward_parts": json.dumps(outcome.reward_parts),
+        "extracted": outcome.extracted,
         "finish": outcome.finish,
         "versions": json.dumps([[str(run.version), run.count] for run in outcome.versions]),
         "sampled_tokens": sum(run.count for run in outcome.versions),
@@ -120,10 +121,10 @@ COLUMNS = (
     ("group", "int64"), ("member", "int64"), ("attempt", "int64"), ("question_hash", "string"),
     ("prompt_index", "int64"), ("env", "string"), ("env_args", "string"), ("question", "string"),
     ("prompt_text", "string"), ("answer_text", "string"), ("tokens", "list<int32>"), ("loss_mask", "list<uint8>"),
-    ("logprobs", "list<float>"), ("reward", "double"), ("reward_parts", "string"), ("finish", "string"),
-    ("versions", "string"), ("sampled_tokens", "int64"), ("state", "string"), ("reason", "string"),
-    ("claim_lineage", "int64"), ("claim_step", "int64"), ("age_max", "int64"), ("age_mean", "double"),
-    ("holder", "string"), ("leased_unix_s", "double"), ("ended_unix_s", "double"),
+    ("logprobs", "list<float>"), ("reward", "double"), ("reward_parts", "string"), ("extracted", "string"),
+    ("finish", "string"), ("versions", "string"), ("sampled_tokens", "int64"), ("state", "string"),
+    ("reason", "string"), ("claim_lineage", "int64"), ("claim_step", "int64"), ("age_max", "int64"),
+    ("age_mean", "double"), ("holder", "string"), ("leased_unix_s", "double"), ("ended_unix_s", "double"),
 )  # fmt: skip
 
 

@@ -482,6 +482,7 @@ def _member(m: Facts) -> Section:
     parts = ", ".join(f"{name} {number(value)}" for name, value in m["reward_parts"].items())
     rows += [
         ("reward", f"{number(m['reward'])} ({parts})" if parts else number(m["reward"])),
+        *([("extracted", m["extracted"])] if m["extracted"] is not None else []),
         ("finish", m["finish"] + (f", age {m['age']}" if m["age"] is not None else "")),
         ("versions", ", ".join(f"{run['tokens']} tokens at {run['version']}" for run in m["versions"])),
     ]

@@ -59,7 +59,7 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
     accuracy = f"{percent(f['accuracy_start'])} → {percent(f['accuracy_end'])}"
     gain = gain_words(f) if f["accuracy_start"] is not None else ""
     too_little = ahead.words(f["alpha"], f["alpha_wanted"])
-    rejected = ", ".join(f"{number(n)} {reason}" for reason, n in (f["answers_rejected"] or {}).items())
+    rejected, failed = _listed(f["answers_rejected"]), _listed(f["scoring_failed"])
     return [
         ("held-out accuracy", accuracy if f["accuracy_start"] is not None else UNKNOWN),
         ("gain", gain or UNKNOWN),
@@ -74,9 +74,14 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("alpha", too_little)] if too_little else []),
         *([("bottleneck", Bottleneck(**f["bottleneck"]).text())] if f["bottleneck"] else []),
         *([("rejected answers", rejected)] if rejected else []),
+        *([("without a score", failed)] if failed else []),
         *(("warning", sentence) for sentence in warnings(f)),
         ("restarts", number(f["restarts"])),
     ]  # fmt: skip
+
+
+def _listed(counts: Mapping[str, int] | None) -> str:
+    return ", ".join(f"{number(n)} {reason}" for reason, n in (counts or {}).items())
 
 
 def _pairs(figures: Mapping[str, Any]) -> Table:

@@ -110,6 +110,7 @@ def finished_facts(outcome: Finished, decode: Decoder | None, step: int | None) 
         "finish": outcome.finish,
         "reward": outcome.reward,
         "reward_parts": outcome.reward_parts,
+        "extracted": outcome.extracted,
         "versions": [{"version": str(run.version), "tokens": run.count} for run in outcome.versions],
         "age": int(age.max()) if age is not None and age.size else None,
         "segments": [_segment(segment, decode) for segment in outcome.segments],

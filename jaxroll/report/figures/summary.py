@@ -122,7 +122,8 @@ def summary(run: Run) -> dict[str, Any]:
         "heldout_in_train": history.heldout_in_train,
         "wasted_tokens": history.wasted_tokens,
         **waste(rows, steps),
-        "answers_rejected": rejected(rows),
+        "answers_rejected": counts_by_reason(rows, "answers_rejected"),
+        "scoring_failed": counts_by_reason(rows, "scoring_failed"),
         "restarts": len(of_kind(rows, "restart")),
         "learner_mesh": config["learner"]["mesh"],
         "sampler_mesh": config["sampler"]["mesh"],
@@ -405,11 +406,11 @@ def counted(rows: Sequence[Row], key: str) -> int | None:
     return total
 
 
-def rejected(rows: Sequence[Row]) -> dict[str, int] | None:
-    """Answers that a scorer's guard rejected, by reason; None when no sampler reported any count."""
-    tables = [row for row in rows if row.get("kind") == "stats" and row.get("answers_rejected") is not None]
-    reasons = sorted({reason for row in tables for reason in row["answers_rejected"]})
-    flat = {reason: [row | {"count": row["answers_rejected"].get(reason, 0)} for row in tables] for reason in reasons}
+def counts_by_reason(rows: Sequence[Row], key: str) -> dict[str, int] | None:
+    """The counts of the table `key` of the samplers' rows, by reason; None when no sampler reported any."""
+    tables = [row for row in rows if row.get("kind") == "stats" and row.get(key) is not None]
+    reasons = sorted({reason for row in tables for reason in row[key]})
+    flat = {reason: [row | {"count": row[key].get(reason, 0)} for row in tables] for reason in reasons}
     return {reason: counted(flat[reason], "count") or 0 for reason in reasons} if tables else None
 
 

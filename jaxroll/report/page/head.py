@@ -107,6 +107,7 @@ class Answer:
 
     text: str
     ok: bool
+    extracted: str | None = None  # the part that was scored; None: all of it
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def _place(example: dict) -> str:
 
 
 def _answer(example: dict) -> Answer:
-    return Answer(str(example.get("text", "")), bool(example.get("ok")))
+    extracted = example.get("extracted")
+    return Answer(str(example.get("text", "")), bool(example.get("ok")), None if extracted is None else str(extracted))
 
 
 def table(found: Sequence[Question], first_step: int, last_step: int) -> Markup:
@@ -163,7 +165,8 @@ def _after(question: Question) -> list[Markup]:
 
 
 def _cell(answer: Answer) -> Markup:
-    words = answer.text or "(nothing)"
-    return tag(
-        "bdi", words, class_=f"mono {'right' if answer.ok else 'wrong'}", title="right" if answer.ok else "wrong"
-    )
+    words, mark = answer.text or "(nothing)", "right" if answer.ok else "wrong"
+    text = tag("bdi", words, class_=f"mono {mark}", title=mark)
+    if answer.extracted is None or answer.extracted == answer.text:
+        return text
+    return tag("div", text, tag("div", "scored: ", tag("bdi", answer.extracted or "(nothing)"), class_="hint"))

@@ -1,0 +1,238 @@
+"""Keys `task.extract`, `task.reward` and `task.reward_args`: their grammar, settings and checks (docs/rewards.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from jaxroll.config.parsing import build, check_bounds, nearest
+from jaxroll.config.schema import Bounds, Config, PositiveFloat, PositiveInt, TaskConfig
+from jaxroll.errors import ConfigError
+
+AUTO = "auto"
+EXTRACT_MODES = ("none", "answer_tag", "boxed", "after_think", "last_number")
+FILE_PREFIX = "file:"
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_TERM = re.compile(rf"(?:(?P<weight>{_NUMBER})\s*\*\s*)?(?P<name>\S.*)", re.DOTALL)
+_MODULE_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
+_GRADED_ENVS = ("single_turn", "calculator")  # built-in environments that read these keys
+_UNGRADED_ENVS = ("frozen_lake",)
+
+
+# --- settings of the parts, from `task.reward_args`
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """Settings of a part that has none."""
+
+
+@dataclass(frozen=True)
+class MathSettings:
+    """Settings of `math`: decimal places to which floats are compared."""
+
+    float_digits: PositiveInt = 6
+
+
+@dataclass(frozen=True)
+class GymSettings:
+    """Settings of `reasoning_gym`: with `partial` the raw score, otherwise 1 for a raw score of exactly 1, else 0."""
+
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class CodeSettings:
+    """Settings of `code`: seconds per run, and whether the value is the share of tests that pass instead of all."""
+
+    time_limit_s: PositiveFloat = 5.0
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class FormatSettings:
+    """Settings of `format`: a style of tags, or a regular expression that the whole completion must match."""
+
+    style: Literal["think_answer", "think", "answer"] = "think_answer"
+    pattern: str = ""
+
+
+@dataclass(frozen=True)
+class LengthSettings:
+    """Settings of `length`; lengths are tokens of the completion (`jaxroll.rewards.parts.length`)."""
+
+    shape: Literal["soft_overlong", "linear", "cosine"] = "soft_overlong"
+    max_tokens: Annotated[int, Bounds(least=0)] = 0
+    buffer_tokens: Annotated[int, Bounds(least=0)] = 0
+    right_short: float = 1.0
+    right_long: float = 0.5
+    wrong_short: float = -1.0
+    wrong_long: float = 0.0
+
+
+PARTS: Mapping[str, type] = MappingProxyType({
+    "exact": NoSettings,
+    "math": MathSettings,
+    "reasoning_gym": GymSettings,
+    "code": CodeSettings,
+    "format": FormatSettings,
+    "length": LengthSettings,
+})  # fmt: skip
+SHAPING = ("format", "length")  # these do not tell whether an answer is right
+
+
+# --- grammar
+
+
+@dataclass(frozen=True)
+class Term:
+    """One part of a reward: its label in metrics, its kind (a name of `PARTS`, or a function), weight and settings."""
+
+    label: str
+    kind: str
+    weight: float
+    settings: Any
+
+    @property
+    def is_function(self) -> bool:
+        """True for a user's function; `settings` are its keyword arguments then."""
+        return ":" in self.kind
+
+
+def terms(reward: str, reward_args: Mapping[str, Any]) -> tuple[Term, ...]:
+    """The parts of `task.reward` with settings from `task.reward_args`; empty for "auto".
+
+    ConfigError for text that is not a sum of known parts, and for settings that nothing reads.
+    """
+    if reward.strip() == AUTO:
+        _refuse_unread(reward_args, ())
+        return ()
+    found = tuple(_term(reward, reward_args, text.strip()) for text in reward.split("+")) if reward.strip() else ()
+    labels = tuple(term.label for term in found)
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError("task.reward", reward, f"two parts have the label {label!r}",
+                              "Name each part once, and functions differently.")  # fmt: skip
+    if all(term.kind in SHAPING for term in found):
+        raise ConfigError("task.reward", reward, "no part judges the answer",
+                          "Add one, as in 'math + 0.1*format'; or use 'auto'.")  # fmt: skip
+    _refuse_unread(reward_args, labels)
+    return found
+
+
+def _term(reward: str, reward_args: Mapping[str, Any], text: str) -> Term:
+    match = _TERM.fullmatch(text)
+    if match is None:
+        raise ConfigError("task.reward", reward, "a sum with an empty part",
+                          "Write NAME or WEIGHT*NAME, joined by +, as in 'math + 0.1*format'.")  # fmt: skip
+    kind, weight = match["name"], float(match["weight"] or 1.0)
+    label = kind.rpartition(":")[2]
+    key, given = f"task.reward_args.{label}", reward_args.get(label, {})
+    if is_function(kind):
+        if not isinstance(given, Mapping):
+            raise ConfigError(key, given, "not a dict", "Give keyword arguments.")
+        return Term(label, kind, weight, dict(given))
+    if kind not in PARTS:
+        remedy = f"{nearest(kind, tuple(PARTS))} A function is named file:PATH:function or package.module:function."
+        raise ConfigError("task.reward", reward, f"there is no reward {kind!r}", remedy)
+    settings = build(PARTS[kind], given, key)
+    check_bounds(settings, key)
+    return Term(label, kind, weight, settings)
+
+
+def _refuse_unread(reward_args: Mapping[str, Any], labels: tuple[str, ...]) -> None:
+    for name, value in reward_args.items():
+        if name not in labels:
+            remedy = nearest(name, labels) if labels else "Leave it out, or name the part in task.reward."
+            raise ConfigError(f"task.reward_args.{name}", value, "nothing reads it", remedy)
+
+
+def is_function(name: str) -> bool:
+    """True if `name` has the form file:PATH:function or package.module:function."""
+    if name.startswith(FILE_PREFIX):
+        path, colon, function = name.removeprefix(FILE_PREFIX).rpartition(":")
+        return bool(colon and path and function.isidentifier())
+    return bool(_MODULE_FUNCTION.fullmatch(name))
+
+
+def functions(task: TaskConfig) -> tuple[str, ...]:
+    """The user's functions that `task.extract` and `task.reward` name."""
+    named = [task.extract] if is_function(task.extract) else []
+    return (*named, *(term.kind for term in terms(task.reward, task.reward_args) if term.is_function))
+
+
+def relative_to(folder: str, name: str) -> str:
+    """`task.extract` or `task.reward` with the paths of `file:` relative to `folder`."""
+
+    def absolute(match: re.Match[str]) -> str:
+        return f"{FILE_PREFIX}{os.path.normpath(os.path.join(folder, match[1]))}:"
+
+    return re.sub(r"\bfile:([^:+]+):", absolute, name)
+
+
+def described(task: TaskConfig) -> str:
+    """One line: the reward that `task` results in, for `jaxroll config`."""
+    of = "the whole completion" if task.extract == "none" else f"the answer by {task.extract}"
+    named = terms(task.reward, task.reward_args)
+    if task.env in _UNGRADED_ENVS:
+        return f"reward: of the environment {task.env}"
+    if not named:
+        return f"reward: 1 if the score of the dataset's scorer is exactly 1, else 0; scored: {of}"
+    shown = (f"{term.weight:g} × {term.label}{_shown(term.settings)}" for term in named)
+    return f"reward: {' + '.join(shown)}; scored: {of}"
+
+
+def _shown(settings: Any) -> str:
+    values = settings if isinstance(settings, dict) else dataclasses.asdict(settings)
+    return f" ({', '.join(f'{name}={value!r}' for name, value in values.items())})" if values else ""
+
+
+# --- checks
+
+
+def check_rewards(config: Config) -> None:
+    """Raise ConfigError for a reward or an extraction that does not exist or that nothing reads."""
+    task = config.task
+    if task.extract not in EXTRACT_MODES and not is_function(task.extract):
+        remedy = f"{nearest(task.extract, EXTRACT_MODES)} A function is named file:PATH:function."
+        raise ConfigError("task.extract", task.extract, "there is no such extraction", remedy)
+    parts = terms(task.reward, task.reward_args)
+    if task.env in _UNGRADED_ENVS:
+        for key, value, unset in (("extract", task.extract, "none"), ("reward", task.reward, AUTO)):
+            if value != unset:
+                raise ConfigError(f"task.{key}", value, f"the environment {task.env} has a reward of its own",
+                                  f"Leave it out, or use one of {', '.join(_GRADED_ENVS)}.")  # fmt: skip
+    for term in parts:
+        if term.kind == "reasoning_gym" and task.source != "reasoning_gym":
+            raise ConfigError("task.reward", task.reward, f"task.source {task.source!r} has no scorer of reasoning-gym",
+                              "Use exact or math.")  # fmt: skip
+        if isinstance(term.settings, LengthSettings):
+            _check_length(config, term.settings)
+        if isinstance(term.settings, FormatSettings):
+            _check_pattern(term.settings.pattern)
+
+
+def _check_length(config: Config, settings: LengthSettings) -> None:
+    if not settings.max_tokens:
+        raise ConfigError("task.reward_args.length.max_tokens", 0, "the length at which the value is lowest is needed",
+                          f"Set it, usually to sampling.max_tokens = {config.sampling.max_tokens}.")  # fmt: skip
+    if settings.shape == "soft_overlong" and not 0 < settings.buffer_tokens <= settings.max_tokens:
+        raise ConfigError("task.reward_args.length.buffer_tokens", settings.buffer_tokens,
+                          "the value decreases over so many tokens before max_tokens",
+                          f"Set it between 1 and {settings.max_tokens}.")  # fmt: skip
+    if config.learner.overlong_tokens and settings.shape == "soft_overlong":
+        raise ConfigError("task.reward", config.task.reward, "learner.overlong_tokens applies the same penalty",
+                          "Use one of them.")  # fmt: skip
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError("task.reward_args.format.pattern", pattern, f"not a regular expression: {error}",
+                          "See Python's re module.") from error  # fmt: skip

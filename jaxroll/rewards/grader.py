@@ -1,0 +1,103 @@
+"""The reward of a completion: values from the scoring pool and remote parts, as a weighted sum with named parts."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import msgspec
+
+from jaxroll.config import TaskConfig
+from jaxroll.config.rewards import SHAPING, GymSettings, LengthSettings, is_function, terms
+from jaxroll.env_checks import described
+from jaxroll.errors import ConfigError
+from jaxroll.rewards import grading, parts
+from jaxroll.rewards.grading import IN_WORKERS, Grading, LocalPart
+from jaxroll.rewards.scoring_pool import ScoringPool
+
+QUEUE_ALLOWANCE_S = 120.0  # for earlier requests in the pool's queue, and for a worker that is starting
+CORRECT = "correct"
+
+
+@dataclass(frozen=True)
+class Grade:
+    """A reward with its parts; `extracted` is the answer found in the completion, None if extraction is off."""
+
+    reward: float
+    parts: dict[str, float]
+    extracted: str | None = None
+
+
+class Grader:
+    """Grades completions as `task.extract` and `task.reward` say.
+
+    With "auto" the reward is 1 if the raw score of the task's scorer is exactly 1.0, else 0. A sum has a part of its
+    own name for each term, and the part `correct`: 1 if the first term that is not mere shaping has the value 1.
+    """
+
+    # Exactly 1.0: some scorers give wrong answers partial credit of 0.9999999999999999 or 1.0000000000000002.
+
+    def __init__(self, pool: ScoringPool, task: TaskConfig) -> None:
+        self.limit_s = pool.time_limit_s + QUEUE_ALLOWANCE_S
+        self._pool, self._terms = pool, terms(task.reward, task.reward_args)
+        self._cuts = task.extract != "none"
+        self._plain = not self._terms and not self._cuts
+        self._grading = "" if self._plain else msgspec.json.encode(instructions(task)).decode()
+
+    async def grade(self, env_args: str, completion: str, tokens: int) -> Grade:
+        """The grade of `completion`, which has `tokens` tokens. DataError when one of its parts has no value."""
+        if self._plain:
+            raw = await self._pool.score(env_args, completion)
+            return Grade(_binary(raw), {"raw_score": raw})
+        graded = await self._pool.grade(env_args, completion, self._grading)
+        extracted = graded.answer if self._cuts else None
+        if not self._terms:
+            raw = graded.values["raw_score"]
+            return Grade(_binary(raw), {"raw_score": raw}, extracted)
+        values = dict(graded.values)
+        more: dict[str, float] = {}
+        for term in self._terms:
+            if isinstance(term.settings, GymSettings):
+                more["raw_score"] = values[term.label]
+                values[term.label] = values[term.label] if term.settings.partial else _binary(values[term.label])
+        first = next(term.label for term in self._terms if term.kind not in SHAPING)
+        correct = values[first] == 1.0
+        for term in self._terms:
+            if isinstance(term.settings, LengthSettings):
+                values[term.label] = parts.length(tokens, correct, term.settings)
+        reward = sum(term.weight * values[term.label] for term in self._terms)
+        named = {term.label: values[term.label] for term in self._terms}
+        return Grade(reward, {**named, **more, CORRECT: float(correct)}, extracted)
+
+
+def _binary(raw: float) -> float:
+    return 1.0 if raw == 1.0 else 0.0
+
+
+def instructions(task: TaskConfig) -> Grading:
+    """The work of scoring workers that `task.extract` and `task.reward` require."""
+    named = terms(task.reward, task.reward_args)
+    if not named:
+        return Grading(task.extract, (LocalPart("raw_score"),))
+    found = (
+        LocalPart(term.label, term.kind, msgspec.to_builtins(term.settings))
+        for term in named
+        if term.is_function or term.kind in IN_WORKERS
+    )
+    return Grading(task.extract, tuple(found))
+
+
+def check(task: TaskConfig) -> None:
+    """Raise ConfigError if the functions or libraries that the task's reward needs cannot be loaded here."""
+    named = terms(task.reward, task.reward_args)
+    functions = [("task.extract", task.extract)] if is_function(task.extract) else []
+    functions += [("task.reward", term.kind) for term in named if term.is_function]
+    for key, name in functions:
+        try:
+            grading.load(name)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(key, name, f"it cannot be loaded: {described(error)}",
+                              "Give the file's path relative to the config, and the name of a function in it.",
+                              ) from error  # fmt: skip
+    if any(term.kind == "math" for term in named) and importlib.util.find_spec(parts.MATH_LIBRARY) is None:
+        raise ConfigError("task.reward", task.reward, "math-verify is not installed", "pip install 'jaxroll[math]'.")
