@@ -78,7 +78,7 @@ def _check_attention(config: Config, model: ModelSpec) -> None:
             choice.check("prefill", sampler.prefill_attention, site)
             longest = max(episode_tokens(config), sampler.prefill_buckets[-1])
             limited = sampler.cache_pages > 0
-            pages = replace(site, tokens=page_size(sampler.page_tokens, longest), limited=limited)
+            pages = replace(site, tokens=page_size(sampler.page_tokens, longest), longest=longest, limited=limited)
             choice.check("paged", sampler.paged_attention, pages)
 
 

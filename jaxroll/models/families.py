@@ -126,7 +126,7 @@ FAMILIES: Mapping[str, Family] = {
     )
 }  # fmt: skip
 MOE = "qwen3_moe"
-TEXT_PART = {"gemma3": "gemma3_text"}  # models of text and images, with the family of their text model
+TEXT_PARTS = {"gemma3": "gemma3_text"}  # models of text and images, with the family of their text model
 
 
 # --- sizes

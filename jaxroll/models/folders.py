@@ -14,7 +14,7 @@ from jaxroll import disk
 from jaxroll.config import ModelConfig
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.models import families, hf_config, hf_names, tensor_files
-from jaxroll.models.families import ModelSpec
+from jaxroll.models.families import TEXT_PARTS, ModelSpec
 from jaxroll.models.tensor_files import Tensors
 
 CONFIG_FILE = "config.json"  # of a Hugging Face checkpoint
@@ -62,6 +62,9 @@ def weight_tensors(folder: Path) -> Tensors:
     if found is None:
         reason = f"holds neither {tensor_files.SINGLE} nor {tensor_files.INDEX}"
         raise ConfigError("model.path", str(folder), reason, "Give a checkpoint's folder.")
+    if not is_ours(folder) and (folder / CONFIG_FILE).is_file():
+        if read_json(folder, CONFIG_FILE).get("model_type") in TEXT_PARTS:
+            return found.renamed(hf_names.of_text_model(found))
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxroll.errors import ConfigError
-from jaxroll.models.families import FAMILIES, IMAGES, METADATA, MOE, ROPE, TEXT_PART, Family
+from jaxroll.models.families import FAMILIES, IMAGES, METADATA, MOE, ROPE, TEXT_PARTS, Family
 from jaxroll.models.spec import ModelSpec, RopeScaling, check_flag, check_number, check_size
 
 LONGEST_CONTEXT = 40_960  # Qwen3's value; the decoder does not depend on it
@@ -60,12 +60,12 @@ def from_huggingface(config: Mapping[str, Any], *, compute_dtype: str = "float32
 def _values(config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
     """The family of a config.json, and its keys with the family's defaults; ConfigError for a key that is unknown."""
     kind = config.get("model_type")
-    if isinstance(kind, str) and kind in TEXT_PART:
+    if isinstance(kind, str) and kind in TEXT_PARTS:
         _refuse_unknown(config, METADATA | IMAGES, kind)
-        config = {"model_type": TEXT_PART[kind], **_object("text_config", config.get("text_config"))}
+        config = {"model_type": TEXT_PARTS[kind], **_object("text_config", config.get("text_config"))}
         kind = config["model_type"]
     if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(sorted([*FAMILIES, *TEXT_PART]))
+        known = ", ".join(sorted([*FAMILIES, *TEXT_PARTS]))
         raise ConfigError("config.json model_type", kind, "not a family that JaxRoll knows", f"Known: {known}.")
     family = FAMILIES[kind]
     _refuse_unknown(config, family.keys, kind)

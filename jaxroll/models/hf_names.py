@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from jaxroll.models.spec import ModelSpec
 
@@ -94,3 +94,25 @@ def name_error(spec: ModelSpec, held: Collection[str]) -> str:
 
 def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+# --- models of text and images, of which only the text model is read
+
+_OF_TEXT = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",  # as transformers 5 writes it
+}
+_OF_IMAGES = tuple(
+    f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+)
+
+
+def of_text_model(held: Iterable[str]) -> dict[str, str]:
+    """The tensors of the text model, by the names that they have in a model of text alone."""
+    found = {}
+    for theirs in held:
+        prefix = next((prefix for prefix in _OF_TEXT if theirs.startswith(prefix)), "")
+        if not theirs.startswith(_OF_IMAGES):
+            found[_OF_TEXT.get(prefix, "") + theirs.removeprefix(prefix)] = theirs
+    return found

@@ -84,6 +84,10 @@ class Tensors(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self._placed)
 
+    def renamed(self, names: Mapping[str, str]) -> Tensors:
+        """Some of the tensors, by new name: `names` maps it to the old one."""
+        return Tensors({new: self._placed[old] for new, old in names.items()})
+
     def leaf(self, name: str) -> Leaf:
         """Dtype and shape of a tensor, without reading it."""
         return self._placed[name].leaf

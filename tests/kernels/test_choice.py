@@ -10,6 +10,7 @@ from jaxroll.models import families
 
 QWEN = families.spec("qwen3_0p6b", compute_dtype="bfloat16")
 TINY = families.spec("tiny", compute_dtype="bfloat16")
+WINDOWS = dataclasses.replace(QWEN, windows=(256, 0) * 14)
 
 
 def site(spec=QWEN, *, platform="tpu", tensor=1, tokens=512) -> Site:
@@ -48,6 +49,9 @@ MISFITS = [
     ("paged", site(tokens=20), "pallas", "pages have 20"),
     ("paged", site(platform="gpu", tokens=8), "pallas", "powers of two from 16"),
     ("paged", site(platform="gpu", tokens=48), "pallas", "powers of two from 16"),
+    ("packed", site(WINDOWS, platform="gpu"), "triton", "window of 256 tokens cuts rows of 512"),
+    ("prefill", site(WINDOWS, platform="gpu"), "cudnn", "window of 256 tokens cuts rows of 512"),
+    ("paged", site(WINDOWS, tokens=64), "pallas", "window of 256 tokens cuts rows of unknown length"),
 ]
 
 
@@ -68,6 +72,21 @@ def test_unsupported_shapes_are_refused_by_name_and_skipped_with_a_reason_by_aut
 def test_a_kernel_of_another_platform_is_refused(use, named, platform):
     with pytest.raises(ConfigError, match=f"this is {platform}"):
         choose(use, named, site(platform=platform))
+
+
+@pytest.mark.parametrize(
+    ("use", "tokens", "longest", "name"),
+    [
+        ("packed", 256, 0, "triton"),
+        ("prefill", 256, 0, "cudnn"),
+        ("paged", 64, 256, "pallas"),
+        ("paged", 64, 257, "xla"),
+    ],
+)  # fmt: skip
+def test_a_window_that_cuts_no_row_leaves_the_choice_as_it_is(use, tokens, longest, name):
+    where = dataclasses.replace(site(WINDOWS, platform="gpu", tokens=tokens), longest=longest)
+    assert choose(use, "auto", where).name == name
+    assert choose("packed", "auto", site(WINDOWS)).name == "splash", "it has windows"
 
 
 def test_on_an_unknown_platform_only_choices_that_work_nowhere_are_refused():

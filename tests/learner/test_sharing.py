@@ -130,8 +130,8 @@ def test_shards_get_equal_work_of_groups_that_are_unequal(shards):
     assert packing.padding_waste(batches) < 0.25
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_attention_is_that_of_each_sample_by_itself(seed):
+@pytest.mark.parametrize(("seed", "window"), [(0, 0), (1, 0), (2, 5)])
+def test_attention_is_that_of_each_sample_by_itself(seed, window):
     rng = np.random.default_rng(seed)
     wanted = [(int(rng.integers(1, 12)), rng.integers(1, 12, rng.integers(1, 6)).tolist()) for _ in range(4)]
     samples = samples_of(wanted)
@@ -149,12 +149,12 @@ def test_attention_is_that_of_each_sample_by_itself(seed):
             own = given[place.sample][name][place.skipped : place.skipped + place.length]
             value[place.row, place.start : place.start + place.length] = own
     streams = batch.streams
-    attend = attention.attention(ROWS, streams["segment_ids"], streams["prompt_ids"])
+    attend = attention.attention(ROWS, streams["segment_ids"], streams["prompt_ids"], streams["positions"], window)
     seen = np.asarray(attend(rows["q"], rows["k"], rows["v"]))
     for place in (*batch.placements, *batch.prompts):
         alone = given[place.sample]
         q, k, v = (alone[name][None] for name in ("q", "k", "v"))
-        expected = np.asarray(attention.reference(q, k, v, attention.visible(q.shape[1])))[0]
+        expected = np.asarray(attention.reference(q, k, v, attention.visible(q.shape[1], None, window)))[0]
         got = seen[place.row, place.start : place.start + place.length]
         np.testing.assert_allclose(got, expected[place.skipped : place.skipped + place.length], atol=2e-6)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jaxroll.config import MeshConfig
 from jaxroll.kernels.attention import SharedRows
@@ -127,6 +128,20 @@ def test_exported_tensors_are_imported_bit_for_bit(variant: str) -> None:
         assert np.array_equal(value, tensor(key, value.shape, offset=spec.norm_offset)), key
     back = pretrained.imported(again, theirs.__getitem__)
     assert all(np.array_equal(back[name], values[name]) for name in values) and back.keys() == values.keys()
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_of_a_model_of_text_and_images_the_text_model_is_read(tmp_path: Path, prefix: str) -> None:
+    spec, values, _ = golden("gemma3_text")
+    text = json.loads((GOLDEN / "gemma3_text" / "config.json").read_text())
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = pretrained.exported(spec, {name: np.asarray(value) for name, value in values.items()})
+    tensors = {prefix + name.removeprefix("model."): value for name, value in theirs.items()}
+    save_file(tensors | {"vision_tower.patch.weight": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    assert folders.described(tmp_path) == spec
+    found = pretrained.leaves(tmp_path, spec)
+    assert all(np.array_equal(found[name], values[name]) for name in values) and found.keys() == values.keys()
 
 
 @pytest.mark.parametrize("family", CHATS)
