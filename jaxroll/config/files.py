@@ -67,7 +67,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-_SECTIONS_WITH_PATHS = ("model", "tokenizer", "task")
+_PATHS = (("model", "path"), ("tokenizer", "path"), ("task", "path"), ("learner", "lora_path"))
 _TEXT_FROM_FILE, _JSON_FROM_FILE = ("system_prompt",), ("few_shot", "tools")
 _FILE, _FILE_LIMIT_BYTES = "file:", 1 << 20
 
@@ -89,9 +89,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Paths in the file are relative to its folder, paths in overrides to the working directory.
     """
     values = read(path).to_dict()
-    for section in _SECTIONS_WITH_PATHS:
-        if found := (values.get(section) or {}).get("path"):
-            values[section]["path"] = os.path.normpath(Path(path).resolve().parent / found)
+    for section, key in _PATHS:
+        if found := (values.get(section) or {}).get(key):
+            values[section][key] = os.path.normpath(Path(path).resolve().parent / found)
     for key in ("extract", "reward"):
         if isinstance(named := (values.get("task") or {}).get(key), str):
             values["task"][key] = relative_to(str(Path(path).resolve().parent), named)

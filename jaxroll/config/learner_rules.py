@@ -97,7 +97,7 @@ def _check_unread(given: LearnerConfig, learner: LearnerConfig) -> None:
 def _check_adapters(config: Config, learner: LearnerConfig) -> None:
     """The same for what adapters have, which are no part of the algorithm."""
     usual = LearnerConfig()
-    for key in ("lora_alpha", "lora_targets", "lora_publish"):
+    for key in ("lora_alpha", "lora_targets", "lora_path", "lora_publish"):
         if (value := getattr(learner, key)) != getattr(usual, key) and not learner.lora_rank:
             raise ConfigError(f"learner.{key}", value, "nothing is adapted while learner.lora_rank is 0",
                               "Set learner.lora_rank above 0 (8 is usual), or leave it out.")  # fmt: skip

@@ -345,6 +345,8 @@ class LearnerConfig:
     lora_alpha: PositiveFloat = 16.0
     # Parameters of each layer that get adapters.
     lora_targets: tuple[str, ...] = LORA_TARGETS
+    # Folder of PEFT adapters (adapter_config.json) that the run starts from. Empty: fresh ones.
+    lora_path: str = ""
     # Weight sync: parameters with merged adapters, or the adapters alone.
     lora_publish: Literal["merged", "adapters"] = "merged"
     # Peak learning rate. -1, as in defaults(): this, or with model.path 1e-6 (adapters: 1e-5).

@@ -352,6 +352,7 @@ def _weights_options(weights: argparse.ArgumentParser) -> None:
             one.add_argument(
                 "--shard-mb", type=int, default=5000, metavar="MB", help="largest size of one file (default: 5000)"
             )
+            one.add_argument("--adapters", action="store_true", help="write a run's LoRA adapters alone, for PEFT")
 
 
 def _env_options(env: argparse.ArgumentParser) -> None:

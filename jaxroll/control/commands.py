@@ -250,6 +250,9 @@ def run_weights(options: argparse.Namespace) -> int:
     above = (source, source.parent, source.parent.parent)  # RUN, RUN/warm, RUN/checkpoints/LINEAGE.STEP
     home = next((path for path in above if RunPaths(path).run_file.is_file()), None)
     run = None if home is None else weights.OfRun(home, run_dir.load_config(home))
+    if options.adapters:
+        print(weights.export_adapters(source, run, out, options.dtype))
+        return 0
     with weights.opened(source, run) as held:
         print(weights.export(held, out, options.dtype, options.shard_mb * 10**6))
     return 0

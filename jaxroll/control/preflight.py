@@ -21,6 +21,7 @@ from jaxroll.data import gym, prompts, sources
 from jaxroll.envs import registry
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
+from jaxroll.learner import peft
 from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
@@ -59,6 +60,8 @@ def check(config: Config, report: Progress | None = None) -> None:
     _check_attention(config, model)
     if config.model.path:
         folders.check_weights(config.model, model)
+    if config.learner.lora_path:
+        peft.check(config.learner, model)
 
 
 def _check_meshes(config: Config, model: ModelSpec) -> None:
@@ -90,7 +93,7 @@ def meshes(config: Config) -> dict[str, MeshConfig]:
 
 def _check_files(config: Config) -> None:
     for key, path in (("model.path", config.model.path), ("tokenizer.path", config.tokenizer.path),
-                      ("task.path", config.task.path)):  # fmt: skip
+                      ("task.path", config.task.path), ("learner.lora_path", config.learner.lora_path)):  # fmt: skip
         if path and not Path(path).expanduser().exists():
             raise ConfigError(key, path, "no such file or folder on this machine", _beside(Path(path)))
 

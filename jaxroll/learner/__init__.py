@@ -9,6 +9,7 @@ a claim passes through them.
     sharing           the same for rows in which several answers share one copy of their prompt (numpy)
     state             parameters, optimizer state, the optimizer itself, and the frozen reference model
     lora              low-rank adapters on frozen parameters, and their merge
+    peft              adapters in the format of Hugging Face's PEFT (no JAX)
     step              compiled programs: accumulate gradients, recompute log-probs, apply an optimizer step
     step_metrics      training-step metrics, grouped by token age and summed on the device
     critic            the value model with its own optimizer step

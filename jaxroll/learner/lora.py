@@ -20,8 +20,10 @@ import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from jaxroll.config import LearnerConfig
+from jaxroll.learner import peft
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
+from jaxroll.sharding import placing
 from jaxroll.sharding.layout import Layout
 
 Params = dict[str, jax.Array]
@@ -80,6 +82,14 @@ def init(spec: ModelSpec, layout: Layout, lora: Lora, key: PRNGKeyArray) -> Para
     """Fresh adapters, created sharded: A normal with deviation 1/√in, B zero; the same on every mesh."""
     create = jax.jit(functools.partial(_created, spec, lora), out_shardings=shardings(spec, layout, lora))
     return create(key)
+
+
+def starting(learner: LearnerConfig, spec: ModelSpec, layout: Layout, lora: Lora, key: PRNGKeyArray) -> Params:
+    """The adapters that a run starts from: those in `learner.lora_path`, or fresh ones."""
+    if not learner.lora_path:
+        return init(spec, layout, lora, key)
+    given, where = peft.read(learner, spec), shardings(spec, layout, lora)
+    return {name: placing.placed_once(given[name], where[name]) for name in where}
 
 
 def merged(

@@ -209,7 +209,7 @@ class Trainer:
         if self.lora:
             self.base, self._base_digest = params, lora.digest(params)
             key = jax.random.fold_in(jax.random.key(self.config.run.seed), _ADAPTERS)
-            params = lora.init(self.spec, self.layout, self.lora, key)
+            params = lora.starting(self.config.learner, self.spec, self.layout, self.lora, key)
         state = states.fresh(params, self.spec, self.layout, transform, self.lora)
         return dataclasses.replace(state, critic=critic_state)
 

@@ -98,7 +98,11 @@ def newest_params(
         reason = "has neither checkpoints nor a warm start"
         raise ConfigError("RUN", str(run_dir), reason, "Train first: jaxroll train.")
     source = "the warm start" if folder == RunPaths(run_dir).warm_start else config.model.path
-    return _initial_params(config, spec, run_dir, layout), Version(0, 0), source
+    values = _initial_params(config, spec, run_dir, layout)
+    if (adapters := Lora.of(config.learner)) is not None and config.learner.lora_path:
+        given = lora.starting(config.learner, spec, layout, adapters, jax.random.key(0))
+        values, source = lora.merged(spec, layout, adapters, values, given), f"{source} with {config.learner.lora_path}"
+    return values, Version(0, 0), source
 
 
 def _initial_params(config: Config, spec: families.ModelSpec, run_dir: Path, layout: rules.Layout) -> states.Params:

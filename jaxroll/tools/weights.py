@@ -2,7 +2,8 @@
 
 Import writes a JaxRoll folder (see `jaxroll.learner.weights`), which `model.path` and `tokenizer.path` may name.
 Export writes a Hugging Face folder for transformers, from a run's newest checkpoint (or its warm start), from one
-checkpoint, or from a JaxRoll folder. Both copy the files of tokenizer and chat template byte for byte.
+checkpoint, or from a JaxRoll folder; with `--adapters`, the adapters alone for PEFT. Import and export of a model copy
+the files of tokenizer and chat template byte for byte.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from jaxroll import disk
 from jaxroll.config import Config, MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.learner import checkpoint_files, lora, weights
+from jaxroll.learner import checkpoint_files, lora, peft, weights
 from jaxroll.learner.lora import Lora
 from jaxroll.models import folders, hf_config, params, pretrained, tensor_files
 from jaxroll.models.families import ModelSpec
@@ -104,6 +105,18 @@ def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
         (unfinished / folders.CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         _copy(text, unfinished)
     return _summary(source, count, out, text)
+
+
+def export_adapters(path: Path, run: OfRun | None, out: Path, dtype: str) -> str:
+    """Write the adapters of a run's newest checkpoint, or of one checkpoint, for PEFT; return a summary."""
+    learner = None if run is None else run.config.learner
+    path = _newest(run) if run is not None and path == run.path else path
+    if run is None or learner is None or not learner.lora_rank or folders.is_ours(path):
+        raise ConfigError("SOURCE", str(path), "has no adapters", "Give a run with learner.lora_rank above 0.")
+    with weights.params(path) as values, _new(out) as unfinished:
+        to = _DTYPES.get(dtype, DTYPES["F32"])
+        peft.write(unfinished, learner, _base(run).spec, values, to, run.config.model.path)
+    return f"adapters of checkpoint {path} -> {out}: rank {learner.lora_rank}, {to.name}"
 
 
 @contextlib.contextmanager

@@ -210,6 +210,7 @@ BAD = [
     pytest.param(["learner.lora_alpha=3"], "learner.lora_alpha", "3.0", "lora_rank", id="alpha without adapters"),
     pytest.param(["learner.lora_targets=attn.q"], "learner.lora_targets", "('attn.q',)", "lora_rank",
                  id="targets without adapters"),
+    pytest.param(["learner.lora_path=sft"], "learner.lora_path", "sft", "lora_rank", id="adapters of rank 0"),
     pytest.param(["learner.lora_publish=adapters"], "learner.lora_publish", "adapters", "lora_rank",
                  id="no adapters to send"),
     pytest.param(["learner.lora_rank=4", "learner.lora_publish=adapters", "transfer.channel=tensorstore"],

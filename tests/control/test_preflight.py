@@ -199,6 +199,9 @@ CASES: dict[str, Case] = {
     "model without a size": (folder(config={"model_type": "qwen3"}), PATH, "config.json", "model_type", "lacks"),
     "model of no layers": (
         folder(config={**HUGGING_FACE, "num_hidden_layers": 0}), PATH, "config.json num_hidden_layers", "0", "least 1"),
+    "adapters that are not there": (
+        lambda here: (here / "sft").mkdir(), ["learner.lora_rank=4", "learner.lora_path=sft"],
+        "learner.lora_path", "sft", "cannot be read"),
     "model of odd heads": (folder(config={**HUGGING_FACE, "head_dim": 7}), PATH, "model.head_dim", "7", "even"),
     "heads without keys": (
         folder(config={**HUGGING_FACE, "num_key_value_heads": 3}), PATH, "model.kv_heads", "3", "does not divide"),
@@ -375,6 +378,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "models/folders.py::weight_tensors": ("model without weights", "weights unreadable", "an index of nothing"),
     "models/folders.py::check_weights": ("weights of another model", "weights too few"),
     "models/folders.py::read_json": ("folder without a model", "a list for a config.json"),
+    "learner/peft.py": ("adapters that are not there",),
     "models/pretrained.py::leaves": ("weights of another model", "weights too few"),
     "engine/engine.py::_check_sizes": RULED,
     "engine/jetstream_programs.py": CALLED,
