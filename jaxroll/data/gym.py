@@ -6,32 +6,29 @@ import contextlib
 import dataclasses
 import io
 import json
-import string
-from collections.abc import Callable, Mapping
 from typing import Any
-
-import msgspec
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.records import Item
-from jaxroll.rewards.scorers import import_library
+from jaxroll.rewards.gym_tasks import MIXTURE, PRINTABLE, TASKS, UNSOLVED, GymTask
+from jaxroll.rewards.scorers import import_library, importable
 
 # Exceptions of third-party generators for seeds that they do not support.
 _GENERATOR_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 # Item i of seed s is Random(s + i), so neighbouring seeds share items. JaxRoll uses one seed and disjoint index ranges.
 _SEED = 0
 _VIRTUAL_SIZE = 2**62
+_SPEC = {"name", "weight", "config"}  # keys of a task in a mixture
 
 
 class GymSource:
     """Items of the reasoning-gym task `cfg.name` with the settings `cfg.args`."""
 
-    size = None
-
     def __init__(self, cfg: TaskConfig) -> None:
         self._task = allowed(cfg.name)
+        self.size = self._task.size
         if cfg.prompt_style == "compact" and self._task.compact is None:
             raise ConfigError(
                 "task.prompt_style",
@@ -41,7 +38,12 @@ class GymSource:
             )
         self._name = cfg.name
         self._as_compact = cfg.prompt_style == "compact"
-        self._dataset = _create_dataset(cfg.name, dict(cfg.args))
+        args = dict(cfg.args)
+        self._settings_by_task = {cfg.name: args}
+        if cfg.name == MIXTURE:
+            self._settings_by_task = _settings_in_mixture(args)
+            args = {"datasets": _specs(args["datasets"])}
+        self._dataset = _create_dataset(cfg.name, args, self.size or _VIRTUAL_SIZE)
         self.identity = f"reasoning_gym/{cfg.name}/{json.dumps(dict(cfg.args), sort_keys=True, default=list)}"
 
     def item(self, index: int) -> Item:
@@ -50,23 +52,31 @@ class GymSource:
             entry = self._dataset[index]
         except _GENERATOR_ERRORS as error:
             raise DataError(f"{self._name}[{index}] cannot be generated: {error!r}") from error
-        metadata, answer, task = entry["metadata"], entry["answer"], self._task
+        metadata, answer = entry["metadata"], entry["answer"]
+        name = metadata["source_dataset"] if self._name == MIXTURE else self._name
+        task, settings = TASKS[name], self._settings_by_task[name]
+        if task.scorer_metadata is None:
+            fields = json.loads(json.dumps(metadata, default=str))  # numpy's subclasses of float and str become plain
+        else:
+            fields = {field: metadata[field] for field in task.scorer_metadata}
         lower = task.lower_case and self._as_compact
         return Item(
             question=entry["question"],
             compact=entry["question"] if task.compact is None else task.compact(metadata),
-            answer=answer.lower() if lower and answer is not None else answer,
+            answer=None if answer is None or UNSOLVED in answer else answer.lower() if lower else answer,
             env_args={
                 "scorer": "reasoning_gym",
-                "dataset": self._name,
-                "entry": {"answer": answer, "metadata": {field: metadata[field] for field in task.scorer_metadata}},
+                "dataset": name,
+                "entry": {"answer": answer, "metadata": fields},
+                **({"settings": settings} if settings and task.scorer_metadata is None else {}),
             },
         )
 
     def alphabet(self) -> str:
         """The characters of prompts and answers: declared for compact prompts, printable ASCII for full ones."""
         if not self._as_compact:
-            return _sorted_characters(PRINTABLE + self._task.prompt_alphabet + self._task.answer_alphabet)
+            known = PRINTABLE + self._task.prompt_alphabet + self._task.answer_alphabet
+            return _sorted_characters(known + (self._task.characters or ""))
         if self._name == "spell_backward":  # its words are known, and most ranges of lengths contain no digit
             return _sorted_characters("".join(self._dataset.words).lower())
         return _sorted_characters(self._task.prompt_alphabet + self._task.answer_alphabet)
@@ -80,7 +90,7 @@ def _with_compact() -> list[str]:
     return sorted(name for name, task in TASKS.items() if task.compact is not None)
 
 
-def _create_dataset(name: str, args: dict[str, Any]) -> Any:
+def _create_dataset(name: str, args: dict[str, Any], size: int) -> Any:
     """The dataset object; its output on stdout is dropped."""
     for key in ("seed", "size"):
         if key in args:
@@ -102,9 +112,27 @@ def _create_dataset(name: str, args: dict[str, Any]) -> Any:
         ) from error
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            return reasoning_gym.create_dataset(name, seed=_SEED, size=_VIRTUAL_SIZE, **args)
+            return reasoning_gym.create_dataset(name, seed=_SEED, size=size, **args)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError("task.args", args, f"{name} refuses them: {error}", _settings_of(name, args)) from error
+
+
+def _settings_in_mixture(args: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of each task in `datasets`. ConfigError for one that is not an endless task."""
+    given = args.get("datasets")
+    if set(args) != {"datasets"} or not given or not all({"name"} <= set(each) <= _SPEC for each in given):
+        remedy = "Set datasets=[{'name': 'chain_sum', 'weight': 1.0, 'config': {}}, …]."
+        raise ConfigError("task.args", args, f"{MIXTURE} needs the list `datasets` and nothing else", remedy)
+    for each in given:
+        if allowed(each["name"]).size is not None or each["name"] == MIXTURE:
+            raise ConfigError("task.args.datasets", each["name"], "it has a limited number of items", "Leave it out.")
+    return {each["name"]: dict(each.get("config", {})) for each in given}
+
+
+def _specs(given: list[dict[str, Any]]) -> list[Any]:
+    from reasoning_gym.composite import DatasetSpec
+
+    return [DatasetSpec(**{"weight": 1.0, "config": {}, **each}) for each in given]
 
 
 def _settings_of(name: str, args: dict[str, Any]) -> str:
@@ -116,144 +144,15 @@ def _settings_of(name: str, args: dict[str, Any]) -> str:
     return nearest(unknown[0], known) if unknown else f"Its settings: {', '.join(sorted(known))}."
 
 
-# --- known tasks: allowed ones with their compact form, refused ones with the reason
-#
-# A task is allowed if its scorer only compares text or numbers (reviewed in reasoning-gym 0.1.25). Several others
-# execute the model's answer, hang on it, raise, or can be gamed; `rewards.scorers` has its own list and also refuses
-# them.
-
-Metadata = Mapping[str, Any]
-
-PRINTABLE = string.printable[:95] + "\n"
-_DIGITS = string.digits
-_EXPRESSION = _DIGITS + "+-*/()"
-
-
-class GymTask(msgspec.Struct, frozen=True):
-    """An allowed task.
-
-    `compact` makes the short prompt from an item's metadata; None if there is no short form. `prompt_alphabet` and
-    `answer_alphabet` are the characters of compact prompts and of answers. `scorer_metadata` are the fields that the
-    scorer reads in addition to the answer. `lower_case`: prompts and answers are in lower case, because the scorer
-    ignores case; this halves the alphabet.
-    """
-
-    compact: Callable[[Metadata], str] | None = None
-    prompt_alphabet: str = PRINTABLE
-    answer_alphabet: str = PRINTABLE
-    scorer_metadata: tuple[str, ...] = ()
-    lower_case: bool = False
-
-
-def _word(metadata: Metadata) -> str:
-    return metadata["word"].lower()
-
-
-def _expression(metadata: Metadata) -> str:
-    return metadata["expression"].replace(" ", "")
-
-
-def _board(metadata: Metadata) -> str:
-    return "\n".join("".join(str(cell or "_") for cell in row) for row in metadata["puzzle"])
-
-
-def _letter_and_text(metadata: Metadata) -> str:
-    return f"{metadata['target_letter']}:{' '.join(metadata['span'])}"
-
-
-def _number(metadata: Metadata) -> str:
-    return str(metadata["number"])
-
-
-def _numbers(metadata: Metadata) -> str:
-    return ",".join(str(number) for number in metadata["numbers"])
-
-
-def _equation(metadata: Metadata) -> str:
-    return metadata["equation"].replace(" ", "")
-
-
-def _binary(metadata: Metadata) -> str:
-    return metadata["string"]
-
-
-def _bases(metadata: Metadata) -> str:
-    return f"{metadata['source_repr']}:{metadata['source_base']}:{metadata['target_base']}"
-
-
-def _cipher(metadata: Metadata) -> str:
-    return metadata["cipher_text"]
-
-
-def _grid(metadata: Metadata) -> str:
-    return "\n".join("".join(str(cell) for cell in row) for row in metadata["grid"])
-
-
-_LETTERS = string.ascii_letters + "àë" + _DIGITS  # the characters of the text from which the word tasks are made
-
-TASKS: Mapping[str, GymTask] = {
-    "spell_backward": GymTask(_word, string.ascii_lowercase + _DIGITS, string.ascii_lowercase + _DIGITS, (), True),
-    "basic_arithmetic": GymTask(_expression, _EXPRESSION, _DIGITS + "-"),
-    "chain_sum": GymTask(_expression, _DIGITS + "+-", _DIGITS + "-"),
-    "decimal_chain_sum": GymTask(_expression, _DIGITS + "+-.", _DIGITS + "-."),
-    "products": GymTask(_expression, _DIGITS + "*-", _DIGITS + "-"),
-    "mini_sudoku": GymTask(_board, "1234_\n", "1234 \n", ("solution",)),
-    "letter_counting": GymTask(_letter_and_text, _LETTERS + ": ", _DIGITS),
-    "count_bits": GymTask(_number, _DIGITS, _DIGITS),
-    "gcd": GymTask(_numbers, _DIGITS + ",", _DIGITS),
-    "lcm": GymTask(_numbers, _DIGITS + ",", _DIGITS),
-    "simple_equations": GymTask(_equation, string.ascii_lowercase + _DIGITS + "+-*=", _DIGITS + "-"),
-    "binary_alternation": GymTask(_binary, "01", _DIGITS + "-"),
-    "base_conversion": GymTask(_bases, string.ascii_lowercase + _DIGITS + ":", string.ascii_lowercase + _DIGITS),
-    "caesar_cipher": GymTask(_cipher, string.ascii_uppercase + " ", string.ascii_uppercase + " "),
-    "largest_island": GymTask(_grid, "01\n", _DIGITS),
-    "count_primes": GymTask(),
-    "isomorphic_strings": GymTask(),
-    "leg_counting": GymTask(),
-    "ransom_note": GymTask(),
-    "string_splitting": GymTask(),
-    "string_synthesis": GymTask(),
-    "word_sorting": GymTask(scorer_metadata=("sorted_words",)),
-}
-
-_EXECUTES = "its scorer executes the model's answer"
-_RAISES = "its scorer raises on malformed answers"
-_NO_ANSWER = "it has no answer to warm up on and its scorer has not been read"
-
-REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            "binary_matrix",
-            "countdown",
-            "intermediate_integration",
-            "n_queens",
-            "polynomial_multiplication",
-            "puzzle24",
-            "simple_integration",
-            "spiral_matrix",
-            "string_insertion",
-        ),
-        _EXECUTES,
-    ),
-    **dict.fromkeys(("prime_factorization", "boxnet", "coin_flip", "game_of_life"), _RAISES),
-    **dict.fromkeys(("graph_color", "rush_hour", "rubiks_cube", "propositional_logic"), _NO_ANSWER),
-    "game_of_life_halting": "its scorer pays any text when the true answer is False",
-    "complex_arithmetic": "its scorer pays half for nan",
-    "decimal_arithmetic": "its scorer accepts answers off in the last digit, by a setting the item does not hold",
-    "power_function": "its scorer accepts answers that agree in three digits only",
-    "number_sorting": "its scorer accepts numbers that are off by one",
-    "number_sequence": "its generator takes many seconds for some items",
-    "arc_agi": "its score changes when the item travels as JSON",
-    "rearc": "its score changes when the item travels as JSON",
-    "maze": "its generator fails for some seeds and its alphabet changes with every item",
-}
+# --- known tasks
 
 
 def allowed(name: str) -> GymTask:
-    """The task `name`; ConfigError with the reason if it is refused."""
-    if name in TASKS:
-        return TASKS[name]
-    if name in REFUSED:
-        raise ConfigError("task.name", name, REFUSED[name], f"Choose one of {', '.join(sorted(TASKS))}.")
-    reason = "it is not on the list of tasks whose scorers were reviewed and only compare"
-    raise ConfigError("task.name", name, reason, nearest(name, tuple(TASKS)))
+    """The task `name`; ConfigError if there is none, or if a package that its generator needs is missing."""
+    if name not in TASKS:
+        raise ConfigError("task.name", name, "reasoning-gym has no such task", nearest(name, tuple(TASKS)))
+    missing = [package for package in TASKS[name].needs if not importable(package)]
+    if missing:
+        reason = f"its generator needs {', '.join(missing)}, without wheels on PyPI"
+        raise ConfigError("task.name", name, reason, f"pip install {' '.join(missing)} (with a C compiler).")
+    return TASKS[name]

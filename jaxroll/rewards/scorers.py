@@ -18,6 +18,7 @@ import msgspec
 
 from jaxroll import env_checks
 from jaxroll.errors import DataError
+from jaxroll.rewards import gym_tasks
 
 ScoreFunction = Callable[[Mapping[str, Any], str], float]
 
@@ -27,16 +28,7 @@ MIN_ANSWER_CHARS = 8192
 _CHARS_OF_TOKEN = 64  # longer than the tokens of common vocabularies, except runs of spaces
 TOO_LONG, NOT_ASCII = "too long", "not ASCII"
 
-# reasoning-gym tasks whose scorers only compare text or numbers, as reviewed in version 0.1.25. The others execute the
-# answer, hang on it, raise, or can be gamed: they need a sandbox. `data` offers a subset of these; this list decides.
-COMPARE_ONLY = frozenset({
-    "base_conversion", "basic_arithmetic", "binary_alternation", "caesar_cipher", "chain_sum", "count_bits",
-    "count_primes", "decimal_chain_sum", "gcd", "isomorphic_strings", "largest_island", "lcm", "leg_counting",
-    "letter_counting", "mini_sudoku", "products", "ransom_note", "simple_equations",
-    "spell_backward", "string_splitting", "string_synthesis", "word_sorting",
-})  # fmt: skip
-
-# reasoning-gym imports these for tasks that JaxRoll refuses. They have no wheels, and pycosat needs a C compiler.
+# reasoning-gym imports these for the generators of a few tasks. They have no wheels, and pycosat needs a C compiler.
 _NOT_NEEDED = {"reasoning_gym": ("cellpylib", "pycosat", "zss")}
 
 
@@ -97,7 +89,10 @@ def judge_args(args: Mapping[str, Any], answer: str, max_chars: int = MIN_ANSWER
         raise DataError(f"there is no scorer {args.get('scorer')!r}; known are {', '.join(sorted(_SCORERS))}")
     if scorer.guard is not None and (reason := scorer.guard(answer, max_chars)):
         return Judgement(0.0, reason)
-    raw = scorer.function(args, answer)
+    try:
+        raw = scorer.function(args, answer)
+    except Rejected as rejection:
+        return Judgement(0.0, rejection.reason)
     return Judgement(env_checks.number(raw, f"the score of scorer {args['scorer']!r}"))
 
 
@@ -112,27 +107,46 @@ def exact(args: Mapping[str, Any], answer: str) -> float:
     return 1.0 if answer == args["answer"] else 0.0
 
 
-@register("reasoning_gym", guard=plain_text)
+def readable(answer: str, max_chars: int) -> str:
+    """A guard that rejects long answers and null characters."""
+    return TOO_LONG if len(answer) > max_chars else NOT_ASCII if "\0" in answer else ""
+
+
+class Rejected(Exception):
+    """Raised by a scorer that rejects an answer for `reason`; the answer scores 0."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+@register("reasoning_gym", guard=readable)
 def reasoning_gym(args: Mapping[str, Any], answer: str) -> float:
-    """reasoning-gym's score of the answer to `args["entry"]`, for tasks in `COMPARE_ONLY`; DataError for others."""
-    name = args["dataset"]
-    if name not in COMPARE_ONLY:
-        raise DataError(f"reasoning-gym's {name!r} is not on the list of scorers that only compare; it is not run here")
-    return _dataset(name).score_answer(answer, args["entry"])
+    """The score of the answer to `args["entry"]` (see `gym_tasks.score`); DataError for an unknown task.
+
+    Characters outside ASCII are rejected where no right answer has them.
+    """
+    name, entry = args["dataset"], args["entry"]
+    if name not in gym_tasks.TASKS:
+        raise DataError(f"reasoning-gym's {name!r} is not in the table of tasks")
+    plain = not gym_tasks.TASKS[name].any_script and (entry["answer"] or "").isascii()
+    if plain and not answer.isascii():
+        raise Rejected(NOT_ASCII)
+    return gym_tasks.score(name, _dataset(name, msgspec.json.encode(args.get("settings", {}))), entry, answer)
 
 
 @cache
-def _dataset(name: str) -> Any:
-    """The dataset whose scorer is used. The scorer reads only the entry, so the dataset's settings do not matter."""
-    return import_library("reasoning_gym").create_dataset(name, seed=0, size=1)
+def _dataset(name: str, settings: bytes) -> Any:
+    """The dataset whose scorer is used. The scorer reads only the entry and the settings, not the dataset's items."""
+    return import_library("reasoning_gym").create_dataset(name, seed=0, size=10, **msgspec.json.decode(settings))
 
 
 def import_library(name: str) -> ModuleType:
-    """Import a library, with empty modules in place of missing packages that only refused tasks use.
+    """Import a library, with empty modules in place of missing packages that only a few tasks use.
 
     reasoning-gym imports all its tasks at once. Raises ImportError where the library itself is not installed.
     """
-    absent = [] if name in sys.modules else [each for each in _NOT_NEEDED.get(name, ()) if not _importable(each)]
+    absent = [] if name in sys.modules else [each for each in _NOT_NEEDED.get(name, ()) if not importable(each)]
     sys.modules.update((each, ModuleType(each)) for each in absent)
     try:
         return importlib.import_module(name)
@@ -141,7 +155,8 @@ def import_library(name: str) -> ModuleType:
             sys.modules.pop(each, None)
 
 
-def _importable(name: str) -> bool:
+def importable(name: str) -> bool:
+    """True if the module `name` can be imported here."""
     try:
         importlib.import_module(name)
     except ImportError:

