@@ -99,7 +99,8 @@ CASES: dict[str, Case] = {
         None, ["learner.mesh.fsdp=5", "learner.micro_batch_rows=10"], "learner.mesh.fsdp", "5", "32 of width"),
     "evaluator's heads": (None, ["evaluator.mesh.tensor=3"], "evaluator.mesh.tensor", "3", "does not divide"),
     "task unknown": (None, ["task.name=spell_backwards"], "task.name", "spell_backwards", "'spell_backward'"),
-    "task refused": (None, ["task.name=countdown"], "task.name", "countdown", "executes"),
+    "mixture of tasks": (
+        None, ["task.name=composite", "task.prompt_style=full"], "task.args", "{}", "Set datasets=["),
     "task's setting unknown": (
         None, ["task.args.min_word_length=2"], "task.args", "min_word_length", "Did you mean 'min_word_len'?"),
     "task's setting wrong": (None, ["task.args.min_word_len=-1"], "task.args", "-1", "min_word_len"),
@@ -397,7 +398,8 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "envs/registry.py::refuse_unknown": ("game's setting unknown",),
     "data/gym.py::GymSource.__init__": ("no compact prompt",),
     "data/gym.py::_create_dataset": ("task's setting unknown", "task's setting wrong", "task's range"),
-    "data/gym.py::allowed": ("task unknown", "task refused"),
+    "data/gym.py::_settings_in_mixture": ("mixture of tasks",),
+    "data/gym.py::allowed": ("task unknown",),
     "data/tasks.py::tasks": ("task too small", "prompts too long"),
     "data/prompts.py::PromptPipeline.__next__": ("every row held out",),
     "data/prompts.py::PromptPipeline.restore": HERE,

@@ -165,7 +165,7 @@ def test_a_scorer_that_takes_its_worker_down_costs_its_own_item_only(
         (misbehave("write", path="{tmp}/file"), "PermissionError|OSError"),
         ("{", "DecodeError"),
         ('{"scorer": "nope"}', "no scorer 'nope'"),
-        (SPELL.replace("spell_backward", "countdown"), "only compare"),
+        (SPELL.replace("spell_backward", "nonesuch"), "table of tasks"),
     ],
 )
 def test_a_scorer_that_raises_costs_its_item_and_not_its_worker(
