@@ -314,6 +314,7 @@ class _Step(_Known):
     age_max: Number | None = None
     logprob_mismatch_max: Number | None = None
     logits_std: Number | None = None
+    expert_balance: Number | None = None
     padding_waste: Number | None = None
     compiles: Number | None = None
 

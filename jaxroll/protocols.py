@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 import msgspec
 import numpy as np
 
-from jaxroll.records import UNMARKED, Item, Message, Task, VersionRun
+from jaxroll.records import NO_EXPERTS, UNMARKED, Item, Message, Task, VersionRun
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -47,12 +47,14 @@ class GenerationKey(msgspec.Struct, frozen=True):
     salt: int = 0
 
 
-class Completion(msgspec.Struct, frozen=True):
+class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
     """A completion sampled by the engine: T new tokens, including the stop token if `finish` is stop.
 
     `logprobs` are those of the sampling distribution (temperature and truncation included). `finish` is stop, length
     or abort. `versions` covers the T tokens in order. `support` holds the ids to which truncation restricted each token
     (`jaxroll.supports`), if the engine records them and a token was truncated; otherwise it is empty.
+    `experts`, if recorded, holds the experts chosen for the P tokens of the prompt and all tokens but the last: X
+    numbers each, those of every layer in order.
     """
 
     tokens: np.ndarray  # int32 [T]
@@ -60,6 +62,7 @@ class Completion(msgspec.Struct, frozen=True):
     versions: tuple[VersionRun, ...]
     finish: str
     support: np.ndarray = UNMARKED  # uint8 [N]
+    experts: np.ndarray = NO_EXPERTS  # uint8 or uint16 [P + T - 1, X], or [0, 0]
 
 
 class LLMProxy(Protocol):

@@ -92,10 +92,15 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
         return (self.sampled if self.sampled.size else self.loss_mask).astype(bool)
 
 
+NO_EXPERTS = np.zeros((0, 0), np.uint8)
+
+
 class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     """A complete rollout. `versions` run-length encodes the version of every sampled token, in order.
 
     `extracted` is the part of the answer that was scored, cut to `MAX_EXTRACTED_CHARS`; None if it was all of it.
+    `experts` are the experts that the sampler chose for the first E of all tokens (for a mixture of experts, if
+    `learner.routing_replay`): X numbers per token, those of every layer in order.
     """
 
     segments: Annotated[tuple[Segment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
@@ -104,6 +109,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     reward_parts: Annotated[dict[Label, float], msgspec.Meta(max_length=MAX_PARTS)]
     versions: Annotated[tuple[VersionRun, ...], msgspec.Meta(max_length=MAX_RUNS)]
     extracted: Annotated[str, msgspec.Meta(max_length=MAX_EXTRACTED_CHARS)] | None = None
+    experts: np.ndarray = NO_EXPERTS  # uint8 or uint16 [E, X]
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

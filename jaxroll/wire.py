@@ -19,7 +19,9 @@ import msgspec
 import numpy as np
 
 PROTOCOL_VERSION = 2
-ARRAY_DTYPES = frozenset({"uint8", "int8", "int32", "int64", "uint32", "float32", "float64", "float16", "bool"})
+ARRAY_DTYPES = frozenset(
+    {"uint8", "uint16", "int8", "int32", "int64", "uint32", "float32", "float64", "float16", "bool"}
+)
 MAX_DIMS = 8
 _DIGITS = 40  # hex digits of a digest
 _LITTLE_ENDIAN = {name: np.dtype(name).newbyteorder("<") for name in ARRAY_DTYPES}

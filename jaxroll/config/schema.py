@@ -339,6 +339,10 @@ class LearnerConfig:
     kl_in: Literal["loss", "reward"] = "loss"
     # KL estimator (Schulman 2020).
     kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
+    # Coefficient of the load-balancing loss of a mixture of experts (0.001 is usual in pretraining). 0: none.
+    router_loss: NonNegativeFloat = 0.0
+    # Train on the experts that the sampler chose for each token (recorded with every sample), not on the learner's own.
+    routing_replay: bool = False
     # Rank of LoRA adapters. 0: train all parameters.
     lora_rank: NonNegativeInt = 0
     # LoRA scale: adapters are multiplied by lora_alpha / lora_rank.

@@ -39,6 +39,7 @@ def check_described(config: Config) -> None:
         model = families.spec(config.model.size, compute_dtype=config.model.dtype)
         _check_meshes(config, model)
         _check_attention(config, model)
+        families.check_routing(model, config)
     Settings.of(config)
 
 
@@ -58,6 +59,7 @@ def check(config: Config, report: Progress | None = None) -> None:
     model = folders.spec(config.model, tokenizer.vocab_size)
     _check_meshes(config, model)
     _check_attention(config, model)
+    families.check_routing(model, config)
     if config.model.path:
         folders.check_weights(config.model, model)
     if config.learner.lora_path:

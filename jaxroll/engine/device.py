@@ -118,6 +118,17 @@ class Device:
         place = self._place(shard, list(table)[:held], fill=self._sizes.shard_pages)
         self._state = self._programs.load(self._state, place, jax.tree.map(np.asarray, saved.pages))
 
+    def experts(self, shard: int, table: Sequence[int]) -> jax.Array | None:
+        """The recorded choices in the pages of a request, [J·U, X]; None without a record.
+
+        The copy to the host has begun; the pages may be reused at once.
+        """
+        if self._programs.experts is None:
+            return None
+        found = self._programs.experts(self._state, self._place(shard, table, fill=0))
+        found.copy_to_host_async()
+        return found
+
     def _place(self, shard: int, table: Sequence[int], *, fill: int) -> np.ndarray:
         place = np.full(1 + self._sizes.table, fill, np.int32)
         place[0], place[1 : 1 + len(table)] = shard, table
@@ -175,6 +186,7 @@ class Device:
         self.cancel([])
         self.set_token_masks({})
         self.load(0, [], SavedPages(self.save(0, [], 0).pages, 0))
+        self.experts(0, [])
 
     def compiles(self) -> int:
         """Programs compiled since warm-up; 0 without a warm-up."""

@@ -57,6 +57,8 @@ class EngineConfig:
     weights over the old KV cache. `reprefill`: they continue after their KV cache is recomputed with the new weights.
     `restart`: they start over. `drain`: the swap waits until they have finished, and no other request starts meanwhile.
 
+    With `experts`, completions hold the experts chosen for their tokens (`Completion.experts`).
+
     Requests may have a repetition penalty only with `penalties`, and a token mask only with `masks`; both need device
     memory. With `support_tokens`, truncated sampling keeps at most that many tokens, and completions contain their ids
     (`Completion.support`). `prefill_attention` and `paged_attention` name implementations (`kernels.choice`).
@@ -78,6 +80,7 @@ class EngineConfig:
     penalties: bool = False
     masks: bool = False
     support_tokens: int = 0
+    experts: bool = False
     prefill_attention: str = AUTO
     paged_attention: str = AUTO
 
@@ -98,6 +101,7 @@ class EngineConfig:
             self.penalties,
             self.masks,
             self.support_tokens,
+            self.experts,
         )
 
     def limits(self, sizes: Sizes) -> Limits:

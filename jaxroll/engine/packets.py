@@ -46,6 +46,7 @@ class Sizes:
     penalties: bool = False  # the device stores every request's tokens
     masks: bool = False  # the device stores a token mask per slot
     support: int = 0  # K: truncated sampling keeps at most K tokens, and reports carry their ids; 0: no limit, no ids
+    experts: bool = False  # the device stores the chosen experts of every token
 
     @property
     def columns(self) -> int:

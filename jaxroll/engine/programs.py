@@ -60,9 +60,10 @@ Insert = Callable[[Key[Array, ""], DecodeState, ArrayLike], DecodeState]
 Decode = Callable[
     [Params, Key[Array, ""], DecodeState, Int[Array, "S J"], Int[Array, " 2"]], tuple[DecodeState, Int[Array, "R S"]]
 ]
-Pages = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]  # keys and values of each layer, [J, K, U, H]
+Pages = kv.KVCache  # the pages of one request: leaves [J, K, U, H]
 Save = Callable[[DecodeState, ArrayLike], Pages]
 Load = Callable[[DecodeState, ArrayLike, Pages], DecodeState]
+Experts = Callable[[DecodeState, ArrayLike], jax.Array]
 Allow = Callable[[DecodeState, ArrayLike, ArrayLike], DecodeState]
 
 
@@ -80,6 +81,7 @@ class Programs:
     allow: Allow
     save: Save
     load: Load
+    experts: Experts | None  # None in an engine that does not record choices
     state: DecodeState  # ShapeDtypeStructs with shardings
     params: dict[str, NamedSharding]
     tables: NamedSharding
@@ -105,6 +107,7 @@ class Programs:
             self.allow,
             self.save,
             self.load,
+            *([self.experts] if self.experts else []),
         )
         return sum(program._cache_size() for program in every)  # type: ignore[attr-defined]
 
@@ -149,6 +152,7 @@ def build(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, attention: Se
         allow=jax.jit(partial(_allow), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0),
         save=jax.jit(partial(_save), in_shardings=(state, whole), out_shardings=whole),
         load=jax.jit(partial(_load), in_shardings=(state, whole, whole), out_shardings=state, donate_argnums=0),
+        experts=jax.jit(partial(_experts), in_shardings=(state, whole), out_shardings=whole) if sizes.experts else None,
         state=like,
         params=params,
         tables=tables,
@@ -197,7 +201,7 @@ def abstract_state(spec: ModelSpec, mesh: Mesh, rules: Rules, sizes: Sizes, atte
         longest = sizes.table * sizes.page_tokens
         side = dense.abstract_contiguous(spec, sizes.shards, slots, longest, sizes.page_tokens, mesh, rules)
     return DecodeState(
-        cache=kv.abstract(spec, sizes.shards, sizes.shard_pages, sizes.page_tokens, mesh, rules),
+        cache=kv.abstract(spec, sizes.shards, sizes.shard_pages, sizes.page_tokens, mesh, rules, experts=sizes.experts),
         side=side,
         logits=leaf((sizes.logit_rows, spec.vocab_size), jnp.float32, None, "vocab"),
         requests=leaf((slots, sizes.columns), jnp.int32),
@@ -278,13 +282,14 @@ def _status(requests: Int[Array, "N C"], tokens: Int[Array, " N"], counts: Int[A
 def _prefill(model: _Model, bucket: int, params: Params, state: DecodeState, packed: Int[Array, "R C"]) -> DecodeState:
     """`state` after computing prompts from position 0 on into their pages, with the logits after them."""
     batch = packets.unpack_prefill(packed, bucket)
-    logits, keys, values = transformer.prefill(
+    logits, keys, values, experts = transformer.prefill_with_experts(
         model.spec, params, batch.tokens, batch.lengths, layout=model.layout, attention=model.attention.prefill.name
     )
     fill = partial(kv.begun, shards=batch.shards, tables=batch.tables, lengths=batch.lengths)
     cache = kv.KVCache(
         tuple(fill(pool, new) for pool, new in zip(state.cache.keys, keys, strict=True)),
         tuple(fill(pool, new) for pool, new in zip(state.cache.values, values, strict=True)),
+        None if state.cache.experts is None or experts is None else fill(state.cache.experts, experts),
     )
     return replace(state, cache=cache, logits=state.logits.at[batch.logit_rows].set(logits, mode="drop"))
 
@@ -371,18 +376,20 @@ def _with_copies(
 
 def _save(state: DecodeState, place: Int[Array, " J1"]) -> Pages:
     """The pages place[1:] of shard place[0]."""
-    take = lambda pools: tuple(pool[place[0], :, place[1:]] for pool in pools)  # noqa: E731
-    return take(state.cache.keys), take(state.cache.values)
+    return jax.tree.map(lambda pool: pool[place[0], :, place[1:]], state.cache)
+
+
+def _experts(state: DecodeState, place: Int[Array, " J1"]) -> Int[Array, "JU X"]:
+    """The recorded choices in the pages place[1:] of shard place[0]."""
+    pool = state.cache.experts
+    assert pool is not None
+    return pool[place[0], 0, place[1:]].reshape(-1, pool.shape[-1])
 
 
 def _load(state: DecodeState, place: Int[Array, " J1"], pages: Pages) -> DecodeState:
     """`state` with `pages` written to pages place[1:] of shard place[0]; a page with index P is dropped."""
     put = lambda pool, saved: pool.at[place[0], :, place[1:]].set(saved, mode="drop")  # noqa: E731
-    keys, values = (
-        tuple(put(pool, saved) for pool, saved in zip(pools, some, strict=True))
-        for pools, some in zip((state.cache.keys, state.cache.values), pages, strict=True)
-    )
-    return replace(state, cache=kv.KVCache(keys, values))
+    return replace(state, cache=jax.tree.map(put, state.cache, pages))
 
 
 def _decode_step(

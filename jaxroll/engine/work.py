@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from jaxroll.engine import packets
@@ -215,6 +216,7 @@ class Work:
     def take(self, slot: int, ended: Ended, end_s: float, version: Version) -> tuple[Add, Result]:
         """Remove the ended request from `slot` and return it with its result."""
         add, result = self._ledger.take(slot, ended, end_s)
+        result = self._with_experts(slot, add, result)
         kept = None
         # A KV cache of mixed versions is not reused.
         if add.request.keep and all(run.version == version for run in result.completion.versions):
@@ -222,6 +224,17 @@ class Work:
         self._scheduler.release(slot, kept)
         del self._open[add.request.id]
         return add, result
+
+    def _with_experts(self, slot: int, add: Add, result: Result) -> Result:
+        """`result` with the recorded choices of all its tokens but the last, which was never computed."""
+        sequence = self._scheduler.sequences[slot]
+        assert sequence is not None
+        found = self._device.experts(self._scheduler.shard_of(slot), sequence.table)
+        if found is None:
+            return result
+        computed = len(add.request.prompt) + len(result.completion.tokens) - 1
+        experts = np.array(found)[:computed]
+        return replace(result, completion=msgspec.structs.replace(result.completion, experts=experts))
 
     def refused(self) -> list[tuple[Add, Partial | None, DataError]]:
         """Remove the requests that cannot continue; return each with its tokens (None: none) and the error."""

@@ -68,6 +68,7 @@ class Critic:
             optimizer=optimizer.of_critic(learner),
             added=(),
             lora=None,
+            routers=None,
         )
         self.clip, self.offload = learner.value_clip, learner.critic_offload
         layout, transform = policy.layout, self.recipe.optimizer.transform

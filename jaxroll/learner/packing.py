@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxroll import supports
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, DataError
 from jaxroll.learner.samples import Sample
 from jaxroll.models.families import ModelSpec, active_parameter_count
 
@@ -61,6 +61,8 @@ STREAMS: dict[str, np.dtype] = {
     "advantage": np.dtype(np.float32),
     "weight": np.dtype(np.float32),
 }
+SHARE = "share"  # extra stream of models with experts: see `token_shares`
+EXPERTS = "experts"  # extra stream [R, T, X] of recorded experts, for routing replay
 PROMPT_IDS = "prompt_ids"  # extra stream in rows that share prompts: the segment of the prompt that a token continues
 SUPPORT = "support"  # extra stream of truncated samples, [R, T, K]: the ids to which a token was restricted, then -1
 
@@ -282,6 +284,31 @@ def shard_imbalance(batches: Sequence[MicroBatch], shards: int, quadratic: float
             held[place.row * shards // batch.rows] += work([place.length], quadratic)[0] + quadratic * before
         busiest, mean = busiest + held.max(), mean + held.mean()
     return float(busiest / mean) if mean else 1.0
+
+
+def spread_experts(batch: MicroBatch, samples: Sequence[Sample], width: int, dtype: np.dtype) -> np.ndarray:
+    """[R, T, X]: the recorded experts of each token of `batch`, and the largest number for tokens without a record.
+
+    DataError when a record has another width or dtype: it is one of another model.
+    """
+    rows = np.full((*batch.streams["tokens"].shape, width), np.iinfo(dtype).max, dtype)
+    for place in (*batch.placements, *batch.prompts):
+        experts = samples[place.sample].experts
+        if experts is None:
+            continue
+        if experts.dtype != dtype or experts.shape[1] != width:
+            found = f"{experts.shape[1]} {experts.dtype}"
+            raise DataError(f"a sample records {found} per token, this model has {width} {dtype}")
+        own = experts[place.skipped : place.skipped + place.length]
+        rows[place.row, place.start : place.start + len(own)] = own
+    return rows
+
+
+def token_shares(batches: Sequence[MicroBatch]) -> list[np.ndarray]:
+    """float32 [R, T] of each micro-batch: 1 / (number of real tokens in all of them), and 0 in the padding."""
+    real = [batch.streams["segment_ids"] > 0 for batch in batches]
+    total = max(sum(int(of.sum()) for of in real), 1)
+    return [of.astype(np.float32) / np.float32(total) for of in real]
 
 
 def padding_waste(batches: Sequence[MicroBatch]) -> float:

@@ -35,6 +35,7 @@ class Sample:
     value: np.ndarray | None = None  # float32 [T]: the critic's value at the start of the claim
     target: np.ndarray | None = None  # float32 [T]: the regression target of that value
     supports: Supports | None = None  # of all T tokens, if some of them were truncated when they were sampled
+    experts: np.ndarray | None = None  # [E, X]: chosen experts of the first E tokens (`records.Finished`)
 
     @property
     def trained_tokens(self) -> int:
@@ -86,6 +87,7 @@ def of_member(member: Member, trained_at: Version) -> Sample:
         reward=float(outcome.reward),
         turns=_turns(outcome.segments, sampled, float(outcome.reward), outcome.reward_parts),
         supports=_supports(outcome.segments),
+        experts=outcome.experts if outcome.experts.size else None,
     )
 
 

@@ -31,11 +31,12 @@ from jaxroll.learner import state as states
 from jaxroll.learner import step_metrics as statistics
 from jaxroll.learner.compiles import AheadOfTime
 from jaxroll.learner.lora import Lora
-from jaxroll.learner.packing import PROMPT_IDS, STREAMS, SUPPORT
+from jaxroll.learner.packing import EXPERTS, PROMPT_IDS, SHARE, STREAMS, SUPPORT
 from jaxroll.learner.state import Optimizer, Params, TrainState
+from jaxroll.models import moe, transformer
 from jaxroll.models import params as model_params
-from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
+from jaxroll.models.moe import Load
 from jaxroll.protocols import Progress
 from jaxroll.sharding import placing
 from jaxroll.sharding.layout import Layout, batch_spec, replicated
@@ -54,6 +55,17 @@ class Accumulator:
 
     grads: dict[str, Any]
     statistics: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Routers:
+    """The training of a model with experts.
+
+    With `replay` the experts are those that the sampler chose. `loss` is the coefficient of `moe.balance_loss`.
+    """
+
+    replay: bool
+    loss: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,17 +89,28 @@ class Recipe:
     lora: Lora | None = None  # if set, `params` of a state are adapters and `base` the frozen parameters
     rows: SharedRows | None = None  # layout of a row that shares prompts
     support: int = 0  # K of the stream SUPPORT; 0: samples are not truncated
+    routers: Routers | None = None  # of a model with experts
 
     @property
     def streams(self) -> Mapping[str, np.dtype]:
         """The streams of a micro-batch as it is packed, by name."""
         extra = [name for name, used in ((PROMPT_IDS, self.rows), (SUPPORT, self.support)) if used]
-        return STREAMS | dict.fromkeys(extra, np.dtype(np.int32))
+        found = STREAMS | dict.fromkeys(extra, np.dtype(np.int32))
+        found |= {SHARE: np.dtype(np.float32)} if self.routers else {}
+        return found | ({EXPERTS: moe.recorded_dtype(self.spec)} if self.routers and self.routers.replay else {})
 
 
 def hidden_states(recipe: Recipe, params: Params, streams: Streams) -> Array:
     """The final hidden states [R, T, D] of packed rows."""
-    return transformer.forward(
+    return _with_load(recipe, params, streams)[0]
+
+
+def _with_load(recipe: Recipe, params: Params, streams: Streams) -> tuple[Array, Load | None]:
+    """The hidden states, and the load of the experts."""
+    choices = None
+    if recipe.routers and recipe.routers.replay:
+        choices = streams[EXPERTS].reshape(*streams["tokens"].shape, recipe.spec.layers, -1)
+    return transformer.forward_with_load(
         recipe.spec,
         params,
         streams["tokens"],
@@ -97,12 +120,16 @@ def hidden_states(recipe: Recipe, params: Params, streams: Streams) -> Array:
         attention=recipe.attention.name,
         rows=recipe.rows,
         prompt_ids=streams.get(PROMPT_IDS),
+        choices=choices,
     )
 
 
 def terms_of(recipe: Recipe, params: Params, streams: Streams) -> TokenTerms:
     """Log-prob, entropy and logit variance of every token of packed rows; undefined where `mask` is False."""
-    hidden = hidden_states(recipe, params, streams)
+    return _terms_of_hidden(recipe, params, hidden_states(recipe, params, streams), streams)
+
+
+def _terms_of_hidden(recipe: Recipe, params: Params, hidden: Array, streams: Streams) -> TokenTerms:
     return token_terms(
         recipe.spec,
         recipe.layout,
@@ -118,10 +145,15 @@ def terms_of(recipe: Recipe, params: Params, streams: Streams) -> TokenTerms:
 def gradients(
     recipe: Recipe, params: Params, streams: Streams, base: Params | None = None
 ) -> tuple[Params, statistics.Statistics]:
-    """∇ Σ weight · token loss over one micro-batch by `params` (with LoRA: adapters on `base`), and its statistics."""
+    """∇ Σ weight · token loss over one micro-batch by `params` (with LoRA: adapters on `base`), and its statistics.
+
+    With experts, the loss also has their balance loss times the micro-batch's share of the step's tokens.
+    """
 
     def total(params: Params) -> tuple[Array, statistics.Statistics]:
-        terms = terms_of(recipe, dense(recipe, params, base or {}), streams)
+        model = dense(recipe, params, base or {})
+        hidden, load = _with_load(recipe, model, streams)
+        terms = _terms_of_hidden(recipe, model, hidden, streams)
         logprobs = jnp.where(streams["mask"], terms.logprob, 0.0)
         # With one optimizer step per claim, the proximal policy is this forward pass: no extra program is needed.
         proximal = streams.get(PROXIMAL, jax.lax.stop_gradient(logprobs))
@@ -129,7 +161,12 @@ def gradients(
         given = (streams[name] for name in ("advantage", "mask", "segment_ids", "ages"))
         token = recipe.token_loss(Tokens(logprobs, proximal, streams["behaviour"], reference, *given))
         seen = statistics.of_batch(streams, proximal, token, terms.entropy, terms.logits_variance, recipe.age_buckets)
-        return jnp.sum(jnp.where(streams["mask"], streams["weight"] * token.loss, 0.0)), seen
+        loss = jnp.sum(jnp.where(streams["mask"], streams["weight"] * token.loss, 0.0))
+        if recipe.routers and load is not None:
+            balance = moe.balance_loss(load) * jnp.sum(streams[SHARE])
+            seen = statistics.with_balance(seen, balance)
+            loss = loss + recipe.routers.loss * balance if recipe.routers.loss else loss
+        return loss, seen
 
     grads, seen = jax.grad(total, has_aux=True)(params)
     return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), seen
@@ -175,7 +212,7 @@ class Programs:
         return self._get("zeros")()
 
     def placed(self, streams: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The streams of a micro-batch on the devices, with rows sharded over data and fsdp."""
+        """The streams of a micro-batch on the devices, with rows sharded over data, fsdp and expert."""
         return placing.placed(dict(streams), self._batch)
 
     def warm_fetches(self, buckets: Sequence[int]) -> None:
@@ -218,6 +255,9 @@ class Programs:
         if recipe.support:
             shape = (rows, recipe.row_tokens, recipe.support)
             streams[SUPPORT] = jax.ShapeDtypeStruct(shape, np.int32, sharding=self._batch)
+        if EXPERTS in streams:
+            like, width = streams[EXPERTS], moe.recorded_width(recipe.spec)
+            streams[EXPERTS] = jax.ShapeDtypeStruct((*like.shape, width), like.dtype, sharding=like.sharding)
         if name == "logprobs":
             return jax.jit(self._logprobs, out_shardings=self._batch).lower(self.params, streams)
         streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in recipe.added}

@@ -29,6 +29,7 @@ SUMS = (
     "entropy",
     "logits_variance",
     "fresh_tokens",
+    "balance",
 )
 MAXIMA = ("ratio_max", "mismatch_max")
 
@@ -67,12 +68,19 @@ def of_batch(
         "entropy": entropy,
         "logits_variance": logits_variance,
         "fresh_tokens": fresh,
+        "balance": jnp.zeros_like(proximal),
     }
     largest = {"ratio_max": rho, "mismatch_max": jnp.where(fresh, delta, 0.0)}
     age = jnp.clip(streams["ages"], 0, age_buckets - 1)
     of_age = (age[..., None] == jnp.arange(age_buckets)) & streams["mask"][..., None]  # [R, T, A]
     by_age = {name: _spread(value, of_age).sum((0, 1)) for name, value in summed.items()}
     return by_age | {name: _spread(value, of_age).max((0, 1)) for name, value in largest.items()}
+
+
+def with_balance(statistics: Statistics, balance: Float[Array, ""]) -> Statistics:
+    """`statistics` of a micro-batch of a model with experts: `balance` is its part of the balance loss."""
+    # It belongs to no token; the first bucket holds it.
+    return statistics | {"balance": statistics["balance"].at[0].set(jax.lax.stop_gradient(balance))}
 
 
 def merged(first: Statistics, second: Statistics) -> Statistics:
@@ -105,6 +113,7 @@ def metrics(statistics: Mapping[str, np.ndarray]) -> dict[str, Any]:
         "kl_behaviour": float(total["kl"] / tokens) if total["tokens"] else None,
         "ratio_max": float(total["ratio_max"]) if total["tokens"] else None,
         "entropy": float(total["entropy"] / tokens) if total["tokens"] else None,
+        "expert_balance": float(total["balance"]) if total["balance"] else None,
         "logits_std": math.sqrt(total["logits_variance"] / tokens) if total["tokens"] else None,
         "logprob_delta": float(total["delta"] / tokens) if total["tokens"] else None,
         "logprob_mismatch_max": float(total["mismatch_max"]) if total["fresh_tokens"] else None,

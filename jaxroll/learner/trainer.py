@@ -34,7 +34,8 @@ from jaxroll.learner.lora import Lora
 from jaxroll.learner.packing import MicroBatch
 from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import Reference, TrainState
-from jaxroll.learner.step import PROXIMAL, REFERENCE, Accumulator, Programs, Recipe
+from jaxroll.learner.step import PROXIMAL, REFERENCE, Accumulator, Programs, Recipe, Routers
+from jaxroll.models import families, moe
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
 from jaxroll.policy.limiter import max_age
@@ -216,7 +217,7 @@ class Trainer:
     def packed(self, samples: Sequence[Sample], together: int = 1) -> list[MicroBatch]:
         """The micro-batches of `samples` under this config."""
         if self._rows:
-            return sharing.pack(
+            batches = sharing.pack(
                 samples,
                 self._rows,
                 self.buckets,
@@ -224,15 +225,23 @@ class Trainer:
                 quadratic=self._quadratic,
                 support=self.programs.recipe.support,
             )
-        return packing.pack(
-            samples,
-            self.config.learner.row_tokens,
-            self.buckets,
-            shards=self._shards,
-            quadratic=self._quadratic,
-            together=together,
-            support=self.programs.recipe.support,
-        )
+        else:
+            batches = packing.pack(
+                samples,
+                self.config.learner.row_tokens,
+                self.buckets,
+                shards=self._shards,
+                quadratic=self._quadratic,
+                together=together,
+                support=self.programs.recipe.support,
+            )
+        if routers := self.programs.recipe.routers:
+            for batch, shares in zip(batches, packing.token_shares(batches), strict=True):
+                batch.streams[packing.SHARE] = shares
+                if routers.replay:
+                    width, dtype = moe.recorded_width(self.spec), moe.recorded_dtype(self.spec)
+                    batch.streams[packing.EXPERTS] = packing.spread_experts(batch, samples, width, dtype)
+        return batches
 
     def _with_logprobs(self, placed: list[list[Streams]], name: str) -> list[list[Streams]]:
         """The micro-batches of all minibatches with the added stream `name`: log π under the model of that name."""
@@ -290,6 +299,7 @@ class Trainer:
 def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm | None = None) -> Recipe:
     """The recipe of the learner's programs under this config."""
     algorithm = algorithm or registry.build(config.learner)
+    families.check_routing(spec, config)
     added = [PROXIMAL] if config.learner.minibatches > 1 else []
     remat, rows = config.learner.remat, shared_rows(config.learner)
     return Recipe(
@@ -306,6 +316,7 @@ def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm
         lora=Lora.of(config.learner),
         rows=rows,
         support=support_tokens(config.sampling),
+        routers=Routers(config.learner.routing_replay, config.learner.router_loss) if spec.experts else None,
     )
 
 
@@ -367,6 +378,7 @@ def _step_metrics(reports: Sequence[Mapping[str, Any]]) -> Metrics:
     row = step_metrics.metrics(step_metrics.totals([report["statistics"] for report in reports]))
     return row | {
         "loss": row["loss"] / len(reports),
+        "expert_balance": row["expert_balance"] and row["expert_balance"] / len(reports),
         "grad_norm": float(np.mean([report["grad_norm"] for report in reports])),
         "learning_rate": float(reports[-1]["learning_rate"]),
     }

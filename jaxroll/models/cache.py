@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxroll.kernels.cached import dense, levels
+from jaxroll.models import moe
 from jaxroll.models.families import ModelSpec
 from jaxroll.sharding.layout import Layout, Rules, sharding
 
@@ -25,10 +28,14 @@ LOGICAL = ("slots", "kv_heads", None, "tokens", "head_dim")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """Keys (already rotated) and values of each layer, in the compute dtype."""
+    """Keys (already rotated) and values of each layer, in the compute dtype.
+
+    `experts`, if recorded, are the choices of all layers in the same pages: X numbers per token (`moe.recorded`).
+    """
 
     keys: tuple[Float[Array, "D K P U H"], ...]
     values: tuple[Float[Array, "D K P U H"], ...]
+    experts: Int[Array, "D 1 P U X"] | None = None
 
     @property
     def shards(self) -> int:
@@ -52,17 +59,28 @@ def shards_of(slots: int, mesh: Mesh, rules: Rules) -> int:
     return slots // spread.shard_shape((slots,))[0]
 
 
-def abstract(spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules) -> KVCache:
-    """The cache as ShapeDtypeStructs with shardings, for ahead-of-time compilation and memory estimates."""
-    shape = (shards, spec.kv_heads, pages, page_tokens, spec.head_dim)
-    leaf = jax.ShapeDtypeStruct(shape, jnp.dtype(spec.compute_dtype), sharding=sharding(mesh, LOGICAL, rules, shape))
-    leaves = (leaf,) * spec.layers
-    return KVCache(leaves, leaves)  # pyright: ignore[reportArgumentType]  (abstract leaves replace arrays)
+def abstract(
+    spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules, *, experts: bool = False
+) -> KVCache:
+    """The cache as ShapeDtypeStructs with shardings, for ahead-of-time compilation and memory estimates.
+
+    With `experts`, it has room for recorded choices.
+    """
+
+    def pool(heads: int, width: int, dtype: np.dtype) -> Any:  # abstract leaves replace arrays
+        shape = (shards, heads, pages, page_tokens, width)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(mesh, LOGICAL, rules, shape))
+
+    leaves = (pool(spec.kv_heads, spec.head_dim, jnp.dtype(spec.compute_dtype)),) * spec.layers
+    recorded = pool(1, moe.recorded_width(spec), moe.recorded_dtype(spec)) if experts else None
+    return KVCache(leaves, leaves, recorded)
 
 
-def empty(spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules) -> KVCache:
+def empty(
+    spec: ModelSpec, shards: int, pages: int, page_tokens: int, mesh: Mesh, rules: Rules, *, experts: bool = False
+) -> KVCache:
     """A cache of zeros, created sharded."""
-    like = abstract(spec, shards, pages, page_tokens, mesh, rules)
+    like = abstract(spec, shards, pages, page_tokens, mesh, rules, experts=experts)
     lie = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like), out_shardings=lie)()
 

@@ -13,9 +13,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxroll.errors import ConfigError
-from jaxroll.models.spec import ModelSpec, RopeScaling, active_parameter_count, check_mesh, parameter_count
+from jaxroll.models.spec import (
+    ModelSpec,
+    RopeScaling,
+    active_parameter_count,
+    check_mesh,
+    check_routing,
+    parameter_count,
+)
 
-__all__ = ["FAMILIES", "ModelSpec", "active_parameter_count", "check_mesh", "names", "parameter_count", "spec"]
+__all__ = [
+    "FAMILIES",
+    "ModelSpec",
+    "active_parameter_count",
+    "check_mesh",
+    "check_routing",
+    "names",
+    "parameter_count",
+    "spec",
+]
 
 
 # The fields of ModelSpec, with their names in a config.json.

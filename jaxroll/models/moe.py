@@ -12,7 +12,7 @@ n tokens, D width, E experts, k experts of a token, F hidden units of an expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxroll.kernels.attention import exact_precision
+from jaxroll.models.families import ModelSpec
 from jaxroll.sharding.layout import Layout
 
 AXIS = "expert"  # the mesh axis that divides the experts
@@ -193,9 +194,21 @@ def balance_loss(loads: Load) -> Float[Array, ""]:
     return jnp.mean(loads.chosen.shape[-1] * jnp.sum(jax.lax.stop_gradient(share) * mean, -1))
 
 
-# --- recorded choices
+# --- recorded choices: the experts of every token, for a learner that uses those of the sampler
+#
+# A token's record is the L·k numbers of all layers. The largest number of its dtype marks a token without a record.
 
 
-def choice_dtype(experts: int) -> np.dtype:
-    """The dtype of recorded choices; its largest value marks a token without a record and is not an expert."""
-    return np.dtype(np.uint8 if experts < 255 else np.uint16)
+def recorded_dtype(spec: ModelSpec) -> np.dtype:
+    """The dtype of records: 8 bits if they can hold the number of every expert, else 16."""
+    return np.dtype(np.uint8 if spec.experts < 255 else np.uint16)
+
+
+def recorded_width(spec: ModelSpec) -> int:
+    """L·k, the length of a token's record."""
+    return spec.layers * spec.experts_per_token
+
+
+def recorded(spec: ModelSpec, chosen: Sequence[Int[Array, "R T k"]]) -> Int[Array, "R T 1 X"]:
+    """The records of tokens from the choices of each layer, as the values of one head (see `cache.KVCache`)."""
+    return jnp.concatenate(chosen, axis=-1)[:, :, None].astype(recorded_dtype(spec))

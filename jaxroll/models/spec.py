@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from jaxroll.config import MeshConfig
+from jaxroll.config import Config, MeshConfig
+from jaxroll.config.derived import episode_tokens
+from jaxroll.config.rules import MAX_MEMBER_MB, TOKEN_BYTES
 from jaxroll.errors import ConfigError
 
 _DTYPES = ("float32", "bfloat16")
@@ -190,6 +192,22 @@ def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:
             raise ConfigError(
                 f"{key}.{axis}", size, f"does not divide the {count} {what} of {spec.name}", f"Use one of {fits}."
             )
+
+
+def check_routing(spec: ModelSpec, config: Config) -> None:
+    """Raise ConfigError for options of experts with a model that has none, and for records too large for the store."""
+    learner = config.learner
+    for key, value, off in (("routing_replay", learner.routing_replay, False), ("router_loss", learner.router_loss, 0)):
+        if value != off and not spec.experts:
+            raise ConfigError(f"learner.{key}", value, f"{spec.name} has no experts", f"Set it to {off}.")
+    if not learner.routing_replay:
+        return
+    a_token = TOKEN_BYTES + spec.layers * spec.experts_per_token * (1 if spec.experts < 255 else 2)
+    limit_mb = min(MAX_MEMBER_MB, config.store.max_message_mb)
+    if episode_tokens(config) * a_token > limit_mb * 2**20:
+        reason = f"{episode_tokens(config)} tokens of {a_token} bytes exceed the {limit_mb} MB of a member in the store"
+        raise ConfigError("learner.routing_replay", True, reason,
+                          f"Let an episode have at most {limit_mb * 2**20 // a_token} tokens.")  # fmt: skip
 
 
 def parameter_count(spec: ModelSpec) -> int:

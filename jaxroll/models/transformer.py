@@ -146,6 +146,19 @@ def prefill(
 
     Prompts start at position 0 and are padded on the right. A row of length 0 is unused.
     """
+    return prefill_with_experts(spec, params, tokens, lengths, layout=layout, attention=attention)[:3]
+
+
+def prefill_with_experts(
+    spec: ModelSpec,
+    params: Params,
+    tokens: Int[Array, "R T"],
+    lengths: Int[Array, " R"],
+    *,
+    layout: Layout | None = None,
+    attention: str = XLA,
+) -> tuple[Float[Array, "R V"], Layers, Layers, Int[Array, "R T 1 X"] | None]:
+    """`prefill`, and the records of the chosen experts (`moe.recorded`; None for a model without experts)."""
     decoder = module(spec, params)
     T = tokens.shape[1]
     turns = _rotations(spec, jnp.arange(T)[None])
@@ -157,8 +170,8 @@ def prefill(
         values.append(v)
         return causal[spec.each_window[len(keys) - 1]](q, k, v)
 
-    x = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turns, attend, layout)
-    return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), tuple(keys), tuple(values)
+    x, experts = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turns, attend, layout)
+    return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), tuple(keys), tuple(values), experts
 
 
 def extend(
@@ -190,8 +203,11 @@ def extend(
         one = _one_pool(keys[at]), _one_pool(values[at])
         return paged(q, *one, everywhere, pages.starts, far, spec.each_window[at])
 
-    x = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turns, attend, layout)
-    held = constrained(KVCache(tuple(keys), tuple(values)), layout)
+    x, chosen = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turns, attend, layout)
+    experts = cache.experts
+    if experts is not None and chosen is not None:
+        experts = filled(experts, chosen, pages.shards, pages.tables, pages.starts, lengths)
+    held = constrained(KVCache(tuple(keys), tuple(values), experts), layout)
     return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), held
 
 
@@ -232,9 +248,10 @@ def decode(
         over_shards = fused or jax.vmap(partial(paged, window=window), in_axes=(0, 0, 0, 0, 0, None))
         return over_shards(split(q), keys[at], values[at], here, where, far).reshape(q.shape)
 
-    x = _through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
+    x, chosen = _through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
+    held = KVCache(tuple(keys), tuple(values), _with_record(cache.experts, chosen, split, here, where))
     x = _ordered(x[:, 0], None if order is None else jnp.argsort(order, axis=1))
-    return decoder.logits(decoder.final_norm(x)), constrained(KVCache(tuple(keys), tuple(values)), layout)
+    return decoder.logits(decoder.final_norm(x)), constrained(held, layout)
 
 
 def decode_contiguous(
@@ -265,9 +282,18 @@ def decode_contiguous(
         side = dense.with_token(side, at, new_keys, new_values, where)
         return dense.attend(side, at, split(q), where, last, spec.each_window[at]).reshape(q.shape)
 
-    x = _through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
-    held = constrained(KVCache(tuple(keys), tuple(values)), layout)
-    return decoder.logits(decoder.final_norm(x[:, 0])), held, side
+    x, chosen = _through(spec, decoder, decoder.embedded(tokens[:, None]), turns, attend, layout)
+    held = KVCache(tuple(keys), tuple(values), _with_record(cache.experts, chosen, split, here, where))
+    return decoder.logits(decoder.final_norm(x[:, 0])), constrained(held, layout), side
+
+
+def _with_record(
+    pool: Array | None, chosen: Array | None, split: Callable[[Array], Array], tables: Array, positions: Array
+) -> Array | None:
+    """The pool of recorded choices with those of one more token in every slot; None if nothing is recorded."""
+    if pool is None or chosen is None:
+        return pool
+    return jax.vmap(appended)(pool, split(chosen[:, 0]), tables, positions)
 
 
 def _ordered(x: Array, order: Int[Array, "D B"] | None) -> Array:
@@ -308,11 +334,17 @@ def _through(
     turns: Sequence[Rotation],
     attend: Callable[..., Array],
     layout: Layout | None,
-) -> Array:
-    routing = Routing(moe.largest(spec.experts_per_token), layout)
+) -> tuple[Array, Array | None]:
+    """The hidden states after all layers, and the records of the chosen experts (None for a model without experts)."""
+    choose, chosen = moe.largest(spec.experts_per_token), []
+
+    def seen(logits: Array, scores: Array) -> Array:
+        chosen.append(choose(logits, scores))
+        return chosen[-1]
+
     for block, turn in zip(decoder.layers, turns, strict=True):
-        x = block(x, turn, attend, routing)
-    return x
+        x = block(x, turn, attend, Routing(seen, layout))
+    return x, moe.recorded(spec, chosen) if chosen else None
 
 
 def _pinned(x: Float[Array, "B T D"], layout: Layout | None, rows: str) -> Float[Array, "B T D"]:

@@ -73,6 +73,7 @@ def inference(
         prefill_rows=min(config.sampler.prefill_rows, slots),
         prefill_buckets=config.sampler.prefill_buckets,
         decode_chunk=config.sampler.decode_chunk,
+        experts=role == "sampler" and config.learner.routing_replay,
         prefill_budget=config.sampler.prefill_budget,
         page_tokens=config.sampler.page_tokens,
         cache_pages=config.sampler.cache_pages if role == "sampler" else 0,

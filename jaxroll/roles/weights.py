@@ -30,6 +30,7 @@ from jaxroll.serving.engine_thread import EngineHost
 from jaxroll.sharding.layout import Layout
 from jaxroll.store.client import StoreClient
 from jaxroll.transfer.channel_device import DevicePublisher, HandedOver
+from jaxroll.transfer.host_snapshot import keeps_float32
 from jaxroll.transfer.publish import Publisher
 from jaxroll.transfer.receive import NOTHING_HELD, Receiver, Staged
 
@@ -86,7 +87,8 @@ class AdaptedParameters:
 
         def merged(base: Params, trained: Params) -> Params:
             values = lora.merged(spec, layout, adapters, base, trained)
-            return {name: _rounded(value, dtype).astype(shapes[name].dtype) for name, value in values.items()}
+            rounded = {name: value if keeps_float32(name) else _rounded(value, dtype) for name, value in values.items()}
+            return {name: value.astype(shapes[name].dtype) for name, value in rounded.items()}
 
         self._merged = jax.jit(merged, out_shardings=target)
 

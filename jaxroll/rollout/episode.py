@@ -25,7 +25,7 @@ from jaxroll.protocols import (
     SamplingParams,
     Tokenizer,
 )
-from jaxroll.records import Finished, Message, Segment, Task, VersionRun
+from jaxroll.records import NO_EXPERTS, Finished, Message, Segment, Task, VersionRun
 from jaxroll.rollout.env_calls import EnvironmentCalls
 
 GENERATION_LIMIT_S = 600.0
@@ -38,6 +38,7 @@ class Transcript:
     segments: list[Segment] = field(default_factory=list)
     versions: list[VersionRun] = field(default_factory=list)
     length: int = 0
+    experts: list[np.ndarray] = field(default_factory=list)  # chosen experts of the first tokens, in pieces [E, X]
 
     def show(self, ids: list[int]) -> None:
         """Add tokens that the model did not sample."""
@@ -47,6 +48,9 @@ class Transcript:
 
     def add(self, completion: Completion) -> None:
         """Add the sampled tokens unchanged."""
+        known = sum(map(len, self.experts))
+        if len(completion.experts) > known:  # tokens of earlier turns keep the record of the turn that sampled them
+            self.experts.append(completion.experts[known:])
         tokens = np.asarray(completion.tokens, np.int32)
         ones = np.ones(len(tokens), np.uint8)
         self._append(Segment(tokens, ones, np.asarray(completion.logprobs, np.float32), support=completion.support))
@@ -70,7 +74,8 @@ class Transcript:
 
     def finished(self, finish: str, reward: float, parts: dict[str, float], extracted: str | None = None) -> Finished:
         """The outcome, with all segments."""
-        return Finished(tuple(self.segments), finish, reward, parts, tuple(self.versions), extracted)
+        experts = np.concatenate(self.experts) if self.experts else NO_EXPERTS
+        return Finished(tuple(self.segments), finish, reward, parts, tuple(self.versions), extracted, experts)
 
 
 @dataclass(frozen=True)

@@ -70,13 +70,19 @@ class PendingCopy:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _cast_and_copy(params: dict[str, jax.Array], dtype: str) -> dict[str, jax.Array]:
-    """Copies in new buffers: floating-point leaves in `dtype`, others unchanged."""
+    """Copies in new buffers: floating-point leaves in `dtype`, routers and others unchanged."""
 
-    def one(leaf: jax.Array) -> jax.Array:
+    def one(name: str, leaf: jax.Array) -> jax.Array:
+        rounds = jnp.issubdtype(leaf.dtype, jnp.floating) and not keeps_float32(name)
         # An explicit copy: JAX does not guarantee that a jitted identity returns new buffers, although 0.10.2 does.
-        return jnp.copy(leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf)
+        return jnp.copy(leaf.astype(dtype) if rounds else leaf)
 
-    return {name: one(leaf) for name, leaf in params.items()}
+    return {name: one(name, leaf) for name, leaf in params.items()}
+
+
+def keeps_float32(name: str) -> bool:
+    """True for the routers of mixtures of experts: rounded ones would choose other experts than the learner's."""
+    return name.endswith(".router")
 
 
 def copied(params: Params, dtype: str) -> dict[str, jax.Array]:

@@ -93,6 +93,12 @@ CASES: dict[str, Case] = {
     "a kernel for short prompts": (
         None, ["sampler.prefill_attention=cudnn", "model.dtype=bfloat16", "placement.platform=auto"],
         "sampler.prefill_attention", "cudnn", "blocks of 128"),
+    "routing of no experts": (
+        None, ["learner.routing_replay=True"], "learner.routing_replay", "True", "has no experts"),
+    "records too large": (
+        None, ["model.size=qwen3_30b_a3b", "learner.routing_replay=True", "learner.row_tokens=32768",
+               "sampling.max_tokens=32000", "sampler.prefill_buckets=(16,)"],
+        "learner.routing_replay", "True", "400 bytes"),
     "sampler's heads": (None, ["sampler.mesh.tensor=3"], "sampler.mesh.tensor", "3", "Use one of [1, 2]"),
     "learner's heads": (None, ["learner.mesh.tensor=8"], "learner.mesh.tensor", "8", "4 query heads"),
     "learner's width": (
@@ -373,6 +379,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "models/hf_config.py::_check_readable": CODE,
     "models/families.py::spec": TYPED,
     "models/hf_config.py::from_huggingface": ("model without a size",),
+    "models/spec.py::check_routing": ("routing of no experts", "records too large"),
     "models/spec.py::check_mesh": ("sampler's heads", "learner's width", "a mesh for the model of the path"),
     "models/folders.py::spec": ("a model smaller than its tokenizer",),
     "models/folders.py::described": ("a model of ours with another key",),

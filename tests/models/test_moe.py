@@ -69,7 +69,7 @@ def test_every_token_gets_the_weighted_sum_of_its_experts(normalized: bool) -> N
 def test_replayed_choices_replace_those_of_the_router_and_unknown_ones_do_not() -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(30, SPEC.width)).astype(np.float32)
-    dtype = moe.choice_dtype(SPEC.experts)
+    dtype = moe.recorded_dtype(SPEC)
     choices = np.array([rng.permutation(SPEC.experts)[:2] for _ in x]).astype(dtype)
     choices[10:20] = np.iinfo(dtype).max
     found, chosen = layer(x, of_layer(), choices)

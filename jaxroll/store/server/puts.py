@@ -191,6 +191,7 @@ def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> Non
         if sampled + shown == 0 and ones and segment.loss_mask[0]:
             raise StoreRefusal(f"put {key}: it starts with a sampled token: a prompt must come first")
         sampled, shown = sampled + ones, shown + segment.tokens.size - ones
+    _check_experts(outcome.experts, int(sampled + shown), key)
     covered = sum(run.count for run in outcome.versions)
     if covered != sampled:
         raise StoreRefusal(f"put {key}: versions cover {covered} tokens, {sampled} were sampled")
@@ -216,6 +217,12 @@ def _check_support(segment: Segment, where: str, vocab_size: int, most: int) -> 
         raise StoreRefusal(f"{where} has supports of {sizes} ids; in this run they have 1 to {most}")
     if 0 < vocab_size <= found.ids.max(initial=0):
         raise StoreRefusal(f"{where} has a support with the id {found.ids.max()}; ids are 0 to {vocab_size - 1}")
+
+
+def _check_experts(experts: np.ndarray, tokens: int, key: tuple[int, int, int]) -> None:
+    if experts.dtype not in (np.uint8, np.uint16) or experts.ndim != 2 or len(experts) > tokens:
+        found = f"{experts.dtype} {experts.shape}"
+        raise StoreRefusal(f"put {key}: experts are {found}; they must be uint8 or uint16, [up to {tokens}, X]")
 
 
 def _check_length(outcome: Finished, key: tuple[int, int, int], row_tokens: int, prompt_tokens: int) -> None:

@@ -1,0 +1,133 @@
+"""A mixture of experts in the engine: tokens of the reference, recorded experts, and their replay by the learner."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxroll.algorithms.sampling import token_logprobs
+from jaxroll.config import MeshConfig
+from jaxroll.engine import naive
+from jaxroll.engine.engine import Engine, EngineConfig
+from jaxroll.engine.requests import Request, Result
+from jaxroll.models import families, moe, params, transformer
+from jaxroll.protocols import GenerationKey, SamplingParams
+from jaxroll.records import Version
+from jaxroll.sharding import layout
+
+SPEC = families.spec("tiny_moe")
+ONE, SEED, LENGTH = MeshConfig(), 5, 48
+
+
+@functools.cache
+def weights(mesh: MeshConfig = ONE) -> params.Params:
+    made = params.init(SPEC, jax.random.key(0), layout.build(mesh), layout.SAMPLER)
+    return {name: leaf * (12.0 if name == "embed" else 1.0) for name, leaf in made.items()}
+
+
+@functools.cache
+def engine(mesh: MeshConfig = ONE, paged: str = "xla", cache_pages: int = 0) -> Engine:
+    config = EngineConfig(
+        slots=4, max_tokens=LENGTH, prefill_rows=2, prefill_buckets=(8, 16), decode_chunk=4, seed=SEED, page_tokens=4,
+        cache_pages=cache_pages, experts=True, paged_attention=paged,
+    )  # fmt: skip
+    made = Engine(SPEC, layout.build(mesh), layout.SAMPLER, config)
+    made.warmup(None)
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_can_be_forgotten(program_holders) -> None:
+    program_holders.append(engine.cache_clear)
+
+
+def requests(count: int) -> list[Request]:
+    """Prompts of several chunks; every second one shares its first 20 tokens with the one before."""
+    rng, found = np.random.default_rng(4), []
+    for id in range(count):
+        own = rng.integers(0, SPEC.vocab_size, rng.integers(3, 9)).astype(np.int32)
+        front = found[-1].prompt[:20] if id % 2 else rng.integers(0, SPEC.vocab_size, 20).astype(np.int32)
+        wanted = SamplingParams(max_tokens=int(rng.integers(6, 16)), ignore_eos=True)
+        found.append(Request(id, np.concatenate([front, own]), GenerationKey(id // 2, id % 2), wanted))
+    return found
+
+
+@functools.cache
+def naive_trace(id: int) -> naive.Trace:
+    return naive.trace(SPEC, weights(), requests(id + 1)[id], SEED)
+
+
+def results(of: Engine, wanted: list[Request], weights: params.Params) -> dict[int, Result]:
+    found: dict[int, Result] = {}
+    of.swap(Version(0, 1), weights)
+    for request in wanted:
+        of.add(request, functools.partial(found.__setitem__, request.id))
+    for _ in range(2000):
+        if not of.step():
+            return found
+    raise AssertionError("still working")
+
+
+@functools.partial(jax.jit, static_argnames="replay")
+def of_learner(values, tokens, experts, replay):
+    """Log-prob of each token after the first, and the logits, of one sequence [T]."""
+    T = len(tokens)
+    choices = experts.reshape(1, T, SPEC.layers, -1) if replay else None
+    hidden = transformer.forward(
+        SPEC, values, tokens[None], np.arange(T)[None], np.ones((1, T), np.int32), choices=choices
+    )
+    logits = transformer.logits(SPEC, values, hidden[0, :-1])
+    return token_logprobs(logits, tokens[1:], 1.0), logits
+
+
+def mismatch(values: params.Params, request: Request, result: Result, *, replay: bool) -> tuple[float, float]:
+    """The largest difference of the log-probs of sampler and learner, and the standard deviation of the logits."""
+    done, total = result.completion, len(request.prompt) + len(result.completion.tokens)
+    tokens = np.zeros(LENGTH, np.int32)
+    tokens[:total] = np.concatenate([request.prompt, done.tokens])
+    experts = np.full((LENGTH, moe.recorded_width(SPEC)), np.iinfo(done.experts.dtype).max, done.experts.dtype)
+    experts[: total - 1] = done.experts
+    ours, logits = of_learner(values, tokens, experts, replay)
+    sampled = slice(len(request.prompt) - 1, total - 1)
+    return float(np.abs(np.asarray(ours)[sampled] - done.logprobs).max()), float(np.std(np.asarray(logits)[sampled]))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "paged", "pages"),
+    [(ONE, "dense", 0), (ONE, "xla", 18), (MeshConfig(expert=4), "xla", 0)],
+    ids=["dense", "few pages", "expert=4"],
+)
+def test_tokens_equal_the_naive_reference_and_replayed_experts_give_their_log_probs(
+    mesh: MeshConfig, paged: str, pages: int
+) -> None:
+    """Through shared prompts, chunks of prompts, and (with few pages) preemptions."""
+    wanted, values = requests(6), weights(mesh)
+    done = results(engine(mesh, paged, pages), wanted, values)
+    assert not pages or engine(mesh, paged, pages).stats().preemptions, "no request was preempted"
+    for request in wanted:
+        completion = done[request.id].completion
+        reference = naive_trace(request.id)
+        assert completion.tokens.tolist() == reference.tokens.tolist() or reference.margins.min() < naive.NEAR_TIE
+        shape = (len(request.prompt) + len(completion.tokens) - 1, SPEC.layers * SPEC.experts_per_token)
+        assert completion.experts.shape == shape and completion.experts.dtype == np.uint8
+        largest, deviation = mismatch(weights(), request, done[request.id], replay=True)
+        assert largest < 1e-4 * max(1.0, deviation)
+
+
+def test_replay_keeps_the_sampler_s_experts_when_the_learner_would_choose_others() -> None:
+    """After a change of the routers alone, replay changes only gates: the difference is far smaller than without."""
+    wanted = requests(6)
+    done = results(engine(ONE, "xla", 18), wanted, weights())
+    rng = np.random.default_rng(0)
+    moved = {
+        name: value + 0.02 * rng.normal(size=value.shape).astype(np.float32) if name.endswith("router") else value
+        for name, value in weights().items()
+    }
+    with_replay, without = (
+        max(mismatch(moved, request, done[request.id], replay=replay)[0] for request in wanted)
+        for replay in (True, False)
+    )
+    assert 4 * with_replay < without, (with_replay, without)

@@ -1,0 +1,130 @@
+"""Training a mixture of experts: replayed experts reach their tokens, and the balance loss has its weight."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+import pytest
+
+from jaxroll.algorithms.sampling import token_logprobs
+from jaxroll.config import MeshConfig
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.learner import minibatch, packing, step
+from jaxroll.learner.trainer import Trainer
+from jaxroll.models import families, moe, transformer
+from jaxroll.sharding import layout
+
+VOCAB = 24
+SPEC = families.spec("tiny_moe", vocab_size=VOCAB)
+WIDTH, DTYPE = moe.recorded_width(SPEC), moe.recorded_dtype(SPEC)
+
+
+@pytest.fixture
+def make(small_config):
+    def trainer(mesh: MeshConfig | None = None, **learner) -> Trainer:
+        config = small_config(mesh=mesh or MeshConfig(), **({"micro_batch_rows": 4} | learner))
+        return Trainer(config, SPEC, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(0))
+
+    return trainer
+
+
+def with_experts(claim, missing: int = 1):
+    """`claim` with random experts for all tokens of every member but the last `missing`."""
+    rng = np.random.default_rng(7)
+
+    def recorded(member):
+        tokens = sum(segment.tokens.size for segment in member.outcome.segments) - missing
+        chosen = np.array([rng.permutation(SPEC.experts)[:2] for _ in range(tokens * SPEC.layers)])
+        outcome = msgspec.structs.replace(member.outcome, experts=chosen.reshape(tokens, WIDTH).astype(DTYPE))
+        return msgspec.structs.replace(member, outcome=outcome)
+
+    groups = [msgspec.structs.replace(one, members=tuple(map(recorded, one.members))) for one in claim.groups]
+    return msgspec.structs.replace(claim, groups=tuple(groups))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def alone(padded: int, params, tokens, experts):
+    """The log-probs of one unpacked sequence, padded to `padded`, with these experts."""
+    choices = experts.reshape(1, padded, SPEC.layers, -1)
+    hidden = transformer.forward(
+        SPEC, params, tokens[None], np.arange(padded)[None], np.ones((1, padded), np.int32), choices=choices
+    )
+    return token_logprobs(transformer.logits(SPEC, params, hidden[0, :-1]), tokens[1:], 1.0)
+
+
+@pytest.mark.parametrize("shared", [{}, {"shared_prompt_tokens": 24, "shared_prompt_rows": 2}], ids=["own", "shared"])
+def test_packed_rows_use_the_recorded_experts_of_each_token(make, make_claim, shared) -> None:
+    trainer, claim = make(routing_replay=True, **shared), with_experts(make_claim())
+    if shared:  # members of a group have one prompt, whose experts are stored once
+        for group in claim.groups:
+            first = group.members[0].outcome
+            for member in group.members[1:]:
+                n = len(first.segments[0].tokens) - 1
+                member.outcome.experts[:n] = first.experts[:n]
+    samples = [sample for group in minibatch.prepare(claim, trainer.config).minibatches for sample in group]
+    batches = trainer.packed(samples)
+    values = [trainer.programs.logprobs(trainer.params(), trainer.programs.placed(one.streams)) for one in batches]
+    found = packing.gathered(batches, jax.device_get(values), len(samples))
+    for sample, ours in zip(samples, found, strict=True):
+        tokens, experts = np.zeros(32, np.int32), np.full((32, WIDTH), 255, DTYPE)
+        assert sample.experts is not None
+        tokens[: len(sample.tokens)], experts[: len(sample.experts)] = sample.tokens, sample.experts
+        wanted = np.asarray(alone(32, trainer.params(), tokens, experts))
+        at = np.flatnonzero(sample.mask)
+        np.testing.assert_allclose(ours[at], wanted[at - 1], atol=2e-5)
+
+
+def test_a_step_with_replay_and_balance_loss_trains_on_eight_devices_as_on_one(make, make_claim) -> None:
+    claim, options = with_experts(make_claim()), {"routing_replay": True, "router_loss": 0.1}
+    one, eight = make(**options), make(MeshConfig(expert=4, tensor=2), **options)
+    first, same = one.train(claim), eight.train(claim)
+    assert first["loss"] == pytest.approx(same["loss"], rel=1e-4)
+    assert first["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
+    assert first["expert_balance"] == pytest.approx(same["expert_balance"], rel=1e-5) and first["expert_balance"] >= 1
+
+
+def test_the_balance_loss_is_added_with_each_micro_batch_s_share_of_the_tokens(make, make_claim) -> None:
+    trainer = make(router_loss=0.5, row_tokens=32, micro_batch_rows=2)
+    (samples,) = minibatch.prepare(make_claim(), trainer.config).minibatches
+    batches = trainer.packed(samples)
+    assert len(batches) > 1, "one micro-batch has all tokens"
+    recipe, params = trainer.programs.recipe, trainer.params()
+    tokens = sum(int((batch.streams["segment_ids"] > 0).sum()) for batch in batches)
+    gradients = jax.jit(functools.partial(step.gradients, recipe))
+    without = jax.jit(functools.partial(step.gradients, dataclasses.replace(recipe, routers=step.Routers(False, 0.0))))
+
+    @jax.jit
+    @jax.grad
+    def balance(params, streams):
+        names = ("tokens", "positions", "segment_ids")
+        _, loads = transformer.forward_with_load(SPEC, params, *(streams[name] for name in names))
+        return moe.balance_loss(loads)
+
+    for batch in batches[:1]:
+        share = int((batch.streams["segment_ids"] > 0).sum()) / tokens
+        added = jax.tree.map(jnp.subtract, gradients(params, batch.streams)[0], without(params, batch.streams)[0])
+        wanted = balance(params, batch.streams)
+        for name in ("layers.00.mlp.router", "layers.01.mlp.router", "embed"):
+            assert np.abs(wanted[name]).max() > 1e-4
+            np.testing.assert_allclose(added[name], 0.5 * share * wanted[name], atol=2e-6, err_msg=name)
+
+
+def test_records_of_another_model_are_refused(make, make_claim) -> None:
+    claim = with_experts(make_claim())
+    outcome = claim.groups[0].members[0].outcome
+    wrong = msgspec.structs.replace(outcome, experts=outcome.experts[:, :-1])
+    members = (msgspec.structs.replace(claim.groups[0].members[0], outcome=wrong), *claim.groups[0].members[1:])
+    group = msgspec.structs.replace(claim.groups[0], members=members)
+    with pytest.raises(DataError, match=f"records {WIDTH - 1} uint8 per token, this model has {WIDTH} uint8"):
+        make(routing_replay=True).prepare(msgspec.structs.replace(claim, groups=(group, *claim.groups[1:])))
+
+
+@pytest.mark.parametrize("option", [{"routing_replay": True}, {"router_loss": 0.1}])
+def test_options_of_experts_are_refused_for_a_dense_model(small_config, option) -> None:
+    with pytest.raises(ConfigError, match=rf"learner\.{next(iter(option))} = .*: nano has no experts"):
+        families.check_routing(families.spec("nano"), small_config(**option))
