@@ -342,6 +342,7 @@ class _Stats(_Known):
     tokens_aborted_done: Count | None = None
     answers_rejected: dict[str, Count] | None = None
     scoring_failed: dict[str, Count] | None = None
+    scoring_remote: dict[str, Count] | None = None
 
 
 class _Span(_Known):

@@ -49,6 +49,11 @@ class RunPaths:
         """The page that `jaxroll report` writes."""
         return self.folder / "report.html"
 
+    @property
+    def verdicts(self) -> Path:
+        """Verdicts of judges and reward models, and the budget that they used (SQLite)."""
+        return self.folder / "verdicts.db"
+
     # --- the store
 
     @property

@@ -50,6 +50,10 @@ RESUMABLE = (
     "learner.mesh.",
     "learner.micro_batch_rows",
     "transfer.",
+    "task.reward_args.judge.url",
+    "task.reward_args.judge.budget_",
+    "task.reward_args.reward_model.url",
+    "task.reward_args.reward_model.budget_",
 )
 
 

@@ -33,11 +33,13 @@ class Calculator:
         self.step_limit_s = self._grader.limit_s
         self.answer_tokens = 0
         self._env_args: str | None = None
+        self._messages: tuple[Message, ...] = ()
         self._calls = self._results = 0
 
     async def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
         """The task's messages; `seed` has no effect."""
         self._env_args, self._calls, self._results = task.env_args, 0, 0
+        self._messages = task.messages
         return task.messages
 
     async def step(self, answer: str) -> StepResult:
@@ -49,7 +51,7 @@ class Calculator:
             reply, succeeded = tool_reply(expression)
             self._calls, self._results = self._calls + 1, self._results + succeeded
             return StepResult(done=False, messages=(Message("tool", reply),))
-        grade = await self._grader.grade(self._env_args, answer, self.answer_tokens)
+        grade = await self._grader.grade(self._env_args, answer, self.answer_tokens, self._messages)
         parts = {**grade.parts, "tool_used_ok": float(self._results > 0), "tool_calls": float(self._calls)}
         return StepResult(done=True, reward=grade.reward, reward_parts=parts, extracted=grade.extracted)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxroll.config import Config, TaskConfig
@@ -19,8 +20,10 @@ from jaxroll.env_checks import described
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Environment
 from jaxroll.rewards.parts import MATH_LIBRARY
+from jaxroll.rewards.remote import RemoteParts
 from jaxroll.rewards.scorers import max_answer_chars
 from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.run_paths import RunPaths
 
 Factory = Callable[[ScoringPool, TaskConfig], Environment]
 AnyFactory = TypeVar("AnyFactory", bound=Factory)
@@ -63,14 +66,17 @@ def scorer_modules(name: str) -> tuple[str, ...]:
     return (module,) if module else ()
 
 
-def scoring_pool(config: Config) -> ScoringPool:
-    """Return a pool that scores answers for the run's environment; it is not started."""
+def scoring_pool(config: Config, run_dir: Path | None = None) -> ScoringPool:
+    """Return a pool that scores answers for the run's environment; it is not started.
+
+    Verdicts of judges and reward models are kept in `run_dir`; None keeps them in memory.
+    """
     task = config.task
     libraries = ("reasoning_gym",) if task.source == "reasoning_gym" or task.env != "single_turn" else ()
     kinds = [term.kind for term in terms(task.reward, task.reward_args)]
     if "math" in kinds:
         libraries = (*libraries, MATH_LIBRARY)
-    return ScoringPool(
+    pool = ScoringPool(
         config.sampler.scoring_workers,
         libraries=libraries,
         modules=scorer_modules(task.env),
@@ -78,6 +84,8 @@ def scoring_pool(config: Config) -> ScoringPool:
         max_answer_chars=max_answer_chars(config.sampling.max_tokens),
         programs="code" in kinds,
     )
+    pool.remote = RemoteParts(RunPaths(run_dir).verdicts if run_dir else None)
+    return pool
 
 
 def _load(module: str, name: str) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from dataclasses import dataclass
 
 import msgspec
 
 from jaxroll.config import TaskConfig
-from jaxroll.config.rewards import SHAPING, GymSettings, LengthSettings, is_function, terms
+from jaxroll.config.rewards import SHAPING, EndpointSettings, GymSettings, LengthSettings, is_function, terms
 from jaxroll.env_checks import described
-from jaxroll.errors import ConfigError
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.records import Message
 from jaxroll.rewards import grading, parts
 from jaxroll.rewards.grading import IN_WORKERS, Grading, LocalPart
+from jaxroll.rewards.remote import BACKOFF_MAX_S, Request
 from jaxroll.rewards.scoring_pool import ScoringPool
 
 QUEUE_ALLOWANCE_S = 120.0  # for earlier requests in the pool's queue, and for a worker that is starting
@@ -42,10 +45,15 @@ class Grader:
         self._pool, self._terms = pool, terms(task.reward, task.reward_args)
         self._cuts = task.extract != "none"
         self._plain = not self._terms and not self._cuts
+        self._remote = [term for term in self._terms if isinstance(term.settings, EndpointSettings)]
+        self.limit_s += max((_patience_s(term.settings) for term in self._remote), default=0.0)
         self._grading = "" if self._plain else msgspec.json.encode(instructions(task)).decode()
 
-    async def grade(self, env_args: str, completion: str, tokens: int) -> Grade:
-        """The grade of `completion`, which has `tokens` tokens. DataError when one of its parts has no value."""
+    async def grade(self, env_args: str, completion: str, tokens: int, messages: tuple[Message, ...] = ()) -> Grade:
+        """The grade of `completion`, which has `tokens` tokens and answers `messages`.
+
+        DataError when one of its parts has no value, InfraError when an endpoint fails.
+        """
         if self._plain:
             raw = await self._pool.score(env_args, completion)
             return Grade(_binary(raw), {"raw_score": raw})
@@ -55,6 +63,7 @@ class Grader:
             raw = graded.values["raw_score"]
             return Grade(_binary(raw), {"raw_score": raw}, extracted)
         values = dict(graded.values)
+        values |= await self._remote_values(env_args, completion, graded.answer, messages)
         more: dict[str, float] = {}
         for term in self._terms:
             if isinstance(term.settings, GymSettings):
@@ -68,6 +77,27 @@ class Grader:
         reward = sum(term.weight * values[term.label] for term in self._terms)
         named = {term.label: values[term.label] for term in self._terms}
         return Grade(reward, {**named, **more, CORRECT: float(correct)}, extracted)
+
+    async def _remote_values(
+        self, env_args: str, completion: str, answer: str, messages: tuple[Message, ...]
+    ) -> dict[str, float]:
+        """The values of remote parts, computed concurrently; a judge does not see an empty answer, whose value is 0."""
+        asked = [term for term in self._remote if term.kind != "judge" or answer or not self._cuts]
+        values = dict.fromkeys((term.label for term in self._remote), 0.0)
+        if not asked:
+            return values
+        if self._pool.remote is None:
+            raise DataError("reward models and judges work within a run only")
+        wanted = parts.truth_or_empty(msgspec.json.decode(env_args))
+        shown = tuple({"role": message.role, "content": message.content} for message in messages)
+        request = Request(shown, completion, answer, wanted)
+        found = await asyncio.gather(*(self._pool.remote.value(term.label, term.settings, request) for term in asked))
+        return values | dict(zip((term.label for term in asked), found, strict=True))
+
+
+def _patience_s(settings: EndpointSettings) -> float:
+    """The longest time of all attempts of a call, and as long again in the queue of the endpoint."""
+    return 2 * (settings.retries + 1) * (settings.timeout_s + BACKOFF_MAX_S)
 
 
 def _binary(raw: float) -> float:

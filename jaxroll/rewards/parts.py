@@ -31,6 +31,14 @@ def truth(args: Mapping[str, Any]) -> str:
     return str(found)
 
 
+def truth_or_empty(args: Mapping[str, Any]) -> str:
+    """The ground truth, "" when there is none."""
+    try:
+        return truth(args)
+    except DataError:
+        return ""
+
+
 def exact(wanted: str, answer: str) -> float:
     """1 if the answer is the ground truth, character by character, else 0."""
     return float(answer == wanted)

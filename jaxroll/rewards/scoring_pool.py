@@ -20,6 +20,7 @@ from jaxroll import env_checks
 from jaxroll.errors import DataError, InfraError
 from jaxroll.rewards.grading import Graded
 from jaxroll.rewards.processes import ScoringProcess
+from jaxroll.rewards.remote import RemoteParts
 from jaxroll.rewards.sandbox import Restrictions
 from jaxroll.rewards.scorers import MIN_ANSWER_CHARS
 from jaxroll.rewards.worker import Ready, Scored, ScoreItem, WorkerSettings, Working
@@ -94,6 +95,7 @@ class ScoringPool:
         self.restarts = self.failed_starts = 0
         self.rejected: Counter[str] = Counter()  # answers that a scorer's guard rejected, by reason
         self.failed: Counter[str] = Counter()  # items without a score, by cause
+        self.remote: RemoteParts | None = None  # for parts of the reward that need the network
         self.gave_up = asyncio.Event()
         self.restrictions: Restrictions | None = None  # of the workers; None until the first has started
         self._count = workers

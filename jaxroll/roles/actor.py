@@ -39,7 +39,7 @@ REPORT_EVERY_S = 1.0
 
 def main(args: RoleArgs) -> int:
     """Generate rollouts until the run is closed; the exit code."""
-    pool = registry.scoring_pool(args.config)
+    pool = registry.scoring_pool(args.config, args.run_dir)
     pool.start()
     thread = sessions.loop_thread(f"actor-{args.index}", args.config)
     try:

@@ -256,7 +256,7 @@ class EngineProcess:
 
     def __init__(self, spec: RoleSpec, args: RoleArgs) -> None:
         self.spec, self._args = spec, args
-        self._pool = registry.scoring_pool(args.config)
+        self._pool = registry.scoring_pool(args.config, args.run_dir)
         if not (spec.role.startswith("sampler") and args.config.placement.actors):  # actors run the episodes then
             self._pool.start()
 

@@ -18,7 +18,7 @@ from jaxroll.tools import generate
 def main(args: RoleArgs) -> int:
     """Print the accuracy over all held-out items; return 0."""
     config = args.config
-    pool = registry.scoring_pool(config)
+    pool = registry.scoring_pool(config, args.run_dir)
     pool.start()
     try:
         slots = config.evaluator.slots

@@ -400,6 +400,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/sources.py::check_game": ("no such game", "another game's environment"),
     "data/sources.py::_loaded": ("game's module absent",),
     "rewards/grader.py::check": ("reward's function absent",),
+    "envs/executors/choice.py::Executors.raise_when_worn_out": HERE,  # a budget that a run spends
     "envs/registry.py::share": ("game's share",),
     "envs/registry.py::settings_of": ("game's setting wrong",),
     "envs/registry.py::refuse_unknown": ("game's setting unknown",),

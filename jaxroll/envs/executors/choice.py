@@ -18,7 +18,7 @@ from jaxroll.config import Config
 from jaxroll.envs import registry
 from jaxroll.envs.executors.processes import InProcess, Processes
 from jaxroll.envs.executors.threads import Abandoned, Threads
-from jaxroll.errors import DataError, InfraError, RestartRequired
+from jaxroll.errors import ConfigError, DataError, InfraError, RestartRequired
 from jaxroll.protocols import Environment, StepResult
 from jaxroll.records import Message, Task
 from jaxroll.rewards.scoring_pool import ScoringPool
@@ -61,21 +61,26 @@ class Executors:
             "scoring_failed_starts": self._pool.failed_starts,
             "answers_rejected": dict(self._pool.rejected),
             "scoring_failed": dict(self._pool.failed),
+            "scoring_remote": dict(self._pool.remote.counts) if self._pool.remote else {},
         }
 
     async def raise_when_worn_out(self) -> None:
         """Wait forever, or raise when environments cannot run any more.
 
         RestartRequired when too many threads hang in environments; InfraError when no scoring worker or no environment
-        process can be started.
+        process can be started; ConfigError when the budget of a judge or reward model is spent.
         """
-        events = (self.threads.worn, self.processes.gave_up, self._pool.gave_up)
+        remote = self._pool.remote
+        events = [self.threads.worn, self.processes.gave_up, self._pool.gave_up, *([remote.spent] if remote else [])]
         waiting = [asyncio.ensure_future(event.wait()) for event in events]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for one in waiting:
                 one.cancel()
+        if remote and remote.spent_key:
+            raise ConfigError(remote.spent_key, remote.spent_limit, "the run has spent it",
+                              "Continue with --resume and a larger one.")  # fmt: skip
         if self._pool.gave_up.is_set():
             raise InfraError(f"the scoring pool does not work: {self._pool.broken}")
         if self.processes.gave_up.is_set():

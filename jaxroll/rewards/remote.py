@@ -1,0 +1,232 @@
+"""Reward parts from the network: a reward model behind HTTP, and a language model as judge (OpenAI's chat interface).
+
+Everything runs on one event loop; only the cache on disk is read and written in threads. Identical requests that are
+under way at the same time make one call. Verdicts are kept by a digest of all that determines them, so a repeated
+answer, and a resumed run, makes none. The budget of a run counts calls and tokens of all its processes that share the
+cache's file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import random
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxroll.config.rewards import EndpointSettings, JudgeSettings
+from jaxroll.errors import DataError, InfraError
+from jaxroll.rewards import http
+
+BACKOFF_MAX_S = 30.0
+_BUSY_S = 30.0  # wait for another process that writes to the cache
+_TABLES = """
+CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS spent (part TEXT PRIMARY KEY, calls INTEGER NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+
+class BudgetSpent(InfraError):
+    """The run has made as many calls, or used as many tokens, as its config allows."""
+
+    def __init__(self, part: str, key: str, limit: int) -> None:
+        self.key, self.limit = f"task.reward_args.{part}.{key}", limit
+        super().__init__(f"{self.key} = {limit} is spent")
+
+
+class Verdicts:
+    """Values by key and the spent budget, in one SQLite file (None: in memory). Its methods may run in any thread."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = str(path) if path else ""
+        self._memory = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None) if not path else None
+        self._run(lambda db: db.executescript(_TABLES))
+
+    def value(self, key: str) -> float | None:
+        """The kept value; None if there is none."""
+        row = self._run(lambda db: db.execute("SELECT value FROM verdicts WHERE key = ?", (key,)).fetchone())
+        return None if row is None else float(row[0])
+
+    def keep(self, key: str, value: float) -> None:
+        """Keep a value."""
+        self._run(lambda db: db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (key, value)))
+
+    def spend(self, part: str, settings: EndpointSettings) -> None:
+        """Count one call before it is made. BudgetSpent if it or its tokens exceed the budget."""
+
+        def counted(db: sqlite3.Connection) -> None:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                row = db.execute("SELECT calls, tokens FROM spent WHERE part = ?", (part,)).fetchone() or (0, 0)
+                for key, used in (("budget_calls", row[0]), ("budget_tokens", row[1])):
+                    if (limit := getattr(settings, key)) and used >= limit:
+                        raise BudgetSpent(part, key, limit)
+                db.execute("INSERT OR REPLACE INTO spent VALUES (?, ?, ?)", (part, row[0] + 1, row[1]))
+            finally:
+                db.execute("COMMIT")
+
+        self._run(counted)
+
+    def add_tokens(self, part: str, tokens: int) -> None:
+        """Count the tokens of a call."""
+        self._run(lambda db: db.execute("UPDATE spent SET tokens = tokens + ? WHERE part = ?", (tokens, part)))
+
+    def _run(self, job: Callable[[sqlite3.Connection], Any]) -> Any:
+        if self._memory is not None:
+            return job(self._memory)
+        db = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
+        try:
+            return job(db)
+        finally:
+            db.close()
+
+
+class RemoteParts:
+    """Values of remote parts. `counts` has calls, cache hits and failures by part and cause; `spent` is set at the end
+    of a budget, `spent_key` is its config key.
+    """
+
+    def __init__(self, path: Path | None = None, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep) -> None:
+        self.counts: Counter[str] = Counter()
+        self.spent, self.spent_key, self.spent_limit = asyncio.Event(), "", 0
+        self._path, self._sleep = path, sleep
+        self._verdicts: Verdicts | None = None
+        self._under_way: dict[str, asyncio.Task[float]] = {}
+        self._gates: dict[str, asyncio.Semaphore] = {}
+
+    async def value(self, part: str, settings: EndpointSettings, request: Request) -> float:
+        """The value of one completion. InfraError when the endpoint fails or its budget is spent, DataError when its
+        verdicts are malformed."""
+        body = request.body(settings)
+        key = hashlib.blake2b(msgspec.json.encode((_identity(settings), body)), digest_size=16).hexdigest()
+        task = self._under_way.get(key)
+        if task is None:
+            task = self._under_way[key] = asyncio.get_running_loop().create_task(self._found(part, settings, key, body))
+            task.add_done_callback(lambda done: self._forget(key, done))
+        return await asyncio.shield(task)  # the caller may be cancelled; others may wait for the same verdict
+
+    def _forget(self, key: str, done: asyncio.Task[float]) -> None:
+        self._under_way.pop(key, None)
+        if not done.cancelled():
+            done.exception()  # it is reported by those that wait; there may be none left
+
+    async def _found(self, part: str, settings: EndpointSettings, key: str, body: Any) -> float:
+        if self._verdicts is None:
+            self._verdicts = await asyncio.to_thread(Verdicts, self._path)
+        verdicts = self._verdicts
+        if (known := await asyncio.to_thread(verdicts.value, key)) is not None:
+            self.counts[f"{part}: cached"] += 1
+            return known
+        async with self._gates.setdefault(part, asyncio.Semaphore(settings.concurrency)):
+            value = await self._asked(part, settings, body, verdicts)
+        await asyncio.to_thread(verdicts.keep, key, value)
+        return value
+
+    async def _asked(self, part: str, settings: EndpointSettings, body: Any, verdicts: Verdicts) -> float:
+        for attempt in range(settings.retries + 1):
+            try:
+                await asyncio.to_thread(verdicts.spend, part, settings)
+            except BudgetSpent as error:
+                self.spent_key, self.spent_limit = error.key, error.limit
+                self.spent.set()
+                raise
+            self.counts[f"{part}: calls"] += 1
+            try:
+                response = await http.post_json(settings.endpoint, body, _headers(settings), settings.timeout_s)
+                if tokens := _tokens(response):
+                    await asyncio.to_thread(verdicts.add_tokens, part, tokens)
+                return verdict(settings, response)
+            except http.HttpError as error:
+                self.counts[f"{part}: {error.cause}"] += 1
+                if attempt == settings.retries or not error.retry:
+                    raise InfraError(f"reward part {part!r}: {settings.endpoint}: {error}") from error
+                pause_s = max(_backoff_s(settings, attempt), min(error.retry_after_s, BACKOFF_MAX_S))
+            except (LookupError, TypeError, ValueError, OverflowError) as error:
+                self.counts[f"{part}: malformed"] += 1
+                if attempt == settings.retries:
+                    raise DataError(f"reward part {part!r}: a malformed verdict: {error}") from error
+                pause_s = 0.0
+            await self._sleep(pause_s)
+        raise AssertionError("unreachable")
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A completion to judge: the prompt's messages, the completion, the extracted answer, and the ground truth."""
+
+    messages: tuple[Mapping[str, str], ...]
+    completion: str
+    answer: str
+    truth: str
+
+    def body(self, settings: EndpointSettings) -> dict[str, Any]:
+        """The JSON to send."""
+        if not isinstance(settings, JudgeSettings):
+            answer = {"role": "assistant", "content": self.completion}
+            return {"model": settings.model, "messages": [*self.messages, answer]}
+        question = self.messages[-1]["content"] if self.messages else ""
+        fields = {"question": question, "answer": self.answer, "truth": self.truth, "completion": self.completion}
+        # One pass, so that a field's text is never taken for a placeholder.
+        text = re.sub(r"\{(\w+)\}", lambda match: fields.get(match[1], match[0]), settings.prompt)
+        return {
+            "model": settings.model, "messages": [{"role": "user", "content": text}], "temperature": 0.0,
+            "max_tokens": settings.max_tokens,
+        }  # fmt: skip
+
+
+def verdict(settings: EndpointSettings, response: Any) -> float:
+    """The value in a response. LookupError, TypeError or ValueError if there is none."""
+    if isinstance(settings, JudgeSettings):
+        text = response["choices"][0]["message"]["content"]
+        found = re.findall(settings.verdict, text)
+        if not found:
+            raise ValueError(f"no score in {text[-200:]!a}")
+        last = found[-1] if isinstance(found[-1], str) else found[-1][0]
+        value = float(last) / settings.max_score
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"the score {last} is not between 0 and {settings.max_score:g}")
+        return value
+    value = response.get("score")
+    if value is None:  # the interfaces of vLLM: /score and /pooling
+        first = response["data"][0]
+        value = first["score"] if "score" in first else first["data"]
+    while isinstance(value, list):
+        (value,) = value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"the score is {str(value)[:40]!a}, not a finite number")
+    return float(value)
+
+
+def _identity(settings: EndpointSettings) -> tuple[Any, ...]:
+    """The settings that determine a verdict, in addition to the request; of a judge not the address, which may move."""
+    if isinstance(settings, JudgeSettings):
+        return ("judge", settings.verdict, settings.max_score)
+    return ("reward_model", settings.url)
+
+
+def _headers(settings: EndpointSettings) -> dict[str, str]:
+    """The authorization, from the environment variable that the settings name. InfraError if it is not set."""
+    if not settings.key_variable:
+        return {}
+    secret = os.environ.get(settings.key_variable)
+    if not secret:
+        raise InfraError(f"the environment variable {settings.key_variable} is not set")
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def _tokens(response: Any) -> int:
+    usage = response.get("usage") if isinstance(response, dict) else None
+    found = usage.get("total_tokens") if isinstance(usage, dict) else None
+    return int(found) if isinstance(found, int | float) and math.isfinite(found) else 0
+
+
+def _backoff_s(settings: EndpointSettings, attempt: int) -> float:
+    """A pause that doubles with each attempt, with jitter, so that members do not return together."""
+    return min(settings.backoff_s * 2**attempt, BACKOFF_MAX_S) * random.uniform(0.5, 1.0)
