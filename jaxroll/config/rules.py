@@ -171,6 +171,16 @@ def _check_shapes(config: Config) -> None:
         raise ConfigError("store.max_message_mb", config.store.max_message_mb,
                           f"a member of {budget} tokens needs messages of {math.ceil(member_mb)} MB",
                           f"Set it to {math.ceil(member_mb)} or more.")  # fmt: skip
+    for key, mesh in (("sampler.mesh", config.sampler.mesh), ("evaluator.mesh", config.evaluator.mesh)):
+        if mesh.sequence > 1:
+            raise ConfigError(f"{key}.sequence", mesh.sequence, "an engine does not divide the tokens of a sequence",
+                              "Set it to 1; mesh.tensor divides the heads of its KV cache.")  # fmt: skip
+    for answers in (1, learner.shared_prompt_rows):  # of the warm start, and of RL
+        row = learner.shared_prompt_tokens + learner.row_tokens * answers
+        if row % learner.mesh.sequence:
+            raise ConfigError("learner.mesh.sequence", learner.mesh.sequence,
+                              f"does not divide the {row} tokens of a row",
+                              "Use a divisor, or change learner.row_tokens.")  # fmt: skip
     for key, rows, mesh, of in (
         ("learner.micro_batch_rows", learner.micro_batch_rows, learner.mesh, learner.shared_prompt_rows),
         ("sampler.slots", sampler.slots, sampler.mesh, 1),

@@ -67,11 +67,13 @@ class MeshConfig:
     tensor: PositiveInt = 1
     # Devices that divide the experts of each layer. For other parameters and for rows, part of the fsdp axis.
     expert: PositiveInt = 1
+    # Devices that divide the tokens of each row, in the learner's mesh only. For parameters, part of the fsdp axis.
+    sequence: PositiveInt = 1
 
     @property
     def devices(self) -> int:
         """Number of devices in the mesh."""
-        return self.shards * self.tensor
+        return self.shards * self.sequence * self.tensor
 
     @property
     def shards(self) -> int:

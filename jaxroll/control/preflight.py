@@ -75,7 +75,7 @@ def _check_attention(config: Config, model: ModelSpec) -> None:
     """The kernels that are named, on the platform that is named; on one still to be found, what fits nowhere."""
     platform = "" if config.placement.platform == "auto" else config.placement.platform
     learner, sampler = config.learner, config.sampler
-    site = choice.Site(model, platform, learner.mesh.tensor, sample_tokens(learner))
+    site = choice.Site(model, platform, learner.mesh.tensor * learner.mesh.sequence, sample_tokens(learner))
     choice.check("packed", learner.attention, site)
     for role, mesh in meshes(config).items():
         if role != "learner":

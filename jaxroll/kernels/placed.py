@@ -20,9 +20,9 @@ from jaxroll.sharding.layout import Layout
 
 Attend = Callable[[Array, Array, Array], Array]  # q [B, T, N, H], k and v [B, T, K, H]
 
-_QUERIES = ("rows", "tokens", "heads", "head_dim")
-_KEYS = ("rows", "tokens", "kv_heads", "head_dim")
-_ROWS = ("rows", "tokens")
+_QUERIES = ("rows", None, "query_heads", "head_dim")
+_KEYS = ("rows", None, "key_heads", "head_dim")
+_ROWS = ("rows", None)
 _SLOTS = ("slots", None, None, "heads", "head_dim")
 _POOL = ("slots", "kv_heads", None, "tokens", "head_dim")
 
@@ -39,6 +39,19 @@ def rows(name: str, tokens: int, segments: Int[Array, "B T"] | None, layout: Lay
     kernel = _row_kernel(name)
     kernel = partial(kernel, window=window) if name in WINDOWED and 0 < window < tokens else kernel
     return partial(_divided_rows, kernel, segments, _needed(name, layout))
+
+
+def exchanged(attend: Attend, layout: Layout | None) -> Attend:
+    """`attend` for tokens that are divided over the mesh axis sequence: during attention, the heads are instead."""
+    if layout is None or layout.mesh.shape["sequence"] == 1:
+        return attend
+
+    def over_heads(q: Array, k: Array, v: Array) -> Array:
+        q, k, v = (layout.constrain(x, of) for x, of in ((q, _QUERIES), (k, _KEYS), (v, _KEYS)))
+        out = layout.constrain(attend(q, k, v), _QUERIES)
+        return layout.constrain(out, ("rows", "tokens", "heads", "head_dim"))
+
+    return over_heads
 
 
 def pages(name: str, layout: Layout | None) -> Callable[..., Array]:

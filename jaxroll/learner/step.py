@@ -358,20 +358,36 @@ def token_terms(
     given = jnp.roll(hidden, 1, axis=1), tokens, support
     if part == T:
         return terms(params, *given)
-    cut = lambda x: lengthened(x, part).reshape(R, -1, part, *x.shape[2:]).swapaxes(0, 1)  # noqa: E731
+    S = _token_shards(layout, T)  # a part has as many tokens of each shard
+
+    def cut(x: Array) -> Array:
+        own = lengthened(x.reshape(R * S, T // S, *x.shape[2:]), part // S)
+        return jnp.moveaxis(own.reshape(R, S, -1, part // S, *x.shape[2:]), 2, 0).reshape(-1, R, part, *x.shape[2:])
+
+    def whole(x: Array) -> Array:
+        own = jnp.moveaxis(x.reshape(-1, R, S, part // S), 0, 2).reshape(R, S, -1)
+        return own[:, :, : T // S].reshape(R, T)
+
     _, parts = jax.lax.scan(lambda _, x: (None, terms(params, *x)), None, jax.tree.map(cut, given))
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(R, -1)[:, :T], parts)
+    return jax.tree.map(whole, parts)
 
 
 def part_tokens(spec: ModelSpec, layout: Layout, shape: tuple[int, int], logits_mb: float) -> int:
     """The number of tokens of a row whose logits exist at once.
 
-    T, halved (rounding up) until their logits take at most `logits_mb` MiB on a device, and at least 1.
+    T, halved (rounding up) until their logits take at most `logits_mb` MiB on a device, and at least one on each shard
+    of the tokens.
     """
     rows, tokens = shape
     local = layout.sharding(("rows", "tokens", "vocab"), (rows, 1, spec.vocab_size)).shard_shape
     a_token = 4 * math.prod(local((rows, 1, spec.vocab_size)))
-    part = tokens
+    shards = _token_shards(layout, tokens)
+    part = tokens // shards
     while part > 1 and part * a_token > logits_mb * 2**20:
         part = -(-part // 2)
-    return part
+    return part * shards
+
+
+def _token_shards(layout: Layout, tokens: int) -> int:
+    """The number of shards of a row of `tokens`."""
+    return tokens // layout.sharding(("rows", "tokens"), (1, tokens)).shard_shape((1, tokens))[1]

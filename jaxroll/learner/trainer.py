@@ -330,7 +330,9 @@ def shared_rows(learner: LearnerConfig) -> SharedRows | None:
 def attention(config: Config, spec: ModelSpec, layout: Layout) -> choice.Choice:
     """The attention implementation for packed rows; ConfigError when the config names one that cannot work here."""
     mesh = layout.mesh
-    site = choice.Site(spec, meshes.platform(mesh), mesh.shape["tensor"], sample_tokens(config.learner))
+    site = choice.Site(
+        spec, meshes.platform(mesh), mesh.shape["tensor"] * mesh.shape["sequence"], sample_tokens(config.learner)
+    )
     return choice.choose("packed", config.learner.attention, site)
 
 

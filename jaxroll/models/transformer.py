@@ -98,6 +98,7 @@ def forward_with_load(
         else:
             assert prompt_ids is not None, "rows that share prompts need prompt_ids"
             attend = shared.attention(rows, segment_ids, prompt_ids, positions, window)
+        attend = placed.exchanged(attend, layout)
         turn = _rotation(spec, positions, window)
 
         def layer(block: Block, x: Array, given: Array | None) -> tuple[Array, Load | None]:

@@ -1,4 +1,4 @@
-"""Device meshes with the axes ("data", "fsdp", "expert", "tensor"), and the rules from logical axes to mesh axes."""
+"""Device meshes, and the rules from logical axes to mesh axes (data, fsdp, expert, sequence, tensor)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
 
-AXES = ("data", "fsdp", "expert", "tensor")
+AXES = ("data", "fsdp", "expert", "sequence", "tensor")
 
 
 def build(
@@ -26,7 +26,7 @@ def build(
     Its axes have type Auto: the compiler propagates shardings from the arguments, and a PartitionSpec is a hint.
     ConfigError for a size below one or for too few devices.
     """
-    shape = (cfg.data, cfg.fsdp, cfg.expert, cfg.tensor)
+    shape = (cfg.data, cfg.fsdp, cfg.expert, cfg.sequence, cfg.tensor)
     for axis, size in zip(AXES, shape, strict=True):
         if size < 1:
             raise ConfigError(f"mesh.{axis}", size, "an axis has at least one device", "Use 1 to leave it out.")
@@ -81,7 +81,7 @@ Rules = Mapping[str, tuple[str, ...] | None]
 Logical = tuple[str | None, ...]
 
 # Axes with the same rule for learner and sampler: heads, hidden units and vocabulary are sharded by tensor parallelism;
-# norms, head dimensions, layers and token positions are never sharded.
+# norms, head dimensions and layers are never sharded.
 _SHARED: dict[str, tuple[str, ...] | None] = {
     "vocab": ("tensor",),
     "heads": ("tensor",),
@@ -89,7 +89,10 @@ _SHARED: dict[str, tuple[str, ...] | None] = {
     "mlp": ("tensor",),
     "head_dim": None,
     "layers": None,
-    "tokens": None,
+    # Heads inside attention, which needs all tokens of a row: an all-to-all exchanges tokens for heads (DeepSpeed
+    # Ulysses, arXiv 2309.14509). So every device has the same work, and any kernel can be used.
+    "query_heads": ("tensor", "sequence"),
+    "key_heads": ("tensor", "sequence"),
     "norm": None,
     "value": None,  # the single output of a critic
     "width": None,  # the residual stream of an activation; the same axis of a parameter is called "embed"
@@ -99,13 +102,16 @@ _SHARED: dict[str, tuple[str, ...] | None] = {
     "slots": ("data", "fsdp", "expert"),
 }
 
-LEARNER: Rules = MappingProxyType(_SHARED | {"embed": ("fsdp", "expert"), "expert_embed": ("fsdp",)})
-"""Rules of the learner: parameters sharded over fsdp, expert and tensor, rows of a batch over data, fsdp and expert.
+LEARNER: Rules = MappingProxyType(
+    _SHARED | {"tokens": ("sequence",), "embed": ("fsdp", "expert", "sequence"), "expert_embed": ("fsdp", "sequence")}
+)
+"""Rules of the learner: parameters sharded over all axes but data, rows of a batch over data, fsdp and expert, the
+tokens of a row over sequence.
 
-For all but the experts themselves, the axis expert is a part of fsdp.
+For all but the experts themselves, the axis expert is a part of fsdp; for parameters, sequence is one as well.
 """
 
-SAMPLER: Rules = MappingProxyType(_SHARED | {"embed": None, "expert_embed": None})
+SAMPLER: Rules = MappingProxyType(_SHARED | {"tokens": None, "embed": None, "expert_embed": None})
 """Rules of a sampler: parameters sharded over tensor, experts also over expert (no gather of parameters in a decode
 step), slots over data, fsdp and expert.
 """

@@ -106,6 +106,8 @@ BAD = [
     ),
     pytest.param(["learner.mesh.fsdp=3"], "learner.micro_batch_rows", "8", "9", id="rows do not divide"),
     pytest.param(["sampler.mesh.data=3"], "sampler.slots", "32", "33", id="slots do not divide"),
+    pytest.param(["sampler.mesh.sequence=2"], "sampler.mesh.sequence", "2", "mesh.tensor", id="divided decoding"),
+    pytest.param(["learner.mesh.sequence=3"], "learner.mesh.sequence", "3", "128 tokens of a row", id="uneven tokens"),
     pytest.param(["evaluator.mesh.data=3"], "evaluator.slots", "64", "66", id="evaluator's slots do not divide"),
     pytest.param(["learner.row_tokens=20"], "learner.row_tokens", "20", "28", id="sequence budget"),
     pytest.param(["sampler.page_tokens=8", "sampler.cache_pages=4"], "sampler.cache_pages", "4", "or more", id="pages"),

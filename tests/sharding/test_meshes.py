@@ -11,8 +11,8 @@ from jaxroll.sharding import layout
 
 def test_axes_have_one_order_and_auto_type():
     mesh = layout.build(MeshConfig(data=2, fsdp=1, tensor=4))
-    assert mesh.axis_names == ("data", "fsdp", "expert", "tensor")
-    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "expert": 1, "tensor": 4}
+    assert mesh.axis_names == ("data", "fsdp", "expert", "sequence", "tensor")
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "expert": 1, "sequence": 1, "tensor": 4}
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 

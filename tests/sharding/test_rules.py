@@ -18,13 +18,16 @@ MESH = meshes.build(MeshConfig(data=2, fsdp=2, tensor=2))
 @pytest.mark.parametrize(
     ("logical", "learner", "sampler"),
     [
-        (("vocab", "embed"), P("tensor", ("fsdp", "expert")), P("tensor", None)),
-        (("embed", "heads", "head_dim"), P(("fsdp", "expert"), "tensor", None), P(None, "tensor", None)),
-        (("mlp", "embed"), P("tensor", ("fsdp", "expert")), P("tensor", None)),
+        (("vocab", "embed"), P("tensor", ("fsdp", "expert", "sequence")), P("tensor", None)),
+        (("embed", "heads", "head_dim"), P(("fsdp", "expert", "sequence"), "tensor", None), P(None, "tensor", None)),
+        (("mlp", "embed"), P("tensor", ("fsdp", "expert", "sequence")), P("tensor", None)),
         (("norm",), P(None), P(None)),
-        (("experts", "expert_embed", "mlp"), P("expert", "fsdp", "tensor"), P("expert", None, "tensor")),
-        (("layers", "slots", "tokens", "kv_heads", "head_dim"),)
-        + (P(None, ("data", "fsdp", "expert"), None, "tensor", None),) * 2,
+        (("experts", "expert_embed", "mlp"), P("expert", ("fsdp", "sequence"), "tensor"), P("expert", None, "tensor")),
+        (
+            ("layers", "slots", "tokens", "kv_heads", "head_dim"),
+            P(None, ("data", "fsdp", "expert"), "sequence", "tensor", None),
+            P(None, ("data", "fsdp", "expert"), None, "tensor", None),
+        ),
     ],
 )
 def test_the_tables_say_where_arrays_lie(logical, learner, sampler):
@@ -33,8 +36,8 @@ def test_the_tables_say_where_arrays_lie(logical, learner, sampler):
 
 
 def test_batches_are_split_over_all_axes_but_tensor():
-    for table in (rules.LEARNER, rules.SAMPLER):
-        assert rules.batch_spec(table) == P(("data", "fsdp", "expert"), None)
+    for table, tokens in ((rules.LEARNER, "sequence"), (rules.SAMPLER, None)):
+        assert rules.batch_spec(table) == P(("data", "fsdp", "expert"), tokens)
 
 
 def test_one_mesh_axis_cannot_split_two_axes_of_an_array():
