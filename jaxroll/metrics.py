@@ -371,6 +371,7 @@ class _Store(_Known):
     tokens_masked: Count | None = None
     tokens_expired: dict[str, Count] | None = None
     lengths: _Lengths | None = None
+    prompts_skipped: dict[str, Count] | None = None
 
 
 class _Compile(_Known):

@@ -95,7 +95,16 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for key in ("extract", "reward"):
         if isinstance(named := (values.get("task") or {}).get(key), str):
             values["task"][key] = relative_to(str(Path(path).resolve().parent), named)
+    _resolve_sources(values, Path(path).resolve().parent)
     return parse(override(with_files(values, Path(path).resolve().parent), overrides))
+
+
+def _resolve_sources(values: dict, folder: Path) -> None:
+    """Make the paths of the sources of a mixture absolute, in place."""
+    mixture = (values.get("task") or {}).get("mixture") or []
+    for entry in mixture if isinstance(mixture, (list, tuple)) else ():
+        if isinstance(entry, dict) and entry.get("path"):
+            entry["path"] = os.path.normpath(folder / str(entry["path"]))
 
 
 def with_files(values: Mapping[str, Any], folder: Path) -> dict:

@@ -1,10 +1,14 @@
-"""Messages that the config places before every prompt, tool schemas, and their checks."""
+"""Prompts as the config describes them: sources of a mixture, messages before every question, tools; their checks."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, get_type_hints
 
+from jaxroll.config.parsing import check_bounds, coerce, nearest
 from jaxroll.config.schema import Config, TaskConfig
 from jaxroll.errors import ConfigError
 from jaxroll.records import Message
@@ -50,15 +54,91 @@ def _message(entry: Any, key: str) -> Message:
     return Message(role, content)
 
 
+# --- sources: one, or several in a mixture
+
+SOURCE_KEYS = (
+    "source", "name", "args", "path", "prompt_style", "prompt_column", "answer_column", "answer_after", "train_start",
+    "heldout_start", "heldout_items",
+)  # fmt: skip
+# Item i of source number n has the index n * SOURCE_ITEMS + i.
+SOURCE_ITEMS = 10**12
+
+
+@dataclass(frozen=True)
+class TaskPart:
+    """One source: `task` is the section with its keys; `label` is empty and `weight` 1 without a mixture."""
+
+    label: str
+    weight: float
+    task: TaskConfig
+    key: str
+
+
+def task_parts(task: TaskConfig) -> tuple[TaskPart, ...]:
+    """The sources of the config; ConfigError for malformed entries of `task.mixture`."""
+    if not task.mixture:
+        return (TaskPart("", 1.0, task, "task"),)
+    found: list[TaskPart] = []
+    for number, entry in enumerate(task.mixture):
+        key = f"task.mixture[{number}]"
+        if not isinstance(entry, Mapping):
+            raise ConfigError(key, entry, "not a source", "Write dict(path=…, weight=1.0).")
+        weight = coerce(float, entry.get("weight", 1.0), f"{key}.weight")
+        if weight <= 0:
+            raise ConfigError(
+                f"{key}.weight", weight, "a source needs a share", "Set it above 0, or remove the source."
+            )
+        part = source_of(task, entry, key, ("label", "weight"))
+        label = coerce(str, entry.get("label", PurePath(part.path).stem if part.source in FILES else part.name), key)
+        if not label or label in (other.label for other in found):
+            raise ConfigError(f"{key}.label", label, "every source needs its own name", "Set label.")
+        found.append(TaskPart(label, weight, part, key))
+    if any("heldout_items" in entry for entry in task.mixture):
+        return tuple(found)
+    total = sum(part.weight for part in found)
+    return tuple(
+        dataclasses.replace(part, task=dataclasses.replace(part.task, heldout_items=share and max(1, share)))
+        for part in found
+        for share in (round(task.heldout_items * part.weight / total),)
+    )
+
+
+def source_of(task: TaskConfig, entry: Mapping[str, Any], key: str, own: tuple[str, ...]) -> TaskConfig:
+    """`task` with the keys of another source; what belongs to the source of `task` alone is not inherited.
+
+    Keys in `own` have a meaning for the caller.
+    """
+    for name in entry:
+        if name not in SOURCE_KEYS + own:
+            near = nearest(str(name), SOURCE_KEYS + own)
+            raise ConfigError(f"{key}.{name}", entry[name], "unknown key of a source", near)
+    hints = get_type_hints(TaskConfig)
+    given = {k: coerce(hints[k], value, f"{key}.{k}") for k, value in entry.items() if k not in own}
+    other = {"args": {}, "path": "", "prompt_column": "", "answer_column": "", "answer_after": ""}
+    inherited = {} if given.keys() <= {"heldout_items", "train_start", "heldout_start"} else other
+    found = dataclasses.replace(task, mixture=[], **{**inherited, **given})
+    check_bounds(found, key)
+    return found
+
+
 def check_prompts(config: Config) -> None:
     """Raise ConfigError for malformed messages and tools, and for settings that the tokenizer cannot show."""
     opening_messages(config.task)
+    if config.task.mixture and config.task.path:
+        raise ConfigError("task.path", config.task.path, "task.mixture has the paths of its sources", "Leave it out.")
+    for part in task_parts(config.task):
+        if (
+            config.task.mixture
+            and max(part.task.train_start, part.task.heldout_start, config.sft.start) > SOURCE_ITEMS // 2
+        ):
+            raise ConfigError(f"{part.key}.train_start", part.task.train_start, "too large for a source of a mixture",
+                              f"Use starts of at most {SOURCE_ITEMS // 2}.")  # fmt: skip
     for number, tool in enumerate(config.task.tools):
         if not isinstance(tool, Mapping):
             raise ConfigError(
                 f"task.tools[{number}]", tool, "not a JSON schema", "Write an object, as for OpenAI's API."
             )
-    if config.task.source not in FILES:
+    if config.task.source not in FILES and not config.task.mixture:
         for name in ("prompt_column", "answer_column", "answer_after"):
             if value := getattr(config.task, name):
                 raise ConfigError(f"task.{name}", value,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxroll.config.derived import (
     COLOCATED,
@@ -25,7 +25,7 @@ from jaxroll.config.derived import (
 )
 from jaxroll.config.learner_rules import check_algorithm
 from jaxroll.config.parsing import check_bounds, nearest
-from jaxroll.config.prompt_rules import FILES, check_prompts
+from jaxroll.config.prompt_rules import FILES, check_prompts, task_parts
 from jaxroll.config.rewards import check_rewards
 from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig, SamplingConfig
 from jaxroll.errors import ConfigError
@@ -74,11 +74,15 @@ def _check_names(config: Config) -> None:
     if config.tokenizer.kind == "hf" and not config.tokenizer.path:
         raise ConfigError("tokenizer.path", "", "tokenizer.kind is 'hf' but there is no folder to read",
                           "Set tokenizer.path to a folder with tokenizer.json, or kind to 'char'.")  # fmt: skip
-    if config.task.source in FILES and not config.task.path:
-        raise ConfigError("task.path", "", f"task.source is {config.task.source!r} but there is no file to read",
-                          "Set task.path to the file.")  # fmt: skip
-    if config.task.source in ("reasoning_gym", "game") and not config.task.name:
-        raise ConfigError("task.name", "", f"no task of {config.task.source} named", "Name one, as 'spell_backward'.")
+    for part in task_parts(config.task):
+        task = part.task
+        if task.source in FILES and not task.path:
+            reason = f"{part.key}.source is {task.source!r} but there is no file to read"
+            raise ConfigError(f"{part.key}.path", "", reason, f"Set {part.key}.path to the file.")
+        if task.source in ("reasoning_gym", "game") and not task.name:
+            raise ConfigError(
+                f"{part.key}.name", "", f"no task of {task.source} named", "Name one, as 'spell_backward'."
+            )
     _check_unread(config)
 
 
@@ -272,8 +276,12 @@ def _check_ranges(config: Config) -> None:
     if config.evaluator.every and config.task.heldout_items == 0:
         raise ConfigError("task.heldout_items", 0, "the evaluator has nothing to evaluate on",
                           "Set it to 512, or evaluator.every to 0.")  # fmt: skip
-    if config.task.source not in ("reasoning_gym", "game"):
-        return
+    for part in task_parts(config.task):
+        if part.task.source in ("reasoning_gym", "game"):
+            _check_item_ranges(replace(config, task=part.task))
+
+
+def _check_item_ranges(config: Config) -> None:
     spans = item_ranges(config)
     for a, b in (("task.heldout_start", "task.train_start"), ("task.heldout_start", "sft.start"),
                  ("sft.start", "task.train_start")):  # fmt: skip

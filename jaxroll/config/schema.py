@@ -125,6 +125,10 @@ class TaskConfig:
     answer_after: str = ""
     # Wording of prompts: `compact` for small character-level models, `full` for language models.
     prompt_style: Literal["compact", "full"] = "compact"
+    # Sources with shares: dicts of label, weight and other keys of this section (docs/prompts.md). Empty: one source.
+    mixture: list = field(default_factory=list)
+    # Prompts longer than max_prompt_tokens: drop them, or cut the last message on its left or right side.
+    long_prompts: Literal["drop", "truncate_left", "truncate_right"] = "drop"
     # System message of every prompt; it replaces the system message of a row. Text, or file:PATH.
     system_prompt: str = ""
     # Messages before the question: {"role": …, "content": …} or pairs [question, answer]; or file:PATH (JSON).

@@ -178,11 +178,9 @@ def run_foreground(argv: list[str], env: dict[str, str]) -> int:
 
 def run_config(options: argparse.Namespace) -> None:
     """`config`: print the resolved config as JSON, and lines about the rows of a file and the reward on stderr."""
-
-    def report(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    config = run_dir.load_config(_absolute(options.run)) if options.run else _config_of_file(options, report)
+    lines: list[str] = []
+    config = run_dir.load_config(_absolute(options.run)) if options.run else _config_of_file(options, lines.append)
+    print(*lines, sep="\n", end="\n" * bool(lines), file=sys.stderr)
     print(json.dumps(configs.to_dict(config), indent=2))
     print(rewards.described(config.task), file=sys.stderr)
 

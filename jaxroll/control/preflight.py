@@ -17,6 +17,7 @@ from pathlib import Path
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.derived import episode_tokens, page_size, sample_tokens
 from jaxroll.config.parsing import nearest
+from jaxroll.config.prompt_rules import task_parts
 from jaxroll.data import gym, prompts, sources
 from jaxroll.envs import registry
 from jaxroll.errors import ConfigError
@@ -31,10 +32,11 @@ from jaxroll.store.core.admission import Settings
 
 def check_described(config: Config) -> None:
     """Raise ConfigError for what is wrong wherever the run takes place."""
-    if config.task.source == "reasoning_gym":
-        gym.allowed(config.task.name)
-    if config.task.source == "game":
-        sources.check_game(config.task)
+    for part in task_parts(config.task):
+        if part.task.source == "reasoning_gym":
+            gym.allowed(part.task.name)
+        if part.task.source == "game":
+            sources.check_game(part.task)
     if not config.model.path:
         model = families.spec(config.model.size, compute_dtype=config.model.dtype)
         _check_meshes(config, model)
@@ -94,8 +96,9 @@ def meshes(config: Config) -> dict[str, MeshConfig]:
 
 
 def _check_files(config: Config) -> None:
+    data = ((f"{part.key}.path", part.task.path) for part in task_parts(config.task))
     for key, path in (("model.path", config.model.path), ("tokenizer.path", config.tokenizer.path),
-                      ("task.path", config.task.path), ("learner.lora_path", config.learner.lora_path)):  # fmt: skip
+                      ("learner.lora_path", config.learner.lora_path), *data):  # fmt: skip
         if path and not Path(path).expanduser().exists():
             raise ConfigError(key, path, "no such file or folder on this machine", _beside(Path(path)))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
+from collections import Counter
 
 from jaxroll.config import Config
 from jaxroll.config.derived import sample_tokens
 from jaxroll.data import tasks
-from jaxroll.data.tasks import MAX_SKIPPED_IN_A_ROW, Candidate, Candidates, Skipped
+from jaxroll.data.tasks import MAX_SKIPPED_IN_A_ROW, Candidate, Candidates, Part, Skipped
 from jaxroll.errors import ConfigError, DataError
 from jaxroll.protocols import Progress, Tokenizer
 from jaxroll.records import Task
@@ -27,10 +29,9 @@ class PromptPipeline:
     def __init__(self, config: Config) -> None:
         self._candidates = Candidates(config)
         self._heldout = tasks.hashes(tasks.tasks(config, self._candidates))
-        train = self._candidates.ranges.train
         self._fingerprint = _fingerprint(config, self._candidates)
-        self._iterator = iter(tasks.in_this_thread(tasks.shuffled(train, config.run.seed, "train").map(self._admit)))
-
+        self._order = tasks.Order(self._candidates, config.run.seed, "train", self._admit)
+        self.skipped: Counter[str] = Counter()  # items since the beginning of the run, by kind; also truncated prompts
         self._beginning = self.state()
 
     def __iter__(self) -> PromptPipeline:
@@ -40,9 +41,11 @@ class PromptPipeline:
         """The next task. Raises ConfigError when thousands of items in a row cannot be trained on."""
         reason = ""
         for _ in range(MAX_SKIPPED_IN_A_ROW):
-            found = next(self._iterator)
-            if isinstance(found, Task):
-                return found
+            found = next(self._order)
+            if isinstance(found, Candidate):
+                self.skipped["truncated"] += found.truncated
+                return found.task
+            self.skipped[found.kind] += 1
             reason = found.reason
         raise ConfigError(
             "task",
@@ -57,8 +60,10 @@ class PromptPipeline:
         return self._candidates.tokenizer
 
     def state(self) -> bytes:
-        """The position of the stream, as JSON."""
-        state = {"format": _STATE_FORMAT, "fingerprint": self._fingerprint, "grain": self._iterator.get_state()}
+        """The position of the stream and the counts of skipped items, as JSON."""
+        state = {"format": _STATE_FORMAT, "fingerprint": self._fingerprint, "grain": self._order.get_state()}
+        if skipped := +self.skipped:
+            state["skipped"] = skipped
         return json.dumps(state, separators=(",", ":")).encode()
 
     def restore(self, state: bytes | None) -> None:
@@ -71,6 +76,7 @@ class PromptPipeline:
             if found["format"] != _STATE_FORMAT:
                 raise ValueError(f"format {found['format']}, this version reads {_STATE_FORMAT}")
             fingerprint, position = found["fingerprint"], found["grain"]
+            skipped = Counter(found.get("skipped", {}))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"this is not the state of a prompt stream: {error!r}") from error
         if fingerprint != self._fingerprint:
@@ -80,17 +86,19 @@ class PromptPipeline:
                 "the saved prompt stream was made from other settings",
                 "Resume with the run's own config: task, run.seed and tokenizer decide the order.",
             )
-        self._iterator.set_state(position)
+        self._order.set_state(position)
+        self.skipped = skipped
 
-    def _admit(self, index: int) -> Task | Skipped:
-        found = self._candidates.trainable(index, self._heldout)
-        return found if isinstance(found, Skipped) else found.task
+    def _admit(self, index: int) -> Candidate | Skipped:
+        return self._candidates.trainable(index, self._heldout)
 
 
 def _fingerprint(config: Config, candidates: Candidates) -> str:
     """A digest of all settings that determine the order of prompts."""
-    ranges, task = candidates.ranges, config.task
-    parts = (candidates.identity, config.run.seed, repr(ranges.train), repr(ranges.heldout), task.heldout_items)
+    task = config.task
+    parts = (candidates.identity, config.run.seed)
+    for part in candidates.parts:
+        parts += (repr(part.ranges.train), repr(part.ranges.heldout), part.config.heldout_items)
     parts += (task.prompt_style, task.max_prompt_tokens)
     # Only if they are set, so that runs of earlier versions resume.
     parts += tuple(
@@ -100,6 +108,7 @@ def _fingerprint(config: Config, candidates: Candidates) -> str:
             ("few_shot", task.few_shot),
             ("tools", task.tools),
             ("template_args", config.tokenizer.template_args),
+            ("long_prompts", task.long_prompts if task.long_prompts != "drop" else ""),
             ("columns", (task.prompt_column + task.answer_column) and (task.prompt_column, task.answer_column)),
             ("answer_after", task.answer_after),
         )
@@ -121,25 +130,32 @@ def check(config: Config, report: Progress | None = None) -> Tokenizer:
     `report` receives a line about the rows of a file.
     """
     candidates = Candidates(config)
-    if report is not None and candidates.described:
-        report(f"task: {candidates.described}")
+    for part in candidates.parts:
+        if report is not None and part.described:
+            report(f"task: {part.described}")
     kept_aside = tasks.hashes(tasks.tasks(config, candidates))
-    _check_prompts(config, candidates, kept_aside)
+    _check_prompts(candidates, kept_aside)
     if config.sft.steps:
         _check_worked(config, candidates, kept_aside)
     return candidates.tokenizer
 
 
-def _check_prompts(config: Config, candidates: Candidates, kept_aside: frozenset[str]) -> None:
-    reason, tried = "its range is empty", _spread(candidates.ranges.train)
+def _check_prompts(candidates: Candidates, kept_aside: frozenset[str]) -> None:
+    for number, part in enumerate(candidates.parts):
+        key = f"task.mixture[{number}]" if part.label else "task"
+        _check_part(candidates, part, key, kept_aside)
+
+
+def _check_part(candidates: Candidates, part: Part, key: str, kept_aside: frozenset[str]) -> None:
+    reason, tried = "its range is empty", _spread(part.ranges.train)
     for index in tried:
         found = candidates.trainable(index, kept_aside)
         if isinstance(found, Candidate):
             return
         reason = found.reason
     raise ConfigError(
-        "task.path" if config.task.path else "task.name",
-        config.task.path or config.task.name,
+        f"{key}.path" if part.config.path else f"{key}.name",
+        part.config.path or part.config.name,
         f"gives no prompts: none of {len(tried)} items can be trained on, the last because {reason}",
         "Raise task.max_prompt_tokens, hold out fewer items, or use a task with more questions.",
     )
@@ -147,7 +163,7 @@ def _check_prompts(config: Config, candidates: Candidates, kept_aside: frozenset
 
 def _check_worked(config: Config, candidates: Candidates, kept_aside: frozenset[str]) -> None:
     reason, seen = "its range is empty", 0
-    for index in _spread(candidates.ranges.sft):
+    for index in itertools.chain.from_iterable(_spread(part.ranges.sft) for part in candidates.parts):
         found = candidates.trainable(index, kept_aside, taught=True)
         if isinstance(found, Skipped):
             reason = found.reason

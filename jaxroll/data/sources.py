@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from jaxroll.config import TaskConfig
 from jaxroll.config.parsing import nearest
-from jaxroll.config.prompt_rules import opening_messages
+from jaxroll.config.prompt_rules import opening_messages, task_parts
 from jaxroll.data.files import DatasetSource, JsonlSource, ParquetSource
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import Source
@@ -23,13 +23,12 @@ def open_source(cfg: TaskConfig) -> Source:
 
 def alphabet(cfg: TaskConfig) -> str:
     """All characters of the task's prompts and answers, sorted, for a character tokenizer."""
-    return with_opening(open_source(cfg).alphabet(), cfg)
+    return with_opening((open_source(part.task).alphabet() for part in task_parts(cfg)), cfg)
 
 
-def with_opening(characters: str, cfg: TaskConfig) -> str:
-    """`characters` and those of the messages that the config places before every question, sorted."""
-    opening = opening_messages(cfg)
-    return "".join(sorted(set(characters).union(*(message.content for message in opening)))) if opening else characters
+def with_opening(alphabets: Iterable[str], cfg: TaskConfig) -> str:
+    """The characters of `alphabets` and of the messages that the config places before every question, sorted."""
+    return "".join(sorted(set().union(*alphabets, *(message.content for message in opening_messages(cfg)))))
 
 
 # --- games

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jaxroll.config import Config
-from jaxroll.config.prompt_rules import opening_messages
+from jaxroll.config import Config, TaskConfig
+from jaxroll.config.prompt_rules import SOURCE_ITEMS, TaskPart, opening_messages, task_parts
 from jaxroll.data.sources import open_source, with_opening
 from jaxroll.errors import ConfigError, DataError
+from jaxroll.protocols import Source
 from jaxroll.records import Message, Task, question_hash
 from jaxroll.text import tokenizers
 
@@ -30,39 +32,74 @@ class Candidate:
 
     task: Task
     worked: tuple[Message, ...]
+    truncated: bool = False
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """An item that is not trained on, with the reason."""
+    """An item that is not trained on, with the reason. `kind` is too_long, held_out, unanswered or failed."""
 
     reason: str
+    kind: str = "failed"
+
+
+class TooLong(DataError):
+    """A prompt exceeds `task.max_prompt_tokens`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source of the config with its ranges; indices are those of the run (see `SOURCE_ITEMS`)."""
+
+    label: str
+    weight: float
+    config: TaskConfig
+    source: Source
+    ranges: Ranges
+    first: int
+
+    @property
+    def described(self) -> str:
+        """The rows of a file; empty for other sources."""
+        layout = getattr(self.source, "layout", "")
+        return f"{self.label}{': ' * bool(self.label)}{self.source.size:,} rows, layout {layout}" if layout else ""
 
 
 class Candidates:
-    """Items of the config's source by index, as tasks; with the source's ranges and the run's tokenizer."""
+    """Items of the config's sources by index, as tasks; with the sources' ranges and the run's tokenizer."""
 
     def __init__(self, config: Config) -> None:
         self._config = config.task
-        self._source = open_source(config.task)
-        self.ranges = of(config, self._source.size)
-        self.tokenizer = tokenizers.build(config.tokenizer, with_opening(self._source.alphabet(), config.task))
+        self.parts = tuple(
+            _opened(config, part, number * SOURCE_ITEMS) for number, part in enumerate(task_parts(config.task))
+        )
+        alphabets = (part.source.alphabet() for part in self.parts)
+        self.tokenizer = tokenizers.build(config.tokenizer, with_opening(alphabets, config.task))
         self._opening = opening_messages(config.task)
-        self.identity = self._source.identity
-        layout = getattr(self._source, "layout", "")
-        self.described = f"{self._source.size:,} rows, layout {layout}" if layout else ""
+
+    @property
+    def ranges(self) -> Ranges:
+        """The ranges of the only source."""
+        (part,) = self.parts
+        return part.ranges
+
+    @property
+    def identity(self) -> str:
+        """The identity of the source, or those of a mixture with labels and weights."""
+        if not self._config.mixture:
+            return self.parts[0].source.identity
+        return "mixture/" + "/".join(f"{part.label}*{part.weight:g}={part.source.identity}" for part in self.parts)
 
     def at(self, index: int) -> Candidate:
-        """Item `index` as a task. DataError when the source cannot make it or its prompt is too long."""
-        item = self._source.item(index)
-        text = item.compact if self._config.prompt_style == "compact" else item.question
-        messages = self._conversation(item.messages or (Message("user", text),))
+        """Item `index` as a task. DataError when the source cannot make it, TooLong when its prompt is too long."""
+        part = self.parts[index // SOURCE_ITEMS if self._config.mixture else 0]
+        item = part.source.item(index - part.first)
+        text = item.compact if part.config.prompt_style == "compact" else item.question
         args = {**({"tools": self._config.tools} if self._config.tools else {}), **item.env_args}
-        tools = args.get("tools", ())
-        tokens = len(self.tokenizer.render(messages, tools=tools))
-        if tokens > self._config.max_prompt_tokens:
-            limit = self._config.max_prompt_tokens
-            raise DataError(f"item {index} has {tokens} prompt tokens, task.max_prompt_tokens is {limit}")
+        if part.label:
+            args["source"] = part.label
+        full = self._conversation(item.messages or (Message("user", text),))
+        messages = self._fitting(full, args.get("tools", ()), index)
         task = Task(
             index=index,
             messages=messages,
@@ -73,7 +110,7 @@ class Candidates:
             question_hash=question_hash(item.compact.lower()),
         )
         answer = () if item.answer is None else (Message("assistant", item.answer),)
-        return Candidate(task, item.worked or answer)
+        return Candidate(task, item.worked or answer, truncated=messages != full)
 
     def _conversation(self, prompt: tuple[Message, ...]) -> tuple[Message, ...]:
         """The prompt after the messages of the config, whose system prompt replaces that of the row."""
@@ -82,17 +119,42 @@ class Candidates:
             return self._opening + prompt[len(system) :]
         return system + self._opening + prompt[len(system) :]
 
+    def _fitting(self, messages: tuple[Message, ...], tools: Sequence[Any], index: int) -> tuple[Message, ...]:
+        """`messages` within `task.max_prompt_tokens`, by the policy `task.long_prompts`; TooLong if that drops them."""
+        policy, limit = self._config.long_prompts, self._config.max_prompt_tokens
+        tokens = len(self.tokenizer.render(messages, tools=tools))
+        shown, over = messages, tokens - limit
+        if over > 0 and policy != "drop":
+            last = messages[-1]
+            ids = self.tokenizer.encode(last.content)
+            kept = len(ids)
+            # The rendered text may have other tokens at the cut than the message alone, so cut until it fits.
+            while over > 0 and (kept := kept - over) > 0:
+                text = self.tokenizer.decode(ids[-kept:] if policy == "truncate_left" else ids[:kept])
+                shown = (*messages[:-1], Message(last.role, text.strip("\N{REPLACEMENT CHARACTER}")))
+                over = len(self.tokenizer.render(shown, tools=tools)) - limit
+        if over > 0:
+            raise TooLong(f"item {index} has {tokens} prompt tokens, task.max_prompt_tokens is {limit}")
+        return shown
+
     def trainable(self, index: int, kept_aside: frozenset[str], *, taught: bool = False) -> Candidate | Skipped:
         """Item `index`; Skipped if it cannot be made, its question is in `kept_aside`, or (`taught`) has no answer."""
         try:
             candidate = self.at(index)
         except DataError as error:
-            return Skipped(str(error))
+            return Skipped(str(error), "too_long" if isinstance(error, TooLong) else "failed")
         if taught and not candidate.worked:
-            return Skipped(f"item {index} has no answer")
+            return Skipped(f"item {index} has no answer", "unanswered")
         if candidate.task.question_hash in kept_aside:
-            return Skipped(f"item {index} is held out")
+            return Skipped(f"item {index} is held out", "held_out")
         return candidate
+
+
+def _opened(config: Config, part: TaskPart, first: int) -> Part:
+    source = open_source(part.task)
+    own = of(dataclasses.replace(config, task=part.task), source.size)
+    ranges = Ranges(*(range(r.start + first, r.stop + first, r.step) for r in (own.train, own.heldout, own.sft)))
+    return Part(part.label, part.weight, part.task, source, ranges, first)
 
 
 # --- held-out tasks
@@ -101,17 +163,22 @@ _TRIES_PER_ITEM = 50  # indices tried per held-out item; a task that needs more 
 
 
 def tasks(config: Config, candidates: Candidates | None = None) -> tuple[Task, ...]:
-    """`task.heldout_items` tasks with distinct questions, the same for every run seed.
+    """`task.heldout_items` tasks with distinct questions, the same for every run seed; those of each source in order.
 
     ConfigError when the held-out range has too few distinct questions.
     """
-    wanted = config.task.heldout_items
     candidates = candidates or Candidates(config)
-    span = candidates.ranges.heldout
     found: dict[str, Task] = {}
-    last_skip = ""
-    for index in span[: wanted * _TRIES_PER_ITEM]:
-        if len(found) == wanted:
+    for part in candidates.parts:
+        _hold_out(candidates, part, found)
+    return tuple(found.values())
+
+
+def _hold_out(candidates: Candidates, part: Part, found: dict[str, Task]) -> None:
+    """Add `heldout_items` questions of the source to `found` (by hash), none of which is there already."""
+    wanted, before, last_skip = part.config.heldout_items, len(found), ""
+    for index in part.ranges.heldout[: wanted * _TRIES_PER_ITEM]:
+        if len(found) - before == wanted:
             break
         try:
             task = candidates.at(index).task
@@ -119,14 +186,13 @@ def tasks(config: Config, candidates: Candidates | None = None) -> tuple[Task, .
             last_skip = f" Last skipped: {error}."
             continue
         found.setdefault(task.question_hash, task)
-    if len(found) < wanted:
+    if len(found) - before < wanted:
         raise ConfigError(
             "task.heldout_items",
             wanted,
-            f"only {len(found)} distinct questions were found",
+            f"only {len(found) - before} distinct questions were found" + (f" in {part.label}" if part.label else ""),
             f"Use fewer, or a task with more questions.{last_skip}",
         )
-    return tuple(found.values())
 
 
 def hashes(heldout: Iterable[Task]) -> frozenset[str]:
@@ -161,6 +227,54 @@ def in_this_thread(dataset: grain.MapDataset) -> grain.IterDataset:
     import grain
 
     return dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=1))
+
+
+class Order:
+    """An endless order of items for `purpose` ("train" or "sft"), each passed through `admit`; its state is JSON.
+
+    In a mixture the next item comes from the source with the smallest (n + 1)/w: n is the number of its items that were
+    admitted so far and w its weight. So shares are exact also for sources with many skipped items.
+    """
+
+    def __init__(
+        self, candidates: Candidates, run_seed: int, purpose: str, admit: Callable[[int], Candidate | Skipped]
+    ) -> None:
+        self._parts, self._admit = candidates.parts, admit
+        self._single, self._orders = None, []
+        if not candidates.parts[0].label:
+            order = shuffled(getattr(candidates.ranges, purpose), run_seed, purpose)
+            self._single = iter(in_this_thread(order.map(admit)))
+        else:
+            self._orders = [
+                shuffled(getattr(part.ranges, purpose), run_seed, f"{purpose}/{part.label}") for part in self._parts
+            ]
+        self._drawn, self._admitted = [0] * len(self._orders), [0] * len(self._orders)
+
+    def __next__(self) -> Candidate | Skipped:
+        if self._single is not None:
+            return next(self._single)
+        number = min(range(len(self._parts)), key=lambda each: (self._admitted[each] + 1) / self._parts[each].weight)
+        index = self._orders[number][self._drawn[number]]
+        assert index is not None  # the order is endless
+        self._drawn[number] += 1
+        found = self._admit(index)
+        self._admitted[number] += not isinstance(found, Skipped)
+        return found
+
+    def get_state(self) -> Any:
+        """The position, for `set_state`."""
+        if self._single is not None:
+            return self._single.get_state()
+        return {"drawn": [*self._drawn], "admitted": [*self._admitted]}
+
+    def set_state(self, state: Any) -> None:
+        """Continue after the item at which `state` was taken. ValueError for a state of another number of sources."""
+        if self._single is not None:
+            return self._single.set_state(state)
+        drawn, admitted = state["drawn"], state["admitted"]
+        if not len(drawn) == len(admitted) == len(self._orders):
+            raise ValueError(f"{len(drawn)} sources, the config has {len(self._orders)}")
+        self._drawn, self._admitted = [*drawn], [*admitted]
 
 
 # --- training, warm-start and held-out ranges of a source
@@ -235,9 +349,11 @@ def examples(config: Config, count: int) -> list[tuple[Task, tuple[Message, ...]
     kept_aside = hashes(tasks(config, candidates))
     found: list[tuple[Task, tuple[Message, ...]]] = []
     skipped = 0
-    indices = iter(in_this_thread(shuffled(candidates.ranges.sft, config.run.seed, "sft")))
+    order = Order(
+        candidates, config.run.seed, "sft", lambda index: candidates.trainable(index, kept_aside, taught=True)
+    )
     while len(found) < count:
-        candidate = candidates.trainable(next(indices), kept_aside, taught=True)
+        candidate = next(order)
         if not isinstance(candidate, Skipped):
             found.append((candidate.task, candidate.worked))
             skipped = 0

@@ -40,11 +40,15 @@ class FeedRequest(msgspec.Struct, frozen=True):
 
 
 class FeedReply(msgspec.Struct, frozen=True):
-    """Tasks in order, each with the pipeline's state after it; or an error; or a progress message."""
+    """Tasks in order, each with the pipeline's state after it; or an error; or a progress message.
+
+    `skipped` are the items that the stream has skipped or truncated since the beginning of the run, by kind.
+    """
 
     tasks: tuple[tuple[Task, bytes], ...] = ()
     error: str = ""
     progress: str = ""  # a phase that began; the reply to the request follows
+    skipped: dict[str, int] = {}
 
 
 def main(args: RoleArgs) -> None:
@@ -90,7 +94,7 @@ def _answer(pipeline, request: FeedRequest, send: Callable[[FeedReply], None]) -
         if time.monotonic() - sent_s >= PROGRESS_EVERY_S:
             sent_s = time.monotonic()
             send(FeedReply(progress=f"it makes prompt {len(tasks) + 1} of {request.count}"))
-    return FeedReply(tuple(tasks))
+    return FeedReply(tuple(tasks), skipped=dict(pipeline.skipped))
 
 
 def _read_frame(stream: BinaryIO) -> bytes | None:
@@ -113,6 +117,7 @@ class FeederProcess:
         self._run_dir, self._deadline_s = run_dir, deadline_s
         self._command = [*command] or [sys.executable, "-m", "jaxroll", "feeder", f"--run={run_dir}"]
         self._doing = ""
+        self.skipped: dict[str, int] = {}  # as the stream has reported last
         self._process: asyncio.subprocess.Process | None = None
         self._state: bytes | None = None
         self._lock = asyncio.Lock()
@@ -139,6 +144,7 @@ class FeederProcess:
                     continue
                 if reply.error:
                     raise ConfigError("task", self._run_dir.name, f"gives no prompts: {reply.error}")
+                self.skipped = reply.skipped
                 if reply.tasks:
                     self._state = reply.tasks[-1][1]
                 return list(reply.tasks)

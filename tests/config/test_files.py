@@ -225,3 +225,11 @@ def test_functions_in_a_config_file_are_relative_to_it(tmp_path, monkeypatch) ->
     assert found.extract == f"file:{tmp_path.parent}/cut.py:cut"
     assert found.reward == f"exact + 0.5*file:{tmp_path}/mine.py:half + file:/a/b.py:c"
     assert config.load(file, ["task.reward=file:x.py:f"]).task.reward == "file:x.py:f"
+
+
+def test_paths_of_a_mixture_are_relative_to_the_config(tmp_path: Path) -> None:
+    text = "from jaxroll.config import defaults\ndef get_config():\n    c = defaults()\n"
+    (tmp_path / "a.py").write_text(
+        text + "    c.task.mixture = [{'source': 'jsonl', 'path': 'rows/x.jsonl'}]\n    return c\n"
+    )
+    assert config.load(tmp_path / "a.py").task.mixture[0]["path"] == str(tmp_path / "rows" / "x.jsonl")

@@ -225,3 +225,90 @@ def test_another_system_prompt_is_another_stream() -> None:
     state = PromptPipeline(shown).state()
     with pytest.raises(ConfigError, match="other settings"):
         PromptPipeline(config(task=dataclasses.replace(shown.task, system_prompt="reverse"))).restore(state)
+
+
+# --- mixtures
+
+MIXTURE = [
+    {"label": "bits", "source": "reasoning_gym", "name": "count_bits", "args": {"max_n": 30}, "weight": 1},
+    {"label": "spell", "source": "reasoning_gym", "name": "spell_backward", "args": {"max_word_len": 5}, "weight": 3},
+]
+MIXED = TaskConfig(mixture=MIXTURE, heldout_items=16)
+
+
+def test_shares_of_a_mixture_are_exact_although_items_are_skipped() -> None:
+    pipeline = PromptPipeline(config(task=MIXED))
+    found = [task.args()["source"] for task in draw(pipeline, 400)]
+    assert found.count("bits") == 100
+    assert all(block.count("bits") == 1 for block in zip(*[iter(found)] * 4, strict=True))
+    assert pipeline.skipped["held_out"] > 10, "of 30 numbers 4 are held out, and each epoch meets them again"
+
+
+def test_held_out_questions_are_of_all_sources_and_never_trained() -> None:
+    held = candidates.tasks(config(task=MIXED))
+    assert [task.args()["source"] for task in held] == ["bits"] * 4 + ["spell"] * 12
+    trained = {task.question_hash for task in draw(PromptPipeline(config(task=MIXED)), 1000)}
+    assert not heldout.overlap(held, trained)
+
+
+@settings(max_examples=5, deadline=None)
+@given(position=st.integers(0, 300))
+def test_a_restored_mixture_continues_with_the_same_tasks_and_counts(position: int) -> None:
+    first, second = PromptPipeline(config(task=MIXED)), PromptPipeline(config(task=MIXED))
+    draw(first, position)
+    draw(second, 7)
+    second.restore(first.state())
+    assert second.skipped == first.skipped
+    assert draw(second, 50) == draw(first, 50)
+    assert second.skipped == first.skipped
+
+
+def test_the_seed_decides_the_order_within_a_source() -> None:
+    one, other = (draw(PromptPipeline(config(seed, MIXED)), 40) for seed in (1, 2))
+    assert [task.index for task in one] != [task.index for task in other]
+    assert [task.args()["source"] for task in one] == [task.args()["source"] for task in other]
+
+
+def test_a_state_of_another_mixture_is_refused() -> None:
+    state = PromptPipeline(config(task=MIXED)).state()
+    heavier = [MIXTURE[0] | {"weight": 2}, MIXTURE[1]]
+    for changed in (TaskConfig(mixture=heavier, heldout_items=16), TaskConfig(mixture=MIXTURE[:1], heldout_items=16)):
+        with pytest.raises(ConfigError, match="other settings"):
+            PromptPipeline(config(task=changed)).restore(state)
+
+
+def test_worked_examples_come_from_all_sources() -> None:
+    found = candidates.examples(config(task=MIXED), 40)
+    assert [task.args()["source"] for task, _ in found].count("bits") == 10
+
+
+# --- long prompts
+
+
+@pytest.mark.parametrize(
+    ("policy", "shown"), [("truncate_left", ["abc", "defghij"]), ("truncate_right", ["abc", "abcdefg"])]
+)
+def test_long_prompts_lose_the_tokens_at_one_side(tmp_path: Path, policy: str, shown: list[str]) -> None:
+    rows = [
+        {"question": "abc", "answer": "a"},
+        {"question": "abcdefghij", "answer": "b"},
+        {"question": "held", "answer": "c"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    # bos and turn take two of nine tokens
+    task = TaskConfig(source="jsonl", path=str(tmp_path / "rows.jsonl"), max_prompt_tokens=9, heldout_items=1)
+    cut = dataclasses.replace(task, long_prompts=policy)  # type: ignore[arg-type]
+    pipeline = PromptPipeline(config(task=cut))
+    found = {task.messages[0].content: task for task in draw(pipeline, 20)}
+    assert sorted(found) == sorted(shown)
+    assert pipeline.skipped["truncated"] == 10
+    dropping = PromptPipeline(config(task=task))
+    assert {task.messages[0].content for task in draw(dropping, 20)} == {"abc"}
+    assert dropping.skipped["too_long"] in (19, 20)
+    assert found[shown[1]].question_hash == question_hash("abcdefghij")
+
+
+def test_a_prompt_whose_other_messages_are_too_long_is_dropped() -> None:
+    task = dataclasses.replace(SHOWN, long_prompts="truncate_left", max_prompt_tokens=10)
+    with pytest.raises(ConfigError, match="prompt tokens"):
+        prompts.check(config(task=task))

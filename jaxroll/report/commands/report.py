@@ -60,6 +60,7 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
     gain = gain_words(f) if f["accuracy_start"] is not None else ""
     too_little = ahead.words(f["alpha"], f["alpha_wanted"])
     rejected, failed = _listed(f["answers_rejected"]), _listed(f["scoring_failed"])
+    skipped = _listed(f["prompts_skipped"])
     return [
         ("held-out accuracy", accuracy if f["accuracy_start"] is not None else UNKNOWN),
         ("gain", gain or UNKNOWN),
@@ -72,6 +73,7 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
                     f"{number(f['samples_per_s'])} samples/s, waits {percent(f['learner_wait_share'])}"),
         ("age", f"mean {number(f['age_mean'])}, largest {number(f['age_max'])} (α = {f['alpha']:g})"),
         *([("alpha", too_little)] if too_little else []),
+        *([("prompts skipped", skipped)] if skipped else []),
         *([("bottleneck", Bottleneck(**f["bottleneck"]).text())] if f["bottleneck"] else []),
         *([("rejected answers", rejected)] if rejected else []),
         *([("without a score", failed)] if failed else []),

@@ -124,6 +124,7 @@ def summary(run: Run) -> dict[str, Any]:
         **waste(rows, steps),
         "answers_rejected": counts_by_reason(rows, "answers_rejected"),
         "scoring_failed": counts_by_reason(rows, "scoring_failed"),
+        "prompts_skipped": next((r["prompts_skipped"] for r in reversed(rows) if r.get("prompts_skipped")), None),
         "restarts": len(of_kind(rows, "restart")),
         "learner_mesh": config["learner"]["mesh"],
         "sampler_mesh": config["sampler"]["mesh"],

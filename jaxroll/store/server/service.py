@@ -47,7 +47,10 @@ _CHUNK = 64
 
 
 class Feeder(Protocol):
-    """Source of prompts. `next(count)` returns (task, pipeline state after it) pairs; fewer only at the data's end."""
+    """Source of prompts. `next(count)` returns (task, pipeline state after it) pairs; fewer only at the data's end.
+
+    It may have an attribute `skipped`: counts of items that were not trained on, by kind.
+    """
 
     async def next(self, count: int) -> list[tuple[Task, bytes]]: ...
 
@@ -66,6 +69,11 @@ class PromptBuffer:
         self._low = asyncio.Event()
         self._low.set()
         self._restart_from: tuple[bytes | None] | None = None  # (pipeline state,) at which a fork continues
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Items that the prompt stream has skipped or truncated, by kind; empty if the feeder does not count them."""
+        return getattr(self._feeder, "skipped", {})
 
     def take(self, count: int) -> None:
         """Drop the first `count` prompts, which became groups."""
