@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from jaxroll.config import schema  # noqa: E402
+from jaxroll.config import schema, schema_system  # noqa: E402
 from jaxroll.migration import RENAMED  # noqa: E402
 
 PAGE = ROOT / "docs" / "config_keys.md"
@@ -82,7 +82,9 @@ def section(name: str, kind: type, texts: dict[tuple[str, str], str]) -> str:
 
 def page() -> str:
     """The whole page."""
-    texts = descriptions(Path(schema.__file__).read_text(encoding="utf-8"))
+    texts = {}
+    for module in (schema, schema_system):
+        texts |= descriptions(Path(module.__file__).read_text(encoding="utf-8"))
     sections = {field.name: get_type_hints(schema.Config)[field.name] for field in dataclasses.fields(schema.Config)}
     parts = [section(name, kind, texts) for name, kind in sections.items()]
     parts.insert(1, section("mesh", schema.MeshConfig, texts))

@@ -9,26 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from jaxroll.config.bounds import (
+    Bounds,
+    ItemIndex,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitFloat,
+)
+from jaxroll.config.schema_system import PlacementConfig, StoreConfig, SupervisorConfig, TransferConfig
+
 MAX_SEED = 2**32 - 1  # JAX keys take 32 bits of a seed, so a larger one would equal that of another run
-MAX_ITEM = 10**15  # far above any number of items drawn, and exact as an index
 
-
-@dataclass(frozen=True)
-class Bounds:
-    """Allowed values of a number: `least` ≤ value ≤ `most` and value > `above`, where they are given."""
-
-    least: float | None = None
-    most: float | None = None
-    above: float | None = None
-
-
-NonNegativeInt = Annotated[int, Bounds(least=0)]
-PositiveInt = Annotated[int, Bounds(least=1)]
-ItemIndex = Annotated[int, Bounds(least=0, most=MAX_ITEM)]
-NonNegativeFloat = Annotated[float, Bounds(least=0)]
-PositiveFloat = Annotated[float, Bounds(above=0)]
-UnitFloat = Annotated[float, Bounds(least=0, most=1)]
-Seconds = Annotated[float, Bounds(least=1)]
 
 Advantage = Literal[
     "auto", "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "positive", "best",
@@ -394,38 +387,6 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True)
-class StoreConfig:
-    """Store: leases, retries, retention, deadlines."""
-
-    # Lease duration; an unrenewed lease goes to another sampler.
-    lease_s: Seconds = 30.0
-    # Deadline of a call to the store.
-    rpc_deadline_s: Seconds = 10.0
-    # Maximum MB of trajectories that no durable checkpoint covers; at the limit no new prompt is leased.
-    retention_mb: PositiveInt = 512
-    # MB of trained or expired trajectories kept for `inspect` and `export`; the oldest are dropped first.
-    keep_trajectories_mb: NonNegativeInt = 128
-    # MB of old log records kept for `replay` and `inspect`.
-    history_mb: NonNegativeInt = 256
-    # Seconds without progress after which a stall is reported.
-    stall_s: PositiveFloat = 60.0
-    # Seconds without progress after which the run ends.
-    stall_abort_s: PositiveFloat = 600.0
-    # Retries of a member after infrastructure failures.
-    infra_retries: NonNegativeInt = 5
-    # Retries of a member after failures of its data or environment.
-    data_retries: NonNegativeInt = 2
-    # Maximum groups that may fail between two claims, at least 4 full in-flight windows. 0: no limit.
-    dead_limit: NonNegativeInt = 64
-    # Times that an expired group's prompt is issued again.
-    reissues: NonNegativeInt = 3
-    # Maximum MB of one message.
-    max_message_mb: PositiveInt = 64
-    # With TLS, require client certificates from roles.
-    mutual_tls: bool = False
-
-
-@dataclass(frozen=True)
 class EvaluatorConfig:
     """Held-out evaluation of published versions."""
 
@@ -435,58 +396,6 @@ class EvaluatorConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     # Sequences decoded at the same time.
     slots: PositiveInt = 64
-
-
-@dataclass(frozen=True)
-class TransferConfig:
-    """Weight sync from the learner to samplers and evaluator."""
-
-    # Channel: sockets, files below `path`, or device memory within a process. `auto`: device if colocated, else tcp.
-    channel: Literal["auto", "tcp", "tensorstore", "device"] = "auto"
-    # Folder or gs:// prefix, for tensorstore.
-    path: str = ""
-    # Data type in which parameters are sent.
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    # Deadline of one transfer.
-    deadline_s: Seconds = 60.0
-
-
-@dataclass(frozen=True)
-class PlacementConfig:
-    """Hardware of each role. The memory fractions apply when roles share GPUs."""
-
-    # Accelerator. `auto`: TPU, GPU or CPU, the first that is found.
-    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    # Processes that run the environments with samplers as inference servers. 0: samplers run them.
-    actors: NonNegativeInt = 0
-    # Hosts of the learner, one process each; learner.mesh spans all of them.
-    learner_hosts: PositiveInt = 1
-    # Run learner, samplers and evaluator in one process on the same devices.
-    colocated: bool = False
-    # CPU threads per role. 1 is as fast unless the other roles are idle meanwhile (α = 0).
-    cpu_threads: PositiveInt = 1
-    # Fraction of GPU memory of a sampler.
-    sampler_memory_fraction: PositiveFloat = 0.30
-    # Fraction of GPU memory of the learner.
-    learner_memory_fraction: PositiveFloat = 0.40
-    # Fraction of GPU memory of the evaluator.
-    evaluator_memory_fraction: PositiveFloat = 0.10
-
-
-@dataclass(frozen=True)
-class SupervisorConfig:
-    """Restart of failed roles, and shutdown."""
-
-    # Restarts of a failing role before the run ends; a long time without failure resets the count.
-    max_restarts: NonNegativeInt = 10
-    # Delay before the first restart; it doubles with each further one.
-    backoff_s: PositiveFloat = 0.5
-    # Maximum delay before a restart.
-    backoff_max_s: PositiveFloat = 10.0
-    # Grace period of a role that is asked to stop.
-    stop_s: PositiveFloat = 20.0
-    # Maximum wait for the last evaluation after the last step.
-    final_eval_s: PositiveFloat = 600.0
 
 
 @dataclass(frozen=True)
