@@ -22,8 +22,9 @@ class HFTokenizer:
 
     `template_args` are variables of the chat template; ConfigError for one that the template does not read.
 
-    `eos_id` comes from tokenizer_config.json (eos_token) or else from generation_config.json. `pad_id` comes from
-    pad_token; the default is `eos_id`, because no mask is derived from it.
+    `eos_id` comes from tokenizer_config.json (eos_token) or else from generation_config.json. If the latter lists
+    several tokens, it is the one that the chat template writes after an answer (Gemma's end of a turn is not its
+    eos_token). `pad_id` comes from pad_token; the default is `eos_id`, because no mask is derived from it.
     """
 
     def __init__(self, folder: str | Path, template_args: Mapping[str, Any] | None = None) -> None:
@@ -42,11 +43,11 @@ class HFTokenizer:
         if not 1 <= self.vocab_size <= _MAX_VOCABULARY:
             reason = f"its largest token id is {self.vocab_size - 1}; between 0 and {_MAX_VOCABULARY - 1} are possible"
             raise ConfigError("tokenizer.path", str(folder), reason, "Copy tokenizer.json again from the model.")
+        self._format = self._chat_format(template_args or {})
         self.eos_id = self._eos_id()
         pad_id = self._token_id(self._settings.get("pad_token"))
         self.pad_id = self.eos_id if pad_id is None else pad_id
         self._eos_token: str = self._tokenizer.id_to_token(self.eos_id)
-        self._format = self._chat_format(template_args or {})
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without added special tokens. DataError for text that cannot be tokenised."""
@@ -70,19 +71,31 @@ class HFTokenizer:
         return self.encode(chat.continuation(self._format, messages, self._eos_token, tools))
 
     def _eos_id(self) -> int:
+        generation = _read_json(self.folder / "generation_config.json").get("eos_token_id")
+        listed = generation if isinstance(generation, list) else [generation]
+        ends = [one for one in listed if isinstance(one, int) and 0 <= one < self.vocab_size]
+        if len(ends) > 1 and (turn := self._end_of_turn(ends)) is not None:
+            return turn
         named = self._token_id(self._settings.get("eos_token"))
         if named is not None:
             return named
-        generation = _read_json(self.folder / "generation_config.json").get("eos_token_id")
-        first = generation[0] if isinstance(generation, list) and generation else generation
-        if isinstance(first, int) and 0 <= first < self.vocab_size:
-            return first
+        if ends and ends[0] == listed[0]:
+            return ends[0]
         raise ConfigError(
             "tokenizer.path",
             str(self.folder),
             "it does not define the token that ends a sequence",
             "Name it as eos_token in tokenizer_config.json.",
         )
+
+    def _end_of_turn(self, ends: list[int]) -> int | None:
+        """The one of `ends` that the chat template writes after an answer; None if it writes none of them."""
+        try:
+            after = chat.continuation(self._format, (Message("user", "?"),), "")
+        except DataError:  # the template refuses such a conversation, or shows no earlier answers
+            return None
+        texts = {one: self._tokenizer.id_to_token(one) for one in ends}
+        return next((one for one, text in texts.items() if text and after.startswith(text)), None)
 
     def _token_id(self, token: Any) -> int | None:
         """The id of a token in the notation of tokenizer_config.json: a string, or an object with its content."""

@@ -146,6 +146,9 @@ def write_chats(folder: Path, family: str) -> None:
     )
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **named)
     fast.save_pretrained(folder)
+    if family == "gemma3_text":  # whose turns end with another token than its texts
+        ends = [fast.convert_tokens_to_ids(token) for token in (eos, "<end_of_turn>")]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}) + "\n")
     rows = []
     for turns in CONVERSATIONS:
         messages = [{"role": role, "content": content} for role, content in turns]

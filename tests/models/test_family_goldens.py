@@ -25,6 +25,9 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "families"
 ONE = layout.build(MeshConfig())
 # Windows, other RoPE for layers without one, GeGLU, all norms; biases and stretched RoPE with windows.
 MOST_OPTIONS = ("gemma3_text", "qwen2_yarn_windows")
+_most_options = pytest.mark.parametrize(
+    "variant", ["gemma3_text", pytest.param(MOST_OPTIONS[1], marks=pytest.mark.soak)]
+)
 
 
 @functools.cache
@@ -62,7 +65,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(variant: str) -> Non
     assert np.array_equal(logits[:, prompt - 1 : -1].argmax(-1), expected["greedy"])
 
 
-@pytest.mark.parametrize("variant", MOST_OPTIONS)
+@_most_options
 def test_the_cache_gives_the_logits_of_the_whole_row(variant: str) -> None:
     """Prefill, a chunk behind it, and single tokens over both kinds of cache; windows cut all of them."""
     spec, values, expected = golden(variant)
@@ -95,7 +98,7 @@ def test_the_cache_gives_the_logits_of_the_whole_row(variant: str) -> None:
         np.testing.assert_allclose(dense, wanted[np.arange(2), where], **close)
 
 
-@pytest.mark.parametrize("variant", MOST_OPTIONS)
+@_most_options
 def test_packed_rows_and_shared_prompts_give_the_logits_of_rows_alone(variant: str) -> None:
     """Two segments in one row; and one prompt computed once for two answers, whose windows reach into it."""
     spec, values, expected = golden(variant)
@@ -150,3 +153,7 @@ def test_chats_are_rendered_as_by_transformers(family: str) -> None:
     for one in json.loads((GOLDEN / family / "chats.json").read_text()):
         messages = tuple(Message(**message) for message in one["messages"])
         assert tokenizer.render(messages) == one["ids"], one["text"]
+    end = {"llama": "<|eot_id|>", "qwen2": "<|im_end|>", "mistral": "</s>", "gemma3_text": "<end_of_turn>"}[family]
+    assert tokenizer.encode(end) == [tokenizer.eos_id]
+    following = tokenizer.decode(tokenizer.render((Message("user", "two"),), first=False))
+    assert not following.startswith(end), "the sampled answer ends with it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from jaxroll.models import families, folders, params, pretrained
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.sharding import layout
 from jaxroll.tools import weights
+from tests.golden.write_families import VARIANTS
+from tests.models.test_family_goldens import GOLDEN as FAMILIES
+from tests.models.test_family_goldens import golden, logits_of, whole_rows
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(300)]
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
@@ -61,7 +65,7 @@ def test_what_is_exported_comes_back_from_transformers_bit_for_bit(
     with weights.opened(tmp_path / "ours", None) as source:
         weights.export(source, tmp_path / "theirs", dtype, shard_bytes=9_000)
     assert (tmp_path / "theirs" / "model.safetensors.index.json").is_file()
-    said = peer("torch", "reload_qwen3.py", str(tmp_path / "theirs"), str(tmp_path / "back"))
+    said = peer("torch", "reload_model.py", str(tmp_path / "theirs"), str(tmp_path / "back"))
     assert said["dtype"] == f"torch.{dtype}" and said["files"] > 1
     assert said["missing"] == [] and said["unexpected"] == [] and said["tied"] == (embeddings == "tied")
     weights.import_folder(tmp_path / "back", tmp_path / "again", weights.AS_STORED)
@@ -73,3 +77,49 @@ def test_what_is_exported_comes_back_from_transformers_bit_for_bit(
         assert np.array_equal(again[name], np.asarray(values[name]).astype(again[name].dtype))
     described = [json.loads((tmp_path / name / "model.json").read_text()) for name in ("again", "direct")]
     assert described[0] == described[1] and described[0]["rope_theta"] == 123.0
+
+
+# --- the other families
+
+
+def test_transformers_writes_the_goldens_of_the_families_that_we_keep(tmp_path: Path, peer) -> None:
+    peer("torch", "../../golden/write_families.py", str(tmp_path))
+    for variant in VARIANTS:
+        kept, written = FAMILIES / variant, tmp_path / variant
+        assert sorted(p.name for p in kept.iterdir()) == sorted(p.name for p in written.iterdir())
+        for file in kept.iterdir():
+            if file.suffix != ".npz":
+                assert (written / file.name).read_bytes() == file.read_bytes(), f"{variant}/{file.name}"
+        old, new = np.load(kept / "expected.npz"), np.load(written / "expected.npz")
+        assert np.array_equal(old["tokens"], new["tokens"]) and np.array_equal(old["greedy"], new["greedy"])
+        assert np.abs(old["logits"] - new["logits"]).max() < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_exported_family_comes_back_from_transformers_bit_for_bit(tmp_path: Path, peer, variant: str) -> None:
+    spec, values, _ = golden(variant)
+    own.save(tmp_path / "ours", values, spec, {})
+    with weights.opened(tmp_path / "ours", None) as source:
+        weights.export(source, tmp_path / "theirs", "float32", shard_bytes=9_000)
+    said = peer("torch", "reload_model.py", str(tmp_path / "theirs"), str(tmp_path / "back"))
+    assert said["missing"] == [] and said["unexpected"] == [] and said["tied"] == spec.tied_embeddings
+    assert (
+        said["kind"]
+        == json.loads((FAMILIES / variant / "config.json").read_text()).get(
+            "architectures", [VARIANTS[variant][0] + "ForCausalLM"]
+        )[0]
+    )
+    weights.import_folder(tmp_path / "back", tmp_path / "again", weights.AS_STORED)
+    again = folders.weight_tensors(tmp_path / "again")
+    assert again.keys() == values.keys()
+    assert all(np.array_equal(again[name], np.asarray(values[name])) for name in values)
+    assert dataclasses.replace(folders.described(tmp_path / "again"), name=spec.name) == spec
+
+
+def test_the_text_model_of_a_model_of_text_and_images_is_that_of_transformers(tmp_path: Path, peer) -> None:
+    peer("torch", "write_images.py", str(tmp_path))
+    spec = folders.described(tmp_path)
+    values = {name: jax.numpy.asarray(value) for name, value in pretrained.leaves(tmp_path, spec).items()}
+    expected = np.load(tmp_path / "expected.npz")
+    logits = np.asarray(logits_of(spec, values, *whole_rows(expected["tokens"])))
+    assert expected["logits"].std() > 0.5 and np.abs(logits - expected["logits"]).max() < 1e-4

@@ -1,6 +1,7 @@
 """Sampler and learner agree on the log-probs of the same tokens under the same weights, on unequal meshes."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -13,12 +14,15 @@ from jaxroll.engine.requests import Request
 from jaxroll.errors import DataError
 from jaxroll.learner import minibatch, step
 from jaxroll.learner.trainer import Trainer
-from jaxroll.models import families, params
+from jaxroll.models import families, params, transformer
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version
 from jaxroll.sharding import layout
+from tests.golden.write_families import VARIANTS
+from tests.models.test_family_goldens import golden, whole_rows
 
 VOCAB, GROUPS, MEMBERS = 32, 4, 4
+GREEDY = GROUPS, 0  # group and member of a request for the likeliest tokens
 CONFIG_SAMPLER = {"mesh": {"tensor": 2}, "slots": 8, "prefill_rows": 2}
 CONFIG = configs.parse({
     "model": {"size": "nano"},
@@ -49,7 +53,10 @@ TRUNCATED = configs.parse({
 def sampled(
     trainer: Trainer, spec: families.ModelSpec, cut: tuple[SamplingParams, ...] = (), support_tokens: int = 0
 ) -> dict[tuple[int, int], tuple[np.ndarray, Completion]]:
-    """Prompt and completion of every member, from an engine on the sampler's mesh that got the trainer's weights."""
+    """Prompt and completion of every member, from an engine on the sampler's mesh that got the trainer's weights.
+
+    In addition to the members of the claim, there is the request GREEDY.
+    """
     mesh = layout.build(CONFIG.sampler.mesh)
     weights = jax.device_put(trainer.state.params, params.shardings(spec, mesh, layout.SAMPLER))
     config = EngineConfig(
@@ -69,7 +76,10 @@ def sampled(
             done[key.group, key.member] = (prompt, result.completion)
 
         engine.add(Request(number, prompt, key, wanted), keep)
-    while len(done) < GROUPS * MEMBERS:
+    prompt = np.arange(4, 15, dtype=np.int32)
+    keep_it = functools.partial(keep, key=GenerationKey(*GREEDY), prompt=prompt)
+    engine.add(Request(GROUPS * MEMBERS, prompt, GenerationKey(*GREEDY), SamplingParams(12, 0.0)), keep_it)
+    while len(done) <= GROUPS * MEMBERS:
         engine.step()
     return done
 
@@ -138,6 +148,25 @@ def test_log_probs_agree_across_the_two_meshes() -> None:
     assert row["logprob_mismatch_tokens"] == row["tokens_trained"] > 100, "every token is of the trained version"
     assert 0 < row["logprob_mismatch_max"] < 1e-4 * max(1.0, row["logits_std"])
     assert row["age_max"] == 0 and row["ess"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "variant", [one if one == "gemma3_text" else pytest.param(one, marks=pytest.mark.soak) for one in VARIANTS]
+)
+def test_sampler_and_learner_agree_for_every_family(variant: str) -> None:
+    """Log-probs agree, and greedy tokens are the learner's likeliest ones; windows are shorter than most samples."""
+    spec, weights, _ = golden(variant)
+    trainer = Trainer(CONFIG, spec, layout.build(CONFIG.learner.mesh), layout.LEARNER, key=jax.random.key(1))
+    trainer.set_params({name: np.asarray(value) for name, value in weights.items()})
+    done = sampled(trainer, spec)
+    prompt, greedy = done[GREEDY]
+    text = np.concatenate([prompt, greedy.tokens])[None]
+    hidden = transformer.forward(spec, trainer.params(), *whole_rows(text))
+    likeliest = np.asarray(transformer.logits(spec, trainer.params(), hidden)).argmax(-1)[0]
+    assert len(greedy.tokens) == 12 and np.array_equal(likeliest[len(prompt) - 1 : -1], greedy.tokens)
+    row = trainer.train(claim_of(done))
+    assert row["logprob_mismatch_tokens"] == row["tokens_trained"] > 100
+    assert 0 < row["logprob_mismatch_max"] < 1e-4 * max(1.0, row["logits_std"])
 
 
 def test_other_weights_are_seen_as_a_mismatch() -> None:
