@@ -35,6 +35,7 @@ EXACT = '{"scorer": "exact", "answer": "ok"}'
 # --- 14, on real roles
 
 
+@pytest.mark.soak
 def test_14_and_15_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, note) -> None:
     """A fifth of the questions always raise, a fifth misuse the scoring process, the rest fail half of the time."""
     misused = tmp_path / "misused"

@@ -56,7 +56,7 @@ class Wal:
         return cls(data, tuple(frames), tuple(commits))
 
 
-@pytest.mark.parametrize("stride", [509, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [4001, pytest.param(1, marks=pytest.mark.soak)])
 def test_7_the_log_cut_at_every_byte_of_its_last_commit(
     tmp_path: Path, note: Callable[[Row], None], stride: int
 ) -> None:

@@ -82,7 +82,7 @@ def test_fail_slow_members_are_let_go_and_their_sampler_is_told_at_once(
             assert replay_log(db).violations == []
 
 
-@pytest.mark.parametrize("replicate", ["spread", "together"])
+@pytest.mark.parametrize("replicate", [pytest.param("spread", marks=pytest.mark.soak), "together"])
 def test_no_sampler_takes_everything_while_another_is_idle(
     tmp_path: Path, note: Callable[[Row], None], replicate: str
 ) -> None:

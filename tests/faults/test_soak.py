@@ -108,7 +108,7 @@ def revive(role: Role, watch: Watch) -> None:
 @pytest.mark.parametrize(
     ("soak_s", "every_s"),
     [
-        pytest.param(15.0, 1.0, marks=pytest.mark.timeout(240)),
+        pytest.param(15.0, 1.0, marks=[pytest.mark.soak, pytest.mark.timeout(240)]),
         pytest.param(SOAK_S, 3.0, marks=[pytest.mark.soak, pytest.mark.timeout(SOAK_S + 600.0)]),
     ],
 )

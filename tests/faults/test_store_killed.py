@@ -54,7 +54,8 @@ def test_7_a_store_killed_during_an_append(tmp_path: Path, note: Callable[[Row],
         note(end(run, "7 store killed during an append", 0))
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("kills", [1, 10])
 def test_7_with_the_real_feeder_no_prompt_is_skipped_or_repeated(
     tmp_path: Path, note: Callable[[Row], None], kills: int
 ) -> None:

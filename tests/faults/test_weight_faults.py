@@ -42,6 +42,7 @@ def swapped(run: World) -> list[str]:
     return [row["version"] for row in run.rows if row.get("kind") == "span" and row.get("what") == "weight_swap"]
 
 
+@pytest.mark.soak
 def test_18_a_flipped_byte_and_a_snapshot_overwritten_in_transfer_are_fetched_again(tmp_path: Path, note) -> None:
     """With α = 0 every token is sampled at the version that trains on it, so wrong weights would show in each."""
     with World(tmp_path / "run", **SMALL, schedule__alpha=0, schedule__steps=6) as run, Courier(run.tap) as carrier:

@@ -29,6 +29,10 @@ LEARNING = (
     *SMALL,
     "--config.task.env=tests.harness.envs.dense_reward:dense_reward",
 )  # parameters change from the first step on
+SYNCHRONOUS = (
+    *LEARNING, "--config.evaluator.every=2", "--config.schedule.alpha=0", "--config.schedule.steps=6",
+    "--config.transfer.deadline_s=200",
+)  # fmt: skip  # the deadline gives the evaluator time to compile before the first step
 START_S, LIMIT_S = 240.0, 480.0  # also on a busy machine
 SAME = ("groups", "loss", "grad_norm", "tokens_trained", "tokens_computed", "reward_mean")  # keys of a step
 

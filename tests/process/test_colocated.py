@@ -10,6 +10,7 @@ from jaxroll.errors import EXIT_INTERRUPTED
 from tests.harness.train_process import (
     LEARNING,
     SAME,
+    SYNCHRONOUS,
     Train,
     assert_sound,
     differing,
@@ -21,7 +22,6 @@ from tests.harness.train_process import (
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 TOGETHER = "--config.placement.colocated=True"
 EVALUATED = "--config.evaluator.every=2"
-PATIENT = "--config.transfer.deadline_s=200"  # time for the evaluator, which compiles before the first step
 
 
 def roles(train: Train) -> list[str]:
@@ -45,12 +45,10 @@ def channels(train: Train) -> list[str]:
     return [channel for (channel,) in train.query("SELECT DISTINCT channel FROM versions")]
 
 
-def test_a_synchronous_run_in_one_process_is_that_of_processes_of_their_own(tmp_path):
+def test_a_synchronous_run_in_one_process_is_that_of_processes_of_their_own(tmp_path, synchronous_run):
     """With two devices in unequal meshes, questions, losses and evaluations are equal bit for bit."""
-    words = (*LEARNING, EVALUATED, "--config.schedule.alpha=0", "--config.schedule.steps=6", PATIENT)
-    with Train(tmp_path / "apart", *words) as apart:
-        assert apart.finish() == 0, apart.logs()
-    with Train(tmp_path / "together", *words, TOGETHER) as together:
+    apart = synchronous_run
+    with Train(tmp_path / "together", *SYNCHRONOUS, TOGETHER) as together:
         together.until_step(1)
         assert roles(together) == ["colocated", "feeder", "store"], "the feeder is a child of the store"
         assert together.finish() == 0, together.logs()

@@ -15,6 +15,7 @@ def restarts(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["kind"] == "restart"]
 
 
+@pytest.mark.soak
 def test_a_sampler_without_threads_is_started_again_as_often_as_it_takes(free_run_dir) -> None:
     env = "--config.task.env=tests.harness.envs.hanging:hanging_env"
     words = (*SMALL, env, f"--config.sampler.env_threads={THREADS}", "--config.schedule.steps=5000",
