@@ -210,8 +210,9 @@ def to_huggingface(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None =
         fields.setdefault("intermediate_size", spec.hidden)  # of dense layers, of which the model has none
     fields |= _written_rope(spec) | _written_windows(spec)
     if spec.family == "gemma3_text":
+        scalar = float(spec.query_scalar or spec.head_dim)
         fields |= {
-            "query_pre_attn_scalar": spec.query_scalar or spec.head_dim,
+            "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,  # transformers 5 takes no 256.0
             "final_logit_softcapping": spec.logit_softcap or None,
         }
     fields |= {

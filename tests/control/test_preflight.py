@@ -278,6 +278,17 @@ def test_the_configs_pass(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded.model.path or preflight.check(loaded) is None
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("gsm8k_*.py")), ids=lambda path: path.stem)
+def test_the_configs_of_released_models_fit_their_sizes(path: Path) -> None:
+    """Their folders are not here, so the model is that of `model.size`."""
+    loaded = configs.load(path)
+    spec = families.spec(loaded.model.size, compute_dtype=loaded.model.dtype)
+    for role, mesh in preflight.meshes(loaded).items():
+        families.check_mesh(spec, mesh, f"{role}.mesh")
+    assert path.stem == f"gsm8k_{spec.name}" == loaded.run.name
+    assert loaded.learner.row_tokens >= loaded.task.max_prompt_tokens + loaded.sampling.max_tokens
+
+
 TYPED_COMMANDS = [
     (path.stem, line)
     for path in sorted((ROOT / "configs").glob("*.py"))

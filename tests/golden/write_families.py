@@ -33,7 +33,7 @@ _LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_YARN = {"rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 # The class's name, and the arguments of its config.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

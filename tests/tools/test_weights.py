@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from jaxroll import config as configs
 from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.control import run_dir
 from jaxroll.errors import CheckpointDamaged, ConfigError, DataError
-from jaxroll.learner import lora
+from jaxroll.learner import lora, peft
 from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
 from jaxroll.learner import weights as own
@@ -158,6 +159,13 @@ def test_a_checkpoint_is_exported_without_its_mesh(tmp_path: Path, run: weights.
         assert all(np.array_equal(read[name], np.asarray(want[name] + step)) for name in want)
         said = json.loads((out / "config.json").read_text())
         assert (said["eos_token_id"], said["pad_token_id"], said["rope_theta"]) == (2, 0, 1e4)
+
+
+def test_a_run_without_adapters_exports_none(tmp_path: Path, run: weights.OfRun) -> None:
+    for source, of in ((run.path, run), (tmp_path, None)):
+        with pytest.raises(ConfigError, match=r"SOURCE = .*has no adapters.*lora_rank"):
+            weights.export_adapters(source, of, tmp_path / "peft", weights.AS_STORED)
+    assert not (tmp_path / "peft").exists()
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, run: weights.OfRun) -> None:
@@ -332,6 +340,9 @@ def test_adapters_are_served_and_exported_merged(tmp_path: Path) -> None:
     for name in want:
         np.testing.assert_allclose(read[name], want[name], rtol=1e-5, atol=1e-5, err_msg=name)
         assert np.array_equal(read[name], base[name]) != adapters.adapts(name)
+    weights.export_adapters(run.path, run, tmp_path / "peft", weights.AS_STORED)
+    back = peft.read(replace(config.learner, lora_path=str(tmp_path / "peft")), spec)
+    assert all(np.array_equal(back[name], trained_ones[name]) for name in trained_ones)
     checkpoints.save(Version(0, 4), 9, state, "another base")
     checkpoints.wait()
     checkpoints.close()
