@@ -262,6 +262,8 @@ class SamplerConfig:
     cache_pages: NonNegativeInt = 0
     # Processes that score answers.
     scoring_workers: PositiveInt = 1
+    # Seconds without answers after which these processes end; the next answer starts them again. 0: never.
+    scoring_idle_s: NonNegativeFloat = 300.0
     # Attention kernel of prefill (docs/kernels.md).
     prefill_attention: Literal["auto", "xla", "splash", "triton", "cudnn"] = "auto"
     # Attention kernel of decoding over the paged KV cache (docs/kernels.md).

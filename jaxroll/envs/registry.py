@@ -83,6 +83,7 @@ def scoring_pool(config: Config, run_dir: Path | None = None) -> ScoringPool:
         functions=functions(task),
         max_answer_chars=max_answer_chars(config.sampling.max_tokens),
         programs="code" in kinds,
+        idle_s=config.sampler.scoring_idle_s,
     )
     pool.remote = RemoteParts(RunPaths(run_dir).verdicts if run_dir else None)
     return pool

@@ -74,7 +74,8 @@ class ScoringPool:
     DataError; its other items go to another worker. Before the first item, workers import `libraries` (if installed)
     and `modules`, which may register scorers, and load `functions` (`grading.load`). `programs` adds the scorer `code`,
     which runs answers in the sandbox. A failed start is repeated (`failed_starts` counts all of them). When no worker
-    can be started, `gave_up` is set, `broken` holds the reason, and every score raises InfraError.
+    can be started, `gave_up` is set, `broken` holds the reason, and every score raises InfraError. After `idle_s`
+    without work (0: never) all workers end; the next item starts them.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class ScoringPool:
         functions: tuple[str, ...] = (),
         max_answer_chars: int = MIN_ANSWER_CHARS,
         programs: bool = False,
+        idle_s: float = 0.0,
     ) -> None:
         if workers < 1 or time_limit_s <= 0:
             raise ValueError(f"workers = {workers} and time_limit_s = {time_limit_s} must be above 0")
@@ -99,6 +101,9 @@ class ScoringPool:
         self.gave_up = asyncio.Event()
         self.restrictions: Restrictions | None = None  # of the workers; None until the first has started
         self._count = workers
+        self.sleeps = 0  # times that all workers ended because there was no work
+        self._idle_s, self._worked_s, self._asleep = idle_s, 0.0, False
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._settings = WorkerSettings(
             os.getpid(), time_limit_s, memory_mb << 20, libraries, modules, functions, max_answer_chars, programs
         )
@@ -161,6 +166,8 @@ class ScoringPool:
         self._bind(loop)
         future: asyncio.Future[Scored] = loop.create_future()
         self._waiting.append(_Job(ScoreItem(next(self._ids), env_args, answer, grading), future))
+        self._worked_s = loop.time()
+        self._wake()
         self._plan_dispatch()
         return await future
 
@@ -185,7 +192,8 @@ class ScoringPool:
         if self._bound is not None and not self._bound.is_closed():
             raise InfraError("the scoring pool belongs to another event loop, which is still open")
         self._bound = loop
-        self._dispatch_planned = False
+        self._dispatch_planned = self._asleep = False
+        self._watch_idleness()
         for job in itertools.chain(self._waiting, *(worker.jobs for worker in self._workers)):
             job.future = None  # its event loop is closed
         for worker in self._workers:
@@ -249,7 +257,7 @@ class ScoringPool:
     def _on_replies(self, worker: _Worker) -> None:
         replies, alive = worker.process.receive()
         if replies:
-            worker.progress_s = self._loop.time()
+            worker.progress_s = self._worked_s = self._loop.time()
         for reply in replies:
             if isinstance(reply, Ready):
                 worker.ready, worker.failed_starts = True, 0
@@ -266,6 +274,37 @@ class ScoringPool:
             self._replace(worker, hung=False)
         elif self._waiting:
             self._plan_dispatch()
+
+    # --- no workers while there is no work
+
+    def _watch_idleness(self) -> None:
+        self._worked_s, self._idle_timer = self._loop.time(), None
+        if self._idle_s:
+            self._idle_timer = self._loop.call_later(self._idle_s, self._on_idle_timer)
+
+    def _on_idle_timer(self) -> None:
+        left_s = self._worked_s + self._idle_s - self._loop.time()
+        if self._waiting or any(worker.jobs or not worker.ready for worker in self._workers):
+            left_s = self._idle_s
+        if left_s > 0:
+            self._idle_timer = self._loop.call_later(left_s, self._on_idle_timer)
+            return
+        self._idle_timer, self._asleep = None, True
+        self.sleeps += 1
+        for worker in self._workers:
+            self._unwatch(worker)
+            worker.process.kill()
+            worker.process.last_words()
+            worker.ready, worker.is_down = False, True
+
+    def _wake(self) -> None:
+        """Start the workers again if they were ended while there was no work; items wait until one is ready."""
+        if not self._asleep:
+            return
+        self._asleep = False
+        self._watch_idleness()
+        for worker in list(self._workers):
+            self._restart(worker)
 
     # --- deadlines and replacement
 
@@ -369,6 +408,8 @@ class ScoringPool:
 
     def _end(self, reason: str) -> None:
         self._out_of_order = reason
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         jobs = [*self._waiting, *itertools.chain.from_iterable(worker.jobs for worker in self._workers)]
         self._waiting.clear()
         for worker in self._workers:

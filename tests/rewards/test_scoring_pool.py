@@ -468,3 +468,29 @@ def test_an_error_whose_text_cannot_be_encoded_fails_its_item_and_not_its_worker
     with pytest.raises(DataError, match=r"ValueError: a\?b"):
         run(pool.score(misbehave("surrogate"), "ok"))
     assert pool.pids == before
+
+
+def test_a_pool_without_work_has_no_processes_and_gets_them_back(module: str) -> None:
+    pool = ScoringPool(2, libraries=(), modules=(module,), idle_s=0.4)
+    pool.start()
+
+    async def both() -> None:
+        for nap in range(1, 3):
+            slow = asyncio.create_task(pool.score(misbehave("take a while"), "ok"))  # longer than idle_s
+            results = await asyncio.gather(*(pool.score(EXACT, "ok") for _ in range(50)), slow)
+            assert results == [1.0] * 50 + [0.25] and pool.sleeps == nap - 1
+            pids = pool.pids
+            while pool.pids:
+                await asyncio.sleep(0.05)
+            assert (pool.sleeps, pool.ready, pool.restarts, pool.failed_starts) == (nap, 0, 0, 0)
+            assert not any(psutil.pid_exists(pid) for pid in pids)
+        # Items that arrive together with the end of the workers, and a worker that is killed while it starts.
+        scores = [asyncio.create_task(pool.score(EXACT, "ok")) for _ in range(20)]
+        await asyncio.sleep(0)
+        os.kill(pool.pids[0], signal.SIGKILL)
+        assert await asyncio.gather(*scores) == [1.0] * 20
+
+    try:
+        run(both())
+    finally:
+        pool.close()
