@@ -22,7 +22,7 @@ from jaxroll.rewards.remote import BudgetSpent, RemoteParts, Request
 from tests.rewards.test_grading import LocalPool
 
 REQUEST = Request(({"role": "user", "content": "3+4?"},), "<think>…</think>It is 7.", "It is 7.", "7")
-HANG, DROP, DRIP = object(), object(), object()
+HANG, DROP, DRIP, HUGE = object(), object(), object(), object()
 
 
 def reply(text: str) -> dict[str, Any]:
@@ -74,6 +74,9 @@ class Endpoint:
                 writer.write(b" ")
                 await writer.drain()
                 await asyncio.sleep(0.02)
+        elif answer is HUGE:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 9999999999\r\n\r\n")
+            await asyncio.sleep(3600)
         elif isinstance(answer, bytes):
             writer.write(answer)
         elif isinstance(answer, int):
@@ -130,7 +133,7 @@ def test_a_judge_is_asked_with_the_filled_prompt_and_its_last_score_counts(monke
         (HANG, "timeout"),
         (DRIP, "timeout"),
         (DROP, "connection"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 9999999999\r\n\r\n", "connection"),
+        (HUGE, "connection"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n{bad}", "not JSON"),
         (b"SSH-2.0-x\r\n\r\n", "connection"),
         (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 500, "connection"),
