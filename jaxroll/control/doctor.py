@@ -59,6 +59,7 @@ OPTIONAL = (
     Optional("pytest", _module("pytest"), "the tests", "pip install 'jaxroll[dev]', or `make test`"),
     Optional(".venv-torch", _environment("torch"), "comparisons with transformers in `make soak`", "make venv-torch"),
     Optional(".venv-tunix", _environment("tunix"), "benchmarks against google-tunix", "make venv-tunix"),
+    Optional(".venv-trl", _environment("trl"), "comparisons of losses with TRL in `make soak`", "make venv-trl"),
     Optional(".venv-jetstream", _environment("jetstream"), "tests with google-jetstream", "make venv-jetstream"),
     Optional("nvidia-smi", _program("nvidia-smi"), "finding NVIDIA GPUs", "comes with the NVIDIA driver"),
     Optional("gcloud", _program("gcloud"), "launch/tpu_vm.sh", "https://cloud.google.com/sdk"),
