@@ -303,7 +303,7 @@ def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm
     added = [PROXIMAL] if config.learner.minibatches > 1 else []
     remat, rows = config.learner.remat, shared_rows(config.learner)
     return Recipe(
-        spec=spec if remat == "auto" else dataclasses.replace(spec, remat=remat),
+        spec=dataclasses.replace(spec, remat=spec.remat if remat == "auto" else remat, scan=config.learner.scan_layers),
         layout=layout,
         token_loss=algorithm.objective,
         optimizer=optimizer.build(config.learner),

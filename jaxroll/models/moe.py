@@ -92,11 +92,14 @@ def mixed(
     experts: Weights,
     layout: Layout | None,
 ) -> Float[Array, "*rows D"]:
-    """Σ over a token's experts of weight · down(silu(gate(x)) · up(x)), in the dtype of x."""
+    """Σ over a token's experts of weight · down(silu(gate(x)) · up(x)), in the dtype of x.
+
+    With a layout, x is [B, T, D].
+    """
     if layout is None or layout.mesh.size == 1:
         return _grouped(x, chosen, weights, experts, jnp.int32(0))
     divided = layout.sharding(("experts", None, "mlp"), experts.gate.shape).spec
-    rows = layout.sharding(("rows", *[None] * (x.ndim - 1)), x.shape).spec
+    rows = layout.sharding(("rows", "tokens", None), x.shape).spec
     specs = (rows, rows, rows, divided, divided, PartitionSpec(divided[0], divided[2], None))
     local = partial(_on_one_device, rows[0], divided)
     whole = jax.shard_map(local, mesh=layout.mesh, in_specs=specs, out_specs=rows, check_vma=False)

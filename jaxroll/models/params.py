@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
 
 from jaxroll.models.families import ModelSpec
-from jaxroll.models.layers import Decoder
+from jaxroll.models.layers import Block, Decoder
 from jaxroll.sharding.layout import Rules, sharding
 
 Params = dict[str, jax.Array]
@@ -66,6 +66,18 @@ def module(spec: ModelSpec, params: Mapping[str, jax.Array]) -> Decoder:
     return nnx.merge(graph, state)
 
 
+def block(spec: ModelSpec, values: Mapping[str, jax.Array]) -> Block:
+    """One layer of the decoder with `values` by name without the layer's prefix ("attn.q")."""
+    graph, variables = _block_blueprint(spec)
+    state = [(_path(name), variable.replace(values[name])) for name, variable in variables.items()]
+    return nnx.merge(graph, nnx.from_flat_state(state))
+
+
+def block_axes(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """The logical axes of one layer's parameters by name without the layer's prefix."""
+    return {name: variable.get_metadata("logical") for name, variable in _block_blueprint(spec)[1].items()}
+
+
 def _created(spec: ModelSpec, key: PRNGKeyArray) -> Params:
     variables = _named(nnx.state(Decoder(spec, nnx.Rngs(params=key)), nnx.Param))
     return {name: variable[...] for name, variable in variables.items()}
@@ -74,6 +86,12 @@ def _created(spec: ModelSpec, key: PRNGKeyArray) -> Params:
 @functools.lru_cache(maxsize=32)
 def _blueprint(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(spec, nnx.Rngs(params=0))), nnx.Param)
+    return graph, _named(state)
+
+
+@functools.lru_cache(maxsize=32)
+def _block_blueprint(spec: ModelSpec) -> tuple[nnx.GraphDef, dict[str, nnx.Variable]]:
+    graph, state = nnx.split(nnx.eval_shape(lambda: Block(spec, nnx.Rngs(params=0))), nnx.Param)
     return graph, _named(state)
 
 

@@ -72,6 +72,7 @@ class ModelSpec:
     qk_norm: bool = True
     compute_dtype: str = "float32"
     remat: Remat = "none"  # what the backward pass recomputes instead of storing
+    scan: bool = False  # the learner compiles one layer and loops over all
     value_head: bool = False  # of a critic: one number per token instead of logits
     family: str = "qwen3"  # see `families`: names and config.json of the parameters' files
     attention_bias: bool = False  # of queries, keys and values
@@ -142,6 +143,12 @@ class ModelSpec:
         return self.windows or (0,) * self.layers
 
     @property
+    def period(self) -> int:
+        """The length of the pattern of windows: layer i has the window of layer i + period."""
+        windows = self.each_window
+        return next(n for n in range(1, self.layers + 1) if windows[n:] == windows[: self.layers - n])
+
+    @property
     def narrowest(self) -> int:
         """The smallest window of any layer; 0 if no layer has one."""
         return min((window for window in self.windows if window), default=0)
@@ -153,8 +160,8 @@ class ModelSpec:
 
 
 _FLAGS = (
-    "tied_embeddings", "qk_norm", "value_head", "attention_bias", "post_norms", "norm_offset", "scaled_embeddings",
-    "normalized_gates",
+    "tied_embeddings", "qk_norm", "value_head", "scan", "attention_bias", "post_norms", "norm_offset",
+    "scaled_embeddings", "normalized_gates",
 )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from jaxroll.models.cache import ContiguousCache, KVCache, appended, constrained
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import PRODUCT, Block, Decoder, Rotation, rotation
 from jaxroll.models.moe import Load, Routing
-from jaxroll.models.params import module
+from jaxroll.models.params import block, block_axes, module
 from jaxroll.sharding.layout import Layout
 
 Params = Mapping[str, jax.Array]
@@ -112,16 +112,69 @@ def forward_with_load(
             x = _pinned(block(x, turn, attend, Routing(seen, layout)), layout, "rows")
             return x, loads[0] if loads else None
 
-        return layer if spec.remat == "none" else jax.checkpoint(layer, policy=_KEPT[spec.remat])
+        if spec.remat == "none":
+            return layer
+        # A loop is a barrier that keeps the recomputation apart, so the checkpoint needs none of its own.
+        return jax.checkpoint(layer, policy=_KEPT[spec.remat], prevent_cse=not spec.scan)
 
     layer = {window: layer_of(window) for window in sorted(set(spec.each_window))}
     x, loads = _pinned(decoder.embedded(tokens), layout, "rows"), []
-    for number, block in enumerate(decoder.layers):
-        given = None if choices is None else choices[:, :, number]
-        x, load = layer[spec.each_window[number]](block, x, given)
+    given = None if choices is None else jnp.moveaxis(choices, 2, 0)  # [L, B, T, k]
+    first = 0
+    if spec.scan:
+        first = spec.layers // spec.period * spec.period
+        steps = [layer[window] for window in spec.each_window[: spec.period]]
+        x, load = _scanned(spec, params, x, steps, None if given is None else given[:first], layout)
         loads.append(load)
-    total = jax.tree.map(lambda *one: jnp.stack(one), *loads) if spec.experts else None
+    for number in range(first, spec.layers):
+        own = None if given is None else given[number]
+        x, load = layer[spec.each_window[number]](decoder.layers[number], x, own)
+        loads.append(jax.tree.map(lambda of_layer: of_layer[None], load))
+    total = jax.tree.map(lambda *some: jnp.concatenate(some), *loads) if spec.experts else None
     return decoder.final_norm(x), total
+
+
+def _scanned(
+    spec: ModelSpec,
+    params: Params,
+    x: Float[Array, "B T D"],
+    steps: Sequence[Callable[[Block, Array, Array | None], tuple[Array, Load | None]]],
+    choices: Int[Array, "L B T k"] | None,
+    layout: Layout | None,
+) -> tuple[Float[Array, "B T D"], Load | None]:
+    """The hidden states after as many whole periods of layers as there are, by a loop over periods, and the loads."""
+    period = len(steps)
+    cycles = spec.layers // period
+    stacks = [_stacked(spec, params, range(at, cycles * period, period), layout) for at in range(period)]
+    given = None if choices is None else choices.reshape(cycles, period, *choices.shape[1:])
+
+    def cycle(x: Array, of_cycle: tuple[list[Params], Array | None]) -> tuple[Array, Load | None]:
+        values, given = of_cycle
+        loads = []
+        for at, step in enumerate(steps):
+            x, load = step(block(spec, values[at]), x, None if given is None else given[at])
+            loads.append(load)
+        return x, jax.tree.map(lambda *some: jnp.stack(some), *loads) if spec.experts else None
+
+    x, loads = jax.lax.scan(cycle, x, (stacks, given))
+    return x, jax.tree.map(lambda leaf: leaf.reshape(cycles * period, *leaf.shape[2:]), loads)
+
+
+def _stacked(spec: ModelSpec, params: Params, layers: Sequence[int], layout: Layout | None) -> Params:
+    """The parameters of some layers as one array per name, with the layer as the first axis.
+
+    Matrices are cast to the compute dtype before, as at their use; routers compute in float32.
+    """
+    dtype = jnp.dtype(spec.compute_dtype)
+
+    def one(name: str, axes: tuple[str, ...]) -> Array:
+        leaves = [params[f"layers.{number:02d}.{name}"] for number in layers]
+        if leaves[0].ndim > 1 and not name.endswith("router"):
+            leaves = [leaf.astype(dtype) for leaf in leaves]
+        found = jnp.stack(leaves)
+        return found if layout is None else layout.constrain(found, ("layers", *axes))
+
+    return {name: one(name, axes) for name, axes in block_axes(spec).items()}
 
 
 def logits(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
@@ -343,8 +396,8 @@ def _through(
         chosen.append(choose(logits, scores))
         return chosen[-1]
 
-    for block, turn in zip(decoder.layers, turns, strict=True):
-        x = block(x, turn, attend, Routing(seen, layout))
+    for layer, turn in zip(decoder.layers, turns, strict=True):
+        x = layer(x, turn, attend, Routing(seen, layout))
     return x, moe.recorded(spec, chosen) if chosen else None
 
 

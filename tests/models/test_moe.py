@@ -100,7 +100,7 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "remat"), [(MeshConfig(expert=8), "none"), (MeshConfig(fsdp=2, expert=2, tensor=2), "layer")]
+    ("mesh", "remat"), [(MeshConfig(expert=8), "none"), (MeshConfig(expert=2, sequence=2, tensor=2), "layer")]
 )
 def test_loss_and_gradients_on_eight_devices_equal_one(mesh: MeshConfig, remat: families.Remat) -> None:
     spec = dataclasses.replace(SPEC, remat=remat)
