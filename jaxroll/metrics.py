@@ -319,6 +319,11 @@ class _Step(_Known):
     compiles: Number | None = None
 
 
+class _Figures(_Known):
+    accuracy: Share | None
+    n: Count
+
+
 class _Eval(_Known):
     step: Count
     n: Count
@@ -329,6 +334,8 @@ class _Eval(_Known):
     t1: Time | None = None
     reward_parts: dict[str, Number | None] | None = None
     examples: list[Any] | None = None
+    sets: dict[str, _Figures] | None = None
+    sources: dict[str, _Figures] | None = None
 
 
 class _Stats(_Known):

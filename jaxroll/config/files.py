@@ -100,9 +100,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _resolve_sources(values: dict, folder: Path) -> None:
-    """Make the paths of the sources of a mixture absolute, in place."""
+    """Make the paths of the sources of a mixture and of held-out sets absolute, in place."""
     mixture = (values.get("task") or {}).get("mixture") or []
-    for entry in mixture if isinstance(mixture, (list, tuple)) else ():
+    sets = (values.get("evaluator") or {}).get("sets") or {}
+    found = [
+        *(mixture if isinstance(mixture, (list, tuple)) else ()),
+        *(sets.values() if isinstance(sets, dict) else ()),
+    ]
+    for entry in found:
         if isinstance(entry, dict) and entry.get("path"):
             entry["path"] = os.path.normpath(folder / str(entry["path"]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -121,9 +122,34 @@ def source_of(task: TaskConfig, entry: Mapping[str, Any], key: str, own: tuple[s
     return found
 
 
+HELDOUT = "heldout"  # the name of the set of task.heldout_items
+
+
+def evaluation_set(config: Config, name: str) -> tuple[TaskConfig, int]:
+    """The source of the set `name` of `evaluator.sets`, and its number of items (0: all rows of a file).
+
+    ConfigError for a malformed entry.
+    """
+    entry, key = config.evaluator.sets[name], f"evaluator.sets.{name}"
+    if not isinstance(entry, Mapping):
+        raise ConfigError(key, entry, "not a source", "Write dict(path=…, items=100).")
+    items = coerce(int, entry.get("items", 0), f"{key}.items")
+    if items < 0:
+        raise ConfigError(f"{key}.items", items, "must be at least 0", "Set it to 0 for all rows of a file.")
+    task = source_of(config.task, entry, key, ("items",))
+    if task.source in FILES and not task.path:
+        raise ConfigError(f"{key}.path", "", "there is no file to read", f"Set {key}.path to the file.")
+    return task, items
+
+
 def check_prompts(config: Config) -> None:
     """Raise ConfigError for malformed messages and tools, and for settings that the tokenizer cannot show."""
     opening_messages(config.task)
+    for name in config.evaluator.sets:
+        if name == HELDOUT or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+            raise ConfigError(f"evaluator.sets.{name}", name, "not a name for a set",
+                              f"Use letters, digits and '_.-', and another name than {HELDOUT}.")  # fmt: skip
+        evaluation_set(config, name)
     if config.task.mixture and config.task.path:
         raise ConfigError("task.path", config.task.path, "task.mixture has the paths of its sources", "Leave it out.")
     for part in task_parts(config.task):

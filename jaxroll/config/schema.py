@@ -400,6 +400,8 @@ class EvaluatorConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     # Sequences decoded at the same time.
     slots: PositiveInt = 64
+    # Held-out sets by name, in addition to task.heldout_items: dicts of items and keys of a source (docs/prompts.md).
+    sets: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

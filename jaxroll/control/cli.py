@@ -119,6 +119,8 @@ def _command(words: list[str], output: streams.Outlet | None) -> int:
         if options.command == "generate":
             passed = spelled(subparsers(top)["generate"], options, ("help", "run", "config"))
             options.passed_on = [*passed, "--", *options.prompts]
+        if options.command == "eval":
+            options.passed_on = spelled(subparsers(top)["eval"], options, ("help", "run", "config", "folder"))
         if output is not None and options.command in (*RUNNING, *ROLES):
             output.patience_s = streams.NOT_SHOWN_S
         from jaxroll.control import commands
@@ -265,6 +267,7 @@ def parser() -> argparse.ArgumentParser:
         "folder", nargs="?", default="runs", help="the folder that holds the runs (default: runs)"
     )
     _generate_options(known["generate"])
+    _eval_options(known["eval"])
     _weights_options(known["weights"])
     _env_options(known["env"])
     _tls_options(known["tls"])
@@ -335,6 +338,16 @@ def _generate_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--samples", type=int, default=1, help="answers per prompt (default: 1)")
     one.add_argument("--max-tokens", type=int, help="tokens of an answer (default: sampling.max_tokens)")
     one.add_argument("--slots", type=int, default=8, help="slots of the engine (default: 8)")
+
+
+def _eval_options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--set", action="append", default=[], metavar="NAME",
+                     help="a held-out set: heldout or a name of evaluator.sets, repeatable (default: all)")  # fmt: skip
+    one.add_argument("--samples", type=int, default=1, metavar="N", help="answers per item (default: 1)")
+    one.add_argument("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
+    one.add_argument("--k", action="append", type=int, default=[], metavar="K",
+                     help="print pass@K, repeatable; needs --samples of at least K")  # fmt: skip
+    one.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _weights_options(weights: argparse.ArgumentParser) -> None:

@@ -118,7 +118,7 @@ def run_offline(options: argparse.Namespace) -> int:
     if options.child:
         module = importlib.import_module(f"jaxroll.tools.{options.command}")
         args = RoleArgs(config, path)
-        code = module.main(args, options) if options.command == "generate" else module.main(args)
+        code = module.main(args) if options.command == "sft" else module.main(args, options)
         if options.command == "sft" and not code:
             args.paths.warm_start_done.touch()
         return code

@@ -28,7 +28,7 @@ class PromptPipeline:
 
     def __init__(self, config: Config) -> None:
         self._candidates = Candidates(config)
-        self._heldout = tasks.hashes(tasks.tasks(config, self._candidates))
+        self._heldout = tasks.all_hashes(tasks.evaluated(config, self._candidates))
         self._fingerprint = _fingerprint(config, self._candidates)
         self._order = tasks.Order(self._candidates, config.run.seed, "train", self._admit)
         self.skipped: Counter[str] = Counter()  # items since the beginning of the run, by kind; also truncated prompts
@@ -111,6 +111,7 @@ def _fingerprint(config: Config, candidates: Candidates) -> str:
             ("long_prompts", task.long_prompts if task.long_prompts != "drop" else ""),
             ("columns", (task.prompt_column + task.answer_column) and (task.prompt_column, task.answer_column)),
             ("answer_after", task.answer_after),
+            ("sets", config.evaluator.sets),
         )
         if value
     )
@@ -130,10 +131,14 @@ def check(config: Config, report: Progress | None = None) -> Tokenizer:
     `report` receives a line about the rows of a file.
     """
     candidates = Candidates(config)
+    sets = tasks.evaluated(config, candidates)
     for part in candidates.parts:
         if report is not None and part.described:
             report(f"task: {part.described}")
-    kept_aside = tasks.hashes(tasks.tasks(config, candidates))
+    for name in config.evaluator.sets:
+        if report is not None:
+            report(f"evaluator.sets.{name}: {len(sets[name]):,} items")
+    kept_aside = tasks.all_hashes(sets)
     _check_prompts(candidates, kept_aside)
     if config.sft.steps:
         _check_worked(config, candidates, kept_aside)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jaxroll.config import Config, TaskConfig
-from jaxroll.config.prompt_rules import SOURCE_ITEMS, TaskPart, opening_messages, task_parts
+from jaxroll.config.prompt_rules import HELDOUT, SOURCE_ITEMS, TaskPart, evaluation_set, opening_messages, task_parts
 from jaxroll.data.sources import open_source, with_opening
 from jaxroll.errors import ConfigError, DataError
-from jaxroll.protocols import Source
+from jaxroll.protocols import Source, Tokenizer
 from jaxroll.records import Message, Task, question_hash
 from jaxroll.text import tokenizers
 
@@ -68,13 +68,13 @@ class Part:
 class Candidates:
     """Items of the config's sources by index, as tasks; with the sources' ranges and the run's tokenizer."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer | None = None) -> None:
         self._config = config.task
         self.parts = tuple(
             _opened(config, part, number * SOURCE_ITEMS) for number, part in enumerate(task_parts(config.task))
         )
         alphabets = (part.source.alphabet() for part in self.parts)
-        self.tokenizer = tokenizers.build(config.tokenizer, with_opening(alphabets, config.task))
+        self.tokenizer = tokenizer or tokenizers.build(config.tokenizer, with_opening(alphabets, config.task))
         self._opening = opening_messages(config.task)
 
     @property
@@ -193,6 +193,42 @@ def _hold_out(candidates: Candidates, part: Part, found: dict[str, Task]) -> Non
             f"only {len(found) - before} distinct questions were found" + (f" in {part.label}" if part.label else ""),
             f"Use fewer, or a task with more questions.{last_skip}",
         )
+
+
+def evaluated(config: Config, candidates: Candidates | None = None) -> dict[str, tuple[Task, ...]]:
+    """The tasks of all held-out sets by name: `task.heldout_items` as "heldout", then those of `evaluator.sets`.
+
+    None of their questions is trained on. ConfigError when a set has no usable item.
+    """
+    candidates = candidates or Candidates(config)
+    found = {HELDOUT: tasks(config, candidates)}
+    for name in config.evaluator.sets:
+        found[name] = _set_tasks(config, name, candidates.tokenizer)
+    return found
+
+
+def _set_tasks(config: Config, name: str, tokenizer: Tokenizer) -> tuple[Task, ...]:
+    task, items = evaluation_set(config, name)
+    candidates = Candidates(dataclasses.replace(config, task=task), tokenizer)
+    part, found, last_skip = candidates.parts[0], list[Task](), ""
+    size = part.source.size
+    wanted = items or (task.heldout_items if size is None else size)
+    for index in part.ranges.heldout[: wanted * _TRIES_PER_ITEM] if size is None else range(size):
+        if len(found) == wanted:
+            break
+        try:
+            found.append(candidates.at(index).task)
+        except DataError as error:
+            last_skip = f" Last skipped: {error}."
+    if not found or (items and len(found) < items):
+        raise ConfigError(f"evaluator.sets.{name}.items", items, f"only {len(found)} items can be used",
+                          f"Use fewer, or raise task.max_prompt_tokens.{last_skip}")  # fmt: skip
+    return tuple(found)
+
+
+def all_hashes(sets: Mapping[str, Sequence[Task]]) -> frozenset[str]:
+    """The question hashes of all sets."""
+    return hashes(itertools.chain.from_iterable(sets.values()))
 
 
 def hashes(heldout: Iterable[Task]) -> frozenset[str]:
@@ -346,7 +382,7 @@ def examples(config: Config, count: int) -> list[tuple[Task, tuple[Message, ...]
     range of the warm start and never have a held-out question; questions may repeat. ConfigError when none can be used.
     """
     candidates = Candidates(config)
-    kept_aside = hashes(tasks(config, candidates))
+    kept_aside = all_hashes(evaluated(config, candidates))
     found: list[tuple[Task, tuple[Message, ...]]] = []
     skipped = 0
     order = Order(

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxroll.clock import unix_s
 from jaxroll.config import Config, RoleArgs
+from jaxroll.config.prompt_rules import HELDOUT
 from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Task, Version, VersionRef
 from jaxroll.roles import session as sessions
 from jaxroll.roles.weights import Progress
-from jaxroll.rollout import manager
+from jaxroll.rollout import accuracy, manager
 
 PUBLISHED_WAIT_S = 10.0
 EXAMPLES = 8
@@ -44,7 +46,7 @@ def compile_programs(args: RoleArgs, progress: Progress) -> None:
 def role_spec(config: Config) -> sessions.RoleSpec:
     """The evaluator as a role with an engine."""
     return sessions.RoleSpec(
-        "evaluator", lambda session: EvaluatorLoops(session, tasks.tasks(config)).run(),
+        "evaluator", lambda session: EvaluatorLoops(session, tasks.evaluated(config)).run(),
         mesh=config.evaluator.mesh, slots=config.evaluator.slots, weight_swap="keep_kv",
     )  # fmt: skip
 
@@ -52,13 +54,13 @@ def role_spec(config: Config) -> sessions.RoleSpec:
 class EvaluatorLoops:
     """The sequence of evaluations."""
 
-    def __init__(self, session: sessions.EngineSession, held_out: Sequence[Task]) -> None:
+    def __init__(self, session: sessions.EngineSession, sets: Mapping[str, Sequence[Task]]) -> None:
         self.session, self.config = session, session.config
         self.tokenizer = session.parts.tokenizer
         eos = (self.tokenizer.eos_id,)
         self.manager = session.manager(SamplingParams(self.config.sampling.max_tokens, 0.0, 0, 1.0, eos))
-        self.tasks = held_out
-        hashes = json.dumps([task.question_hash for task in self.tasks])
+        self.tasks, self.sets = sets[HELDOUT], {name: found for name, found in sets.items() if name != HELDOUT}
+        hashes = json.dumps([task.question_hash for found in sets.values() for task in found])
         # the report checks that no held-out item was trained on
         session.args.paths.heldout.write_text(hashes, encoding="utf-8")
 
@@ -97,6 +99,11 @@ class EvaluatorLoops:
         t0 = unix_s()
         permits = 2 * self.config.evaluator.slots
         results = await manager.scores(self.manager, self.tasks, self.tokenizer, version, permits=permits)
+        sets = {}
+        for name, found in self.sets.items():
+            sets[name] = _figures(await manager.scores(self.manager, found, self.tokenizer, version, permits=permits))
+        by_source = accuracy.grouped(results, lambda score: str(score.task.args().get("source", "")))
+        sources = {label: _figures(scored) for label, scored in by_source.items()}
         t1 = unix_s()
         examples = [
             {"prompt": score.task.messages[-1].content, "answer": manager.expected(score.task), "text": score.text,
@@ -108,4 +115,8 @@ class EvaluatorLoops:
             "accuracy": manager.accuracy(results), "correct": manager.marks(results),
             "n": sum(score.pinned for score in results), "reward_parts": manager.parts(results),
             "t0": t0, "t1": t1, "seconds": t1 - t0, "examples": examples,
-        }  # fmt: skip
+        } | ({"sets": sets} if sets else {}) | ({"sources": sources} if sources else {})  # fmt: skip
+
+
+def _figures(results: Sequence[manager.Score]) -> dict[str, Any]:
+    return {"accuracy": manager.accuracy(results), "n": sum(score.pinned for score in results)}

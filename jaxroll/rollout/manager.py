@@ -157,14 +157,24 @@ class Score:
 
 
 async def scores(
-    manager: RolloutManager, tasks: Sequence[Task], tokenizer: Tokenizer, version: Version, *, permits: int
+    manager: RolloutManager,
+    tasks: Sequence[Task],
+    tokenizer: Tokenizer,
+    version: Version,
+    *,
+    permits: int,
+    sample: int = 0,
+    first: int = 0,
 ) -> list[Score]:
-    """The score of every task, in order, with at most `permits` episodes at a time."""
+    """The score of every task, in order, with at most `permits` episodes at a time.
+
+    `sample` is the number of the repetition and `first` that of the first task; both determine the random keys.
+    """
     gate = asyncio.Semaphore(permits)
 
     async def score(index: int, task: Task) -> Score:
         async with gate:
-            member = await manager.run_member(Grant(index, task, ((0, 0),), ttl_s=0.0), 0, 0)
+            member = await manager.run_member(Grant(first + index, task, ((sample, 0),), ttl_s=0.0), sample, 0)
         return _score(task, member, tokenizer, version)
 
     return await asyncio.gather(*(score(index, task) for index, task in enumerate(tasks)))

@@ -1,43 +1,133 @@
-"""`jaxroll eval RUN`: greedy accuracy of a run's newest weights on the held-out items."""
+"""`jaxroll eval RUN`: accuracy of a run's newest weights on its held-out sets, with intervals and by source."""
 
 from __future__ import annotations
 
-from jaxroll.config import RoleArgs
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxroll.config import Config, RoleArgs
 from jaxroll.config.derived import episode_tokens
 from jaxroll.data import tasks as heldout
 from jaxroll.envs import registry
 from jaxroll.envs.executors.choice import Executors
+from jaxroll.errors import ConfigError, one_line
 from jaxroll.protocols import SamplingParams
+from jaxroll.records import Task
+from jaxroll.report.figures.summary import wilson
+from jaxroll.rollout import accuracy
 from jaxroll.rollout import manager as evaluation
 from jaxroll.rollout.episode import bounds_of
-from jaxroll.rollout.manager import RolloutManager
+from jaxroll.rollout.manager import RolloutManager, Score
 from jaxroll.serving.engine_thread import EngineProxy
 from jaxroll.tools import generate
 
 
-def main(args: RoleArgs) -> int:
-    """Print the accuracy over all held-out items; return 0."""
+def main(args: RoleArgs, options: argparse.Namespace) -> int:
+    """Print the figures of each held-out set and return 0. `options` are those of the command line."""
     config = args.config
+    check_options(config, options)
+    sets = chosen(heldout.evaluated(config), options.set)
     pool = registry.scoring_pool(config, args.run_dir)
     pool.start()
     try:
         slots = config.evaluator.slots
         max_tokens = episode_tokens(config) - config.task.max_prompt_tokens
         model = generate.load(config, args.run_dir, slots=slots, max_tokens=max_tokens)
-        sampling = SamplingParams(config.sampling.max_tokens, 0.0, 0, 1.0, (model.tokenizer.eos_id,))
-        tasks = heldout.tasks(config)
+        eos = (model.tokenizer.eos_id,)
+        sampling = SamplingParams(config.sampling.max_tokens, options.temperature, 0, 1.0, eos)
 
         async def play(proxy: EngineProxy) -> None:
             executors, bounds = Executors(pool, config), bounds_of(config)
             manager = RolloutManager(proxy, executors.create, model.tokenizer, sampling, bounds=bounds)
+            found, first = {}, 0
             try:
-                results = await evaluation.scores(manager, tasks, model.tokenizer, model.version, permits=2 * slots)
+                for name, tasks in sets.items():
+                    samples = [
+                        await evaluation.scores(
+                            manager,
+                            tasks,
+                            model.tokenizer,
+                            model.version,
+                            permits=2 * slots,
+                            sample=sample,
+                            first=first,
+                        )
+                        for sample in range(options.samples)
+                    ]
+                    found[name] = figures(samples, options.k)
+                    first += len(tasks)  # so that no two sets draw with the same keys
             finally:
                 await executors.close()
-            share = evaluation.accuracy(results) or 0.0
-            print(f"{model.source}: {100 * share:.1f} % of {len(results)} held-out items right")
+            if options.json:
+                print(json.dumps({"weights": model.source, "sets": found}))
+            else:
+                print(
+                    f"weights: {model.source}", *(line for name in found for line in lines(name, found[name])), sep="\n"
+                )
 
         generate.ask(model, play)
     finally:
         pool.close()
     return 0
+
+
+def check_options(config: Config, options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that contradict each other, and for sets that the config does not have."""
+    known = (heldout.HELDOUT, *config.evaluator.sets)
+    for name in options.set:
+        if name not in known:
+            raise ConfigError("--set", name, "there is no such held-out set", f"Use {', '.join(known)}.")
+    if options.samples < 1:
+        raise ConfigError("--samples", options.samples, "each item needs an answer", "Give 1 or more.")
+    for k in options.k:
+        if not 1 <= k <= options.samples:
+            raise ConfigError("--k", k, f"pass@{k} needs as many samples", f"Add --samples={max(k, 1)} or more.")
+    if options.samples > 1 and options.temperature <= 0:
+        raise ConfigError("--temperature", options.temperature, "several greedy answers are all the same",
+                          "Set it above 0, for example to 1.")  # fmt: skip
+
+
+def chosen(sets: Mapping[str, tuple[Task, ...]], names: Sequence[str]) -> dict[str, tuple[Task, ...]]:
+    """The sets with these names, or all that have items."""
+    return {name: tasks for name, tasks in sets.items() if tasks and (not names or name in names)}
+
+
+def figures(samples: Sequence[Sequence[Score]], ks: Sequence[int]) -> dict[str, Any]:
+    """Figures of one set: items and answers that count, accuracy or mean@n and pass@k with intervals, by source.
+
+    `samples` has one list of scores per repetition. With one repetition the accuracy has a Wilson interval.
+    """
+    found = accuracy.counts(samples)
+    figures: dict[str, Any] = {"items": len(samples[0]), "scored": len(found)}
+    if not found:
+        return figures
+    if len(samples) == 1:
+        share = accuracy.mean([c for _, c in found])
+        figures["accuracy"] = [share, *wilson(share, len(found))]
+    else:
+        figures |= {name: list(values) for name, values in accuracy.table(found, ks).items()}
+    places = range(len(samples[0]))
+    by_source = accuracy.grouped(places, lambda place: str(samples[0][place].task.args().get("source", "")))
+    sources = {
+        name: accuracy.counts([[one[place] for place in at] for one in samples]) for name, at in by_source.items()
+    }
+    if sources:
+        figures["sources"] = {
+            name: [accuracy.mean([c / n for n, c in each]), len(each)] for name, each in sources.items() if each
+        }
+    return figures
+
+
+def lines(name: str, found: Mapping[str, Any]) -> list[str]:
+    """The figures of one set as text, one line per figure."""
+    shown = [
+        f"{name}: {key} {100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f}) of {found['scored']} items"
+        for key, (share, low, high) in ((key, value) for key, value in found.items() if isinstance(value, list))
+    ]
+    shown += [
+        f"{name}, {one_line(source, 60)}: {100 * share:.1f} % of {count} items"
+        for source, (share, count) in found.get("sources", {}).items()
+    ]
+    return shown or [f"{name}: no item could be scored"]

@@ -159,6 +159,9 @@ CASES: dict[str, Case] = {
     "a source of a mixture held out": (
         rows(GOOD), ['task.mixture=[{"source": "jsonl", "path": "x.jsonl", "heldout_items": 1}]'],
         "task.mixture[0].path", "x.jsonl", "gives no prompts"),
+    "a set with too few rows": (
+        rows(GOOD), ['evaluator.sets={"a": {"source": "jsonl", "path": "x.jsonl", "items": 2}}'],
+        "evaluator.sets.a.items", "2", "only 1 items"),
     "no parquet": (rows(GOOD), ["task.source=parquet", "task.path=x.jsonl"], "task.path", "x.jsonl", "Parquet"),
     "too few rows": (rows(GOOD), [*JSONL, "task.train_start=1"], "task.train_start", "1", "1 rows"),
     "rows held out first": (
@@ -440,6 +443,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/gym.py::_create_dataset": ("task's setting unknown", "task's setting wrong", "task's range"),
     "data/gym.py::_settings_in_mixture": ("mixture of tasks",),
     "data/gym.py::allowed": ("task unknown",),
+    "data/tasks.py::_set_tasks": ("a set with too few rows",),
     "data/tasks.py::_hold_out": ("task too small", "prompts too long"),
     "data/prompts.py::PromptPipeline.__next__": ("every row held out",),
     "data/prompts.py::PromptPipeline.restore": HERE,

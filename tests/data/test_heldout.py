@@ -7,13 +7,15 @@ import itertools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxroll.config import Config, RunConfig, SftConfig, TaskConfig
+from jaxroll.config import Config, EvaluatorConfig, RunConfig, SftConfig, TaskConfig
 from jaxroll.data import tasks
+from jaxroll.data import tasks as heldout
 from jaxroll.data.prompts import PromptPipeline
 from jaxroll.errors import ConfigError
 from jaxroll.records import Message
@@ -147,3 +149,37 @@ def test_two_ranges_with_one_start_are_refused() -> None:
     config = dataclasses.replace(CONFIG, task=TaskConfig(train_start=5, heldout_start=5))
     with pytest.raises(ConfigError, match="start at one item"):
         tasks.of(config, None)
+
+
+# --- several sets
+
+SETS = {"short": {"name": "spell_backward", "args": {"min_word_len": 3, "max_word_len": 3}, "items": 20}}
+
+
+def with_sets(sets: dict, **task: Any) -> Config:
+    own = TaskConfig(args={"min_word_len": 3, "max_word_len": 4}, heldout_items=8, **task)
+    return dataclasses.replace(Config(), task=own, evaluator=EvaluatorConfig(sets=sets))
+
+
+def test_no_question_of_any_set_is_trained_on() -> None:
+    config = with_sets(SETS)
+    sets = heldout.evaluated(config)
+    assert {name: len(found) for name, found in sets.items()} == {"heldout": 8, "short": 20}
+    assert all(len(task.messages[0].content) == 3 for task in sets["short"])
+    trained = {next(stream).question_hash for stream in [PromptPipeline(config)] for _ in range(2000)}
+    assert not heldout.overlap(itertools.chain(*sets.values()), trained)
+    plain = PromptPipeline(with_sets({}))
+    assert heldout.overlap(sets["short"], {next(plain).question_hash for _ in range(2000)})
+
+
+def test_a_set_of_a_file_has_all_its_rows(tmp_path: Path) -> None:
+    rows = [{"question": "ab", "answer": "ba"}] * 2 + [
+        {"question": "a" * 99, "answer": "a"},
+        {"question": "cd", "answer": "dc"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    entry = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    found = heldout.evaluated(with_sets({"file": entry}))["file"]
+    assert [task.messages[0].content for task in found] == ["ab", "ab", "cd"]
+    with pytest.raises(ConfigError, match=r"evaluator\.sets\.file\.items.*3 items.*prompt tokens"):
+        heldout.evaluated(with_sets({"file": entry | {"items": 4}}))

@@ -491,7 +491,7 @@ class VirtualRun:
 
     def evaluator(self, tasks: Sequence[Task], behaviour: Behaviour | None = None) -> asyncio.Future[None]:
         """Start an evaluator of `tasks`."""
-        play = lambda session: EvaluatorLoops(session, tasks).run()  # noqa: E731
+        play = lambda session: EvaluatorLoops(session, {"heldout": tasks}).run()  # noqa: E731
         return self._start("evaluator", behaviour or Behaviour(), play)
 
     def learner(self, train_s: float = 1.0) -> asyncio.Future[int]:

@@ -64,6 +64,8 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("held-out accuracy", accuracy if f["accuracy_start"] is not None else UNKNOWN),
         ("gain", gain or UNKNOWN),
+        *((f"accuracy, {name}", f"{percent(a)} → {percent(b)} of {number(n)}")
+          for found in (f["accuracy_by_set"], f["accuracy_by_source"]) for name, (a, b, n) in (found or {}).items()),
         ("reward", f"{number(f['reward_first'])} → {number(f['reward_last'])} (first and last 10 steps)"),
         ("steps", f"{number(f['steps'])} of {number(f['steps_wanted'])}"),
         ("time", f"{duration(f['seconds'])}, of which RL {duration(f['rl_seconds'])}"),
