@@ -161,7 +161,7 @@ CASES: dict[str, Case] = {
         "task.mixture[0].path", "x.jsonl", "gives no prompts"),
     "a set with too few rows": (
         rows(GOOD), ['evaluator.sets={"a": {"source": "jsonl", "path": "x.jsonl", "items": 2}}'],
-        "evaluator.sets.a.items", "2", "only 1 items"),
+        "evaluator.sets.a.items", "2", "not in the alphabet"),
     "no parquet": (rows(GOOD), ["task.source=parquet", "task.path=x.jsonl"], "task.path", "x.jsonl", "Parquet"),
     "too few rows": (rows(GOOD), [*JSONL, "task.train_start=1"], "task.train_start", "1", "1 rows"),
     "rows held out first": (
