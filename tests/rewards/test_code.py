@@ -122,6 +122,7 @@ CALLS = [
     "assert add(1, 2) == 3 and add([1], [2]) == [1, 2] and add(float('inf'), 1) == float('inf')",
     "assert pair('a') == ('a', {'a': {1, 2}}) and add(2**70, 1) == 2**70 + 1 and add(b'a', b'') == b'a'",
     "s = Solution()\nassert s.add(a=1, b=2) == 3 and s.total == 5 and s.me().total == 5 and s != Solution()",
+    "assert add('\\n\\x00\\\\', '\"é\U0001f600') == '\\n\\x00\\\\\"é\U0001f600'",
     "assert list(numbers(3)) == [0, 1, 2] and count('aab') == {'a': 2, 'b': 1}",
     "try:\n  fails()\nexcept KeyError: pass\nelse: assert False",
     "assert moved(Point(1), 2).x == 3 and str(Point(4)) == 'Point(x=4)'",
