@@ -1,0 +1,65 @@
+"""A chat model that thinks: a system prompt, reasoning in think tags, and a reward for the text after them.
+
+Command   jaxroll train --config=configs/think_tags.py
+Control   the same with --config.task.extract=none --config.task.reward=exact: no completion equals its answer
+Hardware  any
+Setting   reverse a number of 4 to 8 digits; the warm start teaches <think>NUMBER</think>REVERSED and stops early, then
+          GRPO at alpha = 1
+Result    not measured yet
+"""
+
+from random import Random
+
+from ml_collections import ConfigDict
+
+from jaxroll.config import defaults
+from jaxroll.records import Item, Message
+
+
+class Reversed:
+    """Numbers without end, each with a worked completion that thinks first."""
+
+    size, identity = None, "think_tags/1"
+
+    def __init__(self, task: object) -> None:
+        pass
+
+    def item(self, index: int) -> Item:
+        """The number `index`; always the same for one index."""
+        random = Random(index)
+        number = "".join(random.choices("123456789", k=random.randint(4, 8)))
+        answer = number[::-1]
+        worked = (Message("assistant", f"<think>{number}</think>{answer}"),)
+        return Item(number, number, answer, {"scorer": "exact", "answer": answer}, worked)
+
+    def alphabet(self) -> str:
+        """The characters of numbers and tags; those of the system prompt are added."""
+        return "".join(sorted(set("123456789<think></think>")))
+
+
+def get_config() -> ConfigDict:
+    """Room for a system prompt, a number, and both again in the completion."""
+    config = defaults()
+    config.run.name = "think_tags"
+    config.placement.platform = "cpu"
+    config.task.source = "game"
+    config.task.name = "configs.think_tags:Reversed"
+    config.task.args = {}
+    config.task.system_prompt = "think!"
+    config.task.extract = "after_think"
+    config.task.reward = "math"
+    config.task.max_prompt_tokens = 16
+    config.task.heldout_items = 200
+    config.sft.steps = 60
+    config.sft.batch = 64
+    config.schedule.steps = 100
+    config.schedule.groups_per_step = 24
+    config.sampling.max_tokens = 34
+    config.sampler.slots = 64
+    config.sampler.prefill_rows = 16
+    config.sampler.prefill_buckets = (16,)
+    config.sampler.decode_chunk = 8
+    config.learner.row_tokens = 96
+    config.learner.learning_rate = 6e-4
+    config.evaluator.every = 50
+    return config
