@@ -205,6 +205,16 @@ class ScheduleConfig:
     filter_limit: PositiveInt = 10
     # At the filter limit, stop the run, or deliver groups unfiltered until the next claim.
     on_filter_limit: Literal["stop", "deliver"] = "stop"
+    # Prompts by the mean reward of their question so far: all, between two bounds, or above a bound that falls.
+    curriculum: Literal["none", "band", "easy_to_hard"] = "none"
+    # Lower bound of the mean reward; the last bound of easy_to_hard.
+    curriculum_low: float = 0.0
+    # Upper bound of the mean reward; the first bound of easy_to_hard.
+    curriculum_high: float = 1.0
+    # Claims before a trained question may return. 0: none.
+    curriculum_rest: NonNegativeInt = 0
+    # Share of the other prompts that is sampled all the same.
+    curriculum_explore: Annotated[float, Bounds(above=0, most=1)] = 0.1
     # Effect of new weights on running requests (docs/engine.md).
     weight_swap: WeightSwap = "keep_kv"
     # Samplers that may swap weights at the same time. 0: all of them.

@@ -14,6 +14,7 @@ from functools import cached_property
 from jaxroll.config import Config
 from jaxroll.config.derived import age_limiter, support_tokens
 from jaxroll.errors import ConfigError
+from jaxroll.policy.curriculum import Curriculum
 from jaxroll.policy.filters import Filter
 from jaxroll.policy.health import (
     BROKEN,
@@ -59,6 +60,7 @@ class Settings:
     dead_groups: int = 0  # groups that may die between two claims; 0: no limit
     row_tokens: int = 0  # length of the learner's row, into which a member must fit; 0: no limit
     prompt_tokens: int = 0  # length of a first prompt that the learner keeps apart from its row
+    curriculum: Curriculum = field(default_factory=Curriculum)
     support_tokens: int = 0  # ids to which a sampled token may be restricted; 0: sampling is not truncated
 
     def __post_init__(self) -> None:
@@ -81,7 +83,10 @@ class Settings:
             Filter(s.filter, s.filter_low, s.filter_high, s.filter_limit, s.on_filter_limit), s.redundant_members,
             s.group_placement,
             store.dead_limit and max(store.dead_limit, _DEAD_WINDOWS * limiter.window(0)),
-            config.learner.row_tokens, config.learner.shared_prompt_tokens, support_tokens(config.sampling),
+            config.learner.row_tokens, config.learner.shared_prompt_tokens,
+            Curriculum(s.curriculum, s.curriculum_low, s.curriculum_high, s.curriculum_rest, s.curriculum_explore,
+                       s.steps, config.run.seed),
+            support_tokens(config.sampling),
         )  # fmt: skip
 
     @property

@@ -31,7 +31,7 @@ class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
 
 
 class Skipped(msgspec.Struct, frozen=True, array_like=True, tag="skipped"):
-    """Prompts up to `ordinal` are skipped because this line used them before a fork.
+    """Prompts up to `ordinal` are skipped because this line used them before a fork, or by the curriculum.
 
     `cursor` is the pipeline's state after them.
     """

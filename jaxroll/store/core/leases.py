@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxroll.errors import Closed, NoCredit, StaleClient, StoreRefusal
+from jaxroll.policy.curriculum import Curriculum
 from jaxroll.policy.limiter import Share, groups_ahead
-from jaxroll.records import Grant
+from jaxroll.records import Grant, Task
 from jaxroll.store.core import admission
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
@@ -179,7 +180,8 @@ def _lease_prompts(
     while room > 0:
         spare_bytes = budget_bytes - issued * size * state.member_bytes
         why = _issue_refusal(settings, state, unclaimed + issued, claimed, r.version.step, spare_bytes)
-        passed = _passed(state, r, used)
+        # Not while no group may be issued: until then, the results of the questions may change.
+        passed = _passed(state, r, used, Curriculum() if why else settings.curriculum)
         if passed is not None:
             events.append(passed)
             used = passed.ordinal - state.next_ordinal + 1
@@ -197,12 +199,20 @@ def _lease_prompts(
     return used, events, grants, ""
 
 
-def _passed(state: State, r: rq.Lease, used: int) -> ev.Skipped | None:
-    """Skip the offered prompts from `used` on that were trained on before a fork, up to the first that was not."""
+def _passed(state: State, r: rq.Lease, used: int, curriculum: Curriculum) -> ev.Skipped | None:
+    """Skip offered prompts from `used` on, up to the first that was not trained on before a fork and is admitted."""
     place = used
-    while place < len(r.prompts) and state.next_ordinal + place in state.passed:
+    while place < len(r.prompts) and (
+        (ordinal := state.next_ordinal + place) in state.passed
+        or not _admitted(state, curriculum, r.prompts[place][0], ordinal)
+    ):
         place += 1
     return ev.Skipped(state.next_ordinal + place - 1, r.prompts[place - 1][1]) if place > used else None
+
+
+def _admitted(state: State, curriculum: Curriculum, task: Task, ordinal: int) -> bool:
+    known = None if curriculum.is_off else state.questions.get(task.question_hash)
+    return known is None or curriculum.admits(known.reward_mean, known.last_step, state.next_claim, ordinal)
 
 
 def _issue_refusal(settings: Settings, state: State, unclaimed: int, claimed: int, step: int, spare_bytes: int) -> str:
