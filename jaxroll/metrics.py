@@ -319,7 +319,7 @@ class _Step(_Known):
     compiles: Number | None = None
 
 
-class _Figures(_Known):
+class _Figures(msgspec.Struct):
     accuracy: Share | None
     n: Count
 

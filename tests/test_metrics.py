@@ -203,3 +203,11 @@ def _scalars(file: Path) -> dict[tuple[str, int], float]:
         data = data[12 + size + 4 :]
         found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
     return found
+
+
+@pytest.mark.parametrize("accuracy", [0.5, None])
+def test_an_evaluation_by_set_and_source_is_a_valid_row(accuracy: float | None) -> None:
+    figures = {"a": {"accuracy": accuracy, "n": 4}}
+    row = {"t": 1.0, "role": "evaluator", "kind": "eval", "step": 0, "n": 1, "correct": "1", "accuracy": 1.0}
+    assert metrics.checked_row(row | {"sets": figures, "sources": figures}) is not None
+    assert metrics.checked_row(row | {"sets": {"a": {"accuracy": 2.0, "n": 4}}}) is None

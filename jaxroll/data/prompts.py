@@ -43,7 +43,8 @@ class PromptPipeline:
         for _ in range(MAX_SKIPPED_IN_A_ROW):
             found = next(self._order)
             if isinstance(found, Candidate):
-                self.skipped["truncated"] += found.truncated
+                if found.truncated:
+                    self.skipped["truncated"] += 1
                 return found.task
             self.skipped[found.kind] += 1
             reason = found.reason
