@@ -207,7 +207,7 @@ class Targets(NamedTuple):
 @contextmanager
 def targets(folder: Path) -> Iterator[Targets]:
     """Targets in `folder`, which must be empty; the process ends with the block."""
-    (folder / "secret").write_text(SECRET)
+    (folder / "secret").write_text(SECRET, encoding="utf-8")
     os.chmod(folder / "secret", 0o666)
     os.chmod(folder, 0o777)
     with (
@@ -225,7 +225,7 @@ def _changed(targets: Targets) -> bool:
     """True if the folder has changed in any way."""
     names = [path.name for path in targets.folder.iterdir()]
     secret = targets.folder / "secret"
-    return names != ["secret"] or secret.read_text() != SECRET or secret.stat().st_mode & 0o777 != 0o666
+    return names != ["secret"] or secret.read_text(encoding="utf-8") != SECRET or secret.stat().st_mode & 0o777 != 0o666
 
 
 def _connected(targets: Targets) -> bool:
@@ -238,7 +238,7 @@ def _connected(targets: Targets) -> bool:
 
 def _harmed(targets: Targets) -> bool:
     """True if the process was ended or stopped, or given limits or another priority."""
-    status = Path(f"/proc/{targets.process.pid}/stat").read_text().rpartition(")")[2].split()
+    status = Path(f"/proc/{targets.process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return targets.process.poll() is not None or status[0] in "TZ" or status[16] != str(os.nice(0))
 
 

@@ -58,7 +58,7 @@ def test_a_critic_has_one_number_in_place_of_the_scores():
     shapes, axes = params.abstract(CRITIC), params.logical_axes(CRITIC)
     assert shapes.keys() - {"value"} == params.abstract(UNTIED).keys() - {"head"}
     assert shapes["value"].shape == (NANO.width, 1) and axes["value"] == ("embed", "value")
-    assert params.shardings(CRITIC, EIGHT, layout.LEARNER)["value"].spec == jax.P(("fsdp", "expert"), None)
+    assert params.shardings(CRITIC, EIGHT, layout.LEARNER)["value"].spec == jax.P(("fsdp", "expert", "sequence"), None)
     assert sum(leaf.size for leaf in shapes.values()) == families.parameter_count(CRITIC)
     values = params.init(CRITIC, jax.random.key(0), ONE, layout.LEARNER)
     weights = jnp.arange(NANO.width, dtype=jnp.float32)
