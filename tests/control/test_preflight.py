@@ -175,6 +175,9 @@ CASES: dict[str, Case] = {
     "every row of the warm start held out": (
         rows(*({"question": f"{n}", "answer": "9"} for n in range(4))),
         [*JSONL, "task.heldout_items=2", "task.heldout_start=2", "sft.start=2"], "sft.steps", "5", "held out"),
+    "curriculum's band empty": (
+        None, ["schedule.curriculum=band", "schedule.curriculum_low=1"], "schedule.curriculum_low", "1.0",
+        "no value between"),
     "no such tokenizer": (None, HF, "tokenizer.path", "hf", "no such file"),
     "folder without a tokenizer": (folder(), HF, "tokenizer.path", "hf", "no tokenizer.json"),
     "tokenizer unreadable": (folder(tokenizer="{"), HF, "tokenizer.path", "tokenizer.json", "cannot be read"),
@@ -396,6 +399,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "text/tokenizers.py::CharTokenizer.render": ("tools in a row",),
     "text/tokenizers.py::of_run": HERE,
     "text/tokenizers.py::build": TYPED,
+    "policy/curriculum.py::Curriculum.__post_init__": ("curriculum's band empty",),
     "policy/filters.py::Filter.__post_init__": ("filter unknown", "filter's band empty"),
     "policy/filters.py::Filter.check": ("filter's module absent", "filter that fails"),
     "policy/limiter.py::AgeLimiter.__post_init__": RULED,
