@@ -281,16 +281,16 @@ def _mapped_by_others(blocks: set[Path], ours: set[psutil.Process]) -> set[Path]
 @pytest.fixture(scope="session")
 def certified(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Certificate folders: of servers (one for another host, one expired), of clients, of clients with another CA."""
-    from jaxroll.control import certificates
+    from jaxroll.rpc import tls
     from jaxroll.rpc.tls import Material
 
     if shutil.which("openssl") is None:
         pytest.skip("openssl, which makes the certificates, is not installed (see `jaxroll doctor`)")
     root = tmp_path_factory.mktemp("certificates")
-    certificates.make(root / "run", [], 1)
-    certificates.make(root / "other", [], 1)
+    tls.make_certificates(root / "run", [], 1)
+    tls.make_certificates(root / "other", [], 1)
     shutil.copytree(root / "run", root / "past")
-    certificates.make(root / "past", [], -1)
+    tls.make_certificates(root / "past", [], -1)
     shutil.copytree(root / "run", root / "elsewhere")
     _rename_hosts(root / "elsewhere")
 
@@ -316,13 +316,13 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 def _rename_hosts(run_dir: Path) -> None:
     """Replace the server certificate by one of the same CA for another host only."""
-    from jaxroll.control import certificates
+    from jaxroll.rpc import tls
 
-    always, certificates.ALWAYS = certificates.ALWAYS, ()
+    always, tls.ALWAYS = tls.ALWAYS, ()
     try:
-        certificates.make(run_dir, ["elsewhere.example"], 1)
+        tls.make_certificates(run_dir, ["elsewhere.example"], 1)
     finally:
-        certificates.ALWAYS = always
+        tls.ALWAYS = always
 
 
 def _trusting(root: Path, files: tuple[str, ...]):

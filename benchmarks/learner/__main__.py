@@ -34,7 +34,7 @@ from benchmarks.learner.work import GROUP, Batch
 from benchmarks.lib.arms import Arms, best_threads, raced
 from benchmarks.lib.child import Child, python_of
 from benchmarks.lib.report import Runs, arguments, finish, say, spread
-from jaxroll.control import placement
+from jaxroll.control import program
 from jaxroll.models import pretrained
 from jaxroll.models.families import parameter_count
 
@@ -101,7 +101,7 @@ def large(case: Large, runs: Runs) -> dict[str, Any]:
 
     Operations that `remat` computes twice count once.
     """
-    if case.platform == "cuda" and not placement.visible_gpus():
+    if case.platform == "cuda" and not program.visible_gpus():
         say(f"{case.name} is skipped: no GPU is here")
         return {"skipped": "no GPU"}
 

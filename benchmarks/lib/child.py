@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.report import ROOT
-from jaxroll.control.placement import HUGE_PAGES
+from jaxroll.control.program import HUGE_PAGES
 
 _DEADLINE_S = 300.0
 _OURS_ALONE = ("PYTHONPATH", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")  # meant for this process, not for a peer

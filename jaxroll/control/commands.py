@@ -22,7 +22,7 @@ from jaxroll import config as configs
 from jaxroll import lifeline
 from jaxroll.config import Config, RoleArgs, rewards
 from jaxroll.config.derived import COLOCATED, device_processes, roles_with_devices
-from jaxroll.control import placement, preflight, program, run_dir, train
+from jaxroll.control import preflight, program, run_dir, train
 from jaxroll.errors import ConfigError
 from jaxroll.lifeline import PARENT_ENV
 from jaxroll.protocols import Progress
@@ -84,7 +84,7 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
     name = f"{options.command}{f'-{index}' if options.command in ('sampler', 'actor') else ''}"
     config, path = _config_and_run(options, name)
     if options.command == "learner" and index >= (hosts := config.placement.learner_hosts):
-        raise ConfigError("--index", index, f"the run has placement.learner_hosts={hosts}", "They are numbered from 0.")
+        raise ConfigError("--index", index, f"the run has program.learner_hosts={hosts}", "They are numbered from 0.")
     words = ("host", "port", "insecure", "fork", "coordinator")
     given = {key: getattr(options, key) for key in words if hasattr(options, key)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
@@ -97,14 +97,14 @@ def place_alone(role: str, args: RoleArgs) -> None:
     JAX is not loaded yet. Variables that the user has set stay.
     """
     cache_dir = program.default_cache_dir(args.run_dir, os.environ)
-    env = placement.common_env(str(cache_dir))
-    inventory = placement.find(args.config.placement.platform)
+    env = program.common_env(str(cache_dir))
+    inventory = program.find(args.config.placement.platform)
     name = f"{role}-0" if role == "sampler" else role
     devices = (roles_with_devices(args.config) | device_processes(args.config)).get(name)
     if devices is None:
-        env |= placement.cpu_env()
+        env |= program.cpu_env()
     elif inventory.platform == "cpu":
-        env |= placement.cpu_env(devices)
+        env |= program.cpu_env(devices)
     for key, value in env.items():
         os.environ.setdefault(key, value)
 
@@ -126,7 +126,7 @@ def run_offline(options: argparse.Namespace) -> int:
         _check_trained(path)
     inventory = train.find_inventory(config)
     cache_dir = program.default_cache_dir(path, os.environ)
-    env = program.offline_env(config, inventory, cache_dir, placement.visible_gpus())
+    env = program.offline_env(config, inventory, cache_dir, program.visible_gpus())
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.passed_on]
     with run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext():  # it replaces the warm start
         return run_foreground(argv, env)
@@ -139,7 +139,7 @@ def run_compile(options: argparse.Namespace) -> int:
     if not options.child:
         specs = program.compilers(config, path, train.find_inventory(config), python=sys.executable,
                                   cache_dir=program.default_cache_dir(path, os.environ), names=(name,),
-                                  visible_gpus=placement.visible_gpus())  # fmt: skip
+                                  visible_gpus=program.visible_gpus())  # fmt: skip
         if not specs:
             raise ConfigError("--role", options.role, "has no programs of its own in this run",
                               "Colocated roles and a learner of several hosts compile when they start.")  # fmt: skip
@@ -237,7 +237,7 @@ def run_weights(options: argparse.Namespace) -> int:
                               "Give the folder of a Hugging Face checkpoint.")  # fmt: skip
         if options.direction == "export" and RunPaths(source).run_file.is_file():
             _check_trained(source)
-        env = placement.common_env(str(program.default_cache_dir(RUNS, os.environ))) | placement.cpu_env()
+        env = program.common_env(str(program.default_cache_dir(RUNS, os.environ))) | program.cpu_env()
         return run_foreground([sys.executable, "-m", "jaxroll", *options.words], env)
     from jaxroll.tools import weights
 
@@ -298,8 +298,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 def run_tls(options: argparse.Namespace) -> None:
     """`tls`: a CA and certificates for a run, or the token of one role."""
-    from jaxroll.control import certificates
-    from jaxroll.rpc import auth
+    from jaxroll.rpc import auth, tls
 
     if options.token_of:
         secret = auth.load_secret(_absolute(options.folder))
@@ -307,7 +306,7 @@ def run_tls(options: argparse.Namespace) -> None:
             raise ConfigError("RUN", options.folder, "has no token", "Make it with `jaxroll tls RUN`.")
         print(auth.bearer(secret, auth.right_of(options.token_of)))
         return
-    print(certificates.make(run_dir.checked(options.folder, "RUN"), options.host, options.days))
+    print(tls.make_certificates(run_dir.checked(options.folder, "RUN"), options.host, options.days))
 
 
 def run_launch(options: argparse.Namespace) -> None:

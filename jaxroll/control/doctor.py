@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxroll.control import placement, run_dir
+from jaxroll.control import program, run_dir
 from jaxroll.rpc import tls
 
 CORE = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "ml-collections", "numpy",
@@ -121,7 +121,7 @@ def device_lines(python: str = sys.executable) -> list[str]:
     except (subprocess.CalledProcessError, json.JSONDecodeError, IndexError, OSError) as error:
         words = (getattr(error, "stderr", "") or str(error)).strip().splitlines()
         lines.append(f"JAX does not start: {words[-1] if words else error}")
-    gpus, chips = placement.gpu_memories_mb(), placement.tpu_chips()
+    gpus, chips = program.gpu_memories_mb(), program.tpu_chips()
     lines.append(f"the machine has {chips} TPU chips and {len(gpus)} NVIDIA GPUs{f' ({gpus[0]} MB)' if gpus else ''}")
     return lines
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from jaxroll.config import Config
 from jaxroll.config.derived import actor_names, device_processes, learner_names, memory_fractions
 from jaxroll.config.rules import GPU_SHARE, Inventory, check_inventory
-from jaxroll.control import placement
+from jaxroll.control import program
 from jaxroll.control.program import role_words
 from jaxroll.errors import ConfigError
 from jaxroll.rpc.auth import TOKEN_VARIABLE
@@ -82,7 +82,7 @@ def plan(config: Config, target: Target) -> list[Launch]:
         raise ConfigError("--on", unknown[0], "no such role in this config", f"Roles: {', '.join(names)}.")
     _check_learner_hosts(config, target)
     envs = _device_envs(config, target)
-    common = placement.common_env(CACHE)
+    common = program.common_env(CACHE)
     spread = len({target.host(name) for name in names}) > 1
     if spread and not (target.tls or target.insecure):
         raise ConfigError("--on", " ".join(f"{n}={h}" for n, h in target.hosts.items()), "plain text between machines",
@@ -146,9 +146,9 @@ def _launch(name: str, target: Target, env: Mapping[str, str], address: str, bet
     return Launch(name, host, (*argv, *between), env)
 
 
-def _device_envs(config: Config, target: Target) -> dict[str, placement.Env]:
+def _device_envs(config: Config, target: Target) -> dict[str, program.Env]:
     wanted = _with_devices(config, target)
-    envs: dict[str, placement.Env] = dict.fromkeys(("store", *actor_names(config)), placement.cpu_env())
+    envs: dict[str, program.Env] = dict.fromkeys(("store", *actor_names(config)), program.cpu_env())
     for host in dict.fromkeys(map(target.host, wanted)):
         here = {name: count for name, count in wanted.items() if target.host(name) == host}
         if target.kind == "tpu_vm":
@@ -158,23 +158,23 @@ def _device_envs(config: Config, target: Target) -> dict[str, placement.Env]:
     return envs
 
 
-def _tpu_host(config: Config, here: Mapping[str, int], host: str, target: Target) -> dict[str, placement.Env]:
+def _tpu_host(config: Config, here: Mapping[str, int], host: str, target: Target) -> dict[str, program.Env]:
     if len(here) == 1:  # the whole slice
         return {name: {"JAX_PLATFORMS": "tpu"} for name in here}
     if target.devices_per_host == 1:
         check_inventory(config, Inventory("tpu", chips=1))
     _fits(here, host, target)
-    return placement.tpu_env(here)
+    return program.tpu_env(here)
 
 
-def _gpu_host(config: Config, here: Mapping[str, int], host: str, target: Target) -> dict[str, placement.Env]:
+def _gpu_host(config: Config, here: Mapping[str, int], host: str, target: Target) -> dict[str, program.Env]:
     if len(here) == 1:
         return {name: {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{GPU_SHARE:.2f}"} for name in here}
     if target.devices_per_host != max(here.values()):
         _fits(here, host, target)
     elif set(here) == set(device_processes(config)):
         check_inventory(config, Inventory("gpu", target.devices_per_host, target.gpu_memory_mb))
-    return placement.gpu_env(here, memory_fractions(config), tuple(map(str, range(target.devices_per_host))))
+    return program.gpu_env(here, memory_fractions(config), tuple(map(str, range(target.devices_per_host))))
 
 
 def _fits(here: Mapping[str, int], host: str, target: Target) -> None:

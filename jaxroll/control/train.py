@@ -16,7 +16,7 @@ from jaxroll import config as configs
 from jaxroll.config import Config
 from jaxroll.config.derived import LEADERS
 from jaxroll.config.rules import Inventory, check_inventory
-from jaxroll.control import placement, preflight, program, run_dir
+from jaxroll.control import preflight, program, run_dir
 from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
@@ -28,7 +28,7 @@ from jaxroll.run_paths import RunPaths
 
 def find_inventory(config: Config) -> Inventory:
     """The devices the run will use; ConfigError when its roles do not fit them."""
-    inventory = placement.find(config.placement.platform)
+    inventory = program.find(config.placement.platform)
     check_inventory(config, inventory)
     return inventory
 
@@ -40,7 +40,7 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
     """
     began = time.monotonic()
     cache_dir = program.default_cache_dir(path, os.environ)
-    gpus = placement.visible_gpus()
+    gpus = program.visible_gpus()
     specs = program.build(config, path, inventory, python=sys.executable, cache_dir=cache_dir, visible_gpus=gpus)
     if fork is not None:
         specs = program.forked(specs, path, fork, name=uuid.uuid4().hex)

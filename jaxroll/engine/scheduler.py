@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from jaxroll.engine.block_allocator import BlockAllocator
-from jaxroll.engine.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache
+from jaxroll.engine.block_allocator import TOKEN_BYTES, BlockAllocator, Prefix, PrefixCache
 from jaxroll.engine.sequence import Chunk, Limits, Preempted, Row, Sequence, Start, bucket_of, end_of
 
 

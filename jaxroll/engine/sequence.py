@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from jaxroll.engine.prefix_cache import TOKEN_BYTES, Prefix
+from jaxroll.engine.block_allocator import TOKEN_BYTES, Prefix
 
 
 @dataclass(frozen=True)

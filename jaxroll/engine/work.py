@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 
 from jaxroll.engine import packets
+from jaxroll.engine.block_allocator import Prefix
 from jaxroll.engine.device import Device, SavedPages
 from jaxroll.engine.ledger import Ended, Ledger, Partial, Progress
 from jaxroll.engine.packets import Sizes
-from jaxroll.engine.prefix_cache import Prefix
 from jaxroll.engine.requests import Add, Result, next_mask
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import Chunk, Row, Sequence, Start

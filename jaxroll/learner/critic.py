@@ -29,11 +29,10 @@ from jaxroll.config import LearnerConfig
 from jaxroll.learner import packing, step
 from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
-from jaxroll.learner.compiles import AheadOfTime
 from jaxroll.learner.packing import MicroBatch
 from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import HOST_MEMORY, Params, TrainState
-from jaxroll.learner.step import Accumulator, Recipe, Streams
+from jaxroll.learner.step import Accumulator, AheadOfTime, Recipe, Streams
 from jaxroll.models import transformer
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -29,7 +32,6 @@ from jaxroll.kernels.choice import UNASKED, Choice
 from jaxroll.learner import lora
 from jaxroll.learner import state as states
 from jaxroll.learner import step_metrics as statistics
-from jaxroll.learner.compiles import AheadOfTime
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.packing import EXPERTS, PROMPT_IDS, SHARE, STREAMS, SUPPORT
 from jaxroll.learner.state import Optimizer, Params, TrainState
@@ -40,6 +42,62 @@ from jaxroll.models.moe import Load
 from jaxroll.protocols import Progress
 from jaxroll.sharding import placing
 from jaxroll.sharding.layout import Layout, batch_spec, replicated
+
+_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+# --- compilation: programs compiled ahead of time, and a counter that shows that no others are compiled
+
+
+class AheadOfTime:
+    """Programs by name and number of rows, each compiled once; calls only look them up.
+
+    `lowered(name, rows)` returns a program before compilation. `owner` and `row_tokens` appear in progress messages.
+    """
+
+    def __init__(self, owner: str, row_tokens: int, lowered: Callable[[str, int], jax.stages.Lowered]) -> None:
+        self._owner, self._row_tokens, self._lowered = owner, row_tokens, lowered
+        self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
+
+    def get(self, name: str, rows: int = 0, progress: Progress | None = None) -> Callable[..., Any]:
+        """The program, compiled on first use; `progress` gets its name before and the duration after compilation."""
+        key = (name, rows)
+        if key not in self._compiled:
+            what = f"{self._owner} {name}" + (f" [{rows}, {self._row_tokens}]" if rows else "")
+            if progress:
+                progress(f"compiling {what}")
+            started = time.monotonic()
+            self._compiled[key] = self._lowered(name, rows).compile()
+            if progress:
+                progress(f"compiled {what}: {time.monotonic() - started:.1f} s")
+        return self._compiled[key]
+
+
+class CompileCounter:
+    """Count of compilations on one thread since creation or the last `reset`; hits of the persistent cache count too.
+
+    It counts one thread only, because roles that share a process compile on threads of their own.
+    """
+
+    def __init__(self) -> None:
+        self.count, self._thread = 0, threading.get_ident()
+        jax.monitoring.register_event_duration_secs_listener(self._seen)
+
+    def reset(self) -> None:
+        """Start again at 0, for the thread that calls this."""
+        self.count, self._thread = 0, threading.get_ident()
+
+    def close(self) -> None:
+        """Stop counting."""
+        jax.monitoring.unregister_event_duration_listener(self._seen)
+
+    def _seen(self, event: str, duration_secs: float, **_: str | int) -> None:
+        del duration_secs
+        if event == _EVENT and threading.get_ident() == self._thread:
+            self.count += 1
+
+
+# --- programs of a step
 
 Streams = Mapping[str, jax.Array]
 PROXIMAL, REFERENCE = "proximal", "reference"  # streams that `logprobs` adds to a micro-batch

@@ -28,13 +28,12 @@ from jaxroll.kernels.attention import SharedRows
 from jaxroll.learner import critic, lora, minibatch, packing, sharing, step_metrics
 from jaxroll.learner import state as optimizer
 from jaxroll.learner import state as states
-from jaxroll.learner.compiles import CompileCounter
 from jaxroll.learner.critic import Critic
 from jaxroll.learner.lora import Lora
 from jaxroll.learner.packing import MicroBatch
 from jaxroll.learner.samples import Sample
 from jaxroll.learner.state import Reference, TrainState
-from jaxroll.learner.step import PROXIMAL, REFERENCE, Accumulator, Programs, Recipe, Routers
+from jaxroll.learner.step import PROXIMAL, REFERENCE, Accumulator, CompileCounter, Programs, Recipe, Routers
 from jaxroll.models import families, moe
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec

@@ -31,7 +31,7 @@ from jaxroll.rollout.episode import Transcript
 from jaxroll.rpc import auth, tls
 from jaxroll.rpc.client import RawClient
 from jaxroll.serving import service
-from jaxroll.serving.client import Samplers
+from jaxroll.serving.service import Samplers
 from jaxroll.text import tokenizers
 
 REPORT_EVERY_S = 1.0

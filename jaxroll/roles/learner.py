@@ -45,10 +45,9 @@ from jaxroll.errors import (
     NotReady,
     StaleClient,
 )
-from jaxroll.learner import weights
+from jaxroll.learner import multihost, weights
 from jaxroll.learner.checkpoint import Checkpoints
-from jaxroll.learner.multihost import lockstep, processes
-from jaxroll.learner.multihost.processes import Follower, Leader
+from jaxroll.learner.multihost import Follower, Leader
 from jaxroll.learner.trainer import Ready, Running, Trainer
 from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
@@ -144,7 +143,7 @@ def main(args: RoleArgs) -> int:
     """Train until the schedule's last step is done (0) or a signal stops the process (EXIT_INTERRUPTED)."""
     stop = threading.Event()
     lifeline.on_stop(stop.set)
-    others = processes.join(args, stop)
+    others = multihost.join(args, stop)
     if isinstance(others, Follower):
         return _run_follower(args, stop, others)
     if isinstance(others, Leader):
@@ -185,11 +184,11 @@ async def _run(
     async with contextlib.AsyncExitStack() as ends:
         ends.push_async_callback(store.aclose)
         folder, kept = args.paths.checkpoints, args.config.learner.checkpoints_kept
-        checkpoints = await device(lambda: lockstep.checkpoints(folder, kept, leader))
+        checkpoints = await device(lambda: multihost.checkpoints(folder, kept, leader))
         ends.push_async_callback(device, checkpoints.close)
         publisher = await device(lambda: _publisher(args))
         ends.push_async_callback(device, publisher.close)
-        make = hooks.trainer if leader is None else functools.partial(lockstep.LeadingTrainer, leader.send)
+        make = hooks.trainer if leader is None else functools.partial(multihost.LeadingTrainer, leader.send)
         session = LearnerSession(
             args, store, checkpoints, publisher, lambda: new_trainer(args.config, make), stop=stop, on_device=device,
             on_thread=asyncio.to_thread, published=hooks.published,
@@ -222,7 +221,7 @@ def _run_follower(args: RoleArgs, stop: threading.Event, leader: Follower) -> in
                                   "All hosts of the learner need the run's folder and that of model.path.")  # fmt: skip
             return params
 
-        code = lockstep.run_follower_steps(leader, trainer, checkpoints, start, _transfer_config(args.config).dtype)
+        code = multihost.run_follower_steps(leader, trainer, checkpoints, start, _transfer_config(args.config).dtype)
         checkpoints.close()
         return code
 

@@ -1,4 +1,4 @@
-"""Generation service of a sampler for actors.
+"""Generation service of a sampler, and its client in actors: endpoints, their weight versions, routing.
 
 `Generate` is held until its completion is ready. If the caller cancels it or dies, the request is aborted. It may be
 repeated, here or at another sampler: the same key draws the same tokens at the same version. `Version` returns the
@@ -7,6 +7,9 @@ engine's weight version, and is held until it differs from the one that the call
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Protocol
 
 import msgspec
@@ -16,7 +19,9 @@ from jaxroll import wire
 from jaxroll.errors import DataError, InfraError, StaleClient, Unauthorized
 from jaxroll.protocols import Completion, GenerationKey, LLMProxy, SamplingParams
 from jaxroll.records import Version
+from jaxroll.rollout.episode import GENERATION_LIMIT_S
 from jaxroll.rpc import protocol
+from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.intake import Busy
 from jaxroll.rpc.server import Caller, Method
 
@@ -111,3 +116,177 @@ class Serving:
             raise Unauthorized(
                 "the sampler and the caller have different configs: start both from the same config file"
             )
+
+
+# --- client, for actors
+#
+# A conversation is an `LLMProxy` that stays with one sampler, whose KV cache has its earlier turns. If that sampler
+# dies, the request is repeated at another one, or at the same one after its restart: the episode continues, because key
+# and prompt determine the tokens. Belongs to one event loop.
+
+WAIT_S, CALL_S = 10.0, 10.0  # of one Version call: the longest hold, and the time for its reply
+RETRY_FIRST_S, RETRY_MAX_S = 0.1, 1.0  # between two attempts to reach a sampler
+_REPEATABLE = (InfraError, StaleClient, Unauthorized)  # errors that another sampler, or this one later, may not raise
+
+
+class _Remote:
+    """A sampler, its connection, and its state at the last reply."""
+
+    def __init__(self, name: str, raw: RawClient) -> None:
+        self.name, self.raw = name, raw
+        self.version: Version | None = None  # None: unreachable, or without weights
+        self.conversations = 0
+
+
+class Samplers:
+    """The samplers of a run, by name. None of them is used before `follow` runs."""
+
+    def __init__(self, clients: Mapping[str, RawClient], replicate: str, report: Callable[[str], object]) -> None:
+        self._remotes = {name: _Remote(name, raw) for name, raw in clients.items()}
+        self._replicate, self._report = replicate, report
+        self._changed = asyncio.Event()
+        self.repeated = 0  # requests that were made again
+
+    async def follow(self) -> None:
+        """Follow every sampler's version, forever."""
+        async with asyncio.TaskGroup() as group:
+            for remote in self._remotes.values():
+                group.create_task(self._follow(remote))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for remote in self._remotes.values():
+            await remote.raw.close()
+
+    async def newer_than(self, known: Version | None) -> Version:
+        """The newest version of all samplers, as soon as it is newer than `known`."""
+        while True:
+            found = [r.version for r in self._remotes.values() if r.version is not None]
+            if found and (known is None or max(found) > known):
+                return max(found)
+            await self._changed.wait()
+
+    async def has(self, floor: Version) -> None:
+        """Return when a sampler has `floor` or a later version."""
+        while not self._at(floor):
+            await self._changed.wait()
+
+    def group(self, floor: Version) -> GroupConversations:
+        """Conversations for the members of one group, sampled at `floor` or a later version."""
+        return GroupConversations(self, floor)
+
+    def conversations(self) -> dict[str, int]:
+        """Number of conversations of each sampler."""
+        return {remote.name: remote.conversations for remote in self._remotes.values()}
+
+    def _at(self, floor: Version) -> dict[str, int]:
+        remotes = self._remotes.values()
+        return {r.name: r.conversations for r in remotes if r.version is not None and r.version >= floor}
+
+    async def route(self, floor: Version, last: str) -> _Remote:
+        """The sampler for one more conversation of a group, after that of `last`; waits until there is one."""
+        await self.has(floor)
+        return self._remotes[route(self._at(floor), last, self._replicate)]
+
+    def _set_version(self, remote: _Remote, version: Version | None) -> None:
+        if version == remote.version:
+            return
+        remote.version = version
+        self._changed.set()  # wakes all current waiters; later ones wait for the next change
+        self._changed = asyncio.Event()
+
+    async def _follow(self, remote: _Remote) -> None:
+        pause_s, reported = RETRY_FIRST_S, ""
+        while True:
+            call = wire.encode(VersionCall(remote.version, WAIT_S))
+            try:
+                body = await remote.raw.call("Version", call, WAIT_S + CALL_S, patience_s=0.0)
+                self._set_version(remote, wire.decode(body, VersionReply).version)
+                pause_s, reported = RETRY_FIRST_S, ""
+            except (*_REPEATABLE, msgspec.MsgspecError) as error:
+                if type(error).__name__ != reported:
+                    reported = type(error).__name__
+                    self._report(f"{remote.name} cannot be reached: {reported}: {error}")
+                self._set_version(remote, None)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RETRY_MAX_S)
+
+
+class GroupConversations:
+    """The conversations of one group's members, and the sampler that the last one went to."""
+
+    def __init__(self, samplers: Samplers, floor: Version) -> None:
+        self.samplers, self.floor = samplers, floor
+        self.last = ""  # the sampler of its last member
+
+    def conversation(self) -> Conversation:
+        """One member's conversation. Use it as a context manager: it counts at its sampler until the end."""
+        return Conversation(self)
+
+
+class Conversation:
+    """An `LLMProxy` over one of the samplers, the same one while it is reachable."""
+
+    def __init__(self, group: GroupConversations) -> None:
+        self._group, self._samplers = group, group.samplers
+        self._remote: _Remote | None = None
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._leave()
+
+    async def generate(
+        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
+    ) -> Completion:
+        """The completion of `prompt`; cancelling the call aborts the request in its sampler.
+
+        Waits while no sampler is reachable. DataError if no sampler can serve the request.
+        """
+        call = wire.encode(GenerateCall(np.asarray(prompt, np.int32), key, params, keep, self._group.floor))
+        failures = 0
+        while True:
+            remote = self._remote or await self._choose_sampler()
+            try:
+                body = await remote.raw.call("Generate", call, GENERATION_LIMIT_S, patience_s=0.0)
+                reply = wire.decode(body, GenerateReply)
+                break
+            except (*_REPEATABLE, msgspec.MsgspecError):
+                self._leave()
+                self._samplers.repeated += 1
+                await asyncio.sleep(min(RETRY_FIRST_S * 2 ** min(failures, 4), RETRY_MAX_S))  # 2**1024 overflows
+                failures += 1
+        if reply.completion is None:
+            raise DataError(reply.error)
+        return reply.completion
+
+    async def _choose_sampler(self) -> _Remote:
+        group = self._group
+        self._remote = remote = await self._samplers.route(group.floor, group.last)
+        group.last = remote.name
+        remote.conversations += 1
+        return remote
+
+    def _leave(self) -> None:
+        if self._remote is not None:
+            self._remote.conversations -= 1
+            self._remote = None
+
+
+# --- Routing of an actor's conversations to samplers
+#
+# A group kept together on one sampler has its prompt computed once; spread out it finishes sooner. `replicate` has the
+# same meaning for groups and samplers that request leases (`jaxroll.policy.limiter`).
+
+
+def route(conversations: Mapping[str, int], last: str, replicate: str) -> str:
+    """The sampler for one more conversation; `conversations` counts those of each sampler that may serve it.
+
+    `last` is the sampler of the group's last member ('' for the first). `together` stays with it while it may serve;
+    `spread` takes the sampler with the fewest conversations; `auto` stays unless another sampler is idle.
+    """
+    fewest = min(conversations, key=lambda name: conversations[name])
+    if last not in conversations or replicate == "spread":
+        return fewest
+    return fewest if replicate == "auto" and not conversations[fewest] else last

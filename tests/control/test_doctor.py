@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxroll.control import doctor, placement
+from jaxroll.control import doctor, program
 from jaxroll.errors import ConfigError
 
 
@@ -48,23 +48,23 @@ def test_tpu_chips_are_counted_on_the_pci_bus(tmp_path: Path) -> None:
         (tmp_path / name / "vendor").write_text(vendor + "\n")
         (tmp_path / name / "device").write_text(device + "\n")
     (tmp_path / "4").mkdir()
-    assert placement.tpu_chips(tmp_path) == 2
-    assert placement.tpu_chips(tmp_path / "nowhere") == 0
+    assert program.tpu_chips(tmp_path) == 2
+    assert program.tpu_chips(tmp_path / "nowhere") == 0
 
 
 def test_auto_takes_the_best_that_is_here_and_obeys_jax_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "tpu_chips", lambda: 4)
-    monkeypatch.setattr(placement, "gpu_memories_mb", lambda: [100, 80, 90])
+    monkeypatch.setattr(program, "tpu_chips", lambda: 4)
+    monkeypatch.setattr(program, "gpu_memories_mb", lambda: [100, 80, 90])
     installed = {"libtpu", "jax_cuda12_plugin"}
-    monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: name if name in installed else None)
-    assert placement.find("auto", {}) == placement.Inventory("tpu", chips=4)
-    assert placement.find("auto", {"JAX_PLATFORMS": "cuda,cpu"}) == placement.Inventory("gpu", 3, 80)
-    assert placement.find("auto", {"JAX_PLATFORMS": "cpu"}) == placement.Inventory("cpu")
+    monkeypatch.setattr(program.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    assert program.find("auto", {}) == program.Inventory("tpu", chips=4)
+    assert program.find("auto", {"JAX_PLATFORMS": "cuda,cpu"}) == program.Inventory("gpu", 3, 80)
+    assert program.find("auto", {"JAX_PLATFORMS": "cpu"}) == program.Inventory("cpu")
     installed.remove("libtpu")
-    assert placement.find("auto", {}).platform == "gpu"
-    assert placement.find("auto", {"CUDA_VISIBLE_DEVICES": "0,2"}) == placement.Inventory("gpu", 2, 90)
-    assert placement.find("auto", {"CUDA_VISIBLE_DEVICES": ""}) == placement.Inventory("cpu")
+    assert program.find("auto", {}).platform == "gpu"
+    assert program.find("auto", {"CUDA_VISIBLE_DEVICES": "0,2"}) == program.Inventory("gpu", 2, 90)
+    assert program.find("auto", {"CUDA_VISIBLE_DEVICES": ""}) == program.Inventory("cpu")
     installed.clear()
-    assert placement.find("auto", {}) == placement.Inventory("cpu")
+    assert program.find("auto", {}) == program.Inventory("cpu")
     with pytest.raises(ConfigError, match="no NVIDIA GPU"):
-        placement.find("gpu", {"CUDA_VISIBLE_DEVICES": ""})
+        program.find("gpu", {"CUDA_VISIBLE_DEVICES": ""})

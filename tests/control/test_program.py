@@ -14,7 +14,7 @@ import pytest
 
 from jaxroll.config import EvaluatorConfig, LearnerConfig, MeshConfig, PlacementConfig
 from jaxroll.config.rules import Inventory
-from jaxroll.control import placement, program, train
+from jaxroll.control import program, train
 from jaxroll.errors import ConfigError
 from tests.harness.process_specs import INVENTORIES, UNEQUAL, built
 
@@ -122,7 +122,7 @@ def test_no_two_roles_see_the_same_chip_or_gpu_and_all_see_as_many_as_their_mesh
 
 
 def test_tpu_rectangles_are_aligned_and_ports_differ() -> None:
-    envs = placement.tpu_env({"learner": 1, "sampler-0": 4, "evaluator": 2})
+    envs = program.tpu_env({"learner": 1, "sampler-0": 4, "evaluator": 2})
     assert list(envs) == ["learner", "sampler-0", "evaluator"]
     chips = {name: [int(chip) for chip in env["TPU_VISIBLE_CHIPS"].split(",")] for name, env in envs.items()}
     for devices in chips.values():
@@ -142,18 +142,18 @@ def test_roles_on_one_gpu_share_its_memory_within_bounds() -> None:
 
 def test_roles_as_large_as_the_machine_take_turns_on_its_gpus() -> None:
     config = replace(UNEQUAL, sampler=replace(UNEQUAL.sampler, count=1))
-    envs = placement.device_env(config, Inventory("gpu", 2, 80_000), visible_gpus=["3", "5"])
+    envs = program.device_env(config, Inventory("gpu", 2, 80_000), visible_gpus=["3", "5"])
     assert [env["CUDA_VISIBLE_DEVICES"] for env in envs.values()] == ["3,5", "3,5", "3"]
     assert [env["XLA_PYTHON_CLIENT_MEM_FRACTION"] for env in envs.values()] == ["0.40", "0.30", "0.10"]
     for gpus in (3, 4):
         with pytest.raises(ConfigError, match=f"{gpus} GPUs here, 5 needed"):
-            placement.device_env(config, Inventory("gpu", gpus, 80_000))
+            program.device_env(config, Inventory("gpu", gpus, 80_000))
     with pytest.raises(ConfigError, match=r"sum to 1\.10"):
-        placement.device_env(UNEQUAL, Inventory("gpu", 2, 80_000))
+        program.device_env(UNEQUAL, Inventory("gpu", 2, 80_000))
 
 
 def test_an_outer_choice_of_gpus_is_kept() -> None:
-    envs = placement.device_env(UNEQUAL, Inventory("gpu", 8, 80_000), visible_gpus=list("abcdefgh"))
+    envs = program.device_env(UNEQUAL, Inventory("gpu", 8, 80_000), visible_gpus=list("abcdefgh"))
     assert [env["CUDA_VISIBLE_DEVICES"] for env in envs.values()] == ["a,b", "c,d", "e,f", "g"]
 
 
@@ -181,7 +181,7 @@ def test_a_program_that_does_not_fit_is_refused_before_it_exists() -> None:
 def test_a_role_on_cpu_has_one_thread_or_as_many_as_it_is_given() -> None:
     config = replace(UNEQUAL, placement=PlacementConfig(cpu_threads=2))
     for given, count in ((UNEQUAL, "1"), (config, "2")):
-        envs = placement.device_env(given, Inventory("cpu"))
+        envs = program.device_env(given, Inventory("cpu"))
         assert {env["NPROC"] for env in envs.values()} == {env["OMP_NUM_THREADS"] for env in envs.values()} == {count}
 
 
@@ -197,7 +197,7 @@ def _grants_large_pages() -> bool:
 @pytest.mark.skipif(not _grants_large_pages(), reason="malloc does not ask for large pages on this system")
 def test_the_learner_allocates_large_pages_on_cpu() -> None:
     """Linux flags the memory regions for which large pages were requested with hg."""
-    env = placement.device_env(UNEQUAL, Inventory("cpu"))["learner"]
+    env = program.device_env(UNEQUAL, Inventory("cpu"))["learner"]
     code = """
 import ctypes
 from pathlib import Path
@@ -221,14 +221,14 @@ print(found)
             check=True,
         )  # fmt: skip
         assert done.stdout.strip() == expected
-    assert "GLIBC_TUNABLES" not in placement.device_env(UNEQUAL, Inventory("cpu"))["sampler-0"]
+    assert "GLIBC_TUNABLES" not in program.device_env(UNEQUAL, Inventory("cpu"))["sampler-0"]
 
 
 @pytest.mark.process
 def test_jaxlib_knows_the_xla_flags() -> None:
     """An unknown flag aborts the process, so the oldest and the newest supported jaxlib must know the flags."""
     code = "import jax; print(len(jax.devices()), jax.devices()[0].platform)"
-    env = {**os.environ, **placement.cpu_env(3)}
+    env = {**os.environ, **program.cpu_env(3)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, check=False, capture_output=True, text=True, timeout=120
     )

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.engine import naive
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
 from jaxroll.models import cache as kv
@@ -20,6 +19,7 @@ from jaxroll.models import families, params, transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
 from jaxroll.sharding import layout
+from tests.harness import naive_engine
 
 SPEC = families.spec("nano")
 SEED = 11
@@ -195,7 +195,7 @@ def slow_replay(
             last = np.array(tokens[-1:], np.int32), np.array([position - 1], np.int32)
             logits, cache = _decode(SPEC, weights, cache, *last, np.zeros((1, 1), np.int32))
         text = np.concatenate([prompt, tokens]).astype(np.int32)
-        token, _, margin = naive.draw(request, SEED, logits[0], position + offset, text)
+        token, _, margin = naive_engine.draw(request, SEED, logits[0], position + offset, text)
         tokens.append(token)
         margins.append(margin)
     return tokens, margins
@@ -220,7 +220,7 @@ def assert_replayed(model) -> Callable[..., None]:
             tokens += len(wanted)
             differing = np.flatnonzero(np.array(wanted) != got.tokens)
             if len(differing):
-                assert margins[differing[0]] < naive.NEAR_TIE, (request, wanted, got)
+                assert margins[differing[0]] < naive_engine.NEAR_TIE, (request, wanted, got)
                 ties += 1
         assert ties <= 1, f"{ties} near-ties in {tokens} tokens"
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.engine import naive, packets
+from jaxroll.engine import packets
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError, DataError, TransferError
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
 from jaxroll.sharding import layout
+from tests.harness import naive_engine
 
 V1, V2, V3 = Version(0, 1), Version(0, 2), Version(1, 2)
 LONG = SamplingParams(15, temperature=1.0)
@@ -133,7 +134,7 @@ def test_keep_kv_goes_on_with_new_weights_over_the_old_cache(bench, spec, seed, 
         assert got.versions == runs
         tokens, _ = replayed(request, [model(0)] * 9 + [model(1)] * 4 + [model(2)] * 2)
         assert got.tokens.tolist() == tokens
-        pure = naive.generate(spec, model(0), request, seed)[0]
+        pure = naive_engine.generate(spec, model(0), request, seed)[0]
         assert got.tokens[:9].tolist() == pure[:9].tolist() and got.tokens.tolist() != pure.tolist()
 
 
@@ -154,7 +155,7 @@ def test_drain_ends_the_running_requests_first_and_holds_the_others(bench, spec,
         version, which = (V1, 0) if request.id < 4 else (V2, 1)
         got = b.results[request.id].completion
         assert got.versions == (VersionRun(version, request.params.max_tokens),)
-        assert got.tokens.tolist() == naive.generate(spec, model(which), request, seed)[0].tolist()
+        assert got.tokens.tolist() == naive_engine.generate(spec, model(which), request, seed)[0].tolist()
 
 
 def test_of_two_swaps_that_wait_for_draining_the_later_counts(bench):

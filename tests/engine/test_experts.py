@@ -10,13 +10,13 @@ import pytest
 
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
-from jaxroll.engine import naive
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.engine.requests import Request, Result
 from jaxroll.models import families, moe, params, transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version
 from jaxroll.sharding import layout
+from tests.harness import naive_engine
 
 SPEC = families.spec("tiny_moe")
 ONE, SEED, LENGTH = MeshConfig(), 5, 48
@@ -56,8 +56,8 @@ def requests(count: int) -> list[Request]:
 
 
 @functools.cache
-def naive_trace(id: int) -> naive.Trace:
-    return naive.trace(SPEC, weights(), requests(id + 1)[id], SEED)
+def naive_trace(id: int) -> naive_engine.Trace:
+    return naive_engine.trace(SPEC, weights(), requests(id + 1)[id], SEED)
 
 
 def results(of: Engine, wanted: list[Request], weights: params.Params) -> dict[int, Result]:
@@ -110,7 +110,9 @@ def test_tokens_equal_the_naive_reference_and_replayed_experts_give_their_log_pr
     for request in wanted:
         completion = done[request.id].completion
         reference = naive_trace(request.id)
-        assert completion.tokens.tolist() == reference.tokens.tolist() or reference.margins.min() < naive.NEAR_TIE
+        assert (
+            completion.tokens.tolist() == reference.tokens.tolist() or reference.margins.min() < naive_engine.NEAR_TIE
+        )
         shape = (len(request.prompt) + len(completion.tokens) - 1, SPEC.layers * SPEC.experts_per_token)
         assert completion.experts.shape == shape and completion.experts.dtype == np.uint8
         largest, deviation = mismatch(weights(), request, done[request.id], replay=True)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.engine import naive
 from jaxroll.engine.jetstream_programs import NO_BOS, DecodeState, Serving, SlotPrograms
 from jaxroll.engine.requests import Request
 from jaxroll.errors import ConfigError
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.sharding import layout
+from tests.harness import naive_engine
 
 NEVER = 64  # no token of the nano model
 
@@ -50,15 +50,15 @@ class Slots:
 
 @pytest.fixture
 def expected(spec, model, seed):
-    def make(prompt: np.ndarray, key: GenerationKey, count: int) -> naive.Trace:
-        return naive.trace(spec, model(), Request(0, prompt, key, SamplingParams(count, 0.9)), seed)
+    def make(prompt: np.ndarray, key: GenerationKey, count: int) -> naive_engine.Trace:
+        return naive_engine.trace(spec, model(), Request(0, prompt, key, SamplingParams(count, 0.9)), seed)
 
     return make
 
 
-def assert_equal(wanted: naive.Trace, got: np.ndarray) -> None:
+def assert_equal(wanted: naive_engine.Trace, got: np.ndarray) -> None:
     differing = np.flatnonzero(wanted.tokens != got)
-    assert not len(differing) or wanted.margins[differing[0]] < naive.NEAR_TIE, (wanted, got)
+    assert not len(differing) or wanted.margins[differing[0]] < naive_engine.NEAR_TIE, (wanted, got)
 
 
 def test_slots_on_a_mesh_come_and_go_and_each_request_has_its_naive_tokens(spec, model, seed, expected) -> None:

@@ -9,11 +9,11 @@ import threading
 import numpy as np
 import pytest
 
-from jaxroll.engine import naive
 from jaxroll.engine.requests import Request
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
+from tests.harness import naive_engine
 
 
 def letters(ids: list[int]) -> str:
@@ -35,10 +35,10 @@ def able(bench):
 
 def assert_naive(spec, seed, weights, requests, results):
     for request in requests:
-        wanted, got = naive.trace(spec, weights, request, seed), results[request.id].completion
+        wanted, got = naive_engine.trace(spec, weights, request, seed), results[request.id].completion
         differing = np.flatnonzero(wanted.tokens != got.tokens)
         if len(differing):
-            assert wanted.margins[differing[0]] < naive.NEAR_TIE
+            assert wanted.margins[differing[0]] < naive_engine.NEAR_TIE
             continue
         np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
 

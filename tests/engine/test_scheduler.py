@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from jaxroll.engine.block_allocator import BlockAllocator
-from jaxroll.engine.prefix_cache import Prefix
+from jaxroll.engine.block_allocator import BlockAllocator, Prefix
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import Limits, Row, Sequence, bucket_of
 

@@ -10,11 +10,11 @@ import pytest
 
 from jaxroll import supports
 from jaxroll.algorithms.sampling import token_logprobs
-from jaxroll.engine import naive
 from jaxroll.engine.requests import Request
 from jaxroll.errors import DataError
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version
+from tests.harness import naive_engine
 
 K = 8
 CUT = (
@@ -51,7 +51,9 @@ def test_log_probs_are_those_of_a_full_forward_pass_over_the_support(few_pages, 
         got, params = results[request.id].completion, request.params
         text = np.zeros(64, np.int32)
         text[: 12 + len(got.tokens)] = np.concatenate([request.prompt, got.tokens])
-        logits = jnp.stack([naive.next_logits(spec, model(), text, np.int32(12 + t)) for t in range(len(got.tokens))])
+        logits = jnp.stack(
+            [naive_engine.next_logits(spec, model(), text, np.int32(12 + t)) for t in range(len(got.tokens))]
+        )
         ids = ids_of(got)
         truncates = params.temperature and (params.top_k or params.top_p < 1 or params.min_p)
         assert all(token in kept for token, kept in zip(got.tokens.tolist(), ids, strict=True)) or not truncates

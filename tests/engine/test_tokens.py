@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from jaxroll.algorithms.sampling import token_logprobs
 from jaxroll.config import MeshConfig
-from jaxroll.engine import naive
 from jaxroll.engine.requests import Request
 from jaxroll.models import transformer
 from jaxroll.protocols import GenerationKey, SamplingParams
+from tests.harness import naive_engine
 
 TENSOR, DATA_TENSOR = MeshConfig(tensor=2), MeshConfig(data=2, tensor=2)
 
@@ -29,12 +29,12 @@ def assert_naive(spec, seed, model):
     def check(requests, results, allowed=1e-4):
         tokens = ties = 0
         for request in requests:
-            wanted, got = naive.trace(spec, model(), request, seed), results[request.id].completion
+            wanted, got = naive_engine.trace(spec, model(), request, seed), results[request.id].completion
             tokens += len(wanted.tokens)
             shared = min(len(wanted.tokens), len(got.tokens))
             differing = np.flatnonzero(wanted.tokens[:shared] != got.tokens[:shared])
             if len(differing):
-                assert wanted.margins[differing[0]] < naive.NEAR_TIE, (request, wanted, got)
+                assert wanted.margins[differing[0]] < naive_engine.NEAR_TIE, (request, wanted, got)
                 ties += 1
                 continue
             assert len(wanted.tokens) == len(got.tokens), request

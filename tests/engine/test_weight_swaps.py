@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.engine import naive
 from jaxroll.engine.requests import Request
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.records import Version, VersionRun
+from tests.harness import naive_engine
 
 V1, V2, V3 = Version(0, 1), Version(0, 2), Version(0, 3)
 
@@ -34,7 +34,7 @@ def test_restart_begins_again_and_says_how_much_was_thrown_away(bench, spec, see
     for request in requests:
         got = b.results[request.id].completion
         assert got.versions == (VersionRun(V2, 15),)
-        assert got.tokens.tolist() == naive.generate(spec, model(1), request, seed)[0].tolist()
+        assert got.tokens.tolist() == naive_engine.generate(spec, model(1), request, seed)[0].tolist()
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, tensor=2)], ids=["one device", "data=2,tensor=2"])

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxroll.control import certificates
 from jaxroll.errors import EXIT_FAILURE
 from jaxroll.rpc import tls
 from jaxroll.run_paths import RunPaths
@@ -26,19 +25,19 @@ def test_certificates_are_rotated_under_a_run_without_a_restart_of_its_callers(
     tmp_path: Path, certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, note: Callable[[Row], None]
 ) -> None:
     """All get a new CA and new certificates, and the store restarts. Expired ones end it with the remedy."""
-    certificates.make(tmp_path / "made", [], 1)
+    tls.make_certificates(tmp_path / "made", [], 1)
     folder = RunPaths(tmp_path / "made").tls
     monkeypatch.setenv(tls.TLS_VARIABLE, str(folder))
     with Cluster(tmp_path / "run", *SMALL, "store.mutual_tls=true") as run:
         learner, sampler = run.learner(step_s=0.0), run.sampler(work_s=0.01)
         run.until_acked(3)
         shutil.rmtree(folder)
-        certificates.make(tmp_path / "made", [], 1)
+        tls.make_certificates(tmp_path / "made", [], 1)
         run.store.kill()
         run.store.start()
         at = run.acked()
         run.until_acked(at + 3)
-        certificates.make(tmp_path / "made", [], -1)
+        tls.make_certificates(tmp_path / "made", [], -1)
         learner.may_fail = sampler.may_fail = True
         run.store.kill()
         run.store.start()
@@ -46,7 +45,7 @@ def test_certificates_are_rotated_under_a_run_without_a_restart_of_its_callers(
             run.until(lambda role=role: not role.alive, f"the end of {role.name}")
             said = role.log_file.read_text()
             assert "expired" in said and "jaxroll tls RUN" in said, said
-        certificates.make(tmp_path / "made", [], 1)
+        tls.make_certificates(tmp_path / "made", [], 1)
         at = run.acked()
         learner.start()
         sampler.start()

@@ -14,9 +14,9 @@ from jaxroll.errors import NoCredit, NotReady, StaleClient
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import waits
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import counts
-from jaxroll.store.core.waits import waits
 from tests.harness.store.machine import Machine
 
 

@@ -43,8 +43,7 @@ from jaxroll.rpc.protocol import PIECE_BYTES
 from jaxroll.sharding import layout
 from jaxroll.store import messages as msg
 from jaxroll.store.client import StoreClient
-from jaxroll.store.core.admission import Settings
-from jaxroll.store.core.waits import status
+from jaxroll.store.core.admission import Settings, status
 from jaxroll.store.log import commit_log
 from jaxroll.store.log.commit_log import MemoryLog
 from jaxroll.store.server import server as store_server

@@ -40,12 +40,20 @@ class Recorder:
     @contextmanager
     def walk(self) -> Iterator[dict[str, list[str]]]:
         """Record file → functions entered, until the block ends."""
-        walk = self._walk = {}
-        self._is_on = True
         try:
-            yield walk
+            yield self.start()
         finally:
-            self._is_on = False
+            self.stop()
+
+    def start(self) -> dict[str, list[str]]:
+        """Begin a new record of file → functions entered; it grows until `stop`."""
+        self._walk = {}
+        self._is_on = True
+        return self._walk
+
+    def stop(self) -> None:
+        """End the record."""
+        self._is_on = False
 
     def _entered(self, frame: FrameType, event: str, _: Any) -> None:
         if not self._is_on or event != "call":

@@ -11,8 +11,7 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.learner import minibatch, packing
-from jaxroll.learner.compiles import CompileCounter
-from jaxroll.learner.step import PROXIMAL, REFERENCE
+from jaxroll.learner.step import PROXIMAL, REFERENCE, CompileCounter
 from tests.harness.learner_padded import Padded
 
 CUBE = MeshConfig(data=2, fsdp=2, tensor=2)

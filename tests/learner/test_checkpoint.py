@@ -20,8 +20,8 @@ from jaxroll.config import MeshConfig
 from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
-from jaxroll.learner.compiles import CompileCounter
 from jaxroll.learner.state import TrainState
+from jaxroll.learner.step import CompileCounter
 from jaxroll.records import Version
 from tests.harness.cluster import disks
 

@@ -11,7 +11,7 @@ from jaxroll.config import MeshConfig
 from jaxroll.learner import minibatch, packing
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.checkpoint_files import params as params_of
-from jaxroll.learner.compiles import CompileCounter
+from jaxroll.learner.step import CompileCounter
 from jaxroll.records import Version
 from jaxroll.tools import generate
 from tests.harness.learner_critic import CUBE, PPO, bits, sample_of

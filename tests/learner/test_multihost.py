@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jaxroll.errors import EXIT_CONFIG, EXIT_FAILURE, ConfigError
-from jaxroll.learner.multihost import processes
-from jaxroll.learner.multihost.processes import Command, Follower, Leader
+from jaxroll.learner import multihost
+from jaxroll.learner.multihost import Command, Follower, Leader
 from jaxroll.records import Version
 from jaxroll.run_paths import RunPaths
 
@@ -24,7 +24,7 @@ Ends = queue.Queue
 def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
     """The (text, code) with which processes would have ended."""
     said: Ends = queue.Queue()
-    monkeypatch.setattr(processes, "_end_now", lambda text, code=EXIT_FAILURE: said.put((text, code)))
+    monkeypatch.setattr(multihost, "_end_now", lambda text, code=EXIT_FAILURE: said.put((text, code)))
     return said
 
 
@@ -58,7 +58,7 @@ def test_a_follower_that_is_asked_to_stop_asks_the_leader(links, ends):
 
 def test_a_leader_that_is_gone_ends_the_follower(links, ends):
     Follower(links[1])
-    links[0].sendall(processes._LENGTH.pack(100) + b"half a word")
+    links[0].sendall(multihost._LENGTH.pack(100) + b"half a word")
     links[0].close()
     assert ends.get(timeout=LIMIT_S) == ("process 0 of the learner is gone", EXIT_FAILURE)
 
@@ -92,8 +92,8 @@ def test_a_process_without_the_secret_is_refused():
         with socket.create_connection(at) as stranger, socket.create_connection(at) as ours:
             stranger.settimeout(LIMIT_S)
             stranger.sendall(b"x" * 68)
-            ours.sendall(secret + processes._INDEX.pack(1))
-            (link,) = processes._accept(listener, secret, 1)
+            ours.sendall(secret + multihost._INDEX.pack(1))
+            (link,) = multihost._accept(listener, secret, 1)
             link.sendall(b"!")
             assert ours.recv(1) == b"!"
             assert stranger.recv(1) == b""
@@ -107,19 +107,19 @@ def test_an_address_of_an_earlier_run_is_ignored(tmp_path: Path, monkeypatch: py
     with socket.socket() as late:
 
         def come(_: float) -> None:
-            _, port = processes._coordinator_address("127.0.0.1:0", tmp_path, 0)
+            _, port = multihost._coordinator_address("127.0.0.1:0", tmp_path, 0)
             late.bind(("127.0.0.1", port))
             late.listen()
 
-        monkeypatch.setattr(processes.time, "sleep", come)
-        assert processes._coordinator_address("127.0.0.1:0", tmp_path, 1) == late.getsockname()
+        monkeypatch.setattr(multihost.time, "sleep", come)
+        assert multihost._coordinator_address("127.0.0.1:0", tmp_path, 1) == late.getsockname()
 
 
 @pytest.mark.parametrize("words", ["", "host", "host:", ":7000", "host:x"])
 def test_a_malformed_coordinator_address_is_refused(words: str, tmp_path: Path):
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        processes._coordinator_address(words, tmp_path, 0)
+        multihost._coordinator_address(words, tmp_path, 0)
 
 
 def test_where_the_port_is_named_it_is_taken(tmp_path: Path):
-    assert processes._coordinator_address("10.0.0.1:7000", tmp_path, 1) == ("10.0.0.1", 7000)
+    assert multihost._coordinator_address("10.0.0.1:7000", tmp_path, 1) == ("10.0.0.1", 7000)

@@ -9,7 +9,7 @@ from jaxroll import wire
 from jaxroll.errors import DataError
 from jaxroll.learner import samples
 from jaxroll.records import UNMARKED, Failed, Finished, Member, Segment, Version, VersionRun
-from jaxroll.store.server import validation
+from jaxroll.store.server import service
 
 
 def segment(tokens, mask, logprobs, sampled=UNMARKED):
@@ -19,7 +19,7 @@ def segment(tokens, mask, logprobs, sampled=UNMARKED):
 
 def as_claimed(one, trained_at, max_age):
     """`one` as a learner gets it from a store that masks stale tokens."""
-    return wire.decode(validation.masked(wire.encode(one), trained_at.step, max_age), Member)
+    return wire.decode(service.masked(wire.encode(one), trained_at.step, max_age), Member)
 
 
 def member(segments, runs, finish="stop"):

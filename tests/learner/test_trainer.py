@@ -15,8 +15,7 @@ from jaxroll.algorithms import tokens as aggregate
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.learner import minibatch, packing
-from jaxroll.learner.compiles import CompileCounter
-from jaxroll.learner.step import Programs
+from jaxroll.learner.step import CompileCounter, Programs
 from jaxroll.records import Claim, Segment, Version, VersionRun
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig
-from jaxroll.engine import naive
 from jaxroll.engine.requests import Request
 from jaxroll.models import families, params
 from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.sharding import layout
+from tests.harness import naive_engine
 
 pytestmark = [pytest.mark.soak, pytest.mark.process, pytest.mark.timeout(300)]
 
@@ -43,13 +43,13 @@ def assert_naive(
     weights: params.Params, prompt: list[int], key: GenerationKey, wanted: SamplingParams, got: list[int]
 ) -> None:
     """Assert that `got` is the naive generation without its stop token, up to a near-tie."""
-    expected = naive.trace(SPEC, weights, Request(0, np.array(prompt, np.int32), key, wanted), SEED)
+    expected = naive_engine.trace(SPEC, weights, Request(0, np.array(prompt, np.int32), key, wanted), SEED)
     tokens = [token for token in expected.tokens.tolist() if token not in wanted.stop_tokens]
     if tokens != got:
         same = next(
             (i for i, (a, b) in enumerate(zip(tokens, got, strict=False)) if a != b), min(len(tokens), len(got))
         )
-        assert expected.margins[same] < naive.NEAR_TIE, (tokens, got)
+        assert expected.margins[same] < naive_engine.NEAR_TIE, (tokens, got)
 
 
 def test_its_orchestrator_and_server_drive_our_model_to_our_tokens(tmp_path: Path, peer, weights) -> None:
@@ -57,7 +57,9 @@ def test_its_orchestrator_and_server_drive_our_model_to_our_tokens(tmp_path: Pat
     prompts = [rng.integers(3, SPEC.vocab_size, length).tolist() for length in LENGTHS]
     room = [min(most, SERVING["max_tokens"] - len(prompt)) for prompt, most in zip(prompts, MOST, strict=True)]
     greedy = [SamplingParams(most, 0.0) for most in room]
-    free = naive.trace(SPEC, weights, Request(0, np.array(prompts[0], np.int32), GenerationKey(0, 0), greedy[0]), SEED)
+    free = naive_engine.trace(
+        SPEC, weights, Request(0, np.array(prompts[0], np.int32), GenerationKey(0, 0), greedy[0]), SEED
+    )
     eos = int(free.tokens[3])  # so that one request ends before its limit
     np.savez(tmp_path / "weights.npz", **{name: np.asarray(leaf) for name, leaf in weights.items()})
     work = {"eos": eos, "serving": SERVING, "prompts": prompts, "max_tokens": MOST, "seed": SEED, "steps": STEPS}

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jaxroll.config import MeshConfig, ModelConfig
-from jaxroll.engine import naive
 from jaxroll.engine.requests import Request
 from jaxroll.learner import weights as own
 from jaxroll.models import families, folders, params, pretrained
@@ -19,6 +18,7 @@ from jaxroll.protocols import GenerationKey, SamplingParams
 from jaxroll.sharding import layout
 from jaxroll.tools import weights
 from tests.golden.write_families import VARIANTS
+from tests.harness import naive_engine
 from tests.models.test_family_goldens import GOLDEN as FAMILIES
 from tests.models.test_family_goldens import golden, logits_of, whole_rows
 
@@ -50,7 +50,7 @@ def test_the_slow_loop_generates_the_greedy_tokens_of_transformers(variant: str)
     wanted = SamplingParams(max_tokens=expected["greedy"].shape[1], temperature=0.0)
     for row, prompt in enumerate(expected["tokens"]):
         request = Request(row, prompt, GenerationKey(row, 0), wanted)
-        assert naive.generate(spec, values, request, seed=0)[0].tolist() == expected["greedy"][row].tolist()
+        assert naive_engine.generate(spec, values, request, seed=0)[0].tolist() == expected["greedy"][row].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

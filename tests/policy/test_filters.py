@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from jaxroll.errors import ConfigError
-from jaxroll.policy.filters import Filter
+from jaxroll.policy.selection import Filter
 
 REWARDS = st.lists(st.integers(-8, 16).map(lambda eighths: eighths / 8), min_size=1, max_size=9)
 BOUNDS = st.integers(-8, 16).map(lambda eighths: eighths / 8)

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from jaxroll.errors import ConfigError
 from jaxroll.policy.limiter import AgeLimiter, groups_ahead
-from jaxroll.policy.order import Candidate, pick, shuffled
+from jaxroll.policy.selection import Candidate, pick, shuffled
 
 ALPHAS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 4.0])
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxroll.control import certificates
 from jaxroll.errors import EXIT_CONFIG, EXIT_INTERRUPTED, Unauthorized
 from jaxroll.rpc import auth, tls
 from jaxroll.run_paths import RunPaths
@@ -45,7 +44,7 @@ def test_a_run_over_tls_outlives_its_certificates(
     tmp_path: Path, certified: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    certificates.make(run, [], 1)
+    tls.make_certificates(run, [], 1)
     with Train(run, *WORDS) as train:
         train.until_step(4)
         soon = [row["text"] for row in train.rows if row["kind"] == "event" and "expires at" in row["text"]]
@@ -58,19 +57,19 @@ def test_a_run_over_tls_outlives_its_certificates(
         assert "no valid token for the role 'learner'" in wrong and auth.TOKEN_VARIABLE in wrong
 
         shutil.rmtree(RunPaths(run).tls)  # a new CA: old certificates are no longer trusted
-        certificates.make(run, [], 1)
+        tls.make_certificates(run, [], 1)
         for name in ("store", "learner", "sampler"):
             at = last_step(train.rows)
             train.role(name).send_signal(signal.SIGKILL)
             train.until(lambda rows, at=at: last_step(rows) >= at + 4, f"steps after the {name} began again")
 
-        certificates.make(run, [], -1)
+        tls.make_certificates(run, [], -1)
         train.role("store").send_signal(signal.SIGKILL)
         assert train.finish() == EXIT_CONFIG, train.logs()
         said = train.output.read_text()
         assert "refused its configuration" in said and "expired" in said and "jaxroll tls RUN" in said, said
         stopped_at = last_step(train.rows)
-    certificates.make(run, [], 1)
+    tls.make_certificates(run, [], 1)
     steps = stopped_at + 3
     with Train(run, f"--config.schedule.steps={steps}", resume=True) as second:
         assert second.finish() == 0, second.logs()
@@ -109,7 +108,7 @@ def test_a_role_whose_clock_is_off_by_a_day_warns_and_works(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("WRONG_ROLE", role)
     monkeypatch.setenv("WRONG_BY_S", str(by_s))
-    certificates.make(tmp_path / "run", [], 1)
+    tls.make_certificates(tmp_path / "run", [], 1)
     with Train(tmp_path / "run", *WORDS) as train:
         train.until_step(8)
         train.interrupt()

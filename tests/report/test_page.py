@@ -13,7 +13,7 @@ from jaxroll.errors import ConfigError
 from jaxroll.report import formats
 from jaxroll.report.commands import report
 from jaxroll.report.figures import activity, record, summary
-from jaxroll.report.page import head, svg, timeline, work
+from jaxroll.report.page import head, svg, work
 from jaxroll.report.page import page as script
 from tests.harness.run_folder import GROUPS, REQUIRED, STARTED, make_run, write_rows, write_run_file
 
@@ -222,22 +222,22 @@ def test_numbers_as_text(written, expected):
 def test_the_death_of_a_process_is_drawn_where_its_roles_are(who, lanes):
     roles = [activity.Lane(role, {"decode": [(1.0, 9.0)]}) for role in ("learner", "sampler-0")]
     steps = [{"t0": 1.0, "t1": 2.0, "step": 1}]
-    drawn = timeline.timeline(roles, steps, activity.RunClock(0.0), 10.0, [(who, 4.0)])
+    drawn = work.timeline(roles, steps, activity.RunClock(0.0), 10.0, [(who, 4.0)])
     assert str(drawn).count('class="died"') == lanes
 
 
 def test_the_close_up_is_within_the_run():
     spans = [(float(s), s + 0.8, s) for s in range(100)]
-    window = timeline.close_up(spans, 100.0)
+    window = work.close_up(spans, 100.0)
     assert window.start >= 0 and window.start + window.span <= 100.0 and window.span == 8.0
-    assert timeline.close_up(spans[:1], 0.8).span == pytest.approx(0.8)
-    assert timeline.close_up([], 300.0) == timeline.Window(0.0, 300.0)
+    assert work.close_up(spans[:1], 0.8).span == pytest.approx(0.8)
+    assert work.close_up([], 300.0) == work.Window(0.0, 300.0)
 
 
 def test_many_spans_are_drawn_as_fewer_without_losing_time():
-    spans = [(i * 0.002, i * 0.002 + 0.0015) for i in range(3 * timeline.MAX_SPANS)]
-    path = timeline.bars(spans, 0.0, 10.0)
-    assert 0 < path.count("M") <= timeline.MAX_SPANS
+    spans = [(i * 0.002, i * 0.002 + 0.0015) for i in range(3 * work.MAX_SPANS)]
+    path = work.bars(spans, 0.0, 10.0)
+    assert 0 < path.count("M") <= work.MAX_SPANS
     assert path.startswith("M0.000 0H") and f"{spans[-1][1]:.3f}" in path
 
 

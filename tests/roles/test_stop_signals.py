@@ -56,7 +56,7 @@ def test_a_learner_is_asked_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: object, signum: signal.Signals
 ) -> None:
     """It finishes its step, and leaves a checkpoint: tests/process/test_resume.py."""
-    monkeypatch.setattr(learner.processes, "join", lambda *_: None)
+    monkeypatch.setattr(learner.multihost, "join", lambda *_: None)
     monkeypatch.setattr(colocated, "role_specs", lambda args: [])
     monkeypatch.setattr(sessions, "print_stacks_on_signal", lambda *_: None)
 

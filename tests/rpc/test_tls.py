@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxroll.control import certificates
 from jaxroll.errors import ConfigError, Unauthorized
 from jaxroll.rpc import tls
 from jaxroll.rpc.client import RawClient
@@ -177,7 +176,7 @@ def test_a_key_that_others_can_read_is_closed(certified: SimpleNamespace, tmp_pa
 def test_made_again_the_ca_stays_and_new_hosts_come_in(tmp_path: Path, certified: SimpleNamespace) -> None:
     shutil.copytree(certified.root / "run", tmp_path / "run")
     ca = (tmp_path / "run" / "tls" / "ca.pem").read_bytes()
-    printed = certificates.make(tmp_path / "run", ["box", "10.0.0.3", "::2"], 1)
+    printed = tls.make_certificates(tmp_path / "run", ["box", "10.0.0.3", "::2"], 1)
     assert "box, 10.0.0.3, ::2, localhost" in printed and "the CA stayed" in printed
     assert (tmp_path / "run" / "tls" / "ca.pem").read_bytes() == ca
     assert call(Material(tmp_path / "run" / "tls"), certified.client, mutual=True)
@@ -190,13 +189,13 @@ def test_made_again_the_ca_stays_and_new_hosts_come_in(tmp_path: Path, certified
 @pytest.mark.parametrize("host", ["a b", "../x", "x,DNS:evil", "", "x\ny"])
 def test_a_host_that_is_no_host_is_refused(tmp_path: Path, host: str) -> None:
     with pytest.raises(ConfigError, match="neither a host name nor an address"):
-        certificates.make(tmp_path, [host], 1)
+        tls.make_certificates(tmp_path, [host], 1)
 
 
 def test_without_openssl_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"Install it.*Between machines"):
-        certificates.make(tmp_path, [], 1)
+        tls.make_certificates(tmp_path, [], 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,7 +203,7 @@ def test_without_openssl_the_error_says_what_to_do(tmp_path: Path, monkeypatch: 
 
 
 def made(run_dir: Path, days: int = 1) -> Material:
-    certificates.make(run_dir, [], days)
+    tls.make_certificates(run_dir, [], days)
     return Material(run_dir / "tls")
 
 
@@ -237,9 +236,9 @@ def test_a_certificate_that_expires_soon_is_named_with_the_remedy(tmp_path: Path
 
 def test_a_ca_that_would_end_before_its_certificates_is_made_new(tmp_path: Path, certified: SimpleNamespace) -> None:
     made(tmp_path / "run", 1)
-    assert "the CA stayed" in certificates.make(tmp_path / "run", [], 9)
-    assert "a new CA" in certificates.make(tmp_path / "run", [], 11)
-    assert "the CA stayed" in certificates.make(tmp_path / "run", [], -1), "an end in the past is every CA's"
+    assert "the CA stayed" in tls.make_certificates(tmp_path / "run", [], 9)
+    assert "a new CA" in tls.make_certificates(tmp_path / "run", [], 11)
+    assert "the CA stayed" in tls.make_certificates(tmp_path / "run", [], -1), "an end in the past is every CA's"
 
 
 def test_certificates_are_replaced_while_both_ends_live(tmp_path: Path, certified: SimpleNamespace) -> None:
@@ -261,7 +260,7 @@ def test_certificates_are_replaced_while_both_ends_live(tmp_path: Path, certifie
         old = client(port)
         assert await old.call("echo", b"a", 20.0) == b"a"
         (server_tls.folder / "ca.pem").unlink()  # a new CA: none of the old certificates is accepted any more
-        certificates.make(server_tls.folder.parent, [], 1)
+        tls.make_certificates(server_tls.folder.parent, [], 1)
         fresh = client(port)
         with pytest.raises(Unauthorized):
             await fresh.call("echo", b"b", 20.0)
@@ -289,5 +288,5 @@ def test_a_listening_socket_shows_new_certificates(tmp_path: Path, certified: Si
     assert contexts() is first
     (material.folder / "cert.pem").write_text("half a copy")
     assert contexts() is first, "an invalid certificate is not used"
-    certificates.make(tmp_path / "run", [], 1)
+    tls.make_certificates(tmp_path / "run", [], 1)
     assert contexts() is not first

@@ -17,7 +17,7 @@ from jaxroll.rpc import protocol
 from jaxroll.rpc.client import RawClient
 from jaxroll.rpc.server import RawServer
 from jaxroll.serving import service
-from jaxroll.serving.client import Samplers
+from jaxroll.serving.service import Samplers
 
 DEADLINE_S = 30.0
 PARAMS = SamplingParams(5, 0.5, stop_tokens=(2,), seed=7)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxroll.serving import client
+from jaxroll.serving import service
 
 
 def routed(replicate: str, groups: list[int], samplers: int = 2) -> list[str]:
@@ -15,7 +15,7 @@ def routed(replicate: str, groups: list[int], samplers: int = 2) -> list[str]:
         last = ""
         places = []
         for _ in range(members):
-            last = client.route(conversations, last, replicate)
+            last = service.route(conversations, last, replicate)
             conversations[last] += 1
             places.append(last)
         found.append("".join(places))
@@ -35,4 +35,4 @@ def test_members_are_routed_by_the_policy(replicate: str, groups: list[int], pla
 
 
 def test_after_its_sampler_is_gone_a_group_goes_to_the_least_busy_one() -> None:
-    assert client.route({"b": 3, "c": 2}, "a", "together") == "c"
+    assert service.route({"b": 3, "c": 2}, "a", "together") == "c"

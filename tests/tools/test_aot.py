@@ -7,7 +7,7 @@ import pytest
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
 from jaxroll.sharding import layout
-from jaxroll.tools import aot
+from tests.harness import aot
 
 MESH = layout.build(MeshConfig(fsdp=2, tensor=2))
 SPLIT = jax.NamedSharding(MESH, jax.P("fsdp", "tensor"))

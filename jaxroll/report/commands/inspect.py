@@ -21,10 +21,9 @@ from jaxroll.report.figures import activity
 from jaxroll.report.figures.record import store_pid
 from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, show
 from jaxroll.run_paths import RunPaths
-from jaxroll.store.core.admission import resting
+from jaxroll.store.core.admission import resting, unreliable, waits
 from jaxroll.store.core.machine import replay
 from jaxroll.store.core.state import State, conservation_residual, held_bytes, outstanding
-from jaxroll.store.core.waits import unreliable, waits
 from jaxroll.store.log import database, state_checkpoints
 from jaxroll.store.log.replay import rules
 

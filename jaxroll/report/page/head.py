@@ -10,8 +10,7 @@ from jaxroll.report.figures.record import Run
 from jaxroll.report.figures.summary import state_of
 from jaxroll.report.formats import UNKNOWN, duration, known, mesh, moment, number, percent
 from jaxroll.report.page import plots
-from jaxroll.report.page.svg import Markup, raw, tag
-from jaxroll.report.page.view import NOTHING, View, card, figures_row, legend
+from jaxroll.report.page.svg import NOTHING, Markup, View, card, figures_row, legend, raw, tag
 
 
 def header(view: View) -> Markup:

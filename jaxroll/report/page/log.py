@@ -10,8 +10,7 @@ from jaxroll.report.figures.checks import Check, checks
 from jaxroll.report.figures.record import Run
 from jaxroll.report.figures.summary import of_kind
 from jaxroll.report.formats import UNKNOWN, duration, known, mesh, moment, number
-from jaxroll.report.page.svg import Markup, tag
-from jaxroll.report.page.view import NOTHING, View, card
+from jaxroll.report.page.svg import NOTHING, Markup, View, card, tag
 
 Row = dict[str, Any]
 EVENTS_SHOWN = 400

@@ -9,8 +9,7 @@ from typing import Any
 
 from jaxroll.report.figures.record import Run
 from jaxroll.report.page import head, log, work
-from jaxroll.report.page.svg import Markup, raw, tag
-from jaxroll.report.page.view import View, columns, view_of
+from jaxroll.report.page.svg import Markup, View, columns, raw, tag, view_of
 
 
 def page(run: Run, figures: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ effect of all claims below k. `begin(k)` starts from that checkpoint, and the ne
 from __future__ import annotations
 
 from jaxroll.errors import Closed, NotReady, StaleClient, StoreRefusal
-from jaxroll.policy import order
+from jaxroll.policy import selection
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
@@ -61,7 +61,7 @@ def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) 
     if last and not candidates:
         return Decision(events, Closed(END_OF_DATA))
     limiter = settings.limiter
-    pick = order.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
+    pick = selection.pick(settings.order, candidates, limiter.batch_groups, limiter.redundant_groups, last)
     if not pick.chosen:
         if state.awaited_at_s is None and not r.ahead:
             events.append(ev.Awaited(r.step))
@@ -72,9 +72,9 @@ def _new_claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) 
     return Decision([*events, claimed], Batch(r.step, claimed.groups, claimed.shuffle_seed))
 
 
-def _claimed(settings: Settings, state: State, r: rq.ClaimStep, pick: order.Pick, now_s: float) -> ev.Claimed:
+def _claimed(settings: Settings, state: State, r: rq.ClaimStep, pick: selection.Pick, now_s: float) -> ev.Claimed:
     seed = settings.shuffle_seed(r.step)
-    groups = order.shuffled(pick.chosen, seed)
+    groups = selection.shuffled(pick.chosen, seed)
     masked = sum(_stale_tokens(settings, state.open[gid], r.step) for gid in groups)
     waited_s, worked_s = _learner_s(state, now_s)
     pace = adapted_pace(settings, state, waited_s, worked_s)
@@ -156,10 +156,10 @@ def _rejected(settings: Settings, state: State, shrinking: list[ev.Shrunk]) -> l
     return events
 
 
-def _candidate(settings: Settings, group: Group, closed: dict[int, int], ready_places: int) -> order.Candidate:
+def _candidate(settings: Settings, group: Group, closed: dict[int, int], ready_places: int) -> selection.Candidate:
     """The group as a candidate for a claim. `closed` maps the groups that this decision closes to their order."""
     place = ready_places + closed[group.id] if group.id in closed else group.ready_place
-    return order.Candidate(group.id, place, group.oldest_step if settings.order == "freshest_first" else 0)
+    return selection.Candidate(group.id, place, group.oldest_step if settings.order == "freshest_first" else 0)
 
 
 def _what_is_missing(state: State, missing: tuple[int, ...], there: int, batch: int) -> str:

@@ -24,9 +24,8 @@ from jaxroll.rpc.server import RawServer
 from jaxroll.run_paths import RunPaths
 from jaxroll.store import messages as msg
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.admission import Settings
+from jaxroll.store.core.admission import Settings, status
 from jaxroll.store.core.state import next_deadline_s, next_straggler_s, straggler_due
-from jaxroll.store.core.waits import status
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.audit import Audit
 from jaxroll.store.server.keeper import CLAIM, LEASE, Keeper, UpdateSlots

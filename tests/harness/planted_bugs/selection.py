@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from jaxroll.policy import filters
+from jaxroll.policy import selection
 from jaxroll.policy.health import Health
 from jaxroll.policy.limiter import Share
 from jaxroll.store.core import admission, leases, machine, puts, state, training
@@ -31,7 +31,7 @@ def stragglers_are_not_judged(patch: Patch) -> None:
 
 @breaks("filter")
 def bounds_of_the_band_are_inside(patch: Patch) -> None:
-    wrap(patch, filters, "_band", lambda band, value, low, high, what: band(value, low - 1e-9, high + 1e-9, what))
+    wrap(patch, selection, "_band", lambda band, value, low, high, what: band(value, low - 1e-9, high + 1e-9, what))
 
 
 @breaks("filter")

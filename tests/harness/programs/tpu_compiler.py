@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jaxroll.tools import aot
+from tests.harness import aot
 
 CHIP_BYTES = 16e9  # high-bandwidth memory of one v5e chip
 Costs = Mapping[str, Mapping[str, Any]]  # program name → its cost (see `aot.ProgramCost`) and facts about its text

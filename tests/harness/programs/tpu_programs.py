@@ -30,7 +30,7 @@ from jaxroll.learner import step, trainer
 from jaxroll.models import cache, families
 from jaxroll.models.families import ModelSpec
 from jaxroll.sharding.layout import LEARNER, SAMPLER, Layout
-from jaxroll.tools import aot
+from tests.harness import aot
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 COLLECTIVES = ("all-reduce", "all-gather")  # as the compiler writes them: " all-gather(", " all-gather-start("

@@ -1,4 +1,4 @@
-"""Walks through the store, recorded in one process: from the dataset to a lease, and one put.
+"""Walks through the store, recorded in one process: from the dataset to a lease, one put, and one claim.
 
 The store's real objects run on a disk without sockets: the calls enter at the methods of `StoreService`, where the RPC
 server hands them over, and end with the encoded answer.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxroll import wire
-from jaxroll.clock import ManualClock
+from jaxroll.clock import Clock, ManualClock
 from jaxroll.config import Config, digest
 from jaxroll.data.prompts import PromptPipeline
 from jaxroll.metrics import JsonlTracker
@@ -63,7 +63,7 @@ class Calls:
 
 @contextmanager
 def store(
-    run_dir: Path, config: Config, feed: Any, clock: ManualClock
+    run_dir: Path, config: Config, feed: Any, clock: Clock
 ) -> Iterator[tuple[StoreService, PromptBuffer, Keeper]]:
     log = Log(run_dir)
     keeper = Keeper(Settings.of(config), log, clock)
@@ -81,8 +81,8 @@ def store(
         metrics.close()
 
 
-def lease_and_put(run_dir: Path) -> dict[str, dict[str, list[str]]]:
-    """Record the walks of one lease (with the prompt that it issues) and of the put that completes its group."""
+def store_walks(run_dir: Path) -> dict[str, dict[str, list[str]]]:
+    """Record a lease (with the prompt that it issues), the put that completes its group, and a claim: files by name."""
     config, clock, recorder = configured(group_size=1), ManualClock(), Recorder()
 
     async def play() -> dict[str, dict[str, list[str]]]:
@@ -108,6 +108,9 @@ def lease_and_put(run_dir: Path) -> dict[str, dict[str, list[str]]]:
                 assert wire.decode(answer, msg.PutReply).answers[0].result == "OK"
                 if number == 3:
                     break
+            with recorder.walk() as walks["claim"]:  # of the first step; its groups are stored by now
+                answer = await call.raw("learner", "Claim", wire.encode(msg.ClaimCall(0, 0, 0.0)))
+            assert wire.decode(answer, msg.ClaimPage).parts
             filling.cancel()
             await asyncio.gather(filling, return_exceptions=True)
             await keeper.log.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxroll.policy.filters import Filter
 from jaxroll.policy.limiter import AgeLimiter
+from jaxroll.policy.selection import Filter
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import state as st
 from jaxroll.store.core.admission import Settings, is_slow

@@ -16,8 +16,8 @@ from jaxroll.errors import Closed, Fenced, NoCredit
 from jaxroll.policy.health import ALONE_S, LONGEST_S, TRIP
 from jaxroll.records import Version
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import status, waits
 from jaxroll.store.core.state import next_deadline_s
-from jaxroll.store.core.waits import status, waits
 from tests.harness.store.machine import V0, Machine
 from tests.harness.store.virtual_cluster import Cluster, Fault, Result, World
 

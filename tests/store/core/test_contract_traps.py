@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from jaxroll.errors import ConfigError, NoCredit, NotReady, StoreRefusal
-from jaxroll.policy import order
+from jaxroll.policy import selection
 from jaxroll.policy.limiter import AgeLimiter, Share
 from jaxroll.records import Version
 from jaxroll.store.core import leases
@@ -169,19 +169,19 @@ def long_head() -> Greedy:
     return greedy
 
 
-def skipping(policy: str, candidates, batch: int, redundant: int, last: bool) -> order.Pick:
+def skipping(policy: str, candidates, batch: int, redundant: int, last: bool) -> selection.Pick:
     """The trap: the head is passed over when it is not ready, as if the next one were as good."""
     ready = [c for c in candidates if c.ready_place is not None]
     return true_pick(policy, ready if len(ready) >= batch else candidates, batch, redundant, last)
 
 
-true_pick = order.pick
+true_pick = selection.pick
 
 
 def test_heads_are_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that is passed over grows stale, and its long prompt comes again and again."""
     clean(long_head)
-    monkeypatch.setattr(order, "pick", skipping)
+    monkeypatch.setattr(selection, "pick", skipping)
     with pytest.raises(AssertionError):
         clean(long_head)
     lengths = long_head().machine.state
@@ -216,7 +216,7 @@ def test_redundant_groups_are_inside_the_window(monkeypatch: pytest.MonkeyPatch)
 def test_the_surplus_ends_with_its_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """Surplus that lives on grows older than the bound; the trap keeps it for the next claim."""
     kept = Machine(alpha=0.0, batch=3, redundant=1, size=1, steps=60)
-    monkeypatch.setattr(order, "_surplus", lambda head, chosen, redundant: ())
+    monkeypatch.setattr(selection, "_surplus", lambda head, chosen, redundant: ())
     greedy = Greedy(kept, lambda g: 1 if g % 4 == 0 else 0)
     for _ in range(40):
         greedy.round()

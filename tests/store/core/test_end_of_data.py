@@ -9,10 +9,9 @@ from jaxroll.errors import Closed, NoCredit, NotReady, StaleClient
 from jaxroll.records import Version, VersionRun
 from jaxroll.store.core import requests as rq
 from jaxroll.store.core import state
-from jaxroll.store.core.admission import checkpoint_wanted
+from jaxroll.store.core.admission import checkpoint_wanted, status, waits
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import State
-from jaxroll.store.core.waits import status, waits
 from tests.harness.store.machine import V0, Machine
 
 # --- the last, short batch

@@ -6,7 +6,7 @@ import pytest
 
 from jaxroll.errors import Closed
 from jaxroll.store.core import requests as rq
-from jaxroll.store.core.waits import waits
+from jaxroll.store.core.admission import waits
 from tests.harness.store.machine import Machine
 
 

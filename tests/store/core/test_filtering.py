@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxroll.errors import Closed, NoCredit, NotReady
-from jaxroll.policy.filters import Filter
+from jaxroll.policy.selection import Filter
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq

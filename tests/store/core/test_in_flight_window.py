@@ -13,9 +13,9 @@ from jaxroll.records import Version
 from jaxroll.store.core import admission, puts
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import status
 from jaxroll.store.core.machine import Core
 from jaxroll.store.core.state import State
-from jaxroll.store.core.waits import status
 from tests.harness.store.machine import Machine
 from tests.harness.store.virtual_cluster import Cluster, Result, World, compared
 

@@ -1,1 +1,0 @@
-"""A learner that spans several hosts: process 0 leads, the others follow."""
