@@ -3,9 +3,10 @@
 Command   jaxroll train --config=configs/think_tags.py
 Control   the same with --config.task.extract=none --config.task.reward=exact: no completion equals its answer
 Hardware  any
-Setting   reverse a number of 4 to 8 digits; the warm start teaches <think>NUMBER</think>REVERSED and stops early, then
+Setting   reverse a number of 4 to 9 digits; the warm start teaches <think>NUMBER</think>REVERSED and stops early, then
           GRPO at alpha = 1
-Result    not measured yet
+Result    not measured to the end. One run of 35 steps (seed 0): held-out accuracy 46.5 % before RL, mean training reward
+          0.33 at step 10 and 0.45 at step 35. A shorter warm start of 60 steps collapses to reward 0
 """
 
 from random import Random
@@ -27,7 +28,7 @@ class Reversed:
     def item(self, index: int) -> Item:
         """The number `index`; always the same for one index."""
         random = Random(index)
-        number = "".join(random.choices("123456789", k=random.randint(4, 8)))
+        number = "".join(random.choices("123456789", k=random.randint(4, 9)))
         answer = number[::-1]
         worked = (Message("assistant", f"<think>{number}</think>{answer}"),)
         return Item(number, number, answer, {"scorer": "exact", "answer": answer}, worked)
@@ -45,21 +46,19 @@ def get_config() -> ConfigDict:
     config.task.source = "game"
     config.task.name = "configs.think_tags:Reversed"
     config.task.args = {}
-    config.task.system_prompt = "think!"
+    config.task.system_prompt = "think, then reverse:"
     config.task.extract = "after_think"
     config.task.reward = "math"
-    config.task.max_prompt_tokens = 16
-    config.task.heldout_items = 200
-    config.sft.steps = 60
-    config.sft.batch = 64
-    config.schedule.steps = 100
-    config.schedule.groups_per_step = 24
-    config.sampling.max_tokens = 34
+    config.task.max_prompt_tokens = 32
+    config.task.heldout_items = 256
+    config.sft.steps = 150
+    config.schedule.steps = 80
+    config.sampling.max_tokens = 36
     config.sampler.slots = 64
     config.sampler.prefill_rows = 16
-    config.sampler.prefill_buckets = (16,)
+    config.sampler.prefill_buckets = (32,)
     config.sampler.decode_chunk = 8
-    config.learner.row_tokens = 96
-    config.learner.learning_rate = 6e-4
-    config.evaluator.every = 50
+    config.learner.row_tokens = 72
+    config.learner.micro_batch_rows = 16
+    config.evaluator.every = 40
     return config
