@@ -84,7 +84,7 @@ def role_args(options: argparse.Namespace) -> RoleArgs:
     name = f"{options.command}{f'-{index}' if options.command in ('sampler', 'actor') else ''}"
     config, path = _config_and_run(options, name)
     if options.command == "learner" and index >= (hosts := config.placement.learner_hosts):
-        raise ConfigError("--index", index, f"the run has program.learner_hosts={hosts}", "They are numbered from 0.")
+        raise ConfigError("--index", index, f"the run has placement.learner_hosts={hosts}", "They are numbered from 0.")
     words = ("host", "port", "insecure", "fork", "coordinator")
     given = {key: getattr(options, key) for key in words if hasattr(options, key)}
     given |= {"samplers": tuple(options.sampler)} if options.command == "actor" else {}
