@@ -34,7 +34,7 @@ class Words:
     def decode(self, ids: list[int]) -> str:
         return " ".join(f"n{i}" for i in ids)
 
-    def render(self, messages, *, first: bool = True) -> list[int]:
+    def render(self, messages, *, first: bool = True, tools=()) -> list[int]:
         return self.encode(" ".join(message.content for message in messages))
 
 
