@@ -15,6 +15,7 @@ import pytest
 
 from tests.harness import aot
 
+ROOT = Path(__file__).parents[3]
 CHIP_BYTES = 16e9  # high-bandwidth memory of one v5e chip
 Costs = Mapping[str, Mapping[str, Any]]  # program name → its cost (see `aot.ProgramCost`) and facts about its text
 
@@ -27,8 +28,7 @@ NEEDS_LIBTPU = pytest.mark.skipif(
 def compiled(script: str, topology: str, size: str, *, limit_s: float) -> list[dict[str, Any]]:
     """Run `script` from this folder; return the costs of each program that it compiled."""
     command = [sys.executable, str(Path(__file__).with_name(script)), topology, size]
-    child = subprocess.run(
-        command, env=aot.tpu_environment(), capture_output=True, text=True, timeout=limit_s, check=False
-    )
+    environment = aot.tpu_environment() | {"PYTHONPATH": str(ROOT)}  # the script imports tests.harness
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     assert child.returncode == 0, child.stderr[-4000:]
     return [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
