@@ -277,7 +277,7 @@ def shell(line: str, **env: str) -> subprocess.CompletedProcess[bytes]:
 @pytest.mark.parametrize(
     ("line", "code", "out", "err"),
     [
-        ("$J config --config=configs/demo.py | head -1", 0, b"{\n", b""),
+        ("$J config --config=configs/demo.py | head -1", 0, b"{\n", b"reward: "),
         ("$J --help | true", 0, b"", b""),
         ("$J list /nowhere > /dev/full", 1, b"", b"error: stdout: No space left on device"),
         ("$J list /nowhere >&-", 0, b"", b""),
