@@ -74,6 +74,7 @@ def _run(folder: Path) -> str:
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  process: x\n  soak: x\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rE", "-m", "not soak", "tests"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])  # the conftest imports tests.harness
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, cwd=folder, env=environment, timeout=120, check=False, **streams)
     assert done.returncode == 1, done.stdout
