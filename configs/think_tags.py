@@ -5,8 +5,8 @@ Control   the same with --config.task.extract=none --config.task.reward=exact: n
 Hardware  any
 Setting   reverse a number of 4 to 9 digits; the warm start teaches <think>NUMBER</think>REVERSED and stops early, then
           GRPO at alpha = 1
-Result    not measured to the end. One run of 35 steps (seed 0): held-out accuracy 46.5 % before RL, mean training reward
-          0.33 at step 10 and 0.45 at step 35. A shorter warm start of 60 steps collapses to reward 0
+Result    held-out accuracy 46.5 → 76.6, 52.0 → 80.1 and 93.0 → 98.0 % for seeds 0, 1, 2; control 0 → 0 %. In 126 to 144 s
+          each on two CPU cores (docs/results/thinking.md). A warm start of 60 steps collapses to reward 0
 """
 
 from random import Random
