@@ -6,6 +6,7 @@ items as in `jaxroll.data.rows`.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import hashlib
 import os
@@ -96,7 +97,7 @@ class JsonlSource:
         return self._alphabet
 
 
-class TableSource:
+class TableSource(abc.ABC):
     """Source of the rows of a table: `ParquetSource` and `DatasetSource` read it."""
 
     def __init__(self, cfg: TaskConfig, kind: str) -> None:
@@ -134,9 +135,9 @@ class TableSource:
         """The characters that occur in the prompts and answers."""
         return self._alphabet
 
+    @abc.abstractmethod
     def _batches(self) -> Iterator[tuple[Any, int]]:
         """Batches of rows, each with the limit of the memory of all rows in bytes."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ class Endpoint:
 
 
 def judge(endpoint: Endpoint, **more: Any) -> JudgeSettings:
-    return JudgeSettings(endpoint.url, **{"model": "m", "timeout_s": 0.5, "retries": 2, "backoff_s": 0.25} | more)
+    return JudgeSettings(endpoint.url, **{"model": "m", "timeout_s": 20.0, "retries": 2, "backoff_s": 0.25} | more)
 
 
 def run(*answers: Any, use: Callable[[Endpoint, RemoteParts, list[float]], Awaitable[Any]], path: Any = None) -> Any:
@@ -147,7 +146,8 @@ def test_a_judge_is_asked_with_the_filled_prompt_and_its_last_score_counts(monke
 )  # fmt: skip
 def test_a_fault_is_counted_and_the_call_repeated(fault: Any, cause: str) -> None:
     async def use(endpoint: Endpoint, parts: RemoteParts, pauses: list[float]) -> None:
-        assert await parts.value("judge", judge(endpoint), REQUEST) == 1.0
+        settings = judge(endpoint, timeout_s=1.5 if cause == "timeout" else 20.0)  # the second call answers at once
+        assert await parts.value("judge", settings, REQUEST) == 1.0
         assert parts.counts == {"judge: calls": 2, f"judge: {cause}": 1} and len(pauses) == 1
         if isinstance(fault, int):
             assert pauses[0] >= 7.0, "the server's wish"
@@ -258,20 +258,9 @@ def test_calls_are_concurrent_up_to_a_limit_and_never_block_the_loop() -> None:
     async def use(endpoint: Endpoint, parts: RemoteParts, _: list[float]) -> None:
         endpoint.delay_s = 0.05
         requests = [Request((), "", str(n), "") for n in range(30)]
-        longest, last, done = 0.0, time.monotonic(), asyncio.Event()
-
-        async def watch() -> None:
-            nonlocal longest, last
-            while not done.is_set():
-                await asyncio.sleep(0.005)
-                longest, last = max(longest, time.monotonic() - last), time.monotonic()
-
-        watching = asyncio.ensure_future(watch())
-        settings = judge(endpoint, concurrency=5, timeout_s=20.0)
+        settings = judge(endpoint, concurrency=5)
         await asyncio.gather(*(parts.value("judge", settings, request) for request in requests))
-        done.set()
-        await watching
-        assert endpoint.most == 5 and longest < 1.0  # on a loaded machine; a blocking call would be one of 0.3 s each
+        assert endpoint.most == 5, "the server runs on the same loop: calls that block it are never five at a time"
 
     run(reply("Score: 1"), use=use)
 
