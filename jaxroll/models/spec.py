@@ -203,11 +203,15 @@ def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:
 
 
 def check_routing(spec: ModelSpec, config: Config) -> None:
-    """Raise ConfigError for options of experts with a model that has none, and for records too large for the store."""
+    """Raise ConfigError for options of experts with a model that has none, for adapters of experts alone, which do not
+    exist, and for records too large for the store."""
     learner = config.learner
     for key, value, off in (("routing_replay", learner.routing_replay, False), ("router_loss", learner.router_loss, 0)):
         if value != off and not spec.experts:
             raise ConfigError(f"learner.{key}", value, f"{spec.name} has no experts", f"Set it to {off}.")
+    if spec.experts and learner.lora_rank and all(target.startswith("mlp.") for target in learner.lora_targets):
+        raise ConfigError("learner.lora_targets", learner.lora_targets, f"the experts of {spec.name} have no adapters",
+                          "Name some of attn.q, attn.k, attn.v, attn.o.")  # fmt: skip
     if not learner.routing_replay:
         return
     a_token = TOKEN_BYTES + spec.layers * spec.experts_per_token * (1 if spec.experts < 255 else 2)

@@ -95,6 +95,9 @@ CASES: dict[str, Case] = {
         "sampler.prefill_attention", "cudnn", "blocks of 128"),
     "routing of no experts": (
         None, ["learner.routing_replay=True"], "learner.routing_replay", "True", "has no experts"),
+    "adapters of experts": (
+        None, ["model.size=tiny_moe", "learner.lora_rank=4", "learner.lora_targets=mlp.gate"],
+        "learner.lora_targets", "mlp.gate", "have no adapters"),
     "records too large": (
         None, ["model.size=qwen3_30b_a3b", "learner.routing_replay=True", "learner.row_tokens=32768",
                "sampling.max_tokens=32000", "sampler.prefill_buckets=(16,)"],
@@ -417,7 +420,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "models/hf_config.py::_check_readable": CODE,
     "models/families.py::spec": TYPED,
     "models/hf_config.py::from_huggingface": ("model without a size",),
-    "models/spec.py::check_routing": ("routing of no experts", "records too large"),
+    "models/spec.py::check_routing": ("routing of no experts", "adapters of experts", "records too large"),
     "models/spec.py::check_mesh": ("sampler's heads", "learner's width", "a mesh for the model of the path"),
     "models/folders.py::spec": ("a model smaller than its tokenizer",),
     "models/folders.py::described": ("a model of ours with another key",),
