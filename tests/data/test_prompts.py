@@ -244,6 +244,14 @@ def test_shares_of_a_mixture_are_exact_although_items_are_skipped() -> None:
     assert pipeline.skipped["held_out"] > 10, "of 30 numbers 4 are held out, and each epoch meets them again"
 
 
+def test_sources_of_a_mixture_have_orders_of_their_own() -> None:
+    same = {"source": "reasoning_gym", "name": "count_bits", "args": {"max_n": 10**6}}
+    parts = [{**same, "label": label} for label in ("first", "second")]
+    found = draw(PromptPipeline(config(task=TaskConfig(mixture=parts, heldout_items=16))), 40)
+    first, second = ([task.messages for task in found if task.args()["source"] == part["label"]] for part in parts)
+    assert len(first) == len(second) == 20 and first != second
+
+
 def test_held_out_questions_are_of_all_sources_and_never_trained() -> None:
     held = candidates.tasks(config(task=MIXED))
     assert [task.args()["source"] for task in held] == ["bits"] * 4 + ["spell"] * 12
