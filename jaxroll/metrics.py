@@ -159,6 +159,10 @@ class JsonlTracker:
         size = os.fstat(self._fd).st_size
         self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"  # a writer was killed within a line
 
+    def written(self) -> list[Row]:
+        """All valid rows of the file so far."""
+        return read(self._path)
+
     def log(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
         self.log_all([row])

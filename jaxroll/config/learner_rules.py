@@ -6,6 +6,7 @@ from jaxroll.config.derived import ACROSS_GROUPS, OF_TURNS, PRESETS, Preset, is_
 from jaxroll.config.parsing import nearest
 from jaxroll.config.schema import Config, LearnerConfig
 from jaxroll.errors import ConfigError
+from jaxroll.policy import best
 
 _KL_REASONS = {
     ("loss", "k1"): "its gradient is zero in expectation, so it would only add noise",
@@ -30,6 +31,7 @@ def check_algorithm(config: Config) -> None:
     _check_reference(learner, row)
     _check_critic(learner)
     _check_rewards(config)
+    _check_best(config)
     least = 1 if learner.advantage in ACROSS_GROUPS else 2
     if config.schedule.group_size < least and not is_custom(name):
         raise ConfigError("schedule.group_size", config.schedule.group_size,
@@ -180,6 +182,36 @@ def _check_critic(learner: LearnerConfig) -> None:
     if learner.critic_offload and learner.critic == "none":
         raise ConfigError("learner.critic_offload", True, "there is no critic to offload",
                           "Set it to false, or learner.critic to 'init'.")  # fmt: skip
+
+
+def _check_best(config: Config) -> None:
+    """The metric of `keep_best` must exist, and every version that is measured must have a checkpoint."""
+    learner, evaluator = config.learner, config.evaluator
+    if not (metric := learner.keep_best):
+        return
+    known = best.metrics_of(evaluator.sets)
+    if metric not in known:
+        raise ConfigError("learner.keep_best", metric, "no evaluation measures it", nearest(metric, known))
+    if not evaluator.every:
+        raise ConfigError("learner.keep_best", metric, "evaluator.every is 0: nothing is evaluated",
+                          "Set it to a multiple of learner.checkpoint_every, or leave keep_best out.")  # fmt: skip
+    if metric == best.ACCURACY and not config.task.heldout_items and not config.task.mixture:
+        raise ConfigError("learner.keep_best", metric, "task.heldout_items is 0",
+                          "Hold questions out, or name a set: sets.NAME.accuracy.")  # fmt: skip
+    if evaluator.every % learner.checkpoint_every:
+        raise ConfigError("evaluator.every", evaluator.every,
+                          f"with learner.keep_best an evaluated version needs a checkpoint, and there is one every "
+                          f"{learner.checkpoint_every} steps",
+                          "Set it to a multiple of learner.checkpoint_every.")  # fmt: skip
+    if learner.checkpoint_every % config.schedule.publish_every:
+        raise ConfigError("learner.checkpoint_every", learner.checkpoint_every,
+                          f"with learner.keep_best a checkpoint needs a published version, and there is one every "
+                          f"{config.schedule.publish_every} steps",
+                          "Set it to a multiple of schedule.publish_every.")  # fmt: skip
+    if learner.checkpoints_kept < 2:
+        raise ConfigError("learner.checkpoints_kept", learner.checkpoints_kept,
+                          "the evaluator may still fetch the version before the newest (learner.keep_best)",
+                          "Set it to 2 or more.")  # fmt: skip
 
 
 def _check_rewards(config: Config) -> None:

@@ -396,6 +396,9 @@ class LearnerConfig:
     checkpoint_every: PositiveInt = 20
     # Checkpoints that are kept.
     checkpoints_kept: PositiveInt = 3
+    # Keep the checkpoint with the highest value of this held-out metric, too: accuracy, or sets.NAME.accuracy of a set
+    # of evaluator.sets (docs/resuming.md). Empty: none.
+    keep_best: str = ""
     # Control experiment: permute rewards inside each group, so that nothing can be learned.
     shuffle_rewards: bool = False
 

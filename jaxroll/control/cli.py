@@ -365,6 +365,8 @@ def _weights_options(weights: argparse.ArgumentParser) -> None:
             one.add_argument(
                 "--shard-mb", type=int, default=5000, metavar="MB", help="largest size of one file (default: 5000)"
             )
+            one.add_argument("--checkpoint", choices=("newest", "best"), default="newest",
+                             help="the checkpoint of a run; best: the one that learner.keep_best keeps")  # fmt: skip
             one.add_argument("--adapters", action="store_true", help="write a run's LoRA adapters alone, for PEFT")
 
 

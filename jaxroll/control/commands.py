@@ -222,10 +222,11 @@ def run_export(options: argparse.Namespace) -> int:
 def run_checkpoints(options: argparse.Namespace) -> int:
     """`checkpoints`: what a run has to resume from. Files are read, no JAX, no device, no store."""
     path = _absolute(options.folder)
-    run_dir.load(path)
+    learner = run_dir.load(path)["config"].get("learner", {})
     from jaxroll.report.commands import checkpoints
 
-    return checkpoints.main(path, verify=options.verify, as_json=options.json)
+    keep_best = str(learner.get("keep_best", ""))
+    return checkpoints.main(path, verify=options.verify, as_json=options.json, keep_best=keep_best)
 
 
 def run_weights(options: argparse.Namespace) -> int:
@@ -249,9 +250,9 @@ def run_weights(options: argparse.Namespace) -> int:
     home = next((path for path in above if RunPaths(path).run_file.is_file()), None)
     run = None if home is None else weights.OfRun(home, run_dir.load_config(home))
     if options.adapters:
-        print(weights.export_adapters(source, run, out, options.dtype))
+        print(weights.export_adapters(source, run, out, options.dtype, options.checkpoint))
         return 0
-    with weights.opened(source, run) as held:
+    with weights.opened(source, run, options.checkpoint) as held:
         print(weights.export(held, out, options.dtype, options.shard_mb * 10**6))
     return 0
 

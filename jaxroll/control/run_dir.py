@@ -48,6 +48,7 @@ RESUMABLE = (
     "sampler.scoring_idle_s",
     "sampler.mesh.",
     "learner.checkpoint",
+    "learner.keep_best",
     "learner.mesh.",
     "learner.micro_batch_rows",
     "transfer.",

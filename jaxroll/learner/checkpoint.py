@@ -16,7 +16,7 @@ same folder.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from jaxroll.errors import CheckpointDamaged, ConfigError, InfraError
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import ABOUT, NAME, STATE
 from jaxroll.learner.state import TrainState
+from jaxroll.policy import best
 from jaxroll.records import Version
 
 FORMAT = 1
@@ -100,15 +101,14 @@ class Checkpoints:
         self._writing = [version for version in self._writing if version not in durable]
         return durable
 
-    def remove_old(self, durable: Version) -> None:
-        """Remove checkpoints older than `durable`, so that `kept` are left, `durable` included.
+    def remove_old(self, durable: Version, spared: Collection[Version] = ()) -> None:
+        """Remove checkpoints older than `durable`, so that `kept` are left, `durable` included, and those in `spared`.
 
         Call this only after the store has recorded that `durable` is durable. The store refuses a learner that has
         been replaced (for example while it was suspended), and such a learner must not remove the checkpoint that its
         successor started from.
         """
-        older = [version for version in self.versions() if version < durable]
-        for version in older[: max(0, len(older) - (self.kept - 1))]:
+        for version in best.removable(self.versions(), durable, self.kept, spared):
             removed = self.path(version).with_name(f"{self.path(version).name}.removed")
             shutil.rmtree(removed, ignore_errors=True)
             self.path(version).rename(removed)  # first: a reader finds the checkpoint whole or not at all

@@ -19,9 +19,11 @@ import ml_dtypes  # noqa: F401 (gives numpy the names of its dtypes)
 import msgspec
 import numpy as np
 
-from jaxroll import disk
+from jaxroll import disk, metrics
 from jaxroll.errors import CheckpointDamaged, DataError, one_line
+from jaxroll.policy import best
 from jaxroll.records import Version
+from jaxroll.run_paths import RunPaths
 
 NAME = re.compile(r"(\d{4,})\.(\d{8,})")
 STATE, ABOUT = "state", "about"
@@ -63,6 +65,14 @@ def versions(folder: Path) -> tuple[Version, ...]:
 def path_of(folder: Path, version: Version) -> Path:
     """The path of `version`, which need not exist."""
     return folder / f"{version.lineage:04d}.{version.step:08d}"
+
+
+def best_of(run_dir: Path, metric: str) -> tuple[Version, float] | None:
+    """The checkpoint of a run with the highest `metric`, over all lineages, and its value; None if none is measured."""
+    paths = RunPaths(run_dir)
+    values = best.measured(metrics.read(paths.metrics) if metric else (), metric)
+    found = best.best(values, versions(paths.checkpoints))
+    return None if found is None else (found, values[found])
 
 
 def entries(folder: Path, *, verify: bool) -> list[Entry]:

@@ -22,6 +22,7 @@ from jaxroll.config import Config, RoleArgs
 from jaxroll.config.prompt_rules import HELDOUT
 from jaxroll.data import tasks
 from jaxroll.errors import InfraError, TransferError
+from jaxroll.policy import best
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Task, Version, VersionRef
 from jaxroll.roles import session as sessions
@@ -73,7 +74,7 @@ class EvaluatorLoops:
             if ref is None:
                 continue
             step = ref.version.step
-            if step >= due or step == last:
+            if (step >= due or step == last) and self._may_measure(step):
                 if not await self._fetch(ref):
                     failures += 1
                     if failures > FETCH_TRIES:
@@ -82,9 +83,15 @@ class EvaluatorLoops:
                     continue
                 failures = 0
                 await self.session.store.published(ref.version)  # the learner waits until this role has the last one
-                self.session.add_row(await self._row(ref.version))
+                # At once: the learner keeps this version's checkpoint until its value is stored or another one is held.
+                await self.session.store.report([await self._row(ref.version)])
                 due = step - step % self.config.evaluator.every + self.config.evaluator.every
             held = ref.version
+
+    def _may_measure(self, step: int) -> bool:
+        """False for versions without a checkpoint where the best one is kept (`learner.keep_best`)."""
+        learner = self.config.learner
+        return not learner.keep_best or best.is_kept(step, learner.checkpoint_every, self.config.schedule.steps)
 
     async def _fetch(self, ref: VersionRef) -> bool:
         """True if the weights are in the engine; they may be replaced by newer ones during the fetch."""

@@ -51,6 +51,7 @@ from jaxroll.learner.multihost import Follower, Leader
 from jaxroll.learner.trainer import Ready, Running, Trainer
 from jaxroll.models import families
 from jaxroll.models.families import ModelSpec
+from jaxroll.policy import best
 from jaxroll.records import Version
 from jaxroll.roles import build
 from jaxroll.roles.weights import BackgroundPublisher, OnThread, Progress, weights_token
@@ -290,8 +291,8 @@ class LearnerSession:
         self.progress.start("compiling the learner")
         await self._on_device(lambda: trainer.warmup(self.progress))
         self.progress.end("compiling the learner")
-        if durable is None:
-            await self._checkpoint(trainer, version)
+        if durable is None or (self.config.learner.keep_best and durable != version):
+            await self._checkpoint(trainer, version)  # also of a new lineage's first version, which may be the best
         if version.step == 0:
             await self._await_evaluator(version, self.config.transfer.deadline_s)  # the gain is measured from here
         work = await self._claim(trainer, version)
@@ -442,7 +443,16 @@ class LearnerSession:
         """Report checkpoints that are on disk to the store (with `wait`, all of them), then remove older ones."""
         for version in await self._on_device(lambda: self.checkpoints.finished(wait=wait)):
             await self.store.durable(version)  # raises if another learner has replaced this one
-            await self._on_device(lambda version=version: self.checkpoints.remove_old(version))
+            spared = await self._spared() if self.config.learner.keep_best else ()
+            await self._on_device(lambda version=version, spared=spared: self.checkpoints.remove_old(version, spared))
+
+    async def _spared(self) -> list[Version]:
+        """The best checkpoint so far, and the version that the evaluator measures now (`learner.keep_best`)."""
+        status = await self.store.status()
+        values = {Version(lineage, step): value for lineage, step, value in status["measured"]}
+        found = best.best(values, self.checkpoints.versions())
+        held = status["holders"].get("evaluator")
+        return [version for version in self.checkpoints.versions() if version == found or str(version) == held]
 
     async def _await_evaluator(self, version: Version, limit_s: float) -> None:
         """Wait up to `limit_s` until the evaluator has fetched `version`: only this process can serve it."""

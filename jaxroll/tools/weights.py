@@ -40,6 +40,7 @@ TEXT_FILES = (
 )  # fmt: skip
 _DTYPES = {"float32": DTYPES["F32"], "bfloat16": DTYPES["BF16"]}
 AS_STORED = "as-stored"
+NEWEST, BEST = "newest", "best"  # checkpoints of a run
 CHOICES = (AS_STORED, *_DTYPES)
 
 
@@ -107,10 +108,10 @@ def export(source: Source, out: Path, dtype: str, shard_bytes: int) -> str:
     return _summary(source, count, out, text)
 
 
-def export_adapters(path: Path, run: OfRun | None, out: Path, dtype: str) -> str:
-    """Write the adapters of a run's newest checkpoint, or of one checkpoint, for PEFT; return a summary."""
+def export_adapters(path: Path, run: OfRun | None, out: Path, dtype: str, which: str = NEWEST) -> str:
+    """Write the adapters of a run's newest or best checkpoint, or of one checkpoint, for PEFT; return a summary."""
     learner = None if run is None else run.config.learner
-    path = _newest(run) if run is not None and path == run.path else path
+    path = _chosen(path, run, which)
     if run is None or learner is None or not learner.lora_rank or folders.is_ours(path):
         raise ConfigError("SOURCE", str(path), "has no adapters", "Give a run with learner.lora_rank above 0.")
     with weights.params(path) as values, _new(out) as unfinished:
@@ -120,8 +121,10 @@ def export_adapters(path: Path, run: OfRun | None, out: Path, dtype: str) -> str
 
 
 @contextlib.contextmanager
-def opened(path: Path, run: OfRun | None) -> Iterator[Source]:
-    """The parameters in `path` (a run, one of its checkpoints, or a JaxRoll folder), for export."""
+def opened(path: Path, run: OfRun | None, which: str = NEWEST) -> Iterator[Source]:
+    """The parameters in `path` (a run, one of its checkpoints, or a JaxRoll folder), for export; of a run, the newest
+    checkpoint or the best one."""
+    path = _chosen(path, run, which)
     if run is None:
         if not folders.is_ours(path):
             reason = "is neither a run, nor a checkpoint in a run's folder, nor a folder that JaxRoll wrote"
@@ -129,8 +132,6 @@ def opened(path: Path, run: OfRun | None) -> Iterator[Source]:
         yield _of_folder(path)
         return
     text = Path(run.config.tokenizer.path) if run.config.tokenizer.kind == "hf" else None
-    if path == run.path:
-        path = _newest(run)
     if folders.is_ours(path):
         yield replace(_of_folder(path), text=text, origin=_origin(run))
         return
@@ -187,6 +188,27 @@ def _of_folder(folder: Path) -> Source:
     config = folder / (ORIGIN_FILE if folders.is_ours(folder) else folders.CONFIG_FILE)
     origin = folders.read_json(folder, config.name) if config.is_file() else None
     return Source(str(folder), spec, leaves, values.__getitem__, folder, origin)
+
+
+def _chosen(path: Path, run: OfRun | None, which: str) -> Path:
+    """The checkpoint to export: `path` itself, or if that is a run its newest or best one."""
+    if run is not None and path == run.path:
+        return _best(run) if which == BEST else _newest(run)
+    if which == BEST:
+        raise ConfigError("--checkpoint", which, f"{path} is not a run", "Give the folder of a run, or leave it out.")
+    return path
+
+
+def _best(run: OfRun) -> Path:
+    """The checkpoint that `learner.keep_best` keeps; ConfigError when the run keeps or has none."""
+    if not (metric := run.config.learner.keep_best):
+        raise ConfigError("--checkpoint", BEST, "learner.keep_best is empty: no metric chooses a checkpoint",
+                          "Name a checkpoint, RUN/checkpoints/LINEAGE.STEP (`jaxroll checkpoints RUN`).")  # fmt: skip
+    found = checkpoint_files.best_of(run.path, metric)
+    if found is None:
+        raise ConfigError("--checkpoint", BEST, f"no checkpoint of {run.path} has a value of {metric} yet",
+                          "Wait for the first evaluation, or export the newest one.")  # fmt: skip
+    return checkpoint_files.path_of(RunPaths(run.path).checkpoints, found[0])
 
 
 def _newest(run: OfRun) -> Path:

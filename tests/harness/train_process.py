@@ -31,7 +31,8 @@ LEARNING = (
 )  # parameters change from the first step on
 SYNCHRONOUS = (
     *LEARNING, "--config.evaluator.every=2", "--config.schedule.alpha=0", "--config.schedule.steps=6",
-    "--config.transfer.deadline_s=200",
+    "--config.transfer.deadline_s=200", "--config.learner.checkpoint_every=2", "--config.learner.checkpoints_kept=2",
+    "--config.learner.keep_best=accuracy",
 )  # fmt: skip  # the deadline gives the evaluator time to compile before the first step
 START_S, LIMIT_S = 240.0, 480.0  # also on a busy machine
 SAME = ("groups", "loss", "grad_norm", "tokens_trained", "tokens_computed", "reward_mean")  # keys of a step

@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from jaxroll.config import Config, MeshConfig, RoleArgs, digest
 from jaxroll.engine.stats import EngineStats
 from jaxroll.envs import registry
 from jaxroll.errors import TransferError
+from jaxroll.policy import best
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Claim, Finished, Message, Task, Version, VersionRef, VersionRun
 from jaxroll.rewards.scoring_pool import ScoringPool
@@ -213,6 +214,9 @@ class Rows:
 
     def log_all(self, rows: Any) -> None:
         self.rows += rows
+
+    def written(self) -> list[Any]:
+        return self.rows
 
 
 class Feed:
@@ -407,6 +411,7 @@ class MemoryCheckpoints:
     damaged: tuple[Version, ...] = ()
 
     def __init__(self) -> None:
+        self.kept = 1_000
         self._versions: list[Version] = []
         self._new: list[Version] = []
 
@@ -432,7 +437,9 @@ class MemoryCheckpoints:
 
     def settle(self, version: Version) -> None: ...
 
-    def remove_old(self, version: Version) -> None: ...
+    def remove_old(self, version: Version, spared: Collection[Version] = ()) -> None:
+        for old in best.removable(self._versions, version, self.kept, spared):
+            self._versions.remove(old)
 
 
 class MemoryPublisher:

@@ -7,6 +7,7 @@ import pytest
 
 from jaxroll import lifeline
 from jaxroll.errors import EXIT_INTERRUPTED
+from jaxroll.report.commands import checkpoints
 from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step
 
 pytestmark = pytest.mark.process
@@ -104,3 +105,14 @@ def test_a_run_completes_though_the_reader_of_its_output_leaves(free_run_dir):
             assert train.finish() == 0, train.logs()
             assert_sound(train, steps=6, alpha=1)
             assert "Traceback" not in train.logs() and "Broken pipe" not in train.logs(), train.logs()
+
+
+def test_the_best_checkpoint_of_a_run_stays_and_is_named(synchronous_run):
+    """Two of its four checkpoints are kept, and the best one."""
+    values = {row["step"]: row["accuracy"] for row in synchronous_run.rows if row["kind"] == "eval"}
+    best = max(values, key=lambda step: (values[step], -step))
+    found = checkpoints.facts(synchronous_run.run_dir, verify=True, keep_best="accuracy")
+    assert found["best"] == {"version": f"0.{best}", "metric": "accuracy", "value": values[best]}
+    assert [row["step"] for row in found["checkpoints"]] == sorted({best, 4, 6})
+    assert not any(row["problem"] for row in found["checkpoints"])
+    assert synchronous_run.report()["best_checkpoint"] == found["best"]

@@ -68,6 +68,18 @@ def test_every_checkpoint_is_listed_with_size_position_and_metadata(run: Path) -
         )
 
 
+def test_the_best_one_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.facts(run, verify=False, keep_best="accuracy")["best"] is None, "nothing is measured yet"
+    row = {"t": 1.0, "role": "evaluator", "kind": "eval", "n": 2, "correct": "10"}
+    evals = [row | {"lineage": 0, "step": step, "accuracy": value} for step, value in ((0, 0.2), (4, 0.75), (5, 0.9))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in evals))
+    assert report.facts(run, verify=False)["best"] is None, "the run keeps none"
+    found = report.facts(run, verify=False, keep_best="accuracy")["best"]
+    assert found == {"version": "0.4", "metric": "accuracy", "value": 0.75}, "0.5 has no checkpoint"
+    report.main(run, verify=False, as_json=False, keep_best="accuracy")
+    assert "best by accuracy: 0.4, 0.75" in capsys.readouterr().out
+
+
 def test_a_damaged_one_is_named_and_ends_the_command_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = change_a_bit(run / "checkpoints" / "0000.00000004")
     assert report.main(run, verify=False, as_json=False) == 0, "without --verify no file is read"

@@ -15,7 +15,8 @@ import pytest
 
 from jaxroll.config import Config
 from jaxroll.errors import InfraError
-from jaxroll.records import Message, Task
+from jaxroll.records import Message, Task, Version
+from jaxroll.roles.evaluator import EvaluatorLoops
 from tests.harness.store.builders import configured
 from tests.harness.virtual_run import ENV, REPLIES, REQUESTS, Behaviour, VirtualRun
 from tests.harness.virtual_time import run
@@ -194,6 +195,42 @@ def test_a_bad_sampler_rests_and_no_group_dies(tmp_path: Path, after_s: float) -
             assert at.store.sql("SELECT COUNT(*) FROM groups WHERE state = 'DEAD'") == [(0,)]
             failed = at.store.sql("SELECT COUNT(*) FROM log WHERE kind = 'member_failed'")[0][0]
             assert 3 <= failed <= 40, "after its trials it gets one member at a time"
+
+    run(job())
+
+
+def test_the_best_checkpoint_stays_and_only_versions_with_a_checkpoint_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accuracy peaks at step 10. The evaluator is cut off around the checkpoint of step 20."""
+    tasks = [Task(0, (Message("user", "a"),), ENV, "{}", 0, f"{0:016x}")]
+    config = small()
+    config = replace(
+        config, evaluator=replace(config.evaluator, every=5), learner=replace(config.learner, keep_best="accuracy")
+    )
+
+    measure = EvaluatorLoops._row
+
+    async def peaking(self: EvaluatorLoops, version: Version) -> dict:
+        return await measure(self, version) | {"accuracy": 1.0 - abs(version.step - 10) / 50}
+
+    monkeypatch.setattr(EvaluatorLoops, "_row", peaking)
+
+    async def job() -> None:
+        async with VirtualRun(config, tmp_path) as at:
+            at.checkpoints.kept = 2
+            at.sampler()
+            evaluating = at.evaluator(tasks)
+            training = at.learner()
+            await until_acked(at, 17)
+            at.network.cut("evaluator")
+            await until_acked(at, 22)
+            at.network.heal("evaluator")
+            assert await training == 0
+            await evaluating
+            steps = [row["step"] for row in at.store.metrics.rows if row.get("kind") == "eval"]
+            assert {0, 10, 40} <= set(steps) and 20 not in steps and not any(step % 5 for step in steps)
+            assert [v.step for v in at.checkpoints.versions()] == [10, 35, 40]
 
     run(job())
 

@@ -161,6 +161,30 @@ def test_a_checkpoint_is_exported_without_its_mesh(tmp_path: Path, run: weights.
         assert (said["eos_token_id"], said["pad_token_id"], said["rope_theta"]) == (2, 0, 1e4)
 
 
+def test_the_best_checkpoint_is_exported_by_its_name(run: weights.OfRun) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"--checkpoint.*learner\.keep_best is empty"),
+        weights.opened(run.path, run, weights.BEST),
+    ):
+        pass
+    learner = replace(run.config.learner, keep_best="accuracy")
+    keeps = replace(run, config=replace(run.config, learner=learner))
+    with (
+        pytest.raises(ConfigError, match=r"has a value of accuracy yet"),
+        weights.opened(run.path, keeps, weights.BEST),
+    ):
+        pass
+    row = {"t": 1.0, "role": "evaluator", "kind": "eval", "n": 1, "correct": "1", "lineage": 0}
+    rows = (row | {"step": step, "accuracy": value} for step, value in ((1, 0.5), (2, 0.25)))
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    for which, folder in ((weights.BEST, "0000.00000001"), (weights.NEWEST, "0000.00000002")):
+        with weights.opened(run.path, keeps, which) as held:
+            assert held.description.endswith(folder)
+    checkpoint = run.path / "checkpoints" / "0000.00000001"
+    with pytest.raises(ConfigError, match=r"is not a run"), weights.opened(checkpoint, keeps, weights.BEST):
+        pass
+
+
 def test_a_run_without_adapters_exports_none(tmp_path: Path, run: weights.OfRun) -> None:
     for source, of in ((run.path, run), (tmp_path, None)):
         with pytest.raises(ConfigError, match=r"SOURCE = .*has no adapters.*lora_rank"):

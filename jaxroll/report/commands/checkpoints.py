@@ -15,6 +15,7 @@ from jaxroll.errors import EXIT_FAILURE, DataError
 from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint_files import Entry
 from jaxroll.records import Version
+from jaxroll.report.figures.record import best_checkpoint
 from jaxroll.report.formats import UNKNOWN, Section, moment, number, show
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.log import database
@@ -25,9 +26,9 @@ _DURABLE = "SELECT DISTINCT durable_lineage, step + 1 FROM claims WHERE durable_
 Facts = dict[str, Any]
 
 
-def main(run_dir: Path, *, verify: bool, as_json: bool, console: Console | None = None) -> int:
+def main(run_dir: Path, *, verify: bool, as_json: bool, keep_best: str = "", console: Console | None = None) -> int:
     """Print one row per checkpoint, oldest first; 1 when one is damaged, or cannot be verified as asked, else 0."""
-    found = facts(run_dir, verify=verify)
+    found = facts(run_dir, verify=verify, keep_best=keep_best)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -35,11 +36,18 @@ def main(run_dir: Path, *, verify: bool, as_json: bool, console: Console | None 
     return EXIT_FAILURE if any(row["problem"] for row in found["checkpoints"]) else 0
 
 
-def facts(run_dir: Path, *, verify: bool) -> Facts:
-    """Every checkpoint of the run as plain values. `durable` is None where there is no log to ask."""
+def facts(run_dir: Path, *, verify: bool, keep_best: str = "") -> Facts:
+    """Every checkpoint of the run as plain values. `durable` is None where there is no log to ask.
+
+    `best` is the checkpoint that `learner.keep_best` keeps, None where it is empty or nothing was measured yet.
+    """
     durable = _durable(run_dir)
     entries = checkpoint_files.entries(RunPaths(run_dir).checkpoints, verify=verify)
-    return {"verified": verify, "checkpoints": [_row(entry, durable, verify) for entry in entries]}
+    return {
+        "verified": verify,
+        "best": best_checkpoint(run_dir, {"learner": {"keep_best": keep_best}}),
+        "checkpoints": [_row(entry, durable, verify) for entry in entries],
+    }
 
 
 def _row(entry: Entry, durable: set[Version] | None, verify: bool) -> Facts:
@@ -82,6 +90,8 @@ def _section(run_dir: Path, found: Facts) -> Section:
     ]
     headings = ("version", "size", "written", "log position", "durable", "files")
     note = "" if rows else "none: the run has not written one yet, or its folder was cleared"
+    if best := found["best"]:
+        note = f"best by {best['metric']}: {best['version']}, {number(best['value'])}"
     return Section(f"{run_dir.name}: checkpoints", headings, rows, note, frozenset({1, 3}))
 
 

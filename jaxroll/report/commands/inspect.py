@@ -18,7 +18,7 @@ from jaxroll import metrics
 from jaxroll.errors import ConfigError
 from jaxroll.report.commands import trajectory
 from jaxroll.report.figures import activity
-from jaxroll.report.figures.record import store_pid
+from jaxroll.report.figures.record import best_checkpoint, store_pid
 from jaxroll.report.formats import UNKNOWN, Section, duration, number, short, show
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.admission import resting, unreliable, waits
@@ -266,7 +266,7 @@ def main(
         with database.transaction(run_dir) as db:
             found = facts(run_dir, db) if group is None else trajectory.facts(db, group, decode)
             if group is None:
-                found["bottleneck"] = _bottleneck(run_dir, config)
+                found |= _by_metrics(run_dir, config)
         text = json.dumps(found, indent=2) if as_json else ""
         sections = [] if as_json else _run_sections(found) if group is None else group_sections(found, why)
     if as_json:
@@ -276,12 +276,12 @@ def main(
     return 0
 
 
-def _bottleneck(run_dir: Path, config: dict[str, Any]) -> Facts | None:
-    """The bottleneck of the latest steps, by the metric rows; None if it is unknown."""
+def _by_metrics(run_dir: Path, config: dict[str, Any]) -> Facts:
+    """Bottleneck of the latest steps and best checkpoint, by the metric rows; None if unknown."""
     with contextlib.suppress(ConfigError):  # no metrics can be read: the log is enough for all else
         found = activity.bottleneck(activity.latest(metrics.read(RunPaths(run_dir).metrics)), config)
-        return asdict(found) if found else None
-    return None
+        return {"bottleneck": asdict(found) if found else None, "best_checkpoint": best_checkpoint(run_dir, config)}
+    return {"bottleneck": None, "best_checkpoint": None}
 
 
 def _run_sections(f: Facts) -> list[Section]:
@@ -292,7 +292,7 @@ def _run_sections(f: Facts) -> list[Section]:
 def _now(f: Facts) -> Section:
     alive = f"store process {f['store_pid']}" if f["store_pid"] else "no store is running on this machine"
     state = f"closed: {f['closed']}" if f["closed"] else "open"
-    last = f["last_record"]
+    last, best = f["last_record"], f.get("best_checkpoint")
     rows = [
         ("state", f"{state}; {alive}"),
         ("last record", f"{duration(last['ago_s'])} ago ({last['kind']})" if last else UNKNOWN),
@@ -302,6 +302,7 @@ def _now(f: Facts) -> Section:
         ("in flight", f"{f['groups_in_flight']} groups of a window of {number(f['in_flight_window'])}"),
         ("retained", f"{_mb(f['retained_bytes'])} of {_mb(f['retention_bytes'])} MB"),
         ("unaccounted", f"{f['conservation_residual']} groups of {f['issued']}"),
+        *([("best checkpoint", f"{best['version']}: {best['metric']} {number(best['value'])}")] if best else []),
         ("bottleneck", activity.Bottleneck(**f["bottleneck"]).text() if f.get("bottleneck") else UNKNOWN),
     ]
     return Section(f["run"], (), rows)

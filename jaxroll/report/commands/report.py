@@ -60,12 +60,13 @@ def lines(f: Mapping[str, Any]) -> list[tuple[str, str]]:
     gain = gain_words(f) if f["accuracy_start"] is not None else ""
     too_little = ahead.words(f["alpha"], f["alpha_wanted"])
     rejected, failed = _listed(f["answers_rejected"]), _listed(f["scoring_failed"])
-    skipped = _listed(f["prompts_skipped"])
+    skipped, best = _listed(f["prompts_skipped"]), f["best_checkpoint"]
     return [
         ("held-out accuracy", accuracy if f["accuracy_start"] is not None else UNKNOWN),
         ("gain", gain or UNKNOWN),
         *((f"accuracy, {name}", f"{percent(a)} → {percent(b)} of {number(n)}")
           for found in (f["accuracy_by_set"], f["accuracy_by_source"]) for name, (a, b, n) in (found or {}).items()),
+        *([("best checkpoint", f"{best['version']}: {best['metric']} {percent(best['value'])}")] if best else []),
         ("reward", f"{number(f['reward_first'])} → {number(f['reward_last'])} (first and last 10 steps)"),
         ("steps", f"{number(f['steps'])} of {number(f['steps_wanted'])}"),
         ("time", f"{duration(f['seconds'])}, of which RL {duration(f['rl_seconds'])}"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from jaxroll import config as configs
 from jaxroll import metrics, migration
 from jaxroll.config import Config
 from jaxroll.errors import ConfigError
+from jaxroll.learner import checkpoint_files
 from jaxroll.records import Version
 from jaxroll.run_paths import RunPaths
 from jaxroll.store.core import state
@@ -255,6 +256,13 @@ def surviving(rows: list[Row], facts: History) -> list[Row]:
 
 def _version(row: Row) -> Version:
     return Version(int(row.get("lineage") or 0), int(row["step"]))
+
+
+def best_checkpoint(run_dir: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The checkpoint that `learner.keep_best` keeps: version, metric, value. None without one, or before its value."""
+    metric = config["learner"].get("keep_best", "")
+    found = checkpoint_files.best_of(run_dir, metric)
+    return {"version": str(found[0]), "metric": metric, "value": found[1]} if found else None
 
 
 # --- whether a process on this machine has the run open, without touching its locks

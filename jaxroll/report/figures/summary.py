@@ -107,6 +107,7 @@ def summary(run: Run) -> dict[str, Any]:
     steps = trained_steps(rows)
     return {
         **accuracy(evaluations(rows)),
+        "best_checkpoint": record.best_checkpoint(run.path, config),
         **progress(steps, rows, run.created_s),
         **learning(steps),
         "alpha": config["schedule"]["alpha"],

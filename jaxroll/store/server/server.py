@@ -133,6 +133,7 @@ class _Store:
                 config.schedule.rolling_updates, 2 * config.transfer.deadline_s
             ),  # the fetch and the swap
             vocab_size=vocab_size,
+            keep_best=config.learner.keep_best,
         )
         self._row_at_s = self._named_at_s = keeper.now_s()
 

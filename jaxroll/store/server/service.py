@@ -19,6 +19,7 @@ import numpy as np
 from jaxroll import wire
 from jaxroll.errors import NoCredit, StoreRefusal
 from jaxroll.metrics import JsonlTracker, checked_row
+from jaxroll.policy import best
 from jaxroll.records import Finished, Member, Task, Version, VersionRef, ages
 from jaxroll.rpc import protocol
 from jaxroll.rpc.server import Caller, Method
@@ -164,7 +165,10 @@ class StoreService:
         page_bytes: int,
         turns: UpdateSlots,
         vocab_size: Callable[[], int],
+        keep_best: str = "",
     ) -> None:
+        self._keep_best = keep_best
+        self._measured = best.measured(metrics.written() if keep_best else (), keep_best)
         self._keeper, self._prompts, self._metrics, self._audit = keeper, prompts, metrics, audit
         self._page_bytes, self._turns = page_bytes, turns
         self._run_id = keeper.run_id
@@ -369,6 +373,8 @@ class StoreService:
         if self._last_report.get(caller.session) != call.request:
             rows, left_out = rows_of(call.rows, caller.right)
             self._metrics.log_all(rows)
+            if self._keep_best:
+                self._measured |= best.measured(rows, self._keep_best)
             if left_out:
                 self._audit.refused(caller.peer, f"{caller.right}:{caller.name}", f"metrics: {left_out[0]}")
             self._last_report[caller.session] = call.request
@@ -379,6 +385,7 @@ class StoreService:
         keeper = self._keeper
         report = status(keeper.settings, keeper.state, bool(self._prompts.ready), keeper.now_s()) | {"holders": holders}
         report["log"] = await self._keeper.log.facts()
+        report["measured"] = [(version.lineage, version.step, value) for version, value in self._measured.items()]
         return msg.StatusReply(json.dumps(report).encode())
 
     async def _close(self, caller: Caller, body: bytes) -> msg.Done:

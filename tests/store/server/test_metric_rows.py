@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,3 +103,19 @@ def test_rows_are_appended_whole_even_after_a_torn_line(tmp_path: Path, small: S
     assert [row for row in rows if row.get("kind") != "store"] == [
         {"loss": 0.5, "bad": None}, {"kind": "x"}
     ]  # fmt: skip
+
+
+def test_a_restarted_store_knows_the_values_by_which_the_best_checkpoint_is_kept(
+    tmp_path: Path, small: SimpleNamespace, run
+) -> None:
+    config = small.configured()
+    config = replace(config, learner=replace(config.learner, keep_best="accuracy"))
+    row = {"t": 1.0, "role": "evaluator", "kind": "eval", "n": 1, "correct": "1", "lineage": 0}
+
+    async def talk(step: int, value: float) -> list:
+        async with small.serving(tmp_path, config), small.connected(tmp_path, config, "observer") as evaluator:
+            await evaluator.report([row | {"step": step, "accuracy": value}, EVENT])
+            return (await evaluator.status())["measured"]
+
+    assert run(talk(20, 0.5)) == [[0, 20, 0.5]]
+    assert run(talk(40, 0.25)) == [[0, 20, 0.5], [0, 40, 0.25]]
