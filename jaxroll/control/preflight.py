@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -17,7 +18,7 @@ from pathlib import Path
 from jaxroll.config import Config, MeshConfig
 from jaxroll.config.derived import episode_tokens, page_size, sample_tokens
 from jaxroll.config.parsing import nearest
-from jaxroll.config.prompt_rules import task_parts
+from jaxroll.config.prompt_rules import evaluation_set, task_parts
 from jaxroll.data import gym, prompts, sources
 from jaxroll.envs import registry
 from jaxroll.errors import ConfigError
@@ -96,11 +97,28 @@ def meshes(config: Config) -> dict[str, MeshConfig]:
 
 
 def _check_files(config: Config) -> None:
-    data = ((f"{part.key}.path", part.task.path) for part in task_parts(config.task))
+    data = [(f"{part.key}.path", part.task.path) for part in task_parts(config.task)]
+    for name in config.evaluator.sets:
+        task, _ = evaluation_set(config, name)
+        if task.path != config.task.path:
+            data.append((f"evaluator.sets.{name}.path", task.path))
     for key, path in (("model.path", config.model.path), ("tokenizer.path", config.tokenizer.path),
                       ("learner.lora_path", config.learner.lora_path), *data):  # fmt: skip
         if path and not Path(path).expanduser().exists():
-            raise ConfigError(key, path, "no such file or folder on this machine", _beside(Path(path)))
+            raise ConfigError(
+                key, path, "no such file or folder on this machine", _beside(Path(path)) + _how(key, path)
+            )
+
+
+def _how(key: str, path: str) -> str:
+    """The way to get the missing folder of a released model; empty for another key."""
+    if key not in ("model.path", "tokenizer.path"):
+        return ""
+    return (
+        " Put the folder of a Hugging Face checkpoint there (config.json, *.safetensors, tokenizer.json), as by"
+        f" `hf download ORGANIZATION/{Path(path).name} --local-dir {os.path.relpath(path)}`,"
+        f" or name another one with --config.{key}=FOLDER."
+    )
 
 
 def _check_algorithm(name: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -150,8 +151,21 @@ class Candidates:
         return candidate
 
 
+@contextlib.contextmanager
+def _errors_about(section: str) -> Iterator[None]:
+    """Report errors about keys of `task` as errors about the same keys of a source or set in `section`."""
+    try:
+        yield
+    except ConfigError as error:
+        task, _, key = error.key.partition(".")
+        if task != "task" or section == task:
+            raise
+        raise ConfigError(f"{section}.{key}", error.value, error.reason, error.remedy) from error
+
+
 def _opened(config: Config, part: TaskPart, first: int) -> Part:
-    source = open_source(part.task)
+    with _errors_about(part.key):
+        source = open_source(part.task)
     own = of(dataclasses.replace(config, task=part.task), source.size)
     ranges = Ranges(*(range(r.start + first, r.stop + first, r.step) for r in (own.train, own.heldout, own.sft)))
     return Part(part.label, part.weight, part.task, source, ranges, first)
@@ -209,7 +223,8 @@ def evaluated(config: Config, candidates: Candidates | None = None) -> dict[str,
 
 def _set_tasks(config: Config, name: str, tokenizer: Tokenizer) -> tuple[Task, ...]:
     task, items = evaluation_set(config, name)
-    candidates = Candidates(dataclasses.replace(config, task=task), tokenizer)
+    with _errors_about(f"evaluator.sets.{name}"):
+        candidates = Candidates(dataclasses.replace(config, task=task), tokenizer)
     part, found, last_skip = candidates.parts[0], list[Task](), ""
     size = part.source.size
     wanted = items or (task.heldout_items if size is None else size)

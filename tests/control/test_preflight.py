@@ -155,6 +155,18 @@ CASES: dict[str, Case] = {
         "@register('mine')"),
     "no such rows": (None, JSONL, "task.path", "x.jsonl", "no such file"),
     "rows, nearly": (rows(GOOD), [*JSONL, "task.path=x.json"], "task.path", "x.json", "Did you mean 'x.jsonl'?"),
+    "no such rows of a set": (
+        None, ['evaluator.sets={"a": {"source": "jsonl", "path": "y.jsonl"}}'],
+        "evaluator.sets.a.path", "y.jsonl", "no such file"),
+    "a malformed row of a set": (
+        rows(GOOD, "{"), ['evaluator.sets={"a": {"source": "jsonl", "path": "x.jsonl"}}'],
+        "evaluator.sets.a.path", "x.jsonl:2", "layouts of rows"),
+    "a malformed row of a mixture": (
+        rows(GOOD, "{"), ['task.mixture=[{"source": "jsonl", "path": "x.jsonl"}]'],
+        "task.mixture[0].path", "x.jsonl:2", "layouts of rows"),
+    "no folder of a model": (
+        None, ["model.path=models/Qwen3-0.6B"], "model.path", "models/Qwen3-0.6B",
+        "hf download ORGANIZATION/Qwen3-0.6B --local-dir models/Qwen3-0.6B"),
     "no rows": (rows(), JSONL, "task.path", "x.jsonl", "no rows"),
     "a malformed row": (rows(GOOD, "{"), JSONL, "task.path", "x.jsonl:2", "layouts of rows"),
     "no saved dataset": (rows(GOOD), ["task.source=hf_dataset", "task.path=x.jsonl"], "task.path", "x.jsonl", "folder"),

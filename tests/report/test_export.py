@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from msgspec import structs
 
+from jaxroll import supports, wire
 from jaxroll.control import cli
-from jaxroll.records import Version
-from jaxroll.report.commands import export
+from jaxroll.records import Member, Version
+from jaxroll.report.commands import export, inspect, trajectory
 from jaxroll.store.log import database
 from tests.harness.run_folder import write_run_file
 from tests.harness.store.recorded_log import ALPHABET, finished, long_run, recorded_run
@@ -119,3 +121,32 @@ def test_wrong_arguments_are_refused_and_leave_no_file(
     assert exported(run_dir, f"--jsonl={tmp_path / 'no' / 'such' / 'folder.jsonl'}") == 64
     assert "its folder does not exist" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_supports_of_truncated_sampling_are_in_both_views(run_dir: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run_dir, tmp_path / "run")
+    with sqlite3.connect(copy / "store.db") as db:
+        ((body,),) = db.execute("SELECT body FROM payloads WHERE group_id = 3 AND member = 1")
+        member = wire.decode(body, Member)
+        shown, sampled = member.outcome.segments  # type: ignore[union-attr]
+        own = int(sampled.tokens[0])
+        assert set(sampled.tokens.tolist()) == {own}
+        ids = np.array([own, 9, own, 8, own, 2], np.int32)
+        kept = supports.encoded(supports.Supports(np.array([2, 0, 1, 3]), ids), sampled.tokens)
+        segments = (shown, structs.replace(sampled, support=kept))
+        outcome = structs.replace(member.outcome, segments=segments)
+        changed = wire.encode(structs.replace(member, outcome=outcome))
+        db.execute("UPDATE payloads SET body = ? WHERE group_id = 3 AND member = 1", (changed,))
+    db.close()
+    of_tokens = [sorted([own, 9]), [], [own], sorted([own, 8, 2])]
+    parquet = tmp_path / "t.parquet"
+    assert exported(copy, f"--parquet={parquet}") == 0
+    rows = {(row["group"], row["member"]): row["supports"] for row in pq.read_table(parquet).to_pylist()}
+    assert rows.pop((3, 1)) == [[], [], [], *of_tokens], "one list for each token"
+    assert set(map(str, rows.values())) == {"None"}
+    with database.transaction(copy) as db:
+        first, second = trajectory.facts(db, 3, None)["members"]
+    assert [segment.get("supports") for segment in second["segments"]] == [None, of_tokens]
+    assert not any("supports" in segment for segment in first["segments"])
+    (text,) = [value for name, value in inspect._member(second).rows if name == "supports"]
+    assert text == "of 3 tokens, 1 to 3 ids, mean 2"

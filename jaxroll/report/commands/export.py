@@ -19,7 +19,7 @@ import msgspec
 from jaxroll import disk, wire
 from jaxroll.errors import ConfigError
 from jaxroll.records import Finished, Member, ages
-from jaxroll.report.commands.trajectory import Decoder, decoder
+from jaxroll.report.commands.trajectory import Decoder, decoder, supports_of
 from jaxroll.store.log import database
 
 ROW_GROUP_BYTES = 8 * 2**20
@@ -92,6 +92,7 @@ def _row(found: Row, decode: Decoder | None) -> Row:
         "tokens": [token for s in outcome.segments for token in s.tokens.tolist()],
         "loss_mask": [mask for s in outcome.segments for mask in s.loss_mask.tolist()],
         "logprobs": [value for s in outcome.segments for value in s.logprobs.tolist()],
+        "supports": _supports(outcome),
         "reward": outcome.reward,
         "reward_parts": json.dumps(outcome.reward_parts),
         "extracted": outcome.extracted,
@@ -101,6 +102,17 @@ def _row(found: Row, decode: Decoder | None) -> Row:
         "age_max": int(age.max()) if age is not None and age.size else None,
         "age_mean": float(age.mean()) if age is not None and age.size else None,
     }
+
+
+def _supports(outcome: Finished) -> list[list[int]] | None:
+    """The ids that truncated sampling kept for each token, [] where it kept all; None if nothing was truncated."""
+    if not any(segment.support.size for segment in outcome.segments):
+        return None
+    return [
+        ids
+        for segment in outcome.segments
+        for ids in (supports_of(segment) if segment.support.size else [[] for _ in segment.tokens])
+    ]
 
 
 def _texts(outcome: Finished, decode: Decoder | None) -> tuple[str | None, str | None]:
@@ -121,7 +133,8 @@ COLUMNS = (
     ("group", "int64"), ("member", "int64"), ("attempt", "int64"), ("question_hash", "string"),
     ("prompt_index", "int64"), ("env", "string"), ("env_args", "string"), ("question", "string"),
     ("prompt_text", "string"), ("answer_text", "string"), ("tokens", "list<int32>"), ("loss_mask", "list<uint8>"),
-    ("logprobs", "list<float>"), ("reward", "double"), ("reward_parts", "string"), ("extracted", "string"),
+    ("logprobs", "list<float>"), ("supports", "list<list<int32>>"),
+    ("reward", "double"), ("reward_parts", "string"), ("extracted", "string"),
     ("finish", "string"), ("versions", "string"), ("sampled_tokens", "int64"), ("state", "string"),
     ("reason", "string"), ("claim_lineage", "int64"), ("claim_step", "int64"), ("age_max", "int64"),
     ("age_mean", "double"), ("holder", "string"), ("leased_unix_s", "double"), ("ended_unix_s", "double"),
@@ -176,6 +189,7 @@ def open_parquet(path: Path) -> Iterator[Write]:
         raise ConfigError("--parquet", path.name, "pyarrow is not installed",
                           "Install it (pip install 'jaxroll[data]'), or use --jsonl=FILE.") from error  # fmt: skip
     kinds = {"list<int32>": pa.list_(pa.int32()), "list<uint8>": pa.list_(pa.uint8()), "int64": pa.int64(),
+             "list<list<int32>>": pa.list_(pa.list_(pa.int32())),
              "list<float>": pa.list_(pa.float32()), "string": pa.string(), "double": pa.float64()}  # fmt: skip
     schema = pa.schema([(name, kinds[kind]) for name, kind in COLUMNS])
     with pq.ParquetWriter(path, schema) as writer:

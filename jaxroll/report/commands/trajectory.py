@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from jaxroll import wire
+from jaxroll import supports, wire
 from jaxroll.config import parse
 from jaxroll.errors import ConfigError, JaxRollError
 from jaxroll.records import Finished, Member, Segment, ages
@@ -122,8 +123,21 @@ def _segment(segment: Segment, decode: Decoder | None) -> Facts:
     found: Facts = {"source": "model" if sampled else "shown", "tokens": segment.tokens.tolist()}
     if sampled:
         found["logprobs"] = [round(float(value), 6) for value in segment.logprobs]
+    if segment.support.size:
+        found["supports"] = supports_of(segment)
     if decode is not None:
         found["text"] = decode(found["tokens"])
+    return found
+
+
+def supports_of(segment: Segment) -> list[list[int]]:
+    """The ids to which truncated sampling restricted each token of the segment; [] for all, or not sampled."""
+    found: list[list[int]] = [[] for _ in segment.tokens]
+    sampled = np.flatnonzero(segment.sampled_mask)
+    kept = supports.decoded(segment.support, segment.tokens[sampled])
+    ids = np.split(kept.ids, np.cumsum(kept.sizes)[:-1]) if len(sampled) else []
+    for place, of_token in zip(sampled, ids, strict=True):
+        found[place] = sorted(of_token.tolist())
     return found
 
 
