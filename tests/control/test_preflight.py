@@ -463,6 +463,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/gym.py::_settings_in_mixture": ("mixture of tasks",),
     "data/gym.py::allowed": ("task unknown",),
     "data/tasks.py::_set_tasks": ("a set with too few rows",),
+    "data/tasks.py::_errors_about": ("a malformed row of a set", "a malformed row of a mixture"),
     "data/tasks.py::_hold_out": ("task too small", "prompts too long"),
     "data/prompts.py::PromptPipeline.__next__": ("every row held out",),
     "data/prompts.py::PromptPipeline.restore": HERE,

@@ -1,0 +1,79 @@
+"""`configs/gsm8k_qwen3_0p6b.py` on a CPU: two steps from random weights in the shape of Qwen3-0.6B."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jaxroll.models import families, params
+from jaxroll.models.tensor_files import DTYPES, Leaf
+from jaxroll.tools import weights
+from tests.harness.train_process import Train, assert_sound
+
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(3000)]
+
+_BF16 = DTYPES["BF16"]
+_TEMPLATE = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+# One device per role, and short sequences; the model, its dtypes, the prompts and the reward are those of the config.
+_SMALL = {
+    "schedule.steps": 2, "schedule.groups_per_step": 1, "schedule.group_size": 2, "schedule.alpha": 0,
+    "sampling.max_tokens": 8, "task.max_prompt_tokens": 160, "task.heldout_items": 1, "sampler.mesh.tensor": 1,
+    "sampler.slots": 2, "sampler.prefill_rows": 1, "sampler.prefill_buckets": 160, "sampler.decode_chunk": 1,
+    "learner.mesh.fsdp": 1, "learner.micro_batch_rows": 1, "learner.row_tokens": 168, "learner.checkpoint_every": 100,
+    "learner.scan_layers": True, "transfer.deadline_s": 600,
+}  # fmt: skip
+
+
+def random_value(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Normal numbers of deviation 1/√in in bfloat16; ones for norms."""
+    if "norm" in name:
+        return np.ones(shape, ml_dtypes.bfloat16)
+    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
+    return (noise / np.float32(np.sqrt(shape[-1]))).astype(ml_dtypes.bfloat16)
+
+
+def write_model(folder: Path) -> None:
+    """A Hugging Face folder with random weights in the shape of Qwen3-0.6B, and a byte-level tokenizer."""
+    spec = families.spec("qwen3_0p6b")
+    leaves = {name: Leaf(_BF16, tuple(leaf.shape)) for name, leaf in params.abstract(spec).items()}
+    source = weights.Source("random", spec, leaves, lambda name: random_value(name, leaves[name].shape), None, None)
+    weights.export(source, folder, weights.AS_STORED, 10**9)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=0, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": _TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_two_steps_from_a_folder_of_random_weights(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    rows = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}.\n#### {2 * n}"} for n in range(8)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {
+        "model.path": tmp_path / "model",
+        "tokenizer.path": tmp_path / "model",
+        "task.path": tmp_path / "train.jsonl",
+    }
+    words = [f"--config.{key}={value}" for key, value in (paths | _SMALL).items()]
+    with Train(tmp_path / "run", *words, config="gsm8k_qwen3_0p6b") as train:
+        assert train.finish(2700) == 0, train.logs()
+        assert_sound(train, steps=2, alpha=0)
+    steps = [row for row in train.rows if row["kind"] == "step"]
+    assert [row["step"] for row in steps] == [1, 2] and all(np.isfinite(row["loss"]) for row in steps)
