@@ -20,11 +20,12 @@ from jaxroll.records import Version, VersionRef
 from jaxroll.report.commands import inspect, trajectory
 from jaxroll.report.figures.record import store_pid
 from jaxroll.report.formats import Section, plain, safe, show
+from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
 from jaxroll.store.log import database
 from jaxroll.store.log.commit_log import Log
 from jaxroll.store.server.keeper import Keeper
-from tests.harness.run_folder import write_run_file
+from tests.harness.run_folder import LogMaker, write_run_file
 from tests.harness.store.recorded_log import (
     ALPHABET,
     SETTINGS,
@@ -121,6 +122,18 @@ def test_groups_that_died_were_shrunk_or_are_not_there(run_dir: Path, capsys: py
     assert [e["kind"] for e in dead["events"]][-2:] == ["member_failed", "died"]
     assert cli.main(["inspect", str(run_dir), "--group=99"]) == 64
     assert "groups 0 to 10 were issued" in capsys.readouterr().err
+
+
+def test_prompts_that_the_curriculum_skipped_are_among_the_reasons(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run_file(tmp_path)
+    log = LogMaker()
+    log.add(ev.Skipped(4, b"c", 3), ev.Skipped(6, b"d"))
+    log.write(tmp_path)
+    assert facts(tmp_path)["curriculum_skipped"] == 3
+    assert cli.main(["inspect", str(tmp_path)]) == 0
+    assert re.search(r"SKIPPED +3 .*curriculum did not admit", capsys.readouterr().out)
 
 
 def test_steps_that_a_fork_gave_up_are_marked(tmp_path: Path) -> None:

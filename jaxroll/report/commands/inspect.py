@@ -90,6 +90,7 @@ def _head_facts(run_dir: Path, db: sqlite3.Connection, state: State, now: float)
         "acked": state.acked,
         "durable": state.durable,
         "issued": state.issued,
+        "curriculum_skipped": state.curriculum_skipped,
         "groups_in_flight": outstanding(state),
         "in_flight_window": settings.limiter.window(0) if settings else None,
         "retained_bytes": held_bytes(state),
@@ -360,6 +361,8 @@ def _ended(f: Facts) -> Section:
         (row["state"], number(row["groups"]), number(row["tokens"]), str(row["last"]), short(row["reason"], 80))
         for row in f["ended"]
     ]
+    if f["curriculum_skipped"]:
+        rows.append(("SKIPPED", number(f["curriculum_skipped"]), "0", "", "prompts that the curriculum did not admit"))
     headings = ("state", "groups", "tokens", "newest", "reason")
     return Section("ended untrained", headings, rows, right=frozenset({1, 2, 3}))
 

@@ -425,6 +425,7 @@ def status(settings: Settings, state: State, prompts_ready: bool = True, now_s: 
         "counts": counts(state),
         "issued": state.issued,
         "prompts_issued": state.prompts_issued,
+        "prompts_skipped": {"curriculum": state.curriculum_skipped} if state.curriculum_skipped else {},
         "groups_in_flight": outstanding(state),
         "in_flight_window": window_in_force(settings, state),
         "in_flight_window_max": settings.limiter.window(0),

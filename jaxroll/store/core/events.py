@@ -33,11 +33,12 @@ class Issued(msgspec.Struct, frozen=True, array_like=True, tag="issued"):
 class Skipped(msgspec.Struct, frozen=True, array_like=True, tag="skipped"):
     """Prompts up to `ordinal` are skipped because this line used them before a fork, or by the curriculum.
 
-    `cursor` is the pipeline's state after them.
+    `cursor` is the pipeline's state after them, `curriculum` the number of prompts that the curriculum did not admit.
     """
 
     ordinal: int
     cursor: bytes
+    curriculum: int = 0
 
 
 class Leased(msgspec.Struct, frozen=True, array_like=True, tag="leased"):

@@ -201,13 +201,16 @@ def _lease_prompts(
 
 def _passed(state: State, r: rq.Lease, used: int, curriculum: Curriculum) -> ev.Skipped | None:
     """Skip offered prompts from `used` on, up to the first that was not trained on before a fork and is admitted."""
-    place = used
-    while place < len(r.prompts) and (
-        (ordinal := state.next_ordinal + place) in state.passed
-        or not _admitted(state, curriculum, r.prompts[place][0], ordinal)
-    ):
+    place, refused = used, 0
+    while place < len(r.prompts):
+        if (ordinal := state.next_ordinal + place) not in state.passed:
+            if _admitted(state, curriculum, r.prompts[place][0], ordinal):
+                break
+            refused += 1
         place += 1
-    return ev.Skipped(state.next_ordinal + place - 1, r.prompts[place - 1][1]) if place > used else None
+    if place == used:
+        return None
+    return ev.Skipped(state.next_ordinal + place - 1, r.prompts[place - 1][1], refused)
 
 
 def _admitted(state: State, curriculum: Curriculum, task: Task, ordinal: int) -> bool:

@@ -148,6 +148,7 @@ def _advance_prompts(state: State, ordinal: int, cursor: bytes | None) -> None:
 
 def _skipped(state: State, e: ev.Skipped, now_s: float) -> None:
     _advance_prompts(state, e.ordinal, e.cursor)
+    state.curriculum_skipped += e.curriculum
     state.passed = {ordinal for ordinal in state.passed if ordinal > e.ordinal}
 
 

@@ -327,6 +327,7 @@ class State(msgspec.Struct, dict=True):
     next_ordinal: int = 0  # the position of the next prompt in the stream; a fork moves it back
     stream: dict[int, bytes] = {}  # ordinal → the pipeline's state after it, from the oldest open group on
     passed: set[int] = set()  # ordinals that were used on this line before a fork
+    curriculum_skipped: int = 0  # prompts that the curriculum did not admit, since the beginning of the run
     cuts: dict[str, Cut] = {}  # durable version → position of the prompt stream
     claim_cuts: dict[int, Cut] = {}  # claim that is not trimmed → position of the prompt stream after it
     data_ended: bool = False

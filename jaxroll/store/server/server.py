@@ -227,7 +227,8 @@ class _Store:
         return status(self._keeper.settings, self._keeper.state, bool(self._prompts.ready), self._keeper.now_s())
 
     def _write_row(self) -> None:
-        report = self._report() | {"prompts_skipped": self._prompts.skipped}
+        report = self._report()
+        report["prompts_skipped"] |= self._prompts.skipped
         self._metrics.log({"t": unix_s(), "role": "store", "kind": "store", **report})
 
     def _event(self, text: str, **fields: str) -> None:

@@ -9,6 +9,7 @@ from jaxroll.policy.curriculum import Curriculum
 from jaxroll.records import Version
 from jaxroll.store.core import events as ev
 from jaxroll.store.core import requests as rq
+from jaxroll.store.core.admission import status
 from jaxroll.store.core.invariants import Seen
 from jaxroll.store.core.state import Question, State
 from jaxroll.store.log.replay import broken_by
@@ -37,6 +38,16 @@ def test_a_prompt_outside_of_the_band_is_skipped_and_the_next_one_issued() -> No
     assert hashes[0] == f"{1:016x}"
     assert next(e.ordinal for e in m.log if isinstance(e, ev.Skipped)) == 0
     assert f"{2:016x}" not in hashes
+    assert status(m.core.settings, m.state)["prompts_skipped"] == {"curriculum": 2}
+
+
+def test_prompts_that_were_used_before_a_fork_are_not_counted_as_skipped_by_the_curriculum() -> None:
+    m = started()
+    known(m, 1, 1.0)
+    m.state.passed = {0}
+    m.lease(2)
+    (skipped,) = (e for e in m.log if isinstance(e, ev.Skipped))
+    assert (skipped.ordinal, skipped.curriculum) == (1, 1)
 
 
 def test_nothing_is_skipped_while_the_window_is_full() -> None:
@@ -75,3 +86,4 @@ def test_a_question_that_is_always_solved_does_not_return_and_the_log_replays() 
         assert broken_by(state, seen, event) == ""
     assert (state.next_ordinal, state.cursor) == (m.state.next_ordinal, m.state.cursor)
     assert state.questions == m.state.questions
+    assert state.curriculum_skipped == m.state.curriculum_skipped == 2
