@@ -114,6 +114,8 @@ def run_offline(options: argparse.Namespace) -> int:
     if options.command == "generate" and (options.run or options.config) and not options.prompts:
         name = run_dir.checked(options.run).name if options.run else "RUN"
         raise ConfigError("PROMPT", None, "no prompt given", f"Add one, as in `jaxroll generate {name} PROMPT`.")
+    if options.command == "eval" and options.run and not options.child:
+        _evaluate_model_folder(options)
     config, path = _config_and_run(options, options.command)
     if options.child:
         module = importlib.import_module(f"jaxroll.tools.{options.command}")
@@ -130,6 +132,20 @@ def run_offline(options: argparse.Namespace) -> int:
     argv = [sys.executable, "-m", "jaxroll", options.command, f"--run={path}", *options.passed_on]
     with run_dir.locked(path) if options.command == "sft" else contextlib.nullcontext():  # it replaces the warm start
         return run_foreground(argv, env)
+
+
+def _evaluate_model_folder(options: argparse.Namespace) -> None:
+    """If RUN is the folder of a Hugging Face model, take model and tokenizer from it and the task from `--config`."""
+    folder = Path(options.run)
+    if RunPaths(folder).run_file.exists() or not (folder / "config.json").is_file():
+        return
+    if not options.config:
+        raise ConfigError("RUN", options.run, "is the folder of a model, which has no task",
+                          f"Name a task too: jaxroll eval {options.run} --config=FILE")  # fmt: skip
+    named = [f"--config.model.path={folder}"]
+    if (folder / "tokenizer.json").is_file():
+        named += ["--config.tokenizer.kind=hf", f"--config.tokenizer.path={folder}"]
+    options.overrides, options.run = [*named, *options.overrides], None
 
 
 def run_compile(options: argparse.Namespace) -> int:

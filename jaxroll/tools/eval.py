@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,8 +28,19 @@ from jaxroll.tools import generate
 
 def main(args: RoleArgs, options: argparse.Namespace) -> int:
     """Print the figures of each held-out set and return 0. `options` are those of the command line."""
-    config = args.config
-    check_options(config, options)
+    check_options(args.config, options)
+    with contextlib.redirect_stdout(sys.stderr):  # environments may print, and stdout may be read as JSON
+        source, found = evaluated(args, options)
+    if options.json:
+        print(json.dumps({"weights": source, "sets": found}))
+    else:
+        print(f"weights: {source}", *(line for name in found for line in lines(name, found[name])), sep="\n")
+    return 0
+
+
+def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[str, dict[str, Any]]]:
+    """The description of the weights, and the figures of each held-out set by name."""
+    config, found = args.config, {}
     sets = chosen(heldout.evaluated(config), options.set)
     pool = registry.scoring_pool(config, args.run_dir)
     pool.start()
@@ -41,7 +54,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
         async def play(proxy: EngineProxy) -> None:
             executors, bounds = Executors(pool, config), bounds_of(config)
             manager = RolloutManager(proxy, executors.create, model.tokenizer, sampling, bounds=bounds)
-            found, first = {}, 0
+            first = 0
             try:
                 for name, tasks in sets.items():
                     samples = [
@@ -60,17 +73,11 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
                     first += len(tasks)  # so that no two sets draw with the same keys
             finally:
                 await executors.close()
-            if options.json:
-                print(json.dumps({"weights": model.source, "sets": found}))
-            else:
-                print(
-                    f"weights: {model.source}", *(line for name in found for line in lines(name, found[name])), sep="\n"
-                )
 
         generate.ask(model, play)
+        return model.source, found
     finally:
         pool.close()
-    return 0
 
 
 def check_options(config: Config, options: argparse.Namespace) -> None:

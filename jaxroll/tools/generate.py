@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -70,7 +72,8 @@ def load(config: Config, run_dir: Path, *, slots: int, max_tokens: int, penaltie
         paged_attention=config.sampler.paged_attention,
     )
     engine = Engine(spec, mesh, rules.SAMPLER, engine_config, decode=text.decode)
-    engine.warmup(placed, print)
+    # stdout is for the answers alone
+    engine.warmup(placed, functools.partial(print, file=sys.stderr, flush=True))
     engine.swap(version, placed)
     return Trained(config, text, EngineHost(engine), version, source)
 

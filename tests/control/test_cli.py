@@ -278,6 +278,20 @@ def test_generate_starts_a_child(here: Path) -> None:
     assert calls(path) == [["generate", f"--run={path}", "--top-k=3", "--", "a prompt"]]
 
 
+@pytest.mark.process
+@pytest.mark.usefixtures("pretended_python")
+def test_eval_of_a_model_s_folder_takes_the_task_from_a_config(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ROOT / "tests" / "golden" / "qwen3" / "tied"
+    assert cli.main(["eval", str(model)]) == 64
+    assert f"jaxroll eval {model} --config=FILE" in capsys.readouterr().err
+    words = ["--config.task.max_prompt_tokens=48", "--set=heldout", "--json"]
+    assert cli.main(["eval", str(model), f"--config={SMOKE}", *words]) == 0
+    (run,) = (here / "runs").iterdir()
+    config = run_dir.load_config(run)
+    assert (config.model.path, config.tokenizer.path, config.tokenizer.kind) == (str(model), str(model), "hf")
+    assert calls(run) == [["eval", f"--run={run}", "--set=heldout", "--json"]]
+
+
 COMMANDS = [one for group in cli.GROUPS.values() for one in group]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
-from jaxroll.config import Config, EvaluatorConfig
+from jaxroll.config import Config, EvaluatorConfig, RoleArgs
 from jaxroll.control import cli
 from jaxroll.errors import ConfigError
 from jaxroll.records import Task
@@ -42,6 +43,20 @@ def test_several_samples_have_mean_and_pass_at_k_by_source() -> None:
 def test_nothing_that_counts_is_reported_as_such() -> None:
     found = evaluation.figures([[score("", True, pinned=False)]], ())
     assert evaluation.lines("heldout", found) == ["heldout: no item could be scored"]
+
+
+def test_only_the_json_is_on_stdout(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compilation is reported elsewhere, and an environment may print."""
+
+    def evaluated(args: object, options: object) -> tuple[str, dict]:
+        print("an environment prints")
+        return "the warm start", {"heldout": {"items": 0, "scored": 0}}
+
+    monkeypatch.setattr(evaluation, "evaluated", evaluated)
+    options = cli.parser().parse_args(["eval", "runs/a", "--json"])
+    assert evaluation.main(RoleArgs(CONFIG, Path("runs/a")), options) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["weights"] == "the warm start" and err == "an environment prints\n"
 
 
 @pytest.mark.parametrize(
