@@ -159,6 +159,8 @@ class SftConfig:
     batch: PositiveInt = 96
     # Peak learning rate.
     learning_rate: PositiveFloat = 3e-3
+    # End the warm start early once this share of unseen answers is exact (teacher-forced, every five steps). 1: never.
+    enough_exact: Annotated[float, Bounds(above=0, most=1)] = 1.0
     # First item of the warm start's range of a generated dataset.
     start: ItemIndex = 20_000_000
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from jaxroll.sharding import layout as rules
 from jaxroll.text import tokenizers
 
 REPORT_EVERY_S = 5.0
+CHECK_EVERY = 5  # steps between two estimates with `sft.enough_exact`
 CHECK_EXAMPLES = 256  # questions held out for the estimate at the end: at most this many, and at most a tenth
 MAX_GRAD_NORM = 1.0
 SUPERVISED = Algorithm(importance.likelihood(), multiple_of_advantage=True)
@@ -57,6 +58,7 @@ class WarmStartPlan:
 def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     """Train `sft.steps` steps from a fresh init (or `model.path`), write the folder `out_dir`, and return metrics.
 
+    With `sft.enough_exact` below 1 it ends as soon as `exact_match` reaches that, looked at every `CHECK_EVERY` steps.
     The result depends only on the config. `exact_match` is teacher-forced: the share of unseen worked answers of which
     every token is the likeliest one given the tokens before it, so that greedy decoding would give the same answer. It
     is None for a task too small to hold out questions.
@@ -81,24 +83,27 @@ def train(config: Config, out_dir: Path, progress: Progress) -> dict[str, Any]:
     used = {batch.rows for batches in plan.batches for batch in batches}
     programs.compile([rows for rows in buckets if rows in used], progress)
     compiled = time.monotonic()
-    state, losses = _run(programs, state, plan.batches, progress)
+    exact_share = estimator(programs, plan.check, buckets)
+    state, losses = _run(programs, state, plan.batches, progress, exact_share, config.sft.enough_exact)
     seconds = time.monotonic() - compiled
-    exact = exact_share(programs, state.params, plan.check, buckets)
+    exact = exact_share(state.params)
     weights.save(out_dir, state.params, spec, described(config))
-    tokens = sum(int((batch.streams["segment_ids"] > 0).sum()) for batches in plan.batches for batch in batches)
+    trained = plan.batches[: len(losses)]
+    tokens = sum(int((batch.streams["segment_ids"] > 0).sum()) for batches in trained for batch in batches)
     row = {
-        "steps": config.sft.steps,
+        "steps": len(losses),
         "loss_first": losses[0],
         "loss": float(np.mean(losses[-10:])),
         "exact_match": exact,
         "tokens_per_s": tokens / seconds,
         "train_s": seconds,
         "seconds": time.monotonic() - started,
-        "padding_waste": packing.padding_waste([batch for batches in plan.batches for batch in batches]),
+        "padding_waste": packing.padding_waste([batch for batches in trained for batch in batches]),
         "parameters": families.parameter_count(spec),
     }
     estimate = "" if exact is None else f", {100 * exact:.0f} % of unseen answers exact (teacher-forced)"
-    progress(f"warm start done in {row['seconds']:.1f} s: loss {losses[0]:.3f} to {row['loss']:.3f}{estimate}")
+    change = f"loss {losses[0]:.3f} to {row['loss']:.3f}"
+    progress(f"warm start done after {len(losses)} steps in {row['seconds']:.1f} s: {change}{estimate}")
     return row
 
 
@@ -156,9 +161,14 @@ def _recipe(config: Config, spec: families.ModelSpec, layout: rules.Layout) -> R
 
 
 def _run(
-    programs: Programs, state: states.TrainState, batches: list[list[packing.MicroBatch]], progress: Progress
+    programs: Programs,
+    state: states.TrainState,
+    batches: list[list[packing.MicroBatch]],
+    progress: Progress,
+    exact_share: Callable[[Params], float | None],
+    enough: float,
 ) -> tuple[states.TrainState, list[float]]:
-    """The state after all steps, and the loss of each."""
+    """The state after the last step, and the loss of each. It ends early once `exact_share` is `enough` (below 1)."""
     losses, accumulator, report_due = [], programs.zeros(), _every(REPORT_EVERY_S)
     for number, step in enumerate(batches, start=1):
         for batch in step:
@@ -167,6 +177,8 @@ def _run(
         losses.append(step_metrics.metrics(jax.device_get(report["statistics"]))["loss"])
         if next(report_due) or number == len(batches):
             progress(f"warm start step {number}/{len(batches)}, loss {losses[-1]:.3f}")
+        if enough < 1 and number % CHECK_EVERY == 0 and (exact_share(state.params) or 0.0) >= enough:
+            break
     return state, losses
 
 
@@ -199,21 +211,24 @@ def main(args: RoleArgs) -> int:
 # --- greedy accuracy on worked answers, from one forward pass
 
 
-def exact_share(programs: Programs, params: Params, check: Sequence[Sample], buckets: Sequence[int]) -> float | None:
-    """The share of `check` of which every trained token is the likeliest one given the true tokens before it.
+def estimator(programs: Programs, check: Sequence[Sample], buckets: Sequence[int]) -> Callable[[Params], float | None]:
+    """A function of the parameters: the share of `check` whose trained tokens are all the likeliest ones.
 
-    Greedy decoding gives the same prefix as long as every token is the likeliest, so this is the share of exact greedy
-    answers (up to ties and rounding). None if `check` is empty.
+    Each token is judged given the true tokens before it. Greedy decoding gives the same prefix as long as every token
+    is the likeliest, so this is the share of exact greedy answers (up to ties and rounding). None if `check` is empty.
     """
-    if not check:
-        return None
     recipe = programs.recipe
     guess = jax.jit(lambda params, streams: _likeliest(recipe, params, streams))
-    right = 0
-    for batch in packing.pack(check, recipe.row_tokens, buckets[:1]):
-        hits = np.asarray(guess(params, programs.placed(batch.streams))) | ~batch.streams["mask"]
-        right += sum(bool(hits[p.row, p.start : p.start + p.length].all()) for p in batch.placements)
-    return right / len(check)
+    batches = packing.pack(check, recipe.row_tokens, buckets[:1]) if check else []
+
+    def exact_share(params: Params) -> float | None:
+        right = 0
+        for batch in batches:
+            hits = np.asarray(guess(params, programs.placed(batch.streams))) | ~batch.streams["mask"]
+            right += sum(bool(hits[p.row, p.start : p.start + p.length].all()) for p in batch.placements)
+        return right / len(check) if check else None
+
+    return exact_share
 
 
 def _likeliest(recipe: Recipe, params: Params, streams: Mapping[str, jax.Array]) -> jax.Array:

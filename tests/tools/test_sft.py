@@ -115,6 +115,15 @@ def test_prepared_trains_on_answers_and_never_on_the_check():
         np.testing.assert_allclose(total, 1.0, rtol=1e-5)
 
 
+def test_it_ends_early_once_enough_answers_are_exact(warm, tmp_path):
+    cfg = config(150)
+    said: list[str] = []
+    row = sft.train(replace(cfg, sft=replace(cfg.sft, enough_exact=0.05)), tmp_path / "warm", said.append)
+    assert row["steps"] < 150 and row["steps"] % sft.CHECK_EVERY == 0
+    assert 0.05 <= row["exact_match"] < warm[1]["exact_match"]
+    assert f"after {row['steps']} steps" in said[-1]
+
+
 def test_zero_steps_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"sft\.steps = 0"):
         sft.train(config(0), tmp_path, lambda _: None)
