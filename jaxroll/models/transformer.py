@@ -109,7 +109,7 @@ def forward_with_load(
                 loads.append(moe.load(logits, chosen, segment_ids > 0))
                 return chosen
 
-            x = _pinned(block(x, turn, attend, Routing(seen, layout)), layout, "rows")
+            x = _pinned(block(x, turn, attend, Routing(seen, layout)), layout)
             return x, loads[0] if loads else None
 
         if spec.remat == "none":
@@ -118,7 +118,7 @@ def forward_with_load(
         return jax.checkpoint(layer, policy=_KEPT[spec.remat], prevent_cse=not spec.scan)
 
     layer = {window: layer_of(window) for window in sorted(set(spec.each_window))}
-    x, loads = _pinned(decoder.embedded(tokens), layout, "rows"), []
+    x, loads = _pinned(decoder.embedded(tokens), layout), []
     given = None if choices is None else jnp.moveaxis(choices, 2, 0)  # [L, B, T, k]
     first = 0
     if spec.scan:
@@ -224,7 +224,7 @@ def prefill_with_experts(
         values.append(v)
         return causal[spec.each_window[len(keys) - 1]](q, k, v)
 
-    x, experts = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turns, attend, layout)
+    x, experts = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout), turns, attend, layout)
     return decoder.logits(decoder.final_norm(_at(x, lengths - 1))), tuple(keys), tuple(values), experts
 
 
@@ -257,7 +257,7 @@ def extend(
         one = _one_pool(keys[at]), _one_pool(values[at])
         return paged(q, *one, everywhere, pages.starts, far, spec.each_window[at])
 
-    x, chosen = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout, "rows"), turns, attend, layout)
+    x, chosen = _through(spec, decoder, _pinned(decoder.embedded(tokens), layout), turns, attend, layout)
     experts = cache.experts
     if experts is not None and chosen is not None:
         experts = filled(experts, chosen, pages.shards, pages.tables, pages.starts, lengths)
@@ -401,5 +401,9 @@ def _through(
     return x, moe.recorded(spec, chosen) if chosen else None
 
 
-def _pinned(x: Float[Array, "B T D"], layout: Layout | None, rows: str) -> Float[Array, "B T D"]:
-    return x if layout is None else layout.constrain(x, (rows, "tokens", "width"))
+def _pinned(x: Float[Array, "B T D"], layout: Layout | None) -> Float[Array, "B T D"]:
+    """The residual stream between layers, sharded by the layout's rules."""
+    if layout is None:
+        return x
+    divided = layout.sharding(("rows", "stream", "width"), x.shape).spec[1] is not None
+    return layout.constrain(x, ("rows", "stream" if divided else "tokens", "width"))

@@ -103,15 +103,23 @@ _SHARED: dict[str, tuple[str, ...] | None] = {
 }
 
 LEARNER: Rules = MappingProxyType(
-    _SHARED | {"tokens": ("sequence",), "embed": ("fsdp", "expert", "sequence"), "expert_embed": ("fsdp", "sequence")}
+    _SHARED
+    | {
+        "tokens": ("sequence",),
+        # The tokens of the residual stream between layers, of which tensor parallelism would keep copies
+        # (V. Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022).
+        "stream": ("sequence", "tensor"),
+        "embed": ("fsdp", "expert", "sequence"),
+        "expert_embed": ("fsdp", "sequence"),
+    }
 )
 """Rules of the learner: parameters sharded over all axes but data, rows of a batch over data, fsdp and expert, the
-tokens of a row over sequence.
+tokens of a row over sequence, and between layers over tensor, too.
 
 For all but the experts themselves, the axis expert is a part of fsdp; for parameters, sequence is one as well.
 """
 
-SAMPLER: Rules = MappingProxyType(_SHARED | {"tokens": None, "embed": None, "expert_embed": None})
+SAMPLER: Rules = MappingProxyType(_SHARED | dict.fromkeys(("tokens", "stream", "embed", "expert_embed")))
 """Rules of a sampler: parameters sharded over tensor, experts also over expert (no gather of parameters in a decode
 step), slots over data, fsdp and expert.
 """

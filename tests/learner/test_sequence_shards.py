@@ -28,7 +28,8 @@ def programs(small_config, make_trainer):
     def make(mesh: MeshConfig, parts: int = 8, **changes) -> Programs:
         made: Recipe = make_trainer(small_config(micro_batch_rows=ROWS, row_tokens=TOKENS, mesh=mesh)).programs.recipe
         whole_mb = ROWS * TOKENS * SPEC.vocab_size * 4 / 2**20
-        return Programs(dataclasses.replace(made, spec=SPEC, logits_mb=whole_mb / parts / mesh.devices, **changes))
+        changes = {"spec": SPEC} | changes
+        return Programs(dataclasses.replace(made, logits_mb=whole_mb / parts / mesh.devices, **changes))
 
     return make
 
@@ -92,3 +93,10 @@ def test_a_device_holds_its_part_of_the_tokens_and_of_the_parameters(programs):
     embedding = {SPEC.width, SPEC.width // 2, SPEC.width // 4}
     logits = max(math.prod(shape) for shape in shapes if SPEC.vocab_size // 2 in shape and not embedding & {*shape})
     assert logits == ROWS * TOKENS * SPEC.vocab_size / 8 / 8, "the logits of a part on one device"
+
+
+def test_between_layers_the_tokens_are_divided_over_tensor_too(programs):
+    """The states that are kept for the backward pass: one array of [layers, rows, tokens, width] in a loop."""
+    text = programs(DIVIDED, spec=dataclasses.replace(SPEC, remat="layer", scan=True)).lowered("accumulate", ROWS)
+    kept = re.findall(rf"f32\[{SPEC.layers},{ROWS // 2},(\d+),{SPEC.width}\]", text.compile().as_text() or "")
+    assert set(kept) == {str(TOKENS // 4)}
