@@ -319,6 +319,7 @@ class _Step(_Known):
     logprob_mismatch_max: Number | None = None
     logits_std: Number | None = None
     expert_balance: Number | None = None
+    expert_load_max: Number | None = None
     padding_waste: Number | None = None
     compiles: Number | None = None
 

@@ -84,6 +84,8 @@ class ModelConfig:
     path: str = ""
     # Data type of activations. The learner keeps parameters in float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
+    # Balance a mixture of experts by a bias per expert, which only chooses (learner.router_bias_rate).
+    router_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -354,6 +356,8 @@ class LearnerConfig:
     kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
     # Coefficient of the load-balancing loss of a mixture of experts (0.001 is usual in pretraining). 0: none.
     router_loss: NonNegativeFloat = 0.0
+    # Step of model.router_bias: added to biases of experts with too few tokens, subtracted from those with too many.
+    router_bias_rate: NonNegativeFloat = 0.001
     # Train on the experts that the sampler chose for each token (recorded with every sample), not on the learner's own.
     routing_replay: bool = False
     # Rank of LoRA adapters. 0: train all parameters.

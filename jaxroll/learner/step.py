@@ -119,11 +119,13 @@ class Accumulator:
 class Routers:
     """The training of a model with experts.
 
-    With `replay` the experts are those that the sampler chose. `loss` is the coefficient of `moe.balance_loss`.
+    With `replay` the experts are those that the sampler chose. `loss` is the coefficient of `moe.balance_loss`,
+    `bias_rate` the step of the biases (`moe.with_moved_biases`).
     """
 
     replay: bool
     loss: float
+    bias_rate: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +224,7 @@ def gradients(
         loss = jnp.sum(jnp.where(streams["mask"], streams["weight"] * token.loss, 0.0))
         if recipe.routers and load is not None:
             balance = moe.balance_loss(load) * jnp.sum(streams[SHARE])
-            seen = statistics.with_balance(seen, balance)
+            seen = statistics.with_experts(seen, balance, load.chosen)
             loss = loss + recipe.routers.loss * balance if recipe.routers.loss else loss
         return loss, seen
 
@@ -247,7 +249,8 @@ class Programs:
         self.base = self.params if recipe.lora else {}
         self._everywhere = replicated(recipe.layout.mesh)
         self._batch = NamedSharding(recipe.layout.mesh, batch_spec(recipe.layout.rules))
-        seen = jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets))
+        loads = (spec.layers, spec.experts) if recipe.routers else None
+        seen = jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets, loads))
         self.accumulator = described(self.state.params, seen, layout.mesh)
         self._get = AheadOfTime("learner", recipe.row_tokens, self.lowered).get
 
@@ -336,7 +339,12 @@ class Programs:
         return jnp.where(streams["mask"], terms.logprob, 0.0)
 
     def _apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
-        return applied(self.recipe.optimizer, state, accumulator)
+        found, empty, report = applied(self.recipe.optimizer, state, accumulator)
+        if self.recipe.routers and self.recipe.routers.bias_rate:
+            loads = accumulator.statistics[statistics.LOADS]
+            params = moe.with_moved_biases(found.params, loads, self.recipe.routers.bias_rate)
+            found = dataclasses.replace(found, params=params)
+        return found, empty, report
 
 
 def applied(

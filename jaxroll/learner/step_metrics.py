@@ -32,13 +32,15 @@ SUMS = (
     "balance",
 )
 MAXIMA = ("ratio_max", "mismatch_max")
+LOADS = "expert_loads"  # of a model with experts: how often each was chosen, float32 [L, E]
 
 Statistics = dict[str, jax.Array]
 
 
-def zeros(age_buckets: int) -> Statistics:
-    """The statistics of no tokens."""
-    return {name: jnp.zeros(age_buckets, jnp.float32) for name in (*SUMS, *MAXIMA)}
+def zeros(age_buckets: int, loads: tuple[int, int] | None = None) -> Statistics:
+    """The statistics of no tokens; `loads` is the shape of LOADS, for a model with experts."""
+    found = {name: jnp.zeros(age_buckets, jnp.float32) for name in (*SUMS, *MAXIMA)}
+    return found | ({LOADS: jnp.zeros(loads, jnp.float32)} if loads else {})
 
 
 def of_batch(
@@ -77,10 +79,10 @@ def of_batch(
     return by_age | {name: _spread(value, of_age).max((0, 1)) for name, value in largest.items()}
 
 
-def with_balance(statistics: Statistics, balance: Float[Array, ""]) -> Statistics:
+def with_experts(statistics: Statistics, balance: Float[Array, ""], loads: Float[Array, "L E"]) -> Statistics:
     """`statistics` of a micro-batch of a model with experts: `balance` is its part of the balance loss."""
     # It belongs to no token; the first bucket holds it.
-    return statistics | {"balance": statistics["balance"].at[0].set(jax.lax.stop_gradient(balance))}
+    return statistics | {"balance": statistics["balance"].at[0].set(jax.lax.stop_gradient(balance)), LOADS: loads}
 
 
 def merged(first: Statistics, second: Statistics) -> Statistics:
@@ -99,11 +101,14 @@ def totals(reports: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]
 def metrics(statistics: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """The metrics row of a step, with the same metrics per age bucket in `by_age`.
 
+    `expert_load_max` is the largest load of an expert as a multiple of its layer's mean.
+
     `ess` is (Σρ)²/(n·Σρ²), the effective sample size under the importance weights as a fraction of all tokens.
     `logprob_mismatch_max` is None if no member was sampled wholly by the version being trained; all metrics are None
     if no token was computed.
     """
-    host = {name: np.asarray(value, np.float64) for name, value in statistics.items()}
+    host = {name: np.asarray(statistics[name], np.float64) for name in (*SUMS, *MAXIMA)}
+    loads = np.asarray(statistics.get(LOADS, 0.0), np.float64)
     total = {name: value.max() if name in MAXIMA else value.sum() for name, value in host.items()}
     tokens = max(total["tokens"], 1.0)
     return {
@@ -114,6 +119,7 @@ def metrics(statistics: Mapping[str, np.ndarray]) -> dict[str, Any]:
         "ratio_max": float(total["ratio_max"]) if total["tokens"] else None,
         "entropy": float(total["entropy"] / tokens) if total["tokens"] else None,
         "expert_balance": float(total["balance"]) if total["balance"] else None,
+        "expert_load_max": float((loads.max(-1) / loads.mean(-1)).max()) if loads.any() else None,
         "logits_std": math.sqrt(total["logits_variance"] / tokens) if total["tokens"] else None,
         "logprob_delta": float(total["delta"] / tokens) if total["tokens"] else None,
         "logprob_mismatch_max": float(total["mismatch_max"]) if total["fresh_tokens"] else None,

@@ -315,8 +315,12 @@ def recipe(config: Config, spec: ModelSpec, layout: Layout, algorithm: Algorithm
         lora=Lora.of(config.learner),
         rows=rows,
         support=support_tokens(config.sampling),
-        routers=Routers(config.learner.routing_replay, config.learner.router_loss) if spec.experts else None,
+        routers=_routers(config.learner, spec) if spec.experts else None,
     )
+
+
+def _routers(learner: LearnerConfig, spec: ModelSpec) -> Routers:
+    return Routers(learner.routing_replay, learner.router_loss, learner.router_bias_rate if spec.router_bias else 0.0)
 
 
 def shared_rows(learner: LearnerConfig) -> SharedRows | None:

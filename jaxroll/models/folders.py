@@ -7,6 +7,7 @@ as written by `jaxroll sft` and `jaxroll weights import` (model.json, arrays und
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ MODEL_FILE = "model.json"  # of a JaxRoll folder
 def spec(config: ModelConfig, vocab_size: int) -> ModelSpec:
     """The model of `config.path`, or of `config.size` if no path is set. ConfigError if its vocabulary is too small."""
     if not config.path:
-        return families.spec(config.size, vocab_size=vocab_size, compute_dtype=config.dtype)
+        named = families.spec(config.size, vocab_size=vocab_size, compute_dtype=config.dtype)
+        return dataclasses.replace(named, router_bias=config.router_bias)
     found = described(Path(config.path), config.dtype)
+    found = dataclasses.replace(found, router_bias=found.router_bias or config.router_bias)
     if vocab_size > found.vocab_size:
         reason = f"its model has {found.vocab_size} token ids and the tokenizer has {vocab_size}"
         raise ConfigError(
@@ -46,6 +49,11 @@ def described(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
     except TypeError as error:
         reason = f"its {name} has a key that is unknown, or lacks one ({error})"
         raise ConfigError("model.path", str(folder), reason, "Copy it again.") from error
+
+
+def as_stored(folder: Path, model: ModelSpec) -> ModelSpec:
+    """`model` without the router biases that its folder lacks: they start at 0."""
+    return dataclasses.replace(model, router_bias=model.router_bias and described(folder).router_bias)
 
 
 def is_ours(folder: Path) -> bool:
@@ -71,7 +79,7 @@ def weight_tensors(folder: Path) -> Tensors:
 def check_weights(config: ModelConfig, model: ModelSpec) -> None:
     """Raise ConfigError when the weights of `config.path` cannot be those of `model`. Reads only headers."""
     folder = Path(config.path)
-    tensors = weight_tensors(folder)
+    tensors, model = weight_tensors(folder), as_stored(folder, model)
     remedy = f"Is this the checkpoint of its {MODEL_FILE if is_ours(folder) else CONFIG_FILE}?"
     if wrong := weights_error(folder, model, tensors):
         raise ConfigError("model.path", config.path, wrong, remedy)

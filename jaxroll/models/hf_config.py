@@ -229,6 +229,9 @@ def to_huggingface(spec: ModelSpec, dtype: str, base: Mapping[str, Any] | None =
 
 def _check_readable(spec: ModelSpec, fields: Mapping[str, Any]) -> None:
     """Raise ConfigError unless `fields` describe `spec`."""
+    if spec.router_bias:
+        raise ConfigError("model.router_bias", True, f"transformers' {spec.family} has no biases of its router",
+                          "Use the run or its folders with JaxRoll, or balance by learner.router_loss.")  # fmt: skip
     read = from_huggingface(fields, compute_dtype=spec.compute_dtype)
     ignored = {"name": spec.name, "remat": spec.remat, "value_head": spec.value_head, "family": spec.family}
     read = dataclasses.replace(read, **ignored)

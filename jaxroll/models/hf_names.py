@@ -32,6 +32,7 @@ _POST_NORMS = {
 # Parameters of mixtures of experts. Hugging Face stores one matrix per expert, JaxRoll all of them in one array.
 _MOE_LAYER = {
     "mlp.router": "mlp.gate.weight",
+    "mlp.router_bias": "mlp.gate.e_score_correction_bias",  # in families that have one, such as DeepSeek-V3
     "mlp.experts.gate": "mlp.experts.{}.gate_proj.weight",
     "mlp.experts.up": "mlp.experts.{}.up_proj.weight",
     "mlp.experts.down": "mlp.experts.{}.down_proj.weight",
@@ -40,6 +41,7 @@ _DENSE_ONLY = ("mlp.gate", "mlp.up", "mlp.down")
 _OF_OPTIONS = {
     "qk_norm": ("attn.q_norm", "attn.k_norm"),
     "attention_bias": ("attn.q_bias", "attn.k_bias", "attn.v_bias"),
+    "router_bias": ("mlp.router_bias",),
 }
 
 

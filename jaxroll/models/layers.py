@@ -182,12 +182,13 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs) -> None:
         self.router = parameter(rngs, (spec.width, spec.experts), ("embed", "router"), 1 / math.sqrt(spec.width))
+        self.router_bias = parameter(rngs, (spec.experts,), ("router",), 0.0) if spec.router_bias else None
         self.experts = Experts(spec, rngs)
         self.normalized = spec.normalized_gates
 
     def __call__(self, x: Float[Array, "*rows D"], routing: Routing) -> Float[Array, "*rows D"]:
         logits = moe.router_logits(x, self.router[...])
-        chosen = routing.choose(logits, logits)
+        chosen = routing.choose(logits, logits if self.router_bias is None else logits + self.router_bias[...])
         weights = moe.gates(logits, chosen, self.normalized)
         experts = moe.Weights(self.experts.gate[...], self.experts.up[...], self.experts.down[...])
         return moe.mixed(x, chosen, weights, experts, routing.layout)

@@ -12,7 +12,7 @@ n tokens, D width, E experts, k experts of a token, F hidden units of an expert.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -80,6 +80,25 @@ def gates(logits: Float[Array, "*rows E"], chosen: Int[Array, "*rows k"], normal
     """The weights of the chosen experts: softmax over all E, and if `normalized` divided by their sum over the k."""
     weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
     return weights / jnp.sum(weights, axis=-1, keepdims=True) if normalized else weights
+
+
+def is_router(name: str) -> bool:
+    """True for the parameters of routers, which compute in float32."""
+    return name.endswith((".router", ".router_bias"))
+
+
+def with_moved_biases(params: Mapping[str, Array], chosen: Float[Array, "L E"], rate: float) -> dict[str, Array]:
+    """`params` with bᵢ + rate · sign(mean load − load of expert i) for the bias of every expert of a layer.
+
+    Biases balance the load without a loss: an expert with too few tokens is chosen more often (L. Wang et al.,
+    "Auxiliary-loss-free load balancing strategy for mixture-of-experts", 2024, algorithm 1; there they are added to
+    sigmoids, here to logits).
+    """
+    moves = rate * jnp.sign(jnp.mean(chosen, axis=-1, keepdims=True) - chosen)
+    return {
+        name: value + moves[int(name.split(".")[1])] if name.endswith(".router_bias") else value
+        for name, value in params.items()
+    }
 
 
 # --- experts

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PRNGKeyArray
 
+from jaxroll.models import moe
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.layers import Block, Decoder
 from jaxroll.sharding.layout import Rules, sharding
@@ -34,7 +35,7 @@ def served(spec: ModelSpec) -> dict[str, jax.ShapeDtypeStruct]:
     # parameters take half the memory. Routers compute in float32.
     dtype = jnp.dtype(spec.compute_dtype)
     return {
-        name: leaf if name.endswith(".router") else jax.ShapeDtypeStruct(leaf.shape, dtype)
+        name: leaf if moe.is_router(name) else jax.ShapeDtypeStruct(leaf.shape, dtype)
         for name, leaf in abstract(spec).items()
     }
 

@@ -14,32 +14,42 @@ from jaxroll.models import folders, params
 from jaxroll.models.families import ModelSpec
 from jaxroll.models.folders import spec
 from jaxroll.models.hf_names import name, names, of_experts
-from jaxroll.models.tensor_files import Converted, Leaf, Tensors
+from jaxroll.models.tensor_files import Converted, Index, Leaf, Tensors
 
 __all__ = ["leaves", "names", "of_experts", "spec", "stored", "weights"]
 
 
 def weights(config: ModelConfig, model: ModelSpec) -> Mapping[str, np.ndarray]:
-    """The parameters in the folder `config.path`, float32 by flat name; each is read on access and not kept.
+    """The parameters in the folder `config.path`, float32 by flat name; each (or a slice of it) is read on access.
 
     ConfigError, before any is read, when a tensor is missing, unexpected or has a wrong shape.
     """
     raw = leaves(Path(config.path), model)
-    return Converted(raw, lambda name: np.asarray(raw[name], np.float32))
+    return Converted(
+        raw,
+        lambda name: np.asarray(raw[name], np.float32),
+        lambda name, index: np.asarray(raw.slice_of(name, index), np.float32),
+    )
 
 
-def leaves(folder: Path, model: ModelSpec) -> Mapping[str, np.ndarray]:
+def leaves(folder: Path, model: ModelSpec) -> Converted:
     """As `weights`, from a folder of either kind, but in the stored dtype."""
-    tensors = folders.weight_tensors(folder)
+    tensors, shapes = folders.weight_tensors(folder), params.abstract(model)
+    model = folders.as_stored(folder, model)
+    fresh = shapes.keys() - params.abstract(model).keys()  # biases of routers, which start at 0
     try:
         stored(folder, model, tensors)
     except DataError as error:
         reason, remedy = str(error), "Is this the checkpoint of its config.json?"
         raise ConfigError("model.path", str(folder), reason, remedy) from error
-    if folders.is_ours(folder):
-        return tensors
-    shapes = params.abstract(model)
-    return Converted(shapes, lambda ours: leaf(model, ours, shapes[ours].shape, tensors.__getitem__))
+
+    def slice_of(ours: str, index: Index) -> np.ndarray:
+        at = shapes[ours].shape
+        if ours in fresh:
+            return np.zeros(at, np.float32)[index]
+        return tensors[ours][index] if folders.is_ours(folder) else leaf(model, ours, at, tensors.__getitem__, index)
+
+    return Converted(shapes, lambda ours: slice_of(ours, (slice(None),) * len(shapes[ours].shape)), slice_of)
 
 
 def stored(folder: Path, model: ModelSpec, tensors: Tensors) -> dict[str, Leaf]:
@@ -95,20 +105,31 @@ def parts(spec: ModelSpec, ours: str, value: np.ndarray) -> dict[str, np.ndarray
     return dict(zip(names(spec, ours), value if of_experts(ours) else (value,), strict=True))
 
 
-def leaf(spec: ModelSpec, ours: str, at: tuple[int, ...], tensor: Callable[[str], np.ndarray]) -> np.ndarray:
-    """The parameter `ours` of shape `at`, contiguous; DataError for a missing or misshapen tensor."""
+def leaf(
+    spec: ModelSpec,
+    ours: str,
+    at: tuple[int, ...],
+    tensor: Callable[[str], np.ndarray],
+    index: Index | None = None,
+) -> np.ndarray:
+    """The parameter `ours` of shape `at`, or its slice `index`, contiguous; DataError for a misshapen tensor, too.
+
+    Of memory-mapped tensors it reads only what is in the slice.
+    """
+    index = index or (slice(None),) * len(at)
     if not of_experts(ours):
-        return np.ascontiguousarray(_one(ours, at, name(spec, ours), tensor))
-    made: np.ndarray | None = None
-    for expert, theirs in enumerate(names(spec, ours)):  # one expert in memory at a time, in addition to the whole
-        value = _one(ours, at[1:], theirs, tensor)
-        made = np.empty(at, value.dtype) if made is None else made
+        return np.ascontiguousarray(_one(ours, at, name(spec, ours), tensor)[index])
+    wanted, made = names(spec, ours)[index[0]], None
+    for expert, theirs in enumerate(wanted):  # one expert in memory at a time, in addition to the whole
+        value = _one(ours, at[1:], theirs, tensor)[index[1:]]
+        made = np.empty((len(wanted), *value.shape), value.dtype) if made is None else made
         made[expert] = value
     assert made is not None
     return made
 
 
 def _one(ours: str, at: tuple[int, ...], theirs: str, tensor: Callable[[str], np.ndarray]) -> np.ndarray:
+    """The tensor `theirs` in our layout: a view."""
     try:
         value = np.asarray(tensor(theirs))
     except KeyError as error:

@@ -89,6 +89,7 @@ class ModelSpec:
     experts: int = 0
     experts_per_token: int = 0
     normalized_gates: bool = True  # the weights of a token's experts are divided by their sum
+    router_bias: bool = False  # the logits that choose experts, but not their weights, have a bias of each expert
 
     def __post_init__(self) -> None:
         # A model.json holds lists and objects.
@@ -130,6 +131,8 @@ class ModelSpec:
 
     def _check_experts(self) -> None:
         if self.experts == 0 == self.experts_per_token:
+            if self.router_bias:
+                raise ConfigError("model.router_bias", True, f"{self.name} has no experts", "Set it to False.")
             return
         for key in ("experts", "experts_per_token"):
             check_size(f"model.{key}", getattr(self, key), key)
@@ -161,7 +164,7 @@ class ModelSpec:
 
 _FLAGS = (
     "tied_embeddings", "qk_norm", "value_head", "scan", "attention_bias", "post_norms", "norm_offset",
-    "scaled_embeddings", "normalized_gates",
+    "scaled_embeddings", "normalized_gates", "router_bias",
 )  # fmt: skip
 
 
@@ -203,15 +206,14 @@ def check_mesh(spec: ModelSpec, mesh: MeshConfig, key: str = "mesh") -> None:
 
 
 def check_routing(spec: ModelSpec, config: Config) -> None:
-    """Raise ConfigError for options of experts with a model that has none, for adapters of experts alone, which do not
-    exist, and for records too large for the store."""
+    """Raise ConfigError for options of experts with a model that has none, and for records too large for the store."""
     learner = config.learner
     for key, value, off in (("routing_replay", learner.routing_replay, False), ("router_loss", learner.router_loss, 0)):
         if value != off and not spec.experts:
             raise ConfigError(f"learner.{key}", value, f"{spec.name} has no experts", f"Set it to {off}.")
-    if spec.experts and learner.lora_rank and all(target.startswith("mlp.") for target in learner.lora_targets):
-        raise ConfigError("learner.lora_targets", learner.lora_targets, f"the experts of {spec.name} have no adapters",
-                          "Name some of attn.q, attn.k, attn.v, attn.o.")  # fmt: skip
+    if spec.router_bias and learner.router_bias_rate and learner.lora_rank:
+        raise ConfigError("learner.router_bias_rate", learner.router_bias_rate,
+                          "with adapters the parameters of routers are frozen", "Set it to 0.")  # fmt: skip
     if not learner.routing_replay:
         return
     a_token = TOKEN_BYTES + spec.layers * spec.experts_per_token * (1 if spec.experts < 255 else 2)
@@ -227,7 +229,7 @@ def parameter_count(spec: ModelSpec) -> int:
     attention = spec.width * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads) + 2 * spec.head_dim * spec.qk_norm
     attention += spec.head_dim * (spec.heads + 2 * spec.kv_heads) * spec.attention_bias
     norms = (4 if spec.post_norms else 2) * spec.width
-    router = spec.width * spec.experts
+    router = (spec.width + spec.router_bias) * spec.experts
     layer = attention + 3 * spec.width * spec.hidden * (spec.experts or 1) + router + norms
     head = spec.width if spec.value_head else 0 if spec.tied_embeddings else spec.vocab_size * spec.width
     return spec.layers * layer + spec.vocab_size * spec.width + head + spec.width

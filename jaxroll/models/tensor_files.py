@@ -98,11 +98,26 @@ class Tensors(Mapping[str, np.ndarray]):
         return sum(math.prod(placed.leaf.shape) for placed in self._placed.values())
 
 
-class Converted(Mapping[str, np.ndarray]):
-    """Arrays by name, computed on access and not kept."""
+Index = tuple[slice, ...]  # one per axis
 
-    def __init__(self, names: Mapping[str, Any], make: Callable[[str], np.ndarray]) -> None:
-        self._names, self._make = tuple(names), make
+
+class Converted(Mapping[str, np.ndarray]):
+    """Arrays by name, computed on access and not kept.
+
+    `make` computes a whole array, `slice_of` a slice of it without reading the rest.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[str, Any],
+        make: Callable[[str], np.ndarray],
+        slice_of: Callable[[str, Index], np.ndarray] | None = None,
+    ) -> None:
+        self._names, self._make, self._slice_of = tuple(names), make, slice_of
+
+    def slice_of(self, name: str, index: Index) -> np.ndarray:
+        """`self[name][index]`, without reading the rest if the arrays were created so."""
+        return self._slice_of(name, index) if self._slice_of else self[name][index]
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._names:

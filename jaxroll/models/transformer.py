@@ -169,7 +169,7 @@ def _stacked(spec: ModelSpec, params: Params, layers: Sequence[int], layout: Lay
 
     def one(name: str, axes: tuple[str, ...]) -> Array:
         leaves = [params[f"layers.{number:02d}.{name}"] for number in layers]
-        if leaves[0].ndim > 1 and not name.endswith("router"):
+        if leaves[0].ndim > 1 and not moe.is_router(name):
             leaves = [leaf.astype(dtype) for leaf in leaves]
         found = jnp.stack(leaves)
         return found if layout is None else layout.constrain(found, ("layers", *axes))

@@ -82,7 +82,7 @@ def _cast_and_copy(params: dict[str, jax.Array], dtype: str) -> dict[str, jax.Ar
 
 def keeps_float32(name: str) -> bool:
     """True for the routers of mixtures of experts: rounded ones would choose other experts than the learner's."""
-    return name.endswith(".router")
+    return name.endswith((".router", ".router_bias"))
 
 
 def copied(params: Params, dtype: str) -> dict[str, jax.Array]:

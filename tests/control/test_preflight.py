@@ -95,9 +95,10 @@ CASES: dict[str, Case] = {
         "sampler.prefill_attention", "cudnn", "blocks of 128"),
     "routing of no experts": (
         None, ["learner.routing_replay=True"], "learner.routing_replay", "True", "has no experts"),
-    "adapters of experts": (
-        None, ["model.size=tiny_moe", "learner.lora_rank=4", "learner.lora_targets=mlp.gate"],
-        "learner.lora_targets", "mlp.gate", "have no adapters"),
+    "biases of no experts": (None, ["model.router_bias=True"], "model.router_bias", "True", "has no experts"),
+    "biases under adapters": (
+        None, ["model.size=tiny_moe", "model.router_bias=True", "learner.lora_rank=4"],
+        "learner.router_bias_rate", "0.001", "routers are frozen"),
     "records too large": (
         None, ["model.size=qwen3_30b_a3b", "learner.routing_replay=True", "learner.row_tokens=32768",
                "sampling.max_tokens=32000", "sampler.prefill_buckets=(16,)"],
@@ -421,7 +422,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "kernels/choice.py::check": ("a kernel in float32", "a kernel on another platform", "a kernel for short prompts"),
     "models/spec.py::ModelSpec.__post_init__": ("model of odd heads", "heads without keys"),
     "models/spec.py::ModelSpec._check_windows": CODE,
-    "models/spec.py::ModelSpec._check_experts": ("more experts a token than experts",),
+    "models/spec.py::ModelSpec._check_experts": ("more experts a token than experts", "biases of no experts"),
     "models/spec.py::RopeScaling.__post_init__": ("a rope without a context",),
     "models/spec.py::check_size": ("model of no layers", "no number of layers"),
     "models/spec.py::check_number": ("a rope base that is no number",),
@@ -432,7 +433,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "models/hf_config.py::_check_readable": CODE,
     "models/families.py::spec": TYPED,
     "models/hf_config.py::from_huggingface": ("model without a size",),
-    "models/spec.py::check_routing": ("routing of no experts", "adapters of experts", "records too large"),
+    "models/spec.py::check_routing": ("routing of no experts", "biases under adapters", "records too large"),
     "models/spec.py::check_mesh": ("sampler's heads", "learner's width", "a mesh for the model of the path"),
     "models/folders.py::spec": ("a model smaller than its tokenizer",),
     "models/folders.py::described": ("a model of ours with another key",),

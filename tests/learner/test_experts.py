@@ -21,14 +21,15 @@ from jaxroll.sharding import layout
 
 VOCAB = 24
 SPEC = families.spec("tiny_moe", vocab_size=VOCAB)
+BIASED = dataclasses.replace(SPEC, router_bias=True)
 WIDTH, DTYPE = moe.recorded_width(SPEC), moe.recorded_dtype(SPEC)
 
 
 @pytest.fixture
 def make(small_config):
-    def trainer(mesh: MeshConfig | None = None, **learner) -> Trainer:
+    def trainer(mesh: MeshConfig | None = None, spec: families.ModelSpec = SPEC, **learner) -> Trainer:
         config = small_config(mesh=mesh or MeshConfig(), **({"micro_batch_rows": 4} | learner))
-        return Trainer(config, SPEC, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(0))
+        return Trainer(config, spec, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(0))
 
     return trainer
 
@@ -79,13 +80,60 @@ def test_packed_rows_use_the_recorded_experts_of_each_token(make, make_claim, sh
         np.testing.assert_allclose(ours[at], wanted[at - 1], atol=2e-5)
 
 
-def test_a_step_with_replay_and_balance_loss_trains_on_eight_devices_as_on_one(make, make_claim) -> None:
-    claim, options = with_experts(make_claim()), {"routing_replay": True, "router_loss": 0.1}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"routing_replay": True, "router_loss": 0.1},
+        pytest.param({"spec": BIASED, "router_bias_rate": 0.1}, marks=pytest.mark.soak),
+        pytest.param({"lora_rank": 3}, marks=pytest.mark.soak),
+    ],
+    ids=["replay and balance loss", "biases", "adapters"],
+)
+def test_a_step_trains_on_eight_devices_as_on_one(make, make_claim, options) -> None:
+    claim = with_experts(make_claim())
     one, eight = make(**options), make(MeshConfig(expert=4, tensor=2), **options)
     first, same = one.train(claim), eight.train(claim)
     assert first["loss"] == pytest.approx(same["loss"], rel=1e-4)
     assert first["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
     assert first["expert_balance"] == pytest.approx(same["expert_balance"], rel=1e-5) and first["expert_balance"] >= 1
+    for name, value in one.params().items():
+        if name.endswith("router_bias"):
+            np.testing.assert_array_equal(value, eight.params()[name], err_msg=name)
+
+
+def test_router_biases_move_by_the_sign_of_the_load_s_error_and_by_nothing_else(make, make_claim) -> None:
+    trainer = make(spec=BIASED, router_bias_rate=0.25, weight_decay=0.1)
+    rng = np.random.default_rng(0)
+    before = {name: np.asarray(value) for name, value in trainer.params().items()}
+    before |= {name: rng.normal(size=SPEC.experts).astype(np.float32) for name in before if name.endswith("_bias")}
+    trainer.set_params(before)
+    (samples,) = minibatch.prepare(make_claim(), trainer.config).minibatches
+    forward = jax.jit(functools.partial(transformer.forward_with_load, BIASED))
+    chosen = np.zeros((SPEC.layers, SPEC.experts))
+    for batch in trainer.packed(samples):
+        streams = (batch.streams[name] for name in ("tokens", "positions", "segment_ids"))
+        chosen += forward(before, *streams)[1].chosen
+    row = trainer.train(make_claim())
+    assert row["expert_load_max"] == pytest.approx(np.max(chosen / chosen.mean(-1, keepdims=True)))
+    for layer in range(SPEC.layers):
+        name = f"layers.{layer:02d}.mlp.router_bias"
+        wanted = before[name] + np.float32(0.25) * np.sign(chosen[layer].mean() - chosen[layer])
+        np.testing.assert_allclose(trainer.params()[name], wanted, atol=1e-6)
+
+
+def test_an_unbalanced_router_becomes_balanced_by_biases_alone(make, make_claim) -> None:
+    def loads(rate: float, steps: int) -> list[float]:
+        trainer = make(spec=BIASED, router_bias_rate=rate, learning_rate=1e-9)
+        params = {name: np.array(value) for name, value in trainer.params().items()}
+        params["embed"] += 0.02  # what all tokens have in common, by which the routers prefer one expert
+        for layer in range(SPEC.layers):
+            params[f"layers.{layer:02d}.mlp.router"][:, 0] += 0.1
+        trainer.set_params(params)
+        return [trainer.train(make_claim())["expert_load_max"] for _ in range(steps)]
+
+    moved, kept = loads(0.15, 30), loads(0.0, 2)
+    assert moved[0] == kept[0] == kept[-1] == SPEC.experts / SPEC.experts_per_token, "one expert has every token"
+    assert np.mean(moved[-8:]) < 1.8, moved
 
 
 def test_the_balance_loss_is_added_with_each_micro_batch_s_share_of_the_tokens(make, make_claim) -> None:

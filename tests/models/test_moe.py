@@ -78,6 +78,20 @@ def test_replayed_choices_replace_those_of_the_router_and_unknown_ones_do_not() 
     np.testing.assert_allclose(found, by_definition(x, np.asarray(chosen), True), atol=2e-5)
 
 
+def test_router_biases_choose_experts_and_do_not_weigh_them() -> None:
+    rng = np.random.default_rng(2)
+    x = rng.normal(size=(40, SPEC.width)).astype(np.float32)
+    bias = 2 * rng.normal(size=SPEC.experts).astype(np.float32)
+    spec = dataclasses.replace(SPEC, router_bias=True)
+    of_block = {name.removeprefix("layers.00."): jnp.asarray(value) for name, value in weights().items()}
+    values = {name: of_block[name] for name in params.block_axes(SPEC)} | {"mlp.router_bias": jnp.asarray(bias)}
+    found = params.block(spec, values).mlp(jnp.asarray(x), moe.Routing(moe.largest(SPEC.experts_per_token)))
+    logits = x @ weights()[LAYER + "router"]
+    chosen = np.argsort(-(logits + bias), axis=-1)[:, : SPEC.experts_per_token]
+    assert (np.sort(chosen) != np.sort(np.argsort(-logits, axis=-1)[:, : SPEC.experts_per_token])).any(-1).sum() > 10
+    np.testing.assert_allclose(found, by_definition(x, chosen, True), atol=2e-5)
+
+
 def test_the_balance_loss_is_that_of_its_definition() -> None:
     """By hand: 1 for an even load with even probabilities, E if one expert gets everything."""
     E, real = 4, np.array([[True, True, True, False]])

@@ -1,6 +1,8 @@
 """A Hugging Face folder, whole or sharded, gives the model and the parameters that were written."""
 
+import dataclasses
 import json
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -11,9 +13,12 @@ from safetensors.numpy import save_file
 
 from jaxroll.config import MeshConfig, ModelConfig
 from jaxroll.errors import ConfigError
-from jaxroll.models import families, params, pretrained
+from jaxroll.learner import weights
+from jaxroll.models import families, folders, hf_config, params, pretrained
+from jaxroll.models.tensor_files import Converted, Leaf
 from jaxroll.sharding import layout
 
+MOE = Path(__file__).parents[1] / "golden" / "qwen3" / "moe"
 SPEC = families.spec("nano", vocab_size=48)
 
 
@@ -66,3 +71,47 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         pretrained.weights(config, pretrained.spec(config, 48))
     with pytest.raises(ConfigError, match=r"config\.json"):
         pretrained.spec(ModelConfig(path=str(tmp_path)), 48)
+
+
+def test_a_slice_of_a_parameter_is_read_alone(tmp_path: Path) -> None:
+    """Every parameter, also of experts, in both kinds of folder; numpy reports what it allocates to tracemalloc."""
+    big = dataclasses.replace(SPEC, family="qwen3_moe", vocab_size=4096, width=128, hidden=512, experts=8,
+                              experts_per_token=2)  # fmt: skip
+    rng = np.random.default_rng(0)
+    values = {name: rng.normal(size=at.shape).astype(np.float32) for name, at in params.abstract(big).items()}
+    for folder in (ours := tmp_path / "ours", theirs := tmp_path / "theirs"):
+        folder.mkdir()
+    leaves = {name: Leaf(value.dtype, value.shape) for name, value in values.items()}
+    weights.write(ours, leaves, values.__getitem__, big, {})
+    save_file(pretrained.exported(big, values), theirs / "model.safetensors")
+    (theirs / "config.json").write_text(json.dumps(hf_config.to_huggingface(big, "float32")))
+    for folder in (ours, theirs):
+        config = ModelConfig(path=str(folder))
+        read = pretrained.weights(config, pretrained.spec(config, 64))
+        assert isinstance(read, Converted)
+        for name, value in values.items():
+            index = tuple(slice(n // 4, n // 2) for n in value.shape)
+            tracemalloc.start()
+            found = read.slice_of(name, index)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert np.array_equal(found, value[index]), name
+            assert peak < 3 * found.nbytes + 20_000, (name, peak, value.nbytes)
+
+
+def test_router_biases_that_a_folder_lacks_start_at_zero_and_are_kept(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(MOE), router_bias=True)
+    spec = pretrained.spec(config, 280)
+    folders.check_weights(config, spec)
+    read = pretrained.weights(config, spec)
+    plain = pretrained.weights(ModelConfig(path=str(MOE)), pretrained.spec(ModelConfig(path=str(MOE)), 280))
+    biases = read.keys() - plain.keys()
+    assert len(biases) == spec.layers and all(not np.any(read[name]) for name in biases)
+    assert all(np.array_equal(read[name], plain[name]) for name in plain)
+    moved = {name: value + 1 if name in biases else value for name, value in read.items()}
+    weights.save(tmp_path / "kept", moved, spec, {})
+    again = ModelConfig(path=str(tmp_path / "kept"))
+    kept = pretrained.weights(again, pretrained.spec(again, 280))
+    assert kept.keys() == read.keys() and all(np.all(kept[name] == 1) for name in biases)
+    with pytest.raises(ConfigError, match=r"model\.router_bias = True: .*qwen3_moe has no biases.*router_loss"):
+        hf_config.to_huggingface(spec, "float32")
