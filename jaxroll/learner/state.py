@@ -19,6 +19,7 @@ from jaxroll.learner import lora as adapters
 from jaxroll.learner.lora import Lora
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
+from jaxroll.models.tensor_files import Converted
 from jaxroll.sharding import placing
 from jaxroll.sharding.layout import Layout, replicated
 
@@ -88,7 +89,10 @@ def fresh(
 
 
 def placed(params: Mapping[str, np.ndarray], spec: ModelSpec, layout: Layout) -> Params:
-    """Host arrays as sharded float32 parameters; ConfigError when names or shapes are not this model's."""
+    """Host arrays as sharded float32 parameters; ConfigError when names or shapes are not this model's.
+
+    If the mesh spans several processes, each reads the slices of its own devices from arrays in files (`Converted`).
+    """
     expected = model_params.abstract(spec)
     missing, unknown = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())
     if missing or unknown:
@@ -99,13 +103,20 @@ def placed(params: Mapping[str, np.ndarray], spec: ModelSpec, layout: Layout) ->
             "Check that they belong to this model.",
         )
     where = model_params.shardings(spec, layout.mesh, layout.rules)
-    return {name: _on_devices(spec, name, params[name], where[name]) for name in expected}
+    return {name: _on_devices(spec, name, params, where[name]) for name in expected}
 
 
-def _on_devices(spec: ModelSpec, name: str, value: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
+def _on_devices(
+    spec: ModelSpec, name: str, params: Mapping[str, np.ndarray], where: jax.sharding.Sharding
+) -> jax.Array:
     """One parameter on the devices, after its transfer is complete."""
     # Waiting keeps one host array in memory at a time: `params` may read each of them from a file.
     shape = model_params.abstract(spec)[name].shape
+    if isinstance(params, Converted) and not where.is_fully_addressable:
+        return jax.block_until_ready(
+            jax.make_array_from_callback(shape, where, lambda index: np.array(params.slice_of(name, index or ())))
+        )
+    value = params[name]
     if value.shape != shape:
         reason = f"{name} has shape {value.shape} in the weights, the model has {shape}"
         raise ConfigError("model.size", spec.name, reason, "Check that the weights belong to this model.")

@@ -108,9 +108,7 @@ def initial_folder(config: Config, run_dir: Path) -> Path | None:
 def initial(config: Config, run_dir: Path, spec: ModelSpec) -> Mapping[str, np.ndarray] | None:
     """The parameters in `initial_folder`, as float32 host arrays that are read on access; None for a fresh init."""
     folder = initial_folder(config, run_dir)
-    if folder is None:
-        return None
-    return load(folder) if folder == RunPaths(run_dir).warm_start else pretrained.weights(config.model, spec)
+    return folder and pretrained.weights(dataclasses.replace(config.model, path=str(folder)), spec)
 
 
 # --- model and tokenizer of a weights folder

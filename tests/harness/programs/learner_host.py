@@ -23,6 +23,7 @@ from jaxroll.learner import checkpoint_files
 from jaxroll.learner.checkpoint import Checkpoints
 from jaxroll.learner.trainer import Trainer
 from jaxroll.models import families, params
+from jaxroll.models.tensor_files import Converted, Index
 from jaxroll.records import Claim, Version
 from jaxroll.sharding import layout, placing
 from jaxroll.transfer import host_snapshot
@@ -39,6 +40,19 @@ def config_of(options: dict) -> Config:
         schedule=ScheduleConfig(alpha=1.0, groups_per_step=4, group_size=4),
         learner=dataclasses.replace(LearnerConfig(), mesh=mesh, **(fields | options)),
     )
+
+
+class Counted(Converted):
+    """Arrays of which the bytes of the slices that are read are counted."""
+
+    def __init__(self, values: dict[str, np.ndarray]) -> None:
+        super().__init__(values, values.__getitem__, self._counted)
+        self.values_by_name, self.read_bytes = values, 0
+
+    def _counted(self, name: str, index: Index) -> np.ndarray:
+        found = self.values_by_name[name][index]
+        self.read_bytes += found.nbytes
+        return found
 
 
 def published(held: dict[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -83,7 +97,11 @@ def trained(options: dict, claims: list[Claim], folder: Path | None) -> tuple[li
     trainer = Trainer(config, spec, layout.build(config.learner.mesh), layout.LEARNER, key=jax.random.key(0))
     drawn = np.random.default_rng(5)
     shapes = {name: leaf.shape for name, leaf in params.abstract(spec).items()}
-    trainer.set_params({name: 0.1 * drawn.standard_normal(shape, np.float32) for name, shape in shapes.items()})
+    values = {name: 0.1 * drawn.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    trainer.set_params(counted := Counted(values))
+    whole = sum(value.nbytes for value in values.values())
+    if jax.process_count() > 1 and config.learner.mesh.fsdp == config.learner.mesh.devices:
+        assert counted.read_bytes < 0.6 * whole, f"this process read {counted.read_bytes} of {whole} bytes"
     trainer.warmup()
     rows = [trainer.train(claim) for claim in claims]
     if folder is not None:
