@@ -2,7 +2,8 @@
 
 E. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021 (their ΔW = BA is our AB: weights here are
 [*in, *out]). B begins at zero, so the first step sees the model that the run starts from. Samplers, evaluation and
-export see W + (α/r)·A·B as one array; a checkpoint holds A, B and their optimizer.
+export see W + (α/r)·A·B as one array; a checkpoint holds A, B and their optimizer. In a mixture of experts every
+expert has adapters of its own, with the experts as the first axis, and the router is frozen.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jaxroll.config import LearnerConfig
 from jaxroll.learner import peft
 from jaxroll.models import params as model_params
 from jaxroll.models.families import ModelSpec
+from jaxroll.models.hf_names import of_experts
 from jaxroll.sharding import placing
 from jaxroll.sharding.layout import Layout
 
@@ -51,18 +53,21 @@ class Lora:
         return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
-        """True if the parameter of this name has adapters: the target "attn.q" matches "layers.03.attn.q"."""
-        return name.startswith("layers.") and name.split(".", 2)[2] in self.targets
+        """True if the parameter of this name has adapters (see `peft.target`)."""
+        return peft.target(name) in self.targets
 
 
 def abstract(spec: ModelSpec, lora: Lora) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name to shape of every adapter (float32): A [*in, r] and B [r, *out] of each target parameter, sorted."""
+    """Name to shape of every adapter (float32): A [*in, r] and B [r, *out] of each target parameter, sorted.
+
+    Those of experts are A [E, in, r] and B [E, r, out].
+    """
     found = {}
     for name, leaf in model_params.abstract(spec).items():
         if lora.adapts(name):
-            inputs = _inputs(name)
-            found[name + _A] = jax.ShapeDtypeStruct((*leaf.shape[:inputs], lora.rank), leaf.dtype)
-            found[name + _B] = jax.ShapeDtypeStruct((lora.rank, *leaf.shape[inputs:]), leaf.dtype)
+            each, inputs, outputs = peft.divided(name, leaf.shape)
+            found[name + _A] = jax.ShapeDtypeStruct((*each, *inputs, lora.rank), leaf.dtype)
+            found[name + _B] = jax.ShapeDtypeStruct((*each, lora.rank, *outputs), leaf.dtype)
     return found
 
 
@@ -72,8 +77,8 @@ def shardings(spec: ModelSpec, layout: Layout, lora: Lora) -> dict[str, jax.Name
 
     def logical(adapter: str) -> tuple[str | None, ...]:
         name = adapter.removesuffix(_A).removesuffix(_B)
-        inputs = _inputs(name)
-        return (*axes[name][:inputs], None) if adapter.endswith(_A) else (None, *axes[name][inputs:])
+        each, inputs, outputs = peft.divided(name, axes[name])
+        return (*each, *inputs, None) if adapter.endswith(_A) else (*each, None, *outputs)
 
     return {name: layout.sharding(logical(name), leaf.shape) for name, leaf in abstract(spec, lora).items()}
 
@@ -104,7 +109,8 @@ def merged(
     def one(name: str, value: Array) -> Array:
         if not lora.adapts(name):
             return value
-        product = jnp.tensordot(adapters[name + _A], adapters[name + _B], 1, precision=jax.lax.Precision.HIGHEST)
+        multiplied = jnp.matmul if of_experts(name) else functools.partial(jnp.tensordot, axes=1)
+        product = multiplied(adapters[name + _A], adapters[name + _B], precision=jax.lax.Precision.HIGHEST)
         product = product if layout is None else layout.constrain(product, axes[name])
         return value + lora.scale * product
 
@@ -115,7 +121,8 @@ def merged_on_host(lora: Lora, name: str, base: np.ndarray, adapters: Mapping[st
     """One parameter of `merged`, from host arrays."""
     if not lora.adapts(name):
         return base
-    product = np.tensordot(adapters[name + _A], adapters[name + _B], 1)
+    multiplied = np.matmul if of_experts(name) else functools.partial(np.tensordot, axes=1)
+    product = multiplied(adapters[name + _A], adapters[name + _B])
     return (base + np.float32(lora.scale) * product).astype(np.float32)
 
 
@@ -157,11 +164,7 @@ def _created(spec: ModelSpec, lora: Lora, key: PRNGKeyArray) -> Params:
     def one(name: str, leaf: jax.ShapeDtypeStruct) -> Array:
         if name.endswith(_B):
             return jnp.zeros(leaf.shape, leaf.dtype)
-        return jax.random.normal(keys[name], leaf.shape, leaf.dtype) / math.sqrt(math.prod(leaf.shape[:-1]))
+        _, inputs, _ = peft.divided(name.removesuffix(_A), leaf.shape)
+        return jax.random.normal(keys[name], leaf.shape, leaf.dtype) / math.sqrt(math.prod(inputs))
 
     return {name: one(name, leaf) for name, leaf in shapes.items()}
-
-
-def _inputs(name: str) -> int:
-    """The number of a parameter's input axes: 2 for the output projection (heads, head dimension), 1 otherwise."""
-    return 2 if name.endswith(".attn.o") else 1

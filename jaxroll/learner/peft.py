@@ -3,7 +3,8 @@
     adapter_config.json         rank, alpha, the adapted modules
     adapter_model.safetensors   for each weight W [out, in]: A [r, in] and B [out, r]
 
-There ΔW = (α/r)·B·A; the adapters here are A [*in, r] and B [r, *out] (see `lora`).
+There ΔW = (α/r)·B·A; the adapters here are A [*in, r] and B [r, *out] (see `lora`). Experts are weights of their own
+there, and the first axis of A and B here.
 """
 
 from __future__ import annotations
@@ -44,11 +45,15 @@ def check(learner: LearnerConfig, spec: ModelSpec) -> None:
 def read(learner: LearnerConfig, spec: ModelSpec) -> dict[str, np.ndarray]:
     """The adapters in `learner.lora_path`, float32 by our names; ConfigError as `check`."""
     tensors, found = _opened(learner, spec), {}
+
+    def read_one(name: str, end: str, shape: tuple[int, ...]) -> np.ndarray:
+        value = np.asarray([tensors[theirs] for theirs in _theirs(spec, name, end)], np.float32)
+        return np.ascontiguousarray(value.swapaxes(1, 2).reshape(shape))
+
     for name, shape in _parameters(spec, learner.lora_targets).items():
-        a, b = (np.asarray(tensors[_theirs(spec, name, end)], np.float32) for end in (_A, _B))
-        inputs = shape[:2] if name.endswith(".attn.o") else shape[:1]
-        found[f"{name}.A"] = np.ascontiguousarray(a.T.reshape(*inputs, learner.lora_rank))
-        found[f"{name}.B"] = np.ascontiguousarray(b.T.reshape(learner.lora_rank, *shape[len(inputs) :]))
+        each, inputs, outputs = divided(name, shape)
+        found[f"{name}.A"] = read_one(name, _A, (*each, *inputs, learner.lora_rank))
+        found[f"{name}.B"] = read_one(name, _B, (*each, learner.lora_rank, *outputs))
     return found
 
 
@@ -61,12 +66,13 @@ def write(
     base: str,
 ) -> None:
     """Write adapters with our names into `folder` (which exists), for PEFT; `base` is the path of their base model."""
-    names = _parameters(spec, learner.lora_targets)
-    values = {}
+    names, rank, values = _parameters(spec, learner.lora_targets), learner.lora_rank, {}
     for name in names:
+        theirs = [_theirs(spec, name, end) for end in (_A, _B)]
         a, b = (np.asarray(adapters[f"{name}.{end}"]) for end in ("A", "B"))
-        values[_theirs(spec, name, _A)] = a.reshape(-1, learner.lora_rank).T.astype(dtype)
-        values[_theirs(spec, name, _B)] = b.reshape(learner.lora_rank, -1).T.astype(dtype)
+        a, b = a.reshape(len(theirs[0]), -1, rank), b.reshape(len(theirs[1]), rank, -1)
+        for keys, value in zip(theirs, (a, b), strict=True):
+            values |= zip(keys, value.swapaxes(1, 2).astype(dtype), strict=True)
     leaves = {name: Leaf(dtype, value.shape) for name, value in values.items()}
     tensor_files.write(folder / ARRAYS, leaves, values.__getitem__)
     modules = sorted({hf_names.name(spec, name).rsplit(".", 2)[1] for name in names})
@@ -109,7 +115,7 @@ def _opened(learner: LearnerConfig, spec: ModelSpec) -> Tensors:
 
 def _check_tensors(learner: LearnerConfig, spec: ModelSpec, tensors: Tensors) -> None:
     held, everywhere = set(tensors), _parameters(spec, LORA_TARGETS)
-    adapted = {name.split(".", 2)[2] for name in everywhere if _theirs(spec, name, _A) in held}
+    adapted = {target(name) for name in everywhere if held.intersection(_theirs(spec, name, _A))}
     if adapted and adapted != set(learner.lora_targets):
         reason = f"the adapters in {learner.lora_path} are for {', '.join(sorted(adapted))}"
         raise ConfigError("learner.lora_targets", learner.lora_targets, reason, "Set it to these.")
@@ -126,25 +132,43 @@ def _check_tensors(learner: LearnerConfig, spec: ModelSpec, tensors: Tensors) ->
 def _parameters(spec: ModelSpec, targets: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """The adapted parameters by our name, with their shapes [*in, *out]."""
     D, N, K, H, F = spec.width, spec.heads, spec.kv_heads, spec.head_dim, spec.hidden
+    E = (spec.experts,) if spec.experts else ()
     shapes = {
         "attn.q": (D, N, H), "attn.k": (D, K, H), "attn.v": (D, K, H), "attn.o": (N, H, D),
-        "mlp.gate": (D, F), "mlp.up": (D, F), "mlp.down": (F, D),
+        "mlp.gate": (*E, D, F), "mlp.up": (*E, D, F), "mlp.down": (*E, F, D),
     }  # fmt: skip
-    names = [name for name in hf_names.ours(spec) if name.startswith("layers.")]
     chosen = set(targets)
-    return {name: shapes[kind] for name in names if (kind := name.split(".", 2)[2]) in chosen}
+    return {name: shapes[kind] for name in hf_names.ours(spec) if (kind := target(name)) in chosen}
 
 
 def _shapes(spec: ModelSpec, learner: LearnerConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of all tensors by their names in the file."""
     found = {}
     for name, shape in _parameters(spec, learner.lora_targets).items():
-        inputs = math.prod(shape[:2] if name.endswith(".attn.o") else shape[:1])
-        found[_theirs(spec, name, _A)] = (learner.lora_rank, inputs)
-        found[_theirs(spec, name, _B)] = (math.prod(shape) // inputs, learner.lora_rank)
+        _, inputs, outputs = divided(name, shape)
+        found |= dict.fromkeys(_theirs(spec, name, _A), (learner.lora_rank, math.prod(inputs)))
+        found |= dict.fromkeys(_theirs(spec, name, _B), (math.prod(outputs), learner.lora_rank))
     return found
 
 
-def _theirs(spec: ModelSpec, name: str, end: str) -> str:
-    """The tensor's name: "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" for "layers.00.attn.q"."""
-    return f"base_model.model.{hf_names.name(spec, name).removesuffix('weight')}{end}.weight"
+def _theirs(spec: ModelSpec, name: str, end: str) -> list[str]:
+    """The tensors' names: "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" for "layers.00.attn.q"."""
+    return [f"base_model.model.{one.removesuffix('weight')}{end}.weight" for one in hf_names.names(spec, name)]
+
+
+# --- parameters that adapters belong to, also for `lora`
+
+
+def target(name: str) -> str:
+    """The target that a parameter belongs to: "mlp.up" for "layers.03.mlp.up" and "layers.03.mlp.experts.up"."""
+    return name.split(".", 2)[2].replace("mlp.experts.", "mlp.") if name.startswith("layers.") else ""
+
+
+def divided(name: str, axes: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """The axes of a parameter: those with adapters for each entry (experts), its inputs, and its outputs.
+
+    The output projection has two inputs (heads, head dimension), every other parameter has one.
+    """
+    each = int(hf_names.of_experts(name))
+    outputs = each + (2 if name.endswith(".attn.o") else 1)
+    return axes[:each], axes[each:outputs], axes[outputs:]

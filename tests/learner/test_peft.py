@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -13,30 +14,44 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxroll.config import LearnerConfig
+from jaxroll.config import LearnerConfig, ModelConfig
 from jaxroll.errors import ConfigError
 from jaxroll.learner import lora, peft
 from jaxroll.learner.lora import Lora
-from jaxroll.models import pretrained, transformer
+from jaxroll.models import params, pretrained, transformer
+from jaxroll.models.families import ModelSpec
 from tests.golden.write_families import VARIANTS
 from tests.models.test_family_goldens import MOST_OPTIONS, golden, whole_rows
+from tests.models.test_golden import GOLDEN as QWEN3
 
 LEARNER = LearnerConfig(lora_rank=3, lora_alpha=6.0)
 FLOAT32 = np.dtype(np.float32)
+MOE = "qwen3_moe"
+
+
+def model(variant: str) -> tuple[ModelSpec, params.Params, np.ndarray]:
+    """The model of a variant, or that of the golden with experts; its parameters; and rows of tokens."""
+    if variant != MOE:
+        spec, values, expected = golden(variant)
+        return spec, values, expected["tokens"]
+    config = ModelConfig(path=str(QWEN3 / "moe"))
+    spec = pretrained.spec(config, vocab_size=280)
+    values = {name: jnp.asarray(value) for name, value in pretrained.weights(config, spec).items()}
+    return spec, values, np.load(QWEN3 / "moe" / "expected.npz")["tokens"]
 
 
 def adapters_of(variant: str, learner: LearnerConfig = LEARNER) -> dict[str, np.ndarray]:
     """Random adapters for the golden of a family."""
     rng, made = np.random.default_rng(1), Lora.of(learner)
     assert made is not None
-    shapes = lora.abstract(golden(variant)[0], made)
+    shapes = lora.abstract(model(variant)[0], made)
     return {name: rng.normal(size=leaf.shape).astype(np.float32) for name, leaf in shapes.items()}
 
 
-@pytest.mark.parametrize("variant", MOST_OPTIONS)
+@pytest.mark.parametrize("variant", [*MOST_OPTIONS, MOE])
 def test_files_of_adapters_mean_the_merged_model_and_are_read_back(tmp_path: Path, variant: str) -> None:
     """PEFT's definition on Hugging Face's weights: W + (α/r)·B·A."""
-    spec, base, _ = golden(variant)
+    spec, base, _ = model(variant)
     adapters, made = adapters_of(variant), Lora.of(LEARNER)
     peft.write(tmp_path, LEARNER, spec, adapters, FLOAT32, "base")
     config = json.loads((tmp_path / peft.CONFIG_FILE).read_text())
@@ -59,16 +74,16 @@ def test_files_of_adapters_mean_the_merged_model_and_are_read_back(tmp_path: Pat
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [MOE, *VARIANTS])
 def test_gradients_of_adapters_are_the_dense_ones_projected(variant: str) -> None:
-    """dA = s · dW·Bᵀ and dB = s · Aᵀ·dW, with the dense gradient dW at the merged parameters."""
-    spec, base, expected = golden(variant)
+    """dA = s · dW·Bᵀ and dB = s · Aᵀ·dW, for each expert, with the dense gradient dW at the merged parameters."""
+    spec, base, tokens = model(variant)
     adapters, made = {name: value / 10 for name, value in adapters_of(variant).items()}, Lora.of(LEARNER)
     assert made is not None
-    weigh = np.random.default_rng(2).normal(size=(*expected["tokens"].shape, spec.vocab_size)).astype(np.float32)
+    weigh = np.random.default_rng(2).normal(size=(*tokens.shape, spec.vocab_size)).astype(np.float32)
 
     def loss(values):
-        hidden = transformer.forward(spec, values, *whole_rows(expected["tokens"]))
+        hidden = transformer.forward(spec, values, *whole_rows(tokens))
         return jnp.mean(weigh * transformer.logits(spec, values, hidden))
 
     merge = functools.partial(lora.merged, spec, None, made, base)
@@ -78,12 +93,14 @@ def test_gradients_of_adapters_are_the_dense_ones_projected(variant: str) -> Non
     for name, dw in dense.items():
         if not made.adapts(name):
             continue
-        inputs, dw = (2 if name.endswith("attn.o") else 1), np.asarray(dw, np.float64)
-        a, b = (adapters[name + end].astype(np.float64) for end in (".A", ".B"))
-        want_a = 2.0 * np.tensordot(dw, b, (range(inputs, dw.ndim), range(1, b.ndim)))
-        want_b = 2.0 * np.tensordot(a, dw, (range(inputs), range(inputs)))
-        for end, want in ((".A", want_a), (".B", want_b)):
-            np.testing.assert_allclose(found[name + end], want, rtol=2e-4, atol=2e-5 * np.abs(want).max(), err_msg=name)
+        each, inputs, outputs = (math.prod(axes) for axes in peft.divided(name, dw.shape))
+        dw = np.asarray(dw, np.float64).reshape(each, inputs, outputs)
+        a = adapters[name + ".A"].astype(np.float64).reshape(each, inputs, 3)
+        b = adapters[name + ".B"].astype(np.float64).reshape(each, 3, outputs)
+        for end, want in ((".A", 2.0 * dw @ b.swapaxes(1, 2)), (".B", 2.0 * a.swapaxes(1, 2) @ dw)):
+            assert np.abs(want).max() > 1e-5, "gradients too small to compare"
+            got = np.asarray(found[name + end]).reshape(want.shape)
+            np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5 * np.abs(want).max(), err_msg=name)
 
 
 def _config(**change) -> None:

@@ -177,3 +177,17 @@ def test_attention_is_by_kernels(costs: Costs) -> None:
     assert said == {"decode": "pallas (auto on tpu)"} | dict.fromkeys(
         ("accumulate", *PREFILLS[:2]), "splash (auto on tpu)"
     )
+
+
+def test_packed_rows_of_32k_compile_for_eight_v5p_chips(capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed: the memory of a gradient step over two rows, with tokens divided over sequence and tensor."""
+    rows = compiled("tpu_programs.py", "v5p:2x2x2", "rows_of_32k", limit_s=1700)
+    (cost,) = (row for row in rows if row["name"] == "accumulate")
+    peak, temporaries = cost["peak_bytes"] / 1e9, cost["temp_bytes"] / 1e9
+    with capsys.disabled():
+        print("\nQwen3-0.6B, gradients of 2 rows of 32,768 tokens on v5p:2x2x2, of one chip: ", end="")
+        print(f"{peak:.2f} GB, {temporaries:.2f} GB of them temporaries; compiled in {cost['compile_s']:.0f} s")
+    # Every layer's input of one row in bfloat16, of which a chip has a quarter of the tokens.
+    kept = SPEC.layers * 32_768 // 4 * SPEC.width * 2
+    assert kept < cost["temp_bytes"] < 2.7e9, "with a copy on each device of tensor it needs 3.0 GB"
+    assert cost["peak_bytes"] < 4e9

@@ -2,9 +2,9 @@
 
     python tpu_programs.py TOPOLOGY SIZE
 
-SIZE is `tiny`, on meshes of 4 chips, or `qwen3_0p6b`, by its config file on 16. The caller sets the environment
-(`aot.tpu_environment`), which libtpu reads once, when it is loaded. No parameter is created. Every line on stdout is
-one program's cost as JSON, with facts about its text.
+SIZE is `tiny`, on meshes of 4 chips, `qwen3_0p6b`, by its config file on 16, or `rows_of_32k`, the learner of that file
+on 8. The caller sets the environment (`aot.tpu_environment`), which libtpu reads once, when it is loaded. No parameter
+is created. Every line on stdout is one program's cost as JSON, with facts about its text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,14 @@ def qwen3() -> Config:
     return files.load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
 
 
-CONFIG: dict[str, Callable[[], Config]] = {"tiny": tiny, "qwen3_0p6b": qwen3}
+def rows_of_32k() -> Config:
+    """The config file with packed rows of 32,768 tokens, each divided over two devices."""
+    more = ("learner.mesh.fsdp=2", "learner.mesh.tensor=2", "learner.mesh.sequence=2", "learner.row_tokens=32768",
+            "learner.micro_batch_rows=2", "learner.scan_layers=True")  # fmt: skip
+    return files.load(CONFIGS / "rlvr_qwen3_0p6b.py", more)
+
+
+CONFIG: dict[str, Callable[[], Config]] = {"tiny": tiny, "qwen3_0p6b": qwen3, "rows_of_32k": rows_of_32k}
 Programs = Iterator[tuple[str, str, jax.stages.Lowered]]
 
 
@@ -137,7 +144,7 @@ def main(topology: str, size: str) -> None:
     """Compile all programs and print one line of JSON per program."""
     config = CONFIG[size]()
     spec = families.spec(config.model.size, compute_dtype=config.model.dtype)
-    for programs in (learner_programs, engine_programs):
+    for programs in (learner_programs,) if size == "rows_of_32k" else (learner_programs, engine_programs):
         for name, chosen, lowered in programs(config, spec, topology):
             program, cost = aot.finished(name, lowered)
             row = dataclasses.asdict(cost) | {"peak_bytes": cost.peak_bytes, "attention": chosen}
