@@ -123,11 +123,9 @@ def test_a_scorer_that_takes_too_long_pays_nothing(monkeypatch: pytest.MonkeyPat
         def score_answer(self, _answer: str, _entry: object) -> float:
             while True:
                 with contextlib.suppress(Exception):
-                    time.sleep(10)
+                    time.sleep(3600)  # pytest's deadline is shorter
 
-    began = time.monotonic()
     assert gym_tasks.score("gcd", Slow(), {"answer": "1", "metadata": {}}, "1") == 0.0
-    assert time.monotonic() - began < 5
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 

@@ -108,18 +108,14 @@ def test_a_host_that_holds_half_of_a_leaf_asks_for_checked_slices(kit, published
 
 @pytest.mark.parametrize("cut_at", [0, 3, 60, 1_500_000])
 def test_a_publisher_that_hangs_up_is_a_transfer_error_at_once(kit, published, cut_at: int) -> None:
-    began = time.monotonic()
     with pytest.raises(TransferError, match="broke off"):
-        _fetch(kit, _through(kit, published, cut_at=cut_at))
-    assert time.monotonic() - began < 10
+        _fetch(kit, _through(kit, published, cut_at=cut_at), deadline_s=3600.0)  # long after pytest's own
 
 
 @pytest.mark.parametrize("stall_at", [0, 1_500_000])
 def test_a_publisher_that_goes_silent_is_a_transfer_error_at_the_deadline(kit, published, stall_at: int) -> None:
-    began = time.monotonic()
     with pytest.raises(TransferError, match=r"fetching version 0\.1 .* not done within 0\.7 s"):
         _fetch(kit, _through(kit, published, stall_at=stall_at), deadline_s=0.7)
-    assert time.monotonic() - began < 5
 
 
 def test_a_socket_that_takes_few_bytes_at_a_time_gets_all_of_them_in_order() -> None:

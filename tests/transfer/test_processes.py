@@ -150,7 +150,7 @@ def test_a_learner_killed_in_the_middle_is_an_error_within_the_deadline(kit, scr
     def fetch() -> None:
         through = msgspec.structs.replace(announced, address=middle.address)
         try:
-            kit.receiver(deadline_s=20).fetch(through, target, _shapes(values))
+            kit.receiver(deadline_s=3600).fetch(through, target, _shapes(values))
         except TransferError as error:
             failed.append(error)
 
@@ -162,11 +162,9 @@ def test_a_learner_killed_in_the_middle_is_an_error_within_the_deadline(kit, scr
     assert 19 << 20 <= middle.passed_bytes <= 20 << 20  # of 64 MiB
     assert fetching.is_alive()
     learner.kill()
-    killed_s = time.monotonic()
     middle.go_on.set()  # the rest of what the dead learner's socket held, then its end
-    fetching.join(20)
-    assert not fetching.is_alive()
-    assert time.monotonic() - killed_s < 15
+    fetching.join(60)
+    assert not fetching.is_alive(), "it waited for its own deadline"
     (error,) = failed
     assert "broke off" in str(error)
     assert not _connections_to(middle.address)
