@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jaxroll.config import SupervisorConfig
 from jaxroll.config.derived import LEADERS
-from jaxroll.control.program import ProcessSpec
+from jaxroll.control.program import ProcessSpec, child_env
 from jaxroll.errors import EXIT_CLOSED, EXIT_CONFIG, EXIT_WORN, ConfigError, InfraError
 from jaxroll.lifeline import PARENT_ENV
 
@@ -32,7 +32,7 @@ class Child:
 
     def __init__(self, spec: ProcessSpec, log: Path, environ: Mapping[str, str]) -> None:
         argv = list(spec.argv)
-        env = {**environ, **spec.env, PARENT_ENV: str(os.getpid())}
+        env = child_env(environ, {**spec.env, PARENT_ENV: str(os.getpid())})
         try:
             with log.open("ab", buffering=0) as file:
                 with contextlib.suppress(OSError):  # no room for the mark: no reason not to start

@@ -105,8 +105,7 @@ def place_alone(role: str, args: RoleArgs) -> None:
         env |= program.cpu_env()
     elif inventory.platform == "cpu":
         env |= program.cpu_env(devices)
-    for key, value in env.items():
-        os.environ.setdefault(key, value)
+    os.environ.update(program.child_env(env, os.environ))
 
 
 def run_offline(options: argparse.Namespace) -> int:
@@ -183,7 +182,7 @@ def _check_trained(path: Path) -> None:
 
 def run_foreground(argv: list[str], env: dict[str, str]) -> int:
     """The exit code of a child that has our terminal; an interrupt reaches it through the terminal too."""
-    child = subprocess.Popen(argv, env={**os.environ, **env, PARENT_ENV: str(os.getpid())})
+    child = subprocess.Popen(argv, env=program.child_env(os.environ, {**env, PARENT_ENV: str(os.getpid())}))
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         code = child.wait()

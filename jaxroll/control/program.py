@@ -271,6 +271,16 @@ def common_env(cache_dir: str) -> Env:
     }
 
 
+def child_env(environ: Mapping[str, str], env: Mapping[str, str]) -> Env:
+    """The environment of a process with the variables `env`, started from `environ`.
+
+    `env` replaces variables of `environ`, but the flags in XLA_FLAGS are those of both. XLA takes the last value of a
+    flag, so those of `env` win.
+    """
+    flags = " ".join(given["XLA_FLAGS"] for given in (environ, env) if given.get("XLA_FLAGS"))
+    return {**environ, **env} | ({"XLA_FLAGS": flags} if flags else {})
+
+
 # --- accelerators of this machine, found without starting JAX (which would take them)
 
 PCI_DEVICES = Path("/sys/bus/pci/devices")

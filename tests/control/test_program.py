@@ -224,6 +224,16 @@ print(found)
     assert "GLIBC_TUNABLES" not in program.device_env(UNEQUAL, Inventory("cpu"))["sampler-0"]
 
 
+def test_a_child_keeps_the_xla_flags_of_its_parent() -> None:
+    """They were lost on a CPU, whose roles have flags of their own. Of a flag given twice, XLA takes the last one."""
+    own = program.cpu_env(2)
+    found = program.child_env({"XLA_FLAGS": "--xla_dump_to=/tmp/x", "NPROC": "8", "HOME": "/h"}, own)
+    assert found == {**own, "HOME": "/h", "XLA_FLAGS": f"--xla_dump_to=/tmp/x {own['XLA_FLAGS']}"}
+    assert program.child_env({"XLA_FLAGS": ""}, own) == own
+    assert program.child_env({"XLA_FLAGS": "--a"}, {}) == {"XLA_FLAGS": "--a"}
+    assert program.child_env({}, {"A": "1"}) == {"A": "1"}
+
+
 @pytest.mark.process
 def test_jaxlib_knows_the_xla_flags() -> None:
     """An unknown flag aborts the process, so the oldest and the newest supported jaxlib must know the flags."""
