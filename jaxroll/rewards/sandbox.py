@@ -49,7 +49,10 @@ _DENIED_X86_64 = {
     "processes": (57, 58, 59, 322, 101, 310, 311, 272, 308, 165, 321, 323, 298, 248, 249, 250),
     # fork vfork execve execveat ptrace process_vm_readv process_vm_writev unshare setns mount bpf userfaultfd
     # perf_event_open add_key request_key keyctl
-    "signals": (129, 297, 424, 434, 438),  # rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal pidfd_open pidfd_getfd
+    "signals": (129, 297, 424, 434, 438, 141, 142, 144, 203, 314, 251, 256, 279, 440, 448),
+    # rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal pidfd_open pidfd_getfd setpriority sched_setparam
+    # sched_setscheduler sched_setaffinity sched_setattr ioprio_set migrate_pages move_pages process_madvise
+    # process_mrelease
     "files": (85, 87, 263, 82, 264, 316, 83, 258, 84, 86, 265, 88, 266, 133, 259, 90, 91, 268, 452, 92, 93, 94, 260, 76,
               132, 235, 280, 261, 188, 189, 190, 29, 64, 68, 240, 319, 447),
     # creat unlink unlinkat rename renameat renameat2 mkdir mkdirat rmdir link linkat symlink symlinkat mknod mknodat
@@ -62,6 +65,21 @@ _DENIED_ARM64 = {
     "signals": (138, 240, 424, 434, 438, 140, 118, 119, 122, 274, 30, 238, 239, 440, 448),
     "files": (35, 38, 276, 34, 37, 36, 33, 52, 53, 452, 54, 55, 45, 88, 5, 6, 7, 194, 190, 186, 180, 279, 447),
 }
+
+# Denied to programs of a model in addition: calls that change the user (which clears the signal at the server's death)
+# or the session, watch or lock files (a channel between programs), look into other processes, or change file systems.
+_NEW_CALLS = (428, 429, 430, 431, 432, 433, 442, 463, 466, 467, 469)
+# open_tree move_mount fsopen fsconfig fsmount fspick mount_setattr setxattrat removexattrat open_tree_attr file_setattr
+_PROGRAMS_X86_64 = (
+    105, 106, 113, 114, 116, 117, 119, 122, 123, 126, 109, 112, 253, 294, 300, 73, 312, 274, 303, 304, 161, 166, 197,
+    198, 199, 135, 154,
+)  # fmt: skip
+# setuid setgid setreuid setregid setgroups setresuid setresgid setfsuid setfsgid capset setpgid setsid inotify_init
+# inotify_init1 fanotify_init flock kcmp get_robust_list name_to_handle_at open_by_handle_at chroot umount2 removexattr
+# lremovexattr fremovexattr personality modify_ldt
+_PROGRAMS_ARM64 = (
+    146, 144, 145, 143, 159, 147, 149, 151, 152, 91, 154, 157, 26, 262, 32, 272, 100, 264, 265, 51, 39, 14, 15, 16, 92,
+)  # fmt: skip
 
 
 class _Machine(msgspec.Struct, frozen=True):
@@ -80,15 +98,20 @@ class _Machine(msgspec.Struct, frozen=True):
     fcntl: int
     ioctl: int
     prctl: int
+    programs: tuple[int, ...]  # denied to programs of a model only
 
 
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, _DENIED_X86_64, 56, (62, 200, 234), {2: 1, 257: 2}, 302, 72, 16, 157),
-    "aarch64": _Machine(0xC00000B7, _DENIED_ARM64, 220, (129, 130, 131), {56: 2}, 261, 25, 29, 167),
+    "x86_64": _Machine(
+        0xC000003E, _DENIED_X86_64, 56, (62, 200, 234), {2: 1, 257: 2}, 302, 72, 16, 157, _PROGRAMS_X86_64
+    ),
+    "aarch64": _Machine(0xC00000B7, _DENIED_ARM64, 220, (129, 130, 131), {56: 2}, 261, 25, 29, 167, _PROGRAMS_ARM64),
 }
 _PIDFD_OPEN = 434
 # fcntl's F_SETOWN, F_SETSIG and F_SETOWN_EX and ioctl's FIOSETOWN and SIOCSPGRP: they make the kernel send a signal.
 _SIGNALLING_FCNTLS, _SIGNALLING_IOCTLS = (8, 10, 15), (0x8901, 0x8902)
+# F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE and F_NOTIFY, with the queries F_GETLK and F_OFD_GETLK.
+_LOCKING_FCNTLS = (5, 6, 7, 36, 37, 38, 1024, 1026)
 _CLONE3, _OPENAT2 = 435, 437  # a filter cannot read their arguments, which are in memory; libc falls back to others
 
 
@@ -126,6 +149,11 @@ def restrict() -> Restrictions:
     return Restrictions(calls, calls, calls, "landlock" if landlocked else calls)
 
 
+def has_seccomp(libc: ctypes.CDLL) -> bool:
+    """True if the kernel has filters of system calls: it then reads the filter, which is missing here (EFAULT)."""
+    return libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, None, 0, 0) == -1 and ctypes.get_errno() == errno.EFAULT
+
+
 class ProgramRestrictions(NamedTuple):
     """Restrictions for a fork server and its programs, as data: the server cannot import this module.
 
@@ -139,7 +167,8 @@ class ProgramRestrictions(NamedTuple):
 
 
 def for_programs() -> ProgramRestrictions | None:
-    """The restrictions for programs that a model wrote; None where this system cannot confine them (not Linux).
+    """The restrictions for programs that a model wrote; None where this system cannot confine them: not Linux, or a
+    kernel or container without seccomp.
 
     Programs read Python's standard library and installed packages, and write nothing. Without landlock they cannot
     open any file, so that only the preloaded part of the standard library can be imported.
@@ -148,6 +177,8 @@ def for_programs() -> ProgramRestrictions | None:
     if not sys.platform.startswith("linux") or machine is None:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
+    if not has_seccomp(libc):
+        return None
     ruleset = _ruleset(libc, _library_paths(), reads=_READ_FILE | _READ_DIR)
     shared = [number for numbers in machine.denied.values() for number in numbers if number != _PIDFD_OPEN]
     opens = () if ruleset >= 0 else machine.opens
@@ -155,8 +186,11 @@ def for_programs() -> ProgramRestrictions | None:
     own = [rule for number in (_PIDFD_OPEN, *machine.kills, *opens) for rule in _deny(number)]
     own += _by_argument(machine.clone, 0, _ANY_BIT, _CLONE_THREAD, _ALLOW, deny)
     own += _by_argument(machine.prctl, 0, _EQUAL, _PR_SET_PDEATHSIG, deny, _ALLOW)
-    filters = (_enclosed(machine, [rule for number in shared for rule in _deny(number)]), _enclosed(machine, own))
-    return ProgramRestrictions(*filters, ruleset)
+    shared += [*machine.programs, *_NEW_CALLS]
+    server = _enclosed(machine, [rule for number in shared for rule in _deny(number)], _LOCKING_FCNTLS)
+    # Short, because every program compiles it. The server's filter, which binds programs too, refuses other ABIs.
+    program = b"".join([_step(_LOAD, _NUMBER_AT), *own, _step(_RETURN, _ALLOW)])
+    return ProgramRestrictions(server, program, ruleset)
 
 
 def _library_paths() -> list[str]:
@@ -238,8 +272,8 @@ def _rules(machine: _Machine, own_pid: int, refuse_writing: bool) -> bytes:
     return _enclosed(machine, rules)
 
 
-def _enclosed(machine: _Machine, rules: list[bytes]) -> bytes:
-    """The filter with `rules`, which refuses other ABIs and allows the remaining calls.
+def _enclosed(machine: _Machine, rules: list[bytes], fcntls: tuple[int, ...] = ()) -> bytes:
+    """The filter with `rules`, which refuses other ABIs and these commands of fcntl, and allows the remaining calls.
 
     Every rule ends in a return, so that no jump depends on the other rules.
     """
@@ -249,7 +283,7 @@ def _enclosed(machine: _Machine, rules: list[bytes]) -> bytes:
     for number in (_CLONE3, _OPENAT2):
         first += [_step(_EQUAL, number, 0, 1), _step(_RETURN, absent)]
     first += _by_argument(machine.prlimit, 0, _EQUAL, 0, _ALLOW, deny)
-    for number, values in ((machine.fcntl, _SIGNALLING_FCNTLS), (machine.ioctl, _SIGNALLING_IOCTLS)):
+    for number, values in ((machine.fcntl, (*_SIGNALLING_FCNTLS, *fcntls)), (machine.ioctl, _SIGNALLING_IOCTLS)):
         first += _by_values(number, 1, values)
     return b"".join([*first, *rules, _step(_RETURN, _ALLOW)])
 
@@ -281,5 +315,15 @@ def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("<HBBI", code, if_true, if_false, value)
 
 
+def _words_for_programs() -> str:
+    """The confinement of the reward `code` on this system."""
+    found = for_programs()
+    if found is None:
+        return "the reward `code` is refused (no seccomp)"
+    files = "read only Python's libraries" if found.ruleset >= 0 else "open no file (no landlock)"
+    return f"programs of the reward `code` {files}"
+
+
 if __name__ == "__main__":
-    print(restrict())
+    words = _words_for_programs()  # before the restrictions, which forbid to ask
+    print(f"{restrict()}; {words}")

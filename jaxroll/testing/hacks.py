@@ -252,6 +252,22 @@ def attempt(job):
     except Exception: return None
 import os, signal, sys
 """
+# `works(job)` is an escape if the job does not fail.
+_FAIL = (
+    _TRY
+    + """
+import ctypes, fcntl, platform
+libc = ctypes.CDLL(None)
+def works(name, job):
+    try:
+        result = job()
+        if not isinstance(result, int) or result >= 0: print("ESCAPED", name)
+    except (OSError, ValueError): pass
+def call(name, number, *args):
+    if number >= 424 or platform.machine() == "x86_64": works(name, lambda: libc.syscall(number, *args))
+server = os.getppid()
+"""
+)
 
 MARKS = (SECRET, "ESCAPED")  # an output with one of them is an escape, too
 ESCAPES: Mapping[str, Escape] = MappingProxyType({
@@ -332,5 +348,61 @@ libc = ctypes.CDLL(None)
 fd = libc.memfd_create(b"x", 0)
 attempt(lambda: os.ftruncate(fd, 1 << 33))
 if sum(len(each) for each in held if each is not None) > 2 << 30 or fd >= 0: print("ESCAPED")
+""", _never),
+    "scheduling of others": Escape(_FAIL + """
+for pid in (server, VICTIM):
+    works("priority", lambda: os.setpriority(os.PRIO_PROCESS, pid, 1))
+    works("processors", lambda: os.sched_setaffinity(pid, os.sched_getaffinity(0)))
+    works("scheduler", lambda: os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0)))
+    call("disk priority", 251, 1, pid, 3 << 13)
+works("priority of the user", lambda: os.setpriority(os.PRIO_USER, 0, 1))
+""", _harmed),
+    "the server's memory": Escape(_FAIL + """
+for name in ("mem", "environ", "maps", "fd", "stat"):
+    works(name, lambda: os.open(f"/proc/{server}/{name}", os.O_RDONLY))
+works("writing", lambda: os.open(f"/proc/{server}/mem", os.O_RDWR))
+for nth in range(32):
+    works("descriptors", lambda: os.open(f"/proc/{server}/fd/{nth}", os.O_RDWR))
+call("attach", 101, 16, server, 0, 0); call("seize", 101, 0x4206, server, 0, 0)
+call("read", 310, server, 0, 0, 0, 0, 0); call("write", 311, server, 0, 0, 0, 0, 0)
+call("compare", 312, server, os.getpid(), 1, 0, 0)
+call("pidfd", 434, server, 0)
+""", _never),
+    "outliving the server": Escape(_FAIL + """
+for name in ("setfsuid", "setfsgid", "setuid", "setgid"): getattr(libc, name)(65533); getattr(libc, name)(65534)
+libc.setresuid(65534, 65534, 65534); libc.prctl(1, 0, 0, 0, 0)
+found = ctypes.c_int()
+libc.prctl(2, ctypes.byref(found), 0, 0, 0)
+if found.value != signal.SIGKILL: print("ESCAPED", "the signal at the server's death")
+works("session", os.setsid)
+works("group", lambda: os.setpgid(0, 0))
+works("end of the server", lambda: os.kill(server, signal.SIGKILL))
+works("end of the group", lambda: os.killpg(os.getpgid(server), signal.SIGKILL))
+""", _never),
+    "channels between programs": Escape(_FAIL + """
+import mmap, socket
+shared = os.open(os.__file__, os.O_RDONLY)
+works("a lock of a file", lambda: fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB))
+works("a lock of a device", lambda: fcntl.lockf(os.open("/dev/null", os.O_WRONLY), fcntl.LOCK_EX | fcntl.LOCK_NB))
+works("a lease", lambda: fcntl.fcntl(shared, fcntl.F_SETLEASE, fcntl.F_RDLCK))
+works("changes of a folder", lambda: fcntl.fcntl(os.open("/usr/lib", os.O_RDONLY), fcntl.F_NOTIFY, 1))
+works("watching files", lambda: libc.inotify_init())
+works("an abstract socket", lambda: socket.socket(socket.AF_UNIX).bind(bytes(1) + b"jaxroll"))
+works("a pair of sockets", socket.socketpair)
+works("a file in memory", lambda: os.memfd_create("x"))
+works("shared memory", lambda: libc.shm_open(b"/x", 66, 0o600))
+works("a semaphore", lambda: libc.semget(1, 1, 0o1600))
+works("a queue", lambda: libc.msgget(1, 0o1600))
+works("System V memory", lambda: libc.shmget(1, 4096, 0o1600))
+""", _never),
+    "kernel interfaces": Escape(_FAIL + """
+call("io_uring", 425, 1, ctypes.create_string_buffer(120))
+call("userfaultfd", 323, 1); call("bpf", 321, 0, 0, 0); call("perf", 298, 0, 0, -1, -1, 0)
+call("keys", 250, 0, -3, 1); call("namespaces", 272, 0x10000000); call("open_tree", 428, -100, b"/", 0)
+call("handles", 303, -100, os.__file__.encode(), ctypes.create_string_buffer(200), ctypes.create_string_buffer(8), 0)
+call("root", 161, b"/usr"); call("personality", 135, 0x0040000); call("segments", 154, 0, 0, 0)
+call("clone3", 435, ctypes.create_string_buffer(88), 88)
+works("real-time scheduling", lambda: os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)))
+works("more descriptors", lambda: __import__("resource").setrlimit(7, (64, 64)))
 """, _never),
 })  # fmt: skip

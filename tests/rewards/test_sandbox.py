@@ -79,7 +79,7 @@ def test_every_machine_denies_something_of_each_kind_and_no_number_twice() -> No
     for machine in sandbox._MACHINES.values():
         assert {*machine.denied} == {"network", "processes", "signals", "files"} == {*Restrictions().missing}
         numbers = [*(n for some in machine.denied.values() for n in some), machine.clone, *machine.kills]
-        numbers += [*machine.opens, sandbox._CLONE3, sandbox._OPENAT2]
+        numbers += [*machine.opens, *machine.programs, *sandbox._NEW_CALLS, sandbox._CLONE3, sandbox._OPENAT2]
         assert len(numbers) == len({*numbers})
         assert len(sandbox._rules(machine, 1, True)) < 8 * 4096, "the kernel takes no longer program"
 
