@@ -19,6 +19,8 @@ import subprocess
 import sys
 import sysconfig
 import time
+import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +41,10 @@ _PRELOADED = (
     "collections", "collections.abc", "heapq", "math", "itertools", "functools", "bisect", "re", "string", "random",
     "json", "typing", "operator", "copy", "datetime", "decimal", "fractions", "statistics", "threading", "atexit",
 )  # fmt: skip
+
+
+# The server gets its code through stdin: compiling it, or a long command line, would make its forks slower.
+_START = "import marshal\ncode, settings = marshal.loads(open(0, 'rb', 0, closefd=False).readall())\nexec(code)"
 
 
 class ServerLost(RuntimeError):
@@ -73,6 +79,7 @@ class _Open:
         self.to_send = memoryview(
             (b"C" if run.calls else b"S") + len(source).to_bytes(4, "little") + source + run.input
         )
+        self.kind = _kind(run)
         self.output = bytearray()
         self.failure = ""
 
@@ -121,7 +128,10 @@ class Programs:
     def __init__(self, memory_bytes: int = PROGRAM_MEMORY_BYTES) -> None:
         restrictions = sandbox.for_programs()
         if restrictions is None:
-            raise DataError(f"programs of a model cannot be confined on {sys.platform}; they run on Linux only")
+            raise DataError(
+                "programs of a model cannot be confined here: the reward `code` needs Linux with seccomp, "
+                f"and this is {sys.platform} (see `jaxroll doctor`)"
+            )
         pairs = {kind: socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for kind in (_BARE, _STANDARD)}
         self._sockets = {kind: pair[0] for kind, pair in pairs.items()}
         passed = {kind: pair[1].fileno() for kind, pair in pairs.items()}
@@ -135,9 +145,10 @@ class Programs:
             "readable_by_all": all(_readable_by_all(path) for path in (os.__file__, *packages)),
             **restrictions._asdict(),
         }
-        command = [sys.executable, "-I", "-S", "-X", "utf8", fork_server.__file__, marshal.dumps(settings).hex()]
+        command = [sys.executable, "-I", "-S", "-X", "utf8", "-c", _START]
         inherited = [*passed.values(), *([restrictions.ruleset] if restrictions.ruleset >= 0 else [])]
         environment = {name: os.environ[name] for name in ("JAXROLL_TEST_ID", "LD_LIBRARY_PATH") if name in os.environ}
+        environment["LD_BIND_NOW"] = "1"  # so that programs do not look up symbols of the C library, each for itself
         # Pipes for stdin and stdout, because Python looks at the kind of file when it opens them.
         server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
@@ -145,6 +156,9 @@ class Programs:
         )  # fmt: skip
         self.pid = server.pid
         self._server = server
+        assert server.stdin is not None
+        with contextlib.suppress(BrokenPipeError), server.stdin:  # the first run tells that it has ended
+            server.stdin.write(marshal.dumps((_code(), settings)))
         for pair in pairs.values():
             pair[1].close()
         if restrictions.ruleset >= 0:
@@ -161,10 +175,20 @@ class Programs:
 
         ServerLost if the fork server fails.
         """
-        found: list[Outcome] = []
-        for start in range(0, len(runs), fork_server.MAX_BATCH):
-            found += self._run_batch(runs[start : start + fork_server.MAX_BATCH], on_wait)
-        return found
+        ids = [next(self._ids) & 0xFFFFFFFF for _ in runs]
+        waiting = {kind: deque[tuple[int, Run]]() for kind in self._sockets}
+        for ident, run in zip(ids, runs, strict=True):
+            waiting[_kind(run)].append((ident, run))
+        found: dict[int, Outcome] = {}
+        held: dict[int, _Open] = {}
+        epoll = select.epoll()
+        try:
+            self._collect(waiting, held, found, epoll, on_wait)
+        finally:
+            epoll.close()
+            for each in held.values():
+                each.close()
+        return [found[ident] for ident in ids]
 
     @contextlib.contextmanager
     def open(self, run: Run, on_wait: Callable[[], object] = lambda: None) -> Iterator[Callable[[bytes], bytes]]:
@@ -189,83 +213,99 @@ class Programs:
             control.close()
         self._server.kill()
         self._server.wait()
-        for stream in (self._server.stdin, self._server.stdout):
-            if stream is not None:
-                stream.close()
-
-    def _run_batch(self, runs: Sequence[Run], on_wait: Callable[[], object]) -> list[Outcome]:
-        kinds = [_kind(run) for run in runs]
-        ids = [next(self._ids) & 0xFFFFFFFF for _ in runs]
-        opened = [_Open(run) for run in runs]
-        statuses: dict[int, int] = {}
-        try:
-            for kind, control in self._sockets.items():
-                batch = [
-                    (i, r.time_limit_s, o) for i, r, o, k in zip(ids, runs, opened, kinds, strict=True) if k == kind
-                ]
-                if batch:
-                    _send(control, batch)
-            self._collect(
-                dict(zip(ids, opened, strict=True)), dict(zip(ids, kinds, strict=True)), statuses, runs, on_wait
-            )
-            return [_outcome(run, statuses[ident]) for ident, run in zip(ids, opened, strict=True)]
-        finally:
-            for each in opened:
-                each.close()
+        if self._server.stdout is not None:
+            self._server.stdout.close()
 
     def _collect(
         self,
-        opened: dict[int, _Open],
-        kinds: dict[int, str],
-        statuses: dict[int, int],
-        runs: Sequence[Run],
+        waiting: dict[str, deque[tuple[int, Run]]],
+        held: dict[int, _Open],
+        found: dict[int, Outcome],
+        epoll: select.epoll,
         on_wait: Callable[[], object],
     ) -> None:
-        """Exchange input and output until every run has a status."""
-        epoll = select.epoll()
+        """Start the runs, a few at a time, and exchange input and output until every run has an outcome."""
+        kinds = {control.fileno(): kind for kind, control in self._sockets.items()}
+        for descriptor in kinds:
+            epoll.register(descriptor, select.EPOLLIN)
         by_descriptor: dict[int, tuple[int, _Open]] = {}
-        controls = {control.fileno(): control for control in self._sockets.values()}
-        try:
-            for ident, run in opened.items():
-                run.close_one("child_in")
-                run.close_one("child_out")
-                if run.send():
-                    run.close_one("write")
-                else:
-                    by_descriptor[run.write] = (ident, run)
-                    epoll.register(run.write, select.EPOLLOUT)
-                by_descriptor[run.read] = (ident, run)
-                epoll.register(run.read, select.EPOLLIN)
-            for descriptor in controls:
-                epoll.register(descriptor, select.EPOLLIN)
-            deadline = time.monotonic() + _ALLOWANCE_S + sum(run.time_limit_s for run in runs)
-            while len(statuses) < len(opened):
-                events = epoll.poll(_HEARTBEAT_S)
-                on_wait()
-                if not events and time.monotonic() > deadline:
-                    raise ServerLost("the fork server does not answer")
-                for descriptor, _ in events:
-                    if descriptor in controls:
-                        _take_statuses(controls[descriptor], opened, statuses)
-                        continue
-                    ident, run = by_descriptor[descriptor]
-                    if descriptor == run.write:
-                        if run.send():
-                            epoll.unregister(descriptor)
-                            run.close_one("write")
-                    elif not run.receive():
+        limit_s = sum(run.time_limit_s for queue in waiting.values() for _, run in queue)
+        deadline = time.monotonic() + _ALLOWANCE_S + limit_s
+        for kind in waiting:
+            self._start(kind, waiting[kind], fork_server.MAX_HELD, held, by_descriptor, epoll)
+        while held:
+            events = epoll.poll(_HEARTBEAT_S)
+            on_wait()
+            if not events and time.monotonic() > deadline:
+                raise ServerLost("the fork server does not answer")
+            for descriptor, _ in events:
+                if descriptor in kinds:
+                    kind = kinds[descriptor]
+                    ended = 0
+                    for ident, status in _statuses(self._sockets[kind]):
+                        if (run := held.pop(ident, None)) is not None:
+                            found[ident] = _outcome(run, status)
+                            by_descriptor.pop(run.read, None)
+                            by_descriptor.pop(run.write, None)
+                            run.close()
+                            ended += 1
+                    self._start(kind, waiting[kind], ended, held, by_descriptor, epoll)
+                    continue
+                ident, run = by_descriptor.get(descriptor, (0, None))
+                if run is None:  # it has ended in this round
+                    continue
+                if descriptor == run.write:
+                    if run.send():
                         epoll.unregister(descriptor)
-                        if run.failure:
-                            self._kill(kinds[ident], ident)
-                            run.close_one("read")
-        finally:
-            epoll.close()
+                        del by_descriptor[descriptor]
+                        run.close_one("write")
+                elif not run.receive():
+                    epoll.unregister(descriptor)
+                    if run.failure:
+                        self._kill(run.kind, ident)
+                        del by_descriptor[descriptor]
+                        run.close_one("read")
+
+    def _start(
+        self,
+        kind: str,
+        waiting: deque[tuple[int, Run]],
+        most: int,
+        held: dict[int, _Open],
+        by_descriptor: dict[int, tuple[int, _Open]],
+        epoll: select.epoll,
+    ) -> None:
+        """Send up to `most` of the waiting runs to the server."""
+        batch: list[tuple[int, float, _Open]] = []
+        while waiting and len(batch) < most:
+            ident, run = waiting.popleft()
+            held[ident] = opened = _Open(run)
+            batch.append((ident, run.time_limit_s, opened))
+        if not batch:
+            return
+        _send(self._sockets[kind], batch)
+        for ident, _, opened in batch:
+            opened.close_one("child_in")
+            opened.close_one("child_out")
+            if opened.send():
+                opened.close_one("write")
+            else:
+                by_descriptor[opened.write] = (ident, opened)
+                epoll.register(opened.write, select.EPOLLOUT)
+            by_descriptor[opened.read] = (ident, opened)
+            epoll.register(opened.read, select.EPOLLIN)
 
     def _kill(self, kind: str, ident: int) -> None:
         try:
             self._sockets[kind].send(ident.to_bytes(4, "little") + bytes(4))
         except OSError as error:
             raise ServerLost(f"the fork server has ended: {error}") from error
+
+
+@functools.cache
+def _code() -> types.CodeType:
+    path = fork_server.__file__
+    return compile(Path(path).read_bytes(), path, "exec", optimize=2)
 
 
 def _kind(run: Run) -> str:
@@ -296,14 +336,14 @@ def _send(control: socket.socket, batch: list[tuple[int, float, _Open]]) -> None
         raise ServerLost(f"the fork server has ended: {error}") from error
 
 
-def _take_statuses(control: socket.socket, opened: dict[int, _Open], statuses: dict[int, int]) -> None:
+def _statuses(control: socket.socket) -> Iterator[tuple[int, int]]:
+    """The ids and statuses of runs that have ended."""
     data = control.recv(1 << 16)
     if not data:
         raise ServerLost("the fork server has ended")
     for place in range(0, len(data), 8):
-        ident = int.from_bytes(data[place : place + 4], "little")
-        if ident in opened:
-            statuses[ident] = int.from_bytes(data[place + 4 : place + 8], "little", signed=True)
+        ident, status = data[place : place + 4], data[place + 4 : place + 8]
+        yield int.from_bytes(ident, "little"), int.from_bytes(status, "little", signed=True)
 
 
 def _outcome(run: _Open, status: int) -> Outcome:

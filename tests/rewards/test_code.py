@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,19 @@ for fd in range(3, 1024):
 def test_a_program_has_no_descriptor_of_its_neighbours(programs: Programs) -> None:
     outcomes = programs.run([Run(NEIGHBOURS)] * 70)
     assert {(outcome.output, outcome.failure) for outcome in outcomes} == {(b"", "")}
+
+
+@pytest.mark.process
+def test_a_worker_with_many_descriptors_passes_none_to_programs() -> None:
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
+    programs = Programs()
+    try:
+        outcomes = programs.run([Run(NEIGHBOURS)] * 3)
+        assert {(outcome.output, outcome.failure) for outcome in outcomes} == {(b"", "")}
+    finally:
+        programs.close()
+        for each in held:
+            os.close(each)
 
 
 @pytest.mark.process
