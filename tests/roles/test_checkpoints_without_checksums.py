@@ -75,7 +75,7 @@ def test_a_learner_that_was_replaced_removes_no_checkpoint(tmp_path: Path) -> No
     """It was suspended in a write, and wakes after another one began from the checkpoint before."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", kept=1)
     session = LearnerSession.__new__(LearnerSession)
-    session.checkpoints = checkpoints
+    session.config, session.checkpoints = Config(), checkpoints
 
     async def on_device(job: Callable[[], Any]) -> Any:
         return job()

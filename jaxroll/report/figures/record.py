@@ -260,7 +260,7 @@ def _version(row: Row) -> Version:
 
 def best_checkpoint(run_dir: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The checkpoint that `learner.keep_best` keeps: version, metric, value. None without one, or before its value."""
-    metric = config["learner"].get("keep_best", "")
+    metric = config.get("learner", {}).get("keep_best", "")
     found = checkpoint_files.best_of(run_dir, metric)
     return {"version": str(found[0]), "metric": metric, "value": found[1]} if found else None
 
