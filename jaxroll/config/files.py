@@ -100,10 +100,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def _resolve_sources(values: dict, folder: Path) -> None:
-    """Make the paths of the sources of a mixture and of held-out sets absolute, in place."""
+    """Make the paths of a mixture's sources, of held-out sets and of a reward model absolute, in place."""
     mixture = (values.get("task") or {}).get("mixture") or []
     sets = (values.get("evaluator") or {}).get("sets") or {}
+    rewards = (values.get("task") or {}).get("reward_args") or {}
     found = [
+        rewards.get("reward_model") if isinstance(rewards, dict) else None,
         *(mixture if isinstance(mixture, (list, tuple)) else ()),
         *(sets.values() if isinstance(sets, dict) else ()),
     ]

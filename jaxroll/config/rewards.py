@@ -77,7 +77,7 @@ class LengthSettings:
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """Settings of `reward_model`: an HTTP endpoint. The key itself is in an environment variable, never in a config.
+    """Settings of an HTTP endpoint. The key itself is in an environment variable, never in a config.
 
     A failed call is repeated `retries` times, after pauses that double from `backoff_s`. Budgets count calls and tokens
     of a run; 0 is no limit.
@@ -97,6 +97,19 @@ class EndpointSettings:
     def endpoint(self) -> str:
         """The address to call."""
         return self.url
+
+
+@dataclass(frozen=True)
+class RewardModelSettings(EndpointSettings):
+    """Settings of `reward_model`: an endpoint, or with `path` a Hugging Face folder that the host scores by JAX.
+
+    A batch has at most `batch_tokens` tokens, or one conversation; of longer ones the last `max_tokens` tokens count.
+    """
+
+    path: str = ""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_tokens: PositiveInt = 4096
+    batch_tokens: PositiveInt = 4096
 
 
 JUDGE_PROMPT = """Grade the answer to a question.
@@ -140,9 +153,10 @@ PARTS: Mapping[str, type] = MappingProxyType({
     "code": CodeSettings,
     "format": FormatSettings,
     "length": LengthSettings,
-    "reward_model": EndpointSettings,
+    "reward_model": RewardModelSettings,
     "judge": JudgeSettings,
 })  # fmt: skip
+ENDPOINT_ONLY, FOLDER_ONLY = ("url", "model", "key_variable"), ("dtype", "max_tokens", "batch_tokens")
 SHAPING = ("format", "length")  # these do not tell whether an answer is right
 
 
@@ -294,6 +308,15 @@ def _check_length(config: Config, settings: LengthSettings) -> None:
 
 def _check_endpoint(term: Term) -> None:
     key, settings = f"task.reward_args.{term.label}", term.settings
+    if isinstance(settings, RewardModelSettings):
+        used, unused = (FOLDER_ONLY, ENDPOINT_ONLY) if settings.path else (ENDPOINT_ONLY, FOLDER_ONLY)
+        usual = RewardModelSettings()
+        for name in unused:
+            if (value := getattr(settings, name)) != getattr(usual, name):
+                reason = f"nothing reads it with {key}.{'path' if settings.path else 'url'}"
+                raise ConfigError(f"{key}.{name}", value, reason, f"Leave it out; {', '.join(used)} are read.")
+        if settings.path:
+            return
     if not re.fullmatch(r"https?://[^\s/:]+(:\d{1,5})?(/\S*)?", settings.url):
         raise ConfigError(f"{key}.url", settings.url, "not the address of an endpoint",
                           "Write for example http://localhost:8000/v1.")  # fmt: skip

@@ -19,6 +19,7 @@ from jaxroll.config import Config, MeshConfig
 from jaxroll.config.derived import episode_tokens, page_size, sample_tokens
 from jaxroll.config.parsing import nearest
 from jaxroll.config.prompt_rules import evaluation_set, task_parts
+from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.data import gym, prompts, sources
 from jaxroll.envs import registry
 from jaxroll.errors import ConfigError
@@ -29,6 +30,7 @@ from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
 from jaxroll.rewards import grader
 from jaxroll.store.core.admission import Settings
+from jaxroll.text.hf import HFTokenizer
 
 
 def check_described(config: Config) -> None:
@@ -57,6 +59,7 @@ def check(config: Config, report: Progress | None = None) -> None:
     _check_algorithm(config.learner.algorithm)
     registry.factory(config.task.env)
     grader.check(config.task)
+    _check_reward_models(config)
     Settings.of(config).filter.check()
     tokenizer = prompts.check(config, report)
     model = folders.spec(config.model, tokenizer.vocab_size)
@@ -112,13 +115,32 @@ def _check_files(config: Config) -> None:
 
 def _how(key: str, path: str) -> str:
     """The way to get the missing folder of a released model; empty for another key."""
-    if key not in ("model.path", "tokenizer.path"):
+    if key not in ("model.path", "tokenizer.path", "task.reward_args.reward_model.path"):
         return ""
     return (
         " Put the folder of a Hugging Face checkpoint there (config.json, *.safetensors, tokenizer.json), as by"
         f" `hf download ORGANIZATION/{Path(path).name} --local-dir {os.path.relpath(path)}`,"
         f" or name another one with --config.{key}=FOLDER."
     )
+
+
+def _check_reward_models(config: Config) -> None:
+    """Refuse folders of reward models that the process which serves them would end with."""
+    for term in terms(config.task.reward, config.task.reward_args):
+        if not isinstance(term.settings, RewardModelSettings) or not term.settings.path:
+            continue
+        key, path = f"task.reward_args.{term.label}.path", term.settings.path
+        if not Path(path).is_dir():
+            raise ConfigError(key, path, "no such folder on this machine", _beside(Path(path)) + _how(key, path))
+        try:
+            folders.classifier(Path(path))
+            template = HFTokenizer(path).has_template
+        except ConfigError as error:
+            here = "" if path in str(error.value) else f"{error.key} = {error.value!r}: "
+            raise ConfigError(key, path, f"{here}{error.reason}", error.remedy) from error
+        if not template:
+            raise ConfigError(key, path, "its tokenizer has no chat template, which shows prompt and answer",
+                              "Add chat_template.jinja to the folder.")  # fmt: skip
 
 
 def _check_algorithm(name: str) -> None:

@@ -20,6 +20,7 @@ from jaxroll.models.tensor_files import Tensors
 
 CONFIG_FILE = "config.json"  # of a Hugging Face checkpoint
 MODEL_FILE = "model.json"  # of a JaxRoll folder
+CLASSIFIER = "ForSequenceClassification"
 
 
 def spec(config: ModelConfig, vocab_size: int) -> ModelSpec:
@@ -54,6 +55,28 @@ def described(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
 def as_stored(folder: Path, model: ModelSpec) -> ModelSpec:
     """`model` without the router biases that its folder lacks: they start at 0."""
     return dataclasses.replace(model, router_bias=model.router_bias and described(folder).router_bias)
+
+
+def classifier(folder: Path, compute_dtype: str = "float32") -> ModelSpec:
+    """The reward model in a Hugging Face folder: a model for sequence classification with one label.
+
+    ConfigError for an unknown family, another number of labels, and a model without a score head. Reads only headers.
+    """
+    values = read_json(folder, CONFIG_FILE)
+    kinds = values.get("architectures")
+    if not isinstance(kinds, list) or not any(str(kind).endswith(CLASSIFIER) for kind in kinds):
+        reason = f"its config.json describes {kinds}, not a model for sequence classification"
+        raise ConfigError("model.path", str(folder), reason, f"Give a reward model: a folder of a *{CLASSIFIER}.")
+    named = values.get("id2label")
+    labels = len(named) if isinstance(named, dict) else values.get("num_labels", 2)  # 2, as transformers assumes
+    if labels != 1:
+        raise ConfigError("model.path", str(folder), f"it has {labels} labels, a reward model has one",
+                          "Give a model that was trained with num_labels=1.")  # fmt: skip
+    known = {key: value for key, value in values.items() if key not in ("num_labels", "classifier_dropout")}
+    found = dataclasses.replace(hf_config.from_huggingface(known, compute_dtype=compute_dtype), value_head=True)
+    if wrong := weights_error(folder, found, weight_tensors(folder)):
+        raise ConfigError("model.path", str(folder), wrong, "Is its score head in the checkpoint?")
+    return found
 
 
 def is_ours(folder: Path) -> bool:

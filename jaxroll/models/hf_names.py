@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from jaxroll.models.spec import ModelSpec
 
 _TOP = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_SCORE = "score.weight"  # of a model for sequence classification
 _LAYER = {
     "attn_norm": "input_layernorm.weight",
     "attn.q": "self_attn.q_proj.weight",
@@ -52,6 +53,8 @@ def name(spec: ModelSpec, ours: str) -> str:
     """
     if ours in _TOP:
         return _TOP[ours]
+    if ours == "value":
+        return _SCORE
     _, layer, rest = ours.split(".", 2)
     return f"model.layers.{int(layer)}.{_layer(spec)[rest]}"
 
@@ -78,7 +81,8 @@ def names(spec: ModelSpec, ours: str) -> tuple[str, ...]:
 
 def ours(spec: ModelSpec) -> tuple[str, ...]:
     """JaxRoll's names of all parameters of this model, sorted, as the flax module declares them."""
-    top = [key for key in _TOP if key != "head" or not spec.tied_embeddings]
+    head = "value" if spec.value_head else "" if spec.tied_embeddings else "head"
+    top = ["embed", "final_norm", *([head] if head else [])]
     layer = _layer(spec)
     return tuple(sorted([*top, *(f"layers.{number:02d}.{key}" for number in range(spec.layers) for key in layer)]))
 

@@ -39,7 +39,7 @@ class ScoringProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._stderr,
-                env=_environment(),
+                env=environment(),
                 start_new_session=True,  # Ctrl-C then reaches only the parent, and kill() ends the whole session
                 bufsize=0,
             )
@@ -131,7 +131,7 @@ class ScoringProcess:
             return file.read().decode(errors="replace").strip()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The worker's environment variables: the same import path, and one thread for numerical libraries."""
     package_root = str(Path(jaxroll.__file__).resolve().parent.parent)
     path = [package_root, *(str(Path(entry).resolve()) for entry in sys.path)]

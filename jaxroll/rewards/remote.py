@@ -1,4 +1,4 @@
-"""Reward parts from the network: a reward model behind HTTP, and a language model as judge (OpenAI's chat interface).
+"""Reward parts from other processes: a reward model (HTTP, or a folder), and a judge (OpenAI's chat interface).
 
 Everything runs on one event loop; only the cache on disk is read and written in threads. Identical requests that are
 under way at the same time make one call. Verdicts are kept by a digest of all that determines them, so a repeated
@@ -22,9 +22,10 @@ from typing import Any
 
 import msgspec
 
-from jaxroll.config.rewards import EndpointSettings, JudgeSettings
+from jaxroll.config.rewards import EndpointSettings, JudgeSettings, RewardModelSettings
 from jaxroll.errors import DataError, InfraError
 from jaxroll.rewards import http
+from jaxroll.rewards.classifier import Classifier, Served
 
 BACKOFF_MAX_S = 30.0
 _BUSY_S = 30.0  # wait for another process that writes to the cache
@@ -101,6 +102,7 @@ class RemoteParts:
         self._verdicts: Verdicts | None = None
         self._under_way: dict[str, asyncio.Task[float]] = {}
         self._gates: dict[str, asyncio.Semaphore] = {}
+        self._classifiers: dict[Served, Classifier] = {}
 
     async def value(self, part: str, settings: EndpointSettings, request: Request) -> float:
         """The value of one completion. InfraError when the endpoint fails or its budget is spent, DataError when its
@@ -140,14 +142,14 @@ class RemoteParts:
                 raise
             self.counts[f"{part}: calls"] += 1
             try:
-                response = await http.post_json(settings.endpoint, body, _headers(settings), settings.timeout_s)
+                response = await self._response(settings, body)
                 if tokens := _tokens(response):
                     await asyncio.to_thread(verdicts.add_tokens, part, tokens)
                 return verdict(settings, response)
             except http.HttpError as error:
                 self.counts[f"{part}: {error.cause}"] += 1
                 if attempt == settings.retries or not error.retry:
-                    raise InfraError(f"reward part {part!r}: {settings.endpoint}: {error}") from error
+                    raise InfraError(f"reward part {part!r}: {_where(settings)}: {error}") from error
                 pause_s = max(_backoff_s(settings, attempt), min(error.retry_after_s, BACKOFF_MAX_S))
             except (LookupError, TypeError, ValueError, OverflowError) as error:
                 self.counts[f"{part}: malformed"] += 1
@@ -156,6 +158,18 @@ class RemoteParts:
                 pause_s = 0.0
             await self._sleep(pause_s)
         raise AssertionError("unreachable")
+
+    async def _response(self, settings: EndpointSettings, body: Any) -> Any:
+        if not isinstance(settings, RewardModelSettings) or not settings.path:
+            return await http.post_json(settings.endpoint, body, _headers(settings), settings.timeout_s)
+        served = Served(settings.path, settings.dtype, settings.max_tokens, settings.batch_tokens)
+        classifier = self._classifiers.setdefault(served, Classifier(served))
+        return await classifier.score(body["messages"], settings.timeout_s)
+
+    def close(self) -> None:
+        """Kill the processes of reward models."""
+        for classifier in self._classifiers.values():
+            classifier.close()
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -208,7 +222,14 @@ def _identity(settings: EndpointSettings) -> tuple[Any, ...]:
     """The settings that determine a verdict, in addition to the request; of a judge not the address, which may move."""
     if isinstance(settings, JudgeSettings):
         return ("judge", settings.verdict, settings.max_score)
+    if isinstance(settings, RewardModelSettings) and settings.path:
+        return ("reward_model", settings.path, settings.dtype, settings.max_tokens)
     return ("reward_model", settings.url)
+
+
+def _where(settings: EndpointSettings) -> str:
+    """The endpoint or the folder, for errors."""
+    return getattr(settings, "path", "") or settings.endpoint
 
 
 def _headers(settings: EndpointSettings) -> dict[str, str]:

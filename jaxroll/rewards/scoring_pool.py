@@ -173,6 +173,8 @@ class ScoringPool:
 
     def close(self) -> None:
         """Kill the workers; pending scores raise InfraError. May be called twice."""
+        if self.remote is not None:
+            self.remote.close()
         if self._out_of_order != _CLOSED:
             self._end(_CLOSED)
 

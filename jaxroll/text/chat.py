@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 from jaxroll.errors import ConfigError, DataError, one_line
 from jaxroll.records import Message
 
 Tools = Sequence[Mapping[str, Any]]
-ChatFormat = Callable[[tuple[Message, ...], Tools], str]
+
+
+class ChatFormat(Protocol):
+    """Renders messages and tools, with a generation prompt at the end unless the conversation is `whole`."""
+
+    def __call__(self, messages: tuple[Message, ...], tools: Tools = (), *, whole: bool = False) -> str: ...
+
 
 # Placeholder of an earlier exchange when only the text after it is needed; no template produces it by itself. Messages
 # that contain it, such as a dump of this file, get another one.
@@ -24,15 +30,17 @@ _EARLIER_QUESTION = "jaxroll-earlier-question"
 _EARLIER_ANSWER = "jaxroll-earlier-answer"
 
 
-def plain_format(messages: tuple[Message, ...], tools: Tools = ()) -> str:
-    """`Role: content` lines, ending with `Assistant:`; the default if a model's folder has no chat template.
+def plain_format(messages: tuple[Message, ...], tools: Tools = (), *, whole: bool = False) -> str:
+    """`Role: content` lines, ending with `Assistant:` unless they are `whole`; the default without a chat template.
 
     ConfigError for `tools`, which it cannot show.
     """
     if tools:
         raise ConfigError("task.tools", _names(tools), "the model's folder has no chat template that shows tools",
                           "Use a model with such a template, or describe the tools in task.system_prompt.")  # fmt: skip
-    return "".join(f"{message.role.capitalize()}: {message.content}\n" for message in messages) + "Assistant:"
+    return "".join(f"{message.role.capitalize()}: {message.content}\n" for message in messages) + "Assistant:" * (
+        not whole
+    )
 
 
 def jinja_format(
@@ -72,18 +80,18 @@ def jinja_format(
     _check_args(template_args or {}, template_bounds.variables(environment, source), where)
     shown: set[str] = set()  # tools that the template is known to show
 
-    def render(messages: tuple[Message, ...], tools: Tools = ()) -> str:
+    def render(messages: tuple[Message, ...], tools: Tools = (), *, whole: bool = False) -> str:
         if tools and (named := _tojson(tools, sort_keys=True)) not in shown:
             if rendered(messages, tools) == rendered(messages, ()):
                 raise ConfigError("task.tools", _names(tools), f"the chat template of {where} does not show tools",
                                   "Describe them in task.system_prompt, or use a model that has tools.")  # fmt: skip
             shown.add(named)
-        return rendered(messages, tools)
+        return rendered(messages, tools, whole)
 
-    def rendered(messages: tuple[Message, ...], tools: Tools) -> str:
+    def rendered(messages: tuple[Message, ...], tools: Tools, whole: bool = False) -> str:
         turns = [{"role": message.role, "content": message.content} for message in messages]
         variables = {"documents": None, **(template_args or {}), "messages": turns, "tools": list(tools) or None,
-                     "add_generation_prompt": True}  # fmt: skip
+                     "add_generation_prompt": not whole}  # fmt: skip
         try:
             return template_bounds.metered(template.render, **{**special_tokens, **variables})
         except template_bounds.TooMuch as error:

@@ -70,6 +70,15 @@ class HFTokenizer:
             return self.encode(self._format(messages, tools))
         return self.encode(chat.continuation(self._format, messages, self._eos_token, tools))
 
+    def conversation(self, messages: tuple[Message, ...]) -> list[int]:
+        """Ids of a whole conversation in the model's chat format, without the start of another turn."""
+        return self.encode(self._format(messages, (), whole=True))
+
+    @property
+    def has_template(self) -> bool:
+        """True if the folder has a chat template."""
+        return self._format is not chat.plain_format
+
     def _eos_id(self) -> int:
         generation = _read_json(self.folder / "generation_config.json").get("eos_token_id")
         listed = generation if isinstance(generation, list) else [generation]

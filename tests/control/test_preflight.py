@@ -56,7 +56,7 @@ def weights(counts: dict[str, int], **files: object) -> Make:
     """A folder hf with a checkpoint whose tensors have these names and numbers of elements."""
 
     def make(here: Path) -> None:
-        folder(config=HUGGING_FACE, **files)(here)
+        folder(**{"config": HUGGING_FACE} | files)(here)
         tensors = {name: np.zeros(count, np.float32) for name, count in counts.items()}
         save_file(tensors, here / "hf" / "model.safetensors")
 
@@ -80,6 +80,8 @@ GAME = ["task.source=game", "task.name=frozen_lake", "task.env=frozen_lake", "ta
         "task.max_prompt_tokens=24", "task.max_episode_tokens=128"]  # fmt: skip
 HF = ["tokenizer.kind=hf", "tokenizer.path=hf"]
 PATH = ["model.path=hf"]
+REWARD_MODEL = ["task.reward=reward_model", 'task.reward_args={"reward_model": {"path": "hf"}}']
+SCORES = {**HUGGING_FACE, "architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
 WORDS = {"model": {"type": "WordLevel", "vocab": {"a": 0, "<e>": 1}, "unk_token": "a"}, "version": "1.0"}
 EOS = {"eos_token": "<e>"}
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
@@ -165,6 +167,29 @@ CASES: dict[str, Case] = {
     "a malformed row of a mixture": (
         rows(GOOD, "{"), ['task.mixture=[{"source": "jsonl", "path": "x.jsonl"}]'],
         "task.mixture[0].path", "x.jsonl:2", "layouts of rows"),
+    "no folder of a reward model": (
+        None, REWARD_MODEL, "task.reward_args.reward_model.path", "hf", "hf download ORGANIZATION/hf"),
+    "another model for a reward model": (
+        folder(config=HUGGING_FACE), REWARD_MODEL, "task.reward_args.reward_model.path", "hf",
+        "not a model for sequence classification"),
+    "a reward model of two labels": (
+        folder(config={**SCORES, "id2label": {"0": "a", "1": "b"}}), REWARD_MODEL,
+        "task.reward_args.reward_model.path", "hf", "2 labels"),
+    "a reward model that leaves its labels out": (
+        folder(config={key: SCORES[key] for key in SCORES if key != "id2label"}), REWARD_MODEL,
+        "task.reward_args.reward_model.path", "hf", "2 labels"),
+    "a reward model of an unknown family": (
+        folder(config={**SCORES, "model_type": "bert"}), REWARD_MODEL, "task.reward_args.reward_model.path", "hf",
+        "config.json model_type = 'bert': not a family that JaxRoll knows"),
+    "a reward model without a score head": (
+        weights(named(12), config=SCORES), REWARD_MODEL, "task.reward_args.reward_model.path", "hf",
+        "no tensor 'score.weight'"),
+    "a reward model without a template": (
+        weights({**named(12), "score.weight": 12}, config=SCORES, tokenizer=WORDS, tokenizer_config=EOS),
+        REWARD_MODEL, "task.reward_args.reward_model.path", "hf", "no chat template"),
+    "a reward model of both kinds": (
+        None, [REWARD_MODEL[0], 'task.reward_args={"reward_model": {"path": "hf", "url": "http://a/b"}}'],
+        "task.reward_args.reward_model.url", "http://a/b", "nothing reads it"),
     "no folder of a model": (
         None, ["model.path=models/Qwen3-0.6B"], "model.path", "models/Qwen3-0.6B",
         "hf download ORGANIZATION/Qwen3-0.6B --local-dir models/Qwen3-0.6B"),
@@ -439,6 +464,11 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "models/folders.py::described": ("a model of ours with another key",),
     "models/folders.py::weight_tensors": ("model without weights", "weights unreadable", "an index of nothing"),
     "models/folders.py::check_weights": ("weights of another model", "weights too few"),
+    "models/folders.py::classifier": (
+        "another model for a reward model",
+        "a reward model of two labels",
+        "a reward model without a score head",
+    ),
     "models/folders.py::read_json": ("folder without a model", "a list for a config.json"),
     "learner/peft.py": ("adapters that are not there",),
     "models/pretrained.py::leaves": ("weights of another model", "weights too few"),

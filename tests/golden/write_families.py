@@ -7,7 +7,10 @@ FOLDER/VARIANT holds, for every variant:
     config.json    as `save_pretrained` writes it
     expected.npz   tokens int32 [B, T], logits float32 [B, T, V], greedy int32 [B, N]: the continuation of each row
 
-and for every family of CHATS a tokenizer with a chat template, and chats.json: conversations rendered by transformers.
+and for every family of CHATS a tokenizer with a chat template, chats.json: conversations rendered by transformers, and
+
+    scores.json    of a model for sequence classification with one label: its config.json, conversations that end with
+                   an answer as ids (rendered as TRL renders them), and their scores
 
 The weights are not stored: `tensor` computes each one from its Hugging Face name and shape. They are large enough that
 attention is not flat; norms are away from their neutral value, and windows and the contexts of stretched RoPE are
@@ -17,6 +20,7 @@ shorter than the rows. `tests/models/test_family_goldens.py` compares; `make soa
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -173,6 +177,39 @@ def model(variant: str) -> Any:
     return made
 
 
+def write_scores(folder: Path, variant: str) -> None:
+    """The scores of the variant's reward model for every conversation with an answer, in one padded batch."""
+    import torch
+    import transformers
+
+    name, options = VARIANTS[variant]
+    config_class = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    config = config_class(**(SIZES | options), attn_implementation="eager", num_labels=1)
+    kind = f"{name}{'Text' if name == 'Gemma3' else ''}ForSequenceClassification"
+    made = getattr(transformers, kind)(config).eval()
+    with torch.no_grad():
+        for key, parameter in made.named_parameters():
+            parameter.copy_(torch.from_numpy(tensor(key, tuple(parameter.shape), offset=name == "Gemma3")))
+    text = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = []
+    for turns in CONVERSATIONS:
+        messages = [{"role": role, "content": content} for role, content in [*turns, ("assistant", "nus")]]
+        rows.append(text.apply_chat_template(messages, tokenize=False))
+    batch = text(rows, padding=True, padding_side="right", add_special_tokens=False, return_tensors="pt")
+    with torch.no_grad():
+        scores = made(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, 0]
+    ids = [row[mask.bool()].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    made.save_pretrained(folder / "model")
+    found = {
+        "config": json.loads((folder / "model" / "config.json").read_text()),
+        "tensors": {key: list(parameter.shape) for key, parameter in made.named_parameters()},
+        "ids": ids,
+        "scores": scores.tolist(),
+    }
+    shutil.rmtree(folder / "model")
+    (folder / "scores.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
 def write(folder: Path, variant: str) -> dict[str, Any]:
     """One variant's files."""
     import torch
@@ -181,6 +218,7 @@ def write(folder: Path, variant: str) -> dict[str, Any]:
     made.config.save_pretrained(folder)
     if variant in CHATS:
         write_chats(folder, variant)
+        write_scores(folder, variant)
     tokens = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = made(tokens).logits
