@@ -32,7 +32,7 @@ _SMALL = {
     "sampling.max_tokens": 8, "task.max_prompt_tokens": 160, "task.heldout_items": 1, "sampler.mesh.tensor": 1,
     "sampler.slots": 2, "sampler.prefill_rows": 1, "sampler.prefill_buckets": 160, "sampler.decode_chunk": 1,
     "learner.mesh.fsdp": 1, "learner.micro_batch_rows": 1, "learner.row_tokens": 168, "learner.checkpoint_every": 100,
-    "learner.scan_layers": True, "transfer.deadline_s": 600,
+    "learner.scan_layers": True, "transfer.deadline_s": 600, "store.stall_abort_s": 2400,
 }  # fmt: skip
 
 
