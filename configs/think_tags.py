@@ -3,10 +3,10 @@
 Command   jaxroll train --config=configs/think_tags.py
 Control   the same with --config.task.extract=none --config.task.reward=exact: no completion equals its answer
 Hardware  any
-Setting   reverse a number of 4 to 9 digits; the warm start teaches <think>NUMBER</think>REVERSED and stops early, then
-          GRPO at alpha = 1
-Result    held-out accuracy 46.5 → 76.6, 52.0 → 80.1 and 93.0 → 98.0 % for seeds 0, 1, 2; control 0 → 0 %. In 126 to 144 s
-          each on two CPU cores (docs/results/thinking.md). A warm start of 60 steps collapses to reward 0
+Setting   reverse a number of 4 to 9 digits; the warm start teaches <think>NUMBER</think>REVERSED and ends once 30 % of
+          unseen answers are exact, after 105 to 145 steps; then GRPO at alpha = 1
+Result    held-out accuracy 54.3 → 73.4 (after 80 steps), 35.9 → 93.0 and 46.9 → 84.8 % for seeds 0, 1, 2; control 0 → 0 %.
+          In 344 to 470 s each on two busy CPU cores (docs/results/thinking.md)
 """
 
 from random import Random
@@ -51,8 +51,9 @@ def get_config() -> ConfigDict:
     config.task.reward = "math"
     config.task.max_prompt_tokens = 32
     config.task.heldout_items = 256
-    config.sft.steps = 150
-    config.schedule.steps = 80
+    config.sft.steps = 400
+    config.sft.enough_exact = 0.3
+    config.schedule.steps = 120
     config.sampling.max_tokens = 36
     config.sampler.slots = 64
     config.sampler.prefill_rows = 16
