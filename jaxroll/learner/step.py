@@ -11,6 +11,7 @@ token of a segment has no log-prob and never carries loss.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -165,7 +166,9 @@ def hidden_states(recipe: Recipe, params: Params, streams: Streams) -> Array:
     return _with_load(recipe, params, streams)[0]
 
 
-def _with_load(recipe: Recipe, params: Params, streams: Streams) -> tuple[Array, Load | None]:
+def _with_load(
+    recipe: Recipe, params: Params, streams: Streams, stacks: Params | None = None
+) -> tuple[Array, Load | None]:
     """The hidden states, and the load of the experts."""
     choices = None
     if recipe.routers and recipe.routers.replay:
@@ -181,6 +184,7 @@ def _with_load(recipe: Recipe, params: Params, streams: Streams) -> tuple[Array,
         rows=recipe.rows,
         prompt_ids=streams.get(PROMPT_IDS),
         choices=choices,
+        stacks=stacks,
     )
 
 
@@ -209,10 +213,27 @@ def gradients(
 
     With experts, the loss also has their balance loss times the micro-batch's share of the step's tokens.
     """
+    grads, seen = _gradients(recipe, params, streams, base or {})
+    return transformer.unstacked(recipe.spec, grads), seen
 
-    def total(params: Params) -> tuple[Array, statistics.Statistics]:
-        model = dense(recipe, params, base or {})
-        hidden, load = _with_load(recipe, model, streams)
+
+def differentiated(recipe: Recipe, params: Params) -> Params:
+    """The arrays by which gradients are taken: `params`, of which those of layers in a loop are stacked."""
+    # Gradients of stacks are accumulated as stacks and divided in `apply`, which has an operation per parameter anyway:
+    # otherwise every program of a micro-batch has to compile a slice and a sum per parameter.
+    if recipe.lora or not recipe.spec.scan:
+        return params
+    stacks = transformer.stacked(recipe.spec, params, recipe.layout)
+    shapes = jax.eval_shape(functools.partial(transformer.unstacked, recipe.spec), stacks)
+    return {name: value for name, value in params.items() if name not in shapes} | stacks
+
+
+def _gradients(recipe: Recipe, params: Params, streams: Streams, base: Params) -> tuple[Params, statistics.Statistics]:
+    """`gradients`, by `differentiated`."""
+
+    def total(trained: Params) -> tuple[Array, statistics.Statistics]:
+        model = dense(recipe, params | {name: trained[name] for name in trained.keys() & params.keys()}, base)
+        hidden, load = _with_load(recipe, model, streams, None if trained.keys() == params.keys() else trained)
         terms = _terms_of_hidden(recipe, model, hidden, streams)
         logprobs = jnp.where(streams["mask"], terms.logprob, 0.0)
         # With one optimizer step per claim, the proximal policy is this forward pass: no extra program is needed.
@@ -228,7 +249,7 @@ def gradients(
             loss = loss + recipe.routers.loss * balance if recipe.routers.loss else loss
         return loss, seen
 
-    grads, seen = jax.grad(total, has_aux=True)(params)
+    grads, seen = jax.grad(total, has_aux=True)(differentiated(recipe, params))
     return jax.tree.map(lambda grad: grad.astype(jnp.float32), grads), seen
 
 
@@ -251,7 +272,7 @@ class Programs:
         self._batch = NamedSharding(recipe.layout.mesh, batch_spec(recipe.layout.rules))
         loads = (spec.layers, spec.experts) if recipe.routers else None
         seen = jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets, loads))
-        self.accumulator = described(self.state.params, seen, layout.mesh)
+        self.accumulator = described(self._gradients(), seen, layout.mesh)
         self._get = AheadOfTime("learner", recipe.row_tokens, self.lowered).get
 
     def compile(self, buckets: Sequence[int], progress: Progress | None = None, *, logprobs: bool = False) -> None:
@@ -267,6 +288,19 @@ class Programs:
             self._get("accumulate", rows, progress)
             if self.recipe.added or logprobs:
                 self._get("logprobs", rows, progress)
+
+    def _gradients(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The abstract gradients of a micro-batch."""
+        recipe, held, axes = self.recipe, self.state.params, model_params.block_axes(self.recipe.spec)
+        shapes = jax.eval_shape(functools.partial(differentiated, recipe), held)
+
+        def sharding(name: str, shape: tuple[int, ...]) -> NamedSharding:
+            if name in held:
+                return held[name].sharding
+            return recipe.layout.sharding(("layers", *axes[name.split(".", 2)[2]]), shape)
+
+        return {name: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding(name, leaf.shape))
+                for name, leaf in shapes.items()}  # fmt: skip
 
     def zeros(self) -> Accumulator:
         """The accumulator of no micro-batches."""
@@ -329,7 +363,7 @@ class Programs:
         return jax.ShapeDtypeStruct((rows, self.recipe.row_tokens), dtype, sharding=self._batch)
 
     def _accumulate(self, params: Params, accumulator: Accumulator, streams: Streams, base: Params) -> Accumulator:
-        grads, seen = gradients(self.recipe, params, streams, base)
+        grads, seen = _gradients(self.recipe, params, streams, base)
         return Accumulator(
             jax.tree.map(jnp.add, accumulator.grads, grads), statistics.merged(accumulator.statistics, seen)
         )
@@ -339,12 +373,14 @@ class Programs:
         return jnp.where(streams["mask"], terms.logprob, 0.0)
 
     def _apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
-        found, empty, report = applied(self.recipe.optimizer, state, accumulator)
+        grads = transformer.unstacked(self.recipe.spec, accumulator.grads)
+        divided = dataclasses.replace(accumulator, grads=grads)
+        found, _, report = applied(self.recipe.optimizer, state, divided)
         if self.recipe.routers and self.recipe.routers.bias_rate:
             loads = accumulator.statistics[statistics.LOADS]
             params = moe.with_moved_biases(found.params, loads, self.recipe.routers.bias_rate)
             found = dataclasses.replace(found, params=params)
-        return found, empty, report
+        return found, zeroed(accumulator), report
 
 
 def applied(

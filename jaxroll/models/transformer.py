@@ -88,8 +88,12 @@ def forward_with_load(
     rows: SharedRows | None = None,
     prompt_ids: Int[Array, "B T"] | None = None,
     choices: Int[Array, "B T L k"] | None = None,
+    stacks: Params | None = None,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
-    """`forward`, and the load of the experts of every layer (leaves [L, E]; None for a model without experts)."""
+    """`forward`, and the load of the experts of every layer (leaves [L, E]; None for a model without experts).
+
+    `stacks` are the parameters of the layers in the loop, to be differentiated by (None: those of `params`).
+    """
     decoder = module(spec, params)
 
     def layer_of(window: int) -> Callable[[Block, Array, Array | None], tuple[Array, Load | None]]:
@@ -124,7 +128,8 @@ def forward_with_load(
     if spec.scan:
         first = spec.layers // spec.period * spec.period
         steps = [layer[window] for window in spec.each_window[: spec.period]]
-        x, load = _scanned(spec, params, x, steps, None if given is None else given[:first], layout)
+        stacks = stacked(spec, params, layout) if stacks is None else stacks
+        x, load = _scanned(spec, stacks, x, steps, None if given is None else given[:first])
         loads.append(load)
     for number in range(first, spec.layers):
         own = None if given is None else given[number]
@@ -140,12 +145,16 @@ def _scanned(
     x: Float[Array, "B T D"],
     steps: Sequence[Callable[[Block, Array, Array | None], tuple[Array, Load | None]]],
     choices: Int[Array, "L B T k"] | None,
-    layout: Layout | None,
 ) -> tuple[Float[Array, "B T D"], Load | None]:
-    """The hidden states after as many whole periods of layers as there are, by a loop over periods, and the loads."""
+    """The hidden states after as many whole periods of layers as there are, by a loop over periods, and the loads.
+
+    `params` are those of `stacked`.
+    """
     period = len(steps)
     cycles = spec.layers // period
-    stacks = [_stacked(spec, params, range(at, cycles * period, period), layout) for at in range(period)]
+    each: list[Params] = [
+        {name: params[f"{_LOOP}.{at:02d}.{name}"] for name in block_axes(spec)} for at in range(period)
+    ]
     given = None if choices is None else choices.reshape(cycles, period, *choices.shape[1:])
 
     def cycle(x: Array, of_cycle: tuple[list[Params], Array | None]) -> tuple[Array, Load | None]:
@@ -156,25 +165,43 @@ def _scanned(
             loads.append(load)
         return x, jax.tree.map(lambda *some: jnp.stack(some), *loads) if spec.experts else None
 
-    x, loads = jax.lax.scan(cycle, x, (stacks, given))
+    x, loads = jax.lax.scan(cycle, x, (each, given))
     return x, jax.tree.map(lambda leaf: leaf.reshape(cycles * period, *leaf.shape[2:]), loads)
 
 
-def _stacked(spec: ModelSpec, params: Params, layers: Sequence[int], layout: Layout | None) -> Params:
-    """The parameters of some layers as one array per name, with the layer as the first axis.
+_LOOP = "loop"
+
+
+def stacked(spec: ModelSpec, params: Params, layout: Layout | None) -> dict[str, jax.Array]:
+    """The parameters of the layers in the loop: "loop.00.attn.q" has those of the first layer of every period.
 
     Matrices are cast to the compute dtype before, as at their use; routers compute in float32.
     """
-    dtype = jnp.dtype(spec.compute_dtype)
+    dtype, period = jnp.dtype(spec.compute_dtype), spec.period
 
-    def one(name: str, axes: tuple[str, ...]) -> Array:
+    def one(at: int, name: str, axes: tuple[str, ...]) -> Array:
+        layers = range(at, spec.layers // period * period, period)
         leaves = [params[f"layers.{number:02d}.{name}"] for number in layers]
         if leaves[0].ndim > 1 and not moe.is_router(name):
             leaves = [leaf.astype(dtype) for leaf in leaves]
         found = jnp.stack(leaves)
         return found if layout is None else layout.constrain(found, ("layers", *axes))
 
-    return {name: one(name, axes) for name, axes in block_axes(spec).items()}
+    names = block_axes(spec).items()
+    return {f"{_LOOP}.{at:02d}.{name}": one(at, name, axes) for at in range(period) for name, axes in names}
+
+
+def unstacked(spec: ModelSpec, values: Params) -> dict[str, jax.Array]:
+    """`values` with the arrays of `stacked` divided, by the names of parameters."""
+    found = {}
+    for name, value in values.items():
+        start, _, rest = name.partition(".")
+        at, _, of_layer = rest.partition(".")
+        if start != _LOOP:
+            found[name] = value
+            continue
+        found |= {f"layers.{n * spec.period + int(at):02d}.{of_layer}": value[n] for n in range(value.shape[0])}
+    return dict(sorted(found.items()))
 
 
 def logits(spec: ModelSpec, params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:

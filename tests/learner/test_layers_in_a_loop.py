@@ -1,0 +1,113 @@
+"""Layers in a loop: gradients are accumulated as stacks, the step is that of single layers, and programs stay small."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxroll.config import MeshConfig
+from jaxroll.learner import minibatch
+from jaxroll.learner.step import Programs, Routers
+from jaxroll.models import families
+from jaxroll.models import params as model_params
+from jaxroll.sharding import layout
+
+NANO = families.spec("nano", vocab_size=24)
+SPECS = {
+    "one window": dataclasses.replace(NANO, layers=3, remat="layer"),
+    "a pattern and a rest": dataclasses.replace(NANO, layers=5, windows=(4, 0, 4, 0, 4)),
+    "experts": dataclasses.replace(families.spec("tiny_moe", vocab_size=24), router_bias=True),
+}
+
+
+@pytest.fixture
+def programs(small_config, make_trainer):
+    """The programs for a model on `mesh`, and the micro-batches of a claim."""
+
+    def make(spec: families.ModelSpec, mesh: MeshConfig | None = None, claim=None):
+        trainer = make_trainer(small_config(micro_batch_rows=4, mesh=mesh or MeshConfig()))
+        routers = Routers(replay=False, loss=0.1, bias_rate=0.1) if spec.experts else None
+        made = Programs(dataclasses.replace(trainer.programs.recipe, spec=spec, routers=routers))
+        if claim is None:
+            return made
+        (samples,) = minibatch.prepare(claim, trainer.config).minibatches
+        batches = trainer.packed(samples)
+        for batch in batches:
+            batch.streams["share"] = (batch.streams["segment_ids"] > 0).astype(np.float32) / 300
+        return made, [made.placed({name: batch.streams[name] for name in made.recipe.streams}) for batch in batches]
+
+    return make
+
+
+def stepped(made: Programs, batches) -> dict[str, np.ndarray]:
+    """The parameters after one step over the micro-batches, each twice."""
+    from jaxroll.learner import state as states
+
+    recipe = made.recipe
+    params = model_params.init(recipe.spec, jax.random.key(0), recipe.layout.mesh, layout.LEARNER)
+    state = states.fresh(params, recipe.spec, recipe.layout, recipe.optimizer.transform)
+    accumulator = made.zeros()
+    for streams in (*batches, *batches):
+        accumulator = made.accumulate(state.params, accumulator, streams)
+    state, empty, report = made.apply(state, accumulator)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(empty))
+    return {"grad_norm": np.asarray(report["grad_norm"])} | jax.device_get(state.opt_state[1][0].mu)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", SPECS)
+def test_a_step_is_that_of_single_layers(programs, make_claim, name: str) -> None:
+    """Compared by the first moments of the optimizer, which are the clipped gradients."""
+    spec, mesh = SPECS[name], MeshConfig(fsdp=2, tensor=2) if name == "one window" else None
+    wanted = stepped(*programs(spec, None, make_claim()))
+    found = stepped(*programs(dataclasses.replace(spec, scan=True), mesh, make_claim()))
+    assert found.keys() == wanted.keys() and len(found) > 10 * spec.layers
+    for key, value in wanted.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-5 * np.abs(value).max() + 1e-9, err_msg=key)
+
+
+def test_the_program_of_a_micro_batch_does_not_grow_with_the_number_of_layers(programs) -> None:
+    """But for the operations that stack the parameters: a cast and a new axis for each."""
+
+    def operations(layers: int) -> int:
+        text = programs(dataclasses.replace(NANO, layers=layers, scan=True)).lowered("accumulate", 4).as_text()
+        return sum(text.count(f"stablehlo.{kind} ") for kind in ("add", "slice", "dot_general", "multiply"))
+
+    assert operations(9) == operations(3)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path):
+    """An empty compilation cache for this test."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.soak
+def test_gradients_of_36_layers_compile_in_at_most_twice_the_time_of_4(programs, empty_cache, capsys) -> None:
+    """Printed: CPU seconds, also of the optimizer step, which has operations for every parameter."""
+
+    def compile_s(layers: int, program: str = "accumulate") -> float:
+        spec = dataclasses.replace(families.spec("tiny"), layers=layers, scan=True, remat="layer")
+        lowered = programs(spec).lowered(program, 4)
+        start_s = time.process_time()
+        lowered.compile()
+        return time.process_time() - start_s
+
+    compile_s(1)  # the first compilation of a process starts threads
+    few, many = compile_s(4), compile_s(36)
+    apply = compile_s(4, "apply"), compile_s(36, "apply")
+    with capsys.disabled():
+        print(f"\ngradients of layers in a loop: 4 layers {few:.2f} s, 36 layers {many:.2f} s; "
+              f"optimizer step: {apply[0]:.2f} s and {apply[1]:.2f} s")  # fmt: skip
+    assert many <= 2 * few
