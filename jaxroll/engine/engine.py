@@ -153,6 +153,7 @@ class Engine:
         self._ids: set[int] = set()  # of the requests in the engine
         self._ids_lock = threading.Lock()
         self._ended: list[tuple[requests.Add, Result]] = []  # not delivered yet
+        self._pieces: list[tuple[requests.OnTokens, Completion]] = []  # not delivered yet
         self.latencies = Latencies()
 
     # ------------------------------------------------------------------------------------------- from any thread
@@ -328,6 +329,8 @@ class Engine:
         for add in progressed.begun:
             self.latencies.first(done_s - add.added_s)
         self.latencies.dispatch(done_s, report.steps, self._scheduler.active > progressed.firsts)
+        if self._weight_swap != "restart":  # which may discard tokens
+            self._pieces = self._work.pieces(progressed.ended)
         self._ended = [self._work.take(slot, ended, done_s, version) for slot, ended in progressed.ended.items()]
         self._leave([add.request.id for add, _ in self._ended])
         self._stats = self._stats.after_dispatch(
@@ -345,6 +348,9 @@ class Engine:
         return True
 
     def _deliver(self) -> None:
+        pieces, self._pieces = self._pieces, []
+        for on_tokens, piece in pieces:
+            on_tokens(piece)
         ended, self._ended = self._ended, []
         for add, result in ended:
             add.on_done(result)

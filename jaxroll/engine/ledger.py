@@ -128,6 +128,21 @@ class Ledger:
         later, _ = self._history.column(slot, running.start_row, running.count - len(before))
         return np.concatenate([np.asarray(before, np.int32), later])
 
+    def since(self, slot: int, sent: int) -> Completion:
+        """The tokens after the first `sent` of the request in `slot`, without supports; LookupError without one."""
+        running = self._running[slot]
+        if running is None:
+            raise LookupError(f"slot {slot} is empty")
+        before = running.before or _first_of(running)
+        earlier = len(before.tokens)
+        start, count = running.start_row + max(sent - earlier, 0), running.count - max(sent, earlier)
+        tokens, logprobs = self._history.column(slot, start, count)
+        versions = self._swaps.runs(after(before.versions, sent), start, count)
+        if sent < earlier:
+            tokens = np.concatenate([before.tokens[sent:], tokens])
+            logprobs = np.concatenate([before.logprobs[sent:], logprobs])
+        return Completion(tokens, logprobs, versions, "")
+
     def forget(self, slot: int) -> None:
         """Remove the request in `slot` without a result."""
         self._running[slot] = None
@@ -138,13 +153,7 @@ class Ledger:
         if running is None:
             raise LookupError(f"slot {slot} is empty")
         self._running[slot] = None
-        before = running.before or Partial(
-            np.array([running.first_token], np.int32),
-            np.array([running.first_logprob], np.float32),
-            running.first_support,
-            (VersionRun(running.first_version, 1),),
-            running.start_s,
-        )
+        before = running.before or _first_of(running)
         later = running.count - len(before.tokens)
         tokens, logprobs = self._history.column(slot, running.start_row, later)
         support = self._history.supports(slot, running.start_row, later)
@@ -156,6 +165,27 @@ class Ledger:
             versions,
             running.start_s,
         )
+
+
+def _first_of(running: _Running) -> Partial:
+    """The token that was sampled at the start of `running`."""
+    return Partial(
+        np.array([running.first_token], np.int32),
+        np.array([running.first_logprob], np.float32),
+        running.first_support,
+        (VersionRun(running.first_version, 1),),
+        running.start_s,
+    )
+
+
+def after(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, ...]:
+    """The versions of the tokens after the first `tokens`."""
+    kept, skipped = [], tokens
+    for run in versions:
+        if run.count > skipped:
+            kept.append(VersionRun(run.version, run.count - skipped))
+        skipped = max(skipped - run.count, 0)
+    return tuple(kept)
 
 
 def _first(versions: tuple[VersionRun, ...], tokens: int) -> tuple[VersionRun, ...]:

@@ -13,6 +13,7 @@ from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Version
 
 TokenMask = Callable[[np.ndarray], np.ndarray]  # tokens drawn so far, int32 [T]; the mask, bool [V]
+OnTokens = Callable[[Completion], None]  # new tokens of a running request; their `finish` is ""
 
 _KEY_LIMIT = 2**31
 
@@ -30,6 +31,10 @@ class Request:
     [T]). It is called on the stepping thread before each token, so every dispatch is one step while such a request
     runs. Its result must depend on nothing else, otherwise a replay would differ. If it raises or returns an invalid
     mask, the request ends with an error; other requests are not affected.
+
+    `on_tokens` gets the new tokens after every dispatch that does not end the request, from the stepping thread; it
+    must neither block nor raise. The `Result` holds all tokens. It is never called under the policy `restart`, which
+    may discard tokens.
     """
 
     id: int
@@ -39,6 +44,7 @@ class Request:
     position: int = 0
     keep: bool = False
     allowed: TokenMask | None = None
+    on_tokens: OnTokens | None = None
 
     @property
     def first_position(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -13,11 +13,12 @@ from jaxroll.engine.block_allocator import Prefix
 from jaxroll.engine.device import Device, SavedPages
 from jaxroll.engine.ledger import Ended, Ledger, Partial, Progress
 from jaxroll.engine.packets import Sizes
-from jaxroll.engine.requests import Add, Result, next_mask
+from jaxroll.engine.requests import Add, OnTokens, Result, next_mask
 from jaxroll.engine.scheduler import Scheduler
 from jaxroll.engine.sequence import Chunk, Row, Sequence, Start
 from jaxroll.errors import DataError
 from jaxroll.models.params import Params
+from jaxroll.protocols import Completion
 from jaxroll.records import Version
 
 Decode = Callable[[list[int]], str]
@@ -35,11 +36,12 @@ class Filled:
 
 @dataclass(eq=False, slots=True)
 class _Open:
-    """A request in the engine: its tokens before it last left its slot, and its saved pages, if any."""
+    """A request in the engine: its tokens before it last left its slot, saved pages, number of streamed tokens."""
 
     add: Add
     before: Partial | None = None
     saved: SavedPages | None = None
+    sent: int = 0
 
 
 class Work:
@@ -212,6 +214,19 @@ class Work:
         if not any(string in self._decode(tokens) for string in strings):
             return None
         return next(n for n in range(1, len(tokens) + 1) if any(s in self._decode(tokens[:n]) for s in strings))
+
+    def pieces(self, ended: Collection[int]) -> list[tuple[OnTokens, Completion]]:
+        """New tokens of the running requests that stream, except those in the slots `ended`."""
+        found: list[tuple[OnTokens, Completion]] = []
+        for sequence in self._scheduler.running:
+            one = self._open[sequence.id]
+            if one.add.request.on_tokens is None or sequence.slot is None or sequence.slot in ended:
+                continue
+            piece = self._ledger.since(sequence.slot, one.sent)
+            if len(piece.tokens):
+                one.sent += len(piece.tokens)
+                found.append((one.add.request.on_tokens, piece))
+        return found
 
     def take(self, slot: int, ended: Ended, end_s: float, version: Version) -> tuple[Add, Result]:
         """Remove the ended request from `slot` and return it with its result."""
