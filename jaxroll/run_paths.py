@@ -117,6 +117,15 @@ class RunPaths:
         """HOST:PORT at which the sampler `name` serves generation requests of actors."""
         return self.folder / f"{name}.addr"
 
+    def http_address(self, name: str) -> Path:
+        """Base URL at which the sampler `name` answers HTTP requests."""
+        return self.folder / f"{name}.http"
+
+    @property
+    def http_token(self) -> Path:
+        """Token of HTTP clients."""
+        return self.folder / "http.token"
+
     @property
     def transfer(self) -> Path:
         """Folder of published weights, where `transfer.channel` is "tensorstore" and `transfer.path` is not set."""

@@ -2,7 +2,18 @@
 (`rules`), and how files are read (`files`). Other packages import from here.
 """
 
-from jaxroll.config.files import RoleArgs, canonical_json, defaults, digest, load, override, parse, read, to_dict
+from jaxroll.config.files import (
+    RoleArgs,
+    canonical_json,
+    defaults,
+    digest,
+    load,
+    of_model_folder,
+    override,
+    parse,
+    read,
+    to_dict,
+)
 from jaxroll.config.rules import check
 from jaxroll.config.schema import (
     MODEL_SIZES,
@@ -50,6 +61,7 @@ __all__ = [
     "defaults",
     "digest",
     "load",
+    "of_model_folder",
     "override",
     "parse",
     "read",

@@ -246,6 +246,11 @@ def episode_tokens(config: Config) -> int:
     return config.task.max_episode_tokens or config.task.max_prompt_tokens + config.sampling.max_tokens
 
 
+def cache_tokens(config: Config) -> int:
+    """KV cache length of a request, in tokens: that of the longest episode."""
+    return max(episode_tokens(config), config.sampler.prefill_buckets[-1])
+
+
 def sample_tokens(learner: LearnerConfig) -> int:
     """Maximum tokens of a training sample: a row and the shared prompt before it."""
     return learner.shared_prompt_tokens + learner.row_tokens

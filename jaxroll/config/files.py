@@ -99,6 +99,18 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return parse(override(with_files(values, Path(path).resolve().parent), overrides))
 
 
+_FOLDER_TOKENS, _FOLDER_BUCKETS = 4096, (64, 256)  # of a model that is served without a config of its own
+
+
+def of_model_folder(folder: Path) -> Config:
+    """The config to serve the model in `folder`, which has Hugging Face's layout: 4096 tokens a request."""
+    sizes = {"sampler": {"prefill_buckets": _FOLDER_BUCKETS, "decode_chunk": 4},
+             "sampling": {"max_tokens": _FOLDER_BUCKETS[-1]},
+             "task": {"max_prompt_tokens": _FOLDER_TOKENS - _FOLDER_BUCKETS[-1]},
+             "model": {"path": str(folder)}, "tokenizer": {"kind": "hf", "path": str(folder)}}  # fmt: skip
+    return derived.with_model(build(Config, sizes))
+
+
 def _resolve_sources(values: dict, folder: Path) -> None:
     """Make the paths of a mixture's sources, of held-out sets and of a reward model absolute, in place."""
     mixture = (values.get("task") or {}).get("mixture") or []

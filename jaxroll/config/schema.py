@@ -288,6 +288,8 @@ class SamplerConfig:
     env_threads: PositiveInt = 1024
     # Maximum processes for environments that need a process each.
     env_processes: PositiveInt = 8
+    # Port of 127.0.0.1 on which sampler N answers HTTP requests, plus N. 0: any free port. -1: none.
+    http_port: Annotated[int, Bounds(least=-1, most=65535)] = -1
 
 
 @dataclass(frozen=True)

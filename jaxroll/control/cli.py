@@ -50,6 +50,8 @@ GROUPS: dict[str, tuple[Command, ...]] = {
         Command("generate", "answer prompts with the newest weights of a run",
                 "jaxroll generate runs/demo stone water --temperature=0.7"),
         Command("eval", "held-out accuracy of the newest weights of a run", "jaxroll eval runs/demo"),
+        Command("serve", "serve the newest weights of a run, or a Hugging Face folder, behind OpenAI's HTTP interface",
+                "jaxroll serve runs/demo --port=8000"),
         Command("weights", "import a model from Hugging Face, or export one",
                 "jaxroll weights export runs/demo exported"),
     ),
@@ -79,7 +81,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
 }  # fmt: skip
 ROLES = tuple(command.name for command in GROUPS["roles"])
 COMPILED = ("learner", "sampler", "evaluator")  # roles that have programs to compile
-RUNNING = ("train", "demo")  # like the roles, these continue when their output has no reader
+RUNNING = ("train", "demo", "serve")  # like the roles, these continue when their output has no reader
 HELP = (
     "RUN is the folder of a run; commands with --config also take it as --run=DIR. --config.KEY=VALUE changes a key\n"
     "of the config, as in --config.learner.learning_rate=1e-4. `jaxroll COMMAND --help` lists a command's arguments.\n"
@@ -119,8 +121,9 @@ def _command(words: list[str], output: streams.Outlet | None) -> int:
         if options.command == "generate":
             passed = spelled(subparsers(top)["generate"], options, ("help", "run", "config"))
             options.passed_on = [*passed, "--", *options.prompts]
-        if options.command == "eval":
-            options.passed_on = spelled(subparsers(top)["eval"], options, ("help", "run", "config", "folder"))
+        if options.command in ("eval", "serve"):
+            one = subparsers(top)[options.command]
+            options.passed_on = spelled(one, options, ("help", "run", "config", "folder"))
         if output is not None and options.command in (*RUNNING, *ROLES):
             output.patience_s = streams.NOT_SHOWN_S
         from jaxroll.control import commands
@@ -240,7 +243,7 @@ def parser() -> argparse.ArgumentParser:
         for group in GROUPS.values()
         for one in group
     }
-    for name in ("train", "sft", "compile", "config", "generate", "eval", "launch", *ROLES):
+    for name in ("train", "sft", "compile", "config", "generate", "eval", "serve", "launch", *ROLES):
         _run_options(known[name])
     known["train"].add_argument("--resume", action="store_true", help="continue RUN with its own config")
     _fork_option(known["train"])
@@ -268,6 +271,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _generate_options(known["generate"])
     _eval_options(known["eval"])
+    _serve_options(known["serve"])
     _weights_options(known["weights"])
     _env_options(known["env"])
     _tls_options(known["tls"])
@@ -348,6 +352,20 @@ def _eval_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--k", action="append", type=int, default=[], metavar="K",
                      help="print pass@K, repeatable; needs --samples of at least K")  # fmt: skip
     one.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _serve_options(one: argparse.ArgumentParser) -> None:
+    one.usage = "jaxroll serve RUN|FOLDER [OPTIONS]"
+    one.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
+    one.add_argument("--port", type=int, default=8000, help="the port (default: 8000; 0: any free port)")
+    one.add_argument("--name", help="the name of the model (default: that of the folder)")
+    one.add_argument("--token-file", metavar="FILE", help="file of the clients' token (default: RUN/http.token, or "
+                     "jaxroll/http.token in your folder of states)")  # fmt: skip
+    one.add_argument("--slots", type=int, default=8, help="slots of the engine (default: 8)")
+    one.add_argument("--queue", type=int, default=504, help="answers that may wait for a slot (default: 504)")
+    one.add_argument("--context", type=int, metavar="TOKENS",
+                     help="tokens of prompt and answer together (default: the config's, or 4096)")  # fmt: skip
+    one.add_argument("--insecure", action="store_true", help="allow plain text to other machines")
 
 
 def _weights_options(weights: argparse.ArgumentParser) -> None:

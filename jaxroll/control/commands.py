@@ -109,13 +109,13 @@ def place_alone(role: str, args: RoleArgs) -> None:
 
 
 def run_offline(options: argparse.Namespace) -> int:
-    """`sft`, `eval` and `generate`: JAX work outside a run, in a child with the environment that the devices need."""
+    """`sft`, `eval`, `generate` and `serve`: JAX work outside a run, in a child with the devices' environment."""
     if options.command == "generate" and (options.run or options.config) and not options.prompts:
         name = run_dir.checked(options.run).name if options.run else "RUN"
         raise ConfigError("PROMPT", None, "no prompt given", f"Add one, as in `jaxroll generate {name} PROMPT`.")
     if options.command == "eval" and options.run and not options.child:
         _evaluate_model_folder(options)
-    config, path = _config_and_run(options, options.command)
+    config, path = _model_folder(options) or _config_and_run(options, options.command)
     if options.child:
         module = importlib.import_module(f"jaxroll.tools.{options.command}")
         args = RoleArgs(config, path)
@@ -145,6 +145,16 @@ def _evaluate_model_folder(options: argparse.Namespace) -> None:
     if (folder / "tokenizer.json").is_file():
         named += ["--config.tokenizer.kind=hf", f"--config.tokenizer.path={folder}"]
     options.overrides, options.run = [*named, *options.overrides], None
+
+
+def _model_folder(options: argparse.Namespace) -> tuple[Config, Path] | None:
+    """The config and path of a model's folder that `serve` names; None if it names a run."""
+    if options.command != "serve" or options.config or not options.run:
+        return None
+    path = _absolute(options.run)
+    if RunPaths(path).run_file.exists() or not (path / "tokenizer.json").is_file():
+        return None
+    return configs.of_model_folder(path), path
 
 
 def run_compile(options: argparse.Namespace) -> int:
@@ -181,13 +191,15 @@ def _check_trained(path: Path) -> None:
 
 
 def run_foreground(argv: list[str], env: dict[str, str]) -> int:
-    """The exit code of a child that has our terminal; an interrupt reaches it through the terminal too."""
+    """The exit code of a child that has our terminal; it gets interrupts through the terminal, and SIGTERM from us."""
     child = subprocess.Popen(argv, env=program.child_env(os.environ, {**env, PARENT_ENV: str(os.getpid())}))
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: lambda *_: child.terminate()}
+    previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
         code = child.wait()
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
     return code if code >= 0 else 128 - code
 
 
@@ -409,7 +421,7 @@ def _absolute(folder: str) -> Path:
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": run_train,
     **dict.fromkeys(("store", "sampler", "actor", "learner", "evaluator", "colocated", "feeder"), run_role),
-    **dict.fromkeys(("sft", "eval", "generate"), run_offline),
+    **dict.fromkeys(("sft", "eval", "generate", "serve"), run_offline),
     "compile": run_compile,
     "config": run_config,
     "report": run_report,

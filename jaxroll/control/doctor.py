@@ -18,7 +18,8 @@ from jaxroll.control import program, run_dir
 from jaxroll.rpc import tls
 
 CORE = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tensorstore", "ml-collections", "numpy",
-        "grpcio", "ml-dtypes", "msgspec", "tokenizers", "rich", "tensorboardX", "jaxtyping")  # fmt: skip
+        "grpcio", "ml-dtypes", "msgspec", "tokenizers", "rich", "tensorboardX", "jaxtyping",
+        "starlette", "uvicorn")  # fmt: skip
 PROBE_S = 90.0
 DISK_NEEDED_GB = 1.2
 

@@ -45,6 +45,7 @@ RESUMABLE = (
     "sampler.count",
     "sampler.slots",
     "sampler.scoring_workers",
+    "sampler.http_port",
     "sampler.scoring_idle_s",
     "sampler.mesh.",
     "learner.checkpoint",

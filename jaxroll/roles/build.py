@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from jaxroll.config import Config, MeshConfig, WeightSwap
-from jaxroll.config.derived import episode_tokens, support_tokens
+from jaxroll.config.derived import cache_tokens, support_tokens
 from jaxroll.data import sources
 from jaxroll.engine.engine import Engine, EngineConfig
 from jaxroll.learner.lora import Lora
@@ -81,7 +81,7 @@ def inference(
         prefill_attention=config.sampler.prefill_attention,
         paged_attention=config.sampler.paged_attention,
     )
-    engine = Engine(spec, mesh, rules.SAMPLER, engine_config)
+    engine = Engine(spec, mesh, rules.SAMPLER, engine_config, decode=text.decode)
     progress.devices(mesh, engine.attention.described())
     host = EngineHost(engine, device_lock)
     receiver, layout = Receiver(config.transfer, token=token, tls=tls), rules.Layout(mesh, rules.SAMPLER)
@@ -94,8 +94,3 @@ def inference(
     rolling = role == "sampler" and config.schedule.rolling_updates
     in_force_s = config.transfer.deadline_s if rolling else 0.0
     return Inference(text, host, WeightFollower(host, arriving, progress, in_force_s))
-
-
-def cache_tokens(config: Config) -> int:
-    """KV cache length of a request, in tokens: that of the longest episode."""
-    return max(episode_tokens(config), config.sampler.prefill_buckets[-1])

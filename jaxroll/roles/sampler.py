@@ -20,7 +20,7 @@ from typing import Any
 from jaxroll import disk
 from jaxroll.clock import unix_s
 from jaxroll.config import RoleArgs
-from jaxroll.config.derived import episode_tokens, sampler_members
+from jaxroll.config.derived import cache_tokens, episode_tokens, sampler_members
 from jaxroll.records import Grant, Version
 from jaxroll.roles import session as sessions
 from jaxroll.roles.members import MemberPlayer, Members, episode_counts, training_params, until_one_ends
@@ -33,6 +33,7 @@ from jaxroll.serving import service
 STATUS_EVERY_S = 2.0  # between two checks if the run is closed
 _GRACE_S = 0.5
 _TOKEN_BYTES = 4  # of a prompt on the wire
+LOOPBACK = "127.0.0.1"
 
 
 class Serving:
@@ -77,6 +78,25 @@ class Serving:
     async def _until_closed(self) -> None:
         while not (await self._session.store.status())["closed"]:
             await asyncio.sleep(STATUS_EVERY_S)
+
+
+async def serve_http(session: EngineSession) -> None:
+    """Answer HTTP requests with the engine of `session`; the address and the token are in the run's folder."""
+    from jaxroll.serving import http_server  # loads JAX, which must come after the scoring pool
+    from jaxroll.serving.http_layouts import Served
+    from jaxroll.serving.http_requests import Room
+
+    args, parts = session.args, session.parts
+    port = session.config.sampler.http_port
+    listening = http_server.listen(LOOPBACK, port + args.index if port else 0)
+    token = http_server.token(auth.load_secret(args.run_dir), args.paths.http_token)
+    room = Room(cache_tokens(session.config), parts.tokenizer)
+    served = Served(args.run_dir.name, session.proxy, room, lambda: parts.engine.version, parts.engine.stats,
+                    parts.engine.latencies.percentiles)  # fmt: skip
+    address = http_server.address(LOOPBACK, listening)
+    disk.replace_text(args.paths.http_address(session.role), address + "\n")
+    session.progress(f"serves HTTP on {address}")
+    await http_server.serve(http_server.FrontEnd(served, token), listening)
 
 
 # --- The role
@@ -140,8 +160,9 @@ class SamplerLoops:
     async def run(self) -> None:
         """Run all tasks until one of them ends, then return unfinished leases."""
         follow = self.session.parts.follower.follow(self.store)
+        front = (serve_http(self.session),) if self.session.config.sampler.http_port >= 0 else ()
         try:
-            await until_one_ends((follow, *self.requests.loops(), self._report()))
+            await until_one_ends((follow, *self.requests.loops(), self._report(), *front))
         finally:
             self._add_rows()  # first: returned leases must not count as aborted members
             await self.requests.give_back()

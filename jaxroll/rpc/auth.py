@@ -108,7 +108,12 @@ def bearer(token: str, right: str) -> str:
 
 
 def _role_token(secret: str, right: str) -> str:
-    return f"{right}.{hmac.new(secret.encode(), right.encode(), hashlib.sha256).hexdigest()}"
+    return f"{right}.{derived(secret, right)}"
+
+
+def derived(secret: str, purpose: str) -> str:
+    """A token for one purpose, from which `secret` and the tokens of other purposes do not follow."""
+    return hmac.new(secret.encode(), purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def admits(secret: str | None, right: str, shown: str) -> bool:

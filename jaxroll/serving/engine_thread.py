@@ -8,22 +8,25 @@ loop; completion callbacks pass results back.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from jaxroll.clock import unix_s
 from jaxroll.engine.engine import Engine
-from jaxroll.engine.requests import Request, Result, TokenMask
+from jaxroll.engine.requests import OnTokens, Request, Result, TokenMask
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 
 R = TypeVar("R")
+PauseMode = Literal["abort", "wait", "keep"]
 SPAN_GAP_S = 0.005  # decode steps closer than this are one busy span
 SPAN_MAX_S = 1.0
 
@@ -114,28 +117,40 @@ def _settle(job: Callable[[], R], future: Future[R]) -> None:
 
 
 class EngineProxy:
-    """An `LLMProxy` over an engine in this process. `intervals` logs when each member's tokens were decoded."""
+    """An `LLMProxy` over an engine in this process. `intervals` logs when each member's tokens were decoded.
+
+    A request with a seed of its own belongs to no member.
+    """
 
     def __init__(self, host: EngineHost, loop: asyncio.AbstractEventLoop) -> None:
         self._host, self._loop, self._ids = host, loop, itertools.count()
         self._intervals: list[tuple[int, int, float, float, int]] = []
+        self._open: dict[int, asyncio.Future] = {}
+        self._admitting = asyncio.Event()
+        self._admitting.set()
+        self._pieces: deque[tuple[OnTokens, Completion]] = deque()
+        self.paused: PauseMode | None = None
 
     async def generate(
         self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False,
-        allowed: TokenMask | None = None,
+        allowed: TokenMask | None = None, on_tokens: OnTokens | None = None,
     ) -> Completion:  # fmt: skip
         """The completion of `prompt`; cancelling the call aborts the request and discards its tokens.
 
         With `keep` its KV cache entries are kept, so that the next turn computes only new tokens. `allowed` is the
-        request's token mask (`Request`); DataError if it allows no token or fails.
+        request's token mask (`Request`); DataError if it allows no token or fails. `on_tokens` gets new tokens on the
+        event loop while the request runs (`Request`); the completion holds them too. Waits while generation is paused.
         """
+        await self._admitting.wait()
         done: asyncio.Future = self._loop.create_future()
-        request = Request(next(self._ids), prompt, key, params, keep=keep, allowed=allowed)
+        pass_on = None if on_tokens is None else functools.partial(self._pass_on, on_tokens)
+        request = Request(next(self._ids), prompt, key, params, keep=keep, allowed=allowed, on_tokens=pass_on)
 
         def deliver(result: Result) -> None:
             self._loop.call_soon_threadsafe(_resolve, done, result)
 
         self._host.engine.add(request, deliver)
+        self._open[request.id] = done
         self._host.wake()
         try:
             result = await done
@@ -143,9 +158,52 @@ class EngineProxy:
             self._host.engine.abort(request.id, keep=False)
             self._host.wake()
             raise
+        finally:
+            del self._open[request.id]
         completion = result.completion
-        self._intervals.append((key.group, key.member, result.t_start_s, result.t_end_s, len(completion.tokens)))
+        if params.seed is None:
+            self._intervals.append((key.group, key.member, result.t_start_s, result.t_end_s, len(completion.tokens)))
         return completion
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generation until `resume`; returns when the engine samples nothing more. Weight swaps take effect.
+
+        `keep`: running requests stay in their slots. `wait`: they end first. `abort`: they end now, with the tokens so
+        far and finish "abort". With `wait` and `abort` later requests wait outside the engine. A `resume` meanwhile
+        ends the call.
+        """
+        self.paused = mode
+        if mode != "keep":
+            self._admitting.clear()
+        if mode == "wait":
+            self._host.engine.resume()  # after a pause that kept requests, they could not end
+        for id in list(self._open) if mode == "abort" else ():
+            self._host.engine.abort(id, keep=True)
+        self._host.wake()
+        while mode != "keep" and self._open and self.paused == mode:
+            await asyncio.wait(list(self._open.values()))
+            await asyncio.sleep(0)  # lets the requests leave
+        if self.paused == mode:
+            self._host.engine.suspend()
+            await asyncio.wrap_future(self._host.call(lambda: None))  # a dispatch under way has ended
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        self.paused = None
+        self._admitting.set()
+        self._host.engine.resume()
+        self._host.wake()
+
+    def _pass_on(self, on_tokens: OnTokens, piece: Completion) -> None:
+        # The stepping thread wakes the loop once for all pieces of a dispatch.
+        self._pieces.append((on_tokens, piece))
+        if len(self._pieces) == 1:  # otherwise the loop has been woken and has not taken them all
+            self._loop.call_soon_threadsafe(self._deliver_pieces)
+
+    def _deliver_pieces(self) -> None:
+        while self._pieces:
+            on_tokens, piece = self._pieces.popleft()
+            on_tokens(piece)
 
     def take_intervals(self) -> list[tuple[int, int, float, float, int]]:
         """(group, member, start, end, tokens) of the generations that ended since the last call."""

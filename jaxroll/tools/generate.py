@@ -116,13 +116,18 @@ def _initial_params(config: Config, spec: families.ModelSpec, run_dir: Path, lay
     return states.placed(values, spec, layout)
 
 
-def ask(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]]) -> None:
-    """Run `play` on an event loop in another thread while this thread runs the engine; raise the error of `play`."""
+def ask(
+    trained: Trained, play: Callable[[EngineProxy], Awaitable[None]], limit_s: float | None = OFFLINE_LIMIT_S
+) -> None:
+    """Run `play` on an event loop in another thread while this thread runs the engine; raise the error of `play`.
+
+    TimeoutError after `limit_s`, unless it is None.
+    """
     failure: list[BaseException] = []
 
     def run_loop() -> None:
         try:
-            asyncio.run(_played(trained, play))
+            asyncio.run(_played(trained, play, limit_s))
         except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             failure.append(error)
         finally:
@@ -136,8 +141,8 @@ def ask(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]]) -> Non
         raise failure[0]
 
 
-async def _played(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]]) -> None:
-    async with asyncio.timeout(OFFLINE_LIMIT_S):
+async def _played(trained: Trained, play: Callable[[EngineProxy], Awaitable[None]], limit_s: float | None) -> None:
+    async with asyncio.timeout(limit_s):
         await play(EngineProxy(trained.host, asyncio.get_running_loop()))
 
 

@@ -56,6 +56,7 @@ RUN pip install --no-deps --only-binary :all: \
   rich==15.0.0 \
   scipy==1.18.1 \
   simplejson==4.3.0 \
+  starlette==1.10.0 \
   sympy==1.14.0 \
   tabulate==0.9.0 \
   tensorboardx==2.6.5 \
@@ -66,6 +67,7 @@ RUN pip install --no-deps --only-binary :all: \
   truststore==0.10.5 \
   typing-extensions==4.16.0 \
   tzdata==2026.6 \
+  uvicorn==0.54.0 \
   uvloop==0.23.0 \
   wadler-lindig==0.1.8 \
   zipp==4.1.2

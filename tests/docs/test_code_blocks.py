@@ -32,6 +32,7 @@ RUN_BY = {
     "README.md": "test_the_readme_trains_your_own",
     "docs/add_an_environment.md": "test_the_game_of_the_page_is_played_as_it_is_taught",
     "docs/algorithms.md": "test_the_algorithm_of_the_page_works",
+    "docs/serving.md": "test_the_client_of_the_page_is_answered",
     "docs/prompts.md": "test_the_rows_of_the_page_are_prompts",
 }
 TEXT = ("README.md", "docs/store_contract.md")

@@ -31,8 +31,10 @@ from jaxroll.records import Message, Task
 from jaxroll.report.figures import record, summary
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.rollout.env_calls import EnvironmentCalls
+from jaxroll.run_paths import RunPaths
 from jaxroll.store.core.state import State, counts
 from tests.docs.blocks import blocks
+from tests.harness import http_engine
 from tests.test_floors import ROOMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -304,6 +306,27 @@ def test_the_algorithm_of_the_page_works(tmp_path: Path, monkeypatch: pytest.Mon
         turns: tuple = ()
 
     assert made.credit([[Earned(1.0), *[Earned(0.0)] * 3], [Earned(1.0)]]) == [[0.75, -0.25, -0.25, -0.25], [0.0]]
+
+
+def test_the_client_of_the_page_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks(ROOT / "docs" / "serving.md", "python")
+    monkeypatch.chdir(tmp_path)
+    run = RunPaths(tmp_path / "runs" / "demo")
+    run.folder.mkdir(parents=True)
+    run.http_token.write_text(http_engine.TOKEN + "\n")
+
+    async def answer() -> None:
+        async with http_engine.served(http_engine.Engine("hi")) as (url, _):
+            run.http_address("sampler-0").write_text(url + "\n")
+            names: dict[str, Any] = {"print": lambda *words: printed.append(words)}
+            await asyncio.to_thread(exec, block.text, names)
+            names["client"].close()
+
+    printed: list[tuple] = []
+    asyncio.run(asyncio.wait_for(answer(), 60))
+    text, of = http_engine.TEXT, lambda version: [{"version": version, "count": 1}]
+    first, second = text.encode("hi")
+    assert printed == [("h", [first], of("0.1")), ("i", [second], of("0.2")), (None, [text.eos_id], of("0.2"))]
 
 
 def test_every_algorithm_and_every_key_of_it_has_its_place_in_the_page() -> None:

@@ -1,0 +1,59 @@
+"""`jaxroll serve`: the newest weights of a run, or a model's folder, behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+
+from jaxroll import lifeline
+from jaxroll.config import RoleArgs
+from jaxroll.errors import ConfigError
+from jaxroll.rpc import auth
+from jaxroll.serving import http_layouts, http_requests, http_server
+from jaxroll.serving.engine_thread import EngineProxy
+from jaxroll.tools import generate
+
+
+def main(args: RoleArgs, options: argparse.Namespace) -> int:
+    """Serve until a stop signal and return 0. `options` are those of the command line."""
+    config, paths = args.config, args.paths
+    listening = http_server.listen(options.host, options.port, insecure=options.insecure)
+    of_run = paths.run_file.exists()
+    secret = auth.load_secret(args.run_dir) if of_run else None
+    token_file = Path(options.token_file) if options.token_file else (
+        paths.http_token if of_run else http_server.user_token_file()
+    )  # fmt: skip
+    token = http_server.token(None if options.token_file else secret, token_file)
+    longest = max(config.task.max_prompt_tokens, *config.sampler.prefill_buckets)
+    context = longest + config.sampling.max_tokens if options.context is None else options.context
+    if context <= longest:
+        reason = f"the config's longest prompt has {longest} tokens, and an answer needs one more"
+        raise ConfigError("--context", context, reason, "Give a larger number, or leave it out.")
+    model = generate.load(config, args.run_dir, slots=options.slots, max_tokens=context - longest)
+    engine = model.host.engine
+    url = http_server.address(options.host, listening)
+    name = options.name or args.run_dir.name
+
+    stop = Future[None]()
+    lifeline.on_stop(lambda: stop.done() or stop.set_result(None))
+
+    async def play(proxy: EngineProxy) -> None:
+        room = http_requests.Room(context, model.tokenizer)
+        served = http_layouts.Served(
+            name, proxy, room, lambda: model.version, engine.stats, engine.latencies.percentiles,
+            options.slots + options.queue,
+        )  # fmt: skip
+        front = http_server.FrontEnd(served, token)
+        serving = asyncio.ensure_future(http_server.serve(front, listening))
+        print(f"weights: {model.source}")
+        print(f"serves {name} on {url}/v1, token in {token_file}", flush=True)
+        await asyncio.wait([serving, asyncio.wrap_future(stop)], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    generate.ask(model, play, limit_s=None)
+    return 0

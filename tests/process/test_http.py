@@ -1,0 +1,75 @@
+"""HTTP clients of a run: of a sampler while it trains, and of `jaxroll serve` afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+
+import openai
+import pytest
+
+from jaxroll.errors import EXIT_INTERRUPTED
+from jaxroll.run_paths import RunPaths
+from tests.harness.train_process import LEARNING, ROOT, START_S, Train
+
+pytestmark = [pytest.mark.process, pytest.mark.soak, pytest.mark.timeout(900)]
+PROMPT = "stone"
+
+
+def waited(seen, what: str):
+    """The first true value of `seen()`."""
+    deadline, pause = time.monotonic() + START_S, threading.Event()
+    while time.monotonic() < deadline:
+        if found := seen():
+            return found
+        pause.wait(0.1)
+    pytest.fail(f"waited {START_S:g} s for {what}", pytrace=False)
+
+
+def versions(client: openai.OpenAI) -> list[str]:
+    """The weight versions of one answer."""
+    answer = client.chat.completions.create(
+        model=client.models.list().data[0].id, messages=[{"role": "user", "content": PROMPT}], max_tokens=4,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    extra = answer.choices[0].model_extra
+    assert sum(run["count"] for run in extra["weight_versions"]) == len(extra["token_ids"])
+    return [run["version"] for run in extra["weight_versions"]]
+
+
+def test_weights_advance_under_a_client_and_the_run_is_served_as_generate_answers(free_run_dir) -> None:
+    paths = RunPaths(free_run_dir)
+    with Train(free_run_dir, *LEARNING, "--config.schedule.steps=5000", "--config.sampler.http_port=0") as train:
+        train.until_step(2)
+        url, token = paths.http_address("sampler-0").read_text().strip(), paths.http_token.read_text().strip()
+        assert stat.S_IMODE(paths.http_token.stat().st_mode) == 0o600
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0) as client:
+            first = versions(client)[0]
+            waited(lambda: versions(client)[-1] != first, "a later version")
+        train.interrupt()
+        assert train.finish() == EXIT_INTERRUPTED, train.logs()
+
+    env = {"JAXROLL_CACHE": str(ROOT / ".cache" / "jax"), **os.environ, "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "jaxroll"]
+    told = subprocess.run([*command, "generate", str(free_run_dir), PROMPT], cwd=ROOT, env=env, capture_output=True,
+                          text=True, check=True, timeout=START_S)  # fmt: skip
+    output = free_run_dir.parent / "serve.out"
+    with output.open("w") as out:
+        serving = subprocess.Popen([*command, "serve", str(free_run_dir), "--port=0", "--slots=2"], cwd=ROOT, env=env,
+                                   stdout=out, stderr=out)  # fmt: skip
+    try:
+        line = waited(lambda: [row for row in output.read_text().splitlines() if row.startswith("serves ")], "a server")
+        url = line[0].split(" on ")[1].split(",")[0]
+        with openai.OpenAI(base_url=url, api_key=token, max_retries=0) as client:
+            asked = [{"role": "user", "content": PROMPT}]
+            name = client.models.list().data[0].id
+            text = client.chat.completions.create(model=name, messages=asked, temperature=0).choices[0].message.content
+        assert name == free_run_dir.name and told.stdout.splitlines()[-1].startswith(f"{PROMPT} -> {text}")
+    finally:
+        serving.send_signal(signal.SIGTERM)
+        assert serving.wait(60) == 0, output.read_text()
