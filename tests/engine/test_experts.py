@@ -37,7 +37,7 @@ def weights(mesh: MeshConfig = ONE, seed: int = 0) -> params.Params:
 @functools.cache
 def engine(mesh: MeshConfig = ONE, paged: str = "xla", cache_pages: int = 0, spec: ModelSpec = SPEC) -> Engine:
     config = EngineConfig(
-        slots=4, max_tokens=LENGTH, prefill_rows=2, prefill_buckets=(8, 16), decode_chunk=4, seed=SEED, page_tokens=4,
+        slots=4, max_tokens=LENGTH, prefill_rows=2, prefill_buckets=(16,), decode_chunk=4, seed=SEED, page_tokens=4,
         cache_pages=cache_pages, experts=True, paged_attention=paged,
     )  # fmt: skip
     made = Engine(spec, layout.build(mesh), layout.SAMPLER, config)

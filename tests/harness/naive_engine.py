@@ -65,6 +65,14 @@ def next_logits(
     return transformer.logits(spec, params, hidden[0, length - 1])
 
 
+@partial(jax.jit, static_argnums=0)
+def all_logits(spec: ModelSpec, params: Params, tokens: Int[Array, " T"]) -> Float[Array, "T V"]:
+    """float32 [T, V]: the logits after each of `tokens`, in one forward pass."""
+    positions = jnp.arange(tokens.shape[0])
+    hidden = transformer.forward(spec, params, tokens[None], positions[None], jnp.ones_like(tokens)[None])
+    return transformer.logits(spec, params, hidden[0])
+
+
 @jax.jit
 def _noise(seed: int, identity: Int[Array, " 4"], like: Float[Array, " V"]) -> Float[Array, " V"]:
     """The Gumbel noise of the token with `identity` (group, member, salt, position)."""
