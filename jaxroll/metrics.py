@@ -201,47 +201,32 @@ def _print_error(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-class TensorBoardTracker:
-    """Writer of TensorBoard events: the numbers of rows as `role/kind/name` over the row's step (or its count).
-
-    `log` raises OSError when an event cannot be written; the file then ends with the previous event.
-    """
-
-    # Not tensorboardX's SummaryWriter: a write error ends its thread, and then its queue blocks the caller forever.
+class Scalars:
+    """The numbers of rows for trackers: as `role/kind/name`, or its alias, over the row's step (or its count)."""
 
     SHOWN = frozenset({"step", "eval", "stats", "store", "warm"})
     NOT_SCALARS = frozenset({"t", "t0", "t1", "step", "lineage"})
     NESTED = frozenset({"by_age"})  # one number per age, as `by_age/1/ess`
-    LARGEST = 3e38  # the events hold float32
+    LARGEST = 3e38  # TensorBoard's events hold float32
 
-    def __init__(self, folder: str | Path) -> None:
-        from tensorboardX.proto import event_pb2, summary_pb2  # slow to import, and only needed by the writing process
-
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
+    def __init__(self, aliases: Mapping[str, str] | None = None) -> None:
         self._counts: dict[str, int] = {}
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(unix_s())}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (Path(folder) / name).open("ab", buffering=0)
-        self._size = os.fstat(self._file.fileno()).st_size
-        self._append(self._event(wall_time=unix_s(), file_version="brain.Event:2"))
+        self._aliases = aliases or {}
 
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Write the row's numbers, if its kind has any."""
+    def of(self, row: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
+        """The step of the row, and its numbers by name; no numbers for a kind that has none."""
         kind, role = row.get("kind"), str(row.get("role", "run"))
         if kind not in self.SHOWN:
-            return
+            return 0, {}
         prefix = f"{role}/{kind}"
         self._counts[prefix] = count = self._counts.get(prefix, 0) + 1
         step = row.get("step", count)
-        values = [
-            self._summary.Value(tag=re.sub(r"[^-/\w.]", "_", f"{prefix}/{name}", flags=re.ASCII), simple_value=value)
+        values = {
+            self._aliases.get(f"{prefix}/{name}", re.sub(r"[^-/\w.]", "_", f"{prefix}/{name}", flags=re.ASCII)): value
             for name, value in self._flat(row)
             if name not in self.NOT_SCALARS and self._is_number(value)
-        ]
-        if values:
-            at = step if isinstance(step, int) and 0 <= step <= 2**53 else count
-            summary = self._summary(value=values)
-            self._append(self._event(wall_time=row.get("t") or unix_s(), step=at, summary=summary))
+        }
+        return step if isinstance(step, int) and 0 <= step <= 2**53 else count, values
 
     def _is_number(self, value: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= self.LARGEST
@@ -253,6 +238,33 @@ class TensorBoardTracker:
                 continue
             for key, inner in (value or {}).items():
                 yield from ((f"{name}/{key}/{each}", number) for each, number in inner.items())
+
+
+class TensorBoardTracker:
+    """Writer of TensorBoard events, with the numbers of `Scalars`.
+
+    `log` raises OSError when an event cannot be written; the file then ends with the previous event.
+    """
+
+    # Not tensorboardX's SummaryWriter: a write error ends its thread, and then its queue blocks the caller forever.
+
+    def __init__(self, folder: str | Path, aliases: Mapping[str, str] | None = None) -> None:
+        from tensorboardX.proto import event_pb2, summary_pb2  # slow to import, and only needed by the writing process
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
+        self._scalars = Scalars(aliases)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(unix_s())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (Path(folder) / name).open("ab", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._append(self._event(wall_time=unix_s(), file_version="brain.Event:2"))
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write the row's numbers, if its kind has any."""
+        step, values = self._scalars.of(row)
+        if values:
+            summary = self._summary(value=[self._summary.Value(tag=tag, simple_value=v) for tag, v in values.items()])
+            self._append(self._event(wall_time=row.get("t") or unix_s(), step=step, summary=summary))
 
     def _append(self, event: Any) -> None:
         """Append the event as a record: length and bytes, each followed by a checksum."""

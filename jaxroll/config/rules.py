@@ -27,7 +27,7 @@ from jaxroll.config.learner_rules import check_algorithm
 from jaxroll.config.parsing import check_bounds, nearest
 from jaxroll.config.prompt_rules import FILES, check_prompts, task_parts
 from jaxroll.config.rewards import check_rewards
-from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, Config, SamplerConfig, SamplingConfig
+from jaxroll.config.schema import LORA_TARGETS, MODEL_SIZES, TRACKERS, Config, SamplerConfig, SamplingConfig
 from jaxroll.errors import ConfigError
 from jaxroll.supports import worst_bytes
 
@@ -67,6 +67,11 @@ def check_inventory(config: Config, inventory: Inventory) -> None:
 def _check_names(config: Config) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", config.run.name):
         raise ConfigError("run.name", config.run.name, "not a name", "Use 1 to 64 letters, digits, '-' and '_'.")
+    for place, tracker in enumerate(config.run.trackers):
+        if tracker not in TRACKERS:
+            raise ConfigError(f"run.trackers[{place}]", tracker, "no such tracker", nearest(str(tracker), TRACKERS))
+        if tracker in config.run.trackers[:place]:
+            raise ConfigError(f"run.trackers[{place}]", tracker, "it is there twice", "Leave one out.")
     if config.model.size not in MODEL_SIZES and not config.model.path:
         raise ConfigError(
             "model.size", config.model.size, "unknown model size", nearest(config.model.size, MODEL_SIZES)

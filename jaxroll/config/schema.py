@@ -27,6 +27,7 @@ Advantage = Literal[
     "auto", "group_std", "group_mean", "leave_one_out", "batch_std", "group_mean_batch_std", "positive", "best",
     "best_worst", "segment_return", "gigpo", "gae",
 ]  # fmt: skip
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 WeightSwap = Literal["keep_kv", "reprefill", "restart", "drain"]
 LORA_TARGETS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
 MODEL_SIZES = (
@@ -46,6 +47,10 @@ class RunConfig:
     name: str = "run"
     # Seed of the parameters, data order and sampling.
     seed: Annotated[int, Bounds(least=0, most=MAX_SEED)] = 0
+    # Where metrics go in addition to metrics.jsonl: tensorboard, wandb, mlflow, trackio (docs/metrics.md).
+    trackers: list = field(default_factory=lambda: ["tensorboard"])
+    # Names of the metrics in trackers: those of JaxRoll, or of another stack where it has one (docs/metrics.md).
+    metric_names: Literal["jaxroll", "verl", "prime-rl", "nemo-rl"] = "jaxroll"
 
 
 @dataclass(frozen=True)

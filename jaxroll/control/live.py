@@ -25,7 +25,8 @@ from rich.text import Text
 from jaxroll.config.derived import lives_in
 from jaxroll.control import run_dir as run_dirs
 from jaxroll.control.supervisor import ProcessView
-from jaxroll.metrics import TensorBoardTracker
+from jaxroll.metrics import Scalars, TensorBoardTracker
+from jaxroll.protocols import Tracker
 from jaxroll.report.figures import activity
 from jaxroll.report.figures.activity import Bottleneck
 from jaxroll.run_paths import RunPaths
@@ -42,6 +43,8 @@ class View:
         self._run_dir, self._now = run_dir, now
         self.status = Status(of_steps)
         self._events: TensorBoardTracker | None = None
+        self.tensorboard, self.aliases = True, dict[str, str]()
+        self.trackers: Sequence[Tracker] = ()
         self.events_lost = 0  # metrics rows that could not be written as TensorBoard events
 
     def rows(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -50,6 +53,8 @@ class View:
             if row.get("kind") == "devices":
                 run_dirs.note_devices(self._run_dir, str(row.get("role")), row)
             self._tensorboard(row)
+            for tracker in self.trackers:
+                tracker.log(row)
             line = self.status.take(row)
             if line:
                 self._line(line, row)
@@ -64,13 +69,15 @@ class View:
         """Close files and release the terminal."""
         if self._events is not None:
             self._events.close()
+        for tracker in self.trackers:
+            tracker.close()
 
     def _tensorboard(self, row: dict[str, Any]) -> None:
-        if row.get("kind") not in TensorBoardTracker.SHOWN:
+        if not self.tensorboard or row.get("kind") not in Scalars.SHOWN:
             return
         try:
             if self._events is None:
-                self._events = TensorBoardTracker(RunPaths(self._run_dir).tensorboard)
+                self._events = TensorBoardTracker(RunPaths(self._run_dir).tensorboard, self.aliases)
             self._events.log(row)
         except OSError as error:
             self.events_lost += 1

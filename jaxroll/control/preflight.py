@@ -28,6 +28,7 @@ from jaxroll.learner import peft
 from jaxroll.models import families, folders
 from jaxroll.models.families import ModelSpec
 from jaxroll.protocols import Progress
+from jaxroll.report import trackers
 from jaxroll.rewards import grader
 from jaxroll.store.core.admission import Settings
 from jaxroll.text.hf import HFTokenizer
@@ -59,6 +60,7 @@ def check(config: Config, report: Progress | None = None) -> None:
     _check_algorithm(config.learner.algorithm)
     registry.factory(config.task.env)
     grader.check(config.task)
+    trackers.check(config)
     _check_reward_models(config)
     Settings.of(config).filter.check()
     tokenizer = prompts.check(config, report)

@@ -21,6 +21,7 @@ from jaxroll.control.live import View, open_view
 from jaxroll.control.program import ProcessSpec
 from jaxroll.control.supervisor import Supervisor
 from jaxroll.errors import EXIT_INTERRUPTED, ConfigError
+from jaxroll.report import trackers
 from jaxroll.report.figures import record, summary
 from jaxroll.rpc import auth
 from jaxroll.run_paths import RunPaths
@@ -47,6 +48,8 @@ def train(config: Config, path: Path, inventory: Inventory, *, fork: str | None 
     auth.create(path)
     view = open_view(path, config.schedule.steps, configs.to_dict(config))
     try:
+        view.tensorboard, view.aliases = "tensorboard" in config.run.trackers, trackers.aliases(config)
+        view.trackers = trackers.opened(config, path, view.say)
         code = 0
         if needs_warm_start(config, path):
             warm = warm_spec(path, program.offline_env(config, inventory, cache_dir, gpus))

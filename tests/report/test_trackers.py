@@ -1,0 +1,127 @@
+"""`run.trackers`: names, missing packages, and trackers that fail or hang. tests/peers has the real packages."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxroll import config as configs
+from jaxroll.config import Config
+from jaxroll.control.live import PlainView
+from jaxroll.errors import ConfigError
+from jaxroll.metrics import Scalars
+from jaxroll.report import trackers
+
+ROOT = Path(__file__).parents[2]
+STEP = {"role": "learner", "kind": "step", "step": 3, "t": 9.0, "loss": 0.5, "reward_mean": 0.25, "padding_waste": 0.1}
+
+
+def with_run(**keys: Any) -> Config:
+    return configs.parse({**configs.to_dict(Config()), "run": keys})
+
+
+@pytest.mark.parametrize(("names", "words"), [
+    (["wandb", "mlfow"], "Did you mean 'mlflow'"), ([3], "no such tracker"), (["wandb", "wandb"], "twice"),
+    ("wandb", "a list"),
+])  # fmt: skip
+def test_bad_names_are_refused(names: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        with_run(trackers=names)
+
+
+@pytest.mark.parametrize("name", trackers.KINDS)
+def test_a_missing_package_is_named_before_the_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == name else found(package))
+    with pytest.raises(ConfigError, match=rf"jaxroll\[{name}\]"):
+        trackers.check(with_run(trackers=[name]))
+    assert trackers.check(with_run(trackers=["tensorboard"])) is None
+    assert trackers.opened(with_run(trackers=[]), Path(), print) == []
+
+
+def test_names_of_another_stack_replace_ours_where_it_has_one() -> None:
+    values = Scalars(trackers.aliases(with_run(metric_names="verl"))).of(STEP)[1]
+    assert values == {"actor/pg_loss": 0.5, "critic/rewards/mean": 0.25, "learner/step/padding_waste": 0.1}
+    assert trackers.aliases(with_run()) == {}
+
+
+def test_the_page_has_the_table_of_names() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = {
+        cells[0].strip("` "): {
+            stack: cell.strip("` ")
+            for stack, cell in zip(("verl", "prime-rl", "nemo-rl"), cells[1:], strict=False)
+            if cell.strip("` ")
+        }
+        for cells in (
+            line.strip("|").split("|") for line in page.splitlines() if re.match(r"\| `\w+/\w+/\w+` \|", line)
+        )
+    }
+    assert rows == trackers.ALIASES
+
+
+class Recorder:
+    """A tracker that keeps its rows, or raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.rows: list[Mapping[str, Any]] = []
+        self.error, self.closed = error, False
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        if self.error is not None:
+            raise self.error
+        self.rows.append(row)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_view_passes_its_rows_on_and_closes(tmp_path: Path) -> None:
+    inner, said = Recorder(), list[str]()
+    view = PlainView(tmp_path, 5)
+    view.tensorboard, view.trackers = False, [trackers.Background("mine", lambda: inner, said.append)]
+    view.rows([STEP, STEP])
+    view.close()
+    assert (inner.rows, inner.closed, said) == ([STEP, STEP], True, [])
+    assert not (tmp_path / "tb").exists()
+
+
+def test_a_tracker_that_fails_is_reported_once_and_loses_only_its_own_rows() -> None:
+    said = list[str]()
+    failing = trackers.Background("mine", lambda: Recorder(ValueError("no room")), said.append)
+    for _ in range(3):
+        failing.log(STEP)
+    failing.close()
+    assert failing.lost == 3 and len(said) == 1 and "no room" in said[0]
+
+    def refuses() -> Recorder:
+        raise RuntimeError("no service")
+
+    absent = trackers.Background("mine", refuses, said.append)
+    absent.log(STEP)
+    absent.close()
+    assert absent.lost == 2 and "no service" in said[1]
+
+
+def test_a_tracker_that_hangs_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "MAX_WAITING", 4)
+    monkeypatch.setattr(trackers, "CLOSE_LIMIT_S", 0.05)
+    free, said = threading.Event(), list[str]()
+
+    class Hanging(Recorder):
+        def log(self, row: Mapping[str, Any]) -> None:
+            free.wait(60)
+
+    hanging = trackers.Background("mine", Hanging, said.append)
+    for _ in range(20):
+        hanging.log(STEP)  # returns at once
+    assert hanging.lost >= 15 and "slower than the run" in said[0]
+    hanging.close()
+    assert "does not finish" in said[-1]
+    free.set()
