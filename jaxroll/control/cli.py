@@ -41,7 +41,7 @@ GROUPS: dict[str, tuple[Command, ...]] = {
                 "jaxroll inspect runs/demo --group=7"),
         Command("checkpoints", "list the checkpoints of a run: step, lineage, size, time, log position, durability",
                 "jaxroll checkpoints runs/demo --verify"),
-        Command("export", "write the trajectories that a run keeps, one row per member",
+        Command("export", "write the trajectories that a run keeps, or its timeline",
                 "jaxroll export runs/demo --jsonl=trajectories.jsonl"),
         Command("replay", "replay the log of a run through the store's rules and check every record",
                 "jaxroll replay runs/demo"),
@@ -263,6 +263,7 @@ def parser() -> argparse.ArgumentParser:
         "--parquet", metavar="FILE", help="write Parquet; needs pyarrow (pip install 'jaxroll[data]')"
     )
     known["export"].add_argument("--jsonl", metavar="FILE", help="write one JSON object per line")
+    known["export"].add_argument("--perfetto", metavar="FILE", help="write the timeline, for https://ui.perfetto.dev")
     known["checkpoints"].add_argument("--verify", action="store_true", help="read every byte and compare its checksum")
     known["demo"].add_argument("--seed", type=int, default=0, help="run.seed (default: 0)")
     known["demo"].add_argument("--config", metavar="FILE", help="another config file (default: configs/demo.py)")

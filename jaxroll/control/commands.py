@@ -238,11 +238,18 @@ def run_replay(options: argparse.Namespace) -> int:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """`export`: trajectories as a table."""
+    """`export`: trajectories as a table, and the timeline."""
     path = _absolute(options.folder)
     config = run_dir.load(path)["config"]
-    from jaxroll.report.commands import export
+    from jaxroll.report.commands import export, timeline
 
+    if options.perfetto:
+        file = Path(options.perfetto)
+        with export.replaced(file) as draft:
+            count = timeline.write(path, draft)
+        print(f"{count} trace events: {file}", file=sys.stderr if export.is_stream(file) else None)
+        if not options.parquet and not options.jsonl:
+            return 0
     return export.main(path, config, parquet=options.parquet, jsonl=options.jsonl)
 
 

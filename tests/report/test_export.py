@@ -150,3 +150,29 @@ def test_supports_of_truncated_sampling_are_in_both_views(run_dir: Path, tmp_pat
     assert not any("supports" in segment for segment in first["segments"])
     (text,) = [value for name, value in inspect._member(second).rows if name == "supports"]
     assert text == "of 3 tokens, 1 to 3 ids, mean 2"
+
+
+def test_the_timeline_has_every_activity_and_overlapping_members_on_threads_of_their_own(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    from jaxroll.report.commands import timeline
+    from jaxroll.report.figures import activity
+
+    rows = [
+        {"t": 12.0, "role": "sampler-0", "kind": "members",
+         "rows": [[0, 0, 10.0, 11.0, 5], [0, 1, 10.5, 12.0, 7], [1, 0, 11.0, 11.5, 3]]},
+        {"t": 12.5, "role": "sampler-0", "kind": "stats", "tokens_per_s": 40.0},
+        {"t": 13.0, "role": "supervisor", "kind": "restart", "process": "sampler-0"},
+    ]  # fmt: skip
+    lanes = [activity.Lane("learner", {"train": [(9.0, 10.25)], "wait": []})]
+    found = timeline.events(rows, lanes)
+    slices = {e["name"]: (e["ts"], e["dur"], e["tid"]) for e in found if e["ph"] == "X"}
+    assert slices == {"train": (0, 1_250_000, 1), "0.0": (1_000_000, 1_000_000, 100),
+                      "0.1": (1_500_000, 1_500_000, 101), "1.0": (2_000_000, 500_000, 100)}  # fmt: skip
+    assert [(e["ph"], e["ts"]) for e in found if e["ph"] in "iC"] == [("C", 3_500_000), ("i", 4_000_000)]
+    assert {e["args"]["name"] for e in found if e["name"] == "process_name"} == {"learner", "sampler-0", "supervisor"}
+    assert timeline.events([], []) == []
+
+    file = tmp_path / "timeline.json"
+    assert exported(run_dir, f"--perfetto={file}") == 0
+    assert isinstance(json.loads(file.read_text())["traceEvents"], list)
