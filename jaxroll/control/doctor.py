@@ -61,6 +61,7 @@ OPTIONAL = (
     Optional(".venv-torch", _environment("torch"), "comparisons with transformers in `make soak`", "make venv-torch"),
     Optional(".venv-tunix", _environment("tunix"), "benchmarks against google-tunix", "make venv-tunix"),
     Optional(".venv-trl", _environment("trl"), "comparisons of losses with TRL in `make soak`", "make venv-trl"),
+    Optional(".venv-more", _environment("more"), "tests of adapters and trackers in `make soak`", "make venv-more"),
     Optional(".venv-jetstream", _environment("jetstream"), "tests with google-jetstream", "make venv-jetstream"),
     Optional("nvidia-smi", _program("nvidia-smi"), "finding NVIDIA GPUs", "comes with the NVIDIA driver"),
     Optional("gcloud", _program("gcloud"), "launch/tpu_vm.sh", "https://cloud.google.com/sdk"),

@@ -48,6 +48,14 @@ _BROKEN_MODULE = (
 GAMES: Mapping[str, str] = {
     "frozen_lake": "jaxroll.envs.frozen_lake:FrozenLakeSource",
     "calculator": "jaxroll.envs.calculator:CalculatorSource",
+    "gymnasium": "jaxroll.envs.adapters.gymnasium_env:GymnasiumSource",
+    "sokoban": "jaxroll.envs.adapters.sokoban:SokobanSource",
+    "tool_calls": "jaxroll.envs.adapters.tool_calls:ToolCallSource",
+    "code_repair": "jaxroll.envs.adapters.code_repair:CodeRepairSource",
+    "shop": "jaxroll.envs.adapters.shop:ShopSource",
+    "textarena": "jaxroll.envs.adapters.textarena_env:TextArenaSource",
+    "pettingzoo": "jaxroll.envs.adapters.pettingzoo_env:PettingZooSource",
+    "textworld": "jaxroll.envs.adapters.textworld_env:TextWorldSource",
 }
 
 

@@ -29,6 +29,16 @@ Factory = Callable[[ScoringPool, TaskConfig], Environment]
 AnyFactory = TypeVar("AnyFactory", bound=Factory)
 
 _BUILT_IN = ("jaxroll.envs.single_turn", "jaxroll.envs.frozen_lake", "jaxroll.envs.calculator")
+ADAPTERS: Mapping[str, str] = {  # loaded when they are named
+    "gymnasium": "jaxroll.envs.adapters.gymnasium_env",
+    "sokoban": "jaxroll.envs.adapters.sokoban",
+    "tool_calls": "jaxroll.envs.adapters.tool_calls",
+    "code_repair": "jaxroll.envs.adapters.code_repair",
+    "shop": "jaxroll.envs.adapters.shop",
+    "textarena": "jaxroll.envs.adapters.textarena_env",
+    "pettingzoo": "jaxroll.envs.adapters.pettingzoo_env",
+    "textworld": "jaxroll.envs.adapters.textworld_env",
+}
 _FACTORIES: dict[str, Factory] = {}
 
 
@@ -51,11 +61,12 @@ def create(name: str, pool: ScoringPool, config: TaskConfig) -> Environment:
 
 def factory(name: str) -> Factory:
     """The factory of the environment `name`, after importing its module. ConfigError when there is none."""
-    for module in (*_BUILT_IN, *scorer_modules(name)):
+    adapter = (ADAPTERS[name],) if name in ADAPTERS else ()
+    for module in (*_BUILT_IN, *adapter, *scorer_modules(name)):
         _load(module, name)
     short = name.rpartition(":")[2]
     if short not in _FACTORIES:
-        remedy = f"{nearest(short, tuple(_FACTORIES))} Others are named package.module:name."
+        remedy = f"{nearest(short, (*_FACTORIES, *ADAPTERS))} Others are named package.module:name."
         raise ConfigError("task.env", name, "there is no such environment", remedy)
     return _FACTORIES[short]
 
@@ -64,6 +75,11 @@ def scorer_modules(name: str) -> tuple[str, ...]:
     """The modules a scoring pool must load for the environment `name` (`ScoringPool(modules=…)`)."""
     module = name.rpartition(":")[0]
     return (module,) if module else ()
+
+
+def runs_programs(name: str) -> bool:
+    """True if the environment `name` declares that it runs programs in the sandbox of the scoring pool."""
+    return name in ADAPTERS and bool(getattr(factory(name), "runs_programs", False))
 
 
 def scoring_pool(config: Config, run_dir: Path | None = None) -> ScoringPool:
@@ -82,7 +98,7 @@ def scoring_pool(config: Config, run_dir: Path | None = None) -> ScoringPool:
         modules=scorer_modules(task.env),
         functions=functions(task),
         max_answer_chars=max_answer_chars(config.sampling.max_tokens),
-        programs="code" in kinds,
+        programs="code" in kinds or runs_programs(task.env),
         idle_s=config.sampler.scoring_idle_s,
     )
     pool.remote = RemoteParts(RunPaths(run_dir).verdicts if run_dir else None)
@@ -92,6 +108,8 @@ def scoring_pool(config: Config, run_dir: Path | None = None) -> ScoringPool:
 def _load(module: str, name: str) -> None:
     try:
         importlib.import_module(module)
+    except ConfigError:  # of an adapter whose package is missing
+        raise
     except (Exception, SystemExit) as e:  # foreign code: a script that ends by sys.exit() is no module, either
         reason = f"its module cannot be imported: {described(e)}"
         remedy = "Install or fix it, or start the run in a folder from which it can be imported."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -322,7 +323,19 @@ def test_the_command_refuses_what_a_role_would(
 def test_the_configs_pass(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = configs.load(path)
     assert preflight.check_described(loaded) is None  # it raises what does not pass
-    assert loaded.model.path or preflight.check(loaded) is None
+    _check_here(path.stem, loaded)
+
+
+# Configs of packages that have an environment of their own (.venv-more): they are refused with the extra.
+NEEDS = {"pettingzoo_tictactoe": "pettingzoo", "textarena_frozen_lake": "textarena", "textworld_home": "textworld"}
+
+
+def _check_here(name: str, config: configs.Config) -> None:
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        with pytest.raises(ConfigError, match=r"pip install 'jaxroll\[(envs-more|textworld)\]'"):
+            preflight.check(config)
+    else:
+        assert config.model.path or preflight.check(config) is None
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("gsm8k_*.py")), ids=lambda path: path.stem)
@@ -351,7 +364,7 @@ def test_the_commands_in_the_configs_are_accepted(name: str, line: str) -> None:
     assert options.config == f"configs/{name}.py"
     config = configs.load(ROOT / options.config, overrides)
     assert preflight.check_described(config) is None  # it raises what does not pass
-    assert config.model.path or preflight.check(config) is None
+    _check_here(name, config)
 
 
 @pytest.mark.parametrize("module_text", [

@@ -1,0 +1,220 @@
+"""Base of the adapters: a game that shows text, takes text, and is determined by its seed.
+
+A subclass of `Game` holds the rules; `GameEnvironment` plays it in an episode, and `GameSource` makes one task of each
+seed, with the play of a teacher for the warm start. Index and seed are the same number, so the members of a group play
+the same game, and held-out games are never trained on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, ClassVar
+
+from jaxroll.config import TaskConfig
+from jaxroll.data.gym import PRINTABLE
+from jaxroll.envs.registry import settings_of, share
+from jaxroll.errors import ConfigError, DataError
+from jaxroll.protocols import Place, StepResult
+from jaxroll.records import Item, Message, Task
+from jaxroll.rewards.scoring_pool import ScoringPool
+
+MAX_TURNS = 32
+UNREAD = "?"  # begins the view after an answer without a move
+
+
+@dataclass(frozen=True)
+class View:
+    """The state after an answer: its text, whether the game is over, the reward so far, and parts of the reward.
+
+    `misread` marks an answer without a move; `role` is the sender of the text.
+    """
+
+    text: str
+    over: bool = False
+    reward: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    misread: bool = False
+    role: str = "user"
+
+
+class Game(ABC):
+    """One game; `settings` is made from `task.args`."""
+
+    Settings: ClassVar[type]
+    alphabet: ClassVar[str] = PRINTABLE  # all characters of views and moves
+    rules = ""  # the text before the first view in full prompts
+    hidden = False  # True if games with different seeds can begin with the same view
+    settings: Any
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    def question(self, view: str) -> str:
+        """The full prompt of a game that begins with `view`."""
+        return self.rules + view
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of tools, which full prompts show through the chat template."""
+        return ()
+
+    @abstractmethod
+    def start(self, seed: int) -> str:
+        """The first view of the game `seed`, which begins."""
+
+    @abstractmethod
+    def play(self, answer: str) -> View:
+        """The view after `answer`."""
+
+    def choices(self) -> Sequence[str]:
+        """The moves of the teacher's random play; none if there is no such list."""
+        return ()
+
+    def advice(self) -> str | None:
+        """A good move; None if the game knows none."""
+        return None
+
+    def close(self) -> None:
+        """Release resources; may be called again."""
+        return None
+
+
+class GameEnvironment:
+    """Environment that plays `game`; after `max_turns` answers the episode ends with the reward so far."""
+
+    game: ClassVar[type[Game]]
+    place: Place = "thread"
+    step_limit_s = 60.0
+
+    def __init__(self, pool: ScoringPool, config: TaskConfig) -> None:
+        args = dict(config.args)
+        share(args, "noise")
+        self._turns = self.max_turns = _turns(args)
+        self._settings = settings_of(self.game.Settings, args)
+        self._game: Game | None = None
+        self._taken = self._misread = 0
+
+    def reset(self, task: Task, seed: int) -> tuple[Message, ...]:
+        """The task's messages; the game begins from the seed of the task."""
+        self.close()
+        self._game = self.game(self._settings)
+        self._game.start(int(task.args()["seed"]))
+        self._taken = self._misread = 0
+        return task.messages
+
+    def step(self, answer: str) -> StepResult:
+        """The view after one answer, or the end of the episode with its reward."""
+        if self._game is None:
+            raise DataError("step() before reset(): there is no game")
+        view = self._game.play(answer)
+        self._taken, self._misread = self._taken + 1, self._misread + view.misread
+        if not view.over and self._taken < self._turns:
+            return StepResult(done=False, messages=(Message(view.role, view.text),))
+        parts = {**view.parts, "turns": float(self._taken), "misread": float(self._misread)}
+        return StepResult(done=True, reward=view.reward, reward_parts=parts)
+
+    def close(self) -> None:
+        """End the game."""
+        game, self._game = self._game, None
+        if game is not None:
+            game.close()
+
+
+class GameSource:
+    """Games by seed, without an end.
+
+    `task.args`: the settings of the game, `max_turns`, and `noise`, the share of random moves in the play of the
+    teacher, who otherwise takes the game's advice.
+    """
+
+    name: ClassVar[str]
+    game: ClassVar[type[Game]]
+    size = None
+
+    def __init__(self, cfg: TaskConfig) -> None:
+        args = dict(cfg.args)
+        self._noise = share(args, "noise")
+        self._turns = _turns(args)
+        self._settings = settings_of(self.game.Settings, args)
+        self._as_compact = cfg.prompt_style == "compact"
+        self.game(self._settings).close()  # refuses a missing package before the run begins
+        self.identity = f"{self.name}/{json.dumps(dict(cfg.args), sort_keys=True, default=str)}"
+
+    def item(self, index: int) -> Item:
+        """Game `index`."""
+        game = self.game(self._settings)
+        try:
+            view = game.start(index)
+            question = game.question(view)
+            return Item(
+                question=question,
+                compact=f"{view}\n{index}" if game.hidden else view,  # identifies the question
+                answer=None,
+                env_args={"seed": index, **({"tools": [*game.tools]} if game.tools and not self._as_compact else {})},
+                worked=self._worked(game, index),
+                messages=(Message("user", view if self._as_compact else question),),
+            )
+        finally:
+            game.close()
+
+    def alphabet(self) -> str:
+        """The characters of views and moves; printable ASCII too for full prompts."""
+        return "".join(sorted(set(self.game.alphabet + ("" if self._as_compact else PRINTABLE))))
+
+    def _worked(self, game: Game, index: int) -> tuple[Message, ...]:
+        """The teacher's play from the current state: answers and views in turn, an answer first and last."""
+        random, messages = Random(f"teacher {index}"), list[Message]()
+        for _ in range(self._turns):
+            choices = game.choices()
+            anything = random.choice(choices) if choices else None
+            advice = None if random.random() < self._noise and choices else game.advice()
+            move = anything if advice is None else advice
+            if move is None:
+                break
+            messages.append(Message("assistant", move))
+            view = game.play(move)
+            if view.over:
+                break
+            messages.append(Message(view.role, view.text))
+        return tuple(messages[:-1] if messages and messages[-1].role != "assistant" else messages)
+
+
+def _turns(args: dict[str, Any]) -> int:
+    """Remove `max_turns` from `args` and return it."""
+    turns = args.pop("max_turns", MAX_TURNS)
+    if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
+        raise ConfigError("task.args.max_turns", turns, "it must be an integer above 0", f"Give {MAX_TURNS}.")
+    return turns
+
+
+def library(name: str, package: str, extra: str) -> Any:
+    """The module `name` of an optional package. ConfigError that names the extra where it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # packages fail at import in several ways
+        reason = f"it needs {package}, which cannot be imported ({type(error).__name__}: {error})"
+        raise ConfigError("task.env", package, reason, f"pip install 'jaxroll[{extra}]'.") from error
+
+
+def player_parts(players: Sequence[int], earned: Mapping[int, float]) -> dict[str, float]:
+    """Reward parts of a game of several players: `player.p` of each player, and `turn.k` of each turn of a player.
+
+    `players` are the players of the turns in order.
+    """
+    parts = {f"player.{player}": reward for player, reward in earned.items()}
+    return parts | {f"turn.{turn}": earned[player] for turn, player in enumerate(players)}
+
+
+def chosen(answer: str, labels: Sequence[str]) -> int | None:
+    """The position of the label that `answer` is, or else of the last label that it contains as a word; or None."""
+    text = answer.strip().lower()
+    lowered = [label.lower() for label in labels]
+    if text in lowered:
+        return lowered.index(text)
+    words = "".join(char if char.isalnum() or char in "_-" else " " for char in text).split()
+    return next((lowered.index(word) for word in reversed(words) if word in lowered), None)

@@ -1,0 +1,185 @@
+"""gymnasium environments in text: every one with a text or discrete action, and an observation that can be written.
+
+`TextWrapper` is a gymnasium wrapper whose observations and actions are text; the environment of an episode plays
+through it, and gymnasium's `check_env` accepts it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxroll.data.gym import PRINTABLE
+from jaxroll.envs.adapters.games import UNREAD, Game, GameEnvironment, GameSource, View, chosen, library
+from jaxroll.envs.registry import register
+from jaxroll.errors import ConfigError
+
+gymnasium = library("gymnasium", "gymnasium", "envs-more")
+spaces = gymnasium.spaces
+
+MAX_NUMBERS = 64  # of an observation that is shown as numbers
+_COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_MAX_TEXT = 65_536
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of `task.args`.
+
+    `id` and `make` are the arguments of `gymnasium.make`. `observation` is "numbers", "ansi" (the rendered text;
+    coloured characters are put into brackets) or `package.module:function` of (observation, env). `actions` names
+    discrete actions in order. The reward is the sum of the environment's rewards or, with `goal`, 1 if it is at least
+    that, else 0. `rules` precedes the first observation in full prompts; `hidden` says that different seeds can begin
+    with the same observation.
+    """
+
+    id: str = "Blackjack-v1"
+    make: dict = field(default_factory=dict)
+    observation: str = "numbers"
+    actions: Sequence[str] = ()
+    goal: float | None = None
+    rules: str = ""
+    hidden: bool = False
+
+
+class TextWrapper(gymnasium.Wrapper, gymnasium.utils.RecordConstructorArgs):
+    """The environment `env` with text as observations and actions. ConfigError for spaces without a text.
+
+    An answer without an action leaves the environment as it is and shows the observation again, after `UNREAD`.
+    """
+
+    def __init__(self, env: Any, observation: str = "numbers", actions: Sequence[str] = ()) -> None:
+        gymnasium.utils.RecordConstructorArgs.__init__(self, observation=observation, actions=tuple(actions))
+        gymnasium.Wrapper.__init__(self, env)
+        self._inner, self._shown = env.action_space, _formatter(observation, env)
+        self.labels = _labels(self._inner, actions)
+        self.observation_space = spaces.Text(max_length=_MAX_TEXT, min_length=0, charset=_characters())
+        self.action_space = spaces.Text(max_length=64, min_length=0, charset=_characters())
+        self._last = ""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        """The first observation as text, and the environment's info."""
+        found, info = self.env.reset(seed=seed, options=options)
+        self._last = self._shown(found, self.env)
+        return self._last, {**info, "misread": False}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """gymnasium's step, with text; `info["misread"]` is True if the text names no action."""
+        if not self.labels:  # a text space
+            taken: Any = action
+        elif (place := chosen(action, self.labels)) is None:
+            return f"{UNREAD}\n{self._last}", 0.0, False, False, {"misread": True}
+        else:
+            taken = place + int(self._inner.start)
+        found, reward, terminated, truncated, info = self.env.step(taken)
+        self._last = self._shown(found, self.env)
+        return self._last, float(reward), bool(terminated), bool(truncated), {**info, "misread": False}
+
+
+def text_env(settings: Settings) -> TextWrapper:
+    """The environment of `settings` in text. ConfigError if gymnasium cannot make it."""
+    made = dict(settings.make)
+    if settings.observation == "ansi":
+        made.setdefault("render_mode", "ansi")
+    try:
+        env = gymnasium.make(settings.id, **made)
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+        reason = f"gymnasium cannot make it: {str(error).rstrip('.')}"
+        raise ConfigError("task.args.id", settings.id, reason, "See gymnasium.registry, or give module:Id.") from error
+    return TextWrapper(env, settings.observation, settings.actions)
+
+
+def shown(space: Any, value: Any) -> str:
+    """An observation of `space` as text. ConfigError for a space that has no form as short text."""
+    if isinstance(space, spaces.Text):
+        return str(value)
+    if isinstance(space, spaces.Discrete):
+        return str(int(value))
+    if isinstance(space, spaces.Tuple):
+        return " ".join(shown(part, each) for part, each in zip(space.spaces, value, strict=True))
+    if isinstance(space, spaces.Dict):
+        return "\n".join(f"{name}: {shown(part, value[name])}" for name, part in space.spaces.items())
+    if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary) and value.size <= MAX_NUMBERS:
+        return " ".join(f"{round(float(number), 2):g}" for number in value.ravel())
+    remedy = 'Set observation to "ansi", or to a function "package.module:name" of (observation, env).'
+    raise ConfigError("task.args.observation", str(space), "there is no text for such an observation", remedy)
+
+
+def _formatter(observation: str, env: Any) -> Callable[[Any, Any], str]:
+    if observation == "numbers":
+        return lambda value, _: shown(env.observation_space, value)
+    if observation == "ansi":
+        return lambda _, world: _plain(world.render())
+    module, _, name = observation.rpartition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        remedy = 'Use "numbers", "ansi" or "package.module:function".'
+        raise ConfigError("task.args.observation", observation, f"there is no such function: {error}", remedy) from None
+
+
+def _plain(rendered: Any) -> str:
+    if not isinstance(rendered, str):
+        raise ConfigError("task.args.observation", "ansi", "this environment renders no text", 'Use "numbers".')
+    return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", rendered)).strip("\n")
+
+
+def _labels(space: Any, names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(space, spaces.Text):
+        return ()
+    if not isinstance(space, spaces.Discrete):
+        remedy = "Wrap the environment, so that its actions are Discrete or Text."
+        raise ConfigError("task.args.id", str(space), "its actions are neither discrete nor text", remedy)
+    if names and len({name.lower() for name in names}) != space.n:
+        raise ConfigError("task.args.actions", list(names), f"there are {space.n} actions", "Give each its own name.")
+    return tuple(names) or tuple(str(int(space.start) + action) for action in range(space.n))
+
+
+def _characters() -> frozenset[str]:
+    return frozenset(PRINTABLE)
+
+
+class GymnasiumGame(Game):
+    """A gymnasium environment as a game."""
+
+    Settings = Settings
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.rules, self.hidden = settings.rules, settings.hidden
+        self._env = text_env(settings)
+        self._sum = 0.0
+
+    def start(self, seed: int) -> str:
+        self._sum = 0.0
+        return self._env.reset(seed=seed % 2**32)[0]
+
+    def play(self, answer: str) -> View:
+        text, reward, terminated, truncated, info = self._env.step(answer)
+        self._sum += reward
+        goal = self.settings.goal
+        total = self._sum if goal is None else float(self._sum >= goal)
+        return View(text, terminated or truncated, total, {"return": self._sum}, info["misread"])
+
+    def choices(self) -> Sequence[str]:
+        return self._env.labels
+
+    def close(self) -> None:
+        self._env.close()
+
+
+@register("gymnasium")
+class Gymnasium(GameEnvironment):
+    """Environment that plays a gymnasium environment in text."""
+
+    game = GymnasiumGame
+
+
+class GymnasiumSource(GameSource):
+    """A gymnasium environment by seed."""
+
+    name, game = "gymnasium", GymnasiumGame

@@ -1,0 +1,181 @@
+"""For .venv-more: the adapters of packages outside of the test environment, and the trackers, against the packages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jaxroll import config as configs
+from jaxroll.config import Config
+from jaxroll.data.tasks import Candidates
+from jaxroll.envs import registry
+from jaxroll.report import trackers
+from jaxroll.testing.environments import check_environment
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def loaded(name: str, **args: Any) -> Config:
+    config = configs.load(ROOT / "configs" / f"{name}.py")
+    task = dataclasses.replace(config.task, heldout_items=2, args={**config.task.args, **args})
+    return dataclasses.replace(config, task=task)
+
+
+def played(config: Config, task: Any, answers: list[str]) -> list[Any]:
+    """The results of an episode in which the model gives `answers`."""
+    env: Any = registry.factory(config.task.env)(None, config.task)  # type: ignore[arg-type]
+    found = [env.reset(task, task.seed)]
+    for answer in answers:
+        found.append(env.step(answer))
+        if found[-1].done:
+            break
+    env.close()
+    return found
+
+
+def contract(name: str, **args: Any) -> dict[str, Any]:
+    """Two plays of each of four seeds, worked play in the environment, and the violations of the contract."""
+    config = loaded(name, **args)
+    candidates = Candidates(config)
+    same = worked = True
+    for index in range(4):
+        candidate = candidates.at(index)
+        same &= candidates.at(index) == candidate
+        answers = [message.content for message in candidate.worked if message.role == "assistant"] or ["0", "x"]
+        first, second = played(config, candidate.task, answers), played(config, candidate.task, answers)
+        same &= first == second
+        shown = [message for result in first[1:] for message in result.messages]
+        views = [message for message in candidate.worked if message.role != "assistant"]
+        worked &= shown[: len(views)] == views
+    found = check_environment(config.task.env, config, episodes=12)
+    return {"same": bool(same), "worked": bool(worked), "violations": [each.what for each in found]}
+
+
+def textarena() -> dict[str, Any]:
+    """Also: a game is the same alone and among calls of another one, and the global random is left as it was."""
+    from jaxroll.envs.adapters.textarena_env import Settings, TextArenaGame
+
+    def game(between: bool) -> list[str]:
+        one, other = (TextArenaGame(Settings(id="2048-v0")) for _ in range(2))
+        views = [one.start(5)]
+        other.start(6)
+        for move in ("[Up]", "[Left]") * 6:
+            if between:
+                other.play("[Down]")
+                other.play("[Right]")
+            views.append(one.play(move).text)
+        return views
+
+    random.seed(1)
+    expected = random.random()
+    random.seed(1)
+    isolated = game(False) == game(True)
+    kept = random.random() == expected
+    players = TextArenaGame(Settings(id="TicTacToe-v0", players=2))
+    players.start(0)
+    *_, last = [players.play(f"[{cell}]") for cell in "03142"]
+    return {**contract("textarena_frozen_lake"), "isolated": isolated, "kept": kept, "parts": dict(last.parts)}
+
+
+def pettingzoo() -> dict[str, Any]:
+    """Also: PettingZoo's own test of the wrapper, and the parts of a game with two answers that name no move."""
+    from pettingzoo.test import api_test
+
+    from jaxroll.envs.adapters.pettingzoo_env import Settings, numbers, text_aec
+
+    api_test(text_aec(Settings()), num_cycles=300, verbose_progress=False)
+    own = text_aec(Settings())
+    own.reset(seed=0)
+    config = loaded("pettingzoo_tictactoe")
+    task = Candidates(config).at(0).task
+    *_, last = played(config, task, ["0", "hm", "0", "3", "1", "4", "2"])
+    return {
+        **contract("pettingzoo_tictactoe"), "parts": last.reward_parts, "reward": last.reward,
+        "numbers": numbers(own, "player_1"),
+    }  # fmt: skip
+
+
+def textworld(folder: str) -> dict[str, Any]:
+    """Also: the game's own advice wins."""
+    config = loaded("textworld_home", folder=folder, noise=0.0)
+    candidate = Candidates(config).at(0)
+    *_, last = played(config, candidate.task, [m.content for m in candidate.worked if m.role == "assistant"])
+    return {**contract("textworld_home", folder=folder), "reward": last.reward, "parts": last.reward_parts}
+
+
+def tracked(kind: str, folder: str) -> dict[str, Any]:
+    """Rows of a run in the tracker `kind`, and the values that its own package reads back."""
+    config = configs.parse({**configs.to_dict(Config()), "run": {"trackers": [kind], "metric_names": "verl"}})
+    run, said = Path(folder) / "run-1", list[str]()
+    run.mkdir()
+    (tracker,) = trackers.opened(config, run, said.append)
+    for step in (1, 2, 3):
+        tracker.log(
+            {"role": "learner", "kind": "step", "step": step, "t": 1e9 + step, "loss": 1 / step, "age_mean": 0.5}
+        )
+        tracker.log({"role": "learner", "kind": "span", "t": 1e9, "t0": 1.0, "t1": 2.0})
+    tracker.close()
+    return {"lost": tracker.lost, "said": said, "values": READERS[kind](run)}
+
+
+def _mlflow(run: Path) -> list[Any]:
+    import mlflow
+
+    client = mlflow.MlflowClient(tracking_uri=(run / "mlruns").resolve().as_uri())
+    (experiment,) = [each for each in client.search_experiments() if each.name == "jaxroll"]
+    (found,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(found.info.run_id, "actor/pg_loss")
+    return [[point.step, point.value] for point in sorted(history, key=lambda point: point.step)]
+
+
+def _trackio(run: Path) -> list[Any]:
+    import trackio
+
+    (found,) = trackio.Api().runs("jaxroll")
+    rows = [row for row in found.history() if "actor/pg_loss" in row] if hasattr(found, "history") else None
+    if rows is None:
+        import sqlite3
+
+        with contextlib.closing(sqlite3.connect(run / "trackio" / "jaxroll.db")) as db:
+            rows = [json.loads(text) for (text,) in db.execute("SELECT metrics FROM metrics ORDER BY step")]
+    return [[row["learner/step/step"], row["actor/pg_loss"]] for row in rows]
+
+
+def _wandb(run: Path) -> list[Any]:
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    store, found = DataStore(), []
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+        if "actor/pg_loss" in items:
+            found.append([items["learner/step/step"], items["actor/pg_loss"]])
+    return found
+
+
+READERS = {"mlflow": _mlflow, "trackio": _trackio, "wandb": _wandb}
+
+
+def main() -> None:
+    what = sys.argv[1]
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        if what in READERS:
+            found = tracked(what, folder)
+        else:
+            found = {"textarena": textarena, "pettingzoo": pettingzoo, "textworld": lambda: textworld(folder)}[what]()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":  # scoring workers and environment processes import this module
+    main()

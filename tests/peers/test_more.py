@@ -1,0 +1,35 @@
+"""Adapters of textarena, PettingZoo and TextWorld, and the trackers, against the real packages in .venv-more."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = [pytest.mark.soak, pytest.mark.process]
+KEPT = {"same": True, "worked": True, "violations": []}
+
+
+def test_textarena_keeps_the_contract_and_games_do_not_share_chance(peer) -> None:
+    found = peer("more", "adapters.py", "textarena")
+    assert found == {**KEPT, "isolated": True, "kept": True, "parts": found["parts"]}
+    assert [found["parts"][f"turn.{turn}"] for turn in range(5)] == [1.0, -1.0, 1.0, -1.0, 1.0]
+
+
+def test_pettingzoo_accepts_the_text_and_turns_earn_the_reward_of_their_player(peer) -> None:
+    found = peer("more", "adapters.py", "pettingzoo")
+    assert {name: found[name] for name in KEPT} == KEPT
+    assert found["reward"] == 1.0 and found["parts"]["player.1"] == -1.0 and found["parts"]["misread"] == 2.0
+    assert [found["parts"][f"turn.{turn}"] for turn in range(7)] == [1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0]
+    assert found["numbers"] == " ".join("0" * 18)
+
+
+def test_textworld_keeps_the_contract_and_its_advice_wins(peer) -> None:
+    found = peer("more", "adapters.py", "textworld")
+    assert {name: found[name] for name in KEPT} == KEPT
+    assert found["reward"] == 1.0 == found["parts"]["score"]
+
+
+@pytest.mark.parametrize("kind", ["wandb", "mlflow", "trackio"])
+def test_a_tracker_has_the_rows_of_the_run_under_the_names_of_another_stack(kind: str, peer) -> None:
+    found = peer("more", "adapters.py", kind)
+    assert found["lost"] == 0 and found["said"] == []
+    assert found["values"] == [[1, 1.0], [2, 0.5], [3, pytest.approx(1 / 3)]]
