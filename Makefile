@@ -116,7 +116,7 @@ TORCH_REQUIREMENTS     := torch transformers jinja2 safetensors
 TUNIX_REQUIREMENTS     := google-tunix
 JETSTREAM_REQUIREMENTS := -e '.[jetstream]'
 TRL_REQUIREMENTS       := torch transformers jinja2 safetensors trl
-MORE_REQUIREMENTS      := -e '.[envs-more,textworld,wandb,mlflow,trackio]' pytest
+MORE_REQUIREMENTS      := -e '.[envs-more,textworld,wandb,mlflow,trackio]'
 
 peers: $(PEERS:%=venv-%)
 venv-torch venv-tunix venv-jetstream venv-trl venv-more: INTO = .$@
