@@ -79,6 +79,7 @@ GOOD = {"question": "1+1", "answer": "2"}
 JSONL = ["task.source=jsonl", "task.path=x.jsonl", "task.heldout_items=1"]
 GAME = ["task.source=game", "task.name=frozen_lake", "task.env=frozen_lake", "task.args={}",
         "task.max_prompt_tokens=24", "task.max_episode_tokens=128"]  # fmt: skip
+GYM = ["task.source=game", "task.name=gymnasium", "task.env=gymnasium"]
 HF = ["tokenizer.kind=hf", "tokenizer.path=hf"]
 PATH = ["model.path=hf"]
 REWARD_MODEL = ["task.reward=reward_model", 'task.reward_args={"reward_model": {"path": "hf"}}']
@@ -149,6 +150,23 @@ CASES: dict[str, Case] = {
     "tool without arithmetic": (
         None, ["task.source=game", "task.name=calculator", "task.env=calculator", 'task.args={"problem": "product"}'],
         "task.args.problem", "product", "Did you mean 'products'?"),
+    "gymnasium's environment absent": (
+        None, [*GYM, 'task.args={"id": "Nope-v9"}'], "task.args.id", "Nope-v9", "gymnasium cannot make it"),
+    "function of observations absent": (
+        None, [*GYM, 'task.args={"observation": "nowhere_at_all:f"}'], "task.args.observation", "nowhere_at_all:f",
+        "there is no such function"),
+    "environment without text": (
+        None, [*GYM, 'task.args={"id": "CartPole-v1", "observation": "ansi"}'], "task.args.observation", "ansi",
+        "renders no text"),
+    "environment without discrete actions": (
+        None, [*GYM, 'task.args={"id": "Pendulum-v1"}'], "task.args.id", "Box", "neither discrete nor text"),
+    "a name for one of two actions": (
+        None, [*GYM, 'task.args={"actions": ["hit"]}'], "task.args.actions", "hit", "there are 2 actions"),
+    "no turn": (None, [*GYM, 'task.args={"max_turns": 0}'], "task.args.max_turns", "0", "integer above 0"),
+    "problems absent": (
+        None,
+        ["task.source=game", "task.name=tool_calls", "task.env=tool_calls", 'task.args={"problems": "absent:f"}'],
+        "task.args.problems", "absent:f", "not found"),
     "algorithm's module absent": (
         None, ["learner.algorithm=nowhere_at_all.inner:x"], "learner.algorithm", "nowhere_at_all.inner:x", "no module"),
     "algorithm absent in its module": (
@@ -499,6 +517,18 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/sources.py::check_game": ("no such game", "another game's environment"),
     "data/sources.py::_loaded": ("game's module absent",),
     "rewards/grader.py::check": ("reward's function absent",),
+    "envs/adapters/games.py::_turns": ("no turn",),
+    "envs/adapters/games.py::library": HERE,
+    "envs/adapters/gymnasium_env.py::_formatter": ("function of observations absent",),
+    "envs/adapters/gymnasium_env.py::_labels": (
+        "environment without discrete actions",
+        "a name for one of two actions",
+    ),
+    "envs/adapters/gymnasium_env.py::shown": HERE,  # an environment of the user
+    "envs/adapters/gymnasium_env.py::text_env": ("gymnasium's environment absent", "environment without text"),
+    "envs/adapters/pettingzoo_env.py": HERE,
+    "envs/adapters/textarena_env.py": HERE,
+    "envs/adapters/tool_calls.py::ToolCallGame.__init__": ("problems absent",),
     "envs/executors/choice.py::Executors.raise_when_worn_out": HERE,  # a budget that a run spends
     "envs/registry.py::share": ("game's share",),
     "envs/registry.py::settings_of": ("game's setting wrong",),

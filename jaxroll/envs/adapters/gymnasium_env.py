@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,7 +87,11 @@ def text_env(settings: Settings) -> TextWrapper:
     if settings.observation == "ansi":
         made.setdefault("render_mode", "ansi")
     try:
-        env = gymnasium.make(settings.id, **made)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*not in the possible render_modes")  # an error follows
+            env = gymnasium.make(settings.id, **made)
+        if made.get("render_mode") == "ansi" and "ansi" not in env.metadata.get("render_modes", ()):
+            raise ConfigError("task.args.observation", "ansi", "this environment renders no text", 'Use "numbers".')
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         reason = f"gymnasium cannot make it: {str(error).rstrip('.')}"
         raise ConfigError("task.args.id", settings.id, reason, "See gymnasium.registry, or give module:Id.") from error
@@ -122,9 +127,7 @@ def _formatter(observation: str, env: Any) -> Callable[[Any, Any], str]:
         raise ConfigError("task.args.observation", observation, f"there is no such function: {error}", remedy) from None
 
 
-def _plain(rendered: Any) -> str:
-    if not isinstance(rendered, str):
-        raise ConfigError("task.args.observation", "ansi", "this environment renders no text", 'Use "numbers".')
+def _plain(rendered: str) -> str:
     return _ESCAPE.sub("", _COLOURED.sub(r"[\1]", rendered)).strip("\n")
 
 
