@@ -256,10 +256,11 @@ def run_export(options: argparse.Namespace) -> int:
 def run_checkpoints(options: argparse.Namespace) -> int:
     """`checkpoints`: what a run has to resume from. Files are read, no JAX, no device, no store."""
     path = _absolute(options.folder)
-    learner = run_dir.load(path)["config"].get("learner", {})
+    config = run_dir.load(path)["config"]  # perhaps damaged: the checkpoints are shown without it
+    learner = config.get("learner") if isinstance(config, dict) else None
+    keep_best = str(learner.get("keep_best", "")) if isinstance(learner, dict) else ""
     from jaxroll.report.commands import checkpoints
 
-    keep_best = str(learner.get("keep_best", ""))
     return checkpoints.main(path, verify=options.verify, as_json=options.json, keep_best=keep_best)
 
 

@@ -86,6 +86,8 @@ MISTAKES: list[tuple[str, tuple[str, ...], str]] = [
     ("generate begun", ("PROMPT",), ""),
     ("generate", ("RUN",), ""),
     ("eval begun", ("begun", "train begun --resume"), "train begun --resume"),
+    ("serve begun", ("begun", "train begun --resume"), "train begun --resume"),
+    ("serve", ("RUN",), ""),
     ("weights import configs out", ("configs", "config.json", "Hugging Face"), ""),
     ("weights export begun out", ("begun", "checkpoints"), "train begun --resume"),
     ("weights", ("import|export",), "weights import --help"),
