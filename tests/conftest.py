@@ -22,6 +22,8 @@ import jaxtyping
 import psutil
 import pytest
 
+from tests.harness.xla import FAST_COMPILATION
+
 if "jax" in sys.modules:
     raise pytest.UsageError("jax was imported before tests/conftest.py could set its environment")
 
@@ -34,9 +36,7 @@ _XLA_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
     "--xla_cpu_collective_call_terminate_timeout_seconds=240",
     "--xla_cpu_collective_timeout_seconds=240",
-    # XLA's own passes, without LLVM's: compilation is most of the tests' time, and this halves it. Roles that run as
-    # processes are compiled as users' are.
-    "--xla_backend_optimization_level=0",
+    FAST_COMPILATION,
 )
 # `nohup` and some CI runners start the tests with SIGHUP ignored. Every process that they start would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -21,6 +21,7 @@ import pytest
 
 from jaxroll import metrics
 from jaxroll.report.figures.checks import checks
+from tests.harness.xla import ROLE_FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
 UNEQUAL_MESHES = ("--config.learner.mesh.fsdp=2", "--config.sampler.mesh.tensor=2")
@@ -56,7 +57,7 @@ class Train:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jaxroll", "train", f"--run={run_dir}", *words, *overrides],
                 stdin=subprocess.DEVNULL, stdout=stdout or out, stderr=out, cwd=ROOT, start_new_session=True,
-                env={"JAXROLL_CACHE": str(ROOT / ".cache" / "jax"), **os.environ, "XLA_FLAGS": ""},
+                env={"JAXROLL_CACHE": str(ROOT / ".cache" / "jax"), **os.environ, "XLA_FLAGS": ROLE_FLAGS},
             )  # fmt: skip
 
     def __enter__(self) -> Train:

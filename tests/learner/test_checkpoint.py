@@ -24,6 +24,7 @@ from jaxroll.learner.state import TrainState
 from jaxroll.learner.step import CompileCounter
 from jaxroll.records import Version
 from tests.harness.cluster import disks
+from tests.harness.xla import FAST_COMPILATION
 
 
 @pytest.fixture
@@ -312,7 +313,7 @@ def test_without_sums_one_that_was_durable_is_damaged(folder, trainer):
 @pytest.mark.process
 def test_durable_checkpoints_have_checksums_whenever_their_writer_is_killed(folder):
     """The order is: whole, checksums, durable. If the writer is killed in between, durable ones can be verified."""
-    env, code = {**os.environ, "XLA_FLAGS": ""}, WRITER.replace("]), 2)", "]), 10_000)")
+    env, code = {**os.environ, "XLA_FLAGS": FAST_COMPILATION}, WRITER.replace("]), 2)", "]), 10_000)")
     writer = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
     assert writer.stdout is not None
     durable = [int(writer.stdout.readline()) for _ in range(6)]
@@ -368,7 +369,7 @@ def test_killed_while_writing_what_was_durable_is_whole(folder, durable):
 
     from jaxroll.learner.state import TrainState
 
-    env = {**os.environ, "XLA_FLAGS": ""}
+    env = {**os.environ, "XLA_FLAGS": FAST_COMPILATION}
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
     guard = time.monotonic() + 120
     last = -1

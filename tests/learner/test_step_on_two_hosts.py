@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxroll import lifeline, wire
+from tests.harness.xla import FAST_COMPILATION
 
 pytestmark = pytest.mark.process
 _SCRIPT = Path(__file__).parents[1] / "harness/programs/learner_host.py"
@@ -58,7 +59,7 @@ def started(folder: Path, index: int, processes: int, address: str) -> subproces
     """One process, with its share of four devices."""
     flags = f"--xla_force_host_platform_device_count={4 // processes} --xla_cpu_collective_timeout_seconds=200"
     environment = os.environ | {
-        "PYTHONPATH": str(_SCRIPT.parents[3]), "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0",
+        "PYTHONPATH": str(_SCRIPT.parents[3]), "XLA_FLAGS": f"{flags} {FAST_COMPILATION}",
         "JAX_PLATFORMS": "cpu", "NPROC": "1", lifeline.PARENT_ENV: str(os.getpid()),
     }  # fmt: skip
     log = (folder / f"{processes}-{index}.log").open("w")

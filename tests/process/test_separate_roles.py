@@ -14,6 +14,7 @@ from jaxroll import metrics
 from jaxroll.control import run_dir
 from jaxroll.errors import EXIT_CONFIG
 from tests.harness.train_process import ROOT, last_step
+from tests.harness.xla import ROLE_FLAGS
 
 pytestmark = pytest.mark.process
 WORDS = (f"--config={ROOT / 'configs' / 'smoke.py'}", "--config.sft.steps=0", "--config.evaluator.every=0",
@@ -23,8 +24,8 @@ LIMIT_S = 200.0
 
 def start(role: str, path: Path, address: str, *words: str, config: Sequence[str] = WORDS) -> subprocess.Popen:
     """Start `jaxroll ROLE --config=FILE --store=HOST:PORT --run=DIR` with its output in DIR.log."""
-    env = {**os.environ, "XLA_FLAGS": "", "JAXROLL_CACHE": str(ROOT / ".cache" / "jax")}
-    del env["XLA_FLAGS"]  # a role that is started alone sets its own devices
+    env = {**os.environ, "JAXROLL_CACHE": str(ROOT / ".cache" / "jax")}
+    env["XLA_FLAGS"] = ROLE_FLAGS  # a role that is started alone adds its own devices
     with path.with_suffix(f".{role}.log").open("w") as out:
         return subprocess.Popen(
             [sys.executable, "-m", "jaxroll", role, *config, f"--store={address}", f"--run={path}", *words],

@@ -8,6 +8,7 @@ import pytest
 from jaxroll import lifeline
 from jaxroll.errors import EXIT_INTERRUPTED
 from jaxroll.report.commands import checkpoints
+from tests.harness import train_process
 from tests.harness.train_process import SMALL, UNEQUAL_MESHES, Train, assert_sound, last_step
 
 pytestmark = pytest.mark.process
@@ -61,7 +62,8 @@ def claimed_ahead(train: Train) -> list[int]:
 
 
 @pytest.mark.timeout(600)
-def test_a_run_from_warm_start_to_report(free_run_dir):
+def test_a_run_from_warm_start_to_report(free_run_dir, monkeypatch):
+    monkeypatch.setattr(train_process, "ROLE_FLAGS", "")  # compiled as users' runs are
     # The deadline gives the evaluator time to compile.
     with Train(free_run_dir, *UNEQUAL_MESHES, "--config.schedule.steps=6", "--config.transfer.deadline_s=200") as train:
         train.until_step(1)
@@ -75,6 +77,8 @@ def test_a_run_from_warm_start_to_report(free_run_dir):
         assert report["restarts"] == 0, train.logs()
         assert report["heldout_in_train"] == 0
         assert report["learner_mesh"]["fsdp"] == 2 and report["sampler_mesh"]["tensor"] == 2
+        compared = [row for row in train.rows if row["kind"] == "step" and row["logprob_mismatch_tokens"]]
+        assert compared and max(row["logprob_mismatch_max"] for row in compared) < 1e-3
         evals = [row for row in train.rows if row["kind"] == "eval"]
         assert evals[0]["step"] == 0 and evals[-1]["step"] == 6, "the gain is measured from the warm start to the end"
         assert all(row["n"] == 16 for row in evals), "not every item was answered at the pinned version"

@@ -24,6 +24,7 @@ from jaxroll.control import run_dir
 from jaxroll.lifeline import PARENT_ENV
 from tests.harness.cluster import criteria
 from tests.harness.cluster.rpc_tap import Tap
+from tests.harness.xla import ROLE_FLAGS
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S, LIMIT_S = 120.0, 240.0
@@ -155,7 +156,7 @@ class World:
     def _start(self, name: str, words: list[str]) -> subprocess.Popen:
         env = {**os.environ, "JAXROLL_CACHE": str(ROOT / ".cache" / "jax"), PARENT_ENV: str(os.getpid())}
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
-        del env["XLA_FLAGS"]  # a role that is started alone sets its own devices
+        env["XLA_FLAGS"] = ROLE_FLAGS  # a role that is started alone adds its own devices
         with (self.run_dir / "logs" / f"{name}.log").open("a") as out:
             process = subprocess.Popen(
                 [sys.executable, *words], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
