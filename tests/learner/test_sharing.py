@@ -161,6 +161,7 @@ def test_attention_is_that_of_each_sample_by_itself(seed, window):
 
 SHARED = {"shared_prompt_tokens": 16, "shared_prompt_rows": 4, "row_tokens": 16, "micro_batch_rows": 8}
 MESHES = {"one": MeshConfig(), "many": MeshConfig(data=1, fsdp=2, tensor=2)}
+WARM = {("one", "gspo"), ("many", "grpo")}  # each mesh and each algorithm once: a warm-up compiles every bucket
 
 
 def gradients(trainer, config, claim) -> dict[str, np.ndarray]:
@@ -185,12 +186,15 @@ def test_the_gradient_is_that_of_samples_with_a_prompt_each(small_config, make_c
     for name, expected in theirs.items():
         np.testing.assert_allclose(ours[name], expected, atol=2e-6 * max(1.0, np.abs(expected).max()), err_msg=name)
     plain_row = plain.train(claim)
-    once.warmup()
+    warm = (mesh, algorithm) in WARM
+    if warm:
+        once.warmup()
     rows = [plain_row, once.train(claim)]
     assert rows[0]["shared_tokens"] == 0 and 0.2 < rows[1]["shared_tokens"] < 0.8
     for key in ("loss", "grad_norm", "entropy", "kl_behaviour", "clip_share"):
         assert rows[1][key] == pytest.approx(rows[0][key], rel=1e-4, abs=1e-6), key
-    assert rows[1]["compiles"] == 0 and rows[0]["tokens_trained"] == rows[1]["tokens_trained"]
+    assert rows[0]["tokens_trained"] == rows[1]["tokens_trained"]
+    assert rows[1]["compiles"] == 0 or not warm
 
 
 @pytest.mark.parametrize(

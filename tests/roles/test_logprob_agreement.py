@@ -14,12 +14,12 @@ from jaxroll.engine.requests import Request
 from jaxroll.errors import DataError
 from jaxroll.learner import minibatch, step
 from jaxroll.learner.trainer import Trainer
-from jaxroll.models import families, params, transformer
+from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
 from jaxroll.records import Claim, ClaimedGroup, Finished, Member, Segment, Task, Version
 from jaxroll.sharding import layout
 from tests.golden.write_families import VARIANTS
-from tests.models.test_family_goldens import golden, whole_rows
+from tests.models.test_family_goldens import golden, logits_of, whole_rows
 
 VOCAB, GROUPS, MEMBERS = 32, 4, 4
 GREEDY = GROUPS, 0  # group and member of a request for the likeliest tokens
@@ -141,13 +141,17 @@ def test_log_probs_of_truncated_samples_agree_and_a_learner_without_the_supports
             minibatch.prepare(claim, config)
 
 
-def test_log_probs_agree_across_the_two_meshes() -> None:
+def test_log_probs_agree_across_the_two_meshes_and_other_weights_are_seen_as_a_mismatch() -> None:
     spec = families.spec("nano", vocab_size=VOCAB)
-    trainer = Trainer(CONFIG, spec, layout.build(CONFIG.learner.mesh), layout.LEARNER, key=jax.random.key(1))
-    row = trainer.train(claim_of(sampled(trainer, spec)))
+    mesh = layout.build(CONFIG.learner.mesh)
+    trainer = Trainer(CONFIG, spec, mesh, layout.LEARNER, key=jax.random.key(1))
+    claim, other = claim_of(sampled(trainer, spec)), params.init(spec, jax.random.key(2), mesh, layout.LEARNER)
+    row = trainer.train(claim)
     assert row["logprob_mismatch_tokens"] == row["tokens_trained"] > 100, "every token is of the trained version"
     assert 0 < row["logprob_mismatch_max"] < 1e-4 * max(1.0, row["logits_std"])
     assert row["age_max"] == 0 and row["ess"] == pytest.approx(1.0, abs=1e-5)
+    trainer.set_params(jax.device_get(other))
+    assert trainer.train(claim)["logprob_mismatch_max"] > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -161,17 +165,8 @@ def test_sampler_and_learner_agree_for_every_family(variant: str) -> None:
     done = sampled(trainer, spec)
     prompt, greedy = done[GREEDY]
     text = np.concatenate([prompt, greedy.tokens])[None]
-    hidden = transformer.forward(spec, trainer.params(), *whole_rows(text))
-    likeliest = np.asarray(transformer.logits(spec, trainer.params(), hidden)).argmax(-1)[0]
+    likeliest = np.asarray(logits_of(spec, trainer.params(), *whole_rows(text))).argmax(-1)[0]
     assert len(greedy.tokens) == 12 and np.array_equal(likeliest[len(prompt) - 1 : -1], greedy.tokens)
     row = trainer.train(claim_of(done))
     assert row["logprob_mismatch_tokens"] == row["tokens_trained"] > 100
     assert 0 < row["logprob_mismatch_max"] < 1e-4 * max(1.0, row["logits_std"])
-
-
-def test_other_weights_are_seen_as_a_mismatch() -> None:
-    spec = families.spec("nano", vocab_size=VOCAB)
-    mesh = layout.build(CONFIG.learner.mesh)
-    claim = claim_of(sampled(Trainer(CONFIG, spec, mesh, layout.LEARNER, key=jax.random.key(1)), spec))
-    row = Trainer(CONFIG, spec, mesh, layout.LEARNER, key=jax.random.key(2)).train(claim)
-    assert row["logprob_mismatch_max"] > 1e-3
