@@ -26,13 +26,14 @@ _TEMPLATE = """{%- for message in messages %}
 {{- '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
-# One device per role, and short sequences; the model, its dtypes, the prompts and the reward are those of the config.
+# One device per role, short sequences, and adapters: the state of all parameters would take 20 GB. The model, its
+# dtypes, the prompts and the reward are those of the config.
 _SMALL = {
     "schedule.steps": 2, "schedule.groups_per_step": 1, "schedule.group_size": 2, "schedule.alpha": 0,
     "sampling.max_tokens": 8, "task.max_prompt_tokens": 160, "task.heldout_items": 1, "sampler.mesh.tensor": 1,
     "sampler.slots": 2, "sampler.prefill_rows": 1, "sampler.prefill_buckets": 160, "sampler.decode_chunk": 1,
     "learner.mesh.fsdp": 1, "learner.micro_batch_rows": 1, "learner.row_tokens": 168, "learner.checkpoint_every": 100,
-    "learner.scan_layers": True, "transfer.deadline_s": 600, "store.stall_abort_s": 2400,
+    "learner.scan_layers": True, "transfer.deadline_s": 600, "store.stall_abort_s": 2400, "learner.lora_rank": 4,
 }  # fmt: skip
 
 
