@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import grpc
 import grpc.aio
@@ -27,7 +27,7 @@ import numpy as np
 from jaxroll.config import Config, MeshConfig, RoleArgs, digest
 from jaxroll.engine.stats import EngineStats
 from jaxroll.envs import registry
-from jaxroll.errors import TransferError
+from jaxroll.errors import Closed, TransferError
 from jaxroll.policy import best
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams, StepResult
 from jaxroll.records import Claim, Finished, Message, Task, Version, VersionRef, VersionRun
@@ -52,6 +52,7 @@ from jaxroll.store.server.keeper import Keeper
 from jaxroll.text.tokenizers import CharTokenizer
 from tests.harness.virtual_time import LoopClock
 
+T = TypeVar("T")
 LATENCY_S = 0.001
 ENV = "tests.harness.virtual_run:instant"
 REQUESTS, REPLIES = "requests", "replies"
@@ -163,10 +164,13 @@ class MemoryTransport:
 
     def __init__(self, network: Network, server: MemoryServer, name: str) -> None:
         self._network, self._server, self._name, self.target = network, server, name, "memory"
+        self.is_killed = False  # True: nothing that its process still does reaches the server
 
     async def attempt(
         self, path: str, body: bytes, metadata: Metadata, deadline_s: float, *, asks_first: bool
     ) -> bytes:
+        if self.is_killed:
+            raise Closed("this process was killed")
         until_s = asyncio.get_running_loop().time() + deadline_s
         limit = asyncio.timeout_at(until_s)
         try:
@@ -220,16 +224,17 @@ class Rows:
 
 
 class Feed:
-    """Prompts 0, 1, 2, … without end."""
+    """Prompts 0, 1, 2, …: `limit` of them, or without end."""
 
-    def __init__(self) -> None:
-        self._at = 0
+    def __init__(self, limit: int | None = None) -> None:
+        self._at, self._limit = 0, limit
 
     def restore(self, state: bytes | None) -> None:
         self._at = int(state) if state else 0
 
     async def next(self, count: int) -> list[tuple[Task, bytes]]:
-        first, self._at = self._at, self._at + count
+        end = self._at + count if self._limit is None else min(self._at + count, self._limit)
+        first, self._at = self._at, end
         numbers = range(first, self._at)
         return [(Task(i, (Message("user", "a"),), ENV, "{}", i, f"{i:016x}"), str(i + 1).encode()) for i in numbers]
 
@@ -254,8 +259,8 @@ class Instant:
 class VirtualStore:
     """The store, which can be killed and started again; its history lives in memory."""
 
-    def __init__(self, config: Config) -> None:
-        self.config, self.server, self.metrics = config, MemoryServer(), Rows()
+    def __init__(self, config: Config, prompts: int | None = None) -> None:
+        self.config, self.server, self.metrics, self._prompts = config, MemoryServer(), Rows(), prompts
         self._log = MemoryLog()
         self.keeper: Keeper
         self._job: asyncio.Future[None] | None = None
@@ -265,7 +270,7 @@ class VirtualStore:
         metrics: Any = self.metrics
         self.keeper = keeper = Keeper(Settings.of(self.config), self._log, LoopClock())
         linger_s = store_server.LINGER_S
-        store = store_server._Store(self.config, keeper, metrics, Feed(), linger_s, None, lambda: 0)
+        store = store_server._Store(self.config, keeper, metrics, Feed(self._prompts), linger_s, None, lambda: 0)
         self.server.start(msg.SERVICE, store.service.methods(), lambda: keeper.state.position)
         self._job = asyncio.ensure_future(store.run())
 
@@ -298,7 +303,10 @@ class Behaviour:
 
 
 class DelayEngine:
-    """Replaces the engine, its thread and its proxy: up to `slots` answers at a time, each after a delay."""
+    """Replaces the engine, its thread and its proxy: up to `slots` answers at a time, each after a delay.
+
+    An answer has two tokens: the first is of the version at its start, the last of the version at its end.
+    """
 
     def __init__(self, behaviour: Behaviour, slots: int) -> None:
         self.behaviour, self._slots, self._version = behaviour, asyncio.Semaphore(slots), None
@@ -339,7 +347,10 @@ class DelayEngine:
             if (error := self.behaviour.fails(key)) is not None:
                 raise error
             tokens = np.array([TOKENIZER.encode("b")[0], TOKENIZER.eos_id], np.int32)
-            return Completion(tokens, np.full(2, -0.5, np.float32), (VersionRun(version, 2),), "stop")
+            last = self._version
+            assert last is not None
+            runs = (VersionRun(version, 2),) if last == version else (VersionRun(version, 1), VersionRun(last, 1))
+            return Completion(tokens, np.full(2, -0.5, np.float32), runs, "stop")
 
     async def fetch(self, ref: VersionRef) -> Any:
         await asyncio.sleep(self.behaviour.fetch_s)
@@ -358,12 +369,13 @@ async def in_place(job: Callable[[], Any]) -> Any:
 
 
 class Trained(NamedTuple):
-    """A step of a learner: its groups, and the age of its oldest token in versions."""
+    """A step of a learner: its groups, the age of its oldest token in versions, and the time of its start."""
 
     lineage: int
     step: int
     groups: tuple[int, ...]
     age: int
+    at_s: float
 
 
 class DelayTrainer:
@@ -396,7 +408,7 @@ class DelayTrainer:
         outcomes = [member.outcome for group in claim.groups for member in group.members]
         oldest = min(run.version.step for o in outcomes if isinstance(o, Finished) for run in o.versions)
         groups = tuple(group.group for group in claim.groups)
-        self.trained.append(Trained(claim.lineage, claim.step, groups, claim.step - oldest))
+        self.trained.append(Trained(claim.lineage, claim.step, groups, claim.step - oldest, loop.time()))
         end_s = loop.time() + self._train_s
         return SimpleNamespace(is_done=lambda: loop.time() >= end_s, left_s=lambda: end_s - loop.time())
 
@@ -406,29 +418,47 @@ class DelayTrainer:
 
 
 class MemoryCheckpoints:
-    """Checkpoints that are on disk as soon as they are saved."""
+    """Checkpoints that are on disk `write_s` after they are saved; a learner that is killed meanwhile leaves none."""
 
     damaged: tuple[Version, ...] = ()
 
     def __init__(self) -> None:
-        self.kept = 1_000
-        self._versions: list[Version] = []
+        self.kept, self.write_s = 1_000, 0.0
+        self._written: list[Version] = []
+        self._writing: list[tuple[float, Version]] = []
         self._new: list[Version] = []
 
+    @property
+    def writing(self) -> list[Version]:
+        """The versions that are not on disk yet."""
+        now_s = asyncio.get_running_loop().time()
+        done = [version for end_s, version in self._writing if end_s <= now_s]
+        self._writing = [one for one in self._writing if one[0] > now_s]
+        self._written += done
+        self._new += done
+        return [version for _, version in self._writing]
+
+    def kill(self) -> None:
+        """End the writing as the process that does it ends."""
+        _ = self.writing
+        self._writing, self._new = [], []
+
     def versions(self) -> tuple[Version, ...]:
-        return tuple(sorted(self._versions))
+        _ = self.writing
+        return tuple(sorted(self._written))
 
     def latest(self, usable: Callable[[Version], bool]) -> Version | None:
-        return max(filter(usable, self._versions), default=None)
+        return max(filter(usable, self.versions()), default=None)
 
     def path(self, version: Version) -> Path:
         return Path(str(version))
 
     def save(self, version: Version, position: int, state: object, base: str) -> None:
-        self._versions.append(version)
-        self._new.append(version)
+        self._writing.append((asyncio.get_running_loop().time() + self.write_s, version))
 
-    def finished(self, *, wait: bool) -> list[Version]:
+    async def finished(self, *, wait: bool) -> list[Version]:
+        while self.writing and wait:
+            await asyncio.sleep(0.1)
         new, self._new = self._new, []
         return new
 
@@ -438,8 +468,8 @@ class MemoryCheckpoints:
     def settle(self, version: Version) -> None: ...
 
     def remove_old(self, version: Version, spared: Collection[Version] = ()) -> None:
-        for old in best.removable(self._versions, version, self.kept, spared):
-            self._versions.remove(old)
+        for old in best.removable(self._written, version, self.kept, spared):
+            self._written.remove(old)
 
 
 class MemoryPublisher:
@@ -460,13 +490,14 @@ class MemoryPublisher:
 class VirtualRun:
     """A store and its roles, for one test. Use it as an asynchronous context manager."""
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    def __init__(self, config: Config, run_dir: Path, prompts: int | None = None) -> None:
         self.config, self.args = config, RoleArgs(config, run_dir)
-        self.network, self.store = Network(), VirtualStore(config)
+        self.network, self.store = Network(), VirtualStore(config, prompts)
         self.sessions: dict[str, EngineSession] = {}
         self.checkpoints, self.stop = MemoryCheckpoints(), threading.Event()
         self.trained: list[Trained] = []  # by learners that ended
         self._jobs: list[asyncio.Future[Any]] = []
+        self._alive: dict[str, tuple[asyncio.Future[Any], list[MemoryTransport]]] = {}  # by role
         self._clients: list[StoreClient] = []
 
     async def __aenter__(self) -> VirtualRun:
@@ -481,6 +512,19 @@ class VirtualRun:
             await client.aclose()
         await self.store.stop()
 
+    async def kill(self, *roles: str) -> None:
+        """End these roles as `kill -9` does; without names, all of them and the store."""
+        ended = [self._alive.pop(role) for role in roles or list(self._alive)]
+        for job, transports in ended:
+            for transport in transports:
+                transport.is_killed = True
+            job.cancel()
+        if not roles or "learner" in roles:
+            self.checkpoints.kill()
+        if not roles:
+            await self.store.stop()
+        await asyncio.gather(*(job for job, _ in ended), return_exceptions=True)
+
     def transport(self, name: str) -> MemoryTransport:
         return MemoryTransport(self.network, self.store.server, name)
 
@@ -488,7 +532,8 @@ class VirtualRun:
         """A client of the store, for a test that plays the role itself."""
         name = name or role
         options = {"config_digest": digest(self.config), "patience_s": 60.0} | options
-        self._clients.append(client := await StoreClient.connect(self.transport(name), role=role, name=name, **options))
+        transport = options.pop("transport", None) or self.transport(name)
+        self._clients.append(client := await StoreClient.connect(transport, role=role, name=name, **options))
         return client
 
     def sampler(self, index: int = 0, behaviour: Behaviour | None = None) -> asyncio.Future[None]:
@@ -504,8 +549,10 @@ class VirtualRun:
         """Start a learner whose steps take `train_s`; the future is its exit code. A second one restores the newest
         checkpoint of the first."""
 
+        transport = self.transport("learner")
+
         async def play() -> int:
-            store = await self.client("learner")
+            store = await self.client("learner", transport=transport)
             checkpoints: Any = self.checkpoints
             publisher: Any = MemoryPublisher()
             trainer: Any = DelayTrainer(train_s)
@@ -519,20 +566,23 @@ class VirtualRun:
                 self.trained += trainer.trained
                 await session.close()
 
-        job = asyncio.ensure_future(play())
+        return self._born("learner", asyncio.ensure_future(play()), transport)
+
+    def _born(self, role: str, job: asyncio.Future[T], *transports: MemoryTransport) -> asyncio.Future[T]:
         self._jobs.append(job)
+        self._alive[role] = (job, list(transports))
         return job
 
     def _start(
         self, role: str, behaviour: Behaviour, play: Callable[[EngineSession], Awaitable[None]]
     ) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
-        session = EngineSession(role, self.args, ScoringPool(1), loop, self.transport(role))
+        transport = self.transport(role)
+        session = EngineSession(role, self.args, ScoringPool(1), loop, transport)
         engine: Any = DelayEngine(behaviour, self.config.sampler.slots)
         follower = WeightFollower(engine, engine, session.progress)
         session.parts = SimpleNamespace(tokenizer=TOKENIZER, host=engine, engine=engine, follower=follower)  # type: ignore[assignment]
         session.proxy = engine
         self.sessions[role] = session
         job = asyncio.ensure_future(session.run(lambda: asyncio.sleep(0), lambda: play(session)))
-        self._jobs.append(job)
-        return job
+        return self._born(role, job, transport)

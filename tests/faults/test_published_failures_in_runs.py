@@ -1,0 +1,271 @@
+"""Failures that users of other stacks have published, as whole runs. Each docstring names the public thread.
+
+The loops of store, sampler and learner run unchanged under a virtual clock (`tests.harness.virtual_run`). `kill` ends
+roles as `kill -9` does: what they had not sent is lost. test_published_failures plays the same failures on the store's
+state machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxroll.config import Config
+from jaxroll.errors import InfraError
+from jaxroll.protocols import GenerationKey
+from jaxroll.records import Message, Task, Version
+from tests.harness.store.builders import configured
+from tests.harness.virtual_run import ENV, Behaviour, VirtualRun
+from tests.harness.virtual_time import run
+
+STEPS, BATCH, CHECKPOINT_EVERY = 30, 2, 5
+NEVER_S = 1e9
+
+
+def small(**changes: Any) -> Config:
+    """2 groups of 2 a step, a checkpoint every five steps, without a warm start or an evaluator."""
+    config = configured(**{"steps": STEPS, "lease_s": 10.0, "rpc_deadline_s": 3.0, "stall_s": 5.0} | changes)
+    return replace(
+        config, sft=replace(config.sft, steps=0), evaluator=replace(config.evaluator, every=0),
+        learner=replace(config.learner, checkpoint_every=CHECKPOINT_EVERY), sampler=replace(config.sampler, slots=8),
+    )  # fmt: skip
+
+
+async def until(condition: Callable[[], Any], limit_s: float = 1000.0) -> None:
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.1)
+
+
+def acked(at: VirtualRun) -> int:
+    return at.store.keeper.state.acked
+
+
+def ready(at: VirtualRun) -> list[int]:
+    """The groups that are complete and wait to be claimed."""
+    return [gid for gid, group in at.store.keeper.state.open.items() if group.ready]
+
+
+def resumed(at: VirtualRun, engine: Behaviour, train_s: float = 1.0) -> asyncio.Future[int]:
+    """Start everything again after `kill()`; the learner."""
+    at.store.start()
+    at.sampler(behaviour=engine)
+    return at.learner(train_s)
+
+
+def trained_prompts(at: VirtualRun) -> list[int]:
+    """The prompts by the steps that trained them, sorted within a step: its groups come as they are finished."""
+    rows = at.store.sql("SELECT g.prompt_index FROM claim_groups c JOIN groups g ON g.id = c.group_id "
+                        "ORDER BY c.step, g.prompt_index")  # fmt: skip
+    return [index for (index,) in rows]
+
+
+def assert_each_step_counts_once(at: VirtualRun, steps: int = STEPS) -> None:
+    """No step is lost, every repetition of a step has the same groups, and no group is in two steps."""
+    groups_of: dict[int, tuple[int, ...]] = {}
+    for one in at.trained:
+        assert groups_of.setdefault(one.step, one.groups) == one.groups, f"step {one.step} has another batch"
+    assert sorted(groups_of) == list(range(steps))
+    groups = [group for step in groups_of.values() for group in step]
+    assert len(groups) == len(set(groups))
+    assert at.store.status()["conservation_residual"] == 0
+    assert acked(at) == steps
+
+
+def test_a_resumed_run_goes_on_at_its_newest_whole_checkpoint_and_counts_no_step_twice(tmp_path: Path) -> None:
+    """verl 7952: with asynchronous checkpoints the newest one is never recorded, and `auto` resume starts at step 0.
+
+    verl 7933: the first step after a resume has the number of the one after it.
+    """
+
+    async def job() -> None:
+        async with VirtualRun(small(), tmp_path) as at:
+            at.checkpoints.write_s = 3.5
+            at.sampler()
+            at.learner()
+            await until(lambda: Version(0, 10) in at.checkpoints.writing)
+            await at.kill()
+            before = len(at.trained)
+            assert await resumed(at, Behaviour()) == 0
+            assert at.trained[before][:2] == (1, 5), "the checkpoint of step 10 was not whole, that of step 5 was"
+            assert_each_step_counts_once(at)
+            assert [one.step for one in at.trained[before:]] == list(range(5, STEPS)), "each once, from the sixth on"
+            assert [v.step for v in at.checkpoints.versions()] == list(range(0, STEPS + 1, CHECKPOINT_EVERY))
+
+    run(job())
+
+
+def test_a_dropped_stale_group_holds_no_later_position_back(tmp_path: Path) -> None:
+    """TRL 7274: one group that is dropped as stale pins the position that every later checkpoint saves.
+
+    A run that resumes there generates and trains again all that came after it.
+    """
+    generated: list[int] = []
+
+    def answer_s(key: GenerationKey) -> float:
+        generated.append(key.group)
+        return 8.0 if (key.group, key.member) == (1, 0) else 0.5
+
+    async def job() -> None:
+        async with VirtualRun(small(order="ready_first", straggler="wait"), tmp_path) as at:
+            at.sampler(behaviour=(engine := Behaviour(answer_s)))
+            at.learner()
+            await until(lambda: acked(at) == 16)
+            assert at.store.sql("SELECT state, reason FROM groups WHERE id = 1") == [("EXPIRED", "stale")]
+            in_flight = set(at.store.keeper.state.open)
+            await at.kill()
+            before = set(generated)
+            generated.clear()
+            assert await resumed(at, engine) == 0
+            assert_each_step_counts_once(at)
+            assert before & set(generated) <= in_flight, "groups from before the checkpoint were generated again"
+            issued = at.store.sql("SELECT prompt_index FROM groups WHERE reissue_of IS NULL ORDER BY id")
+            assert [index for (index,) in issued] == list(range(len(issued))), "each prompt is issued once, in order"
+
+    run(job())
+
+
+def test_rollouts_in_the_buffer_are_trained_after_a_resume(tmp_path: Path) -> None:
+    """OpenRLHF 1322: a checkpoint keeps the data's position and not the buffer: what was generated ahead is skipped.
+
+    Its second half: the end of the data is not saved either, and the resumed run starts the data again. (Rollouts by
+    weights that were lost with the learner are generated again; here the checkpoint has the newest weights.)
+    """
+    prompts, generated = 20, list[int]()
+
+    def answer_s(key: GenerationKey) -> float:
+        generated.append(key.group)
+        return 0.1
+
+    async def job() -> None:
+        async with VirtualRun(small(alpha=4.0), tmp_path, prompts) as at:
+            at.sampler(behaviour=(engine := Behaviour(answer_s)))
+            at.learner(train_s=5.0)
+            await until(lambda: acked(at) == 5 and Version(0, 5) in at.checkpoints.versions() and len(ready(at)) >= 4)
+            buffered = ready(at)
+            await at.kill()
+            generated.clear()
+            assert await resumed(at, engine, train_s=5.0) == 0
+            assert_each_step_counts_once(at, prompts // BATCH)
+            assert trained_prompts(at) == list(range(prompts)), "every prompt is trained once"
+            assert not set(buffered) & set(generated), "the buffer is generated again"
+
+    run(job())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_prompt_is_skipped_or_repeated_when_everything_dies_at_any_instant(tmp_path: Path, seed: int) -> None:
+    """NeMo-RL 3599: 675 of 736 prompts skipped, as the position of the data is saved without the work in flight.
+
+    Long rollouts were lost most often, and the tail of a batch that fills a gap was discarded.
+    """
+    rng = random.Random(seed)
+    kills = sorted(rng.uniform(2.0, 60.0) for _ in range(6))
+
+    def answer_s(key: GenerationKey) -> float:
+        return random.Random(repr((seed, key.group, key.member))).choice((0.2, 0.7, 1.5, 6.0))
+
+    async def job() -> None:
+        async with VirtualRun(small(alpha=2.0), tmp_path) as at:
+            now_s, engine = asyncio.get_running_loop().time, Behaviour(answer_s)
+            at.sampler(behaviour=engine)
+            training = at.learner()
+            for kill_s in kills:
+                await asyncio.sleep(max(0.0, kill_s - now_s()))
+                if rng.random() < 0.5:
+                    await at.kill()
+                    training = resumed(at, engine)
+                else:
+                    await at.kill("sampler-0")
+                    at.sampler(behaviour=engine)
+            assert await training == 0
+            assert_each_step_counts_once(at)
+            assert sorted(trained_prompts(at)) == list(range(BATCH * STEPS)), "each prompt is trained once"
+
+    run(job())
+
+
+def test_failed_generations_end_no_sampler(tmp_path: Path) -> None:
+    """TRL 7176: a single generation that fails ends the rollout worker.
+
+    NeMo-RL 3938: a prompt whose generations fail on every attempt leaves its step short forever.
+    """
+    tried: dict[tuple[int, int], int] = {}
+
+    def fails(key: GenerationKey) -> Exception | None:
+        tried[key.group, key.member] = attempt = tried.get((key.group, key.member), 0) + 1
+        first = random.Random(repr((key.group, key.member))).random() < 0.2
+        return InfraError("the engine refuses") if key.group == 7 or (first and attempt == 1) else None
+
+    async def job() -> None:
+        async with VirtualRun(small(), tmp_path) as at:
+            sampling = at.sampler(behaviour=Behaviour(lambda key: 0.5, fails=fails))
+            training = at.learner()
+            await until(training.done)
+            assert await training == 0
+            await sampling
+            assert_each_step_counts_once(at)
+            assert at.store.sql("SELECT id FROM groups WHERE state = 'DEAD'") == [(7,)]
+            again = [key for key, attempts in tried.items() if attempts == 2 and key[0] != 7]
+            assert len(again) >= 10, "members that failed once were tried again"
+            dead = at.store.sql("SELECT prompt_index FROM groups WHERE id = 7")[0][0]
+            assert trained_prompts(at) == [i for i in range(BATCH * STEPS + 1) if i != dead]
+
+    run(job())
+
+
+def test_a_straggler_delays_its_step_by_its_deadline_only_and_again_after_a_resume(tmp_path: Path) -> None:
+    """NeMo-RL 3238: one rollout that never ends keeps its step from starting, and after a resume it does so again."""
+
+    async def job() -> None:
+        async with VirtualRun(small(group_size=3, straggler="shrink", straggler_deadline_s=20.0), tmp_path) as at:
+
+            def answer_s(key: GenerationKey) -> float:
+                ((prompt,),) = at.store.sql(f"SELECT prompt_index FROM groups WHERE id = {key.group}")
+                return NEVER_S if (prompt, key.member) == (9, 1) else 0.5
+
+            now_s, engine = asyncio.get_running_loop().time, Behaviour(answer_s)
+            at.sampler(behaviour=engine)
+            at.learner()
+            await asyncio.sleep(12.0)
+            assert acked(at) == at.store.keeper.state.next_claim == 4, "the step waits for prompt 9"
+            await at.kill()
+            at_s = now_s()
+            assert await resumed(at, engine) == 0
+            assert_each_step_counts_once(at)
+            assert trained_prompts(at) == list(range(BATCH * STEPS))
+            done = at.store.sql("SELECT COUNT(*) FROM groups g JOIN members m ON m.group_id = g.id WHERE "
+                                "m.state = 'done' AND g.prompt_index = 9 AND g.claim_step IS NOT NULL")  # fmt: skip
+            assert done == [(2,)], "it is trained without the member that never ends"
+            longest = max(b.at_s - a.at_s for a, b in zip(at.trained, at.trained[1:], strict=False) if a.at_s > at_s)
+            assert 15.0 < longest < 25.0, "the deadline, and the time of a step"
+
+    run(job())
+
+
+def test_fast_samplers_do_not_end_before_the_last_version_is_published(tmp_path: Path) -> None:
+    """prime-rl 3050: rollouts of quick environments end all steps of one side, and the other waits for it forever."""
+    config = small()
+    config = replace(config, evaluator=replace(config.evaluator, every=10))
+
+    async def job() -> None:
+        async with VirtualRun(config, tmp_path) as at:
+            sampling = at.sampler(behaviour=Behaviour(lambda key: 0.01))
+            evaluating = at.evaluator([Task(0, (Message("user", "a"),), ENV, "{}", 0, f"{0:016x}")])
+            training = at.learner(train_s=10.0)
+            while not training.done():
+                state = at.store.keeper.state
+                assert state.next_claim + len(ready(at)) / BATCH <= acked(at) + 2, "more than α + 1 steps ahead"
+                await asyncio.sleep(1.0)
+            assert await training == 0
+            await asyncio.gather(sampling, evaluating)
+            scores = [row["step"] for row in at.store.metrics.rows if row.get("kind") == "eval"]
+            assert scores[-1] == STEPS, "the last version was there to fetch"
+
+    run(job())
