@@ -1,0 +1,88 @@
+"""One bad sampler or actor among healthy ones, on the real loops in virtual time.
+
+No prompt dies of it, it is rested and reported, and the run is at most 10 % slower than with the healthy ones alone.
+tests/store/core/test_bad_samplers has more kinds of faults on the store's core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from jaxroll.config import Config
+from jaxroll.policy.health import SLOW as SLOW_REASON
+from tests.harness.store.builders import configured
+from tests.harness.virtual_neighbours import (
+    AT_ONCE,
+    HEALTHY,
+    LATE,
+    SLOW,
+    NeighbourRun,
+    Result,
+    prompts_of_neighbours,
+)
+from tests.harness.virtual_time import run
+
+STEPS, SKIPPED, AIM = 60, 10, 0.9
+WORLDS = {"the learner limits it": 2.0, "the samplers limit it": 0.1}  # seconds of a step
+FAULTS = [AT_ONCE, LATE, SLOW]
+
+
+def neighbours(samplers: int, actors: int = 0) -> Config:
+    """4 groups of 4 a step; 24 members at a time in each sampler or actor."""
+    config = configured(steps=STEPS, groups_per_step=4, group_size=4, alpha=2.0, straggler="wait", lease_s=30.0)
+    holders = max(samplers, actors)
+    return replace(
+        config, sft=replace(config.sft, steps=0), evaluator=replace(config.evaluator, every=0),
+        learner=replace(config.learner, checkpoint_every=20), placement=replace(config.placement, actors=actors),
+        sampler=replace(config.sampler, count=samplers, slots=64, concurrent_episodes=24 * (holders if actors else 1)),
+    )  # fmt: skip
+
+
+def played(run_dir: Path, role: str, faults: tuple[str, ...], train_s: float) -> tuple[Result, dict]:
+    """A run with a sampler or an actor for each of `faults`; its result and the reasons of those that rest."""
+    actors = len(faults) if role == "actor" else 0
+
+    async def job() -> tuple[Result, dict]:
+        async with NeighbourRun(neighbours(1 if actors else len(faults), actors), run_dir) as at:
+            for index, fault in enumerate((HEALTHY,) if actors else faults):
+                at.sampler_with(index, fault)
+            for index, fault in enumerate(faults if actors else ()):
+                at.actor(index, fault)
+            result = await at.result(train_s, SKIPPED)
+            return result, at.store.status()["backoff"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        prompts_of_neighbours(patch)
+        return run(job())
+
+
+@cache
+def alone(run_dir: Path, role: str, healthy: int, train_s: float) -> float:
+    return played(run_dir, role, (HEALTHY,) * healthy, train_s)[0].steps_per_s
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("neighbours")
+
+
+@pytest.mark.parametrize("healthy", [1, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("role", ["sampler", "actor"])
+def test_a_bad_holder_rests_and_costs_less_than_a_tenth(
+    folder: Path, role: str, fault: str, world: str, healthy: int
+) -> None:
+    found, reported = played(folder, role, (HEALTHY,) * healthy + (fault,), WORLDS[world])
+    bad = f"{role}-{healthy}"
+    assert found.dead == found.residual == 0, "no prompt died, and none is lost"
+    assert found.rested == {bad}, "it rests, and no healthy one does"
+    if bad in reported:
+        reason = {AT_ONCE: "a library is missing", LATE: "cannot be reached", SLOW: SLOW_REASON}[fault]
+        assert reason in reported[bad]["error"]
+    rate = found.steps_per_s / alone(folder, role, healthy, WORLDS[world])
+    assert rate >= AIM, f"{rate:.3f} of the rate of the healthy alone"
