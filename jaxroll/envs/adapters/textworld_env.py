@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import threading
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxroll import disk
 from jaxroll.envs.adapters.games import Game, GameEnvironment, GameSource, View, library
 from jaxroll.envs.registry import register
 
@@ -56,7 +56,8 @@ def game_file(seed: int, settings: Settings) -> Path:
         compiled = Path(textworld.generator.compile_game(textworld.generator.make_game(options), options))
         for part in (compiled.with_suffix(".json"), compiled.with_suffix(".ni"), compiled):  # the game last
             if part.exists():
-                os.replace(shutil.copy(part, f"{part}.copy"), folder / part.name)
+                with disk.replaced(folder / part.name) as draft:
+                    shutil.copy(part, draft)
     return path
 
 

@@ -30,7 +30,8 @@ def write(run_dir: Path, file: Path) -> int:
     run = record.load(run_dir)
     lanes = activity.lanes(run.rows, trained_steps(run.rows), run.history.acked_groups)
     found = events(run.rows, lanes)
-    file.write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"run": run.name}}))
+    trace = {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"run": run.name}}
+    file.write_text(json.dumps(trace), encoding="utf-8")
     return len(found)
 
 
