@@ -77,8 +77,6 @@ def test_a_run_from_warm_start_to_report(free_run_dir, monkeypatch):
         assert report["restarts"] == 0, train.logs()
         assert report["heldout_in_train"] == 0
         assert report["learner_mesh"]["fsdp"] == 2 and report["sampler_mesh"]["tensor"] == 2
-        compared = [row for row in train.rows if row["kind"] == "step" and row["logprob_mismatch_tokens"]]
-        assert compared and max(row["logprob_mismatch_max"] for row in compared) < 1e-3
         evals = [row for row in train.rows if row["kind"] == "eval"]
         assert evals[0]["step"] == 0 and evals[-1]["step"] == 6, "the gain is measured from the warm start to the end"
         assert all(row["n"] == 16 for row in evals), "not every item was answered at the pinned version"
