@@ -83,45 +83,45 @@ class Recorder:
 
 
 def test_a_view_passes_its_rows_on_and_closes(tmp_path: Path) -> None:
-    inner, said = Recorder(), list[str]()
+    inner, messages = Recorder(), list[str]()
     view = PlainView(tmp_path, 5)
-    view.tensorboard, view.trackers = False, [trackers.Background("mine", lambda: inner, said.append)]
+    view.tensorboard, view.trackers = False, [trackers.Background("mine", lambda: inner, messages.append)]
     view.rows([STEP, STEP])
     view.close()
-    assert (inner.rows, inner.closed, said) == ([STEP, STEP], True, [])
+    assert (inner.rows, inner.closed, messages) == ([STEP, STEP], True, [])
     assert not (tmp_path / "tb").exists()
 
 
 def test_a_tracker_that_fails_is_reported_once_and_loses_only_its_own_rows() -> None:
-    said = list[str]()
-    failing = trackers.Background("mine", lambda: Recorder(ValueError("no room")), said.append)
+    messages = list[str]()
+    failing = trackers.Background("mine", lambda: Recorder(ValueError("no room")), messages.append)
     for _ in range(3):
         failing.log(STEP)
     failing.close()
-    assert failing.lost == 3 and len(said) == 1 and "no room" in said[0]
+    assert failing.lost == 3 and len(messages) == 1 and "no room" in messages[0]
 
     def refuses() -> Recorder:
         raise RuntimeError("no service")
 
-    absent = trackers.Background("mine", refuses, said.append)
+    absent = trackers.Background("mine", refuses, messages.append)
     absent.log(STEP)
     absent.close()
-    assert absent.lost == 2 and "no service" in said[1]
+    assert absent.lost == 2 and "no service" in messages[1]
 
 
 def test_a_tracker_that_hangs_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "MAX_WAITING", 4)
     monkeypatch.setattr(trackers, "CLOSE_LIMIT_S", 0.05)
-    free, said = threading.Event(), list[str]()
+    free, messages = threading.Event(), list[str]()
 
     class Hanging(Recorder):
         def log(self, row: Mapping[str, Any]) -> None:
             free.wait(60)
 
-    hanging = trackers.Background("mine", Hanging, said.append)
+    hanging = trackers.Background("mine", Hanging, messages.append)
     for _ in range(20):
         hanging.log(STEP)  # returns at once
-    assert hanging.lost >= 15 and "slower than the run" in said[0]
+    assert hanging.lost >= 15 and "slower than the run" in messages[0]
     hanging.close()
-    assert "does not finish" in said[-1]
+    assert "does not finish" in messages[-1]
     free.set()

@@ -113,16 +113,16 @@ def textworld(folder: str) -> dict[str, Any]:
 def tracked(kind: str, folder: str) -> dict[str, Any]:
     """Rows of a run in the tracker `kind`, and the values that its own package reads back."""
     config = configs.parse({**configs.to_dict(Config()), "run": {"trackers": [kind], "metric_names": "verl"}})
-    run, said = Path(folder) / "run-1", list[str]()
+    run, messages = Path(folder) / "run-1", list[str]()
     run.mkdir()
-    (tracker,) = trackers.opened(config, run, said.append)
+    (tracker,) = trackers.opened(config, run, messages.append)
     for step in (1, 2, 3):
         tracker.log(
             {"role": "learner", "kind": "step", "step": step, "t": 1e9 + step, "loss": 1 / step, "age_mean": 0.5}
         )
         tracker.log({"role": "learner", "kind": "span", "t": 1e9, "t0": 1.0, "t1": 2.0})
     tracker.close()
-    return {"lost": tracker.lost, "said": said, "values": READERS[kind](run)}
+    return {"lost": tracker.lost, "messages": messages, "values": READERS[kind](run)}
 
 
 def _mlflow(run: Path) -> list[Any]:
