@@ -47,8 +47,9 @@ class TextArenaGame(Game):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.hidden = settings.hidden
-        self._textarena = library("textarena", "textarena", "envs-more")
+        self.hidden, self._state = settings.hidden, None
+        with self._own_random():  # what textarena imports draws from the global random, too
+            self._textarena = library("textarena", "textarena", "envs-more")
         name = f"{settings.id}-raw"  # without wrappers: each observation holds what is new
         if name not in self._textarena.envs.registration.ENV_REGISTRY:
             remedy = "Give an id of textarena without its suffix, such as FrozenLake-v0."
