@@ -9,6 +9,7 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,13 @@ def textarena() -> dict[str, Any]:
 
 def pettingzoo() -> dict[str, Any]:
     """Also: PettingZoo's own test of the wrapper, and the parts of a game with two answers that name no move."""
+    from pettingzoo.classic import tictactoe_v3
     from pettingzoo.test import api_test
 
     from jaxroll.envs.adapters.pettingzoo_env import Settings, numbers, text_aec
 
     api_test(text_aec(Settings()), num_cycles=300, verbose_progress=False)
-    own = text_aec(Settings())
+    own = tictactoe_v3.env()
     own.reset(seed=0)
     config = loaded("pettingzoo_tictactoe")
     task = Candidates(config).at(0).task
@@ -148,14 +150,27 @@ def _trackio(run: Path) -> list[Any]:
     return [[row["learner/step/step"], row["actor/pg_loss"]] for row in rows]
 
 
+def _log_records(log: bytes) -> Iterator[bytes]:
+    """The records of a file in LevelDB's log format, after a header of 7 bytes; wandb has no public reader."""
+    at, whole, block, header = 7, b"", 32768, 7
+    while at + header <= len(log):
+        if (left := block - at % block) < header:
+            at += left
+            continue
+        size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        whole += log[at + header : at + header + size]
+        at += header + size
+        if kind in (1, 4):  # a full record, or the last part of one
+            yield whole
+            whole = b""
+
+
 def _wandb(run: Path) -> list[Any]:
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (file,) = run.glob("wandb/offline-run-*/*.wandb")
-    store, found = DataStore(), []
-    store.open_for_scan(str(file))
-    while (data := store.scan_data()) is not None:
+    found = []
+    for data in _log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         items = {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
