@@ -85,6 +85,7 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
     logprobs: np.ndarray  # float32 [T], 0 where not sampled
     sampled: np.ndarray = UNMARKED  # uint8 [T], or [0] if equal to loss_mask
     support: np.ndarray = UNMARKED  # uint8 [N], or [0] if no token was truncated
+    branch: bool = False  # begins another conversation of the member: no earlier segment is in its context
 
     @property
     def sampled_mask(self) -> np.ndarray:

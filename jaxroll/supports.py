@@ -34,6 +34,11 @@ class Supports:
         rows[np.arange(width) < self.sizes[:, None]] = self.ids
         return rows
 
+    def part(self, start: int, stop: int) -> Supports:
+        """The supports of the tokens [start, stop)."""
+        ends = np.concatenate([[0], np.cumsum(self.sizes)])
+        return Supports(self.sizes[start:stop], self.ids[ends[start] : ends[stop]])
+
     def first(self, tokens: int) -> Supports:
         """The supports of the first `tokens` tokens."""
         return Supports(self.sizes[:tokens], self.ids[: self.sizes[:tokens].sum()])

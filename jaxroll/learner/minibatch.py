@@ -19,11 +19,10 @@ from jaxroll.algorithms.registry import Algorithm
 from jaxroll.config import Config, LearnerConfig
 from jaxroll.config.derived import preset, sample_tokens, settled, support_tokens
 from jaxroll.errors import DataError
-from jaxroll.learner.samples import Sample, of_claim
+from jaxroll.learner.samples import PerToken, Sample, conversations, of_claim, per_conversation
 from jaxroll.records import Claim
 
 Groups = list[list[Sample]]
-PerToken = Callable[[Sequence[Sample]], list[np.ndarray]]  # samples → one number per token of each, float [T]
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,19 @@ def prepare(
 
     The denominators of a step are counted over all its samples, before they are split into micro-batches.
     `costs` returns per-token costs (a KL penalty in the reward), which are subtracted before advantages are computed.
+    Members of several conversations are divided into them at the end: they share the member's advantage and weight.
     `values` returns the critic's values, in a run that has a critic. `algorithm` is the config's, built here if None.
     """
     learner: LearnerConfig = settled(config.learner)
     groups = of_claim(claim)
     algorithm = algorithm or registry.build(config.learner)
+    if (values or algorithm.together > 1) and any(sample.branches for group in groups for sample in group):
+        raise DataError("members of several conversations have no critic values and no pairs: use another algorithm")
     check_sizes(groups, config.schedule.group_size)
     check_supports(groups, support_tokens(config.sampling))
     shaped = _shaped(shuffled(groups, claim, config.run.seed) if learner.shuffle_rewards else groups, config)
     if costs:
-        priced = iter(costs([sample for group in shaped for sample in group]))
+        priced = iter(per_conversation(costs)([sample for group in shaped for sample in group]))
         shaped = [[sample.with_costs(next(priced)) for sample in group] for group in shaped]
     if values:
         samples = [sample for group in shaped for sample in group]
@@ -71,7 +73,8 @@ def prepare(
         ]
     parts = divided(credited, learner.minibatches, claim.shuffle_seed)
     length = config.sampling.max_tokens
-    return Prepared(groups, [weighted(part, learner.aggregation, algorithm, length) for part in parts])
+    with_weights = [weighted(part, learner.aggregation, algorithm, length) for part in parts]
+    return Prepared(groups, [[each for sample in part for each in conversations(sample)] for part in with_weights])
 
 
 def shuffled(groups: Groups, claim: Claim, seed: int) -> Groups:

@@ -5,8 +5,9 @@ T is the number of tokens of one member, prompt included.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Sample:
     target: np.ndarray | None = None  # float32 [T]: the regression target of that value
     supports: Supports | None = None  # of all T tokens, if some of them were truncated when they were sampled
     experts: np.ndarray | None = None  # [E, X]: chosen experts of the first E tokens (`records.Finished`)
+    branches: tuple[int, ...] = ()  # the first token of every conversation after the first one (`Segment.branch`)
 
     @property
     def trained_tokens(self) -> int:
@@ -60,6 +62,9 @@ class Sample:
             turn._replace(reward=turn.reward - float(costs[turn.start : turn.stop].sum())) for turn in self.turns
         )
         return replace(self, reward=self.reward - float(costs.sum()), turns=turns, costs=self.costs + costs)
+
+
+PerToken = Callable[[Sequence[Sample]], list[np.ndarray]]  # samples → one number per token of each, float [T]
 
 
 def of_member(member: Member, trained_at: Version) -> Sample:
@@ -88,7 +93,54 @@ def of_member(member: Member, trained_at: Version) -> Sample:
         turns=_turns(outcome.segments, sampled, float(outcome.reward), outcome.reward_parts),
         supports=_supports(outcome.segments),
         experts=outcome.experts if outcome.experts.size else None,
+        branches=_branches(outcome.segments, mask, where),
     )
+
+
+def conversations(sample: Sample) -> list[Sample]:
+    """`sample` as one sample per conversation that has trained tokens, each with the advantages of its tokens.
+
+    Losses treat them as sequences of their own; the denominators of the weights count members.
+    """
+    if not sample.branches:
+        return [sample]
+    bounds = (0, *sample.branches, len(sample.tokens))
+    pieces = [_between(sample, start, stop) for start, stop in pairwise(bounds)]
+    return [piece for piece in pieces if piece.mask.any()]
+
+
+def per_conversation(per_token: PerToken) -> PerToken:
+    """`per_token` for samples of several conversations: each one is evaluated without the others."""
+
+    def joined(samples: Sequence[Sample]) -> list[np.ndarray]:
+        bounds = [(0, *sample.branches, len(sample.tokens)) for sample in samples]
+        pieces = [
+            _between(sample, start, stop)
+            for sample, of in zip(samples, bounds, strict=True)
+            for start, stop in pairwise(of)
+        ]
+        found = iter(per_token(pieces))
+        return [np.concatenate([next(found) for _ in of[1:]]) for of in bounds]
+
+    return joined
+
+
+def _between(sample: Sample, start: int, stop: int) -> Sample:
+    """The tokens [start, stop) of `sample`."""
+    if (start, stop) == (0, len(sample.tokens)):
+        return sample
+    cut = lambda values: values[start:stop] if isinstance(values, np.ndarray) and values.ndim else values  # noqa: E731
+    turns = tuple(
+        turn._replace(start=turn.start - start, stop=turn.stop - start)
+        for turn in sample.turns
+        if start <= turn.start < stop
+    )
+    return replace(
+        sample, tokens=cut(sample.tokens), mask=cut(sample.mask), behaviour=cut(sample.behaviour),
+        ages=cut(sample.ages), sampled_tokens=sum(turn.stop - turn.start for turn in turns), turns=turns,
+        advantage=cut(sample.advantage), costs=cut(sample.costs), branches=(),
+        supports=sample.supports and sample.supports.part(start, stop),
+    )  # fmt: skip
 
 
 def of_claim(claim: Claim) -> list[list[Sample]]:
@@ -153,6 +205,15 @@ def _streams(segments: tuple[Segment, ...], where: str) -> tuple[np.ndarray, np.
     if not np.isfinite(behaviour[mask]).all():
         raise DataError(f"{where} has a sampled token whose behaviour log-prob is not finite")
     return tokens, mask, behaviour
+
+
+def _branches(segments: tuple[Segment, ...], mask: np.ndarray, where: str) -> tuple[int, ...]:
+    """The first token of every conversation after the first one. DataError if it is a sampled one."""
+    starts = np.cumsum([0, *(len(segment.tokens) for segment in segments)]).tolist()
+    found = tuple(start for start, segment in zip(starts, segments, strict=False) if start and segment.branch)
+    if any(start < len(mask) and mask[start] for start in found):
+        raise DataError(f"{where} has a conversation that starts with a sampled token; a prompt must precede it")
+    return found
 
 
 def _supports(segments: tuple[Segment, ...]) -> Supports | None:

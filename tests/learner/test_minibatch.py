@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from jaxroll.algorithms import registry
 from jaxroll.config import LearnerConfig
@@ -185,3 +186,36 @@ def test_step_advantages_reach_the_tokens_of_their_turns(small_config):
         rows = packing.gathered([batch], [batch.streams["advantage"]], 2)
         for sample, row in zip((good, bad), rows, strict=True):
             np.testing.assert_array_equal(row, np.asarray(sample.advantage, np.float32))
+
+
+def branching(group, *, conversations: int, reward: float, member: int) -> Member:
+    """A member that asks one question in several conversations."""
+    segments = []
+    for number in range(conversations):
+        said = answer(np.array([8, 9, 10 + number]), np.full(3, -1.0))
+        segments += [replace_struct(prompt(np.array([5, 6, 7])), branch=number > 0), said]
+    runs = (VersionRun(Version(0, 1), 3 * conversations),)
+    return Member(group, member, 0, Finished(tuple(segments), "done", reward, {}, runs))
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
+def test_conversations_of_a_member_share_its_advantage_and_its_weight(small_config, make_claim, aggregation):
+    whole = make_claim(groups=1).groups[0]
+    counts, rewards = (1, 3, 2, 1), (1.0, 1.0, 0.0, 0.0)
+    members = tuple(
+        branching(whole.group, conversations=n, reward=r, member=k)
+        for k, (n, r) in enumerate(zip(counts, rewards, strict=True))
+    )
+    claim = Claim(1, 0, (ClaimedGroup(whole.group, whole.task, members),), 1, False)
+    costs = lambda samples: [np.zeros(len(s.tokens)) for s in samples if len(s.tokens) == 6]  # noqa: E731
+    prepared = minibatch.prepare(claim, small_config(aggregation=aggregation), costs=costs)
+    (part,) = prepared.minibatches
+    assert [len(s.tokens) for s in prepared.groups[0]] == [6, 18, 12, 6]
+    assert [s.tokens.tolist() for s in part] == [[5, 6, 7, 8, 9, 10 + k] for n in counts for k in range(n)]
+    owners = np.repeat(np.arange(4), counts)
+    np.testing.assert_allclose([s.advantage for s in part], np.array([1, 1, -1, -1])[owners] * part[0].advantage)
+    per_member = np.bincount(owners, [s.weight * s.trained_tokens for s in part])
+    want = np.array(counts) if aggregation == "token_mean" else np.ones(4)
+    if aggregation != "seq_mean_token_sum":
+        np.testing.assert_allclose(per_member, want / want.sum(), rtol=1e-6)
+    assert all((turn.start, turn.stop) == (3, 6) for s in part for turn in s.turns)

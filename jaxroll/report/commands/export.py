@@ -11,6 +11,7 @@ import sqlite3
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ def _row(found: Row, decode: Decoder | None) -> Row:
         "loss_mask": [mask for s in outcome.segments for mask in s.loss_mask.tolist()],
         "logprobs": [value for s in outcome.segments for value in s.logprobs.tolist()],
         "supports": _supports(outcome),
+        "branches": _branches(outcome),
         "reward": outcome.reward,
         "reward_parts": json.dumps(outcome.reward_parts),
         "extracted": outcome.extracted,
@@ -102,6 +104,12 @@ def _row(found: Row, decode: Decoder | None) -> Row:
         "age_max": int(age.max()) if age is not None and age.size else None,
         "age_mean": float(age.mean()) if age is not None and age.size else None,
     }
+
+
+def _branches(outcome: Finished) -> list[int]:
+    """The first token of every conversation after the first one."""
+    starts = accumulate((len(segment.tokens) for segment in outcome.segments), initial=0)
+    return [start for start, segment in zip(starts, outcome.segments, strict=False) if segment.branch]
 
 
 def _supports(outcome: Finished) -> list[list[int]] | None:
@@ -134,6 +142,7 @@ COLUMNS = (
     ("prompt_index", "int64"), ("env", "string"), ("env_args", "string"), ("question", "string"),
     ("prompt_text", "string"), ("answer_text", "string"), ("tokens", "list<int32>"), ("loss_mask", "list<uint8>"),
     ("logprobs", "list<float>"), ("supports", "list<list<int32>>"),
+    ("branches", "list<int32>"),
     ("reward", "double"), ("reward_parts", "string"), ("extracted", "string"),
     ("finish", "string"), ("versions", "string"), ("sampled_tokens", "int64"), ("state", "string"),
     ("reason", "string"), ("claim_lineage", "int64"), ("claim_step", "int64"), ("age_max", "int64"),

@@ -491,7 +491,8 @@ def _member(m: Facts) -> Section:
     ]
     for segment in m["segments"]:
         words = segment.get("text", " ".join(map(str, segment["tokens"])))
-        rows.append((f"{segment['source']}, {len(segment['tokens'])}", words))
+        begins = "other conversation: " if segment.get("branch") else ""
+        rows.append((f"{begins}{segment['source']}, {len(segment['tokens'])}", words))
         if sizes := [len(ids) for ids in segment.get("supports", ()) if ids]:
             text = f"of {len(sizes)} tokens, {min(sizes)} to {max(sizes)} ids, mean {number(sum(sizes) / len(sizes))}"
             rows.append(("supports", text))

@@ -123,6 +123,8 @@ def _segment(segment: Segment, decode: Decoder | None) -> Facts:
     found: Facts = {"source": "model" if sampled else "shown", "tokens": segment.tokens.tolist()}
     if sampled:
         found["logprobs"] = [round(float(value), 6) for value in segment.logprobs]
+    if segment.branch:
+        found["branch"] = True
     if segment.support.size:
         found["supports"] = supports_of(segment)
     if decode is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Annotated
@@ -188,7 +188,7 @@ def _check(outcome: Finished, key: tuple[int, int, int], vocab_size: int) -> Non
             raise StoreRefusal(f"put {key}: segment {i} has the field `sampled`, which only claims have")
         if not np.isfinite(segment.logprobs).all():
             raise StoreRefusal(f"put {key}: segment {i} has a log-prob that is not a finite number")
-        if sampled + shown == 0 and ones and segment.loss_mask[0]:
+        if (sampled + shown == 0 or segment.branch) and ones and segment.loss_mask[0]:
             raise StoreRefusal(f"put {key}: it starts with a sampled token: a prompt must come first")
         sampled, shown = sampled + ones, shown + segment.tokens.size - ones
     _check_experts(outcome.experts, int(sampled + shown), key)
@@ -226,9 +226,18 @@ def _check_experts(experts: np.ndarray, tokens: int, key: tuple[int, int, int]) 
 
 
 def _check_length(outcome: Finished, key: tuple[int, int, int], row_tokens: int, prompt_tokens: int) -> None:
-    """Raise StoreRefusal if the conversation does not fit into the learner's row; see `rollout.episode.Bounds`."""
-    total, first = sum(segment.tokens.size for segment in outcome.segments), 0
+    """Raise StoreRefusal if a conversation does not fit into the learner's row; see `rollout.episode.Bounds`."""
+    conversations: list[list[Segment]] = [[]]
     for segment in outcome.segments:
+        conversations += [[]] if segment.branch else []
+        conversations[-1].append(segment)
+    for conversation in conversations:
+        _check_room(conversation, key, row_tokens, prompt_tokens)
+
+
+def _check_room(segments: Sequence[Segment], key: tuple[int, int, int], row_tokens: int, prompt_tokens: int) -> None:
+    total, first = sum(segment.tokens.size for segment in segments), 0
+    for segment in segments:
         if segment.loss_mask.any():
             first += int(segment.loss_mask.argmax())
             break

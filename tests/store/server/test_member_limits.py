@@ -39,6 +39,23 @@ def test_the_longest_member_that_an_episode_may_have_is_the_longest_that_is_take
         put_request(member(most + 1), **limits)
 
 
+def test_every_conversation_of_a_member_has_a_row_of_its_own() -> None:
+    whole = finished(0, 0, 1, (V0, 5))
+    first, second = whole.outcome.segments
+    other = (msgspec.structs.replace(first, branch=True), second)
+    runs = whole.outcome.versions * 2
+
+    def put(segments: tuple[Any, ...]) -> None:
+        outcome = msgspec.structs.replace(whole.outcome, segments=segments, versions=runs)
+        put_request(wire.encode(Member(0, 0, 1, outcome)), row_tokens=9)
+
+    put((first, second, *other))
+    with pytest.raises(StoreRefusal, match="18 tokens, 0 of them"):
+        put((first, second, first, second))
+    with pytest.raises(StoreRefusal, match="it starts with a sampled token"):
+        put((first, second, msgspec.structs.replace(second, branch=True)))
+
+
 def test_the_limits_are_those_of_the_config() -> None:
     config = Config()
     settings = Settings.of(config)
