@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +16,10 @@ import pytest
 
 from jaxroll.config import MeshConfig
 from jaxroll.errors import ConfigError
-from jaxroll.models import families, moe, params
+from jaxroll.models import families, hf_config, moe, params
 from jaxroll.sharding import layout as meshes
 from jaxroll.sharding import layout as rules
+from tests.models.test_golden import GOLDEN
 from tests.models.test_sharded import ONE, loss_and_gradients
 
 SPEC = families.spec("tiny_moe")
@@ -66,6 +70,56 @@ def test_every_token_gets_the_weighted_sum_of_its_experts(normalized: bool) -> N
     assert len(np.unique(chosen)) == SPEC.experts, "the example must use every expert"
 
 
+def block_of(spec: families.ModelSpec, more: Mapping[str, jax.Array] = MappingProxyType({})):
+    """The first block with `weights()`."""
+    of_block = {name.removeprefix("layers.00."): jnp.asarray(value) for name, value in weights().items()}
+    return params.block(spec, {name: of_block[name] for name in params.block_axes(SPEC)} | more)
+
+
+@pytest.mark.parametrize(
+    ("option", "normalized"), [({"norm_topk_prob": True}, True), ({"norm_topk_prob": False}, False), ({}, False)]
+)
+def test_a_block_weighs_its_experts_as_its_config_json_says(option: dict[str, bool], normalized: bool) -> None:
+    config = json.loads((GOLDEN / "moe" / "config.json").read_text())
+    del config["norm_topk_prob"]
+    read = hf_config.from_huggingface(config | option)
+    assert hf_config.to_huggingface(read, "float32")["norm_topk_prob"] is normalized
+    x = np.random.default_rng(4).normal(size=(20, SPEC.width)).astype(np.float32)
+    mixture = block_of(dataclasses.replace(SPEC, normalized_gates=read.normalized_gates)).mlp
+    found = mixture(jnp.asarray(x), moe.Routing(moe.largest(SPEC.experts_per_token)))
+    np.testing.assert_allclose(found, by_definition(x, None, normalized), atol=2e-5)
+
+
+def test_the_router_of_a_bfloat16_model_computes_in_float32() -> None:
+    """Its weights, logits, softmax and division; the weighted sum is rounded once."""
+    rng, k = np.random.default_rng(5), SPEC.experts_per_token
+    x, asked = jnp.asarray(rng.normal(size=(200, SPEC.width)), jnp.bfloat16), []
+
+    def choose(logits, scores):
+        asked.append(logits)
+        return moe.largest(k)(logits, scores)
+
+    mixture = block_of(dataclasses.replace(SPEC, compute_dtype="bfloat16")).mlp
+    mixture(x, moe.Routing(choose))
+    (logits,) = asked
+    exact = np.asarray(x, np.float64) @ weights()[LAYER + "router"].astype(np.float64)
+    np.testing.assert_allclose(logits, exact, atol=1e-5)
+    chosen = np.argsort(-exact, axis=-1)[:, :k]
+    np.testing.assert_array_equal(moe.largest(k)(logits, logits), chosen)
+    shares = np.take_along_axis(np.exp(exact) / np.exp(exact).sum(-1, keepdims=True), chosen, -1)
+    scales = {False: shares, True: shares / shares.sum(-1, keepdims=True)}
+    for normalized, scale in scales.items():
+        np.testing.assert_allclose(moe.gates(logits, jnp.asarray(chosen), normalized), scale, rtol=1e-5)
+    experts = moe.Weights(*(jnp.asarray(of_layer()[f"experts.{name}"]) for name in moe.Weights._fields))
+    one_hot = np.eye(k, dtype=np.float32)
+    pairs = [moe.mixed(x, jnp.asarray(chosen), jnp.tile(one, (len(x), 1)), experts, None) for one in one_hot]
+    whole = sum(
+        np.asarray(pair, np.float32) * scale for pair, scale in zip(pairs, scales[True].T[..., None], strict=True)
+    )
+    found = np.asarray(mixture(x, moe.Routing(moe.largest(k))), np.float32)
+    np.testing.assert_allclose(found, whole, rtol=2**-8 * 1.001, atol=1e-6)
+
+
 def test_replayed_choices_replace_those_of_the_router_and_unknown_ones_do_not() -> None:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(30, SPEC.width)).astype(np.float32)
@@ -83,9 +137,8 @@ def test_router_biases_choose_experts_and_do_not_weigh_them() -> None:
     x = rng.normal(size=(40, SPEC.width)).astype(np.float32)
     bias = 2 * rng.normal(size=SPEC.experts).astype(np.float32)
     spec = dataclasses.replace(SPEC, router_bias=True)
-    of_block = {name.removeprefix("layers.00."): jnp.asarray(value) for name, value in weights().items()}
-    values = {name: of_block[name] for name in params.block_axes(SPEC)} | {"mlp.router_bias": jnp.asarray(bias)}
-    found = params.block(spec, values).mlp(jnp.asarray(x), moe.Routing(moe.largest(SPEC.experts_per_token)))
+    mixture = block_of(spec, {"mlp.router_bias": jnp.asarray(bias)}).mlp
+    found = mixture(jnp.asarray(x), moe.Routing(moe.largest(SPEC.experts_per_token)))
     logits = x @ weights()[LAYER + "router"]
     chosen = np.argsort(-(logits + bias), axis=-1)[:, : SPEC.experts_per_token]
     assert (np.sort(chosen) != np.sort(np.argsort(-logits, axis=-1)[:, : SPEC.experts_per_token])).any(-1).sum() > 10
