@@ -80,6 +80,7 @@ PARTS: Mapping[str, Room] = {
     "engine.sequence": Room(4, "none", forbidden=PURE),
     "engine.block_allocator": Room(4, "none", forbidden=PURE),
     "serving.service": Room(6, "none"),
+    "serving.agents": Room(6, "none"),
     "store.core": Room(5, "none", forbidden=PURE),
 }
 JAX_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax")

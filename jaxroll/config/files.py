@@ -92,7 +92,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for section, key in _PATHS:
         if found := (values.get(section) or {}).get(key):
             values[section][key] = os.path.normpath(Path(path).resolve().parent / found)
-    for key in ("extract", "reward"):
+    for key in ("extract", "reward", "agent"):
         if isinstance(named := (values.get("task") or {}).get(key), str):
             values["task"][key] = relative_to(str(Path(path).resolve().parent), named)
     _resolve_sources(values, Path(path).resolve().parent)

@@ -15,6 +15,25 @@ _KL_REASONS = {
 }
 
 
+def _check_agent(config: Config) -> None:
+    """Refuse an agent without its program, a program without its environment, and learners of one conversation."""
+    task, learner = config.task, settled(config.learner)
+    if (task.env == "agent") != bool(task.agent):
+        raise ConfigError("task.agent", task.agent, f"task.env is {task.env!r}",
+                          "Set task.env to 'agent' and task.agent to its program, or neither.")  # fmt: skip
+    if not task.agent:
+        if task.agent_limit_s != type(task)().agent_limit_s:
+            raise ConfigError("task.agent_limit_s", task.agent_limit_s, "there is no task.agent", "Leave it out.")
+        return
+    reason = "the environment agent has members of several conversations"
+    if learner.advantage == "gae":
+        raise ConfigError("learner.advantage", learner.advantage, reason, "Use an advantage without a critic.")
+    if learner.algorithm == "dpo":
+        raise ConfigError("learner.algorithm", learner.algorithm, reason, "Use an algorithm without pairs.")
+    if learner.routing_replay:
+        raise ConfigError("learner.routing_replay", True, reason, "Set it to False.")
+
+
 def check_algorithm(config: Config) -> None:
     """Raise ConfigError where the algorithm and what it is given do not go together."""
     name = config.learner.algorithm
@@ -32,6 +51,7 @@ def check_algorithm(config: Config) -> None:
     _check_critic(learner)
     _check_rewards(config)
     _check_best(config)
+    _check_agent(config)
     least = 1 if learner.advantage in ACROSS_GROUPS else 2
     if config.schedule.group_size < least and not is_custom(name):
         raise ConfigError("schedule.group_size", config.schedule.group_size,

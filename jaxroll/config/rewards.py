@@ -20,7 +20,7 @@ FILE_PREFIX = "file:"
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _TERM = re.compile(rf"(?:(?P<weight>{_NUMBER})\s*\*\s*)?(?P<name>\S.*)", re.DOTALL)
 _MODULE_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", re.ASCII)
-_GRADED_ENVS = ("single_turn", "calculator")  # built-in environments that read these keys
+_GRADED_ENVS = ("single_turn", "calculator", "agent")  # built-in environments that read these keys
 _UNGRADED_ENVS = ("frozen_lake",)
 
 

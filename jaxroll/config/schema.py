@@ -137,6 +137,10 @@ class TaskConfig:
     tools: list = field(default_factory=list)
     # Environment: a built-in name or package.module:name.
     env: str = "single_turn"
+    # Program of the environment `agent`: file:PATH:function, package.module:function, a URL, or a command.
+    agent: str = ""
+    # Seconds that this program may take for an episode.
+    agent_limit_s: PositiveFloat = 600.0
     # Part of a completion that is scored: none (all of it), answer_tag, boxed, after_think, last_number, or a function,
     # as file:PATH:function or package.module:function (docs/rewards.md).
     extract: str = "none"

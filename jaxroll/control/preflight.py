@@ -21,7 +21,7 @@ from jaxroll.config.parsing import nearest
 from jaxroll.config.prompt_rules import evaluation_set, task_parts
 from jaxroll.config.rewards import RewardModelSettings, terms
 from jaxroll.data import gym, prompts, sources
-from jaxroll.envs import registry
+from jaxroll.envs import agent, registry
 from jaxroll.errors import ConfigError
 from jaxroll.kernels import choice
 from jaxroll.learner import peft
@@ -60,6 +60,7 @@ def check(config: Config, report: Progress | None = None) -> None:
     _check_algorithm(config.learner.algorithm)
     registry.factory(config.task.env)
     grader.check(config.task)
+    agent.check(config.task)
     trackers.check(config)
     _check_reward_models(config)
     Settings.of(config).filter.check()

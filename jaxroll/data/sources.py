@@ -74,7 +74,7 @@ def check_game(cfg: TaskConfig) -> None:
         return
     if cfg.name not in GAMES:
         raise ConfigError("task.name", cfg.name, "there is no such game", nearest(cfg.name, tuple(GAMES)))
-    if cfg.env != cfg.name and ":" not in cfg.env:
+    if cfg.env not in (cfg.name, "agent") and ":" not in cfg.env:
         raise ConfigError("task.env", cfg.env, f"it does not play {cfg.name}", f"Set task.env to {cfg.name!r}.")
 
 

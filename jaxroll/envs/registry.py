@@ -28,7 +28,7 @@ from jaxroll.run_paths import RunPaths
 Factory = Callable[[ScoringPool, TaskConfig], Environment]
 AnyFactory = TypeVar("AnyFactory", bound=Factory)
 
-_BUILT_IN = ("jaxroll.envs.single_turn", "jaxroll.envs.frozen_lake", "jaxroll.envs.calculator")
+_BUILT_IN = ("jaxroll.envs.single_turn", "jaxroll.envs.frozen_lake", "jaxroll.envs.calculator", "jaxroll.envs.agent")
 ADAPTERS: Mapping[str, str] = {  # loaded when they are named
     "gymnasium": "jaxroll.envs.adapters.gymnasium_env",
     "sokoban": "jaxroll.envs.adapters.sokoban",

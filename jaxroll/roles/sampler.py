@@ -96,7 +96,7 @@ async def serve_http(session: EngineSession) -> None:
     address = http_server.address(LOOPBACK, listening)
     disk.replace_text(args.paths.http_address(session.role), address + "\n")
     session.progress(f"serves HTTP on {address}")
-    await http_server.serve(http_server.FrontEnd(served, token), listening)
+    await http_server.serve(http_server.FrontEnd(served, token).app, listening)
 
 
 # --- The role

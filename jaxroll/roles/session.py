@@ -30,11 +30,12 @@ from jaxroll.errors import EXIT_INTERRUPTED, Closed, InfraError
 from jaxroll.protocols import LLMProxy, SamplingParams, Tokenizer
 from jaxroll.rewards.scoring_pool import ScoringPool
 from jaxroll.roles.weights import Progress
-from jaxroll.rollout.episode import bounds_of
+from jaxroll.rollout import episode
 from jaxroll.rollout.loop_thread import BLOCKED_S, LoopThread
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.rpc import tls
 from jaxroll.rpc.client import Transport
+from jaxroll.serving.agents import Agents
 from jaxroll.store.client import StoreClient
 
 if TYPE_CHECKING:  # these load JAX, which must come after the scoring pool
@@ -67,6 +68,7 @@ class Session:
         self._rows: list[dict] = []
         self.store: StoreClient
         self.executors: Executors
+        self._agents: Agents | None = None
         self.progress = Progress(role, self.add_row)
 
     def request_stop(self) -> None:
@@ -87,7 +89,12 @@ class Session:
 
     def rollout_manager(self, proxy: LLMProxy | None, tokenizer: Tokenizer, sampling: SamplingParams) -> RolloutManager:
         """A manager that generates with `proxy`; None: each member brings its own."""
-        return RolloutManager(proxy, self.executors.create, tokenizer, sampling, bounds=bounds_of(self.config))
+        play = episode.run
+        if self.config.task.agent:
+            self._agents = self._agents or Agents(self.pool, self.config.task)
+            play = self._agents.play
+        bounds = episode.bounds_of(self.config)
+        return RolloutManager(proxy, self.executors.create, tokenizer, sampling, bounds=bounds, play=play)
 
     async def run(self, ready: Callable[[], Awaitable[None]], play: Callable[[], Awaitable[None]]) -> None:
         """Connect, send metric rows, and run `play()` until it ends, the run is closed or a stop is requested.
@@ -124,6 +131,8 @@ class Session:
             ends: list[Any] = await asyncio.gather(*jobs, return_exceptions=True)
             if playing is not None:
                 await self.executors.close()
+            if self._agents is not None:
+                await self._agents.close()
             with contextlib.suppress(Closed):
                 await self.store.report(self.take_rows())
             await self.store.aclose()

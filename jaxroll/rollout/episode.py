@@ -7,6 +7,7 @@ ids are decoded for the environment and never encoded again.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -54,7 +55,11 @@ class Transcript:
         tokens = np.asarray(completion.tokens, np.int32)
         ones = np.ones(len(tokens), np.uint8)
         self._append(Segment(tokens, ones, np.asarray(completion.logprobs, np.float32), support=completion.support))
-        for run in completion.versions:
+        self.add_versions(completion.versions)
+
+    def add_versions(self, versions: Sequence[VersionRun]) -> None:
+        """Add the versions of further sampled tokens."""
+        for run in versions:
             if self.versions and self.versions[-1].version == run.version:
                 run = VersionRun(run.version, self.versions.pop().count + run.count)
             self.versions.append(run)
@@ -129,18 +134,18 @@ async def run(
     """
     env_calls = env_calls or EnvironmentCalls()
     traits = env_calls.traits(env)
-    turns, sampling = min(bounds.turns, traits.max_turns), _with_stop(sampling, tokenizer)
+    turns, sampling = min(bounds.turns, traits.max_turns), with_stop(sampling, tokenizer)
     transcript = transcript or Transcript()
     tools = task.tools()
     messages, most = env_checks.messages(await env_calls.reset(env, task), "what reset() returned"), 0
     for turn in range(turns):
         transcript.show(_rendered(tokenizer, messages, tools, first=turn == 0))
         most = bounds.most(transcript.length) if turn == 0 else most
-        room = _room(most, transcript.length, sampling)
-        if room is None:
+        left = room(most, transcript.length, sampling)
+        if left is None:
             return _cut(transcript)
         more = turn + 1 < turns
-        completion = await _generated(proxy, transcript.context(), key, room, bounds.generation_s, keep=more)
+        completion = await generated(proxy, transcript.context(), key, left, bounds.generation_s, keep=more)
         transcript.add(completion)
         if completion.finish == "length":
             return _cut(transcript)
@@ -155,7 +160,7 @@ async def run(
     return _cut(transcript)
 
 
-def _room(tokens: int, length: int, sampling: SamplingParams) -> SamplingParams | None:
+def room(tokens: int, length: int, sampling: SamplingParams) -> SamplingParams | None:
     """`sampling`, limited to the tokens that the conversation has room for; None if there is no room."""
     if not tokens or tokens - length >= sampling.max_tokens:
         return sampling
@@ -171,7 +176,7 @@ def _cut(transcript: Transcript) -> Finished:
     return transcript.finished("length", 0.0, {"truncated": 1.0})
 
 
-def _with_stop(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+def with_stop(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
     """`sampling` with the end of sequence among its stop tokens."""
     if tokenizer.eos_id in sampling.stop_tokens:
         return sampling
@@ -192,7 +197,7 @@ def _without_stop(completion: Completion, sampling: SamplingParams) -> list[int]
     return ids[:-1]
 
 
-async def _generated(
+async def generated(
     proxy: LLMProxy, prompt: np.ndarray, key: GenerationKey, sampling: SamplingParams, limit_s: float, *, keep: bool
 ) -> Completion:
     """The completion. An inconsistent one is an error of the engine (InfraError), not of the item."""

@@ -44,10 +44,13 @@ class Counts:
             self.failed[outcome.kind] += 1
 
 
+EpisodePlayer = Callable[..., Awaitable[Finished]]
+
+
 class RolloutManager:
     """Runs episodes of granted members; all methods run on one event loop. Its only state between calls is counts.
 
-    Without a `proxy` every member brings its own.
+    Without a `proxy` every member brings its own. `play` plays an episode, with the arguments of `episode.run`.
     """
 
     def __init__(
@@ -58,9 +61,10 @@ class RolloutManager:
         sampling: SamplingParams,
         *,
         bounds: episode.Bounds = episode.Bounds(),  # noqa: B008 - it is frozen
+        play: EpisodePlayer = episode.run,
     ) -> None:
         self._proxy, self._make_env, self._tokenizer, self._sampling = proxy, make_env, tokenizer, sampling
-        self._bounds, self._env_calls = bounds, EnvironmentCalls()
+        self._bounds, self._env_calls, self._play = bounds, EnvironmentCalls(), play
         self.counts = Counts()
 
     @property
@@ -108,7 +112,7 @@ class RolloutManager:
         try:
             env = self._env_calls.make(self._make_env, grant.task.env)
             try:
-                return await episode.run(
+                return await self._play(
                     grant.task,
                     GenerationKey(grant.group, member, grant.key_salt),
                     env=env,

@@ -79,7 +79,7 @@ class FrontEnd:
         ]
         self._paths = {route.path for route in routes}
         kinds = (ApiError, DataError, ConfigError, InfraError, HTTPException)
-        handlers: dict[Any, Any] = dict.fromkeys(kinds, _refused)
+        handlers: dict[Any, Any] = dict.fromkeys(kinds, refused)
         self.app: ASGIApp = self._guarded(Starlette(routes=routes, exception_handlers=handlers))
 
     def _guarded(self, app: ASGIApp) -> ASGIApp:
@@ -129,7 +129,7 @@ class FrontEnd:
     async def _wanted(
         self, request: Request, kind: type[requests.B], read: Callable[[requests.B, Room], Wanted]
     ) -> tuple[Wanted, dict[str, Any]]:
-        values, size_bytes = await _body(request)
+        values, size_bytes = await json_body(request)
         body = requests.parsed(values, kind)
         self._check_model(getattr(body, "model", None))
         if size_bytes <= _TOKENIZED_HERE_BYTES:
@@ -147,8 +147,8 @@ class FrontEnd:
 
     async def _answered(self, request: Request, wanted: Wanted, layout: Layout) -> ASGIApp:
         if wanted.stream:
-            return _EventStream(request, layout.events(self._pieces(wanted)))
-        return _json(await _while_connected(request, self._all(wanted, layout)))
+            return EventStream(request, layout.events(self._pieces(wanted)))
+        return json_response(await while_connected(request, self._all(wanted, layout)))
 
     async def _all(self, wanted: Wanted, layout: Layout) -> dict[str, Any]:
         pieces: dict[int, Piece] = {}
@@ -210,23 +210,23 @@ class FrontEnd:
         version, room = self.model.version(), self.model.room
         card = {"id": self.model.name, "object": "model", "created": 0, "owned_by": "jaxroll",
                 "max_model_len": room.max_tokens, "weight_version": version and str(version)}  # fmt: skip
-        return _json({"object": "list", "data": [card]})
+        return json_response({"object": "list", "data": [card]})
 
     async def _tokenize(self, request: Request) -> Response:
-        values, _ = await _body(request)
+        values, _ = await json_body(request)
         body, room = requests.parsed(values, requests.TokenizeBody), self.model.room
         self._check_model(body.model)
         ids = await asyncio.to_thread(requests.tokenized, body, room.tokenizer)
-        return _json({"count": len(ids), "max_model_len": room.max_tokens, "tokens": ids})
+        return json_response({"count": len(ids), "max_model_len": room.max_tokens, "tokens": ids})
 
     async def _detokenize(self, request: Request) -> Response:
-        values, _ = await _body(request)
+        values, _ = await json_body(request)
         body = requests.parsed(values, requests.DetokenizeBody)
         self._check_model(body.model)
         size = self.model.room.tokenizer.vocab_size
         if wrong := [token for token in body.tokens if not 0 <= token < size]:
             raise ApiError(f"tokens: {wrong[0]} is not in 0..{size - 1}, the vocabulary", param="tokens")
-        return _json({"prompt": await asyncio.to_thread(self.model.room.tokenizer.decode, body.tokens)})
+        return json_response({"prompt": await asyncio.to_thread(self.model.room.tokenizer.decode, body.tokens)})
 
     async def _pause(self, request: Request) -> Response:
         mode: Any = request.query_params.get("mode", "abort")
@@ -235,7 +235,7 @@ class FrontEnd:
         if unknown := set(request.query_params) - {"mode"}:
             raise ApiError(f"{min(unknown)[:40]}: the weight-swap policy of the engine decides about its cache; "
                            "only mode is possible", param=min(unknown)[:40])  # fmt: skip
-        await _while_connected(request, self.model.proxy.pause(mode))
+        await while_connected(request, self.model.proxy.pause(mode))
         return self._state()
 
     async def _resume(self, request: Request) -> Response:
@@ -243,18 +243,20 @@ class FrontEnd:
         return self._state()
 
     async def _is_paused(self, request: Request) -> Response:
-        return _json({"is_paused": self.model.proxy.paused is not None})
+        return json_response({"is_paused": self.model.proxy.paused is not None})
 
     def _state(self) -> Response:
         paused, version = self.model.proxy.paused, self.model.version()
         shown = None if version is None else str(version)
-        return _json({"status": "resumed" if paused is None else "paused", "mode": paused, "weight_version": shown})
+        return json_response(
+            {"status": "resumed" if paused is None else "paused", "mode": paused, "weight_version": shown}
+        )
 
     async def _health(self, request: Request) -> Response:
         version = self.model.version()
         if version is None:
             raise ApiError("the engine has no weights yet: try again later", status=503, retry_after_s=_RETRY_AFTER_S)
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
         return PlainTextResponse(self.exposition(), media_type="text/plain; version=0.0.4")
@@ -293,7 +295,7 @@ class FrontEnd:
 # --- requests and responses
 
 
-async def _body(request: Request) -> tuple[Any, int]:
+async def json_body(request: Request) -> tuple[Any, int]:
     """The JSON value of the body and its size; ApiError if it is too large or is not JSON."""
     read = bytearray()
     async for part in request.stream():
@@ -306,7 +308,7 @@ async def _body(request: Request) -> tuple[Any, int]:
         raise ApiError(f"the body is not JSON: {str(error)[:200]}") from error
 
 
-def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
@@ -319,7 +321,7 @@ def _shown(error: ApiError) -> dict[str, Any]:
 def _error(error: ApiError) -> Response:
     """The error in OpenAI's layout."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    return _json(_shown(error), error.status, headers)
+    return json_response(_shown(error), error.status, headers)
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -330,11 +332,11 @@ def _as_api_error(error: Exception) -> ApiError:
     return ApiError(str(error), status=503 if isinstance(error, InfraError) else 400)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def refused(request: Request, error: Exception) -> Response:
     return _error(_as_api_error(error))
 
 
-class _EventStream:
+class EventStream:
     """A response of server-sent events. An error before the first event is an ordinary error response."""
 
     def __init__(self, request: Request, events: AsyncGenerator[bytes, None]) -> None:
@@ -342,7 +344,7 @@ class _EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            await _while_connected(self._request, self._send(send))
+            await while_connected(self._request, self._send(send))
 
     async def _send(self, send: Send) -> None:
         first = await anext(self._events)
@@ -358,7 +360,7 @@ class _EventStream:
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client disconnects (ApiError, which no client receives)."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
@@ -389,10 +391,10 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(front: FrontEnd, listening: socket.socket) -> None:
-    """Answer on `listening` until cancelled."""
+async def serve(app: ASGIApp, listening: socket.socket) -> None:
+    """Answer requests to `app` on `listening` until cancelled."""
     config = uvicorn.Config(
-        front.app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11", loop="none",
+        app, log_config=None, access_log=False, lifespan="off", ws="none", http="h11", loop="none",
         server_header=False, timeout_graceful_shutdown=int(_STOP_S), timeout_keep_alive=30,
         h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip

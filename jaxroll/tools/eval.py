@@ -18,10 +18,10 @@ from jaxroll.errors import ConfigError, one_line
 from jaxroll.protocols import SamplingParams
 from jaxroll.records import Task
 from jaxroll.report.figures.summary import wilson
-from jaxroll.rollout import accuracy
+from jaxroll.rollout import accuracy, episode
 from jaxroll.rollout import manager as evaluation
-from jaxroll.rollout.episode import bounds_of
 from jaxroll.rollout.manager import RolloutManager, Score
+from jaxroll.serving.agents import Agents
 from jaxroll.serving.engine_thread import EngineProxy
 from jaxroll.tools import generate
 
@@ -52,8 +52,10 @@ def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[st
         sampling = SamplingParams(config.sampling.max_tokens, options.temperature, 0, 1.0, eos)
 
         async def play(proxy: EngineProxy) -> None:
-            executors, bounds = Executors(pool, config), bounds_of(config)
-            manager = RolloutManager(proxy, executors.create, model.tokenizer, sampling, bounds=bounds)
+            executors, bounds = Executors(pool, config), episode.bounds_of(config)
+            agents = Agents(pool, config.task)
+            player = agents.play if config.task.agent else episode.run
+            manager = RolloutManager(proxy, executors.create, model.tokenizer, sampling, bounds=bounds, play=player)
             first = 0
             try:
                 for name, tasks in sets.items():
@@ -73,6 +75,7 @@ def evaluated(args: RoleArgs, options: argparse.Namespace) -> tuple[str, dict[st
                     first += len(tasks)  # so that no two sets draw with the same keys
             finally:
                 await executors.close()
+                await agents.close()
 
         generate.ask(model, play)
         return model.source, found

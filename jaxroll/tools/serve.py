@@ -46,7 +46,7 @@ def main(args: RoleArgs, options: argparse.Namespace) -> int:
             options.slots + options.queue,
         )  # fmt: skip
         front = http_server.FrontEnd(served, token)
-        serving = asyncio.ensure_future(http_server.serve(front, listening))
+        serving = asyncio.ensure_future(http_server.serve(front.app, listening))
         print(f"weights: {model.source}")
         print(f"serves {name} on {url}/v1, token in {token_file}", flush=True)
         await asyncio.wait([serving, asyncio.wrap_future(stop)], return_when=asyncio.FIRST_COMPLETED)

@@ -124,6 +124,8 @@ CASES: dict[str, Case] = {
     "task too small": (
         None, ["task.name=count_bits", 'task.args={"max_n": 9}'], "task.heldout_items", "16", "distinct questions"),
     "prompts too long": (None, ["task.max_prompt_tokens=1"], "task.heldout_items", "16", "max_prompt_tokens"),
+    "agent's function absent": (
+        None, ["task.env=agent", "task.agent=nowhere_at_all:f"], "task.agent", "nowhere_at_all", "cannot be loaded"),
     "reward's function absent": (
         module("def f(): 1"), ["task.reward=file:game.py:g"], "task.reward", "game.py:g", "no attribute 'g'"),
     "environment unknown": (None, ["task.env=single-turn"], "task.env", "single-turn", "Did you mean 'single_turn'?"),
@@ -517,6 +519,7 @@ REFUSALS: dict[str, str | tuple[str, ...]] = {
     "data/sources.py::check_game": ("no such game", "another game's environment"),
     "data/sources.py::_loaded": ("game's module absent",),
     "rewards/grader.py::check": ("reward's function absent",),
+    "envs/agent.py::check": ("agent's function absent",),
     "envs/adapters/games.py::_turns": ("no turn",),
     "envs/adapters/games.py::library": HERE,
     "envs/adapters/gymnasium_env.py::_formatter": ("function of observations absent",),

@@ -54,7 +54,7 @@ async def over_http(b, gate: Gate):
     front, listening = http_server.FrontEnd(served, TOKEN), http_server.listen("127.0.0.1", 0)
     thread = threading.Thread(target=host.run)
     thread.start()
-    serving = asyncio.create_task(http_server.serve(front, listening))
+    serving = asyncio.create_task(http_server.serve(front.app, listening))
     url = http_server.address("127.0.0.1", listening)
     headers = {"Authorization": f"Bearer {TOKEN}"}
     try:

@@ -91,7 +91,7 @@ async def served(engine: Engine, **more) -> AsyncIterator[tuple[str, http_server
     model = Served("m", engine, Room(200, TEXT), lambda: V2, EngineStats, **more)
     front = http_server.FrontEnd(model, TOKEN)
     listening = http_server.listen("127.0.0.1", 0)
-    serving = asyncio.create_task(http_server.serve(front, listening))
+    serving = asyncio.create_task(http_server.serve(front.app, listening))
     try:
         yield http_server.address("127.0.0.1", listening), front
     finally:
