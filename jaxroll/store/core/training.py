@@ -18,7 +18,7 @@ from jaxroll.store.core.leases import Decision, refuse
 from jaxroll.store.core.puts import judged
 from jaxroll.store.core.state import Batch, Group, Lineage, State, base_step, on_line
 
-SHRINK_LEAST = 2  # a group of one has nothing to be compared with
+SHRINK_LEAST = 2  # finished members, which can be compared; one of a group of two, which would wait forever
 
 
 def claim(settings: Settings, state: State, r: rq.ClaimStep, now_s: float) -> Decision:
@@ -137,10 +137,11 @@ def _shrunk(settings: Settings, usable: list[Group], now_s: float) -> list[ev.Sh
     """Close groups at the head that are past the straggler deadline with enough finished members."""
     if settings.straggler != "shrink":
         return []
+    least = min(SHRINK_LEAST, max(settings.group_size - 1, 1))
     found = []
     for group in usable[: settings.limiter.batch_groups]:
         late = group.leased_at_s is not None and now_s - group.leased_at_s >= settings.straggler_deadline_s
-        if late and not group.ready and sum(1 for _ in group.done()) >= SHRINK_LEAST:
+        if late and not group.ready and sum(1 for _ in group.done()) >= least:
             found.append(ev.Shrunk(group.id, tuple(m for m, _ in group.missing()), "straggler"))
     return found
 

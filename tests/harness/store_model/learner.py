@@ -249,13 +249,14 @@ class LearnerSide(Books):
         return any(old) if self.rules.on_stale == "expire" else bool(old) and all(old)
 
     def shrink(self, head: list[int], now: float) -> list[int]:
-        """The straggler policy: late groups at the head are closed with two finished members or more. Which ones."""
-        closed = []
+        """The straggler policy: late groups at the head are closed with two finished members or more, those of two
+        members with one. Which ones."""
+        closed, least = [], 1 if self.rules.size == 2 else 2
         for gid in head if self.rules.straggler == "shrink" else ():
             group = self.open[gid]
             late = group["leased_at"] is not None and now - group["leased_at"] >= self.rules.straggler_s
             done = [number for number, member in enumerate(group["members"]) if member["status"] == DONE]
-            if late and group["place"] is None and len(done) >= 2:
+            if late and group["place"] is None and len(done) >= least:
                 missing = self.missing(group)
                 if ("shrunk", gid, missing) not in self.facts:
                     broken("8 stragglers", f"group {gid} is late; the log does not say that {missing} are dropped")

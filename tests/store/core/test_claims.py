@@ -109,6 +109,18 @@ def test_stragglers_are_left_behind_only_when_two_members_are_there() -> None:
     assert m.put(keys[1]) == "SURPLUS"
 
 
+def test_a_straggler_in_a_group_of_two_is_left_behind_too() -> None:
+    m = Machine(batch=1, size=2, straggler_deadline_s=100.0)
+    m.start()
+    keys = m.lease(2)
+    m.now = 100.0
+    with pytest.raises(NotReady):
+        m.claim(0)
+    m.put(keys[1])
+    assert m.claim(0).groups == (keys[1][0],)
+    assert m.put(keys[0]) == "SURPLUS"
+
+
 def test_the_store_looks_again_when_the_next_straggler_is_due_and_not_for_those_that_were() -> None:
     m = Machine(batch=2, size=2, alpha=1.0, straggler_deadline_s=100.0)
     m.start()
