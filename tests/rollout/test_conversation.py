@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,8 +19,9 @@ from jaxroll.envs.executors.choice import Executors
 from jaxroll.learner import samples
 from jaxroll.models import families, params
 from jaxroll.protocols import Completion, GenerationKey, SamplingParams
-from jaxroll.records import Finished, Grant, Member, Message, Task, Version
+from jaxroll.records import Finished, Grant, Member, Message, Segment, Task, Version
 from jaxroll.rewards.scoring_pool import ScoringPool
+from jaxroll.rollout.branches import Branches
 from jaxroll.rollout.episode import Bounds
 from jaxroll.rollout.manager import RolloutManager
 from jaxroll.serving.engine_thread import EngineHost, EngineProxy
@@ -134,3 +136,84 @@ def test_the_learner_trains_on_what_was_said_and_on_nothing_else(host: EngineHos
     np.testing.assert_array_equal(sample.mask, said)
     np.testing.assert_array_equal(sample.tokens, np.concatenate([segment.tokens for segment in outcome.segments]))
     assert sample.sampled_tokens == said.sum() == sum(run.count for run in outcome.versions)
+
+
+class Recording(Forgetful):
+    """The engine without memory, and what it sampled."""
+
+    def __init__(self, proxy: EngineProxy) -> None:
+        super().__init__(proxy)
+        self.prompts: list[list[int]] = []
+        self.sampled: list[tuple[list[int], GenerationKey, Completion]] = []
+
+    async def generate(
+        self, prompt: np.ndarray, key: GenerationKey, params: SamplingParams, *, keep: bool = False
+    ) -> Completion:
+        self.prompts.append(prompt.tolist())
+        found = await self._proxy.generate(prompt, key, params, keep=keep)
+        self.sampled.append((prompt.tolist(), key, found))
+        return found
+
+
+class WithoutHistory(CharTokenizer):
+    """A template that shows earlier answers without their text."""
+
+    def render(self, messages: tuple[Message, ...], **options: Any) -> list[int]:
+        shown = [Message(m.role, "" if m.role == "assistant" else m.content) for m in messages]
+        return super().render(tuple(shown), **options)
+
+
+def test_branches_of_an_agent_are_recorded_as_the_engine_sampled_them(host: EngineHost) -> None:
+    text = WithoutHistory(open_source(CONFIG.task).alphabet())
+    view = Message("user", open_source(CONFIG.task).item(1).compact)
+    sampling = SamplingParams(max_tokens=12, stop_tokens=tuple(range(3, 18)))
+
+    async def play() -> tuple[Finished, Recording]:
+        proxy = Recording(EngineProxy(host, asyncio.get_running_loop()))
+        calls = Branches(proxy, GenerationKey(7, 0), text, sampling, Bounds(tokens=TOKENS))
+
+        async def ask(*messages: Message) -> tuple[Message, ...]:
+            call = await calls.chat(messages, [], calls.sampling)
+            calls.heard(call, Message("assistant", text.decode(call.completion.tokens.tolist()[:-1])))
+            return (*messages, Message("assistant", calls.answer))
+
+        async with asyncio.timeout(DEADLINE_S):
+            first = await ask(view)
+            second = await ask(*first, view)
+            await ask(*second, view)
+            await asyncio.gather(ask(*first, Message("user", "?")), ask(view))
+        return calls.finished("done", 1.0, {}), proxy
+
+    forget(host)
+    found, proxy = asyncio.run(play())
+    made: list[list[Segment]] = []
+    for segment in found.segments:
+        made += [[]] if segment.branch or not made else []
+        made[-1].append(segment)
+    assert len(made) == 3 and len(proxy.sampled) == 5
+    after = [[*prompt, *completion.tokens.tolist()] for prompt, _, completion in proxy.sampled]
+    for call, before in ((1, 0), (2, 1), (3, 0)):  # its context begins with all tokens of the call before
+        assert proxy.prompts[call][: len(after[before])] == after[before]
+    recorded = [
+        (np.concatenate([s.tokens for s in conversation[:k]]).tolist(), segment)
+        for conversation in made
+        for k, segment in enumerate(conversation)
+        if segment.loss_mask.any()
+    ]
+    assert len(recorded) == 5
+    for prompt, segment in recorded:
+        same = [c for asked, _, c in proxy.sampled if asked == prompt and c.tokens.tolist() == segment.tokens.tolist()]
+        assert len(same) == 1, "the context is what the engine got, the answer what it sampled"
+        np.testing.assert_array_equal(segment.logprobs, same[0].logprobs)
+    assert sum(run.count for run in found.versions) == sum(len(c.tokens) for _, _, c in proxy.sampled)
+    forget(host)
+
+    async def again(prompt: list[int], key: GenerationKey) -> Completion:
+        proxy = EngineProxy(host, asyncio.get_running_loop())
+        with_stop = SamplingParams(12, stop_tokens=(*sampling.stop_tokens, text.eos_id))
+        return await proxy.generate(np.array(prompt, np.int32), key, with_stop)
+
+    for prompt, key, completion in proxy.sampled:  # whole contexts, computed without the cache
+        computed = asyncio.run(again(prompt, key))
+        np.testing.assert_array_equal(computed.tokens, completion.tokens)
+        np.testing.assert_allclose(computed.logprobs, completion.logprobs, atol=1e-4)
