@@ -107,7 +107,7 @@ class Critic:
         """V [R, T] of the trained tokens of every micro-batch, 0 elsewhere."""
         if not batches:
             return []
-        params = jax.device_put(state.params, step.shardings_of(self.here.params)) if self.offload else state.params
+        params = jax.device_put(state.params, placing.shardings_of(self.here.params)) if self.offload else state.params
         return placing.fetched([self._get("values", _rows(of))(params, _read(of)) for of in batches])
 
     def placed(self, batch: MicroBatch, samples: Sequence[Sample], streams: Streams) -> Streams:
@@ -127,7 +127,7 @@ class Critic:
         Donates `state` if it is on the devices.
         """
         if self.offload:
-            state = jax.device_put(state, step.shardings_of(self.here))
+            state = jax.device_put(state, placing.shardings_of(self.here))
         reports, accumulator = [], self._get("zeros")()
         for batches in minibatches:
             for streams in batches:
@@ -138,14 +138,14 @@ class Critic:
 
     def lowered(self, name: str, rows: int = 0) -> jax.stages.Lowered:
         """The program before compilation: zeros and apply have no rows."""
-        accumulator, out = self.accumulator, step.shardings_of(self.accumulator)
+        accumulator, out = self.accumulator, placing.shardings_of(self.accumulator)
         if name == "zeros":
-            return jax.jit(lambda: step.zeroed(accumulator), out_shardings=out).lower()
+            return jax.jit(lambda: placing.zeroed(accumulator), out_shardings=out).lower()
         if name == "apply":
             apply = jax.jit(
                 self._applied,
                 donate_argnums=(0, 1),
-                out_shardings=(step.shardings_of(self.here), out, self._everywhere),
+                out_shardings=(placing.shardings_of(self.here), out, self._everywhere),
             )
             return apply.lower(self.here, accumulator)
         streams = {key: self._stream(rows, dtype) for key, dtype in _read(self.recipe.streams).items()}
@@ -160,7 +160,7 @@ class Critic:
 
     def _kept(self, state: TrainState) -> TrainState:
         """`state`, moved to where it is stored between two uses."""
-        return jax.device_put(state, step.shardings_of(self.state)) if self.offload else state
+        return jax.device_put(state, placing.shardings_of(self.state)) if self.offload else state
 
     def _values(self, params: Params, streams: Streams) -> Array:
         return jnp.where(streams["mask"], token_values(self.recipe, params, streams), 0.0)

@@ -219,8 +219,8 @@ def gradients(
 
 def differentiated(recipe: Recipe, params: Params) -> Params:
     """The arrays by which gradients are taken: `params`, of which those of layers in a loop are stacked."""
-    # Gradients of stacks are accumulated as stacks and divided in `apply`, which has an operation per parameter anyway:
-    # otherwise every program of a micro-batch has to compile a slice and a sum per parameter.
+    # Gradients of stacks are accumulated as stacks and divided before the optimizer step: otherwise every program of a
+    # micro-batch has to compile a slice and a sum per parameter.
     if recipe.lora or not recipe.spec.scan:
         return params
     stacks = transformer.stacked(recipe.spec, params, recipe.layout)
@@ -273,6 +273,8 @@ class Programs:
         loads = (spec.layers, spec.experts) if recipe.routers else None
         seen = jax.eval_shape(lambda: statistics.zeros(recipe.age_buckets, loads))
         self.accumulator = described(self._gradients(), seen, layout.mesh)
+        self._single = described(self.state.params, seen, layout.mesh)
+        self._stacks = {n: leaf for n, leaf in self.accumulator.grads.items() if n not in self.state.params}
         self._get = AheadOfTime("learner", recipe.row_tokens, self.lowered).get
 
     def compile(self, buckets: Sequence[int], progress: Progress | None = None, *, logprobs: bool = False) -> None:
@@ -282,6 +284,8 @@ class Programs:
         """
         self._get("zeros", 0, progress)
         self._get("apply", 0, progress)
+        if self._stacks:
+            self._get("divide", 0, progress)
         if self.recipe.lora:
             self._get("merge", 0, progress)
         for rows in buckets:
@@ -333,19 +337,32 @@ class Programs:
 
     def apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
         """The next state, an empty accumulator, and the step's report; both arguments are donated."""
-        return self._get("apply")(state, accumulator)
+        if not self._stacks:
+            return self._get("apply")(state, accumulator)
+        # Divided by a program of its own: slices that XLA fuses into the optimizer's loops compile slowly.
+        grads = dict(accumulator.grads)
+        stacks = {name: grads.pop(name) for name in self._stacks}
+        grads |= self._get("divide")(stacks)
+        for stack in stacks.values():
+            stack.delete()
+        state, _, report = self._get("apply")(state, dataclasses.replace(accumulator, grads=grads))
+        return state, self.zeros(), report
 
     def lowered(self, name: str, rows: int = 0) -> jax.stages.Lowered:
-        """The program before compilation; zeros, merge and apply have no rows. Needs the mesh but no real devices."""
+        """The program before compilation; only those of micro-batches have rows. Needs the mesh but no real devices."""
         recipe, state, accumulator = self.recipe, self.state, self.accumulator
         if name == "zeros":
-            return jax.jit(lambda: zeroed(accumulator), out_shardings=shardings_of(accumulator)).lower()
+            return jax.jit(lambda: placing.zeroed(accumulator), out_shardings=placing.shardings_of(accumulator)).lower()
         if name == "merge":
-            merge = jax.jit(lambda params, base: dense(recipe, params, base), out_shardings=shardings_of(self.params))
+            merge = jax.jit(functools.partial(dense, recipe), out_shardings=placing.shardings_of(self.params))
             return merge.lower(state.params, self.base)
+        if name == "divide":
+            parts = functools.partial(transformer.unstacked, recipe.spec)
+            where = placing.shardings_of({part: state.params[part] for part in jax.eval_shape(parts, self._stacks)})
+            return jax.jit(parts, out_shardings=where).lower(self._stacks)
         if name == "apply":
-            out = (shardings_of(state), shardings_of(accumulator), self._everywhere)
-            return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, accumulator)
+            out = (placing.shardings_of(state), placing.shardings_of(self._single), self._everywhere)
+            return jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out).lower(state, self._single)
         streams = {key: self._stream(rows, dtype) for key, dtype in recipe.streams.items()}
         if recipe.support:
             shape = (rows, recipe.row_tokens, recipe.support)
@@ -356,7 +373,7 @@ class Programs:
         if name == "logprobs":
             return jax.jit(self._logprobs, out_shardings=self._batch).lower(self.params, streams)
         streams |= {key: self._stream(rows, np.dtype(np.float32)) for key in recipe.added}
-        accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=shardings_of(accumulator))
+        accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=placing.shardings_of(accumulator))
         return accumulate.lower(state.params, accumulator, streams, self.base)
 
     def _stream(self, rows: int, dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -373,14 +390,12 @@ class Programs:
         return jnp.where(streams["mask"], terms.logprob, 0.0)
 
     def _apply(self, state: TrainState, accumulator: Accumulator) -> tuple[TrainState, Accumulator, dict[str, Any]]:
-        grads = transformer.unstacked(self.recipe.spec, accumulator.grads)
-        divided = dataclasses.replace(accumulator, grads=grads)
-        found, _, report = applied(self.recipe.optimizer, state, divided)
+        found, empty, report = applied(self.recipe.optimizer, state, accumulator)
         if self.recipe.routers and self.recipe.routers.bias_rate:
             loads = accumulator.statistics[statistics.LOADS]
             params = moe.with_moved_biases(found.params, loads, self.recipe.routers.bias_rate)
             found = dataclasses.replace(found, params=params)
-        return found, zeroed(accumulator), report
+        return found, empty, report
 
 
 def applied(
@@ -394,7 +409,7 @@ def applied(
         "learning_rate": jnp.asarray(optimizer.schedule(state.step), jnp.float32),
     }
     params = cast(Params, optax.apply_updates(state.params, updates))
-    return TrainState(params, opt_state, state.step + 1), zeroed(accumulator), report
+    return TrainState(params, opt_state, state.step + 1), placing.zeroed(accumulator), report
 
 
 def described(grads: Mapping[str, Any], statistics: Mapping[str, Any], mesh: Mesh) -> Accumulator:
@@ -405,16 +420,6 @@ def described(grads: Mapping[str, Any], statistics: Mapping[str, Any], mesh: Mes
 
 def _struct(shape: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-
-def zeroed(tree: Any) -> Any:
-    """Zeros of the shapes of `tree`."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
-
-
-def shardings_of(tree: Any) -> Any:
-    """The shardings of the leaves of `tree`."""
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 # --- output head: log-probabilities and entropies, a part of each row at a time

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -135,3 +136,13 @@ def _elsewhere(tree: Any) -> bool:
 
 def _fetched(array: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(array, tiled=True) if _elsewhere(array) else array)
+
+
+def zeroed(tree: Any) -> Any:
+    """Zeros of the shapes of `tree`."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def shardings_of(tree: Any) -> Any:
+    """The shardings of the leaves of `tree`."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)

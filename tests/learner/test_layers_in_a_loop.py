@@ -82,6 +82,14 @@ def test_the_program_of_a_micro_batch_does_not_grow_with_the_number_of_layers(pr
     assert operations(9) == operations(3)
 
 
+def test_the_optimizer_step_of_layers_in_a_loop_is_that_of_single_layers(programs) -> None:
+    """The stacks are divided by a program of its own: fused into the optimizer, their slices compile slowly."""
+    looped, single = (
+        programs(dataclasses.replace(NANO, scan=scan)).lowered("apply").as_text() for scan in (True, False)
+    )
+    assert looped == single
+
+
 @pytest.fixture
 def empty_cache(tmp_path: Path):
     """An empty compilation cache for this test."""
@@ -106,7 +114,7 @@ def test_gradients_of_36_layers_compile_in_at_most_twice_the_time_of_4(programs,
 
     compile_s(1)  # the first compilation of a process starts threads
     few, many = compile_s(4), compile_s(36)
-    apply = compile_s(4, "apply"), compile_s(36, "apply")
+    apply = [sum(compile_s(layers, program) for program in ("divide", "apply")) for layers in (4, 36)]
     with capsys.disabled():
         print(f"\ngradients of layers in a loop: 4 layers {few:.2f} s, 36 layers {many:.2f} s; "
               f"optimizer step: {apply[0]:.2f} s and {apply[1]:.2f} s")  # fmt: skip
