@@ -1,4 +1,4 @@
-"""One bad sampler or actor among healthy ones, on the real loops in virtual time.
+"""One bad sampler, actor or scoring worker among healthy ones, on the real loops in virtual time.
 
 No prompt dies of it, it is rested and reported, and the run is at most 10 % slower than with the healthy ones alone.
 tests/store/core/test_bad_samplers has more kinds of faults on the store's core.
@@ -85,4 +85,33 @@ def test_a_bad_holder_rests_and_costs_less_than_a_tenth(
         reason = {AT_ONCE: "a library is missing", LATE: "cannot be reached", SLOW: SLOW_REASON}[fault]
         assert reason in reported[bad]["error"]
     rate = found.steps_per_s / alone(folder, role, healthy, WORLDS[world])
+    assert rate >= AIM, f"{rate:.3f} of the rate of the healthy alone"
+
+
+def scored(run_dir: Path, workers: int, fault: str, train_s: float) -> tuple[Result, int]:
+    """A run with two samplers that score with two workers and with `workers`, of which one has a fault.
+
+    Its result, and the restarts of scoring workers that the second sampler has reported.
+    """
+
+    async def job() -> tuple[Result, int]:
+        async with NeighbourRun(neighbours(2), run_dir) as at:
+            at.sampler_with(0, workers=2)
+            at.sampler_with(1, workers=workers, worker_fault=fault)
+            result = await at.result(train_s, SKIPPED)
+            stats = [row for row in at.store.metrics.rows if row.get("kind") == "stats" and row["role"] == "sampler-1"]
+            return result, stats[-1]["scoring_restarts"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        prompts_of_neighbours(patch)
+        return run(job())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_scoring_worker_costs_less_than_a_tenth(folder: Path, fault: str) -> None:
+    train_s = WORLDS["the learner limits it"]
+    found, restarts = scored(folder, 2, fault, train_s)
+    assert found.dead == found.residual == 0, "no prompt died, and none is lost"
+    assert (restarts > 0) == (fault != SLOW), "workers that end are replaced, and the sampler reports it"
+    rate = found.steps_per_s / scored(folder, 1, "", train_s)[0].steps_per_s
     assert rate >= AIM, f"{rate:.3f} of the rate of the healthy alone"
